@@ -5,9 +5,6 @@ import logging
 import pytest
 
 from keepsight.eval.bench import eviction
-from keepsight.train.ablation import SideBySide
-from keepsight.train.dataset import Batch
-from keepsight.train.replay import TeacherOutputs
 from tests.commands.commands import CommandLine
 
 TINY = ("model.id=tiny", "model.device=cpu", "adapter=adapter")
@@ -21,21 +18,6 @@ def test_a_training_step_against_a_prefill(keepsight: CommandLine) -> None:
     ).splitlines()
     assert lines[0] == "1 x 60 prompt + 5 answer tokens, 1 steps a pass of the model, 1 repeats"
     assert [line.split()[0] for line in lines[1:]] == ["prefill", "step", "a"]
-
-
-def test_modules_that_learn_side_by_side(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    cells, read = list[int](), SideBySide.run_teacher
-
-    def noted(self: SideBySide, batch: Batch) -> TeacherOutputs:
-        cells.append(len(self.cells))
-        return read(self, batch)
-
-    monkeypatch.setattr(SideBySide, "run_teacher", noted)
-    small = ("train.replays=2", "cells=3", "tokens=60", "answer_tokens=5", "repeats=1")
-    lines = keepsight("bench", "train", *TINY[:2], *small).splitlines()
-    assert lines[0] == "1 x 60 prompt + 5 answer tokens, 3 modules, 2 steps a pass of the model, 1 repeats"
-    assert cells == [3, 3], "a reading to warm up and a timed one, for all modules"
-    assert keepsight.fails("bench", "train", *TINY[:2], "cells=0") == "cells=0 must be greater than 0"
 
 
 def test_a_sweep_against_single_runs(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,18 +44,6 @@ def test_evictions_against_the_prefill(keepsight: CommandLine) -> None:
     rows = [(line[:7].strip(), line[9:].split("  ")[0]) for line in lines]
     methods = ("prefill", "snapkv 48", "lookaheadkv 48")
     assert rows == [(length, method) for length in ("90", "120") for method in methods]
-
-
-@pytest.mark.usefixtures("briefly")
-def test_the_peak_of_kv_entries_is_printed(keepsight: CommandLine) -> None:
-    """A layer whole and what stays of all of them, where a method evicts during the prefill."""
-    small = ("lengths=[2000]", "budgets=[48]", "repeats=1")
-    methods = "methods=[snapkv,{name: snapkv, during_prefill: false, label: after},lookaheadkv]"
-    _, _, *lines = keepsight("bench", "evict", *TINY, methods, *small).splitlines()
-    layers, entry = 3, 2 * 8 * 2 * 4 / 2**20  # KV heads, dimensions, keys and values, bytes
-    whole, stays = layers * 2000, layers * 48
-    expected = [whole, 2000 + stays, whole + stays, whole + stays]
-    assert [line.split()[-1] for line in lines] == [f"{entries * entry:.1f}" for entries in expected]
 
 
 def test_decoding_steps_against_the_full_cache(keepsight: CommandLine) -> None:

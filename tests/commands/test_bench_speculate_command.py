@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from keepsight.models.card import Provenance
-from tests.commands.commands import DATA, NEEDLES, CommandLine
+from tests.commands.commands import DATA, CommandLine
 from tests.runtime.retrieval.heads import tiny_head
 
 TINY = ("model.id=tiny", "model.device=cpu")
@@ -36,10 +36,3 @@ def test_bad_values(keepsight: CommandLine) -> None:
     assert "name two drafts" in keepsight.fails(*SMALL, "draft.head=head", "draft.layers=[0,1]")
     assert keepsight.fails(*SMALL, "draft.head=head", "draft_tokens=0") == "draft_tokens=0 must be greater than 0"
     assert "model.safetensors is missing" in keepsight.fails(*SMALL, "draft.head=tiny/..")
-
-
-def test_an_evaluation_with_a_head_as_the_draft(keepsight: CommandLine, here: Path) -> None:
-    methods = "methods=[speckv,specpc]"
-    keepsight("eval", *TINY, *NEEDLES, "budgets=[70]", "draft.head=head", methods, "out=runs")
-    rows = (here / "runs" / "results.jsonl").read_text().splitlines()
-    assert sum('"speckv"' in row for row in rows) == sum('"specpc"' in row for row in rows) == 3

@@ -130,15 +130,15 @@ def test_a_stopped_evaluation_goes_on(
     assert (here / "out" / "results.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("change", ["budgets=[48]", "seed=7", "methods=[snapkv]", "model.dtype=bfloat16"])
-def test_other_settings_do_not_mix(keepsight: CommandLine, here: Path, change: str) -> None:
+def test_other_settings_do_not_mix(keepsight: CommandLine, here: Path) -> None:
     given = [*NEEDLES, "methods=[oracle,snapkv]", "samples=1"]
     keepsight("eval", *TINY, *given)
     before = {name: (here / "out" / name).read_bytes() for name in tree(here / "out")}
-    message = keepsight.fails("eval", *TINY, *given, change)
-    assert message.startswith(f"out: these results were made with {change.split('=')[0].split('.')[0]}=")
-    assert message.endswith("; choose another out=, or delete the folder")
-    assert {name: (here / "out" / name).read_bytes() for name in tree(here / "out")} == before
+    for change in ("budgets=[48]", "seed=7", "methods=[snapkv]", "model.dtype=bfloat16", "question=unseen"):
+        message = keepsight.fails("eval", *TINY, *given, change)
+        assert message.startswith(f"out: these results were made with {change.split('=')[0].split('.')[0]}=")
+        assert message.endswith("; choose another out=, or delete the folder")
+        assert {name: (here / "out" / name).read_bytes() for name in tree(here / "out")} == before
 
 
 def test_settings_that_no_answer_depends_on_may_change(keepsight: CommandLine, here: Path) -> None:
@@ -210,11 +210,8 @@ def test_a_judge_scores_both_turns_of_a_conversation(keepsight: CommandLine, her
     assert "task mt_bench needs a judge: judge.url=" in keepsight.fails("eval", *TINY, *keys, "out=other")
 
 
-@pytest.mark.parametrize(("question", "times"), [("seen", 3), ("unseen", 3 + 2)])
-def test_a_prompt_is_rendered_once(
-    keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch, question: str, times: int
-) -> None:
-    """Of three samples one is too long; the others come apart at their questions, where these are not seen."""
+def test_a_prompt_is_rendered_once(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three samples one is too long; the others come apart at their questions, which are not seen."""
     rendered: list[Any] = []
 
     def noted(tokenizer: Any, turns: Any) -> str:
@@ -225,8 +222,8 @@ def test_a_prompt_is_rendered_once(
     (here / "real").mkdir()
     real_samples(here / "real")
     given = [*TINY, "tasks=[jsonl]", "jsonl.dir=real", "methods=[snapkv]", "budgets=[40]", "max_tokens=512"]
-    keepsight("eval", *given, f"question={question}")
-    assert len(rendered) == times
+    keepsight("eval", *given, "question=unseen")
+    assert len(rendered) == 3 + 2
 
 
 def test_questions_of_real_samples(keepsight: CommandLine, here: Path) -> None:
@@ -378,20 +375,6 @@ def press_ctrl_c(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_method_of_ones_own_is_evaluated_by_name(
-    keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = "from keepsight.runtime.methods import METHODS, SnapKV\nMETHODS['mine'] = type('Mine', (SnapKV,), {})\n"
-    (here / "my_methods_of_a_test.py").write_text(code)
-    monkeypatch.setitem(known.METHODS, "mine", SnapKV)  # taken out again after the test
-    given = [*NEEDLES, "methods=[mine]", "samples=1", "budgets=[40]"]
-    keepsight("eval", *TINY, *given, "plugins=my_methods_of_a_test")
-    assert {row["method"] for row in rows_of(here / "out")} == {"full", "mine"}
-    assert known.METHODS["mine"].__name__ == "Mine"
-    message = keepsight.fails("eval", *TINY, *given, "plugins=no_such_module")
-    assert message.startswith("plugins=no_such_module cannot be imported (ModuleNotFoundError: No module named ")
-
-
 def test_one_evaluation_writes_to_a_folder_at_a_time(keepsight: CommandLine, here: Path) -> None:
     with one_writer(here / "out"):
         message = keepsight.fails("eval", *TINY, *NEEDLES)
@@ -433,3 +416,5 @@ def test_a_method_that_is_refused_meanwhile_loses_no_row_of_the_others(
     assert read_json(here / "out" / "settings.json")["notes"]["mine at budget 40"] == f"left out: {said}"
     assert keepsight.fails("eval", *TINY, *given) == message
     assert list(read_jsonl(here / "out" / "results.jsonl")) == rows, "nothing is measured twice"
+    message = keepsight.fails("eval", *TINY, *given, "plugins=no_such_module")
+    assert message.startswith("plugins=no_such_module cannot be imported (ModuleNotFoundError: No module named ")

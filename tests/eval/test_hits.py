@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from keepsight.eval.hits import Answering, answering, best_shared, choices, compare, mean_of
+from keepsight.eval.hits import Answering, answering, best_shared, choices, compare
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.runtime.methods import ExactTopK, Quest, SpeContext
 from tests.close import assert_close
@@ -118,19 +118,7 @@ def test_what_groups_could_read_at_best(model, seen, groups):
         assert all(torch.equal(mask, expected) for mask in step[group * each : (group + 1) * each])
 
 
-def test_a_budget_that_covers_the_cache_is_left_out(model, seen):
-    assert compare("quest", 64, seen, choices(model, Quest(64), seen)) is None
-
-
 def test_quest_reads_its_dense_layers_whole(model, seen):
     of_layers = next(choices(model, Quest(31, dense_layers=1), seen))
     assert of_layers[0].all()
     assert not of_layers[1].all()
-
-
-def test_mean_weighs_by_steps(model, seen):
-    found = compare("exact", BUDGET, seen, choices(model, ExactTopK(BUDGET), seen))
-    assert found is not None
-    mean = mean_of([found, found])
-    assert mean.steps == 2 * found.steps
-    assert mean.hit == pytest.approx(found.hit)

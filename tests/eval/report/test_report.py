@@ -76,21 +76,6 @@ def test_a_head_that_no_method_read_is_not_named(tmp_path: Path) -> None:
     assert "retrieval head" not in head
 
 
-def test_pages_are_listed_by_task_and_long_names_are_cut(tmp_path: Path) -> None:
-    pages = {("ruler_vt", 512, "1000-0"): "samples/a.html", ("qa", 1024, "0123456789abcdef" * 3): "samples/b.html"}
-    report.write_report([Run(tmp_path, [row("full", None, 1.0), row("snapkv", 64, 0.0)], {})], tmp_path, pages)
-    listed = re.findall(r'<a href="samples/\w.html">(.*?)</a>', (tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert listed == ["qa, 1024 tokens, 0123456789abcde…", "ruler_vt, 512 tokens, 1000-0"]
-
-
-def test_an_example_is_headed_by_its_place_and_shows_the_question(tmp_path: Path) -> None:
-    rows = [row(method, budget, 1.0, sample="ab3") for method, budget in (("full", None), ("snapkv", 64))]
-    report.write_report([Run(tmp_path, rows, {})], tmp_path, {})
-    page = (tmp_path / "report.html").read_text("utf-8")
-    assert "<h3>niah_single, 512 tokens, needle at 35 % depth, budget 64</h3>" in page
-    assert "<dt>question</dt><dd>Which number is hidden?</dd>" in page
-
-
 def test_tables_on_the_page_have_intervals(rows: list[Row], tmp_path: Path) -> None:
     report.write_report([Run(tmp_path, rows, {})], tmp_path, {})
     page = (tmp_path / "report.html").read_text("utf-8")
@@ -107,12 +92,6 @@ def test_examples_are_those_that_differ_most_taking_tasks_in_turn(rows: list[Row
     assert first.sample["sample"] == "s1"  # snapkv answers s0 rightly
     assert first.difference == 1.0
     assert [answer.row["method"] for answer in first.answers] == ["full", "lookaheadkv", "snapkv"]
-
-
-def test_an_example_shows_the_budget_where_the_answers_differ_most() -> None:
-    rows = [row("full", None, 1.0), row("snapkv", 64, 1.0), row("snapkv", 128, 0.25)]
-    (example,) = choose_examples(rows)
-    assert (example.budget, example.difference) == (128, 0.75)
 
 
 def test_timings_are_means_with_the_full_cache_first(rows: list[Row]) -> None:

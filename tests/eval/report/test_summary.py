@@ -35,13 +35,6 @@ def test_mean_over_tasks_weighs_tasks_alike(rows: list[Row]) -> None:
     assert np.std(snapkv.estimates["excess_nll"].draws) == pytest.approx(np.hypot(*errors) / 2, rel=0.05)
 
 
-def test_mean_over_tasks_weighs_the_samples_of_a_task_alike() -> None:
-    rows = [row("full", None, 1.0)] + [row("full", None, 0.0, length=1024, sample=str(i)) for i in range(3)]
-    (mean,) = summary.mean_over_tasks(summary.summarize(rows))
-    assert mean.score == pytest.approx(0.25)
-    assert (mean.n, mean.estimates["score"].n) == (4, pytest.approx(4))
-
-
 def test_table_sorts_by_score_at_equal_budget_and_shows_the_share_of_full(rows: list[Row]) -> None:
     shown = summary.summary_table(summary.summarize([line for line in rows if line["task"] == "qa, short"]))
     lines = shown.splitlines()
@@ -63,11 +56,6 @@ def test_table_sorts_by_score_at_equal_budget_and_shows_the_share_of_full(rows: 
         "Intervals of fewer than 10 samples are too narrow.",
     ]
     assert "0.67 of full" in both.split("\n\n")[-2]  # lookaheadkv at 64: 0.5 of 0.75
-
-
-def test_many_groups_leave_the_mean_alone_in_the_table() -> None:
-    rows = [row("full", None, 1.0, task=f"t{number}") for number in range(summary.MAX_BLOCKS + 1)]
-    assert summary.summary_table(summary.summarize(rows)).startswith("mean of 5 tasks, all lengths (")
 
 
 def test_share_of_full_is_missing_where_full_scores_nothing() -> None:
