@@ -8,7 +8,7 @@ this one; later versions read the entry point in pyproject.toml.
 
 import sys
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, printable
 
 
 def run_harness() -> int:
@@ -29,5 +29,5 @@ def run_harness() -> int:
 
 
 def _fail(message: str) -> int:
-    print(f"keepsight: error: {message}", file=sys.stderr)
+    print(f"keepsight: error: {printable(message)}", file=sys.stderr)
     return 2

@@ -29,6 +29,8 @@ test_split: test
 doc_to_text: "{{{{context}}}}"
 output_type: {kind}
 """
+COMMAND = "keepsight-lm-eval --model keepsight --include_path {0} --tasks choosing --device cpu "
+COMMAND += "--model_args pretrained={0}/tiny,method="
 CHOOSING = (
     'target_delimiter: ""\ndoc_to_choice: "{{choices}}"\ndoc_to_target: "{{answer}}"\nmetric_list: [{metric: acc}]\n'
 )
@@ -86,7 +88,7 @@ def test_choices_are_scored_from_the_compressed_context(folder: Path) -> None:
                 assert greedy == (chances.argmax(-1).tolist() == answer)
 
 
-def test_a_lookahead_adapter_is_named_in_the_arguments(folder: Path) -> None:
+def test_answers_of_a_lookahead_adapter_end_where_the_task_says(folder: Path) -> None:
     model = model_of(folder, method="lookaheadkv", adapter=str(folder / "adapter"), budget=40)
     expected = LookaheadKV.from_pretrained(str(folder / "adapter"), budget=40)
     for sample in results(folder, model, "writing"):
@@ -106,28 +108,9 @@ def test_the_full_cache_scores_as_the_harness_does(folder: Path) -> None:
         assert [scored for (scored, _) in found] == pytest.approx([scored for (scored, _) in wanted], abs=1e-3)
 
 
-def test_answers_end_where_the_task_says(folder: Path) -> None:
-    model = model_of(folder, method="snapkv", budget=40)
-    for sample in results(folder, model, "writing"):
-        ids = torch.tensor([model.tok_encode(sample["doc"]["context"])])
-        whole = generate(model.model, ids, SnapKV(40), max_new_tokens=6, do_sample=False)
-        text = model.tokenizer.decode(whole[0], skip_special_tokens=True)
-        assert sample["resps"][0][0] == text.partition(" ")[0]
-
-
 def test_the_command_runs_with_nothing_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = f"pretrained={folder / 'tiny'},method=snapkv,budget=0.25"
-    out = [
-        "--include_path",
-        str(folder),
-        "--output_path",
-        str(folder / "out.json"),
-        "--tasks",
-        "choosing",
-        "--device",
-        "cpu",
-    ]
-    monkeypatch.setattr(sys, "argv", ["keepsight-lm-eval", "--model", "keepsight", "--model_args", arguments, *out])
+    command = f"{COMMAND.format(folder)}snapkv,budget=0.25 --output_path {folder / 'out.json'}"
+    monkeypatch.setattr(sys, "argv", command.split())
     assert run_harness() == 0
     (written,) = folder.glob("out*.json")
     found = json.loads(written.read_text())
@@ -147,7 +130,12 @@ def test_the_entry_point_gives_the_model() -> None:
     assert registry.get("keepsight") is get_model("keepsight")
 
 
-def test_what_cannot_be_done_is_said(folder: Path) -> None:
+def test_what_cannot_be_done_is_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", f"{COMMAND.format(folder)}a\x1b[2J".split())
+    assert run_harness() == 2
+    assert "keepsight: error: method 'a\\x1b[2J' is unknown; " in capsys.readouterr().err
     with pytest.raises(UserError, match="batch_size=4 must be 1"):
         model_of(folder, batch_size=4)
     with pytest.raises(UserError, match="method 'snapkv' needs a budget"):
