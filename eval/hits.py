@@ -158,21 +158,14 @@ def compare(name: str, budget: int, seen: Answering, chosen: Iterator[list[Tenso
             weights = seen.weights[:, :, step, :length]
             hit = (top_mask(weights, budget) & mask).sum(-1) / budget
             mass = (weights * mask).sum(-1) / weights.sum(-1)
-            held = mask.sum(-1).clamp(min=1)
-            same = mask.new_zeros(()) if previous is None else (functional.pad(previous, (0, 1)) & mask).sum(-1) / held
+            counts = mask.sum(-1).clamp(min=1)
+            same = (
+                mask.new_zeros(()) if previous is None else (functional.pad(previous, (0, 1)) & mask).sum(-1) / counts
+            )
             rows.append([each.float().mean() for each in (hit, mass, same, mask.sum(-1))])
         previous = mask
     if not rows:
         return None
-    hit, mass, same, held = torch.tensor([[each.item() for each in row] for row in rows]).T
+    hit, mass, same, entries = torch.tensor([[each.item() for each in row] for row in rows]).T
     later = same[1:] if len(same) > 1 else same
-    return Hits(name, budget, len(rows), *(each.mean().item() for each in (hit, mass, later, held)))
-
-
-def mean_of(found: Sequence[Hits]) -> Hits:
-    """The mean over samples of one method and budget, weighted by their steps."""
-    steps = sum(each.steps for each in found)
-    means = [
-        sum(getattr(each, field) * each.steps for each in found) / steps for field in ("hit", "mass", "overlap", "read")
-    ]
-    return Hits(found[0].name, found[0].budget, steps, *means)
+    return Hits(name, budget, len(rows), *(each.mean().item() for each in (hit, mass, later, entries)))

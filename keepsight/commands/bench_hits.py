@@ -1,18 +1,21 @@
 """keepsight bench hits: top-k hit rate of the methods that read a part of the cache, step by step."""
 
+from collections import defaultdict
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from keepsight.commands.config import BenchHits as Config
 from keepsight.commands.eval import check, print_notes, samples_of
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.commands.variants import bound, variants_of
-from keepsight.errors import UserError, printable, require_same
-from keepsight.eval.hits import SHARED, Hits, answering, best_shared, choices, compare, mean_of
+from keepsight.errors import UserError, require_same
+from keepsight.eval.hits import SHARED, Hits, answering, best_shared, choices, compare
 from keepsight.eval.report.plots import hits_plot
+from keepsight.eval.report.tables import Column, Table
 from keepsight.eval.sweep import Variant, check_samples
 from keepsight.eval.tasks.registry import Benchmarks
 from keepsight.eval.tasks.samples import RenderedSample
@@ -23,9 +26,11 @@ from keepsight.models.retrieval_head import PREVIOUS_STEP, WEIGHTS, RetrievalHea
 from keepsight.models.targets import Target
 from keepsight.runtime.methods import SpeContext
 
-_COLUMNS: tuple[str, ...] = ("task", "length", "method", "budget", "samples", "steps", "hit", "mass", "overlap", "read")
-
-
+_MEANS = ("hit", "mass", "overlap", "read")
+_COLUMNS = (
+    *(Column(name, name, is_text=name in ("task", "method")) for name in ("task", "length", "method", "budget")),
+    *(Column(name, name, digits=1 if name == "read" else 4) for name in ("samples", "steps", *_MEANS)),
+)
 _BENCHMARKS = tuple(each.name for each in fields(Benchmarks))
 
 
@@ -59,9 +64,10 @@ def run(config: Config) -> None:
         rows = _summary(whole_lines(path, _Row))
         if not rows:
             raise UserError(f"budgets={config.budgets}: no step has more entries than the smallest; lower it")
-        write_csv(out / "hits.csv", _COLUMNS, rows)
+        table = Table("hits", "Top-k hit rates: means over steps, layers and KV heads.", _COLUMNS, rows)
+        write_csv(out / "hits.csv", *table.csv_rows())
         write_png(out / "hits.png", hits_plot(rows).figure())
-    print(_table(rows))
+    print(table.markdown())
 
 
 def _further_heads(config: Config, target: Target, variants: list[Variant]) -> list[Variant]:
@@ -118,19 +124,14 @@ def _rows(target: Target, sample: RenderedSample, variants: list[Variant], budge
 
 
 def _summary(rows: list[_Row]) -> list[dict[str, Any]]:
-    groups: dict[tuple[str, int, str, int], list[Hits]] = {}
+    """Means over the steps of each task, length, method and budget; of equal budgets the best hit rate first."""
+    groups: dict[tuple[str, int, str, int], list[Hits]] = defaultdict(list)
     for each in rows:
-        groups.setdefault((each.task, each.length, each.name, each.budget), []).append(each)
+        groups[each.task, each.length, each.name, each.budget].append(each)
     summary = []
-    for (task, length, name, budget), found in groups.items():
-        mean = mean_of(found)
-        row = {"task": task, "length": length, "method": name, "budget": budget, "samples": len(found)}
-        row |= {"steps": mean.steps, "read": round(mean.read, 1)}
-        summary.append(row | {field: round(getattr(mean, field), 4) for field in ("hit", "mass", "overlap")})
+    for place, found in groups.items():
+        steps = [each.steps for each in found]
+        row = {**dict(zip(("task", "length", "method", "budget"), place, strict=True)), "samples": len(found)}
+        means = {name: float(np.average([getattr(each, name) for each in found], weights=steps)) for name in _MEANS}
+        summary.append(row | {"steps": sum(steps)} | means)
     return sorted(summary, key=lambda row: (row["task"], row["length"], row["budget"], -row["hit"]))
-
-
-def _table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| " + " | ".join(_COLUMNS) + " |", "|" + " --- |" * len(_COLUMNS)]
-    lines += ["| " + " | ".join(printable(str(row[column])) for column in _COLUMNS) + " |" for row in rows]
-    return "\n".join(lines)
