@@ -40,7 +40,7 @@ _MAX_NEW_TOKENS = 256
 
 @register_model("keepsight")
 class HarnessModel(TemplateLM):
-    """A target under one method; the arguments are what `--model_args` gives.
+    """A base model under one method; the arguments are what `--model_args` gives.
 
     Args:
         pretrained: Hub id or local folder of the base model; a packaged file that a recipe names is used offline.
@@ -48,12 +48,12 @@ class HarnessModel(TemplateLM):
         budget: KV entries per layer and KV head, or a ratio of the prompt such as 0.1.
         adapter: Lookahead adapter: a folder or Hub id.
         retrieval: Retrieval head: a folder or Hub id.
-        draft: Draft model: a Hub id or folder, or indices of the target's own layers joined by `+`, such as 0+1+5.
+        draft: Draft model: a Hub id or folder, or indices of the base model's layers joined by `+`, such as 0+1+5.
         revision: Branch, tag or commit of the target.
         dtype: auto, float32, bfloat16 or float16.
         device: auto, cpu, cuda, ...; the harness gives its own `--device`, cuda:0 by default: the CPU without a GPU.
         attention: auto, sdpa, eager or flash_attention_2.
-        max_length: Longest context with its answer, in tokens; the target's own by default. Longer contexts lose their
+        max_length: Longest context with its answer, in tokens; the base model's by default. Longer contexts lose their
             beginning, as the harness's own models have it.
         batch_size: Must be 1: contexts are compressed one at a time.
         max_batch_size: Not used.
@@ -182,10 +182,9 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         answers = []
         for request in tqdm(requests, desc="generate_until", disable=disable_tqdm):
-            context, given = request.args
-            options: dict[str, Any] = dict(given)
+            context, options = request.args[0], dict[str, Any](request.args[1])
             until = options.pop("until", None) or []
-            stops = [until] if isinstance(until, str) else [*until]
+            stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
             longest = [options.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens")]
             tokens = next(filter(None, longest), _MAX_NEW_TOKENS)
             if not options.get("do_sample"):
@@ -195,7 +194,7 @@ class HarnessModel(TemplateLM):
             prompt = self._fitting(self.tok_encode(context), tokens)
             ids = generate(self.model, prompt, self.method, max_new_tokens=tokens, **options)
             text = str(self.tokenizer.decode(ids[0], skip_special_tokens=True))
-            for stop in filter(None, stops):
+            for stop in stops:
                 text = text.partition(stop)[0]
             self.cache_hook.add_partial("generate_until", request.args, text)
             answers.append(text)

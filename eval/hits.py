@@ -1,7 +1,7 @@
-"""Top-k hit rate of methods that read a part of the cache: which of the entries that the target attends to they select.
+"""Top-k hit rate of methods that read a part of the cache: the share of the most attended entries they select.
 
 The full cache writes an answer. Then every token of it is read once more with full attention, and at each step a method
-selects from the target's true queries, keys and features. So methods are compared on the same steps, apart from what
+selects from the base model's queries, keys and features. So methods are compared on the same steps, apart from what
 their own selections would change later on.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import FiniteFloat
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -43,15 +44,15 @@ class Hits:
     name: str
     budget: int
     steps: int
-    hit: float
-    mass: float
-    overlap: float
-    read: float
+    hit: FiniteFloat
+    mass: FiniteFloat
+    overlap: FiniteFloat
+    read: FiniteFloat
 
 
 @dataclass(frozen=True)
 class Answering:
-    """An answer under full attention, as the target's layers saw it.
+    """An answer under full attention, as the base model's layers saw it.
 
     Attributes:
         before: One-row state of the prompt.

@@ -22,7 +22,7 @@ Row = dict[str, Any]
 Key = tuple[str, int, str]
 """Task, length and id of a sample."""
 EARLIER = "earlier.jsonl"
-"""Rows of before a run was extended; those that are still to come take them from there."""
+"""Rows from before a run was extended, which are used again where they depend on the same inputs."""
 _MAY_CHANGE = ("command", "versions", "notes")
 
 Digest = Annotated[str, Field(pattern=r"\Asha256:[0-9a-f]{64}\z")]
@@ -84,12 +84,12 @@ class MadeWith(TypedDict):
     versions: NotRequired[dict[str, str] | None]
 
 
-def _holds(before: list[Any], now: list[Any]) -> bool:
+def _contains(before: list[Any], now: list[Any]) -> bool:
     return bool(before) and all(each in now for each in before)
 
 
 _GROWS: dict[str, Callable[[Any, Any], bool]] = {
-    **dict.fromkeys(("tasks", "lengths", "methods", "budgets", "bits"), _holds),
+    **dict.fromkeys(("tasks", "lengths", "methods", "budgets", "bits"), _contains),
     "plugins": lambda before, now: all(each in now for each in before),
     "samples": lambda before, now: now == 0 or now >= before > 0,
     **dict.fromkeys(("adapter", "retrieval"), lambda before, now: False),
@@ -214,7 +214,7 @@ def parts_of_one(runs: Sequence[Run]) -> list[Run]:
     for run in runs:
         if run.target != runs[0].target:
             raise UserError(
-                f"{run.folder}: its target is {run.target}, that of {runs[0].folder} is {runs[0].target}; "
+                f"{run.folder}: its model is {run.target}, that of {runs[0].folder} is {runs[0].target}; "
                 "keepsight compare sets them side by side"
             )
         fresh = []
@@ -246,7 +246,7 @@ def comparable(runs: Sequence[Run], allow: Collection[str] = ()) -> list[Run]:
     for run in runs[1:]:
         if "targets" not in allow and run.target != first.target:
             raise UserError(
-                f"{run.folder}: its target is {run.target}, that of {first.folder} is {first.target}; "
+                f"{run.folder}: its model is {run.target}, that of {first.folder} is {first.target}; "
                 "allow=[targets] compares them all the same"
             )
     samples = [{(key_of(row), row.get("sample_digest") or str(row["references"])) for row in run.rows} for run in runs]

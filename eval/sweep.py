@@ -190,16 +190,16 @@ def _own_conversations(
         answers: Their answers in the full cache's conversation.
         questions: For each variant, [1, q] int64, what is read after the compressed prompt; see `_next_question`.
     """
-    own, together = dict[int, Tensor](), list[int]()
+    own, batch = dict[int, Tensor](), list[int]()
     for index, question in enumerate(questions):
         if not torch.equal(question, asked.question):
             alone = _alone(target, asked, methods[index], compressed[index].state, question)
             if alone is None:
-                together.append(index)
+                batch.append(index)
             else:
                 own[index] = alone.ids
-    states, rest = [compressed[index].state for index in together], [questions[index] for index in together]
-    own.update(zip(together, answer_each(target.model, states, rest, asked.limits), strict=True))
+    states, rest = [compressed[index].state for index in batch], [questions[index] for index in batch]
+    own.update(zip(batch, answer_each(target.model, states, rest, asked.limits), strict=True))
     return [replace(answer, ids=own.get(index, answer.ids)) for index, answer in enumerate(answers)]
 
 
@@ -234,10 +234,10 @@ def evicting(variants: Sequence[Variant]) -> list[Variant]:
 
 
 def check_samples(target: Target, samples: Sequence[RenderedSample], variants: Sequence[Variant]) -> None:
-    """Refuse what `run_samples` would refuse, before the target runs.
+    """Refuse what `run_samples` would refuse, before the model runs.
 
     Raises:
-        UserError: a sample does not fit the target's context, or a method cannot work on so short a prompt.
+        UserError: a sample does not fit the model's context, or a method cannot work on so short a prompt.
     """
     context = context_of(target.model)
     for sample in samples:
@@ -361,15 +361,15 @@ def _rows_of_group(
 def batched_by_entries(
     items: Iterable[Variant], entries: Callable[[Variant], int], most: int
 ) -> Iterator[list[Variant]]:
-    """Consecutive variants whose states together hold at most `most` entries per head; a single one may exceed it."""
-    batch, held = list[Variant](), 0
+    """Consecutive variants whose states have at most `most` entries per head in all; a single one may have more."""
+    batch, entries_of_batch = list[Variant](), 0
     for item in items:
         size = entries(item)
-        if batch and held + size > most:
+        if batch and entries_of_batch + size > most:
             yield batch
-            batch, held = [], 0
+            batch, entries_of_batch = [], 0
         batch.append(item)
-        held += size
+        entries_of_batch += size
     if batch:
         yield batch
 
@@ -469,7 +469,7 @@ def _completed(
 
 
 def groups_of(samples: Sequence[RenderedSample], question: str) -> list[list[RenderedSample]]:
-    """What is run together: single samples, the turns of a conversation, or under `multi` those with one context."""
+    """What one prefill serves: single samples, the turns of a conversation, or under `multi` those with one context."""
     groups: list[list[RenderedSample]] = []
     for sample in samples:
         if groups and (sample.earlier or (question == "multi" and _shared_by(sample) == _shared_by(groups[-1][0]))):

@@ -89,15 +89,15 @@ def peak_bytes(action: Callable[[], object]) -> int:
     del result
     recorded: Any = profiled.profiler
     changes = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
-    held = most = 0
+    current = most = 0
     for event in sorted(changes, key=lambda each: each.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
+        current += event.nbytes()
+        most = max(most, current)
     return most
 
 
 def peak_kv_bytes(model: nn.Module, start: Callable[[], State]) -> int:
-    """The most bytes of keys and values that are held at once while a prompt is read and compressed.
+    """The most bytes of keys and values in memory at once while a prompt is read and compressed.
 
     They are counted in every layer: before attention, and again once a smaller layer lies beside the whole one.
     """

@@ -31,7 +31,7 @@ def write_outputs(runs: Sequence[Run], folder: Path) -> None:
     """Write `summary.csv`, the plots, the tables, a page a sample, and `report.html` that shows all of it.
 
     Args:
-        runs: One run, or several of the same target that no sample and variant is in twice.
+        runs: One run, or several of the same base model that no sample and variant is in twice.
         folder: Where all of it goes.
     """
     rows = [row for run in runs for row in run.rows]

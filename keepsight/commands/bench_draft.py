@@ -41,7 +41,7 @@ def run(config: Config) -> None:
 
 
 def _samples(config: Config, target: Target) -> tuple[Sequence[TrainingSample], str]:
-    """`samples` and `held_out` texts together, and the digest of the data that they are from."""
+    """As many texts as `samples` and `held_out` in all, and the digest of their data."""
     wanted = config.samples + config.held_out
     folder = Path(config.data) if config.data else Path(config.out) / "data"
     longest = config.prompt_tokens[1]
@@ -59,7 +59,7 @@ def _samples(config: Config, target: Target) -> tuple[Sequence[TrainingSample], 
 
 
 def _answer(config: Config, target: Target, folder: Path, count: int) -> None:
-    """Make texts: prompts of the mixture and what the target answers."""
+    """Make texts: prompts of the mixture with the base model's answers."""
     shortest, longest = config.prompt_tokens
     values = read_mixture(config.mixture) | {"min_tokens": shortest, "max_tokens": longest}
     generate_data(

@@ -115,7 +115,7 @@ def test_runs_that_cannot_be_compared(keepsight: CommandLine, runs: Path, here: 
     assert message.startswith("a: 3 of its 3 samples are not in every other run; allow=[samples] ")
     printed = keepsight("compare", "a", "seed", "allow=[samples]")
     assert "Score, mean over tasks" in printed and "compare.html" in printed
-    assert keepsight.fails("compare", "a", "half", "allow=[samples]").startswith("half: its target is {")
+    assert keepsight.fails("compare", "a", "half", "allow=[samples]").startswith("half: its model is {")
     assert keepsight.fails("compare", "a", "half", "allow=[targets]").startswith("a: 1 of its 3 samples are not in ")
     keepsight("compare", "a", "half", "allow=[targets,samples]", "out=common")
     lines = (here / "common" / "tables" / "score.csv").read_text("utf-8").splitlines()[1:]
