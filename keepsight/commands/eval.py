@@ -78,9 +78,10 @@ def run(config: Config) -> None:
             write_all(out)
             (out / EARLIER).unlink(missing_ok=True)
             if SKIPPED in notes:
-                print(f"{SKIPPED}: {notes[SKIPPED]}")
+                print_notes({SKIPPED: notes[SKIPPED]})
     if unjudged:
-        print(f"{len(unjudged)} samples have no verdict, such as {unjudged[0]}; run the command again to ask again")
+        first = printable(str(unjudged[0]))
+        print(f"{len(unjudged)} samples have no verdict, such as {first}; run the command again to ask again")
     if refused:
         (name, budget), error = next(iter(refused.items()))
         raise UserError(
