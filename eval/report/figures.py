@@ -19,6 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.markers import MarkerStyle
 
 import keepsight.runtime.methods  # noqa: F401 - methods register how they are drawn
+from keepsight.errors import printable
 from keepsight.files import DPI, atomic_file
 from keepsight.runtime import registry
 from keepsight.runtime.registry import LABELS, PLACES, Line, Style
@@ -41,7 +42,7 @@ _DASHES: dict[Line, str] = {"-": "", "-.": "5 2 1 2", "--": "4 2", ":": "1.5 2"}
 
 def label_of(method: str) -> str:
     """A method's name in plots and pages."""
-    return LABELS.get(method, method)
+    return LABELS.get(method, printable(method))
 
 
 def in_order(methods: Iterable[str]) -> list[str]:
@@ -120,7 +121,7 @@ class Plot:
         grid = figure.subplots(rows, columns, squeeze=False).ravel()
         for axes, panel in zip(grid, self.panels, strict=False):
             panel.draw(axes)
-            axes.set_title(panel.title, fontsize=9, color=TEXT, parse_math=False)
+            axes.set_title(printable(panel.title), fontsize=9, color=TEXT, parse_math=False)
             for artist in axes.get_children():
                 artist.set_gid(None)  # names are for pages, where each panel is a drawing of its own
         for unused in grid[len(self.panels) :]:

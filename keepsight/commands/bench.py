@@ -88,24 +88,22 @@ def speculate(config: BenchSpeculate) -> None:
     target = target_of(config)
     draft = draft_of(config, target)
     assert isinstance(draft, DraftHeadSource)
-    prompts = _data_prompts(config, target) if config.data else _needle_prompts(config, target)
+    if config.data:
+        prompts = _data_prompts(config, config.data, target)
+    else:
+        require_room(target.model, config.tokens)
+        samples = make_samples("single", config.tokens, config.samples, 0, target.tokenizer)
+        prompts = [sample.prompt_ids.tolist() for sample in samples]
     _print(bench_speculate(target, draft.head, prompts, config.answer_tokens, config.draft_tokens))
 
 
-def _needle_prompts(config: BenchSpeculate, target: Target) -> list[list[int]]:
-    require_room(target.model, config.tokens)
-    samples = make_samples("single", config.tokens, config.samples, 0, target.tokenizer)
-    return [sample.prompt_ids.tolist() for sample in samples]
-
-
-def _data_prompts(config: BenchSpeculate, target: Target) -> list[list[int]]:
+def _data_prompts(config: BenchSpeculate, data: str, target: Target) -> list[list[int]]:
     """The last prompts of a data folder that are short enough."""
-    assert config.data is not None
-    samples, _ = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
+    samples, _ = read_training_samples(Path(data), target.name, target.template_digest, target.vocabulary)
     prompts = [sample.prompt_ids for sample in samples if len(sample.prompt_ids) <= config.tokens]
     if len(prompts) < config.samples:
         raise UserError(
-            f"data={config.data}: {len(prompts)} prompts have at most {config.tokens} tokens, samples= needs "
+            f"data={data}: {len(prompts)} prompts have at most {config.tokens} tokens, samples= needs "
             f"{config.samples}; lower it, or raise tokens="
         )
     return prompts[-config.samples :]

@@ -29,7 +29,8 @@ def run(config: Config) -> None:
     searched = search(target.model, texts, min(config.keep), out / "search.jsonl")
     texts = _texts(target, samples[config.samples :], config.answer_tokens)
     chosen = [_held_out(target, subset, texts) for subset in searched if len(subset.layers) in config.keep]
-    times = [_relative_time(target, subset, samples[config.samples].prompt_ids) for subset in chosen]
+    prompt, model = samples[config.samples].prompt_ids, target.model
+    times = [relative_time(keep_layers(model, subset.layers), model, prompt) for subset in chosen]
     counts = {key: getattr(config, key) for key in ("samples", "held_out", "answer_tokens")}
     settings = {"model": target.name, "version": target.version, "data": digest} | counts
     rows = [asdict(subset) | {"time": time} for subset, time in zip(chosen, times, strict=True)]
@@ -80,10 +81,6 @@ def _texts(target: Target, samples: Sequence[TrainingSample], answer_tokens: int
 
 def _held_out(target: Target, subset: Subset, texts: list[Text]) -> Subset:
     return Subset(**asdict(closeness(keep_layers(target.model, subset.layers), texts)), layers=subset.layers)
-
-
-def _relative_time(target: Target, subset: Subset, prompt_ids: list[int]) -> float:
-    return relative_time(keep_layers(target.model, subset.layers), target.model, prompt_ids)
 
 
 def _table(chosen: list[Subset], times: list[float], config: Config) -> str:

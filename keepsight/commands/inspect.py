@@ -16,7 +16,7 @@ from keepsight.models.chat import chat_text
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import FullCache, Method, decode, stop_after
-from keepsight.runtime.methods import Resources, make_method
+from keepsight.runtime.methods import make_method
 from keepsight.runtime.methods.resources import bind
 from keepsight.runtime.prompt_compression.text import token_texts
 from keepsight.runtime.state import State, context_of, prefill
@@ -24,9 +24,14 @@ from keepsight.runtime.state import State, context_of, prefill
 
 def run(config: Config) -> None:
     """Write the page."""
-    _require_page(Path(config.out))
-    resources = resources_later(config)
-    methods = {name: _method(name, config, resources) for name in (config.method, config.compare)}
+    out, resources, methods = Path(config.out), resources_later(config), dict[str, Evict]()
+    require_writable(out, folder=False)
+    if out.is_file() and not out.read_bytes().startswith(b"<!DOCTYPE html>"):
+        raise UserError(f"out={out} is a file but no page; choose another out=")
+    for name in (config.method, config.compare):
+        method = make_method(name, config.budget, resources, **(config.options if name == config.method else {}))
+        refusal = f"method {name!r} evicts nothing from the cache, so there is nothing to inspect"
+        methods[name] = require_evict(method, refusal)
     text = _read(config.prompt)  # bad values end here, before anything loads
     target = target_of(config)
     resources = resources_of(config, target)
@@ -46,21 +51,8 @@ def run(config: Config) -> None:
         "prompt tokens": len(tokens),
     }
     title = f"{Path(target.name).name}: {config.method} at budget {config.budget}"
-    write_inspect_page(Path(config.out), tokens, kept, title, settings, answers)
+    write_inspect_page(out, tokens, kept, title, settings, answers)
     print(f"{len(tokens)} tokens, {config.budget} kept per layer and KV head: {config.out}")
-
-
-def _require_page(out: Path) -> None:
-    """Refuse a path that cannot be written to, and a file that is no HTML page."""
-    require_writable(out, folder=False)
-    if out.is_file() and not out.read_bytes().startswith(b"<!DOCTYPE html>"):
-        raise UserError(f"out={out} is a file but no page; choose another out=")
-
-
-def _method(name: str, config: Config, resources: Resources) -> Evict:
-    options = config.options if name == config.method else {}
-    method = make_method(name, config.budget, resources, **options)
-    return require_evict(method, f"method {name!r} evicts nothing from the cache, so there is nothing to inspect")
 
 
 def _read(prompt: str) -> str:

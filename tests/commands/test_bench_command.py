@@ -1,22 +1,37 @@
-"""`keepsight bench train`, `eval` and `evict` on a tiny target: every line is there; bad values of these and others."""
+"""The benchmarks on a tiny model: every line is there; bad values, and what has no room, end in one line."""
 
 import logging
+from pathlib import Path
 
 import pytest
 
 from keepsight.eval.bench import eviction
-from tests.commands.commands import CommandLine
+from keepsight.models.card import Provenance
+from keepsight.models.retrieval_head import RetrievalHead
+from tests.commands.commands import DATA, CommandLine
+from tests.runtime.retrieval.heads import tiny_head
 
-TINY = ("model.id=tiny", "model.device=cpu", "adapter=adapter")
+TINY = ("model.id=tiny", "model.device=cpu")
+METHODS = (*TINY, "adapter=adapter", "budgets=[48]")
+RETRIEVE = ("bench", "retrieve", *TINY, "lengths=[200]", "budgets=[40,64]", "repeats=1", "answer_tokens=3")
+SPECULATE = ("bench", "speculate", *TINY, "tokens=320", "answer_tokens=6", "samples=2", "draft_tokens=3")
 
 pytestmark = pytest.mark.usefixtures("here")
 
 
+@pytest.fixture
+def heads(here: Path) -> None:
+    """`draft`, a draft head, and `head`, a retrieval head made from it."""
+    draft = tiny_head(512)
+    draft.save(here / "draft", Provenance("tiny"), "# Card\n")
+    RetrievalHead.from_draft(draft, "previous-step").save(here / "head", Provenance("tiny"), "# Card\n")
+
+
 def test_a_training_step_against_a_prefill(keepsight: CommandLine) -> None:
-    lines = keepsight(
-        "bench", "train", *TINY[:2], "train.replays=1", "tokens=60", "answer_tokens=5", "repeats=1"
-    ).splitlines()
-    assert lines[0] == "1 x 60 prompt + 5 answer tokens, 1 steps a pass of the model, 1 repeats"
+    small = ("train.replays=2", "train.cuts=3", "cells=3", "tokens=60", "answer_tokens=5", "repeats=1")
+    lines = keepsight("bench", "train", *TINY, *small).splitlines()
+    at = "3 modules, 2 steps a pass of the model at 3 cuts"
+    assert lines[0] == f"1 x 60 prompt + 5 answer tokens, {at}, 1 repeats"
     assert [line.split()[0] for line in lines[1:]] == ["prefill", "step", "a"]
 
 
@@ -25,30 +40,32 @@ def test_a_sweep_against_single_runs(keepsight: CommandLine, monkeypatch: pytest
     warned = list[str]()
     for name in ("warning", "warning_once"):
         monkeypatch.setattr(logging.Logger, name, lambda _, *given, **__: warned.append(str(given)))
-    lines = keepsight("bench", "eval", *TINY, *small).splitlines()
+    lines = keepsight("bench", "eval", *METHODS, *small).splitlines()
     assert [each for each in warned if "eos_token_id" in each] == []
     assert lines[0].startswith("2 variants, 320 prompt tokens, 3 answer tokens, 1 samples, ")
     assert [line.split()[0] for line in lines[1:]] == ["sweep", "separate", "ratio"]
 
 
-@pytest.fixture
-def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evictions_against_the_prefill(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak of KV entries: a layer whole and what stays of all, where a method evicts during the prefill."""
     monkeypatch.setattr(eviction, "_LEAST_SECONDS", 0.0)
-
-
-@pytest.mark.usefixtures("briefly")
-def test_evictions_against_the_prefill(keepsight: CommandLine) -> None:
-    small = ("lengths=[90,120]", "methods=[snapkv,lookaheadkv]", "budgets=[48]", "repeats=1")
-    _, names, *lines = keepsight("bench", "evict", *TINY, *small).splitlines()
+    methods = "methods=[snapkv,{name: snapkv, during_prefill: false, label: after},lookaheadkv,h2o]"
+    _, names, *lines = keepsight("bench", "evict", *METHODS, "lengths=[90,2000]", methods, "repeats=1").splitlines()
     assert names.split()[:2] == ["tokens", "method"] and names.endswith(" KV MiB")
     rows = [(line[:7].strip(), line[9:].split("  ")[0]) for line in lines]
-    methods = ("prefill", "snapkv 48", "lookaheadkv 48")
-    assert rows == [(length, method) for length in ("90", "120") for method in methods]
+    variants = ("prefill", "sums for h2o", "snapkv 48", "after 48", "lookaheadkv 48", "h2o 48")
+    assert rows == [(length, name) for length in ("90", "2000") for name in variants]
+    layers, entry = 3, 2 * 8 * 2 * 4 / 2**20  # KV heads, dimensions, keys and values, bytes
+    whole, stays = layers * 2000, layers * 48
+    expected = [whole, 2000 + stays, whole + stays, whole + stays]
+    peaks = {line[9:].split("  ")[0]: line.split()[-1] for line in lines[6:]}
+    found = [peaks[name] for name in ("prefill", "snapkv 48", "after 48", "lookaheadkv 48")]
+    assert found == [f"{entries * entry:.1f}" for entries in expected]
 
 
 def test_decoding_steps_against_the_full_cache(keepsight: CommandLine) -> None:
-    given = ("tokens=90", "methods=[snapkv,adakv,{name: specache, group: 8}]", "budgets=[48]", "answer_tokens=2")
-    title, names, *lines = keepsight("bench", "decode", *TINY, *given, "batch=2").splitlines()
+    given = ("tokens=90", "methods=[snapkv,adakv,{name: specache, group: 8}]", "answer_tokens=2")
+    title, names, *lines = keepsight("bench", "decode", *METHODS, *given, "batch=2").splitlines()
     assert title.startswith("2 rows of 90 tokens, median of 2 steps, ")
     assert names.split("  ")[0] == "method"
     rows = {line[:20].strip(): [float(each) for each in line[20:].split()] for line in lines}
@@ -63,16 +80,40 @@ def test_decoding_steps_against_the_full_cache(keepsight: CommandLine) -> None:
 
 
 def test_operators_of_methods(keepsight: CommandLine) -> None:
-    given = ("tokens=90", "methods=[{name: snapkv, pool: none},lookaheadkv,{name: kivi, group: 8}]", "budgets=[48]")
-    title, names, *lines = keepsight("bench", "ops", *TINY, *given).splitlines()
+    given = ("tokens=90", "methods=[{name: snapkv, pool: none},lookaheadkv,{name: kivi, group: 8}]")
+    title, names, *lines = keepsight("bench", "ops", *METHODS, *given).splitlines()
     assert title.startswith("operators / syncs a layer; 3 layers, 90 prompt tokens; ")
     assert names.split() == ["method", "observe", "select", "gather", "decode"]
-    assert [line[:20].strip() for line in lines] == [
-        "plain model",
-        "snapkv pool=none 48",
-        "lookaheadkv 48",
-        "kivi group=8",
-    ]
+    counted = {line[:20].strip(): len(line[20:].split()) for line in lines}
+    assert counted == {"plain model": 3, "snapkv pool=none 48": 12, "lookaheadkv 48": 12, "kivi group=8": 3}
+
+
+@pytest.mark.usefixtures("heads")
+def test_retrieval_with_a_head_and_without(keepsight: CommandLine) -> None:
+    lines = keepsight(*RETRIEVE, "retrieval=head", "draft.head=draft", "tokens=300", "samples=2").splitlines()
+    assert lines[0].startswith("retrieval head (features: previous-step): ")
+    assert lines[1].startswith("draft head: ")
+    assert lines[2].startswith("1 rows of random entries, budget 64, ")
+    assert [line.split()[:2] for line in lines[4:7]] == [["200", name] for name in ("full", "quest", "specontext")]
+    assert lines[8].startswith("2 texts of ") and ", 3 steps each, " in lines[8]
+    assert [line.split()[0] for line in lines[9:]] == ["budget", "40", "64"]
+    random = ("retrieval_head.features=none", "retrieval_head.groups=2", "batch=2")
+    lines = keepsight(*RETRIEVE, *random).splitlines()
+    assert lines[0].startswith("retrieval= is not given: this head has random weights")
+    assert lines[2].startswith("2 rows of random entries, budget 64, ")
+    assert lines[-1].startswith("bytes moved are not measured: ")
+
+
+@pytest.mark.usefixtures("heads")
+def test_speculative_decoding_of_needles_and_prompts_of_a_data_folder(keepsight: CommandLine) -> None:
+    lines = keepsight(*SPECULATE, "draft.head=draft").splitlines()
+    assert lines[0].startswith("2 prompts of ") and ", answers of at most 6, drafts of 3, " in lines[0]
+    assert lines[-1] == "2 of 2 answers are the same, token for token"
+    keepsight("data", *TINY, *DATA)
+    lines = keepsight(*SPECULATE, "draft.head=draft", "data=data").splitlines()
+    assert lines[-1] == "2 of 2 answers are the same, token for token"
+    message = keepsight.fails(*SPECULATE, "draft.head=draft", "data=data", "samples=50")
+    assert message.endswith(" prompts have at most 320 tokens, samples= needs 50; lower it, or raise tokens=")
 
 
 HUGE = "1000000000"
@@ -82,25 +123,34 @@ HUGE_VALUES = [
     *(f"{name} batch={HUGE}" for name in ("decode", "specache", "retrieve")),
     f"decode tokens=64 answer_tokens={HUGE}",
     f"train train.batch_size={HUGE}",
+    f"retrieve retrieval=head tokens={HUGE}",
+    f"speculate draft.head=draft tokens={HUGE}",
 ]
 
 
-@pytest.mark.parametrize("given", HUGE_VALUES)
-def test_what_has_no_room_is_refused_before_it_is_allocated(keepsight: CommandLine, given: str) -> None:
-    name, *keys = given.split()
-    keys += [] if name in ("train", "retrieve", "specache") else ["methods=[snapkv]", "adapter=adapter"]
-    keys += ["retrieval_head.features=none"] if name == "retrieve" else []
-    message = keepsight.fails("bench", name, *TINY[:2], *keys)
-    assert "fit the context of 4096" in message or "the free memory has room for " in message
+@pytest.mark.usefixtures("heads")
+def test_what_has_no_room_is_refused_before_it_is_allocated(keepsight: CommandLine) -> None:
+    for given in HUGE_VALUES:
+        name, *keys = given.split()
+        keys += ["methods=[snapkv]"] if name in ("eval", "decode", "ops", "evict") else []
+        message = keepsight.fails("bench", name, *TINY, *keys)
+        assert "fit the context of 4096" in message or "the free memory has room for " in message, given
+
+
+WRONG = {
+    "evict methods=[snapkv] lengths=[64,0]": "lengths=[64, 0] must be greater than 0",
+    "evict methods=[full]": "methods= and budgets= must name at least one method that evicts, and one budget",
+    "specache tokens=60 bits=[1]": "group 32 does not divide the head dimension 8; choose a group of 8",
+    "train lengths=[64]": "'lengths' is no key of this command",
+    "retrieve lengths=[]": "lengths=[] must have at least 1 item after validation, not 0",
+    "retrieve retrieval=none/": "'none/' is neither a folder nor a Hub id",
+    "speculate": "bench speculate measures a draft head; name it: draft.head=FOLDER_OR_HUB_ID draft.layers=null",
+    "speculate draft.head=tiny draft.layers=[0,1]": "draft.layers and draft.head=tiny name two drafts; ",
+    "speculate draft.head=tiny/..": "tiny/..: model.safetensors is missing",
+}
 
 
 def test_bad_values(keepsight: CommandLine) -> None:
-    assert keepsight.fails("bench", "evict", *TINY, "lengths=[64,0]") == "lengths=[64, 0] must be greater than 0"
-    assert keepsight.fails("bench", "evict", *TINY, "methods=[full]") == (
-        "methods= and budgets= must name at least one method that evicts, and one budget"
-    )
-    message = keepsight.fails("bench", "specache", *TINY[:2], "tokens=60", "answer_tokens=2", "bits=[1]")
-    assert message == "group 32 does not divide the head dimension 8; choose a group of 8"
-    assert keepsight.fails("bench", "train", *TINY[:2], "lengths=[64]").startswith(
-        "'lengths' is no key of this command"
-    )
+    for given, said in WRONG.items():
+        name, *keys = given.split()
+        assert keepsight.fails("bench", name, *TINY, *keys).startswith(said), given
