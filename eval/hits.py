@@ -76,15 +76,7 @@ class Answering:
 def answering(
     model: PreTrainedModel, prompt: Tensor, max_new_tokens: int, end_tokens: list[int], features: tuple[int, ...]
 ) -> Answering:
-    """Answer a prompt [1, N] from the full cache, and keep what its layers looked at.
-
-    Args:
-        model: The target.
-        prompt: [1, N] int64.
-        max_new_tokens: Length limit of the answer.
-        end_tokens: Token ids that end it.
-        features: Layers whose outputs are recorded.
-    """
+    """Answer a prompt [1, N] int64 from the full cache, recording queries, and the outputs of the layers `features`."""
     before = prefill(model, prompt, needs=Needs(window=max_new_tokens, features=features))
     answer = decode(model, before.copy(), stop_after(max_new_tokens, end_tokens), pad_token=end_tokens[0]).ids
     after, _ = read(model, before.copy(), answer, logits_to_keep=1)

@@ -79,8 +79,7 @@ class Asked:
         sample: What is asked.
         question: [1, q] int64, what is read after the context; empty when the whole prompt was.
         limits: Limits of its answers.
-        answer: [1, T] int64, the full cache's answer.
-        full: The full cache's answer with its likelihood.
+        answer: [1, T] int64, the full cache's answer, which `full` has with its likelihood.
     """
 
     sample: RenderedSample
@@ -98,16 +97,7 @@ def row_of(
     answered: Answered,
     measured: dict[str, float | None],
 ) -> dict[str, Any]:
-    """What a variant answered, as `results.jsonl` has it.
-
-    Args:
-        target: The base model.
-        asked: The question.
-        variant: The method at its budget.
-        compressed: What it answered from.
-        answered: Its answer.
-        measured: What `keepsight.eval.compress` says about what it kept: recall, mass and tau.
-    """
+    """What a variant answered, as `results.jsonl` has it; `measured` are recall, mass and tau of what it kept."""
     sample, state = asked.sample, compressed.state
     seconds = asdict(replace(compressed.seconds, question=answered.question))
     text = str(target.tokenizer.decode(answered.ids, skip_special_tokens=True))
@@ -146,16 +136,9 @@ def row_of(
 
 
 def _next_question(target: Target, question: Tensor, answer: Tensor, sample: RenderedSample) -> Tensor:
-    """What is read after the compressed prompt for a later turn.
+    """[1, q + T + n] int64, read after the compressed prompt for a later turn of a conversation.
 
-    Args:
-        target: The base model.
-        question: [1, q] int64, what was read for the turn before.
-        answer: [T] int64, what was answered then.
-        sample: The later turn.
-
-    Returns:
-        [1, q + T + n] int64; of the answer without its end token, with which the sample's own tokens begin.
+    It is the turn before, its question [1, q] and answer [T] without its end token, with which the sample's tokens begin.
     """
     said = answer[:-1] if answer[-1:].tolist()[0] in target.end_tokens else answer
     return torch.cat([question, said[None], sample.question_ids[None].to(answer.device)], dim=1)
@@ -182,13 +165,7 @@ def _own_conversations(
 ) -> list[Answered]:
     """The answers of variants, each in its own conversation where its earlier answers differ from the full cache's.
 
-    Args:
-        target: The base model.
-        asked: The turn, in the full cache's conversation.
-        methods: The variants.
-        compressed: What they answer from.
-        answers: Their answers in the full cache's conversation.
-        questions: For each variant, [1, q] int64, what is read after the compressed prompt; see `_next_question`.
+    `answers` are those in the full cache's conversation, `questions` the variants' own; see `_next_question`.
     """
     own, batch = dict[int, Tensor](), list[int]()
     for index, question in enumerate(questions):
@@ -399,18 +376,9 @@ def sweep(
 ) -> Iterator[list[Row]]:
     """The rows of each sample whose key is not in `done`, with what they depend on as digests.
 
-    Under `question=multi` samples that stand one after another and share task, length and context are one group.
-
-    Args:
-        target: The base model.
-        samples: Prompts, references and metrics.
-        variants: Methods and budgets.
-        done: `Sample.key` of those that are left out.
-        batch_tokens: See `run_samples`.
-        question: See `run_samples`.
-        earlier: Rows that are used again where they depend on the same inputs.
-        note: See `run_samples`.
-        refused: See `run_samples`; a variant that was refused is left out of all later samples.
+    Under `question=multi` samples that stand one after another and share task, length and context are one group. Rows
+    of `earlier` are used again where they depend on the same inputs; a variant in `refused` is left out of all later
+    samples. The other arguments are those of `run_samples`.
 
     Raises:
         UserError: as `run_samples`, and where every variant was refused.

@@ -18,12 +18,7 @@ _FUNCTIONS = (glyph, label_of, value_text, interval_text, number_text, sort_key)
 
 
 def render_page(template: str, **values: Any) -> str:
-    """The page of a template in `templates/`, as one self-contained HTML text; values are escaped.
-
-    Args:
-        template: File name of the template, such as `report.html.j2`.
-        **values: What the template names; a name that is missing raises `jinja2.UndefinedError`.
-    """
+    """The page of a template in `templates/`, as one self-contained HTML text; values are escaped, none may be missing."""
     folder = resources.files("keepsight.eval.report") / "templates"
     loader = FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8"))
     environment = Environment(
@@ -42,16 +37,10 @@ def render_results(
     title: str = "",
     **values: Any,
 ) -> str:
-    """The page about some runs of a template that extends `page.html.j2`; plots and tables in `folder` are linked.
+    """The page about some runs of a template that extends `page.html.j2`.
 
-    Args:
-        template: File name of the template.
-        runs: Their rows and settings are summed up at the head.
-        folder: Where the page goes.
-        plots: Shown by the template, as are `tables` and the other `values`.
-        tables: See `plots`.
-        title: Heading, where it is not the model's.
-        **values: See `plots`.
+    The runs' rows and settings are summed up at the head, under `title` or the model's name; plots and tables in
+    `folder` are linked; the template shows `plots`, `tables` and the other `values`.
     """
     rows = [row for run in runs for row in run.rows]
     settings = [run.settings for run in runs]
@@ -101,6 +90,7 @@ def _facts(rows: Sequence[Row], runs: Sequence[Settings]) -> dict[str, str]:
     samples = Counter((row["task"], row["length"]) for row in {key_of(row): row for row in rows}.values())
     counts = sorted(set(samples.values()))
     budgets = sorted({row["budget"] for row in rows if row["budget"] is not None})
+    prompts = [row["prompt_tokens"] for row in rows if "prompt_tokens" in row]
     versions = [(each.get("versions") or {}).items() for each in runs]
     facts = {
         "model": _joined(_named(_target(each).get("name"), _target(each).get("version")) for each in runs),
@@ -110,7 +100,8 @@ def _facts(rows: Sequence[Row], runs: Sequence[Settings]) -> dict[str, str]:
         "attention": _joined(_target(each).get("attention") for each in runs),
         "measured": _dates(rows),
         "tasks": ", ".join(sorted({row["task"] for row in rows})),
-        "lengths": f"{', '.join(map(str, sorted({row['length'] for row in rows})))} tokens{_prompt_tokens(rows)}",
+        "lengths": f"{', '.join(map(str, sorted({row['length'] for row in rows})))} tokens",
+        "prompts": f"{min(prompts)} to {max(prompts)} tokens" if prompts else "",
         "methods": ", ".join(in_order(row["method"] for row in rows)),
         "budgets": ", ".join(map(str, budgets)) + " KV entries per layer and KV head" if budgets else "full cache only",
         "samples": "-".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
@@ -133,12 +124,6 @@ def _precision(runs: Sequence[Settings]) -> str:
 def _dates(rows: Sequence[Row]) -> str:
     dates = sorted({str(row["date"]) for row in rows if row.get("date")})
     return " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else ""
-
-
-def _prompt_tokens(rows: Sequence[Row]) -> str:
-    """How long the prompts are, beside the lengths that were asked for."""
-    counts = [row["prompt_tokens"] for row in rows if "prompt_tokens" in row]
-    return f"; prompts of {min(counts)} to {max(counts)}" if counts else ""
 
 
 def _used(settings: Settings, kind: str) -> str | None:

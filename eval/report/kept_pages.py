@@ -93,8 +93,7 @@ def write_inspect_page(
         path: The file to write.
         tokens: Text of each prompt token, N of them; empty for a token that is only a part of a character, whose text
             stands with the last of its tokens.
-        kept: For each method, at least one, a bool array [layers, kv_heads, N] with at most 255 heads; the first two
-            methods are shown at the start, the others can be chosen.
+        kept: For each method, at least one, a bool array [layers, kv_heads, N] with at most 255 heads.
         title: Heading of the page.
         settings: Settings of the command, shown below the page.
         answers: The answer of each method, the full cache's first.

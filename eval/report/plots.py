@@ -87,11 +87,7 @@ def comparison_plot(differences: Mapping[str, Curves]) -> Plot:
 def depth_plot(rows: Sequence[Row]) -> Plot | None:
     """Heat maps of the score by needle depth and prompt length, one for each method and budget, the mean over tasks.
 
-    Args:
-        rows: Rows of `results.jsonl`, those of needle tasks with `depth`, 0 the beginning of the prompt and 1 its end.
-
-    Returns:
-        The plot; None where no row has a depth.
+    A depth of 0 is the beginning of the prompt, 1 its end; there is no plot where no row has a depth.
     """
     deep = [row for row in rows if row.get("depth") is not None]
     if not deep:
@@ -114,11 +110,7 @@ def depth_plot(rows: Sequence[Row]) -> Plot | None:
 
 
 def hits_plot(rows: Sequence[dict[str, Any]]) -> Plot:
-    """Top-k hit rate and attention mass against the budget, a row of two panels for each task and length.
-
-    Args:
-        rows: With `task`, `length`, `method`, `budget`, `hit` and `mass`.
-    """
+    """Top-k hit rate and attention mass against the budget, a row of two panels for each task and length."""
     styles, panels = styles_of(row["method"] for row in rows), []
     for task, length in sorted({(row["task"], row["length"]) for row in rows}):
         chosen = [row for row in rows if (row["task"], row["length"]) == (task, length)]

@@ -27,7 +27,6 @@ from keepsight.runtime.importance import NO_POOL, Reduce
 from keepsight.runtime.methods import H2O, Resources, SnapKV
 from keepsight.runtime.methods.drafts import PromptEnds
 from tests.commands.commands import NEEDLES, RUN_FILES, CommandLine, files_of_run, last_of_each_key, tree
-from tests.eval.judging import endpoint
 from tests.eval.rows import CLOCKS, comparable
 
 RULER = {"layout": "ruler", "prompt": "{input}{answer_prefix}", "metric": RULER_METRIC}
@@ -185,29 +184,6 @@ def test_real_samples(keepsight: CommandLine, here: Path) -> None:
     assert found == [
         ("facts", 512, sample, method) for sample in "10" for method in ("full", "snapkv")
     ]  # longest first
-
-
-def test_plain_longbench_files(keepsight: CommandLine, here: Path) -> None:
-    fields = {"input": "Who?", "answers": ["Ada"], "all_classes": None}
-    write_lines(here / "hotpotqa.jsonl", [{**fields, "_id": str(n), "context": "Ada wrote it. " * n} for n in (5, 200)])
-    keys = ["tasks=[longbench]", "longbench.dir=.", "longbench.max_tokens=500", "methods=[snapkv]", "budgets=[40]"]
-    printed = keepsight("eval", *TINY, *keys, "max_new_tokens=4")
-    assert re.search(r"first prompt, longbench_hotpotqa 200: \d+ tokens, its middle cut out\n", printed)
-    assert [(row["sample"], row["method"], row["length"]) for row in rows_of(here / "out")] == [
-        (name, method, 500) for name in ("200", "5") for method in ("full", "snapkv")
-    ]
-    again = keepsight("eval", *TINY, *keys, "max_new_tokens=4", "longbench.max_tokens=9000", "out=uncut")
-    assert " tokens, nothing cut\n" in again
-
-
-def test_a_judge_scores_both_turns_of_a_conversation(keepsight: CommandLine, here: Path) -> None:
-    write_lines(here / "question.jsonl", [{"question_id": 81, "category": "writing", "turns": ["Hello?", "And?"]}])
-    keys = ["tasks=[mt_bench]", "mt_bench.file=question.jsonl", "max_new_tokens=4", "methods=[snapkv]", "budgets=[64]"]
-    with endpoint(lambda body: "[[7]]" if "Conversation" in body["messages"][-1]["content"] else "[[4]]") as judge:
-        keepsight("eval", *TINY, *keys, f"judge.url={judge.url}")
-    rows = read_jsonl(here / "out" / "results.jsonl")
-    assert {(row["task"], row["score"]) for row in rows} == {("mt_bench_turn_1", 0.4), ("mt_bench_turn_2", 0.7)}
-    assert "task mt_bench needs a judge: judge.url=" in keepsight.fails("eval", *TINY, *keys, "out=other")
 
 
 def test_a_prompt_is_rendered_once(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

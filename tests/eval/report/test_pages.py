@@ -123,17 +123,6 @@ def test_tables_are_sorted_by_a_click(page: Page, folder: Path) -> None:
     assert page.problems == []
 
 
-def test_a_narrow_table_is_sorted_by_a_choice(page: Page, folder: Path) -> None:
-    page.open(folder / "report.html", 400)
-    page.run(
-        "{ const select = document.querySelector('.sort select');"
-        "select.value = [...select.options].find((each) => each.text == 'score ↑').value;"
-        "select.dispatchEvent(new Event('change')); }"
-    )
-    scores = [float(score) for score in _column(page, "score")]
-    assert scores == sorted(scores)
-
-
 def test_filters_leave_what_was_chosen(page: Page, folder: Path) -> None:
     page.open(folder / "report.html")
     chosen = "[...document.querySelectorAll('.chip')].find((chip) => chip.textContent.trim() == 'lookaheadkv')"

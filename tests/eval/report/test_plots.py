@@ -103,14 +103,6 @@ def test_many_methods_have_looks_of_their_own_and_a_legend_that_fits() -> None:
     assert box.x0 >= 0 and box.x1 <= whole.x1 and box.y1 <= whole.y1
 
 
-@pytest.mark.parametrize("values", [[0.0, 0.0], [0.01, 0.02], [0.9, 1.0]])
-def test_panels_have_room_for_their_intervals(values: list[float]) -> None:
-    lines = summary.summarize([row("snapkv", 64, value, sample=str(at)) for at, value in enumerate(values)])
-    panel = plots.scores_plot(lines).figure().axes[0]
-    low, high = panel.get_ylim()
-    assert low == 0 and high >= max(0.2, *(line.estimates["score"].ends[1] for line in lines))
-
-
 def test_depth_by_length_has_a_panel_for_each_method_and_budget(rows: list[Row]) -> None:
     deeper = [line | {"length": 1024, "score": 0.25} for line in rows if line["method"] == "snapkv"]
     plot = depth_plot([*rows, *deeper])
