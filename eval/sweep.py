@@ -138,7 +138,7 @@ def row_of(
 def _next_question(target: Target, question: Tensor, answer: Tensor, sample: RenderedSample) -> Tensor:
     """[1, q + T + n] int64, read after the compressed prompt for a later turn of a conversation.
 
-    It is the turn before, its question [1, q] and answer [T] without its end token, with which the sample's tokens begin.
+    It is the question [1, q] and the answer [T] of the turn before, whose end token the sample's own tokens begin with.
     """
     said = answer[:-1] if answer[-1:].tolist()[0] in target.end_tokens else answer
     return torch.cat([question, said[None], sample.question_ids[None].to(answer.device)], dim=1)
