@@ -18,7 +18,7 @@ _FUNCTIONS = (glyph, label_of, value_text, interval_text, number_text, sort_key)
 
 
 def render_page(template: str, **values: Any) -> str:
-    """The page of a template in `templates/` as one self-contained text; values are escaped, and none may be missing."""
+    """The page of a template in `templates/` as one text; values are escaped, and none may be missing."""
     folder = resources.files("keepsight.eval.report") / "templates"
     loader = FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8"))
     environment = Environment(
