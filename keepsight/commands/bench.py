@@ -20,7 +20,7 @@ from keepsight.commands.config import (
 from keepsight.commands.from_recipe import draft_of, resources_of, target_of
 from keepsight.commands.variants import require_evict, variants_of
 from keepsight.data_gen.store import read_training_samples
-from keepsight.errors import UserError
+from keepsight.errors import UserError, printable
 from keepsight.eval.bench.decoding import bench_decode, bench_speculate
 from keepsight.eval.bench.eviction import bench_evict, bench_operators
 from keepsight.eval.bench.measure import require_room
@@ -149,5 +149,5 @@ def _methods(config: Benched) -> tuple[Target, dict[str, Method]]:
 def _print(lines: Iterable[str]) -> None:
     """Print each line as soon as it is measured."""
     for line in lines:
-        tqdm.write(line)
+        tqdm.write(printable(line))
         sys.stdout.flush()

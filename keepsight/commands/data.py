@@ -21,7 +21,7 @@ from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.stats import stats_figure, stats_of, stats_table
 from keepsight.data_gen.store import finished_manifest, finished_samples
 from keepsight.data_gen.user_data import pinned
-from keepsight.errors import UserError
+from keepsight.errors import UserError, printable
 from keepsight.files import from_json, read_yaml, require_writable, write_png
 from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
@@ -60,7 +60,7 @@ def stats(config: DataStats) -> None:
     folder = Path(config.folder)
     manifest = finished_manifest(folder)
     found = stats_of(finished_samples(folder, manifest), manifest.settings.max_new_tokens)
-    print(stats_table(found))
+    print(printable(stats_table(found), lines=True))
     out = Path(config.out) if config.out else folder / "stats.png"
     write_png(out, stats_figure(found))
     print(f"plot: {out}")
