@@ -21,12 +21,8 @@ RULER = "RULER: string_match_part for qa_1/qa_2, else string_match_all over outp
 READ = "Read: {context}\nQ: {input}\nA:"
 QA: dict[str, Any] = {"layout": "longbench", "prompt": READ, "metric": "qa_f1", "max_new_tokens": 32}
 LIMITS = {"niah": 128, "qa": 32}
-NEEDLES: dict[str, Any] = {
-    "layout": "ruler",
-    "prompt": "{input}{answer_prefix}",
-    "metric": RULER,
-    "max_new_tokens": LIMITS,
-}
+NEEDLES: dict[str, Any] = {"layout": "ruler", "prompt": "{input}{answer_prefix}", "metric": RULER}
+NEEDLES |= {"max_new_tokens": LIMITS}
 
 
 def row(identity: str, context: str = "some text", **changes: Any) -> dict[str, Any]:
@@ -61,16 +57,8 @@ def one(folder: Path, words: Any) -> RenderedSample:
 
 def test_longbench_row(tmp_path: Path, words: Any) -> None:
     write(tmp_path, {"hotpotqa": QA}, hotpotqa=[row("x1", answers=["because", "so"])])
-    expected = Sample(
-        "x1",
-        "hotpotqa",
-        512,
-        "Read: some text\nQ: why?\nA:",
-        ("because", "so"),
-        "qa_f1",
-        32,
-        question="\nQ: why?\nA:",
-    )
+    prompt, question = "Read: some text\nQ: why?\nA:", "\nQ: why?\nA:"
+    expected = Sample("x1", "hotpotqa", 512, prompt, ("because", "so"), "qa_f1", 32, question=question)
     sample = one(tmp_path, words)
     assert sample == render(expected, words)
     assert (sample.context, len(sample.prompt_ids)) == ("Read: some text", 6 + 3)
@@ -79,8 +67,7 @@ def test_longbench_row(tmp_path: Path, words: Any) -> None:
 @pytest.mark.parametrize(
     ("template", "prompt", "question"),
     [
-        ("{context}\n{input}", "{input} {0} {x.__class__}\nwhy?", "\nwhy?"),  # braces in a field stay
-        ('{"k": {}}\n{context}\nNow:', '{"k": {}}\n{input} {0} {x.__class__}\nNow:', "\nNow:"),
+        ('{"k": {}}\n{context}\n{input}', '{"k": {}}\n{input} {0} {x.__class__}\nwhy?', "\nwhy?"),  # other braces stay
         ("{input}\n{context}", "why?\n{input} {0} {x.__class__}", ""),
     ],
 )
@@ -127,7 +114,6 @@ def test_plain_longbench_files_need_no_tasks(tmp_path: Path, words: Any) -> None
         ("mine", {"longbench_task": "trec", "metric": "classification"}, False, "classification"),
         ("mine", {"like": "samsum", "metric": "rouge_l"}, False, "rouge_l_first_line"),
         ("mine", {"like": "qmsum", "metric": "rouge_l"}, True, "rouge_l"),
-        ("lcc", {"metric": "code_sim"}, False, "code_sim"),
         ("mine", {"metric": "answer string in prediction, or qa_f1"}, True, "answer_in_prediction"),
     ],
 )
@@ -169,7 +155,6 @@ def test_many_equal_ids_take_linear_time(words: Any) -> None:
 
 BAD_ROWS = [
     (QA, {"input": "q", "context": "c"}, "field 'answers' must be .* but it is missing"),
-    (QA, row("1", answers="because"), "field 'answers' must be a list"),
     (QA, row("1", answers=[None]), "field 'answers' must be a list"),
     (QA, {**row("1"), "context": None}, "field 'context' must be a text"),
     ({**QA, "metric": "classification"}, row("1"), "field 'all_classes' must be a list"),
@@ -194,10 +179,8 @@ def test_a_bad_row_is_skipped_and_noted(
     request = asked(words)
     assert len(made(tmp_path, request)) == 2 and len(request.skipped) == 1
     assert request.notes["a"].startswith("1 rows were skipped, such as ") and "\n" not in request.notes["a"]
-    for skip in (0, 1):  # one of the two files would do
-        write(tmp_path, {"a": entry}, a=[good, bad, bad][: skip + 3])
-        with pytest.raises(UserError, match=rf"a\.jsonl:{skip + 2}: .*{message}.*raise skip={skip}"):
-            made(tmp_path, asked(words, skip=skip))
+    with pytest.raises(UserError, match=rf"a\.jsonl:2: .*{message}.*raise skip=0"):
+        made(tmp_path, asked(words, skip=0))
     write(tmp_path, {"a": entry}, a=[bad, bad])
     with pytest.raises(UserError, match=rf"a\.jsonl:1: .*{message}"):  # with no sample at all, the first fault
         made(tmp_path, asked(words))
@@ -259,19 +242,13 @@ def test_files_that_cannot_be_scored(tmp_path: Path, words: Any, caplog: pytest.
     write(tmp_path, tasks, a=[row("1")], proc=[{}], zh=[{}], stray=[{}])
     with caplog.at_level(logging.WARNING):
         assert one(tmp_path, words).task == "a"
-    reasons = {
-        "proc": "layout 'longproc' is not supported",
-        "stray": "neither tasks.json nor LongBench has an entry",
-        "zh": "metric 'own_f1' is not supported",
-    }
-    said = [record.getMessage() for record in caplog.records]
-    for (name, reason), line in zip(reasons.items(), said, strict=True):
-        assert f"{name} is left out: {reason}" in line
+    reasons = ("proc", "layout 'longproc'"), ("stray", "neither tasks.json nor LongBench"), ("zh", "metric 'own_f1'")
+    for (name, reason), record in zip(reasons, caplog.records, strict=True):
+        assert f"{name} is left out: {reason}" in record.getMessage()
         with pytest.raises(UserError, match=f"{name} cannot be read: {reason}.*; supported layouts: longbench, ruler"):
             made(tmp_path, asked(words), "a", name)
-    for name in ("nothing", "../eval/a"):
-        with pytest.raises(UserError, match=rf"has no {name}\.jsonl; it has a, proc, stray, zh"):
-            made(tmp_path, asked(words), name)
+    with pytest.raises(UserError, match=r"has no \.\./eval/a\.jsonl; it has a, proc, stray, zh"):
+        made(tmp_path, asked(words), "../eval/a")
 
 
 @pytest.mark.parametrize(
