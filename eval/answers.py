@@ -192,7 +192,7 @@ def score(model: Reader, state: State, answer: Tensor, reapply: Reapply | None =
     nll, hits = list[Tensor](), list[Tensor]()
 
     def compare(logits: Tensor, tokens: Tensor) -> None:
-        # Row by row, so that what is between logits and likelihood is never held for all rows.
+        # Row by row: the intermediate tensors of all rows at once would take much memory.
         nll.append(torch.stack([functional.cross_entropy(row, tokens, reduction="none") for row in logits]))
         hits.append(logits.argmax(dim=-1) == tokens)
 
@@ -219,16 +219,16 @@ def joined_by_length(model: PreTrainedModel, states: Sequence[State], more: int,
         most: Maximum KV entries per head of a batch, padding included; a single state may exceed it.
     """
     most_padding = sum(weight.nbytes for weight in model.parameters()) / _entry_bytes(model)
-    batch, held = list[int](), 0
+    batch, entries = list[int](), 0
     for index in sorted(range(len(states)), key=lambda index: states[index].length):
         longest = states[index].length
         padded = longest * (len(batch) + 1)
         full = padded + more * (len(batch) + 1) > most
-        if batch and (full or padded - held - longest > most_padding):
+        if batch and (full or padded - entries - longest > most_padding):
             yield batch
-            batch, held = [], 0
+            batch, entries = [], 0
         batch.append(index)
-        held += longest
+        entries += longest
     if batch:
         yield batch
 

@@ -37,7 +37,7 @@ def recall(kept: Tensor | None, ranks: Tensor) -> float | None:
     """Share of the entries that the full cache's answer attends to most, equally many per head, that are kept.
 
     Args:
-        kept: [L, K, N] bool; None where it is not known, which leaves the recall unknown too.
+        kept: [L, K, N] bool; None where it is not known.
         ranks: As `SharedPrompt.ranks` gives them.
     """
     if kept is None:
@@ -50,7 +50,7 @@ def attention_mass(kept: Tensor | None, attention: Tensor) -> float | None:
     """Share of the answer's attention to the prompt that falls on what is kept, the mean over layers and KV heads.
 
     Args:
-        kept: [L, K, N] bool; None where it is not known, which leaves the mass unknown too.
+        kept: [L, K, N] bool; None where it is not known.
         attention: [L, K, N] float32, as `SharedPrompt.attention` gives it; not finite or all 0, the mass is unknown.
     """
     if kept is None:
@@ -78,11 +78,11 @@ class Seconds:
     """Seconds before a method's first token, by phase. What methods share is timed once and shown for each of them.
 
     Attributes:
-        prefill: The target's pass over the prompt; everything, for a method that reads the prompt in its own way.
+        prefill: The model's pass over the prompt; everything, for a method that reads the prompt in its own way.
         draft: Writing a draft, or choosing the tokens of a shorter prompt.
-        observe: The observer's pass, LAQ's guess included.
+        observe: The observer's pass, LAQ's draft included.
         select: Reduction, pooling, allocation and gathering.
-        question: Reading, in one batch with other variants, a question that comes after the compression.
+        question: Reading, in one batch with other variants, a question that follows the compression.
     """
 
     prefill: float = 0.0
@@ -109,22 +109,22 @@ class Compressed:
 
 @dataclass(frozen=True, eq=False)
 class SharedPrompt:
-    """A prompt that was read once for many methods, and what they have found out about it so far.
+    """A prompt that was prefilled once for many methods, with the drafts and observations that they share.
 
     Attributes:
-        model: The target.
+        model: The base model.
         state: One-row state of the prompt, with everything recorded that the methods' observers need.
-        coming: What follows the prompt under the full cache: the oracle's draft.
+        continuation: What follows the prompt under the full cache: the oracle's draft.
         seconds: Seconds of the prefill, without the time spent summing accumulated attention.
-        coming_seconds: Seconds that writing `coming` took.
+        continuation_seconds: Seconds that decoding `continuation` took.
         images: Images in the prompt.
     """
 
     model: PreTrainedModel
     state: State
-    coming: DraftIds
+    continuation: DraftIds
     seconds: float
-    coming_seconds: float = 0.0
+    continuation_seconds: float = 0.0
     images: Images | None = None
     _drafts: dict[Drafter, tuple[DraftIds, float]] = field(default_factory=dict, init=False)
     _observed: dict[tuple[Observer, Reduce], tuple[list[Tensor], Seconds]] = field(default_factory=dict, init=False)
@@ -167,11 +167,11 @@ class SharedPrompt:
 
     @torch.no_grad()
     def attention(self) -> Tensor:
-        """[L, K, N] float32: the attention of what comes to each entry, the mean over tokens and a group's heads."""
+        """[L, K, N] float32: attention of the continuation to each entry, mean over tokens and a group's heads."""
         return self._by_kv_head(DraftObserver(OwnAnswer()), Reduce())
 
     def ranks(self) -> Tensor:
-        """[L, K, N] int64: the rank of each entry within its head by the attention of what comes, 0 for the largest."""
+        """[L, K, N] int64: the rank of each entry within its head by `attention`, 0 for the largest."""
         return self.attention().argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
 
     def tau(self, method: Method) -> float | None:
@@ -204,7 +204,7 @@ class SharedPrompt:
 
     def _draft(self, drafter: Drafter) -> tuple[DraftIds, float]:
         if drafter == OwnAnswer():
-            return self.coming, self.coming_seconds
+            return self.continuation, self.continuation_seconds
         if drafter not in self._drafts:
             start = time.perf_counter()
             draft = drafter(self.model, self.state)
@@ -218,7 +218,7 @@ def needs_of_all(methods: Sequence[Method]) -> Needs:
 
 
 def since(start: float) -> float:
-    """Seconds since `start`, once a GPU has done what it was given."""
+    """Seconds since `start`, with the GPU's queue finished."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - start

@@ -46,7 +46,7 @@ class KeptTokens:
 
     Args:
         out: Folder of the run.
-        target: Its tokenizer gives the tokens' texts.
+        target: The base model; its tokenizer gives the tokens' texts.
         samples: The samples to write about.
         earlier: Folders of runs whose rows are used again.
     """
@@ -64,7 +64,7 @@ class KeptTokens:
                 self._counts[sample.key][variant.name, variant.budget] = encode_counts(kept.cpu().numpy())
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Write the file of a sample, given all of its rows."""
+        """Write the file of a sample from all of its rows."""
         key = key_of(rows[0])
         sample = self.samples.get(key)
         if sample is None:

@@ -1,6 +1,6 @@
 """What a row of results depends on, as one digest, so that rows of earlier runs can be used again.
 
-The digest covers the target's weights, dtype, device and attention; the sample's tokens, references and metric; the
+The digest covers the base model's weights, dtype, device and attention; the sample's tokens, references and metric; the
 method with every option and the weights it was trained to; and `RESULTS_VERSION`. It does not cover names: a method
 under another label, or a sample under another number, is the same.
 """
@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,51 +30,35 @@ RESULTS_VERSION = 1
 _NOT_ASKED = ("id", "task", "length", "is_cut")
 
 
-@dataclass(frozen=True)
-class Earlier:
-    """Rows of earlier runs.
+def rows_of_runs(folders: Iterable[str | Path]) -> dict[str, Row]:
+    """The rows of earlier runs by `inputs_digest`.
 
-    Attributes:
-        rows: By `inputs_digest`.
+    Raises:
+        UserError: a folder holds no results.
     """
-
-    rows: Mapping[str, Row] = field(default_factory=dict)
-
-    def of(self, digests: Sequence[Sequence[str | None]]) -> list[list[Row | None]]:
-        """The rows of a group of samples, by sample and variant; a variant that one sample lacks has none at all."""
-        found = [[self.rows.get(digest or "") for digest in row] for row in digests]
-        whole = [all(column) for column in zip(*found, strict=True)]
-        return [[each if is_whole else None for each, is_whole in zip(row, whole, strict=True)] for row in found]
-
-    @classmethod
-    def read(cls, folders: Iterable[str | Path]) -> "Earlier":
-        """The rows of runs.
-
-        Raises:
-            UserError: a folder holds no results.
-        """
-        rows: dict[str, Row] = {}
-        for folder in folders:
-            path = Path(folder) / "results.jsonl"
-            if not path.is_file():
-                raise UserError(f"reuse={folder}: no results.jsonl there; name folders that keepsight eval has written")
-            rows |= _by_digest(read_jsonl(path, Measured))
-        return cls(rows)
-
-    def and_rows(self, rows: Iterable[Row]) -> "Earlier":
-        """With further rows."""
-        return Earlier({**self.rows, **_by_digest(rows)})
+    rows: dict[str, Row] = {}
+    for folder in folders:
+        path = Path(folder) / "results.jsonl"
+        if not path.is_file():
+            raise UserError(f"reuse={folder}: no results.jsonl there; name folders that keepsight eval has written")
+        rows |= by_digest(read_jsonl(path, Measured))
+    return rows
 
 
-def _by_digest(rows: Iterable[Row]) -> dict[str, Row]:
+def by_digest(rows: Iterable[Row]) -> dict[str, Row]:
+    """The rows that have an `inputs_digest`, by it."""
     return {row["inputs_digest"]: row for row in rows if row.get("inputs_digest")}
 
 
-NOTHING = Earlier()
+def find_rows(rows: Mapping[str, Row], digests: Sequence[Sequence[str | None]]) -> list[list[Row | None]]:
+    """The rows of a group of samples, by sample and variant; None for a variant that any of the samples lacks."""
+    found = [[rows.get(digest or "") for digest in row] for row in digests]
+    whole = [all(column) for column in zip(*found, strict=True)]
+    return [[each if is_whole else None for each, is_whole in zip(row, whole, strict=True)] for row in found]
 
 
 def target_digest(target: Target) -> str:
-    """What answers and times depend on of a target and of where it runs."""
+    """Digest of the base model and of the device: what answers and times depend on apart from sample and method."""
     model = target.model
     place = [model.device.type, str(model.dtype), model.config._attn_implementation, target.end_tokens]
     return text_digest(json.dumps([RESULTS_VERSION, target.version, weights_digest(model), *place]))
@@ -91,7 +75,7 @@ def inputs_digest(target: str, contents: Sequence[str], place: int, question: st
 
     Args:
         target: `target_digest`.
-        contents: `sample_digest` of the samples that are compressed together: one, or those that share a context.
+        contents: `sample_digest` of the samples that share the compressed cache.
         place: Which of them the row is about.
         question: What the method sees, one of `keepsight.runtime.saved.QUESTIONS`.
         method: `method_text`; where it is empty, there is no digest.
@@ -118,12 +102,12 @@ def _described(part: Any) -> Any:
     if isinstance(part, nn.Module):
         return [getattr(part, "config", None), _weights(part)]
     if isinstance(part, PreTrainedTokenizerBase):
-        return "tokenizer"  # the target's
+        return "tokenizer"  # the base model's
     if not is_dataclass(part) or isinstance(part, type):
         raise TypeError(f"{type(part)} has no text")
     digest = getattr(part, "digest", None)
-    held = {each.name: getattr(part, each.name) for each in fields(part) if each.compare and each.init}
-    return {"kind": type(part).__qualname__, "digest": digest} if digest else {"kind": type(part).__qualname__, **held}
+    values = {each.name: getattr(part, each.name) for each in fields(part) if each.compare and each.init}
+    return {"kind": type(part).__qualname__} | ({"digest": digest} if digest else values)
 
 
 @functools.lru_cache(maxsize=2)

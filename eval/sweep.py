@@ -14,7 +14,7 @@ conversation, which is the same for all.
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -34,7 +34,7 @@ from keepsight.eval.answers import (
 )
 from keepsight.eval.compress import Compressed, Seconds, SharedPrompt, attention_mass, needs_of_all, recall, since
 from keepsight.eval.results import FULL, Key, Row
-from keepsight.eval.reuse import NOTHING, Earlier, inputs_digest, method_text, sample_digest, target_digest
+from keepsight.eval.reuse import find_rows, inputs_digest, method_text, sample_digest, target_digest
 from keepsight.eval.tasks.metrics import score
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.models.targets import Target
@@ -370,7 +370,7 @@ def sweep(
     done: set[Key],
     batch_tokens: int,
     question: str = "seen",
-    earlier: Earlier = NOTHING,
+    earlier: Mapping[str, Row] | None = None,
     note: Note = lambda *_: None,
     refused: Refused | None = None,
 ) -> Iterator[list[Row]]:
@@ -403,7 +403,7 @@ def sweep(
         run = functools.partial(
             run_samples, target, group, batch_tokens=batch_tokens, question=question, note=note, refused=refused
         )
-        rows = _completed(run, columns, earlier.of([[*each.values()] for each in inputs]))
+        rows = _completed(run, columns, find_rows(earlier or {}, [[*each.values()] for each in inputs]))
         for sample, content, made, digests, missing in zip(group, contents, rows, inputs, wanted, strict=True):
             names = {"task": sample.task, "length": sample.length, "sample": sample.id, "sample_digest": content}
             if missing:

@@ -26,8 +26,8 @@ from keepsight.eval.answers import default_batch_tokens
 from keepsight.eval.kept_tokens import KeptTokens, first_of_each
 from keepsight.eval.report.pages import write_outputs
 from keepsight.eval.report.summary import summarize, summary_table
-from keepsight.eval.results import EARLIER, Measured, finished, key_of, merge, part_of, read_run
-from keepsight.eval.reuse import Earlier
+from keepsight.eval.results import EARLIER, Measured, Row, finished, key_of, merge, part_of, read_run
+from keepsight.eval.reuse import by_digest, rows_of_runs
 from keepsight.eval.sweep import Refused, Variant, check_samples, groups_of, sweep
 from keepsight.eval.tasks.benchmark import TaskRequest, protocol_named
 from keepsight.eval.tasks.registry import make_all, tasks_of
@@ -53,7 +53,7 @@ def run(config: Config) -> None:
     variants = bound(variants, resources_of(config, target))
     samples, notes = samples_of(config, target)
     settings = settings_of(config, target, variants) | {"notes": notes}
-    earlier = Earlier.read(config.reuse)
+    earlier = rows_of_runs(config.reuse)
     if config.question != "seen":
         samples = [render_apart(sample, target.tokenizer) for sample in samples]
     check_samples(target, samples, variants)
@@ -107,7 +107,7 @@ def _measure(
     target: Target,
     samples: list[RenderedSample],
     variants: list[Variant],
-    earlier: Earlier,
+    earlier: dict[str, Row],
     kept: KeptTokens,
     processes: PartialState,
     unjudged: list[BadRow],
@@ -119,7 +119,7 @@ def _measure(
     out, refused = Path(config.out), Refused()
     rows = whole_lines(out / "results.jsonl", Measured)
     done = finished(rows, 1 + len(variants))
-    earlier = earlier.and_rows([*whole_lines(out / EARLIER, Measured), *rows])
+    earlier = earlier | by_digest([*whole_lines(out / EARLIER, Measured), *rows])
     own = own_share(samples, config.question, processes.process_index, processes.num_processes)
     part = part_of(out, processes.process_index, processes.num_processes)
     most = config.max_batch_tokens or default_batch_tokens(target.model) // processes.num_processes

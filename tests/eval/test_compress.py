@@ -99,7 +99,7 @@ def test_each_state_is_that_of_the_method_alone(shared: SharedPrompt, method: Me
 
 def test_the_oracle_observes_with_what_comes(shared: SharedPrompt) -> None:
     for method in (Oracle(16), Oracle(24, allocate=Adaptive(), window=4)):
-        given = replace(method, observer=DraftObserver(GivenDraft(shared.coming)))
+        given = replace(method, observer=DraftObserver(GivenDraft(shared.continuation)))
         assert_same(shared.compress(method).state, alone(shared, given))
     short = Oracle(16, DraftObserver(OwnAnswer(2)))
     assert_same(shared.compress(short).state, alone(shared, short))
@@ -137,7 +137,7 @@ def test_drafts_and_observations_are_shared(shared: SharedPrompt, monkeypatch: p
         return look(self, model, state, reduce)
 
     monkeypatch.setattr(DraftObserver, "__call__", noted)
-    fresh = SharedPrompt(shared.model, shared.state, shared.coming, 0.0)
+    fresh = SharedPrompt(shared.model, shared.state, shared.continuation, 0.0)
     drafter = CountingDrafter()
     first = Evict(16, DraftObserver(drafter))
     for method in (first, replace(first, budget=40), replace(first, pool=NO_POOL), replace(first, window=4)):
@@ -153,8 +153,8 @@ def test_drafts_and_observations_are_shared(shared: SharedPrompt, monkeypatch: p
 
 def slow_recall(shared: SharedPrompt, compressed: Compressed) -> float:
     """By sorting what the answer attends to, head by head; what is kept is found by comparing keys."""
-    embeddings = shared.model.get_input_embeddings()(shared.coming.ids)
-    observed = observe(shared.model, shared.state.cache, None, embeddings, observer_mask=shared.coming.mask)
+    embeddings = shared.model.get_input_embeddings()(shared.continuation.ids)
+    observed = observe(shared.model, shared.state.cache, None, embeddings, observer_mask=shared.continuation.mask)
     held = compressed.state.counts()
     average, found, wanted = round(held.float().mean().item()), 0, 0
     for layer, (importance, whole, kept) in enumerate(

@@ -195,7 +195,7 @@ def test_sources_from_files(tmp_path: Path, words: Any) -> None:
 
 
 def test_sources_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = (("Hills.", "How many?", ["7"]), ("Hills.", "Who?", []))
+    asked: list[tuple[str, str, list[str]]] = [("Hills.", "How many?", ["7"]), ("Hills.", "Who?", [])]
     context = {"title": ["Po", "Alps"], "sentences": [["The Po", " ends."], ["High."]]}
     rows = {
         "rajpurkar/squad_v2": [
@@ -269,7 +269,13 @@ def test_ready_made_files(tmp_path: Path, words: Any) -> None:
         "answer_prefix": " B",
         "length": 900,
     }
-    bad = [{"length": None}, {"length": "1e9"}, {"outputs": [None]}, {"outputs": "A"}, {"input": None}]
+    bad: list[dict[str, Any]] = [
+        {"length": None},
+        {"length": "1e9"},
+        {"outputs": [None]},
+        {"outputs": "A"},
+        {"input": None},
+    ]
     lines = [*(json.dumps({**vt, **each}) for each in bad), json.dumps(vt).replace("900", "1e999"), json.dumps(vt)]
     _new(tmp_path / "mixed.jsonl").write_text("\n".join(lines))
     samples = made("niah_single_1", words, count=0, dir=str(tmp_path))
