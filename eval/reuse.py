@@ -21,9 +21,9 @@ from keepsight.errors import UserError
 from keepsight.eval.results import Measured, Row
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.files import read_jsonl, text_digest
+from keepsight.models.adapters import weights_digest
 from keepsight.models.targets import Target
 from keepsight.runtime.generate import Method
-from keepsight.runtime.saved import weights_digest
 
 RESULTS_VERSION = 1
 """Raised with every change of the code that changes a score, an answer or a likelihood."""

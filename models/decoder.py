@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.utils import has_offloaded_params
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -101,6 +102,15 @@ def require_supported(model: PreTrainedModel) -> None:
     Raises:
         UserError: one line that names what is not supported.
     """
+    caller = getattr(getattr(model, "prepare_inputs_for_generation", None), "__self__", None)
+    for each in (model, caller):  # PEFT's models lend it to the model whose `generate` they call
+        if isinstance(each, PeftModel) and isinstance(each.active_adapter, str) and not each._adapters_disabled:
+            config = each.peft_config[each.active_adapter]
+            if config.is_prompt_learning:
+                raise UserError(
+                    f"the virtual tokens of {config.peft_type.value.lower()} are not supported; disable that adapter, "
+                    "or call generate without a method"
+                )
     if model in _SUPPORTED and _SUPPORTED[model] == model.device:
         return
     require_supported_config(model.config)

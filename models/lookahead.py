@@ -59,7 +59,7 @@ class Lookahead(nn.Module):
         scale = float(getattr(model.get_input_embeddings(), "embed_scale", 1.0))  # Gemma scales its embeddings
         with gathered(model.get_input_embeddings()):
             embedding = input_embedding(model)
-            random = torch.randn(settings.tokens, embedding.shape[1], device=embedding.device)
+            random = torch.randn(settings.tokens, embedding.shape[1], dtype=torch.float32, device=embedding.device)
             random = random * embedding.float().std() * scale
         self.soft_tokens = nn.Embedding.from_pretrained(random, freeze=False)
         linears = chosen_targets(model, settings.targets) if settings.rank else {}
@@ -154,6 +154,9 @@ class LookaheadAdapter(Artifact):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _on=WeakKeyDictionary())
+
+    def __repr__(self) -> str:
+        return f"LookaheadAdapter({str(self.folder)!r})"
 
     @contextmanager
     def attached(self, model: PreTrainedModel) -> Iterator[Tensor]:

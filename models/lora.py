@@ -109,8 +109,8 @@ class Update(nn.Module):
     def __init__(self, linear: Any, rank: int, scaling: float, dropout: float) -> None:
         super().__init__()
         device = linear.weight.device if linear.weight.device.type != "meta" else torch.device("cpu")
-        self.lora_A = nn.Parameter(torch.empty(rank, linear.in_features, device=device))
-        self.lora_B = nn.Parameter(torch.zeros(linear.out_features, rank, device=device))
+        self.lora_A = nn.Parameter(torch.empty(rank, linear.in_features, dtype=torch.float32, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(linear.out_features, rank, dtype=torch.float32, device=device))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
         self.scaling, self.dropout = scaling, dropout
 

@@ -35,11 +35,6 @@ class Budget:
     given: int | float
     unit: str = "entries"
 
-    @property
-    def is_ratio(self) -> bool:
-        """Whether it depends on the prompt's length."""
-        return isinstance(self.given, float)
-
     def check(self, name: str) -> None:
         """Refuse what is neither a number of at least 1 nor a ratio.
 
@@ -48,14 +43,14 @@ class Budget:
         """
         if type(self.given) not in (int, float):
             raise UserError(f"{name}: budget {self.given!r} must be a whole number of {self.unit}, or a ratio")
-        if self.is_ratio and not 0 < self.given <= 1:
+        if isinstance(self.given, float) and not 0 < self.given <= 1:
             raise UserError(f"{name}: budget {self.given} is not a ratio in (0, 1]; give {self.unit} as a whole number")
         if self.given <= 0:
             raise UserError(f"{name}: budget {self.given} is below 1; give the {self.unit} to keep or to read")
 
     def entries(self, length: int) -> int:
         """The budget for a prompt of `length` tokens; a ratio is rounded, and gives at least 1."""
-        return max(round(self.given * length), 1) if self.is_ratio else int(self.given)
+        return max(round(self.given * length), 1) if isinstance(self.given, float) else int(self.given)
 
 
 class HeadSizes(NamedTuple):
@@ -313,7 +308,7 @@ class Global(Allocation):
         return sizes.protected + _in_top(ranked, free)
 
     def _weights_for(self, real: Counts) -> Tensor:
-        weights = torch.tensor(self.weights)
+        weights = torch.tensor(self.weights, dtype=torch.float32)
         if (found := [*weights.shape]) != (expected := [*real.shape[::2]]):
             raise UserError(f"global: weights has shape {found}, this model's layers and KV heads are {expected}")
         return weights

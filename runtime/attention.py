@@ -113,15 +113,23 @@ def is_bounded(layer: Any) -> bool:
 _NAME = "keepsight:"
 _PLAIN = ("sdpa", "eager", "flex_attention")
 """Implementations that do not look up their own name in the configuration while they run."""
+_CHECKPOINTING = "gradient_checkpointing"
 _LOCK = threading.Lock()
 _PASSES: Counter[int] = Counter()
 """How many passes are under way, by the id of the model's text configuration."""
 
 
 def run(model: Reader, cache: Cache, *, recorder: Recorder | None = None, **inputs: Any) -> Any:
-    """A model's output for more tokens, which it appends to a cache; `inputs` are further arguments of the model."""
+    """A model's output for more tokens, which it appends to a cache; `inputs` are further arguments of the model.
+
+    Raises:
+        UserError: the model is being trained with gradient checkpointing.
+    """
+    plain: Any = getattr(model, "_orig_mod", model)  # a compiled graph knows nothing of recorders
+    if getattr(plain, "training", False) and any(getattr(each, _CHECKPOINTING, False) for each in plain.modules()):
+        raise UserError("gradient checkpointing drops the cache of a model in training mode; call model.eval() first")
     with recording(model):
-        return model(past_key_values=cache, use_cache=True, entries=cache, recorder=recorder, **inputs)
+        return plain(past_key_values=cache, use_cache=True, entries=cache, recorder=recorder, **inputs)
 
 
 @contextmanager

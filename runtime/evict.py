@@ -93,12 +93,14 @@ class Evict(CacheMethod):
                 f"{name}: during_prefill needs an observer that scores each layer as it is read; "
                 f"{type(self.observer).__name__} looks back at the whole prompt: leave it out"
             )
+        if self.observer.signed:
+            self._require_unweighted()
         if self.during_prefill and self.allocate.across_layers:
             raise UserError(
                 f"{name}: during_prefill evicts from each layer as it is read, and {type(self.allocate).__name__} "
                 "shares the budget between all layers: leave it out, or choose another allocation"
             )
-        if Budget(self.budget).is_ratio:
+        if isinstance(self.budget, float):
             if self.every:
                 raise UserError(f"{name}: every {self.every} needs a budget in entries, not the ratio {self.budget}")
             return
@@ -109,6 +111,15 @@ class Evict(CacheMethod):
                 f"{name}: budget {self.budget} must be above the {protected} protected entries (sinks + window){spared}"
             )
         self.allocate.check(self.budget_for(0), protected)
+
+    def _require_unweighted(self) -> None:
+        """Refuse to multiply scores that can be negative: the larger factor would make them the less important."""
+        weighted = "value_norm" if self.value_norm else "allocate.weights"
+        if self.value_norm or getattr(self.allocate, "weights", None) is not None:
+            raise UserError(
+                f"{type(self).__name__}: {weighted} multiplies scores, and those of {type(self.observer).__name__} "
+                "can be negative; leave it out, or take an observer that scores by attention"
+            )
 
     @functools.cached_property
     def bound_observer(self) -> Observer:
@@ -169,7 +180,7 @@ class Evict(CacheMethod):
     ) -> State:
         evict = self._layer_eviction(input_ids, mask)
         state = prefill(model, input_ids, mask, chunk=chunk, needs=self.needs(), after_layer=evict, images=images)
-        return self.compress(model, state) if evict is None else state
+        return self.compress_state(model, state) if evict is None else state
 
     def _layer_eviction(self, input_ids: Tensor, mask: Tensor | None) -> "_LayerEviction | None":
         """What evicts during the prefill; None where nothing is to be evicted, or not before its end."""
@@ -186,7 +197,7 @@ class Evict(CacheMethod):
 
     @override
     @torch.no_grad()
-    def compress(self, model: PreTrainedModel, state: State, scores: Scores | None = None) -> State:
+    def compress_state(self, model: PreTrainedModel, state: State, scores: Scores | None = None) -> State:
         """Evict from a state that has been read; the given one stays unchanged.
 
         Args:
@@ -200,7 +211,7 @@ class Evict(CacheMethod):
 
     @override
     def reapply(self, model: PreTrainedModel) -> Reapply | None:
-        return Reapply(self.every, lambda state: self.compress(model, state)) if self.every else None
+        return Reapply(self.every, lambda state: self.compress_state(model, state)) if self.every else None
 
     def fits(self, state: State) -> bool:
         """Whether the state is within the budget, or has no layer to evict from."""
@@ -209,7 +220,7 @@ class Evict(CacheMethod):
 
     @override
     def budgets(self, state: State) -> list[int]:
-        if Budget(self.budget).is_ratio:
+        if isinstance(self.budget, float):
             return super().budgets(state)
         return [self.budget_for(0)] * len(state.lengths)
 
@@ -238,6 +249,8 @@ class Evict(CacheMethod):
         scores = scores if scores.is_floating_point() else scores.float()
         importance = reduce_group(scores, entries.keys.shape[1], self.reduce.heads)
         if self.value_norm:
+            if self.observer.signed is None and bool((importance < 0).any()):
+                self._require_unweighted()
             importance = importance * value_norms(layer.attended().values, importance.shape[1])
         return protected(importance, entries.real, self.pool, self.sinks, self.window)
 

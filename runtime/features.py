@@ -1,4 +1,4 @@
-"""Features: the outputs of chosen layers of a target, recorded while it runs."""
+"""Features: the outputs of chosen layers of a model, recorded while it runs."""
 
 import threading
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ class RecordFeatures:
     """While entered, keeps the outputs of chosen decoder layers of a model's latest forward pass.
 
     Args:
-        model: The target.
+        model: The base model.
         layers: Indices of its decoder layers, in the order in which their outputs are returned. One past the last
             layer stands for what the lm_head reads: the last layer's output after the final norm.
 
     Raises:
-        UserError: the target has no such layer.
+        UserError: the base model has no such layer.
     """
 
     def __init__(self, model: Reader, layers: Sequence[int]) -> None:
@@ -33,7 +33,7 @@ class RecordFeatures:
         outputs = [*decoder.layers, decoder] if layers else []
         if wrong := [layer for layer in layers if not 0 <= layer < len(outputs)]:
             raise UserError(
-                f"feature layer {wrong[0]} is out of range: the target's layers are 0 to {len(outputs) - 2}, "
+                f"feature layer {wrong[0]} is out of range: the base model's layers are 0 to {len(outputs) - 2}, "
                 f"and {len(outputs) - 1} is what its final norm gives"
             )
         self._modules: list[nn.Module] = [outputs[layer] for layer in layers]

@@ -6,13 +6,13 @@ A method is also a `custom_generate` of transformers: `model.generate(**inputs, 
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import (
     EosTokenCriteria,
@@ -22,12 +22,14 @@ from transformers.generation import (
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from typing_extensions import override
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, require_whole
+from keepsight.models.adapters import adapters_digest
 from keepsight.models.decoder import require_supported
 from keepsight.runtime import registry
 from keepsight.runtime.attention import Reader
@@ -93,7 +95,7 @@ def decode(
     """Generate an answer for each row.
 
     Args:
-        model: What reads the state: the target without adapters, or the method's reader.
+        model: What reads the state: the base model without adapters, or the method's reader.
         state: State to start from; its cache grows.
         stopping_criteria: As transformers defines them, over prompt and answer together.
         pad_token: Fills the rows that have ended.
@@ -131,14 +133,15 @@ class Past(Cache):
     Args:
         method: What answered.
         decoded: Its answer to one prompt. Its state stays unchanged, so that several turns can go on from it.
+        adapters: Digest of the model's own active adapters.
 
     Attributes:
         ids: [1, M] int64: prompt and answer, without the answer's last token, which has not been read.
     """
 
-    def __init__(self, method: object, decoded: Decoded) -> None:
+    def __init__(self, method: object, decoded: Decoded, adapters: str) -> None:
         super().__init__(layers=decoded.state.cache.layers)
-        self.method, self.state, self.ids = method, decoded.state, decoded.ids[:, :-1]
+        self.method, self.state, self.ids, self.adapters = method, decoded.state, decoded.ids[:, :-1], adapters
 
 
 @dataclass(frozen=True)
@@ -196,9 +199,11 @@ class CustomGenerate(ABC):
 
     Attributes:
         reads_images: Whether prompts may hold images.
+        starts_prompts: Whether what it is given begins a prompt; text then gets the tokenizer's special tokens.
     """
 
     reads_images = False
+    starts_prompts = True
 
     @abstractmethod
     def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
@@ -226,11 +231,13 @@ class CustomGenerate(ABC):
         require_supported(model)
         options = _options_of_generate()
         _require_honoured(generation_config, options, model_kwargs)
+        if (chunk := generation_config.prefill_chunk_size) is not None:
+            require_whole("custom_generate", 1, prefill_chunk_size=chunk)
         mask, past = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
         images = Images.among(model_kwargs, options.get("kwargs")) if IMAGE_INPUTS & model_kwargs.keys() else None
         past = past if isinstance(past, Past) else None  # transformers gives an empty cache
         if past is not None:
-            self._require_continued(past, input_ids)
+            self._require_continued(model, past, input_ids)
         if images:
             self._require_images(past)
         if past is None:
@@ -240,7 +247,7 @@ class CustomGenerate(ABC):
             input_ids,
             mask if past is None else None,
             past,
-            generation_config.prefill_chunk_size,
+            chunk,
             int(generation_config.pad_token_id or 0),
             stopping_criteria,
             LogitsProcessorList(
@@ -259,7 +266,7 @@ class CustomGenerate(ABC):
         if not generation_config.return_dict_in_generate:
             return decoded.ids
         output: dict[str, Any] = {"sequences": decoded.ids, "scores": scores.recorded, "logits": logits.recorded}
-        return GenerateDecoderOnlyOutput(**output, past_key_values=Past(self, decoded))
+        return GenerateDecoderOnlyOutput(**output, past_key_values=Past(self, decoded, adapters_digest(model)))
 
     def _require_images(self, past: Past | None) -> None:
         if past is not None:
@@ -270,15 +277,20 @@ class CustomGenerate(ABC):
                 "method that evicts from the cache, such as SnapKV or LookaheadKV"
             )
 
-    def _require_continued(self, past: Past, input_ids: Tensor) -> None:
+    def _require_continued(self, model: PreTrainedModel, past: Past, input_ids: Tensor) -> None:
         """Refuse ids that do not continue what an earlier answer has read, and a past of another method's form."""
         if len(input_ids) != 1:
             raise UserError("custom_generate: past_key_values go on with one sequence at a time; give [1, n] ids")
         read = past.ids.shape[1]
-        if input_ids.shape[1] <= read or not torch.equal(input_ids[:, :read], past.ids):
+        if not torch.equal(input_ids[:, :read], past.ids):
             raise UserError(
                 f"custom_generate: with past_key_values the input_ids must begin with the {read} tokens already read, "
                 "as output.sequences does, and go on with the next turn"
+            )
+        if past.adapters != adapters_digest(model):
+            raise UserError(
+                "custom_generate: past_key_values were computed under other adapters of the model; activate those, or "
+                "leave out past_key_values"
             )
         if past.method != self and not past.state.joins:
             raise UserError(
@@ -302,7 +314,7 @@ def _options_of_generate() -> dict[str, Any]:
     """The arguments of the running `model.generate`.
 
     transformers shows a streamer the prompt but gives it to no callable of ours, and silently drops an assistant
-    model (5.10 to 5.23); its frame is the only place where they can be had.
+    model (5.18 to 5.23); its frame is the only place where they can be had.
     """
     code, frame = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__, inspect.currentframe()
     while frame is not None and frame.f_code is not code:
@@ -391,13 +403,23 @@ class Method(CustomGenerate):
         Args:
             model: The base model.
             state: State of this method, or one that `joins`; it stays unchanged.
-            tokens: [B, n] int64, n >= 1, without padding.
+            tokens: [B, n] int64, without padding; none to answer what has been read.
             chunk: Tokens per forward pass; None for all in one.
         """
         reader, state = model if state.joins else self.turn_reader(model), state.copy()
-        for part in tokens.split(chunk or tokens.shape[1], dim=1):
+        for part in tokens.split(chunk or tokens.shape[1], dim=1) if tokens.shape[1] else ():
             state, _ = read(reader, state, part, logits_to_keep=1)
         return state
+
+    def compress(self, model: PreTrainedModel, **inputs: Any) -> Any:
+        """Read prompts; what `generate(model, **inputs)` takes.
+
+        Returns:
+            The `past_key_values` to go on from, with this method as `custom_generate`: further prompts begin with the
+            same ids.
+        """
+        once = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True}
+        return generate(model, method=self, **inputs | once).past_key_values
 
     @property
     def adapter_digest(self) -> str | None:
@@ -463,14 +485,24 @@ class Method(CustomGenerate):
 class CacheMethod(Method):
     """A method that reads the whole prompt and then compresses its cache."""
 
+    @overload
+    def compress(self, model: PreTrainedModel, state: State) -> State: ...
+
+    @overload
+    def compress(self, model: PreTrainedModel, **inputs: Any) -> Any: ...
+
+    def compress(self, model: PreTrainedModel, state: State | None = None, **inputs: Any) -> Any:
+        """See `compress_state` and `Method.compress`."""
+        return super().compress(model, **inputs) if state is None else self.compress_state(model, state)
+
     @abstractmethod
-    def compress(self, model: PreTrainedModel, state: State) -> State:
+    def compress_state(self, model: PreTrainedModel, state: State) -> State:
         """The state to decode from; the given one stays unchanged."""
 
     @override
     def resume(self, model: PreTrainedModel, state: State, tokens: Tensor, *, chunk: int | None = None) -> State:
         after = super().resume(model, state, tokens, chunk=chunk)
-        return self.compress(model, after) if after.joins else after
+        return self.compress_state(model, after) if after.joins else after
 
     def shares_prefill(self, length: int) -> bool:
         """Whether it compresses an ordinary prefill of `length` tokens, which other methods can share."""
@@ -486,7 +518,9 @@ class CacheMethod(Method):
         chunk: int | None = None,
         images: Images | None = None,
     ) -> State:
-        return self.compress(model, prefill(model, input_ids, mask, chunk=chunk, needs=self.needs(), images=images))
+        return self.compress_state(
+            model, prefill(model, input_ids, mask, chunk=chunk, needs=self.needs(), images=images)
+        )
 
 
 @registry.method("full", colour="#6A6A6A", line="--")
@@ -497,13 +531,13 @@ class FullCache(CacheMethod):
     is_full_cache = reads_images = True
 
     @override
-    def compress(self, model: PreTrainedModel, state: State) -> State:
+    def compress_state(self, model: PreTrainedModel, state: State) -> State:
         return state.copy()
 
 
 def generate(
     model: PreTrainedModel,
-    input_ids: Tensor,
+    input_ids: Tensor | Mapping[str, Any] | str | list[str],
     method: CustomGenerate | None = None,
     *,
     attention_mask: Tensor | None = None,
@@ -513,19 +547,53 @@ def generate(
 
     Args:
         model: Any causal language model of transformers with full attention.
-        input_ids: [B, N] int64, padded on the left.
+        input_ids: [B, N] int64, padded on the left; or all that a tokenizer or processor returned; or the prompts as
+            text, which is tokenized as it is, without a chat template.
         method: The method, such as `SnapKV(budget=128)`; the full cache by default. Or what `load_state` returns,
             whose prompt the ids follow.
         attention_mask: [B, N], 0 for padding; needed when a row is padded.
-        options: Options of `model.generate`: `max_new_tokens`, `do_sample`, `temperature`, `streamer`, ...
+        options: Options of `model.generate`: `max_new_tokens`, `do_sample`, `temperature`, `streamer`, ... With
+            `stop_strings`, or text, also `tokenizer`; by default the one beside the model.
 
     Returns:
         [B, T] int64: the answers alone, without the prompts, padded on the right. With `return_dict_in_generate=True`,
         the output of `model.generate` as it is, whose `sequences` begin with the prompts.
     """
+    input_ids = _ids_of(model, input_ids, options, not isinstance(method, CustomGenerate) or method.starts_prompts)
+    own_mask = options.pop("attention_mask", None)
+    attention_mask = own_mask if attention_mask is None else attention_mask
     mask = attention_mask if attention_mask is not None else input_ids.new_ones(input_ids.shape)
-    output = model.generate(input_ids, attention_mask=mask, custom_generate=method or FullCache(), **options)  # type: ignore[operator]
+    output = model.generate(input_ids=input_ids, attention_mask=mask, custom_generate=method or FullCache(), **options)  # type: ignore[operator]
     return output if isinstance(output, GenerateDecoderOnlyOutput) else output[:, input_ids.shape[1] :]
+
+
+def _ids_of(model: PreTrainedModel, prompts: Any, options: dict[str, Any], special: bool) -> Tensor:
+    """The ids of prompts in any form; what else a processor made, and criteria of `stop_strings`, go into `options`."""
+    tokenizer, stop_strings = options.pop("tokenizer", None), options.pop("stop_strings", None)
+    text = isinstance(prompts, str) or (isinstance(prompts, list) and all(isinstance(each, str) for each in prompts))
+    if text or stop_strings:
+        tokenizer = tokenizer or _tokenizer_of(model)
+    if text:
+        padded = {"padding": isinstance(prompts, list), "padding_side": "left"}
+        prompts = tokenizer(prompts, return_tensors="pt", add_special_tokens=special, **padded).to(model.device)
+    if isinstance(prompts, Mapping):
+        options |= {name: value for name, value in prompts.items() if name not in options}
+        prompts = options.pop("input_ids")
+    if "pixel_values" not in options:
+        options.pop("token_type_ids", None)  # many tokenizers return them, of no use to a decoder
+    if not isinstance(prompts, Tensor):
+        raise UserError("input_ids must be a tensor [B, N], text, or what a tokenizer makes with return_tensors='pt'")
+    if stop_strings:  # transformers gives their tokenizer to no custom_generate
+        criteria = [*(options.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, stop_strings)]
+        options["stopping_criteria"] = StoppingCriteriaList(criteria)
+    return prompts
+
+
+def _tokenizer_of(model: PreTrainedModel) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(model.config.name_or_path)
+    except Exception as error:  # whatever the Hub's client raises
+        raise UserError(f"give tokenizer=; there is none beside the model ({type(error).__name__})") from None
 
 
 class Conversation(CustomGenerate):
@@ -538,7 +606,7 @@ class Conversation(CustomGenerate):
     the first turn only. Evicted entries are gone for good.
 
     Args:
-        model: The target.
+        model: The base model.
         method: The method, such as `SnapKV(budget=128)`.
         state: State to continue from, such as a loaded one; it stays unchanged, so that several conversations can
             start from it. None to start with an empty cache.
@@ -555,6 +623,7 @@ class Conversation(CustomGenerate):
         self.model, self.method, self.state = model, method, state
         self.ids = torch.empty(1, 0, dtype=torch.long, device=model.device) if state is None else state.tokens
         self._unread = self.ids[:, :0]
+        self._adapters: str | None = None
         _require_single(self.ids)
         if state is not None and not state.joins:
             raise UserError(
@@ -562,12 +631,12 @@ class Conversation(CustomGenerate):
                 "exact_topk); give the state that it was made from"
             )
 
-    def say(self, input_ids: Tensor, **options: Any) -> Tensor:
+    def say(self, input_ids: Tensor | Mapping[str, Any] | str, **options: Any) -> Tensor:
         """Add a turn and answer it. When this raises, the conversation stays as it was.
 
         Args:
             input_ids: [1, n] int64, n >= 1: what follows the last answer, whose end token belongs to the answer. Of a
-                chat that was rendered whole, give `rendered[:, conversation.ids.shape[1]:]`.
+                chat that was rendered whole, give `rendered[:, conversation.ids.shape[1]:]`. Or as for `generate`.
             options: Options of `model.generate`: `max_new_tokens`, `do_sample`, `temperature`, `streamer`, ...
                 Penalties and streamers see the whole conversation as the prompt.
 
@@ -577,6 +646,8 @@ class Conversation(CustomGenerate):
         Raises:
             UserError: the turn is a batch, or empty.
         """
+        input_ids = _ids_of(self.model, input_ids, options, special=not self.ids.shape[1])
+        options.pop("attention_mask", None)  # there is no padding
         _require_single(input_ids)
         if not input_ids.shape[1]:
             raise UserError("conversation: the turn has no tokens; give at least one, such as the user's next message")
@@ -589,9 +660,12 @@ class Conversation(CustomGenerate):
         _require_single(request.input_ids)
         if request.past is not None:
             raise UserError("conversation: it continues from its own cache; leave out past_key_values")
+        if self._adapters not in (None, adapters := adapters_digest(model)):
+            raise UserError("conversation: the model has other active adapters than at the last turn; activate those")
         state = self._read(request.input_ids, request.chunk)
         decoded = request.decode(self.method.reader(model), state, self.method.reapply(model))
         self.state, self.ids, self._unread = decoded.state, decoded.ids, decoded.ids[:, -1:]
+        self._adapters = adapters
         return decoded
 
     def _read(self, prompt: Tensor, chunk: int | None) -> State:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, as_options
 from keepsight.runtime.attention import Softmax, later
 from keepsight.runtime.layer import Counts, LayerEntries
 
@@ -48,6 +48,7 @@ class Reduce:
                 )
 
 
+@as_options
 @dataclass(frozen=True)
 class Pool:
     """Pooling over neighbouring entries with stride 1, so that an entry is kept together with its neighbours.
@@ -312,7 +313,8 @@ def protected(importance: Tensor, real: Tensor | None, pooling: Pool, sinks: int
 
 def value_norms(values: Tensor, kv_heads: int) -> Tensor:
     """L2 norms [B, K, C] float32 of values [B, K, C, d]; of values [B, H, C, d] the mean over a KV head's group."""
-    return reduce_group(torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32), kv_heads)
+    precise = torch.promote_types(values.dtype, torch.float32)
+    return reduce_group(torch.linalg.vector_norm(values, dim=-1, dtype=precise).float(), kv_heads)
 
 
 def require_scores(name: str, scores: Tensor, entries: LayerEntries) -> None:

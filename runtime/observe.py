@@ -33,7 +33,13 @@ RECOMPUTED = 2**24
 
 
 class Observer(ABC):
-    """Scorer of a state's entries. Observers hold no state and change none."""
+    """Scorer of a state's entries. Observers hold no state and change none.
+
+    Attributes:
+        signed: Whether scores can be negative, and so cannot be multiplied by weights; None where that is not known.
+    """
+
+    signed: bool | None = None
 
     @abstractmethod
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:

@@ -17,7 +17,7 @@ class TokenReader(ABC):
     """A model that reads one token after the other.
 
     Args:
-        model: The target.
+        model: The base model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -90,7 +90,7 @@ class TurnReader:
     """A model that reads a turn after a state whose layers read a few entries per step.
 
     Args:
-        model: The target.
+        model: The base model.
     """
 
     def __init__(self, model: Reader) -> None:

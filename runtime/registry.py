@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from keepsight.errors import as_options
+
 Line = Literal["-", "--", "-.", ":"]
 Registered = TypeVar("Registered", bound=type)
 
@@ -72,7 +74,7 @@ def allocation(name: str) -> Callable[[Registered], Registered]:
 
 def _into(table: dict[str, type[Any]], name: str) -> Callable[[Registered], Registered]:
     def register(kind: Registered) -> Registered:
-        table[name] = kind
+        table[name] = as_options(kind)
         return kind
 
     return register

@@ -21,13 +21,13 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.files import atomic_files, from_json
+from keepsight.models.adapters import adapters_digest, tensor_bytes, weights_digest
 from keepsight.models.decoder import (
     decoder_of,
     full_attention_layers,
     has_latents,
     head_width,
     running_devices,
-    values_of,
 )
 from keepsight.runtime.attention import Softmax, is_bounded
 from keepsight.runtime.generate import CustomGenerate, Decoded, FullCache, GenerateRequest
@@ -37,6 +37,7 @@ from keepsight.runtime.state import Needs, State, empty_cache, share
 FILE = "state.safetensors"
 QUESTIONS = ("seen", "unseen", "multi")
 _KEY, _VERSION = "keepsight_state", 2
+_OTHER_ADAPTERS = "the model has other active adapters than when the state was computed; activate those, or none"
 
 
 @dataclass(frozen=True)
@@ -44,21 +45,26 @@ class SavedState(CustomGenerate):
     """A loaded state and its metadata; `generate(model, question_ids, saved)` asks it, any number of times.
 
     Attributes:
-        state: State on the target's device. Reading and decoding append to it: go on from a `state.copy()`.
+        state: State on the base model's device. Reading and decoding append to it: go on from a `state.copy()`.
         question: What was compressed: `seen`, the whole prompt with its question; `unseen`, the context alone;
             `multi`, the context alone, to be asked several questions.
         target: Name of the model that read it, for information.
         template_digest: Digest of the chat template that rendered the prompt; empty when none was given.
+        adapters: Digest of the model's own adapters that were active; empty where none was.
     """
 
     state: State
     question: str
     target: str
     template_digest: str
+    adapters: str = ""
+    starts_prompts = False
 
     @override
     def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
         """Answer what follows the saved prompt; `self.state` stays unchanged."""
+        if adapters_digest(model) != self.adapters:
+            raise UserError(f"saved state: {_OTHER_ADAPTERS}")
         state = (self.state if request.past is None else request.past.state).unrecorded()
         if len(request.unread) != len(state.tokens) or request.mask is not None:
             raise UserError(
@@ -80,7 +86,7 @@ def save_state(
     Args:
         state: Dense or ragged state of any batch size.
         path: A file name that ends in `.safetensors`, or a folder, in which the file is called `state.safetensors`.
-        model: The target that read it.
+        model: The base model that read it.
         question: See `SavedState`.
         template_digest: See `SavedState`.
 
@@ -112,10 +118,11 @@ def save_state(
         needs=_Needs(state.needs.window, state.needs.accumulated),
         softmax=[layer.softmax[:2] for layer in state.layers if layer.recorded],
         tensors=sorted(tensors),
+        adapters=adapters_digest(model),
     )
     header = replace(header, digest=_digest(header, tensors))
     with atomic_files(file.parent, last=file.name) as unfinished:
-        save_file(tensors, unfinished / file.name, metadata={"format": "pt", _KEY: json.dumps(asdict(header))})
+        save_file(tensors, unfinished / file.name, metadata={"format": "pt", _KEY: json.dumps(header.values())})
     return file
 
 
@@ -124,11 +131,11 @@ def load_state(path: str | Path, model: PreTrainedModel, *, template_digest: str
 
     Args:
         path: As for `save_state`.
-        model: The target: the same weights in the same dtype. Its name may differ.
+        model: The base model: the same weights in the same dtype. Its name may differ.
         template_digest: Digest of the chat template that will render the questions; compared when both are known.
 
     Raises:
-        UserError: the file is missing, corrupt, of another format, or of another target or template.
+        UserError: the file is missing, corrupt, of another format, or of another base model or template.
     """
     file = _file(path)
     if not file.is_file():
@@ -146,7 +153,7 @@ def load_state(path: str | Path, model: PreTrainedModel, *, template_digest: str
         raise UserError(f"{file}: its contents differ from the digest in its header; copy it again")
     needs = Needs(header.needs.window, header.needs.received)
     state = _state_of_tensors(_beside_layers(tensors, model), model, header.seen, needs, header.softmax)
-    return SavedState(state, header.question, header.target, header.template_digest)
+    return SavedState(state, header.question, header.target, header.template_digest, adapters_digest(model))
 
 
 @dataclass(frozen=True)
@@ -171,7 +178,12 @@ class _Header:
     needs: _Needs
     softmax: list[tuple[float, float | None]]
     tensors: list[str]
+    adapters: str | None = None
     digest: str = ""
+
+    def values(self) -> dict[str, Any]:
+        """Its content; that of earlier releases says nothing of adapters."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def _header(file: Path, metadata: dict[str, str] | None) -> _Header:
@@ -191,28 +203,19 @@ def _header(file: Path, metadata: dict[str, str] | None) -> _Header:
 
 
 def _check_target(file: Path, header: _Header, model: PreTrainedModel, template_digest: str) -> None:
-    of = f"{file}: this state is of {header.target or 'a target without a name'!r}"
+    of = f"{file}: this state is of {header.target or 'a model without a name'!r}"
     for name, value in _shape_of_model(model).items():
         if header.shape.get(name) != value:
-            raise UserError(f"{of} with {name} {header.shape.get(name)}, but the model has {value}; load that target")
+            raise UserError(f"{of} with {name} {header.shape.get(name)}, but the model has {value}; load that model")
     if weights_digest(model) != header.weights:
-        raise UserError(f"{of}, and the model has the same shape but other weights; load that target")
+        raise UserError(f"{of}, and the model has the same shape but other weights; load that model")
+    if header.adapters is not None and header.adapters != adapters_digest(model):
+        raise UserError(f"{of}, but {_OTHER_ADAPTERS}")
     if template_digest and header.template_digest not in ("", template_digest):
         raise UserError(
             f"{of}, rendered with the chat template {header.template_digest}, but now it is {template_digest}; "
             "use that template, or compress the prompt again"
         )
-
-
-def weights_digest(model: PreTrainedModel) -> str:
-    """A cheap fingerprint of a model's own weights: the first values of each, without adapters.
-
-    Returns:
-        `sha256:` and the hexadecimal digest; it differs between dtypes.
-    """
-    own = [values_of(model, *named) for named in model.named_parameters() if "lora_" not in named[0]]
-    first = torch.cat([value.detach().flatten()[:64].float().cpu() for value in own])
-    return f"sha256:{hashlib.sha256(_bytes(first)).hexdigest()}"
 
 
 def _file(path: str | Path) -> Path:
@@ -222,14 +225,10 @@ def _file(path: str | Path) -> Path:
 
 def _digest(header: _Header, tensors: dict[str, Tensor]) -> str:
     """Digest of the header without its digest, and of every tensor's bytes in the order of their names."""
-    digest = hashlib.sha256(json.dumps(asdict(replace(header, digest="")), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(replace(header, digest="").values(), sort_keys=True).encode())
     for name in header.tensors:
-        digest.update(_bytes(tensors[name]))
+        digest.update(tensor_bytes(tensors[name]))
     return f"sha256:{digest.hexdigest()}"
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.cpu().flatten().view(torch.uint8).numpy().data
 
 
 def _shape_of_model(model: PreTrainedModel) -> dict[str, Any]:
@@ -319,7 +318,7 @@ def _state_of_tensors(
 
     Args:
         tensors: As `_tensors_of` names them.
-        model: The target.
+        model: The base model.
         seen: Logical length of the cache.
         needs: What was recorded.
         softmax: Scaling and softcap of each layer with full attention.

@@ -23,7 +23,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import FULL, has_latents, require_supported
 from keepsight.runtime.attention import Reader, Softmax, is_bounded, run
 from keepsight.runtime.features import RecordFeatures
@@ -280,6 +280,8 @@ def prefill(
     Raises:
         UserError: the model is not supported, or images cannot be read so.
     """
+    if chunk is not None:
+        require_whole("prefill", 1, prefill_chunk_size=chunk)
     length = input_ids.shape[1]
     mask = attention_mask.bool() if attention_mask is not None and not attention_mask.bool().all() else None
     lengths = torch.full((len(input_ids),), length, device=input_ids.device) if mask is None else mask.sum(dim=1)

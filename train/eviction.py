@@ -45,6 +45,7 @@ class TokensInTraining(Observer):
     """The soft tokens of a module in training, to which gradients flow."""
 
     lookahead: Lookahead
+    signed = False
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:

@@ -218,4 +218,4 @@ def _steps(model: PreTrainedModel, method: Evict, state: State) -> tuple[Callabl
     """Observing and selecting, each by itself."""
     observe = functools.partial(call, method.bound_observer, model, state, method.reduce)
     scores = observe()
-    return observe, lambda: method.compress(model, state, lambda *_: scores)
+    return observe, lambda: method.compress_state(model, state, lambda *_: scores)

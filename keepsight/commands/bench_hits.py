@@ -11,7 +11,7 @@ from tqdm import tqdm
 from keepsight.commands.config import BenchHits as Config
 from keepsight.commands.eval import check, print_notes, samples_of
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
-from keepsight.commands.variants import bound, variants_of
+from keepsight.commands.variants import variants_of
 from keepsight.errors import UserError, require_same
 from keepsight.eval.hits import SHARED, Hits, answering, best_shared, choices, compare
 from keepsight.eval.report.plots import hits_plot
@@ -46,12 +46,13 @@ class _Row(Hits):
 def run(config: Config) -> None:
     """Measure, print the table and write it with its plot."""
     check(config)
-    variants = variants_of(config.methods, config.budgets, config.bits, resources_later(config))
-    for variant in variants:
+    named = config.methods, config.budgets, config.bits
+    for variant in variants_of(*named, resources_later(config)):
         if not variant.method.selects_each_step:
             raise UserError(f"methods= names {variant.name!r}, which does not choose anew at each step; see --help")
     target, out = target_of(config), Path(config.out)
-    variants = bound(variants, resources_of(config, target)) + _further_heads(config, target, variants)
+    variants = variants_of(*named, resources_of(config, target))
+    variants += _further_heads(config, target, variants)
     samples, notes = samples_of(config, target)
     check_samples(target, samples, variants)
     with one_writer(out):

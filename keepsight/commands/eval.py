@@ -20,7 +20,7 @@ from keepsight import __version__
 from keepsight.commands.config import Eval as Config
 from keepsight.commands.config import ModelConfig, TaskKeys
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
-from keepsight.commands.variants import bound, import_plugins, variants_of
+from keepsight.commands.variants import import_plugins, variants_of
 from keepsight.errors import BadRow, UserError, printable
 from keepsight.eval.answers import default_batch_tokens
 from keepsight.eval.kept_tokens import KeptTokens, first_of_each
@@ -47,10 +47,11 @@ SKIPPED = "rows skipped"
 def run(config: Config) -> None:
     """Evaluate, then write the summary, the plots and the report."""
     check(config)  # bad values end here, before anything loads
-    variants = variants_of(config.methods, config.budgets, config.bits, resources_later(config))
+    named = config.methods, config.budgets, config.bits
+    variants_of(*named, resources_later(config))
     processes, out = PartialState(cpu=not torch.cuda.is_available()), Path(config.out)
     target = target_of(config)
-    variants = bound(variants, resources_of(config, target))
+    variants = variants_of(*named, resources_of(config, target))
     samples, notes = samples_of(config, target)
     settings = settings_of(config, target, variants) | {"notes": notes}
     earlier = rows_of_runs(config.reuse)

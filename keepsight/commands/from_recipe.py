@@ -100,7 +100,7 @@ def resources_of(config: UsesMethods, target: Target) -> Resources:
 
 
 def resources_later(config: UsesMethods) -> Resources:
-    """The same before the base model is loaded, for methods that `bind` then completes."""
+    """The same before the base model is loaded, to check methods with."""
     named = config.draft
     draft = Later("draft") if any(each is not None for each in (named.layers, named.id, named.head)) else None
     return ResourcesLater(config.adapter, draft, Later("tokenizer"), config.retrieval)

@@ -16,30 +16,28 @@ from keepsight.models.chat import chat_text
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import FullCache, Method, decode, stop_after
-from keepsight.runtime.methods import make_method
-from keepsight.runtime.methods.resources import bind
+from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.prompt_compression.text import token_texts
 from keepsight.runtime.state import State, context_of, prefill
 
 
 def run(config: Config) -> None:
     """Write the page."""
-    out, resources, methods = Path(config.out), resources_later(config), dict[str, Evict]()
+    out, names = Path(config.out), (config.method, config.compare)
     require_writable(out, folder=False)
     if out.is_file() and not out.read_bytes().startswith(b"<!DOCTYPE html>"):
         raise UserError(f"out={out} is a file but no page; choose another out=")
-    for name in (config.method, config.compare):
-        method = make_method(name, config.budget, resources, **(config.options if name == config.method else {}))
-        refusal = f"method {name!r} evicts nothing from the cache, so there is nothing to inspect"
-        methods[name] = require_evict(method, refusal)
+    for name in names:
+        _method(name, config, resources_later(config))
     text = _read(config.prompt)  # bad values end here, before anything loads
     target = target_of(config)
     resources = resources_of(config, target)
     ids = torch.tensor([_ids(text, config.template, target)], device=target.model.device)
     whole = prefill(target.model, ids)
     kept, answers = {}, {FULL: _answer(FullCache(), target, whole.copy(), config.max_new_tokens)}
-    for name, method in methods.items():
-        kept[name], state = _compressed(bind(method, resources), target, ids)
+    for name in names:
+        method = _method(name, config, resources)
+        kept[name], state = _compressed(method, target, ids)
         answers[name] = _answer(method, target, state, config.max_new_tokens)
     tokens = token_texts(target.tokenizer, ids[0].tolist())
     settings = {
@@ -53,6 +51,12 @@ def run(config: Config) -> None:
     title = f"{Path(target.name).name}: {config.method} at budget {config.budget}"
     write_inspect_page(out, tokens, kept, title, settings, answers)
     print(f"{len(tokens)} tokens, {config.budget} kept per layer and KV head: {config.out}")
+
+
+def _method(name: str, config: Config, resources: Resources) -> Evict:
+    options = config.options if name == config.method else {}
+    method = make_method(name, config.budget, resources, **options)
+    return require_evict(method, f"method {name!r} evicts nothing from the cache, so there is nothing to inspect")
 
 
 def _read(prompt: str) -> str:

@@ -4,7 +4,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import is_dataclass, replace
+from dataclasses import is_dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -15,7 +15,6 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
 from keepsight.runtime.methods import METHODS, Resources, make_method
 from keepsight.runtime.methods.make import takes
-from keepsight.runtime.methods.resources import bind
 
 
 def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resources: Resources) -> list[Variant]:
@@ -64,11 +63,6 @@ def import_plugins(names: Iterable[str]) -> None:
                 raise UserError(
                     f"plugins={name}: METHODS[{key!r}] must be a dataclass derived from Method, got {kind!r:.60}"
                 )
-
-
-def bound(variants: list[Variant], resources: Resources) -> list[Variant]:
-    """The variants, bound to the resources of the loaded target."""
-    return [replace(variant, method=bind(variant.method, resources)) for variant in variants]
 
 
 def require_evict(method: Method, refusal: str) -> Evict:

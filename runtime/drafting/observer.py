@@ -73,6 +73,7 @@ class DraftObserver(Observer):
 
     drafter: Drafter
     window: int | None = 0
+    signed = False
 
     def __post_init__(self) -> None:
         require_whole("draft tokens", window=0 if self.window is None else self.window)

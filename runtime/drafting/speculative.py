@@ -342,8 +342,8 @@ class Speculative(CacheMethod):
         return self.inner.needs()
 
     @override
-    def compress(self, model: PreTrainedModel, state: State) -> State:
-        return self.inner.compress(model, state)
+    def compress_state(self, model: PreTrainedModel, state: State) -> State:
+        return self.inner.compress_state(model, state)
 
     @override
     def reader(self, model: PreTrainedModel) -> Reader:
@@ -361,7 +361,7 @@ class Speculative(CacheMethod):
         state = prefill(model, request.input_ids, request.mask, chunk=request.chunk, needs=needs)
         return decode_speculatively(
             model,
-            self.inner.compress(model, state),
+            self.inner.compress_state(model, state),
             self.head,
             request.stopping_criteria,
             tokens=self.tokens,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from keepsight.runtime.state import State
 @registry.drafter("own_answer")
 @dataclass(frozen=True)
 class OwnAnswer(Drafter):
-    """The target's greedy answer from the whole state (LookaheadKV, arXiv 2603.10899, section 2, equation 1).
+    """The base model's greedy answer from the whole state (LookaheadKV, arXiv 2603.10899, section 2, equation 1).
 
     Attributes:
         max_new_tokens: Maximum length of the answer in tokens.
@@ -121,7 +122,8 @@ class ConstantText(Drafter):
     ids: Sequence[int]
 
     def __post_init__(self) -> None:
-        given: object = self.ids
+        given: Any = self.ids
+        given = given.tolist() if hasattr(given, "tolist") else given
         ids = tuple(given) if isinstance(given, Sequence) else ()
         if not ids or any(type(each) is not int or each < 0 for each in ids):
             raise UserError(f"DapQ: ids {given!r} must be a list of token ids, at least one")
@@ -132,7 +134,9 @@ class ConstantText(Drafter):
         ids: Tensor = torch.tensor([list(self.ids)], device=state.tokens.device)
         vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
         if int(ids.max()) >= vocabulary:
-            raise UserError(f"DapQ: token id {int(ids.max())} is outside of the target's vocabulary of {vocabulary}")
+            raise UserError(
+                f"DapQ: token id {int(ids.max())} is outside of the base model's vocabulary of {vocabulary}"
+            )
         return DraftIds(ids.expand(len(state.tokens), -1))
 
     @override

@@ -1,4 +1,4 @@
-"""LAQ and LAQ++ (arXiv 2505.20334): the target guesses the answer from a small cache; the guess's queries observe."""
+"""LAQ and LAQ++ (arXiv 2505.20334): the base model drafts the answer from a small cache; the draft's queries score."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,18 +27,18 @@ _MASKS = ("corrected", "published")
 @registry.observer("query_cache")
 @dataclass(frozen=True)
 class QueryCache(Observer):
-    """The queries of a guess that the target writes from a SnapKV cache score the whole cache (LAQ).
+    """The queries of a draft that the base model writes from a SnapKV cache score the whole cache (LAQ).
 
     They stay as the pass over the small cache computed them: nothing is run over the whole cache, and the softmax is
     over its entries alone.
 
     Attributes:
-        lookahead: Maximum length of the guess in tokens, its end token included.
-        window: Number of last prompt tokens that observe beside the guess.
+        lookahead: Maximum length of the draft in tokens, its end token included.
+        window: Number of last prompt tokens that observe beside the draft.
         budget: Budget of the SnapKV cache, entries or a ratio; None for the method's own.
         first_window: Observation window of the SnapKV cache.
         first_pool: Pooling of the SnapKV cache.
-        mask: `corrected`: prompt queries see the entries before them, guessed ones every entry. `published`: as in the
+        mask: `corrected`: prompt queries see the entries before them, drafted ones every entry. `published`: as in the
             paper's code, all of them under one causal triangle over the last window + lookahead entries.
     """
 
@@ -48,6 +48,7 @@ class QueryCache(Observer):
     first_window: int = 32
     first_pool: Pool = Pool()
     mask: str = "corrected"
+    signed = False
 
     def __post_init__(self) -> None:
         require_whole("LAQ", 1, lookahead=self.lookahead, first_window=self.first_window)
@@ -59,32 +60,32 @@ class QueryCache(Observer):
         if type(self.budget) is int and self.budget <= self.first_window:
             raise UserError(
                 f"LAQ: budget {self.budget} must be above the first_window {self.first_window} of the cache that the "
-                "guess is written from; raise it, or lower the observer's first_window"
+                "draft is written from; raise it, or lower the observer's first_window"
             )
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
         by_layer = zip(self._by_layer(model, state, reduce.queries), state.entries(), strict=True)
-        return [reduce_group(each, held.keys.shape[1], reduce.heads) for each, held in by_layer]
+        return [reduce_group(each, entries.keys.shape[1], reduce.heads) for each, entries in by_layer]
 
     def _by_layer(self, model: PreTrainedModel, state: State, reduction: str) -> Iterator[Tensor]:
         """Attention [B, H, C] of one layer after the other."""
-        guessed, real = self._guess(model, state)
+        drafted, real = self._draft(model, state)
         layers, rows = state.layers, 0
         windows = [recorded_queries(layer, self.window) for layer in layers] if self.window else []
         if windows:
             rows = windows[0].queries.shape[2]
         if self.mask == "published":
-            before = [each.queries for each in windows] or [each[:, :, :0] for each in guessed]
-            both = [torch.cat(pair, dim=2) for pair in zip(before, guessed, strict=True)]
+            before = [each.queries for each in windows] or [each[:, :, :0] for each in drafted]
+            both = [torch.cat(pair, dim=2) for pair in zip(before, drafted, strict=True)]
             mask = windows[0].query_mask if windows else None
             seen = real.new_ones(len(real), rows) if mask is None else mask
             yield from _under_triangle(layers, both, torch.cat([seen, real], dim=1), reduction)
             return
-        for queries, layer in zip(guessed, layers, strict=True):
-            of_guess = _from_beyond(queries, layer, real, reduction)
+        for queries, layer in zip(drafted, layers, strict=True):
+            of_draft = _from_beyond(queries, layer, real, reduction)
             of_window = window_attention(layer, rows, reduction) if rows else None
-            yield of_guess if of_window is None else combine(of_window, of_guess, rows, real, reduction)
+            yield of_draft if of_window is None else combine(of_window, of_draft, rows, real, reduction)
 
     @override
     def needs(self) -> Needs:
@@ -98,21 +99,21 @@ class QueryCache(Observer):
     def bound(self, budget: int | float, sinks: int, window: int) -> Observer:
         return replace(self, budget=budget) if self.budget is None else self
 
-    def _guess(self, model: PreTrainedModel, state: State) -> tuple[list[Tensor], Tensor]:
-        """The guess's queries [B, H, T, d] of each layer, and which of them are real, [B, T] bool."""
+    def _draft(self, model: PreTrainedModel, state: State) -> tuple[list[Tensor], Tensor]:
+        """The draft's queries [B, H, T, d] of each layer, and which of them are real, [B, T] bool."""
         if self.budget is None:
             raise UserError(
-                "LAQ: the observer has no budget for the cache that the guess is written from; give it one, as in "
+                "LAQ: the observer has no budget for the cache that the draft is written from; give it one, as in "
                 "QueryCache(budget=64), or observe with a method, whose budget it takes"
             )
         small = SnapKV(self.budget, window=self.first_window, pool=self.first_pool).compress(model, state)
-        small = small.unrecorded(Needs(window=self.lookahead))  # from here on the guess's queries alone
+        small = small.unrecorded(Needs(window=self.lookahead))  # from here on the draft's queries alone
         end = end_ids(model)
-        guess = decode(model, small, stop_after(self.lookahead, end), pad_token=0)
-        after, _ = read(model, guess.state, guess.ids[:, -1:])
-        real = None if end is None else until_end(guess.ids, end)
+        draft = decode(model, small, stop_after(self.lookahead, end), pad_token=0)
+        after, _ = read(model, draft.state, draft.ids[:, -1:])
+        real = None if end is None else until_end(draft.ids, end)
         queries = [recorded_queries(layer, self.lookahead).queries for layer in after.layers]
-        return queries, torch.ones_like(guess.ids, dtype=torch.bool) if real is None else real
+        return queries, torch.ones_like(draft.ids, dtype=torch.bool) if real is None else real
 
 
 def _from_beyond(queries: Tensor, layer: KeptLayer, real: Tensor, reduction: str) -> Tensor:
@@ -151,9 +152,9 @@ def _under_triangle(layers: list[KeptLayer], queries: list[Tensor], real: Tensor
 @registry.method("laq", colour="#CC79A7", marker="^")
 @dataclass(frozen=True)
 class LAQ(Evict):
-    """The target's guess of 8 tokens observes (Lookahead Q-Cache, arXiv 2505.20334); no window is kept.
+    """The base model's draft of 8 tokens observes (Lookahead Q-Cache, arXiv 2505.20334); no window is kept.
 
-    An observer without a budget takes the method's, so that the guess depends on the budget, as published. With a
+    An observer without a budget takes the method's, so that the draft depends on the budget, as published. With a
     budget of its own, one observation serves all budgets.
     """
 
@@ -163,7 +164,7 @@ class LAQ(Evict):
 @registry.method("laq++")
 @dataclass(frozen=True)
 class LAQPlus(LAQ):
-    """LAQ++ (arXiv 2505.20334): the last 8 prompt tokens observe beside the guess, and are kept."""
+    """LAQ++ (arXiv 2505.20334): the last 8 prompt tokens observe beside the draft, and are kept."""
 
     observer: Observer = QueryCache(window=8)
     window: int = 8

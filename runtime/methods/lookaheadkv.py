@@ -27,6 +27,7 @@ class SoftTokens(Observer):
     """
 
     artifact: LookaheadAdapter
+    signed = False
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
@@ -52,7 +53,7 @@ class LookaheadKV(Evict):
     def from_pretrained(
         cls,
         adapter: str | Path,
-        budget: int | float,
+        budget: int | float | None = None,
         revision: str | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         **options: Any,
@@ -60,7 +61,8 @@ class LookaheadKV(Evict):
         """The method with an adapter (a folder, a Hub id or `shipped:NAME`), reduced, pooled and divided as it says.
 
         The model that it is used on is compared with the adapter's base, its revision and its quantisation then. A
-        tokenizer that is given is compared with the adapter's vocabulary and chat template at once.
+        tokenizer that is given is compared with the adapter's vocabulary and chat template at once. `options` are
+        fields of the method, or `compression_ratio` in place of the budget.
 
         Raises:
             UserError: the adapter cannot be had, is corrupt, or an option is out of range.
@@ -68,7 +70,7 @@ class LookaheadKV(Evict):
         artifact = LookaheadAdapter.from_pretrained(adapter, revision=revision)
         if tokenizer is not None:
             artifact.check_tokenizer(tokenizer)
-        return cls(budget, **parts_of(artifact) | options)
+        return cls(**parts_of(artifact) | options | ({} if budget is None else {"budget": budget}))
 
 
 def parts_of(artifact: LookaheadAdapter) -> dict[str, Any]:

@@ -25,10 +25,6 @@ _RESOURCES = ("artifact", "head", "draft", "tokenizer")
 _TRAINED = ("adapter", "retrieval")
 
 
-_RESOURCES = ("artifact", "head", "draft", "tokenizer")
-_TRAINED = ("adapter", "retrieval")
-
-
 def make_method(name: str, budget: int | float | None, resources: Resources | None = None, /, **options: Any) -> Method:
     """A method by its name in `METHODS`.
 

@@ -22,6 +22,8 @@ from keepsight.runtime.state import State
 class Recency(LayerObserver):
     """Scores later entries higher."""
 
+    signed = False
+
     @override
     def score(self, layer: KeptLayer, reduction: str) -> Tensor:
         keys = layer.entries().keys
@@ -32,6 +34,8 @@ class Recency(LayerObserver):
 @dataclass(frozen=True)
 class Earliness(LayerObserver):
     """Scores earlier entries higher."""
+
+    signed = True
 
     @override
     def score(self, layer: KeptLayer, reduction: str) -> Tensor:
@@ -80,6 +84,7 @@ class Ladder(Observer):
     span: int = 16
     overlap: int = 0
     sinks: int | None = None
+    signed = False
 
     def __post_init__(self) -> None:
         require_whole("lacache", 1, span=self.span)
@@ -140,6 +145,8 @@ class LaCache(Evict):
 class ShortKeys(LayerObserver):
     """Minus the L2 norm of each key, after RoPE (arXiv 2406.11430, section 2)."""
 
+    signed = True
+
     @override
     def score(self, layer: KeptLayer, reduction: str) -> Tensor:
         return -layer.entries().keys.float().norm(dim=-1)
@@ -169,6 +176,7 @@ class RandomScores(Observer):
     """
 
     seed: int = 0
+    signed = False
 
     def __post_init__(self) -> None:
         require_whole("random", seed=self.seed)
@@ -192,7 +200,7 @@ class RandomScores(Observer):
 def _drawn(seed: int, length: int, layers: int, heads: int) -> Tensor:
     """[L, K, C], drawn entry after entry, so that a longer prompt changes nothing for the first ones."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(length, layers, heads, generator=generator).permute(1, 2, 0)
+    return torch.rand(length, layers, heads, generator=generator, dtype=torch.float32).permute(1, 2, 0)
 
 
 @registry.method("random")

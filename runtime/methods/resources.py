@@ -1,10 +1,9 @@
 """What some methods need beside their options: a trained adapter or head, a draft, a tokenizer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
@@ -17,15 +16,9 @@ from keepsight.models.retrieval_head import RetrievalHead
 
 @dataclass(frozen=True)
 class Later:
-    """Stands in a method for a resource that takes the loaded target, until `bind` puts that in its place.
-
-    Attributes:
-        name: Name of the field: draft, tokenizer or head.
-        retrieval: Folder or Hub id of the head, where a method names its own.
-    """
+    """Stands in a method for a resource that takes the loaded base model: a draft, tokenizer or head."""
 
     name: str
-    retrieval: str | None = None
 
 
 @dataclass(frozen=True)
@@ -35,7 +28,7 @@ class Resources:
     Attributes:
         adapter: Folder or Hub id of a lookahead adapter.
         draft: Source of the draft model, or a draft head; or a function that gets it once a method needs it.
-        tokenizer: The target's tokenizer.
+        tokenizer: The base model's tokenizer.
         retrieval: Folder or Hub id of a retrieval head.
         target: The model that the retrieval head must be for; None leaves that unchecked.
     """
@@ -60,16 +53,16 @@ class Resources:
         return artifact
 
     def check(self, artifact: LookaheadAdapter) -> None:
-        """Warn, where the target's tokenizer is known, of another one than the adapter's."""
+        """Warn, where the base model's tokenizer is known, of another one than the adapter's."""
         if isinstance(self.tokenizer, PreTrainedTokenizerBase):
             artifact.check_tokenizer(self.tokenizer)
 
     @cached_property
     def head(self) -> RetrievalHead:
-        """The retrieval head, loaded; with a target, on its device, and with the layers of its features named.
+        """The retrieval head, loaded; with a base model, on its device, and with the layers of its features named.
 
         Raises:
-            UserError: there is none, it cannot be had, or it is for another target.
+            UserError: there is none, it cannot be had, or it is for another base model.
         """
         if self.retrieval is None:
             raise UserError("needs retrieval=FOLDER_OR_HUB_ID; train one with train_retrieval_head.py")
@@ -106,33 +99,14 @@ class Resources:
                 "needs a draft: set draft.layers=[...] (keepsight bench draft finds good ones), draft.id= or "
                 "draft.head="
             )
-        raise UserError("needs the target's tokenizer")
+        raise UserError("needs the base model's tokenizer")
 
 
 @dataclass(frozen=True)
 class ResourcesLater(Resources):
-    """What is known before the target is loaded: methods made of it hold `Later`, their values are checked."""
+    """What is known before the base model is loaded: methods made with it are only checked, and hold `Later`."""
 
     @override
     def find(self, name: str) -> object:
         found = super().find(name)  # refuses what is missing, or cannot be had
-        return found if name == "artifact" else Later(name, str(self.retrieval) if name == "head" else None)
-
-
-def bind(part: Any, resources: Resources) -> Any:
-    """A method, or a part of one, with the resources themselves where it holds `Later`.
-
-    Raises:
-        UserError: a resource cannot be had, or is for another target.
-    """
-    if isinstance(part, LookaheadAdapter):
-        resources.check(part)
-        return part
-    if isinstance(part, Later):
-        return resources.other(retrieval=part.retrieval).find(part.name)
-    if not is_dataclass(part) or isinstance(part, type):
-        return part
-    held = {each.name: getattr(part, each.name) for each in fields(part) if each.init}
-    bound = {name: bind(value, resources) for name, value in held.items()}
-    changed = {name: value for name, value in bound.items() if value is not held[name]}
-    return replace(part, **changed) if changed else part
+        return found if name == "artifact" else Later(name)

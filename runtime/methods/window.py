@@ -28,6 +28,7 @@ class PromptWindow(LayerObserver):
     """
 
     size: int | None = None
+    signed = False
 
     def __post_init__(self) -> None:
         if self.size is not None and (type(self.size) is not int or self.size < 1):
@@ -89,20 +90,22 @@ class TOVA(Evict):
 
 @registry.observer("received_attention")
 @dataclass(frozen=True)
-class ReceivedAttention(LayerObserver):
-    """The attention that each entry received, summed over all queries (H2O, arXiv 2306.14048, section 4).
+class AccumulatedAttention(LayerObserver):
+    """Accumulated attention: what each entry gets from all queries (H2O, arXiv 2306.14048, section 4).
 
     It is summed while the tokens are read, in blocks of queries, and not divided by the number of queries that could
     see an entry, so that early entries have an advantage.
     """
+
+    signed = False
 
     @override
     def score(self, layer: KeptLayer, reduction: str) -> Tensor:
         recorded = layer.recorded
         if recorded is None or recorded.accumulated is None:
             raise UserError(
-                "h2o: the attention that entries received was not recorded when they were read; read the prompt with "
-                "this method, or prefill with needs=method.needs()"
+                "h2o: accumulated attention was not recorded when the prompt was read; read it with this method, or "
+                "prefill with needs=method.needs()"
             )
         return recorded.accumulated
 
@@ -114,11 +117,11 @@ class ReceivedAttention(LayerObserver):
 @registry.method("h2o")
 @dataclass(frozen=True)
 class H2O(Evict):
-    """Keeps what has received most attention, and the last 32 entries (H2O, arXiv 2306.14048, algorithm 1).
+    """Keeps the entries of most accumulated attention, and the last 32 entries (H2O, arXiv 2306.14048, algorithm 1).
 
     Evicts once after the prompt, as KVCache-Factory does; `every` evicts while decoding too, as the paper does.
     """
 
-    observer: Observer = ReceivedAttention()
+    observer: Observer = AccumulatedAttention()
     pool: Pool = NO_POOL
     window: int = 32

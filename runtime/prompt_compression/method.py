@@ -40,7 +40,7 @@ class ShortenPrompt(Method):
         name, budget, window = type(self).__name__, self.budget, self.window
         require_whole(name, window=window)
         Budget(budget, "tokens").check(name)
-        if window and not Budget(budget).is_ratio:
+        if window and not isinstance(budget, float):
             self._require_choice(int(budget))
 
     @abstractmethod

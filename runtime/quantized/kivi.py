@@ -224,7 +224,7 @@ class PackedMethod(CacheMethod):
         return PackedState(packed, output.logits[:, -1].float(), input_ids, lengths, padded=False)
 
     @override
-    def compress(self, model: PreTrainedModel, state: State) -> State:
+    def compress_state(self, model: PreTrainedModel, state: State) -> State:
         """A packed copy of a state; nothing is recorded for observers from here on."""
         self.check_model(model, state.tokens)
         _require_unpadded(state.tokens_mask)
@@ -282,11 +282,11 @@ class Kivi(PackedMethod):
             return super().start(model, input_ids, mask, **options)
         self.check_model(model, input_ids)
         _require_unpadded(mask)
-        return super().compress(model, self.inner.start(model, input_ids, mask, **options))
+        return super().compress_state(model, self.inner.start(model, input_ids, mask, **options))
 
     @override
-    def compress(self, model: PreTrainedModel, state: State) -> State:
-        return super().compress(model, state if self.inner is None else self.inner.compress(model, state))
+    def compress_state(self, model: PreTrainedModel, state: State) -> State:
+        return super().compress_state(model, state if self.inner is None else self.inner.compress_state(model, state))
 
     @override
     def packer(self) -> PackLayer:

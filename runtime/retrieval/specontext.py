@@ -292,11 +292,11 @@ class SpeContext(SparseRead):
         self._check_model(model)
         self._placement(model, *input_ids.shape).on_cpu(*input_ids.shape)  # what can never fit ends here
         needs = _needs(self.head.layers_of(model))
-        return self.compress(model, prefill(model, input_ids, mask, needs=needs, **options))
+        return self.compress_state(model, prefill(model, input_ids, mask, needs=needs, **options))
 
     @override
     @torch.no_grad()
-    def compress(self, model: PreTrainedModel, state: State) -> State:
+    def compress_state(self, model: PreTrainedModel, state: State) -> State:
         self._check_model(model)
         layers = with_full_layers(state.cache, selected_layers(state, self.layers_for(state))).layers
         placement = self._placement(model, *state.tokens.shape)

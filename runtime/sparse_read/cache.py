@@ -227,7 +227,7 @@ class SparseRead(CacheMethod):
     def __post_init__(self) -> None:
         budget = Budget(self.budget)
         budget.check(type(self).__name__)
-        if not budget.is_ratio:
+        if not isinstance(budget.given, float):
             self._check_budget(budget.entries(0))
 
     def least(self) -> tuple[int, str]:
@@ -248,7 +248,7 @@ class SparseRead(CacheMethod):
 
     @override
     @torch.no_grad()
-    def compress(self, model: PreTrainedModel, state: State) -> State:
+    def compress_state(self, model: PreTrainedModel, state: State) -> State:
         state = expanded(state)
         cache = with_full_layers(state.cache, selected_layers(state, self.layers_for(state)))
         return state.as_kind(SelectedState, cache)

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from keepsight import DapQ, Quest, SnapKV, generate
 from keepsight.files import read_jsonl
 from keepsight.models import targets
+from keepsight.models.adapters import weights_digest
 from keepsight.models.targets import load_target
 from keepsight.runtime.generate import Method
-from keepsight.runtime.saved import weights_digest
 from tests.close import assert_close
 from tests.commands.commands import CommandLine
 from tests.devices import FIRST, SECOND, several_devices

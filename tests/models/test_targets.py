@@ -23,7 +23,7 @@ from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.model_files import folder_version, packaged_file, record_version, version_of
 from keepsight.models.targets import load_target
 from keepsight.runtime.methods import LookaheadKV, make_method
-from keepsight.runtime.methods.resources import Later, Resources, ResourcesLater, bind
+from keepsight.runtime.methods.resources import Resources
 from tests.tiny import FAMILIES, save_tiny_target, tiny_model, tiny_tokenizer
 
 HUB_ID = "ada/not-there"
@@ -307,8 +307,7 @@ def with_token(tokenizer):
     [
         ("from_pretrained", with_token, "another tokenizer"),
         ("resources", lambda tokenizer: setattr(tokenizer, "chat_template", "{{ messages }}"), "another chat template"),
-        ("bind", with_token, "another tokenizer"),
-        ("bind", lambda tokenizer: None, None),
+        ("resources", lambda tokenizer: None, None),
     ],
 )
 def test_prompts_made_in_another_way_get_one_line(tmp_path, caplog, spoil, said, way):
@@ -321,10 +320,7 @@ def test_prompts_made_in_another_way_get_one_line(tmp_path, caplog, spoil, said,
         for budget in (8, 9):
             if way == "from_pretrained":
                 LookaheadKV.from_pretrained(folder, budget, tokenizer=tokenizer)
-            elif way == "resources":
-                make_method("lookaheadkv", budget, Resources(folder, tokenizer=tokenizer))
             else:
-                later = make_method("lookaheadkv", budget, ResourcesLater(folder, tokenizer=Later("tokenizer")))
-                bind(later, Resources(folder, tokenizer=tokenizer))
+                make_method("lookaheadkv", budget, Resources(folder, tokenizer=tokenizer))
     found = [f"{folder} was trained with {said} (sha256:" in message for message in caplog.messages]
     assert found == [True] * bool(said)

@@ -129,19 +129,6 @@ def test_pyramid_is_the_published_schedule_without_its_surplus(budget, window):
     assert float((counts[:, 0] - line).abs().max()) <= 1
 
 
-def test_pyramid_by_length_of_prompt():
-    """C = 256, W = 32, so B = 224: N = C - 1, C, 2 B - 1 and 2 B tokens."""
-    layers, window, budget = 32, 32, 256
-    for length, expected in ((255, 255), (256, 256), (447, 256)):
-        importance = _importance(layers, 1, 2, length, 0, protected=window)
-        counts = torch.stack(divide(Pyramid(), importance, budget))
-        assert counts.unique().tolist() == [expected]
-    counts = torch.stack(divide(Pyramid(), _importance(layers, 1, 2, 448, 0, protected=window), budget))
-    assert int(counts.sum()) == layers * 2 * budget
-    assert int(counts[0, 0, 0]) == 416 + window  # limited to what the prompt has
-    assert pyramid_schedule(224, 416, layers) == [416 - 12 * layer for layer in range(layers)]
-
-
 # AdaKV: check vector 6.
 
 

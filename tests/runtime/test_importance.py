@@ -33,13 +33,6 @@ def test_group_reductions_and_pooling():
     assert reduce_group(layer, 2, "mean of layer").tolist() == [[[1.0, 3.0], [1.0, 3.0]]]
 
 
-def test_ties_go_to_the_lowest_index():
-    scores = torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
-    assert top_entries(scores, 4).tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
-    assert top_entries(scores, 3).tolist() == [[0, 1, 3], [0, 1, 2]]
-    assert top_mask(scores, np.array([3, 1])).nonzero().tolist() == [[0, 0], [0, 1], [0, 3], [1, 0]]
-
-
 @st.composite
 def scores(draw):
     """[rows, N] with ties, protected entries and padding, and how many to take of each row."""
@@ -147,27 +140,6 @@ def test_observers_see_no_padding(reduction):
         assert_close(
             [each[row] for each in found], [each[0] for each in torch.autograd.grad(alone, (query, key, value), upward)]
         )
-
-
-SHAPES = [(1, 3, 3, 32, 97), (2, 1, 4, 1, 4128), (1, 2, 1, 5, 1), (1, 8, 4, 32, 1033)]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_weights_over_the_logits_are_those_beside_them(shape: tuple[int, ...]) -> None:
-    logits = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 9
-    logits[..., :: max(2, shape[-1] // 3)][..., 1:] = -torch.inf
-    expected = logits.clone().softmax(dim=-1)
-    with torch.no_grad():
-        weights = Softmax(1.0).normalised(logits)
-    assert torch.equal(weights, expected) and weights.data_ptr() == logits.data_ptr()
-
-
-def test_logits_that_gradients_need_stay() -> None:
-    logits = torch.randn(1, 2, 2, 3, 7, requires_grad=True)
-    before = logits.detach().clone()
-    weights = Softmax(1.0).normalised(logits)
-    weights.square().sum().backward()
-    assert torch.equal(logits.detach(), before) and logits.grad is not None and bool(logits.grad.any())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -59,26 +59,6 @@ def test_copies_of_a_layer_go_their_own_ways(make, seed):
             assert each.values.shape == keys.shape
 
 
-def test_what_was_forgotten_is_overwritten_without_a_copy():
-    layer = kept(100)
-    layer.update(*torch.randn(2, 1, 2, 6, 4))
-    place = layer.keys.data_ptr()
-    for _ in range(30):
-        layer.crop(-4)
-        layer.update(*torch.randn(2, 1, 2, 5, 4))
-    assert layer.keys.data_ptr() == place
-    assert layer.get_seq_length() == 136
-    copy = layer.share()
-    layer.update(*torch.randn(2, 1, 2, 2, 4))
-    layer.crop(-2)
-    layer.update(*torch.randn(2, 1, 2, 2, 4))
-    assert layer.keys.data_ptr() == place  # what the copy holds has not been cropped
-    layer.crop(-3)
-    layer.update(*torch.randn(2, 1, 2, 1, 4))
-    assert layer.keys.data_ptr() != place
-    assert copy.keys.shape[2] == 136
-
-
 @pytest.mark.parametrize("make", [kept, selected, ragged])
 def test_room_grows_by_a_share_of_what_is_held(make):
     """A long answer moves its cache seldom: 5,000 tokens one by one, where 64 at a time would be 79 moves."""

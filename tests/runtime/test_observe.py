@@ -84,7 +84,7 @@ def test_a_chunked_prefill_keeps_the_normed_output_of_every_token():
 
 @pytest.mark.parametrize("layer", [-1, 4])
 def test_a_layer_that_is_not_there_is_refused(layer):
-    with pytest.raises(UserError, match=f"feature layer {layer} is out of range: the target's layers are 0 to 2"):
+    with pytest.raises(UserError, match=f"feature layer {layer} is out of range: the base model's layers are 0 to 2"):
         RecordFeatures(tiny_model(), (layer,))
 
 

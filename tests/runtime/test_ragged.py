@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-from keepsight.runtime.allocate import Adaptive, Global, Pyramid, Uniform
+from keepsight.runtime.allocate import Adaptive, Pyramid
 from keepsight.runtime.attention import recording
 from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.importance import Pool
@@ -50,23 +50,6 @@ def test_joined_states_decode_as_they_do_alone(family, dtype):
         ids = decode(model, join(states), stop_after(6, None), pad_token=0).ids
         answers = [decode(model, state.copy(), stop_after(6, None), pad_token=0).ids for state in states]
         assert torch.equal(ids, torch.cat(answers))
-
-
-@pytest.mark.parametrize(
-    ("allocate", "chunk"), [(Uniform(), 1), (Pyramid(beta=4), 7), (Adaptive(), 1), (Global(), 7)], ids=str
-)
-def test_chunked_prefill_then_eviction_equals_the_whole_one(allocate, chunk):
-    model = tiny_model()
-    method = SnapKV(12, window=3, pool=Pool(kernel=3), allocate=allocate)
-    whole, chunked = (method.start(model, *prompt_ids(30, 13), chunk=each) for each in (None, chunk))
-    assert torch.equal(whole.counts(), chunked.counts())
-    for (keys, values, real), (keys2, values2, real2) in zip(whole.entries(), chunked.entries(), strict=True):
-        assert_close(keys, keys2)
-        assert_close(values, values2)
-        assert (real is None) == (real2 is None)
-        if real is not None and real2 is not None:
-            assert torch.equal(real, real2)
-    assert_close(whole.logits, chunked.logits)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from keepsight import SnapKV, SpeContext, generate
 from keepsight.errors import UserError
@@ -13,7 +12,7 @@ from keepsight.runtime.generate import Conversation
 from keepsight.runtime.methods.make import make_method
 from keepsight.runtime.saved import load_state, save_state
 from keepsight.runtime.state import read
-from tests.devices import FIRST, HOST, SECOND, device_of, in_halves, several_devices
+from tests.devices import FIRST, SECOND, in_halves, several_devices
 from tests.families import fresh_model
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.runtime.family_methods import DRAFT, KINDS, NAMES, method_of
@@ -130,23 +129,3 @@ def test_pretended_devices_refuse_what_cuda_refuses() -> None:
                 mix()
         with pytest.raises(TypeError, match="numpy of a tensor on cpu:0"):
             first.numpy()
-
-
-def test_pretended_devices_are_watched_in_backward_passes() -> None:
-    class Careless(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, given: Tensor, other: Tensor) -> Tensor:
-            ctx.save_for_backward(other)
-            return given.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Any:
-            return gradients[0] * ctx.saved_tensors[0], None
-
-    with several_devices():
-        weight = torch.ones(3, device=FIRST, requires_grad=True)
-        (weight.to(SECOND) * 2).sum().to(HOST).backward()
-        assert weight.grad is not None and device_of(weight.grad) == FIRST
-        careless: Any = Careless.apply(weight, torch.ones(3, device=SECOND))
-        with pytest.raises(RuntimeError, match="tensors on cpu:0, cpu:1"):
-            careless.sum().backward()

@@ -1,0 +1,145 @@
+"""Models that their owner has adapted with PEFT, compiled, or left as training leaves them."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from peft import (
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
+
+from keepsight import Conversation, SnapKV, generate, load_state, save_state
+from keepsight.errors import UserError
+from keepsight.models.adapters import adapters_digest, weights_digest
+from tests.tiny import prompt_ids, tiny_model
+
+SMALL = SnapKV(12, window=4)
+GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+IDS, TURN = prompt_ids(30)[0], prompt_ids(6, seed=1)[0]
+VIRTUAL = [
+    PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=32),
+]
+
+
+@pytest.mark.parametrize("config", VIRTUAL, ids=lambda config: config.peft_type)
+def test_virtual_tokens_are_refused_and_their_model_is_not(config: Any) -> None:
+    model: Any = get_peft_model(tiny_model(), config)
+    for ask in (
+        lambda: model.generate(input_ids=IDS, custom_generate=SMALL, **GREEDY),
+        lambda: generate(model, IDS, SMALL, **GREEDY),
+        lambda: SMALL.compress(model, input_ids=IDS),
+        lambda: SMALL.start(model, IDS),
+    ):
+        with pytest.raises(UserError, match=r"^the virtual tokens of \w+ are not supported[^\n]*$"):
+            ask()
+    expected = generate(tiny_model(), IDS, SMALL, **GREEDY)
+    assert torch.equal(generate(model.get_base_model(), IDS, SMALL, **GREEDY), expected)
+    with model.disable_adapter():
+        assert torch.equal(generate(model, IDS, SMALL, **GREEDY), expected)
+
+
+@pytest.fixture
+def adapted() -> Any:
+    """A model with two LoRAs, of which `first` is active."""
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model: Any = get_peft_model(tiny_model(), config, "first").eval()
+    model.add_adapter("second", config)
+    return model
+
+
+def test_digests_tell_adapters_and_base_apart(adapted: Any) -> None:
+    plain, first = tiny_model(), adapters_digest(adapted)
+    assert adapters_digest(plain) == "" and weights_digest(adapted) == weights_digest(plain)
+    assert adapters_digest(adapted.get_base_model()) == first
+    with adapted.disable_adapter():
+        assert adapters_digest(adapted) == ""
+    adapted.set_adapter("second")
+    assert adapters_digest(adapted) not in ("", first)
+    adapted.set_adapter("first")
+    assert adapters_digest(adapted) == first
+    with torch.no_grad():
+        adapted.get_base_model().model.layers[2].self_attn.v_proj.lora_B["first"].weight[-1, -1] += 1
+    assert adapters_digest(adapted) != first
+
+
+def test_a_state_is_refused_under_other_adapters(adapted: Any, tmp_path: Any) -> None:
+    file = save_state(SMALL.start(adapted, IDS), tmp_path, model=adapted)
+    saved, plain = load_state(file, adapted), tiny_model()
+    expected = generate(adapted, TURN, saved, **GREEDY)
+    bare = save_state(SMALL.start(plain, IDS), tmp_path / "bare", model=plain)
+    for ask in (lambda: load_state(file, adapted), lambda: generate(adapted, TURN, saved, **GREEDY)):
+        adapted.set_adapter("second")
+        with pytest.raises(UserError, match=r"other active adapters[^\n]*$"):
+            ask()
+        with adapted.disable_adapter(), pytest.raises(UserError, match="other active adapters"):
+            ask()
+        adapted.set_adapter("first")
+        ask()
+    assert torch.equal(generate(adapted, TURN, saved, **GREEDY), expected)
+    with pytest.raises(UserError, match="other active adapters"):
+        load_state(file, plain)
+    with pytest.raises(UserError, match="other active adapters"):
+        load_state(bare, adapted)
+    with adapted.disable_adapter():
+        load_state(bare, adapted)
+
+
+def test_past_key_values_and_conversations_are_refused_under_other_adapters(adapted: Any) -> None:
+    output = generate(adapted, IDS, SMALL, return_dict_in_generate=True, **GREEDY)
+    longer = torch.cat([output.sequences, TURN], dim=1)
+    past = {"past_key_values": output.past_key_values}
+    talk = Conversation(adapted, SMALL)
+    talk.say(IDS, **GREEDY)
+    expected = generate(adapted, longer, SMALL, **past, **GREEDY)
+    adapted.set_adapter("second")
+    with pytest.raises(UserError, match=r"^custom_generate: past_key_values were computed under other adapters[^\n]*$"):
+        generate(adapted, longer, SMALL, **past, **GREEDY)
+    with pytest.raises(UserError, match="conversation: the model has other active adapters"):
+        talk.say(TURN, **GREEDY)
+    adapted.set_adapter("first")
+    assert torch.equal(generate(adapted, longer, SMALL, **past, **GREEDY), expected)
+    assert torch.equal(talk.say(TURN, **GREEDY), expected)
+
+
+def test_gradient_checkpointing_left_on() -> None:
+    expected = generate(tiny_model(), IDS, SMALL, **GREEDY)
+    model = tiny_model()
+    model.gradient_checkpointing_enable()
+    assert torch.equal(generate(model, IDS, SMALL, **GREEDY), expected)
+    talk = Conversation(model, SMALL)
+    assert torch.equal(talk.say(IDS, **GREEDY), expected)
+    model.train()
+    for ask in (lambda: generate(model, IDS, SMALL, **GREEDY), lambda: talk.say(TURN, **GREEDY)):
+        with pytest.raises(UserError, match=r"^gradient checkpointing [^\n]* call model\.eval\(\) first$"):
+            ask()
+    model.gradient_checkpointing_disable()
+    assert torch.equal(generate(model, IDS, SMALL, **GREEDY), expected)
+
+
+def test_a_compiled_model_answers_as_it_does_uncompiled(tmp_path: Any) -> None:
+    model = tiny_model()
+    compiled: Any = torch.compile(model, backend="eager")
+    talks = [Conversation(each, SMALL) for each in (model, compiled)]
+    for turn in (IDS, TURN):
+        assert torch.equal(*(talk.say(turn, **GREEDY) for talk in talks))
+    saved = load_state(save_state(SMALL.start(compiled, IDS), tmp_path, model=compiled), model)
+    assert torch.equal(generate(compiled, TURN, saved, **GREEDY), generate(model, TURN, saved, **GREEDY))
+
+
+@pytest.mark.parametrize("chunk", [-3, 0])
+def test_a_prefill_in_chunks_of_nothing_is_refused(chunk: int) -> None:
+    talk = Conversation(tiny_model(), SMALL)
+    talk.say(IDS, **GREEDY)
+    for ask in (
+        lambda: generate(tiny_model(), IDS, SMALL, prefill_chunk_size=chunk, **GREEDY),
+        lambda: talk.say(TURN, prefill_chunk_size=chunk, **GREEDY),
+    ):
+        with pytest.raises(UserError, match=re.escape(f"prefill_chunk_size {chunk} must be a whole number")):
+            ask()

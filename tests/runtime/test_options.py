@@ -1,0 +1,170 @@
+"""What users write: options as numbers of any library, ratios, prompts in any form; and methods that are copied."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from keepsight import Conversation, Evict, LookaheadKV, SnapKV, StreamingLLM, generate
+from keepsight.errors import UserError
+from keepsight.runtime.allocate import Adaptive, Global
+from keepsight.runtime.importance import Pool
+from keepsight.runtime.methods import KeyNorm, Kivi, Truncation
+from keepsight.runtime.methods.positions import Earliness, RandomScores
+from keepsight.runtime.observe import Observer
+from tests.families import family_model
+from tests.models.modules import random_module, save
+from tests.runtime.family_methods import BUDGET, NAMES, PROMPT, method_of
+from tests.tiny import prompt_ids, save_tiny_target, tiny_model, tiny_tokenizer
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+IDS = prompt_ids(60)[0]
+
+
+@pytest.mark.parametrize("scalar", [np.int64, np.int32, torch.tensor], ids=["int64", "int32", "tensor"])
+def test_numbers_of_numpy_and_torch_are_numbers(scalar: Any) -> None:
+    made = SnapKV(scalar(40), window=scalar(8), pool=Pool(kernel=scalar(5)), allocate=Adaptive(np.float64(0.5)))
+    assert made == SnapKV(40, window=8, pool=Pool(kernel=5), allocate=Adaptive(0.5))
+    assert hash(made) == hash(SnapKV(40, window=8, pool=Pool(kernel=5), allocate=Adaptive(0.5)))
+    assert Kivi(scalar(2), scalar(8), scalar(8)) == Kivi(2, 8, 8) and Truncation(scalar(9)) == Truncation(9)
+    expected = generate(tiny_model(), IDS, SnapKV(40, window=8), **GREEDY, prefill_chunk_size=7)
+    options = GREEDY | {"max_new_tokens": np.int64(6), "prefill_chunk_size": np.int64(7)}
+    assert torch.equal(generate(tiny_model(), IDS, SnapKV(scalar(40), window=8), **options), expected)
+    for wrong in (np.float64(40.0), np.int64(-1), np.array([40]), True, torch.tensor(True)):
+        with pytest.raises(UserError, match=r"^SnapKV: budget "):
+            SnapKV(wrong)
+
+
+def test_a_compression_ratio_is_the_evicted_share() -> None:
+    made: Any = SnapKV
+    assert made(compression_ratio=0.9) == SnapKV(0.1)
+    assert made(compression_ratio=np.float32(0.5), window=8) == SnapKV(0.5, window=8)
+    assert made(compression_ratio=0) == SnapKV(1.0)
+    assert made(compression_ratio=0.75, window=8).start(tiny_model(), IDS).length == 15
+    for options, said in (
+        ({"compression_ratio": 1}, "compression_ratio 1 must be a number from 0 to below 1"),
+        ({"compression_ratio": "0.5"}, "compression_ratio '0.5' must be"),
+        ({"compression_ratio": 0.5, "budget": 64}, "give a budget or a compression_ratio"),
+    ):
+        with pytest.raises(UserError, match=f"^SnapKV: {said}"):
+            made(**options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_method_is_shown_in_a_line_copied_and_pickled(name: str, tmp_path: Path) -> None:
+    """Also after it has been used: what it prepared for a model's modules is not for copies of them."""
+    model, method = family_model("Llama 3"), method_of(name, "Llama 3", tmp_path)
+    expected = generate(model, PROMPT, method, **GREEDY)
+    assert "\n" not in repr(method) and len(repr(method)) < 500
+    for twin in (copy.deepcopy(method), pickle.loads(pickle.dumps(method))):
+        assert torch.equal(generate(model, PROMPT, twin, **GREEDY), expected)
+
+
+def test_a_method_shows_what_is_not_by_default(tmp_path: Path) -> None:
+    assert repr(SnapKV(64)) == "SnapKV(budget=64)"
+    assert repr(StreamingLLM(0.5, sinks=2)) == "StreamingLLM(budget=0.5, sinks=2)"
+    assert repr(SnapKV(64, allocate=Adaptive(0.5))) == "SnapKV(budget=64, allocate=Adaptive(floor=0.5))"
+    method = LookaheadKV.from_pretrained(save(random_module(), tmp_path / "a"), compression_ratio=0.75)
+    assert method.budget == 0.25
+    assert repr(method).startswith("LookaheadKV(budget=0.25, observer=SoftTokens(artifact=LookaheadAdapter('")
+
+
+def test_prompts_in_the_forms_that_tokenizers_give(tmp_path: Path) -> None:
+    folder = save_tiny_target(tmp_path)
+    model, tokenizer, method = tiny_model(vocab_size=512), tiny_tokenizer(), SnapKV(12, window=4)
+    texts = ["for each of the names in the class", "with the class"]
+    inputs: Any = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+    inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])  # as many tokenizers do
+    expected = generate(model, inputs["input_ids"], method, attention_mask=inputs["attention_mask"], **GREEDY)
+    assert torch.equal(generate(model, inputs, method, **GREEDY), expected)
+    assert torch.equal(generate(model, **inputs, method=method, **GREEDY), expected)
+    assert torch.equal(generate(model, texts, method, tokenizer=tokenizer, **GREEDY), expected)
+    alone: Any = tokenizer(texts[0], return_tensors="pt")
+    expected = generate(model, alone["input_ids"], method, **GREEDY)
+    assert torch.equal(generate(model, texts[0], method, tokenizer=tokenizer, **GREEDY), expected)
+    with pytest.raises(UserError, match=r"^give tokenizer=[^\n]*$"):
+        generate(model, texts[0], method, **GREEDY)
+    model.config.name_or_path = str(folder)
+    assert torch.equal(Conversation(model, method).say(texts[0], **GREEDY), expected)
+    assert torch.equal(Conversation(model, method).say(alone, **GREEDY), expected)
+    assert torch.equal(generate(model, texts[0], method, **GREEDY), expected)
+    with pytest.raises(UserError, match="input_ids must be a tensor"):
+        generate(model, {"input_ids": [[1, 2]]}, method, **GREEDY)
+
+
+def test_stop_strings_end_an_answer() -> None:
+    model, tokenizer, method = tiny_model(vocab_size=512), tiny_tokenizer(), SnapKV(12, window=4)
+    whole = generate(model, IDS, method, **GREEDY)
+    stop = tokenizer.decode(whole[0, 2])
+    expected = model.generate(IDS, stop_strings=[stop], tokenizer=tokenizer, **GREEDY)[:, IDS.shape[1] :]
+    assert expected.shape[1] < 6 or stop not in tokenizer.decode(expected[0])
+    found = generate(model, IDS, method, stop_strings=[stop], tokenizer=tokenizer, **GREEDY)
+    assert torch.equal(found, whole[:, :3])
+    said = Conversation(model, method).say(IDS, stop_strings=stop, tokenizer=tokenizer, **GREEDY)
+    assert torch.equal(said, whole[:, :3])
+
+
+@pytest.mark.parametrize("name", ["snapkv", "kivi", "quest", "truncation", "full"])
+def test_a_compressed_prompt_is_gone_on_from(name: str, tmp_path: Path) -> None:
+    model, method = family_model("Llama 3"), method_of(name, "Llama 3", tmp_path)
+    inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
+    past, (turn, _) = method.compress(model, **inputs), prompt_ids(5, seed=1)
+    talk = Conversation(model, method)
+    expected = talk.say(PROMPT, **GREEDY)
+    for _ in range(2):  # the past stays as it is
+        assert torch.equal(generate(model, PROMPT, method, past_key_values=past, **GREEDY), expected)
+    if name == "snapkv":
+        assert past.state.length == BUDGET
+    longer = generate(model, torch.cat([PROMPT, turn], dim=1), method, past_key_values=past, **GREEDY)
+    state = method.resume(model, method.start(model, PROMPT), turn)
+    assert longer[0, 0] == state.logits.argmax()
+
+
+class Signed(Observer):
+    """Scores of both signs, of which it says nothing."""
+
+    def __call__(self, model: Any, state: Any, reduce: Any) -> Any:
+        return [each.keys.float().sum(dim=-1) for each in state.entries()]
+
+
+def test_scores_that_can_be_negative_are_not_multiplied() -> None:
+    assert Evict(12, RandomScores(), value_norm=True).start(tiny_model(), IDS).length == 12
+    for make in (
+        lambda: KeyNorm(12, value_norm=True),
+        lambda: StreamingLLM(12, observer=Earliness(), value_norm=True),
+        lambda: KeyNorm(12, allocate=Global(0.2, [[1.0, 2.0]] * 3)),  # type: ignore[arg-type]
+        lambda: Evict(12, Signed(), value_norm=True).start(tiny_model(), IDS),
+    ):
+        with pytest.raises(UserError, match=r"multiplies scores, and those of \w+ can be negative"):
+            make()
+
+
+NUMERIC = [name for name in NAMES if name not in ("specontext", "speckv", "specpc", "speckvpc")]
+
+
+@pytest.mark.parametrize("name", NUMERIC)
+def test_another_default_dtype_changes_nothing(name: str, tmp_path: Path) -> None:
+    """Also float64 models, and autocast, which compute."""
+    model, method = family_model("Llama 3"), method_of(name, "Llama 3", tmp_path)
+    expected = generate(model, PROMPT, method, **GREEDY)
+    for dtype in (torch.float64, torch.bfloat16):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            assert torch.equal(generate(model, PROMPT, method, **GREEDY), expected)
+        finally:
+            torch.set_default_dtype(before)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert generate(model, PROMPT, method, **GREEDY).shape == expected.shape
+    if name != "lookaheadkv":
+        double: Any = copy.deepcopy(model).double()
+        assert torch.equal(generate(double, PROMPT, method, **GREEDY), expected)
+
+
+def test_value_norms_of_a_float64_model() -> None:
+    model, method = tiny_model().double(), SnapKV(12, window=4, value_norm=True)
+    assert torch.equal(*(generate(each, IDS, method, **GREEDY) for each in (model, tiny_model())))
