@@ -34,6 +34,8 @@ _BUFFER = 1000
 """Rows among which a stream is shuffled; its files are shuffled too."""
 _COMMIT = re.compile(r"(.*@)?[0-9a-f]{40}")
 _START = re.compile(r"[0-9a-f]{7,39}")  # as the Hub's pages show commits; its files are fetched by whole ones alone
+_SOURCES = 512
+"""Sources of a mixture whose rows are read, counted and shuffled once; of further ones again and again."""
 _TRIES = 10
 """Rows in a row that may be bad before a data set is refused."""
 
@@ -120,7 +122,7 @@ def _content(turn: dict[str, Any]) -> str:
     return content
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=_SOURCES)
 def _fitting_rows(source: LocalJsonl, limit: int, count_tokens: CountTokens) -> tuple[Prompt | BadRow, ...]:
     """The rows of at most `limit` tokens and the bad ones; counted once for each `count_tokens` function."""
     every = [*source.rows()]
@@ -141,7 +143,7 @@ def _fits(source: "LocalJsonl | HubDataset", prompt: Prompt, limit: int, count_t
     return not too_long and source.shortest <= count_tokens(text) <= limit
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=_SOURCES)
 def _shuffled(name: str, count: int) -> "array[int]":
     """The numbers below `count` in an order that the name decides."""
     order = array("q", range(count))
@@ -306,7 +308,7 @@ class _Fitting:
             raise type(error)(f"{self._source.id}: row {row}: column {self._source.column!r}: {error}") from None
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=_SOURCES)
 def _fitting(source: HubDataset, limit: int, count_tokens: CountTokens, seed: int) -> _Fitting:
     return _Fitting(source, limit, count_tokens, seed)
 
@@ -327,7 +329,7 @@ def _reading(source: HubDataset) -> Iterator[None]:
         raise UserError(f"data set {source.id!r} cannot be read: {reason}{gated}") from None
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=_SOURCES)
 def _builder(source: HubDataset) -> Any:
     """The builder of a data set that is plain data."""
     from datasets import load_dataset_builder  # importing it takes seconds
@@ -340,7 +342,7 @@ def _builder(source: HubDataset) -> Any:
         return builder
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=_SOURCES)
 def _loaded(source: HubDataset) -> Any:
     """The rows, in memory-mapped files of the cache of `datasets`.
 
