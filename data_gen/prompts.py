@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 from pydantic import Field
 
@@ -82,8 +82,7 @@ def user_prompt(source: str, text: str, *, template: bool = True, answer_prefix:
     return Prompt(source, ({"role": "user", "content": text},), template=template, answer_prefix=answer_prefix)
 
 
-@dataclass(frozen=True)
-class _Attempt:
+class _Attempt(NamedTuple):
     """A text made with `characters` of filling: its length in characters and its count of tokens."""
 
     characters: int

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, overload
+from typing import Annotated, Any
 
 from filelock import FileLock
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -150,12 +150,8 @@ class LazySamples(Sequence[TrainingSample]):
     def read(self, place: int) -> TrainingSample:
         """The sample at an index, from `-len(self)` to `len(self) - 1`."""
 
-    @overload
-    def __getitem__(self, place: int) -> TrainingSample: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[TrainingSample]: ...
     @override
-    def __getitem__(self, place: int | slice) -> TrainingSample | list[TrainingSample]:
+    def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
             return [self.read(each) for each in range(*place.indices(len(self)))]
         return self.read(place)

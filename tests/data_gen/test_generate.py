@@ -155,10 +155,8 @@ def test_the_manifest_counts_the_samples_and_samples_hold_ids_and_text(whole: Pa
     assert manifest["sources"] == Counter(row.source for row in rows)
     assert manifest["sources"]["rows"] > 9 and len(manifest["sources"]) > 3
     made = manifest["settings"]
-    assert (made["model"], made["template_digest"], made["version"], made["date"]) == (
-        *(str(folder), target.template_digest, target.version),
-        "",
-    )
+    found = [made[name] for name in ("model", "template_digest", "version", "date")]
+    assert found == [str(folder), target.template_digest, target.version, ""]
     for row in rows:
         assert target.tokenizer.decode(row.prompt_ids) == row.prompt
         assert target.tokenizer.decode(row.answer_ids, skip_special_tokens=True) == row.answer
@@ -251,7 +249,7 @@ def test_a_template_with_a_clock_tells_the_date_on_which_the_data_was_begun(
 
 
 def written(out: Path) -> int:
-    """Samples in the finished shards, of 5 each, and in the one in work."""
+    """Samples in the finished shards, of 5 each, and in the unfinished one."""
     try:
         lines = sum(path.read_bytes().count(b"\n") for path in out.glob("shard-*.partial"))
     except FileNotFoundError:  # a shard was finished meanwhile
@@ -259,20 +257,17 @@ def written(out: Path) -> int:
     return lines + 5 * len([*out.glob("shard-*.arrow")])
 
 
-def start(folder: Path, mixture: Path, out: Path) -> "subprocess.Popen[bytes]":
+def kill_at(samples: int, folder: Path, mixture: Path, out: Path, delay: float) -> None:
+    """Run the command, and kill it a moment after the data folder has so many samples."""
     arguments = [f"model.id={folder}", f"mixture={mixture}", f"out={out}", "model.device=cpu", "model.dtype=float32"]
     arguments += ["limit=24", "seed=3", "max_new_tokens=40", "shard_size=5", "batch_tokens=400"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-m", "keepsight", "data", *arguments], env=environment)
-
-
-def kill_when(process: "subprocess.Popen[bytes]", out: Path, samples: int, delay: float) -> None:
-    """Kill the process a moment after the folder holds so many samples."""
+    process = subprocess.Popen([sys.executable, "-m", "keepsight", "data", *arguments], env=environment)
     deadline = time.monotonic() + 90
     while process.poll() is None and written(out) < samples and time.monotonic() < deadline:
         time.sleep(0.002)
     time.sleep(delay)
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     assert process.wait() == -signal.SIGKILL
 
 
@@ -282,7 +277,7 @@ def test_killed_runs_resume_without_a_lost_or_a_doubled_sample(
     mixture, out, rng = tmp_path / "mixture.yaml", tmp_path / "data", random.Random()
     mixture.write_text(yaml.safe_dump(mixture_values))
     for samples in (rng.randint(1, 8), rng.randint(9, 14)):
-        kill_when(start(folder, mixture, out), out, samples, rng.uniform(0, 0.05))
+        kill_at(samples, folder, mixture, out, rng.uniform(0, 0.05))
         assert read_json(out / "manifest.json")["complete"] is False
     make(load(folder), mixture_values, out)
     assert [*map(asdict, samples_of(out))] == [*map(asdict, samples_of(whole))]
