@@ -1,10 +1,8 @@
 """Needles in a haystack: lengths, depths, references, and that nothing is shared with the training mixture."""
 
-import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from keepsight.errors import UserError
 from keepsight.eval.tasks import niah
 from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.metrics import score
-from keepsight.eval.tasks.niah import Haystack, needle_depths
 from keepsight.eval.tasks.ruler import Ruler
 from keepsight.eval.tasks.samples import RenderedSample
 
@@ -68,6 +65,10 @@ def test_the_kinds(kind: str, needles: int, keys: int, references: int, tokenize
         assert all(span in sample.prompt for span in sample.spans) and len(sample.references) == references
         assert score(sample, ", ".join(sample.references)) == 1.0
         assert score(sample, sample.references[0]) == 1 / references
+        some = "Some special magic numbers are" if references > 1 else "A special magic number is"
+        assert sample.prompt.startswith(f"{some} hidden within the following text. Make sure to memorize it.")
+        assert sample.prompt.endswith(" mentioned in the provided text?")
+        assert sample.answer_prefix.endswith("text are" if references > 1 else "text is")
 
 
 @pytest.mark.parametrize(("kind", "keys", "values"), [("single", 1, 1), ("multiquery", 4, 1), ("multivalue", 1, 4)])
@@ -99,18 +100,6 @@ def test_no_question_makes_the_prompt_too_long(
         assert used(sample, tokenizer) <= 2500
 
 
-def test_wording_of_one_and_of_several(tokenizer: PreTrainedTokenizerFast) -> None:
-    (one,) = niah.make_samples("multikey", 900, 1, 0, tokenizer)
-    assert one.prompt.startswith(
-        "A special magic number is hidden within the following text. Make sure to memorize it."
-    )
-    assert re.search(r"\nWhat is the special magic number for [a-z-]+ mentioned in the provided text\?$", one.prompt)
-    assert re.fullmatch(r"The special magic number for [a-z-]+ mentioned in the provided text is", one.answer_prefix)
-    (some,) = niah.make_samples("multiquery", 900, 1, 0, tokenizer)
-    assert some.prompt.startswith("Some special magic numbers are hidden within the following text.")
-    assert re.search(r"for ([a-z-]+, ){3}and [a-z-]+ mentioned in the provided text are$", some.answer_prefix)
-
-
 def test_same_seed_same_samples(tokenizer: PreTrainedTokenizerFast) -> None:
     first, more, other = (niah.make_samples("single", 600, *rest, tokenizer) for rest in ((3, 4), (5, 4), (3, 5)))
     assert first == more[:3]  # more samples begin with the same ones
@@ -121,8 +110,9 @@ def test_needles_are_spread_over_all_depths(tokenizer: PreTrainedTokenizerFast) 
     samples = niah.make_samples("single", 3000, 10, 0, tokenizer)
     depths = [sample.prompt.index(sample.spans[0]) / len(sample.prompt) for sample in samples]
     assert depths == pytest.approx([sample.depth for sample in samples], abs=0.1)
-    for part, depth in enumerate(sorted(depths)):
-        assert part / 10 - 0.1 < depth < (part + 1) / 10 + 0.1
+    for count in (5, 10):
+        for part, depth in enumerate(sorted(depths[:count])):
+            assert part / count - 0.1 < depth < (part + 1) / count + 0.1
 
 
 def test_a_grid_of_depths(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -167,21 +157,6 @@ def test_bad_input(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     for kind, length, haystack, expected in cases:
         with pytest.raises(UserError, match=expected):
             niah.make_samples(kind, length, 1, 0, tokenizer, haystack=haystack)
-
-
-def test_haystack_is_a_ring() -> None:
-    hay = Haystack(("a", "b", "c"), (1, 2, 3))
-    assert hay.cut(2, 5) == ["c", "a", "b", "c", "a"]
-    assert [hay.count_in(1, tokens) for tokens in (0, 2, 5, 11)] == [0, 1, 2, 5]
-
-
-@pytest.mark.parametrize("count", [5, 50])
-def test_first_depths_cover_the_haystack(count: int) -> None:
-    given = [needle_depths(index, 4, random.Random(index)) for index in range(count)]
-    first = sorted(depths[0] for depths in given)
-    gaps = [after - before for before, after in pairwise([0.0, *first, 1.0])]
-    assert max(gaps) < 2 / count
-    assert all(len(depths) == 4 and 0 <= min(depths) <= max(depths) < 1 for depths in given)
 
 
 def test_evaluation_prose_occurs_in_no_training_document() -> None:

@@ -261,21 +261,9 @@ def test_ready_made_files(tmp_path: Path, words: Any) -> None:
     row: dict[str, Any] = {"index": 3, "input": text, "outputs": ["7"]}
     write_lines(_new(tmp_path / "4096" / "niah_single_1" / "validation.jsonl"), [{**row, "answer_prefix": prefix}])
     write_lines(_new(tmp_path / "8192" / "niah_single_1.jsonl"), [{**row, "input": text + prefix, "index": 4}])
-    vt = {
-        "index": 0,
-        "task": "vt",
-        "input": "x\nQuestion: which?",
-        "outputs": [7],
-        "answer_prefix": " B",
-        "length": 900,
-    }
-    bad: list[dict[str, Any]] = [
-        {"length": None},
-        {"length": "1e9"},
-        {"outputs": [None]},
-        {"outputs": "A"},
-        {"input": None},
-    ]
+    vt: dict[str, Any] = {"task": "vt", "input": "x\nQuestion: which?", "outputs": [7], "answer_prefix": " B"}
+    bad = ({"length": None}, {"length": "1e9"}, {"outputs": [None]}, {"outputs": "A"}, {"input": None})
+    vt["length"] = 900
     lines = [*(json.dumps({**vt, **each}) for each in bad), json.dumps(vt).replace("900", "1e999"), json.dumps(vt)]
     _new(tmp_path / "mixed.jsonl").write_text("\n".join(lines))
     samples = made("niah_single_1", words, count=0, dir=str(tmp_path))
