@@ -52,24 +52,25 @@ _YAML_BYTES, _YAML_VALUES = 1 << 20, 100_000
 # Paths
 
 
-def require_writable(out: Path, folder: bool = True) -> None:
+def require_writable(out: Path, folder: bool = True, key: str = "out") -> None:
     """Refuse a path that cannot be written to, before hours are spent on what is to be written.
 
     Args:
         out: A path that need not exist.
         folder: Whether it is to be a folder, or else a regular file.
+        key: The command's key that names it, for the message.
 
     Raises:
         UserError: it is of another kind, such as a device, or lies in a folder that cannot be written to.
     """
     if out.exists() and not (out.is_dir() if folder else out.is_file()):
         kind = "folder" if out.is_dir() else "file" if out.is_file() else "device or pipe"
-        raise UserError(f"out={out} is a {kind}; name a {'folder' if folder else 'file'}")
+        raise UserError(f"{key}={out} is a {kind}; name a {'folder' if folder else 'file'}")
     nearest = _nearest(out if folder else out.parent)
     if not nearest.is_dir():
-        raise UserError(f"out={out} lies in {nearest}, which is a file; choose another out=")
+        raise UserError(f"{key}={out} lies in {nearest}, which is a file; choose another {key}=")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise UserError(f"out={out}: {nearest} cannot be written to; choose another out=")
+        raise UserError(f"{key}={out}: {nearest} cannot be written to; choose another {key}=")
 
 
 def free_bytes(path: Path) -> int:

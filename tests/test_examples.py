@@ -94,11 +94,6 @@ def test_the_notebook_runs_and_shows_what_it_says(
     assert last["SnapKV"][1] > 0.5 > 0.1 > last["LookaheadKV"][1]
 
 
-def test_the_notebook_is_stored_with_its_output_and_without_paths() -> None:
-    assert all(cell["outputs"] for cell in _cells("code")[1:])
-    assert not re.search(r"/(home|root|tmp|work|Users)/", (EXAMPLES / "what_the_answer_reads.ipynb").read_text("utf-8"))
-
-
 def _cells(kind: str) -> list[dict[str, Any]]:
     notebook = json.loads((EXAMPLES / "what_the_answer_reads.ipynb").read_text("utf-8"))
     return [cell for cell in notebook["cells"] if cell["cell_type"] == kind]
@@ -111,12 +106,3 @@ def test_the_readmes_first_snippet_runs_as_pasted_from_any_folder(
     readme = (EXAMPLES.parent / "README.md").read_text("utf-8")
     exec(re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)[0], {})
     assert "4711" in capsys.readouterr().out
-
-
-def test_each_is_short() -> None:
-    scripts = sorted(EXAMPLES.glob("*.py"))
-    assert len(scripts) == 5
-    for path in scripts:
-        code = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
-        assert 10 <= len(code) <= 45, path.name
-        assert f"python examples/{path.name}" in code[1]

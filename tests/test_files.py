@@ -80,19 +80,12 @@ def test_files_that_fail_to_move_do_not_pass_for_whole(tmp_path: Path, monkeypat
 def test_content_is_synced_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done, replace = list[str](), Path.replace
     monkeypatch.setattr(os, "fsync", lambda opened: done.append(Path(os.readlink(f"/proc/self/fd/{opened}")).name))
-
-    def named(path: Path, to: Path) -> Path:
-        done.append(f"{path.name} named")
-        return replace(path, to)
-
-    monkeypatch.setattr(Path, "replace", named)
-    write_text(tmp_path / "file", "text")
+    monkeypatch.setattr(Path, "replace", lambda path, to: [done.append(f"{path.name} named"), replace(path, to)][1])
     append_lines(tmp_path / "lines", [{"a": 1}])
     with atomic_files(tmp_path, last="config") as unfinished:
         for name in ("config", "weights"):
             (unfinished / name).write_text("new")
-    single = ["file", "file named", tmp_path.name, "lines"]
-    assert done == [*single, "weights", "config", "weights named", "config named", tmp_path.name]
+    assert done == ["lines", "weights", "config", "weights named", "config named", tmp_path.name]
 
 
 def test_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:
@@ -108,17 +101,15 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == "größer\n".encode()
 
 
-@pytest.mark.parametrize("kind", ["device", "pipe"])
-def test_devices_and_pipes_are_not_replaced(tmp_path: Path, kind: str) -> None:
-    path = Path("/dev/null")
-    if kind == "pipe":
-        os.mkfifo(path := tmp_path / "pipe")
-    for folder in (True, False):
-        with pytest.raises(UserError, match="device or pipe"):
-            require_writable(path, folder)
-    with pytest.raises(UserError, match="not a regular file"):
-        write_text(path, "text")
-    assert not path.is_file()
+def test_devices_and_pipes_are_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    for path in (Path("/dev/null"), pipe):
+        for folder in (True, False):
+            with pytest.raises(UserError, match="device or pipe"):
+                require_writable(path, folder)
+        with pytest.raises(UserError, match="not a regular file"):
+            write_text(path, "text")
+        assert not path.is_file()
 
 
 def test_unwritable_paths_are_refused(tmp_path: Path) -> None:
@@ -172,7 +163,7 @@ def test_lines_come_back(tmp_path: Path) -> None:
     assert list(read_jsonl(path)) == ROWS
 
 
-@pytest.mark.parametrize("cut", [1, len(SECOND) // 2, SECOND.index("日".encode()) + 1, len(SECOND) - 1])
+@pytest.mark.parametrize("cut", [1, SECOND.index("日".encode()) + 1, len(SECOND) - 1])
 def test_a_torn_line_is_named_and_cut_off(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "a.jsonl"
     write_lines(path, ROWS[:1])

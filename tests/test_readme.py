@@ -30,9 +30,9 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     head = "smollm2-135m-retrieval"
     (tmp_path / head).symlink_to(README.parent / "checkpoints" / head)
     monkeypatch.setattr(checkpoints, "__path__", [str(tmp_path)])
-    model: Any = tiny_model(max_position_embeddings=512)
+    model: Any = tiny_model(vocab_size=512, max_position_embeddings=512)
     ids, mask = prompt_ids(100)
-    return {"model": model, "inputs": {"input_ids": ids, "attention_mask": mask}}
+    return {"model": model, "tokenizer": tiny_tokenizer(), "inputs": {"input_ids": ids, "attention_mask": mask}}
 
 
 def run(block: str, names: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from keepsight.commands.config import (
+from keepsight.commands.config_bench import (
     BenchDecode,
     Benched,
     BenchEval,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from keepsight.commands.config import BenchDraft as Config
+from keepsight.commands.config_bench import BenchDraft as Config
 from keepsight.commands.data import read_mixture
 from keepsight.commands.from_recipe import target_of
 from keepsight.data_gen.backends import InThisProcess

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from keepsight.commands.config import BenchHits as Config
+from keepsight.commands.config_bench import BenchHits as Config
 from keepsight.commands.eval import check, print_notes, samples_of
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.commands.variants import variants_of

@@ -1,36 +1,31 @@
 """The command line: `keepsight COMMAND key=value ...`, its help, and errors in one line."""
 
 import errno
+import functools
 import importlib
 import inspect
+import json
 import logging
+import operator
 import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from keepsight import __version__
 from keepsight.errors import UserError, printable
 
 BAD_INPUT, STOPPED = 2, 141
 """Exit statuses: an error the user can fix, and what a shell reports when a pipe's reader is gone."""
-MOVED = {
-    "ablate": "train, with several values for a key, such as 'lookahead.tokens=[8,16]'",
-    "convert": "draft.head=, which converts a pickled head when it is loaded",
-    "draft": "bench draft",
-    "hits": "bench hits",
-}
-"""Commands of before, and what does their work now."""
-_HELP = ("-h", "--help")
+_HELP = {"-h", "--help"}
 _FULL_DISK = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `keepsight COMMAND ...`; returns the exit status.
-
-    Commands are imported inside, so that Ctrl-C during the imports ends in one line too.
-    """
+    """Run `keepsight COMMAND ...`; returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # tells every command what is slow on a CPU
@@ -39,17 +34,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _dispatch(given: list[str]) -> None:
     if given[:1] == ["--version"]:
-        print(f"keepsight {__version__}", flush=True)
-    elif not given or given[0] in _HELP:
-        print(_overview("keepsight"), flush=True)
-    elif given[0] == "bench" and (len(given) == 1 or given[1] in _HELP):
-        print(_overview("keepsight bench"), flush=True)
+        print(f"keepsight {__version__}")
+    elif {*given} <= _HELP or ({*given[1:]} <= _HELP and given[0] == "bench"):
+        print(_overview(bench=given[:1] == ["bench"]))
     else:
         name, arguments = command_of(given)
-        if {*_HELP} & {*arguments}:
-            print(_help(name, [each for each in arguments if "=" in each], whole="all" in arguments), flush=True)
+        if _HELP & {*arguments}:
+            others = [each for each in arguments if each not in _HELP and each != "all"]
+            print(_help(name, others, whole="all" in arguments))
         else:
             execute(name, arguments)
+    sys.stdout.flush()
 
 
 def command_of(given: Sequence[str]) -> tuple[str, list[str]]:
@@ -58,7 +53,7 @@ def command_of(given: Sequence[str]) -> tuple[str, list[str]]:
     Raises:
         UserError: there is no such command.
     """
-    from keepsight.commands.config import COMMANDS
+    from keepsight.commands.config import COMMANDS  # imported here, so that Ctrl-C meanwhile ends in one line too
 
     words = [word.replace("-", "_") for word in given[:2]]
     if words[0] == "demo":
@@ -66,59 +61,43 @@ def command_of(given: Sequence[str]) -> tuple[str, list[str]]:
     for count in (2, 1):
         if (name := " ".join(words[:count])) in COMMANDS:
             return name, list(given[count:])
-    if words[0] in MOVED:
-        raise UserError(f"keepsight {words[0]} is now {MOVED[words[0]]}")
     known = [name.removeprefix("bench ") for name in COMMANDS if (words[0] == "bench") == name.startswith("bench ")]
     named = f"{given[1]!r} is no command of keepsight bench" if words[0] == "bench" else f"{given[0]!r} is no command"
     raise UserError(f"{named}; choose one of {', '.join(known)}")
 
 
 def execute(name: str, arguments: Sequence[str]) -> None:
-    """Run a command."""
+    """Run a command, and say how long it took."""
     from keepsight.commands.config import COMMANDS
 
     logging.basicConfig(format="%(message)s")
-    config = configuration(name, arguments)
+    start, config = time.perf_counter(), configuration(name, arguments)
     module, _, function = COMMANDS[name][1].partition(":")
     getattr(importlib.import_module(f"keepsight.commands.{module}"), function)(config)
+    seconds = time.perf_counter() - start
+    if seconds > 5 and os.environ.get("RANK", "0") == "0":
+        took = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
+        print(f"keepsight {name} took {took}", file=sys.stderr)
 
 
-def configuration(name: str, arguments: Sequence[str]) -> object:
+def configuration(name: str, arguments: Sequence[str]) -> Any:
     """A command's configuration, or the cells of an ablation: those of all combinations of several values."""
+    from keepsight.commands.arguments import overrides_of
     from keepsight.commands.config import COMMANDS
-    from keepsight.commands.parse import parse, parse_cells
+    from keepsight.commands.parse import keys_of, parse, parse_cells
 
     schema = COMMANDS[name][0]
-    overrides = _as_keys(schema, arguments)
-    cells: object = hasattr(schema, "VARIED") and parse_cells(schema, overrides)
-    return cells or parse(schema, overrides)
+    overrides = overrides_of(schema, [*keys_of(schema)], arguments)
+    return (hasattr(schema, "VARIED") and parse_cells(schema, overrides)) or parse(schema, overrides)
 
 
-def _as_keys(schema: type, arguments: Sequence[str]) -> list[str]:
-    """Arguments without `=` as the schema's POSITIONAL keys, or its POSITIONAL_LIST; `--dry-run` is `dry_run=true`."""
-    keys, many = iter(getattr(schema, "POSITIONAL", ())), getattr(schema, "POSITIONAL_LIST", None)
-    overrides, listed = [], []
-    for argument in arguments:
-        if argument.startswith("--"):
-            flag, given, value = argument.removeprefix("--").partition("=")
-            argument = f"{flag.replace('-', '_')}={value if given else 'true'}"
-        elif "=" not in argument and many is not None:
-            listed.append("'" + argument.replace("\\", "\\\\").replace("'", "\\'") + "'")
-            continue
-        elif "=" not in argument:
-            key = next(keys, None)
-            if key is None:
-                raise UserError(f"{argument!r} is not understood; arguments are written key=value, see --help")
-            argument = f"{key}={argument}"
-        overrides.append(argument)
-    return [*overrides, f"{many}=[{','.join(listed)}]"] if listed else overrides
+# Errors
 
 
 def _guard(action: Callable[[], None]) -> int:
-    """Run it; what the user can fix ends in one line."""
+    """Run it; an error that the user can fix ends in one line."""
     try:
         action()
-        sys.stdout.flush()
     except UserError as error:
         return _fail(str(error))
     except KeyboardInterrupt:
@@ -126,23 +105,17 @@ def _guard(action: Callable[[], None]) -> int:
     except BrokenPipeError:  # whoever read the output, such as head, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return STOPPED
-    except OSError as error:
-        return _fail(f"{error}{_advice(error)}")
     except UnicodeError as error:
         return _fail(f"a text that is no Unicode cannot be written or read ({error}); look for lone surrogates in it")
     except Exception as error:
         kind = type(error).__name__
         if kind == "OutOfMemoryError" or "can't allocate memory" in str(error) or isinstance(error, MemoryError):
             return _fail(f"memory ran out ({error}); lower what is read or answered at a time")
-        if kind != "SafetensorError":  # whose module takes a while to import
+        if not isinstance(error, OSError) and kind != "SafetensorError":  # whose module takes a while to import
             raise
-        return _fail(f"{error}{_advice(error)}")
+        full = getattr(error, "errno", None) in _FULL_DISK or "No space left" in str(error)
+        return _fail(f"{error}{'; free some space and run the same command again, what was done is kept' * full}")
     return 0
-
-
-def _advice(error: Exception) -> str:
-    full = getattr(error, "errno", None) in _FULL_DISK or "No space left" in str(error)
-    return "; free some space and run the same command again, what was done is kept" if full else ""
 
 
 def _fail(message: str) -> int:
@@ -153,57 +126,71 @@ def _fail(message: str) -> int:
     return BAD_INPUT
 
 
-def _overview(usage: str) -> str:
-    """The commands, each with the first line of its docstring."""
+# Help
+
+
+def _overview(bench: bool) -> str:
+    """The commands, or the benchmarks, each with the first line of its docstring."""
     from keepsight.commands.config import COMMANDS
 
-    about = "keepsight keeps the KV-cache entries that a language model's coming answer will read."
     rows = {
-        name: (schema.__doc__ or "").partition("\n")[0].partition(": ")[2] for name, (schema, _) in COMMANDS.items()
+        name.removeprefix("bench "): str(schema.__doc__).partition("\n")[0].partition(": ")[2]
+        for name, (schema, _) in COMMANDS.items()
+        if name.startswith("bench ") == bench
     }
-    if usage.endswith("bench"):
-        about = "Benchmarks of speed, memory and choices on this machine."
-        rows = {name.removeprefix("bench "): note for name, note in rows.items() if name.startswith("bench ")}
-    else:
-        rows = {name: note for name, note in rows.items() if " " not in name}
-        rows |= {"bench": "measure speed and memory; keepsight bench --help lists the benchmarks"}
-        rows |= {"demo": "data, training and evaluation on a small model: keepsight fit recipe=demo"}
-    width = max(map(len, rows))
+    if not bench:
+        rows["bench"] = "measure speed and memory; keepsight bench --help lists the benchmarks."
+        rows["demo"] = "data, training and evaluation on a small model: keepsight fit recipe=demo."
+    about = "keepsight predicts which KV entries a language model's answer will need, and evicts the rest."
+    usage, width = f"keepsight{' bench' * bench} COMMAND", max(map(len, rows))
     listed = "\n".join(f"  {name:<{width}}  {note}" for name, note in rows.items())
-    return (
-        f"{about}\n\nusage: {usage} COMMAND key=value ...\n\n{listed}\n\n{usage} COMMAND --help shows a command's keys."
-    )
+    return f"{about}\n\nusage: {usage} key=value ...\n\n{listed}\n\n{usage} --help shows a command's keys."
 
 
 def _help(name: str, arguments: list[str], whole: bool) -> str:
-    """A command's docstring, its keys with the values that it would use, and its sections, or all keys of these."""
+    """A command's docstring, and its common keys, or all, with the values that it would use."""
     from omegaconf import OmegaConf
 
+    from keepsight.commands.arguments import overrides_of, texts_of
     from keepsight.commands.config import COMMANDS
-    from keepsight.commands.parse import compose_config, keys_of, notes_of
+    from keepsight.commands.parse import compose_config, keys_of
+    from keepsight.commands.recipe import chosen, recipes
 
     schema = COMMANDS[name][0]
-    composed = compose_config(schema, arguments)
-    missing = OmegaConf.missing_keys(composed)
-    keys = [
-        (f"{key.name}={'required' if key.name in missing else OmegaConf.select(composed, key.name)}", key.note)
-        for key in keys_of(schema)
-    ]
-    own = [row for row in keys if whole or "." not in row[0].partition("=")[0]]
-    sections = dict.fromkeys(key.name.partition(".")[0] for key in keys_of(schema) if "." in key.name)
-    parts = [inspect.cleandoc(schema.__doc__ or "").partition("\nAttributes:")[0]]
-    parts += ["keys (key=value) and the values they have now:", *_listed(own)]
-    if sections and not whole:
-        notes = notes_of(schema)
-        parts += [
-            "\nsections (--help all shows their keys):",
-            *_listed((f"{each}.*", notes[each]) for each in sections),
-        ]
-    return "\n".join(parts)
-
-
-def _listed(keys: Iterable[tuple[str, str]]) -> Iterator[str]:
+    notes = {key.name: key.note for key in keys_of(schema)}
+    overrides = overrides_of(schema, [*keys_of(schema)], arguments)
+    values: Any = OmegaConf.to_container(compose_config(schema, overrides))
+    shown = [*notes] if whole else [*getattr(schema, "COMMON", [each for each in notes if "." not in each])]
+    hidden = [each if "." not in each else f"{each.partition('.')[0]}.*" for each in notes if each not in shown]
+    if "model.id" in notes:
+        shown.insert(shown.index("model.id") if "model.id" in shown else len(shown), "recipe")
+        name = chosen(schema, texts_of(overrides)).name or "none"
+        values["recipe"], notes["recipe"] = name, "A model with its settings, see below."
+    lines = inspect.cleandoc(str(schema.__doc__)).partition("\nAttributes:")[0].splitlines()
+    lines += ["", "keys (key=value) with the values that they have now:"]
     width = min(shutil.get_terminal_size().columns, 120)
-    for key, note in keys:
-        yield f"  {key}"
-        yield from textwrap.wrap(note, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    for key in shown:
+        value = functools.reduce(operator.getitem, key.split("."), values)
+        note = notes[key] if whole else notes[key].partition(". ")[0].removesuffix(".")
+        lines += _entry(f"{key}={_written(value)}", note, width)
+    if hidden:
+        listed = f"--help all shows these too: {', '.join(dict.fromkeys(hidden))}"
+        lines += textwrap.wrap(listed, width, subsequent_indent="  ")
+    if "recipe" in shown:
+        lines += textwrap.wrap(f"recipes: {', '.join(recipes())}", width, subsequent_indent="  ")
+    return "\n".join(lines)
+
+
+def _entry(key: str, note: str, width: int) -> list[str]:
+    """Lines of a key, and of its note beside it."""
+    lines = textwrap.wrap(note, width - 30, break_on_hyphens=False)
+    if len(key) > 27:
+        return [f"  {key}", *(" " * 30 + line for line in lines)]
+    return [f"  {name:<27} {line}" for name, line in zip([key, *[""] * len(lines)], lines, strict=False)]
+
+
+def _written(value: Any) -> str:
+    """A value as it is typed."""
+    if value == "???":
+        return "required"
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":")).replace('"', "")

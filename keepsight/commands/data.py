@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -14,7 +15,7 @@ from yaml import YAMLError
 from keepsight import recipes
 from keepsight.commands.config import Data as Config
 from keepsight.commands.config import DataStats
-from keepsight.commands.from_recipe import answered_elsewhere, training_dtype, training_target
+from keepsight.commands.from_recipe import answered_elsewhere, next_command, training_dtype, training_target
 from keepsight.data_gen.backends import Backend, InThisProcess, Server, VllmEngine
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
@@ -29,10 +30,7 @@ from keepsight.models.targets import Target
 
 def run(config: Config) -> None:
     """Make the data and print its size."""
-    require_writable(Path(config.out))
-    values = read_mixture(config.mixture)
-    Mixture.from_config(values)  # refuses a wrong mixture before the Hub is asked
-    values = pinned(values, Path(config.out))
+    values = pinned(check(config), Path(config.out))
     Mixture.from_config(values).check()
     with _answering(config) as (target, backend):
         manifest = generate_data(
@@ -53,15 +51,30 @@ def run(config: Config) -> None:
             f"{manifest['samples']} samples in {config.out}: {manifest['prompt_tokens']} prompt tokens, "
             f"{manifest['answer_tokens']} answer tokens"
         )
+        print(next_command(config, f"train data={quote(config.out)} out=runs/adapter"))
+
+
+def check(config: Config) -> dict[str, Any]:
+    """The mixture's values, once everything is checked that takes neither the Hub nor the base model.
+
+    Raises:
+        UserError: `out` cannot be written to, or the mixture or the server's keys are wrong.
+    """
+    require_writable(Path(config.out))
+    Mixture.from_config(values := read_mixture(config.mixture))
+    if config.backend == "server":
+        config.server.check()
+    return values
 
 
 def stats(config: DataStats) -> None:
     """Print the table and draw the plot."""
     folder = Path(config.folder)
+    out = Path(config.out) if config.out else folder / "stats.png"
+    require_writable(out, folder=False)
     manifest = finished_manifest(folder)
     found = stats_of(finished_samples(folder, manifest), manifest.settings.max_new_tokens)
     print(printable(stats_table(found), lines=True))
-    out = Path(config.out) if config.out else folder / "stats.png"
     write_png(out, stats_figure(found))
     print(f"plot: {out}")
 
@@ -73,7 +86,6 @@ def _answering(config: Config) -> Iterator[tuple[Target, Backend]]:
         target = training_target(config)
         yield target, InThisProcess(target, config.batch_tokens)
     elif config.backend == "server":
-        config.server.check()
         yield (target := answered_elsewhere(config)), Server(target, config.server)
     else:
         model, target = config.model, answered_elsewhere(config)

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from keepsight import __version__
 from keepsight.commands.config import Eval as Config
-from keepsight.commands.config import ModelConfig, TaskKeys
+from keepsight.commands.config_shared import ModelConfig, TaskKeys
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.commands.variants import import_plugins, variants_of
 from keepsight.errors import BadRow, UserError, printable

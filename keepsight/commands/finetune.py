@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from transformers import set_seed
 
 from keepsight.commands.config import Finetune as Config
 from keepsight.commands.from_recipe import training_target
-from keepsight.commands.training import check_paths, metrics_text, read_samples, require_finished, run_of
+from keepsight.commands.training import check_paths, ending, read_samples, require_finished, run_of
 from keepsight.errors import UserError
 from keepsight.models.card import FINETUNING, HEAD_WEIGHTS, with_eviction
 from keepsight.models.distributed import launched
@@ -40,6 +41,7 @@ def run(config: Config) -> None:
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         _write(Path(config.out), artifact, trainer, manifest["digest"])
+        print(ending(trainer, config, "adapter", f"eval adapter={quote(config.out)} out=runs/eval"))
     require_finished(finished, config, trainer)
 
 
@@ -104,4 +106,3 @@ def _write(out: Path, artifact: LookaheadAdapter, trainer: ModuleTrainer[Evictio
     figure = eviction_figure(trained.log, weights, objective.settings.budgets)
     numbers = tuple(map(tuple, weights.tolist()))
     replace(artifact, head_weights=numbers).save(out, provenance, card, {picture: figure})
-    print(f"adapter after step {trained.steps} in {out}: {metrics_text(trained.metrics)}")

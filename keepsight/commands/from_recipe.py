@@ -1,6 +1,7 @@
 """From a configuration to the loaded base model, and the adapter, retrieval head and draft that it names."""
 
 import functools
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from keepsight.commands.config import ModelConfig, UsesMethods, UsesModel
+from keepsight.commands.config_shared import ModelConfig, UsesMethods, UsesModel
 from keepsight.errors import UserError
 from keepsight.models.artifacts import fetch
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource, LayerSubset, load_draft, load_head
@@ -104,3 +105,8 @@ def resources_later(config: UsesMethods) -> Resources:
     named = config.draft
     draft = Later("draft") if any(each is not None for each in (named.layers, named.id, named.head)) else None
     return ResourcesLater(config.adapter, draft, Later("tokenizer"), config.retrieval)
+
+
+def next_command(config: UsesModel, following: str) -> str:
+    """The line that says what to type next: a command, its keys, and the model that this one ran with."""
+    return f"next: keepsight {following} model.id={shlex.quote(config.model.id)}"

@@ -7,12 +7,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from transformers import PreTrainedModel
 
-from keepsight.commands.config import Plan as Config
-from keepsight.commands.config import PlanTrain
+from keepsight.commands.config_bench import Plan as Config
+from keepsight.commands.config_bench import PlanTrain
 from keepsight.commands.from_recipe import outline_of
 from keepsight.errors import UserError
 from keepsight.eval.report.figures import GRID, STYLES, look
-from keepsight.files import read_bytes, size_text, write_png
+from keepsight.files import read_bytes, require_writable, size_text, write_png
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import QUANTIZE
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for
@@ -23,6 +23,8 @@ from keepsight.train.plan import StepPlan, plan_step
 
 def run(config: Config) -> None:
     """Print the table, and plot it."""
+    if config.out is not None:
+        require_writable(Path(config.out), folder=False)
     memory = _memory(config.memory)
     model = outline_of(config)
     shape = config.retrieval_head
@@ -38,28 +40,28 @@ def run(config: Config) -> None:
         head_keys=head_keys,
         groups=shape.groups,
     )
-    print("\n".join([*_given(config, model, plan), "", *_table(model, plan), "", *_conclusions(model, plan)]))
+    print("\n".join([*_assumptions(config, model, plan), "", *_table(model, plan), "", *_conclusions(model, plan)]))
     if config.out is not None:
         write_png(Path(config.out), _figure(plan, config.model.id, context_of(model)))
         print(config.out)
 
 
-def _memory(given: str | None) -> int:
-    if given is not None:
-        return read_bytes(given)
+def _memory(named: str | None) -> int:
+    if named is not None:
+        return read_bytes(named)
     if not torch.cuda.is_available():
         raise UserError("memory= is required, as this machine has no GPU; give the GPU's memory, such as memory=24GiB")
     return torch.cuda.get_device_properties(0).total_memory
 
 
-def _given(config: Config, model: PreTrainedModel, plan: MemoryPlan) -> list[str]:
+def _assumptions(config: Config, model: PreTrainedModel, plan: MemoryPlan) -> list[str]:
     dtype, left = str(model.dtype).removeprefix("torch."), plan.limit - plan.weights_held
     return [
         f"{config.model.id} in {dtype}: {size_text(plan.weights)} of weights, {size_text(plan.head)} of retrieval "
         f"head; with {plan.share - 1:.0%} for activations {size_text(plan.weights_held)}",
         f"a token: {plan.layers} layers x {plan.kv_heads} KV heads x {plan.head_dim} dimensions x 2 (keys, values) x "
         f"{plan.item} bytes = {plan.layers * plan.entry} bytes, and {plan.head_keys} of the head's keys",
-        f"{size_text(plan.limit)} of memory, {_requests(plan)}, budget {plan.budget}: {size_text(left)} left "
+        f"{size_text(plan.limit)} of memory, requests={plan.requests}, budget={plan.budget}: {size_text(left)} left "
         "for entries",
     ]
 
@@ -90,10 +92,6 @@ def _conclusions(model: PreTrainedModel, plan: MemoryPlan) -> list[str]:
     ]
 
 
-def _requests(plan: MemoryPlan) -> str:
-    return f"{plan.requests} request{'s' if plan.requests > 1 else ''}"
-
-
 def _figure(plan: MemoryPlan, name: str, context: int) -> Figure:
     """Layers on the CPU against the length of a request, up to the model's context."""
     figure = Figure(figsize=(5.0, 3.2), layout="constrained")
@@ -106,7 +104,7 @@ def _figure(plan: MemoryPlan, name: str, context: int) -> Figure:
     if not ends:
         panel.axvspan(lengths[-1], context, color=GRID, linewidth=0)
         panel.text((lengths[-1] + context) / 2, plan.layers / 2, "does not fit", ha="center", rotation=90, fontsize=8.5)
-    panel.set_title(f"{name}, {size_text(plan.limit)}, {_requests(plan)}", fontsize=10)
+    panel.set_title(f"{name}, {size_text(plan.limit)}, {plan.requests} request{'s' * (plan.requests > 1)}", fontsize=10)
     panel.set(xlabel=f"tokens a request, up to the context of {context}", ylabel="layers on the CPU")
     panel.set(xlim=(0, context), ylim=(0, plan.layers))
     panel.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -117,18 +115,18 @@ def _figure(plan: MemoryPlan, name: str, context: int) -> Figure:
 def run_training(config: PlanTrain) -> None:
     """Print the plan."""
     memory, quantize = read_bytes(config.gpu), config.model.quantize
-    if quantize not in (None, *QUANTIZE):
-        raise UserError(f"model.quantize={quantize} is unknown; choose one of {', '.join(QUANTIZE)}, or null")
-    _check_placement(config)
-    if config.train.batch_size > 1:
-        raise UserError(f"train.batch_size={config.train.batch_size}: a plan is for one sample a GPU at a time")
+    _check(config)
     model, by_layer = outline_of(config), config.model.device_map == DIVIDED
+    context = context_of(model)
+    tokens = config.tokens or min(16384, context)
+    if tokens > context:
+        raise UserError(f"tokens={tokens} is more than the model's context of {context}; lower it")
     plan = plan_step(
         model.config,
         model.dtype,
         config.lookahead,
         config.train.far,
-        config.tokens,
+        tokens,
         config.answer,
         checkpoints=config.train.gradient_checkpointing,
         cuts=config.train.cuts,
@@ -137,21 +135,23 @@ def run_training(config: PlanTrain) -> None:
         layers_alone=by_layer,
     )
     dtype = quantize or str(model.dtype).removeprefix("torch.")
-    print(
-        f"{config.model.id} in {dtype}, a prompt of {config.tokens} and an answer of {config.answer} tokens on each GPU"
-    )
+    print(f"{config.model.id} in {dtype}, a prompt of {tokens} and an answer of {config.answer} tokens on each GPU")
     print("\n".join([*_training_memory(plan, memory, config), "", *_time(plan, config)]))
 
 
-def _check_placement(config: PlanTrain) -> None:
-    placed = config.model.device_map
+def _check(config: PlanTrain) -> None:
+    placed, quantize = config.model.device_map, config.model.quantize
+    if quantize not in (None, *QUANTIZE):
+        raise UserError(f"model.quantize={quantize} is unknown; choose one of {', '.join(QUANTIZE)}, or null")
+    if config.train.batch_size > 1:
+        raise UserError(f"train.batch_size={config.train.batch_size}: a plan is for one sample a GPU at a time")
     if placed == "auto":
-        raise UserError("model.device_map=auto: where layers go is decided when the target is loaded; leave it out")
+        raise UserError("model.device_map=auto: where layers go is decided when the model is loaded; leave it out")
     if placed not in (None, DIVIDED):
-        raise UserError(f"model.device_map={placed} is unknown here; choose {DIVIDED}, or null for whole targets")
+        raise UserError(f"model.device_map={placed} is unknown here; choose {DIVIDED}, or null for the whole model")
     if placed and config.shard:
         raise UserError(f"shard=true is ZeRO-3, model.device_map={placed} is FSDP2: give one of them")
-    if (placed or config.shard) and config.model.quantize:
+    if (placed or config.shard) and quantize:
         key = f"model.device_map={placed}" if placed else "shard=true"
         raise UserError(f"{key}: quantised weights cannot be divided; leave out model.quantize")
 
@@ -160,7 +160,7 @@ def _training_memory(plan: StepPlan, memory: int, config: PlanTrain) -> list[str
     divided = f", divided over {config.gpus} GPUs" if config.shard or config.model.device_map else ""
     fits = "fits" if plan.peak <= memory else "does not fit: lower tokens=, or try shard=true or model.quantize=nf4"
     rows = {
-        f"target's weights{divided}": plan.weights,
+        f"model's weights{divided}": plan.weights,
         "module, its gradients and Adam's moments": plan.module,
         "first pass": plan.first,
         "second pass and gradients": plan.second,
@@ -179,7 +179,9 @@ def _time(plan: StepPlan, config: PlanTrain) -> list[str]:
         f"first pass, {plan.first_flops / 1e12:.1f} TFLOP": first,
         f"second pass and gradients, {plan.second_flops / 1e12:.1f} TFLOP": second,
         f"a step of {step} samples on {gpus}": -(-step // config.gpus) * (first / uses + second),
-        f"{config.samples} samples, each read once and used {_times(uses)}": (first + uses * second)
+        f"{config.samples} samples, each read once and used {f'{uses} times' if uses > 1 else 'once'}": (
+            first + uses * second
+        )
         * config.samples
         / config.gpus,
     }
@@ -187,10 +189,6 @@ def _time(plan: StepPlan, config: PlanTrain) -> list[str]:
         f"at an assumed {config.utilisation:.0%} of {config.flops:g} TFLOP/s:",
         *(f"  {name:<58} {_duration(seconds):>12}" for name, seconds in times.items()),
     ]
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
 
 
 def _duration(seconds: float) -> str:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from transformers import set_seed
@@ -14,8 +15,8 @@ from keepsight.commands.from_recipe import training_dtype, training_target
 from keepsight.commands.training import (
     basics_of,
     check_paths,
+    ending,
     length_summary,
-    metrics_text,
     read_samples,
     require_finished,
     run_of,
@@ -46,26 +47,25 @@ def run(config: Config | Cells) -> None:
     if not isinstance(config, Config):
         _run_cells(config)
         return
-    check_paths(config)
+    initial = check(config)
     target = placed_target(config)
     samples, manifest = read_samples(config, target, config.max_prompt_tokens)
-    objective = new_objective(config, target)
+    objective = new_objective(config, target, initial)
     trainer = ModuleTrainer(objective, config.train, run_of(config, target, samples, "init", CONFIG))
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         save(config, Path(config.out), target, objective.lookahead, trainer.trained(), samples, manifest)
-        print(f"adapter after step {trainer.state.global_step} in {config.out}: {metrics_text(trainer.metrics)}")
+        print(ending(trainer, config, "adapter", f"eval adapter={quote(config.out)} out=runs/eval"))
     require_finished(finished, config, trainer)
 
 
 def _run_cells(cells: Cells) -> None:
     """Train all cells, then write their adapters, the table and the plot."""
     configs = {name: config for name, (_, config) in cells.items()}
-    first = next(iter(configs.values()))
-    check_paths(first)
+    (first, *_), (initial, *_) = configs.values(), [check(each) for each in configs.values()]
     out, target = Path(first.out), placed_target(first)
     samples, manifest = read_samples(first, target, first.max_prompt_tokens)
-    modules = [Cell(name, new_objective(each, target), each.train) for name, each in configs.items()]
+    modules = [Cell(name, new_objective(each, target, initial), each.train) for name, each in configs.items()]
     trainer = AblationTrainer(modules, run_of(first, target, samples, "init", CONFIG))
     finished = trainer.fit()
     if trainer.is_world_process_zero():
@@ -79,6 +79,21 @@ def _run_cells(cells: Cells) -> None:
         write_png(out / "ablation.png", ablation_figure({name: each.log for name, each in trained.items()}))
         print(table.markdown())
     require_finished(finished, first, trainer)
+
+
+def check(config: Config) -> LookaheadAdapter | None:
+    """Check what is read and written before the base model is loaded; the adapter of `init`, if it names one.
+
+    Raises:
+        UserError: see `check_paths`; or the adapter cannot be read, or has another shape.
+    """
+    check_paths(config)
+    if config.init is None:
+        return None
+    artifact = LookaheadAdapter.from_pretrained(config.init)
+    was, now = ({name: getattr(each, name) for name in _SHAPE} for each in (artifact.settings, config.lookahead))
+    require_same(f"init={config.init}: this adapter was trained", was, now, "give the values that it was trained with")
+    return artifact
 
 
 def placed_target(config: Config) -> Target:
@@ -107,12 +122,13 @@ def placed_target(config: Config) -> Target:
     return target
 
 
-def new_objective(config: Config, target: Target) -> ImportanceObjective:
-    """A new module, initialised by the seed or with the weights of `init`."""
+def new_objective(config: Config, target: Target, initial: LookaheadAdapter | None = None) -> ImportanceObjective:
+    """A new module, initialised by the seed or with an adapter's weights."""
     set_seed(config.train.seed)
     lookahead = Lookahead(target.model, config.lookahead)
-    if config.init:
-        _start_from(config.init, lookahead)
+    if initial is not None:
+        initial.check_base(target.model)
+        lookahead.load_state(initial.lora, initial.tokens)
     return ImportanceObjective(lookahead, config.train.far, config.train.gradient_checkpointing, config.train.cuts)
 
 
@@ -141,15 +157,6 @@ def _counted(names: Iterable[str]) -> str:
     """Names of modules without their layers, and in how many layers each occurs: `self_attn.q_proj 30, ...`."""
     counts = Counter(name.partition(".layers.")[2].partition(".")[2] for name in names)
     return ", ".join(f"{name} {count}" for name, count in counts.items())
-
-
-def _start_from(init: str, lookahead: Lookahead) -> None:
-    """Load an adapter's weights into a new module of the same shape."""
-    artifact = LookaheadAdapter.from_pretrained(init)
-    artifact.check_base(lookahead.model)
-    was, now = ({name: getattr(each.settings, name) for name in _SHAPE} for each in (artifact, lookahead))
-    require_same(f"init={init}: this adapter was trained", was, now, "give the values that it was trained with")
-    lookahead.load_state(artifact.lora, artifact.tokens)
 
 
 def _table(cells: Cells, modules: list[Cell], trained: dict[str, Trained]) -> Table:

@@ -2,22 +2,24 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
-from transformers import set_seed
+from transformers import PreTrainedModel, set_seed
 
 from keepsight.commands.config import TrainDraftHead as Config
 from keepsight.commands.from_recipe import target_of
 from keepsight.commands.training import (
     basics_of,
     check_paths,
+    ending,
     length_summary,
-    metrics_text,
     read_samples,
     require_finished,
     run_of,
 )
 from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError
+from keepsight.files import require_writable
 from keepsight.models.draft_head import WEIGHTS, DraftHead
 from keepsight.models.targets import Target
 from keepsight.train.draft_head import (
@@ -36,8 +38,11 @@ from keepsight.train.trainer import ModuleTrainer
 def run(config: Config) -> None:
     """Train, then write the head, its card and the training curves."""
     settings = config.draft_head
-    settings.check()
     check_paths(config)
+    if config.features is not None:
+        require_writable(Path(config.features), key="features")
+    if config.init is not None:
+        _initial(config.init)
     out, target = Path(config.out), target_of(config)
     samples, manifest = read_samples(config, target)
     set_seed(settings.train.seed)
@@ -51,7 +56,7 @@ def run(config: Config) -> None:
         basics = basics_of(config, target, manifest, trainer.trained(), length_summary("tokens of a sample", lengths))
         card, curves = head.card(basics, trainer.metrics), draft_head_figure(trainer.trained().log)
         head.save(out, basics.provenance, card, {"training.png": curves})
-        print(f"head after step {trainer.state.global_step} in {out}: {metrics_text(trainer.metrics)}")
+        print(ending(trainer, config, "head", f"bench speculate draft.head={quote(config.out)} draft.layers=null"))
     require_finished(finished, config, trainer)
 
 
@@ -61,11 +66,14 @@ def _head(config: Config, target: Target, samples: Sequence[TrainingSample]) -> 
         count = config.draft_head.vocabulary
         vocabulary = frequent_tokens(samples, count, target.end_tokens, vocabulary_size)
         return new_draft_head(target.model, vocabulary, config.draft_head.max_tokens)
+    return _initial(config.init, target.model).float().train()
+
+
+def _initial(name: str, model: PreTrainedModel | None = None) -> DraftHead:
     try:
-        head = DraftHead.from_pretrained(config.init, model=target.model)
+        return DraftHead.from_pretrained(name, model=model)
     except UserError as error:
-        raise UserError(f"init={config.init}: {error}") from None
-    return head.float().train()
+        raise UserError(f"init={name}: {error}") from None
 
 
 def _teacher(

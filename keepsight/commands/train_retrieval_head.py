@@ -1,12 +1,13 @@
 """keepsight train_retrieval_head: prune a draft head to a retrieval head, and distil attention into it."""
 
 from pathlib import Path
+from shlex import quote
 
 import torch
 from transformers import set_seed
 
 from keepsight.commands.config import TrainRetrievalHead as Config
-from keepsight.commands.from_recipe import training_target
+from keepsight.commands.from_recipe import next_command, training_target
 from keepsight.commands.training import basics_of, check_paths, read_samples, require_finished, run_of
 from keepsight.errors import UserError
 from keepsight.models.artifacts import fetch
@@ -25,21 +26,20 @@ from keepsight.models.targets import Target
 from keepsight.train.dataset import cut
 from keepsight.train.plots import retrieval_figure
 from keepsight.train.retrieval_head import RetrievalObjective
-from keepsight.train.settings import RetrievalHeadSettings
 from keepsight.train.trainer import ModuleTrainer
 
 
 def run(config: Config) -> None:
     """Prune, distil, then write the head, its card and the training curves."""
     settings = config.retrieval_head
-    settings.check()
     check_paths(config)
+    initial = _initial(config) if config.head is not None else None
     target = training_target(config)
     samples, manifest = read_samples(config, target)
     samples = cut(samples, settings.max_tokens)
     set_seed(settings.train.seed)
     longest = max(len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples)
-    head, pruned = _first_head(config, target, longest)
+    head, pruned = _first_head(config, initial, target, longest)
     objective = RetrievalObjective(head, target.model, settings)
     run = run_of(config, target, samples, "head", WEIGHTS, DRAFT_WEIGHTS)
     trainer = ModuleTrainer(objective, settings.train, run)
@@ -57,41 +57,43 @@ def run(config: Config) -> None:
     require_finished(finished, config, trainer)
 
 
-def _first_head(config: Config, target: Target, longest: int) -> tuple[RetrievalHead, dict[str, str]]:
-    """The head that distillation starts from, and what the card says about its origin."""
+def _first_head(
+    config: Config, initial: RetrievalHead | DraftHead | None, target: Target, longest: int
+) -> tuple[RetrievalHead, dict[str, str]]:
+    """The head that is distilled, and where it is from, for the card."""
     settings = config.retrieval_head
-    if config.head is None:
+    require_layers_for(settings.groups, target.model)
+    if initial is None:
         print("no head= is given: the retrieval head starts from random projections")
         head = RetrievalHead.untrained(target.model, settings.features, longest, settings.groups)
         return head, {"pruned from": "nothing, it began with random projections"}
-    require_layers_for(settings.groups, target.model)
-    folder = fetch(config.head)
+    assert config.head is not None
+    if isinstance(initial, DraftHead):
+        head = RetrievalHead.from_draft(initial, settings.features).float()
+        print(text := pruning(head, initial))
+        origin = {"pruned from": published_name(config.head), "pruning": text}
+    else:
+        head, origin = initial.float().requires_grad_(), {"distilled further from": published_name(config.head)}
     try:
-        if any((folder / name).is_file() for name in RetrievalHead.files):
-            head, origin = _distilled(folder, settings), {"distilled further from": published_name(config.head)}
-        else:
-            head, text = _pruned(folder, settings.features)
-            origin = {"pruned from": published_name(config.head), "pruning": text}
         (head := head.grouped(settings.groups)).check_model(target.model)
     except UserError as error:
         raise UserError(f"head={config.head}: {error}") from None
     return head.to(target.model.device), origin
 
 
-def _distilled(folder: Path, settings: RetrievalHeadSettings) -> RetrievalHead:
-    head = RetrievalHead.load(folder).float().requires_grad_()
-    if (own := head.config.features) != settings.features:
-        raise UserError(f"it was distilled with features {own}; give retrieval_head.features={own}")
-    return head
-
-
-def _pruned(folder: Path, features: str) -> tuple[RetrievalHead, str]:
-    """A draft head, pruned, and how much of it is gone."""
-    draft = DraftHead.load(folder)
-    head = RetrievalHead.from_draft(draft, features).float()
-    text = pruning(head, draft)
-    print(text)
-    return head, text
+def _initial(config: Config) -> RetrievalHead | DraftHead:
+    """The head of `head`, read before the base model is."""
+    assert config.head is not None
+    folder = fetch(config.head)
+    try:
+        if not any((folder / name).is_file() for name in RetrievalHead.files):
+            return DraftHead.load(folder)
+        head = RetrievalHead.load(folder)
+        if (own := head.config.features) != config.retrieval_head.features:
+            raise UserError(f"it was distilled with features {own}; give retrieval_head.features={own}")
+        return head
+    except UserError as error:
+        raise UserError(f"head={config.head}: {error}") from None
 
 
 def _write(config: Config, trainer: ModuleTrainer[RetrievalObjective], basics: CardBasics, longest: int) -> None:
@@ -104,4 +106,6 @@ def _write(config: Config, trainer: ModuleTrainer[RetrievalObjective], basics: C
     card = head.card(basics, measured)
     curves = retrieval_figure(trainer.trained().log)
     head.to(torch.bfloat16).save(out, basics.provenance, card, {"training.png": curves})
+    following = f"bench hits retrieval={quote(config.out)} out=runs/hits"
     print(f"retrieval head ({head.config.features}) after step {trainer.state.global_step} in {out}\n{measured}")
+    print(next_command(config, following))

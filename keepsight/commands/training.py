@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from keepsight import __version__
-from keepsight.commands.config import CardKeys, Training
+from keepsight.commands.config_shared import CardKeys, Training
+from keepsight.commands.from_recipe import next_command
 from keepsight.data_gen.store import TrainingSample, finished_manifest, read_training_samples
 from keepsight.errors import UserError
 from keepsight.files import file_digest, read_json, require_writable
@@ -17,7 +18,24 @@ from keepsight.models.lookahead import CONFIG
 from keepsight.models.retrieval_head import CONFIG as RETRIEVAL_CONFIG
 from keepsight.models.targets import Target
 from keepsight.train.dataset import Prompts, no_longer_than, prompts_as_text, prompts_from_text
-from keepsight.train.trainer import ModuleTrainer, Trained, TrainingRun
+from keepsight.train.trainer import ModuleTrainer, Trained, TrainingRun, numbers
+
+
+def check_paths(config: Training) -> None:
+    """Check the folders, the data and the Hub id that a training names, before anything is loaded.
+
+    Raises:
+        UserError: a folder cannot be written to, `base` is no Hub id, there is no finished data, or another model has
+            answered it.
+    """
+    require_writable(Path(config.out))
+    if config.replay.dir is not None:
+        require_writable(Path(config.replay.dir), key="replay.dir")
+    if isinstance(config, CardKeys) and config.base is not None:
+        check_repo_id(config.base)
+    made = finished_manifest(Path(config.data)).settings
+    if made.model != (own := config.model.id):
+        raise UserError(f"{config.data}: this data was answered by {made.model!r}, not by {own!r}; make it again")
 
 
 def read_samples(
@@ -36,18 +54,6 @@ def read_samples(
     return samples, manifest
 
 
-def check_paths(config: Training) -> None:
-    """Check the folders and the Hub id that a training names, before anything is loaded.
-
-    Raises:
-        UserError: `out` cannot be written to, there is no finished data, or `base` is no Hub id.
-    """
-    require_writable(Path(config.out))
-    if isinstance(config, CardKeys) and config.base is not None:
-        check_repo_id(config.base)
-    finished_manifest(Path(config.data))
-
-
 def run_of(config: Training, target: Target, samples: Sequence[TrainingSample], key: str, *weights: str) -> TrainingRun:
     """What a training runs on; a training can be resumed only with the same base model and the same initial module.
 
@@ -60,16 +66,13 @@ def run_of(config: Training, target: Target, samples: Sequence[TrainingSample], 
     """
     given = getattr(config, key)
     folder = fetch(given) if given else None
+    there = [folder / name for name in weights if (folder / name).is_file()] if folder else []
     start = {
         "model.version": target.version,
         "model.dtype": str(target.model.dtype).removeprefix("torch."),
-        f"command.{key}": _digest_of(folder, weights) if folder else None,
+        f"command.{key}": file_digest(there[0]) if there else None,
     }
     return TrainingRun(Path(config.out) / "training", samples, start, config.replay, _prompts_of(folder))
-
-
-def _digest_of(folder: Path, weights: Sequence[str]) -> str:
-    return file_digest(next((path for name in weights if (path := folder / name).is_file()), folder / weights[0]))
 
 
 def _prompts_of(folder: Path | None) -> Prompts | None:
@@ -133,14 +136,14 @@ def basics_of(
 def _origins(manifest: Mapping[str, Any]) -> str:
     """The data sets of a mixture's prompts, with their licences; no folder's path is published."""
     named = [source for source in manifest["settings"]["mixture"].get("sources", []) if "license" in source]
-    listed = [f"- {_public(source['id'])} ({source['license']})" for source in named]
+    links = [
+        Path(each["id"]).name
+        if Path(each["id"]).is_dir()
+        else f"[{each['id']}](https://huggingface.co/datasets/{each['id']})"
+        for each in named
+    ]
+    listed = [f"- {link} ({source['license']})" for link, source in zip(links, named, strict=True)]
     return "\n".join(["Prompts from data sets:", "", *listed]) if listed else ""
-
-
-def _public(data_set: str) -> str:
-    return (
-        Path(data_set).name if Path(data_set).is_dir() else f"[{data_set}](https://huggingface.co/datasets/{data_set})"
-    )
 
 
 def _weights_origin(config: CardKeys, target: Target) -> dict[str, str]:
@@ -158,18 +161,32 @@ def length_summary(what: str, lengths: list[int]) -> dict[str, list[int]]:
     return {f"{what} (shortest, median, longest)": [ordered[0], ordered[len(ordered) // 2], ordered[-1]]}
 
 
-def metrics_text(metrics: Mapping[str, float]) -> str:
-    """Metrics on one line."""
-    return ", ".join(f"{name.removeprefix('eval_')} {value:.3f}" for name, value in metrics.items()) or "not measured"
+def ending(trainer: ModuleTrainer[Any], config: Training, what: str, following: str) -> str:
+    """What a training prints in the end: what was trained, its metrics now and before, and the next command.
+
+    Args:
+        trainer: The trainer, after its training.
+        config: The command's configuration.
+        what: What was trained, such as `adapter`.
+        following: The next command, without the model.
+    """
+    measured = [numbers(row) for row in trainer.measurements()]
+    before = measured[0] if len(measured) > 1 else {}
+    metrics = [
+        f"{name.removeprefix('eval_')} {value:.3f}" + (f" (before: {before[name]:.3f})" if name in before else "")
+        for name, value in trainer.metrics.items()
+    ]
+    said = f"{what} after step {trainer.state.global_step} in {config.out}: {', '.join(metrics) or 'not measured'}"
+    return f"{said}\n{next_command(config, following)}"
 
 
-def require_finished(finished: bool, config: Training, trainer: ModuleTrainer[Any]) -> None:
+def require_finished(done: bool, config: Training, trainer: ModuleTrainer[Any]) -> None:
     """End the command if its training was interrupted, once every process has written its files.
 
     Raises:
         UserError: it was interrupted.
     """
-    if not finished:
+    if not done:
         trainer.accelerator.wait_for_everyone()  # a launcher ends all processes when the first has failed
         raise UserError(
             f"interrupted at step {trainer.state.global_step}; the checkpoint and the weights so far are in "

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from keepsight.commands.cli import main
-from keepsight.commands.config import COMMANDS, UsesModel
+from keepsight.commands.config import COMMANDS
+from keepsight.commands.config_shared import UsesModel
 from keepsight.data_gen.store import TrainingSample, finished_manifest, finished_samples
 from keepsight.eval.report.figures import FORMATS
 from keepsight.models.card import Provenance

@@ -54,11 +54,7 @@ def test_it_leaves_an_adapter_for_each_cell_a_table_and_a_plot(keepsight: Comman
 def test_the_modules_that_get_a_lora_can_vary(keepsight: CommandLine, data: Path) -> None:
     given = ["lookahead.tokens=4", "lookahead.targets=[[none],[qv],[all],[q_proj,up_proj]]", "lookahead.rank=2"]
     keepsight(*GIVEN, *given)
-    with Path("ablation/ablation.csv").open() as stream:
-        parameters = {row["cell"]: int(row["parameters"]) for row in csv.DictReader(stream)}
     names = {"none": set(), "qv": {"q_proj", "v_proj"}, "all": None, "q_proj+up_proj": {"q_proj", "up_proj"}}
-    assert [*parameters] == [f"targets{name}" for name in names]
-    assert parameters["targetsnone"] == 4 * 32 < parameters["targetsqv"] < parameters["targetsall"]
     for name, expected in names.items():
         artifact = LookaheadAdapter.load(Path("ablation/cells", f"targets{name}"))
         assert name == "+".join(artifact.settings.targets)
@@ -66,9 +62,6 @@ def test_the_modules_that_get_a_lora_can_vary(keepsight: CommandLine, data: Path
         assert len(adapted) == 7 if expected is None else adapted == expected
     card = Path("ablation/cells/targetsnone/README.md").read_text()
     assert "4 soft tokens and no LoRA" in card and "modules with a LoRA: none" in card
-    start = ["lookahead.tokens=4", "lookahead.rank=2", "init=ablation/cells/targetsqv", "out=again"]
-    other = keepsight.fails("train", *GIVEN[1:4], *TRAIN, *start)
-    assert "this adapter was trained with targets=['qv'], now it is ['all']" in other
 
 
 WRONG = {

@@ -49,11 +49,13 @@ def test_a_mixture_that_is_no_mixture(keepsight: CommandLine, here: Path) -> Non
     assert keepsight.fails("data", *TINY, *DATA).startswith("mixture.yaml: expected keys such as min_tokens")
 
 
-def test_a_mixture_reads_no_environment(
-    keepsight: CommandLine,
-    here: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_mixture_may_have_aliases(keepsight: CommandLine, here: Path) -> None:
+    aliased = "sources:\n  - &rows {kind: local_jsonl, path: rows.jsonl}\n  - *rows\n"
+    (here / "aliased.yaml").write_text(f"min_tokens: 100\nmax_tokens: 400\n{aliased}")
+    assert keepsight("data", *TINY, *DATA, "mixture=aliased.yaml").startswith("6 samples")
+
+
+def test_a_mixture_reads_no_environment(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "hunter2")
     mixture = (here / "mixture.yaml").read_text()
     (here / "mixture.yaml").write_text(mixture + "notes: ${oc.env:SECRET}\n")
@@ -62,12 +64,6 @@ def test_a_mixture_reads_no_environment(
     (here / "mixture.yaml").write_text(mixture.replace("rows.jsonl", "'${oc.env:SECRET}.jsonl'"))
     assert "${oc.env:SECRET}.jsonl" in keepsight.fails("data", *TINY, *DATA)
     assert not (here / "data").exists()
-
-
-def test_one_process_writes_to_a_folder_at_a_time(keepsight: CommandLine, here: Path) -> None:
-    with one_writer(here / "data"):
-        message = keepsight.fails("data", *TINY, *DATA)
-    assert message.startswith("data: process ") and "is writing here; wait for it to end" in message
 
 
 @pytest.mark.slow
@@ -95,11 +91,15 @@ def test_data_that_cannot_be_trained_on(keepsight: CommandLine, here: Path) -> N
     assert not (here / "new").exists()
 
 
-def test_other_settings_in_the_same_folder(keepsight: CommandLine) -> None:
-    keepsight("data", *TINY, *DATA)
+def test_other_settings_in_the_same_folder(keepsight: CommandLine, here: Path) -> None:
+    printed = keepsight("data", *TINY, *DATA)
+    assert printed.endswith("\nnext: keepsight train data=data out=runs/adapter model.id=tiny\n")
     message = keepsight.fails("data", *TINY, *DATA, "seed=7")
     assert message == "data: this data was made with seed=0, now it is 7; choose another out=, or delete the folder"
     assert keepsight("data", *TINY, *DATA, "limit=8").startswith("8 samples in data: ")
+    with one_writer(here / "data"):
+        message = keepsight.fails("data", *TINY, *DATA, "limit=9")
+    assert message.startswith("data: process ") and "is writing here; wait for it to end" in message
 
 
 def test_a_full_disk_keeps_what_is_done(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
-"""`keepsight finetune` as a user types it: an adapter whose tensors and weights have learned, and bad input."""
+"""`keepsight finetune`: the adapter's tensors and its heads' weights learn, or the weights alone; and bad input."""
 
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,83 +9,113 @@ import pytest
 import torch
 
 from keepsight import LookaheadKV
+from keepsight.commands.cli import main
+from keepsight.errors import UserError
 from keepsight.files import read_json, write_json
 from keepsight.models.lookahead import ADAPTER, CONFIG, TOKENS, LookaheadAdapter
 from keepsight.models.targets import load_target
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.state import prefill
 from tests.commands.commands import CommandLine
-from tests.commands.test_head_weights_command import GIVEN as WEIGHTS
-from tests.commands.test_head_weights_command import LEARN, STEPS, TARGET, adapter  # noqa: F401  a fixture
 from tests.tiny import prompt_ids
+from tests.train.runs import write_data
 
-GIVEN = ["finetune", *TARGET, "adapter=adapter", "out=finetuned", "finetune.budgets=[6,9]"]
-TUNE = [each.format(key="finetune.train") for each in [*STEPS, "{key}.learning_rate=0.05"]]
+TARGET = ["model.id=tiny", "model.dtype=float32", "data=data"]
+STEPS = [f"{{key}}.{each}" for each in ("steps=2", "held_out=2", "report_to=[]")]
+SHARED = ["lookahead.floor=0.25", "lookahead.sharing=model", "lookahead.tokens=4", "lookahead.rank=2"]
+LEARN = [each.format(key="finetune.train") for each in STEPS]
+FROZEN = ["finetune.freeze_module=true", "finetune.head_weights_rate=0.5"]
+WEIGHTS = ["finetune", *TARGET, "adapter=adapter", "out=weighted", "finetune.budgets=[6,9]", *FROZEN, *LEARN]
+TUNE = ["finetune", *TARGET, "adapter=adapter", "out=finetuned", "finetune.budgets=[6,9]", *LEARN]
+TUNE += ["finetune.train.learning_rate=0.05"]
 
 
-@pytest.mark.usefixtures("adapter")
-def test_tensors_and_weights_learn_and_every_command_takes_the_adapter(keepsight: CommandLine) -> None:
-    keepsight(*WEIGHTS, *LEARN)
-    printed = keepsight(*GIVEN, *TUNE, "adapter=weighted")
-    assert "adapter after step 2 in finetuned: excess_nll_at_6" in printed
+@pytest.fixture(scope="module")
+def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `data` that `tiny` answered, and an `adapter` whose heads share one budget."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(shutil.copytree(prepared, folder / "work"))
+        write_data(Path("data"), load_target("tiny", device="cpu"))
+        keys = [*SHARED, *(each.format(key="train") for each in STEPS)]
+        assert main(["train", *TARGET, "out=adapter", *keys]) == 0
+    return folder / "work"
+
+
+@pytest.fixture
+def adapter(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The adapter in a copy of that folder, which is the working folder."""
+    folder = Path(shutil.copytree(trained, tmp_path / "work"))
+    monkeypatch.chdir(folder)
+    return folder / "adapter"
+
+
+def test_weights_alone_learn_and_every_command_takes_the_adapter(keepsight: CommandLine, adapter: Path) -> None:
+    printed = keepsight(*WEIGHTS)
+    assert re.search(r"adapter after step 2 in weighted: excess_nll_at_6 \S+ \(before: \S+\), ", printed)
+    assert printed.endswith("next: keepsight eval adapter=weighted out=runs/eval model.id=tiny\n")
+    plain, weighted = LookaheadAdapter.load(adapter), LookaheadAdapter.load(Path("weighted"))
+    assert plain.head_weights is None and weighted.head_weights is not None
+    weights = torch.tensor(weighted.head_weights)
+    assert weights.shape == (3, 2) and weights.std() > 0.01
+    assert weights.log().mean().item() == pytest.approx(0, abs=1e-5)
+    for name in (ADAPTER, TOKENS, "training.png"):
+        assert Path("weighted", name).read_bytes() == (adapter / name).read_bytes()
+    assert Path("weighted/head_weights.png").read_bytes().startswith(b"\x89PNG")
+    assert weighted.digest != plain.digest
+    assert weighted.provenance.training["head weights, steps"] == 2
+    card = Path("weighted/README.md").read_text()
+    assert card.startswith((adapter / "README.md").read_text().rstrip()) and card.count("## Weights of heads") == 1
+    assert "| 6 entries | " in card and "| 9 entries | " in card
+
+    model = load_target("tiny", device="cpu").model
+    methods = [LookaheadKV.from_pretrained(folder, budget=8) for folder in (adapter, "weighted")]
+    assert [method.allocate for method in methods] == [Global(0.25), Global(0.25, weighted.head_weights)]
+    with torch.no_grad():
+        state = prefill(model, prompt_ids(60)[0])
+        counts = [[each.sum(dim=-1).tolist() for each in m.select(state, m.importance(model, state))] for m in methods]
+    assert counts[0] != counts[1]
+
+
+def test_tensors_and_weights_learn_and_cards_keep_the_sections_of_other_trainings(
+    keepsight: CommandLine, adapter: Path
+) -> None:
+    keepsight(*WEIGHTS)
+    keepsight(*TUNE, "adapter=weighted")
     before, after = LookaheadAdapter.load(Path("weighted")), LookaheadAdapter.load(Path("finetuned"))
     assert before.head_weights != after.head_weights and not torch.equal(before.tokens, after.tokens)
-    assert {*before.lora} == {*after.lora}
+    assert {*before.lora} == {*after.lora} and before.settings == after.settings
     assert any(not torch.equal(each, after.lora[name]) for name, each in before.lora.items())
-    assert before.settings == after.settings
-    for picture in ("training.png", "head_weights.png"):  # the card's other sections show them
-        assert Path("finetuned", picture).read_bytes() == Path("weighted", picture).read_bytes()
+    assert Path("finetuned/head_weights.png").read_bytes() == Path("weighted/head_weights.png").read_bytes()
     assert Path("finetuned/finetuning.png").read_bytes().startswith(b"\x89PNG")
     card, weighted_card = Path("finetuned/README.md").read_text(), Path("weighted/README.md").read_text()
     assert card.startswith(weighted_card.rstrip()) and card.count("## Fine-tuning on answers") == 1
     assert after.provenance.training["fine-tuning, steps"] == after.provenance.training["head weights, steps"] == 2
-
-    model = load_target("tiny", device="cpu").model
-    with torch.no_grad():
-        state = prefill(model, prompt_ids(60)[0])
-        scored = [
-            LookaheadKV.from_pretrained(folder, budget=8).importance(model, state)
-            for folder in ("weighted", "finetuned")
-        ]
-    assert not torch.allclose(scored[0][0], scored[1][0])
     assert keepsight("push", "finetuned", "ada/x", "--dry-run").count("finetuning.png") == 1
 
-
-@pytest.mark.usefixtures("adapter")
-def test_cards_keep_the_sections_of_other_trainings(keepsight: CommandLine) -> None:
-    """Without weights to begin with; then weights alone, which follow; then fine-tuned once more."""
-    keepsight(*GIVEN, *TUNE)
-    keepsight(*WEIGHTS, *LEARN, "adapter=finetuned")
-    keepsight(*GIVEN, *TUNE, "adapter=weighted", "out=again")
-    headings = [line for line in Path("again/README.md").read_text().splitlines() if line.startswith("## ")]
-    assert headings[-2:] == ["## Weights of heads", "## Fine-tuning on answers"]
-    assert headings.count("## Fine-tuning on answers") == 1 and "## Data" in headings
-
-    card = Path("again/README.md")
-    card.write_text(card.read_text() + "```\n## Fine-tuning on answers\n## Data\n```\n\n## Mine\n")
-    keepsight(*GIVEN, *TUNE, "adapter=again", "out=once_more")
-    once_more = Path("once_more/README.md").read_text()
-    assert "```\n## Fine-tuning" not in once_more and once_more.count("\n## Data") == 1 and "\n## Mine\n" in once_more
+    own = Path("finetuned/README.md")
+    own.write_text(own.read_text() + "```\n## Fine-tuning on answers\n## Data\n```\n\n## Mine\n")
+    keepsight(*TUNE, "adapter=finetuned", "out=again")
+    again = Path("again/README.md").read_text()
+    assert "```\n## Fine-tuning" not in again and again.count("\n## Data") == 1 and "\n## Mine\n" in again
+    assert again.count("\n## Weights of heads") == 1
 
 
-@pytest.mark.usefixtures("adapter")
-def test_a_finished_training_is_not_done_again_and_another_is_refused(keepsight: CommandLine) -> None:
-    keepsight(*GIVEN, *TUNE)
+def test_a_finished_training_is_not_done_again_and_another_is_refused(keepsight: CommandLine, adapter: Path) -> None:
+    keepsight(*TUNE)
     first = {name: Path("finetuned", name).read_bytes() for name in (ADAPTER, TOKENS, CONFIG)}
-    keepsight(*GIVEN, *TUNE)
+    keepsight(*TUNE)
     assert {name: Path("finetuned", name).read_bytes() for name in first} == first
-    assert "finetune.head_weights_rate" in keepsight.fails(*GIVEN, *TUNE, "finetune.head_weights_rate=1")
-    assert "finetune.budgets" in keepsight.fails(*GIVEN, *TUNE, "finetune.budgets=[6]")
+    assert "finetune.head_weights_rate" in keepsight.fails(*TUNE, "finetune.head_weights_rate=1")
+    assert "finetune.budgets" in keepsight.fails(*TUNE, "finetune.budgets=[6]")
 
 
-def test_bad_input_is_one_line(keepsight: CommandLine, adapter: Path) -> None:  # noqa: F811
-    assert "'title' is no key of this command" in keepsight.fails(*GIVEN, "title=Mine")
-    assert "adapter= is required" in keepsight.fails(*GIVEN, "adapter=null")
-    assert "the longest prompt has 31 tokens" in keepsight.fails(*GIVEN, "finetune.budgets=[64]")
-    for wrong in (f"budgets=[{10**9}]", "budgets=[]", "temperature=0", "head_weights_rate=0"):
-        said = keepsight.fails(*GIVEN, f"finetune.{wrong}")
+def test_bad_input_is_one_line(keepsight: CommandLine, adapter: Path) -> None:
+    assert "the longest prompt has 31 tokens" in keepsight.fails(*TUNE, "finetune.budgets=[64]")
+    for wrong in (f"budgets=[{10**9}]", "budgets=[]", "temperature=0"):
+        said = keepsight.fails(*TUNE, f"finetune.{wrong}")
         assert said.startswith(f"finetune.{wrong.partition('=')[0]}=") and " must " in said, said
-    assert "out=adapter is the folder of the adapter" in keepsight.fails(*GIVEN, "out=adapter")
+    assert "out=adapter is the folder of the adapter" in keepsight.fails(*TUNE, "out=adapter")
     assert not Path("finetuned").exists() or not any(Path("finetuned").iterdir())
 
 
@@ -91,16 +123,37 @@ def test_bad_input_is_one_line(keepsight: CommandLine, adapter: Path) -> None:  
     ("before", "floor"), [({"floor": None, "sharing": "layer", "kernel": 7}, 0.2), ({"sharing": "layer"}, 0.25)]
 )
 def test_an_adapter_of_any_selection_is_trained_and_shares_afterwards(
-    keepsight: CommandLine,
-    adapter: Path,  # noqa: F811
-    before: dict[str, Any],
-    floor: float,
+    keepsight: CommandLine, adapter: Path, before: dict[str, Any], floor: float
 ) -> None:
     config = read_json(adapter / CONFIG)
     write_json(adapter / CONFIG, config | {"settings": config["settings"] | before})
-    said = keepsight(*GIVEN, *TUNE)
+    said = keepsight(*TUNE)
     assert f"share one budget (lookahead.floor={floor} lookahead.sharing=model)" in said
     settings = LookaheadAdapter.load(Path("finetuned")).settings
     assert vars(settings) == config["settings"] | before | {"floor": floor, "sharing": "model"}
     method = LookaheadKV.from_pretrained("finetuned", budget=8)
     assert isinstance(method.allocate, Global) and method.allocate.weights is not None
+
+
+@pytest.mark.parametrize(
+    ("weights", "problem"),
+    [
+        ([], "must be a row for each layer, of a finite number above 0"),
+        ([[1.0, 2.0], [1.0]], "must be a row for each layer, of a finite number above 0"),
+        ([[1.0, 0.0]], "must be a row for each layer, of a finite number above 0"),
+        ([[1.0, 1e300]], "must be a row for each layer"),
+        ("high", "head_weights"),
+    ],
+)
+def test_damaged_weights_are_named(adapter: Path, weights: object, problem: str) -> None:
+    write_json(adapter / CONFIG, read_json(adapter / CONFIG) | {"head_weights": weights})
+    with pytest.raises(UserError, match=problem) as refused:
+        LookaheadAdapter.load(adapter)
+    assert str(adapter / CONFIG) in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_weights_for_another_model_are_refused_where_they_are_used(adapter: Path) -> None:
+    write_json(adapter / CONFIG, read_json(adapter / CONFIG) | {"head_weights": [[1.0, 2.0]]})
+    model = load_target("tiny", device="cpu").model
+    with pytest.raises(UserError, match=r"weights has shape \[1, 2\], this model's layers and KV heads are \[3, 2\]$"):
+        LookaheadKV.from_pretrained(adapter, budget=8).start(model, prompt_ids(60)[0])

@@ -3,13 +3,10 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
 
-from keepsight.commands import plan as command
-from keepsight.models import model_files
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan
 from keepsight.train.plan import plan_step
@@ -55,22 +52,11 @@ def test_a_table_from_a_configuration_alone(keepsight: CommandLine, here: Path) 
     assert [row[3] for row in rows] == list(plan.paper_thresholds(4))
     assert rows[32][2] == pytest.approx(32 * plan.slots / 2**20, abs=0.05)
     given, conclusion = printed.split("\n\n")[0], printed.split("\n\n")[2]
-    assert given.startswith(
-        "8b in bfloat16: 14.96 GiB of weights, 176.02 MiB of retrieval head; with 30% for activations"
-    )
-    assert "32 layers x 8 KV heads x 128 dimensions x 2 (keys, values) x 2 bytes = 131072 bytes" in given
+    assert given.startswith("8b in bfloat16: 14.96 GiB of weights, 176.02 MiB of retrieval head; with 30% for")
     assert f"every layer stays on the GPU up to {plan.thresholds[0] // 4} tokens a request" in conclusion
     on_cpu = plan.layers_on_cpu(4 * 131072)
     assert f"context of 131072 tokens a request fits with {on_cpu} of 32 layers on the CPU; all of it " in conclusion
     assert tree(here) == ["8b/config.json"]
-
-
-def test_fewer_bytes_a_number_and_a_smaller_head_leave_more(keepsight: CommandLine, here: Path) -> None:
-    wide, plain, lean = (
-        _rows(keepsight("plan", "model.id=8b", "memory=80GB", *options))[0][1]
-        for options in (["model.dtype=float32"], [], ["retrieval_head.features=none"])
-    )
-    assert wide < plain / 2 < plain < lean
 
 
 def test_what_the_context_needs(keepsight: CommandLine, here: Path) -> None:
@@ -84,33 +70,10 @@ def test_a_plot(keepsight: CommandLine, here: Path) -> None:
     assert (here / "plots" / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("context", [100_000, 10_000, 10_000_000])
-def test_the_plot_ends_at_the_context(context: int) -> None:
-    plan = MemoryPlan(24 * 2**30, 2 * 8_030_261_248, 2 * HEAD, 32, 8, 128, 4, 2048, 8 * 128 * 2, room=64, growth=1 / 16)
-    (panel,) = command._figure(plan, "8b", context).axes
-    assert panel.get_xlim() == (0, context) and panel.get_title() == "8b, 24.00 GiB, 4 requests"
-    lengths, layers = np.asarray(panel.get_lines()[0].get_data()).tolist()
-    last = min(context, plan.thresholds[-1] // 4)
-    assert (lengths[-1], layers[-1]) == (last, plan.layers_on_cpu(4 * last))
-    assert [text.get_text() for text in panel.texts] == (["does not fit"] if last < context else [])
-    assert panel.get_legend() is None
-
-
-def test_the_memory_of_this_machines_gpu(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Properties:
-        total_memory = 24 * 2**30
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
-    assert keepsight("plan", *OF_EIGHT_B) == keepsight("plan", *EIGHT_B)
-
-
 WRONG = {
     "memory=8GiB": "a memory limit of 8.00 GiB is below the weights alone: 1.3 x (14.96 GiB base model + ",
     "memory=24gib": "'24gib' is no amount of memory; write it as 24GiB, 24GB or a number of bytes",
     "memory=null": "memory= is required, as this machine has no GPU; give the GPU's memory, such as memory=24GiB",
-    "requests=0": "requests=0 must be greater than 0",
-    "budget=0": "budget=0 must be greater than 0",
     "model.dtype=float8": "dtype 'float8' is unknown; choose auto or one of float32, bfloat16, float16",
     "model.id=.": "model '.': its configuration cannot be read: ",
 }
@@ -120,15 +83,6 @@ WRONG = {
 def test_bad_input(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert keepsight.fails("plan", *EIGHT_B, wrong).startswith(WRONG[wrong])
-
-
-def test_no_hub(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_files, "hub_answers", lambda: False)
-    message = keepsight.fails("plan", "recipe=llama8b", "memory=24GiB", "model.id=nobody/nothing")
-    words = (
-        "model 'nobody/nothing' is no folder, is not in the Hub's cache, and the Hub does not answer; give a folder "
-    )
-    assert message == f"{words}with its config.json as model.id="
 
 
 SMALL = {**SHAPE, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1024}
@@ -142,21 +96,18 @@ def test_a_training_from_a_configuration_alone(keepsight: CommandLine, here: Pat
     assert "of 1.00 GiB a GPU" in printed and printed.count(": fits") == 1
     assert "at an assumed 50% of 100 TFLOP/s:" in printed
     assert "does not fit: lower tokens=" in keepsight(*given, "tokens=512", "gpu=10MiB")
-    assert keepsight.fails(*given, "tokens=0") == "tokens=0 must be greater than 0"
-    assert keepsight.fails(*given, "answer=100000") == "answer=100000 must be less than or equal to 16384"
-    assert keepsight.fails(*given, "utilisation=2").startswith("utilisation=2.0 must be less than or equal to 1")
-    assert keepsight.fails(*given, "model.quantize=int3").startswith(
-        "model.quantize=int3 is unknown; choose one of nf4"
-    )
-    assert keepsight.fails(*given, "model.device_map=auto").startswith(
-        "model.device_map=auto: where layers go is decided"
-    )
-    assert keepsight.fails(*given, "model.device_map=fdsp2").startswith("model.device_map=fdsp2 is unknown here; ")
     fsdp2 = "model.device_map=fsdp2"
-    assert keepsight.fails(*given, fsdp2, "shard=true") == f"shard=true is ZeRO-3, {fsdp2} is FSDP2: give one of them"
-    for key in (fsdp2, "shard=true"):
-        assert keepsight.fails(*given, key, "model.quantize=nf4").startswith(f"{key}: quantised weights cannot be")
-    assert keepsight.fails(*given, "gpu=many").startswith("'many' is no amount of memory")
+    wrong = {
+        "tokens=1000000000": "tokens=1000000000 is more than the model's context of 131072; lower it",
+        "answer=100000": "answer=100000 must be less than or equal to 16384",
+        "utilisation=2": "utilisation=2.0 must be less than or equal to 1",
+        "model.quantize=int3": "model.quantize=int3 is unknown; choose one of nf4",
+        "model.device_map=auto": "model.device_map=auto: where layers go is decided",
+        f"{fsdp2} shard=true": f"shard=true is ZeRO-3, {fsdp2} is FSDP2: give one of them",
+        "shard=true model.quantize=nf4": "shard=true: quantised weights cannot be",
+    }
+    for keys, said in wrong.items():
+        assert keepsight.fails(*given, *keys.split()).startswith(said)
 
 
 def test_a_divided_target_takes_less_of_each_gpu(keepsight: CommandLine, here: Path) -> None:

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from keepsight import files, recipes
-from keepsight.commands.config import UsesMethods
+from keepsight.commands.config_shared import UsesMethods
 from keepsight.commands.from_recipe import resources_of, target_of
 from keepsight.commands.parse import parse
 from keepsight.runtime.generate import generate
@@ -55,35 +54,22 @@ def overrides(section: str) -> list[str]:
     return [f"{section}.{key}={value}" for key, value in {**SHORT, "report_to": "[]"}.items()]
 
 
-def test_every_recipe_has_an_architecture() -> None:
-    assert {path.stem for path in FOLDER.glob("*.yaml")} - {"demo"} == FAMILY_OF.keys()
-
-
-@pytest.mark.parametrize("name", sorted(FAMILY_OF.keys() - {"smollm2-135m"}))
-def test_those_of_one_architecture_differ_in_the_model_alone(name: str) -> None:
+def test_those_of_one_architecture_differ_in_the_model_alone() -> None:
     """So that what is trained below, with the first of them, stands for all."""
-    first, own = (parse(UsesMethods, [f"recipe={each}"]) for each in (FIRST_OF[FAMILY_OF[name]], name))
-    model = replace(own.model, id=first.model.id)
-    assert replace(own, model=model) == first
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return tiny_tokenizer()
+    assert {path.stem for path in FOLDER.glob("*.yaml")} - {"demo"} == FAMILY_OF.keys()
+    for name in FAMILY_OF.keys() - {"smollm2-135m"}:
+        first, own = (parse(UsesMethods, [f"recipe={each}"]) for each in (FIRST_OF[FAMILY_OF[name]], name))
+        assert replace(own, model=replace(own.model, id=first.model.id)) == first, name
 
 
 @pytest.mark.parametrize("family", FIRST_OF)
 def test_its_modules_are_trained_and_evaluated(
-    family: str,
-    keepsight: CommandLine,
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    keepsight: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(files, "write_png", lambda *_: None)  # takes as long as the training, and has its tests
     fresh_model(family, **SHAPE, **MORE.get(family, {})).save_pretrained("tiny")
-    tokenizer.save_pretrained("tiny")
+    tiny_tokenizer().save_pretrained("tiny")
     recipe = [f"recipe={FIRST_OF[family]}", "model.id=tiny", "model.device=cpu"]
     write_data(Path("data"), target_of(parse(UsesMethods, recipe)))
     keepsight("train", *recipe, "data=data", "out=adapter", "lookahead.tokens=4", *overrides("train"))
@@ -91,9 +77,8 @@ def test_its_modules_are_trained_and_evaluated(
     keepsight("train_draft_head", *recipe, "data=data", "out=head", *head)
     retrieval = ["retrieval_head.queries=8", *overrides("retrieval_head.train")]
     keepsight("train_retrieval_head", *recipe, "data=data", "head=head", "out=retrieval", *retrieval)
-    config = parse(
-        UsesMethods, [*recipe, "adapter=adapter", "retrieval=retrieval", "draft.head=head", "draft.layers=null"]
-    )
+    artifacts = ["adapter=adapter", "retrieval=retrieval", "draft.head=head", "draft.layers=null"]
+    config = parse(UsesMethods, [*recipe, *artifacts])
     target = target_of(config)
     resources, prompt = resources_of(config, target), prompt_ids(60)[0]
     full = generate(target.model, prompt, make_method("full", None), max_new_tokens=6)

@@ -1,4 +1,4 @@
-"""A target with a layer and the head on the disk until they run, or over two devices, gives what a whole one gives."""
+"""A base model with a layer and the head on disk until they run, or over two devices, gives what a whole one gives."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -32,15 +32,8 @@ TRAININGS = {
     "draft head": (DRAFT_HEAD, "model.safetensors"),
     "retrieval head": (RETRIEVAL_HEAD, "retrieval_head.safetensors"),
 }
-NEEDLES = [
-    "tasks=[niah_single]",
-    "lengths=[320]",
-    "samples=1",
-    "budgets=[40]",
-    "max_new_tokens=4",
-    "draft.layers=[0,2]",
-]
-METHODS = "methods=[full,oracle,lookaheadkv,speckv,quest,snapkv,adakv,h2o]"
+NEEDLES = ["tasks=[niah_single]", "lengths=[320]", "samples=1", "budgets=[40]", "max_new_tokens=4"]
+METHODS = "draft.layers=[0,2] methods=[full,oracle,lookaheadkv,speckv,quest,snapkv,adakv,h2o]"
 _ENDS = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head")
 _LAYERS = [f"model.layers.{place}" for place in range(7)]
 PARTS: dict[str, Any] = {
@@ -83,7 +76,7 @@ def test_a_training(keepsight: CommandLine, here: Path, training: str, parts: st
 @pytest.mark.parametrize("parts", PARTS)
 def test_an_evaluation(keepsight: CommandLine, here: Path, parts: str) -> None:
     keepsight(*LOOKAHEAD, *TINY, "data=data", "out=adapter")
-    asked = ["eval", *TINY, *NEEDLES, METHODS, "adapter=adapter"]
+    asked = ["eval", *TINY, *NEEDLES, *METHODS.split(), "adapter=adapter"]
     keepsight(*asked, "out=whole")
     with loaded_in(parts):
         keepsight(*asked, "out=parts")

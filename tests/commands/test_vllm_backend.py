@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from keepsight.commands import data
-from keepsight.data_gen.store import TrainingSample
+from keepsight.data_gen import backends
 from keepsight.files import read_json, write_json
 from keepsight.models import model_files
 from keepsight.models.targets import load_target
@@ -83,6 +83,7 @@ def test_vllm_answers_as_transformers_does(
     keepsight: CommandLine, here: Path, engine: Vllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(data, "training_dtype", lambda model: "float32")  # with auto vLLM takes what the files hold
     keepsight("data", *ASKED, "model.revision=v2", "vllm={max_model_len:900,enforce_eager:true}", "out=vllm")
     given = {"revision": "v2", "dtype": "float32", "trust_remote_code": False}
     given |= {"max_model_len": 900, "enforce_eager": True}
@@ -106,12 +107,8 @@ def test_a_models_own_repetition_penalty(keepsight: CommandLine, here: Path, eng
     write_json(path, read_json(path) | {"repetition_penalty": 1.9})
     keepsight("data", *TINY, *DATA, "out=own", "max_new_tokens=12")
     keepsight("data", *ASKED, "out=vllm", "max_new_tokens=12")
-    before, own, theirs = (answers(here / name) for name in ("before", "own", "vllm"))
+    before, own, theirs = ([row.answer_ids for row in samples_of(here / each)] for each in ("before", "own", "vllm"))
     assert theirs == own != before
-
-
-def answers(out: Path) -> list[list[int]]:
-    return [row.answer_ids for row in samples_of(out)]
 
 
 def test_a_packaged_target_is_read_from_its_folder(
@@ -128,28 +125,12 @@ def test_a_packaged_target_is_read_from_its_folder(
     assert (settings["model"], settings["version"]) == ("ada/tiny", "sha256:packed")
 
 
-def test_the_dtype_is_that_of_the_training(
-    keepsight: CommandLine, engine: Vllm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With auto vLLM takes float16 where the files hold it, in which nobody trains."""
-    monkeypatch.setattr(data, "training_dtype", lambda model: "bfloat16")
-    keepsight("data", *ASKED)
-    assert [each["dtype"] for each in engine.made] == ["bfloat16"]
-
-
 @pytest.mark.parametrize("fails_at", [-1, 1])
 def test_the_engine_ends_with_the_data(keepsight: CommandLine, engine: Vllm, fails_at: int) -> None:
     """Or its processes hold the GPU's memory while `keepsight fit` trains."""
     engine.fails_at = fails_at
     (keepsight if fails_at < 0 else keepsight.fails)("data", *ASKED)
     assert (len(engine.made), engine.ended) == (1, 1)
-
-
-def test_an_engine_that_does_not_start_is_one_line(keepsight: CommandLine, engine: Vllm) -> None:
-    engine.starts = False
-    said = keepsight.fails("data", *ASKED)
-    assert said.startswith("backend=vllm: the engine does not start (Engine core initialization failed. ")
-    assert said.endswith("with 'vllm={gpu_memory_utilization:0.5,max_model_len:4096}' it takes less memory")
 
 
 def test_an_engine_that_dies_is_one_line_and_is_gone_on_with(keepsight: CommandLine, here: Path, engine: Vllm) -> None:
@@ -167,33 +148,31 @@ def test_an_engine_that_dies_is_one_line_and_is_gone_on_with(keepsight: CommandL
 
 
 def test_an_answer_that_was_cut_for_want_of_room_is_refused(keepsight: CommandLine, here: Path, engine: Vllm) -> None:
-    longest = max(len(row.prompt_ids) for row in made(keepsight, here))
+    keepsight("data", *TINY, *DATA, "out=own")
+    longest = max(len(row.prompt_ids) for row in samples_of(here / "own"))
     for room, message in ((longest + 2, "which leaves no room for 4 more; raise max_model_len in vllm="),
                           (longest, f"This model's maximum context length is {longest} tokens.")):  # fmt: skip
         assert message in keepsight.fails("data", *ASKED, f"vllm={{max_model_len:{room}}}", f"out=data-{room}")
-    assert len(engine.made) == 2
 
 
-def made(keepsight: CommandLine, here: Path) -> list[TrainingSample]:
-    keepsight("data", *TINY, *DATA, "out=own")
-    return samples_of(here / "own")
-
-
-def test_processes_of_one_launch_do_not_share_an_engine(
-    keepsight: CommandLine, engine: Vllm, monkeypatch: pytest.MonkeyPatch
+def test_what_keeps_an_engine_from_starting_is_one_line(
+    keepsight: CommandLine, here: Path, engine: Vllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keepsight.data_gen.backends.launched", lambda: SimpleNamespace(num_processes=2))
-    said = keepsight.fails("data", *ASKED)
-    assert said == (
-        "backend=vllm uses all GPUs from one process; start keepsight data without accelerate launch or torchrun"
-    )
+    for patched, name, value, said in (
+        (sys.modules, "vllm", None, "backend=vllm needs the package vllm (pip install vllm); or "),
+        (
+            backends.__dict__,
+            "launched",
+            lambda: SimpleNamespace(num_processes=2),
+            "backend=vllm uses all GPUs from one",
+        ),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setitem(patched, name, value)
+            assert keepsight.fails("data", *ASKED).startswith(said)
+        assert not (here / "data").exists()
+    engine.starts = False
+    message = keepsight.fails("data", *ASKED)
+    assert message.startswith("backend=vllm: the engine does not start (Engine core initialization failed. ")
+    assert message.endswith("with 'vllm={gpu_memory_utilization:0.5,max_model_len:4096}' it takes less memory")
     assert not engine.made
-
-
-def test_a_missing_vllm_is_one_line(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", None)  # as where it is not installed
-    said = keepsight.fails("data", *ASKED)
-    assert said.startswith(
-        "backend=vllm needs the package vllm (pip install vllm); or start a server with it elsewhere"
-    )
-    assert not (here / "data").exists()

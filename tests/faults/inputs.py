@@ -87,5 +87,5 @@ def _of_another_type() -> Iterator[str]:
     for name, (schema, _) in COMMANDS.items():
         given = " ".join(base[name].arguments) if name in base else f"{name} out=o"
         for key in keys_of(schema):
-            for wrong in _WRONG.get(get_origin(key.plain) or key.plain, ()):
+            for wrong in _WRONG.get(get_origin(key.kind) or key.kind, ()):
                 yield f"{given} {key.name}={wrong}"

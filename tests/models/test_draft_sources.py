@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from keepsight.commands.config import DraftConfig, ModelConfig, UsesMethods
+from keepsight.commands.config_shared import DraftConfig, ModelConfig, UsesMethods
 from keepsight.commands.from_recipe import draft_of
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import LayerSubset, LoadedDraft, load_draft

@@ -8,7 +8,7 @@ import torch
 
 from keepsight import LookaheadKV
 from keepsight.commands import train
-from keepsight.commands.config import ModelConfig
+from keepsight.commands.config_shared import ModelConfig
 from keepsight.commands.from_recipe import training_target
 from keepsight.errors import UserError
 from keepsight.models import targets

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from keepsight.commands import train
-from keepsight.commands.config import ModelConfig
+from keepsight.commands.config_shared import ModelConfig
 from keepsight.models.targets import load_target
 from keepsight.train.distributed import DIVIDED
 from tests.tiny import prompt_ids

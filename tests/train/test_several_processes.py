@@ -14,7 +14,7 @@ from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig
 
 from keepsight.commands import train as command
 from keepsight.commands.cli import main
-from keepsight.commands.config import ModelConfig
+from keepsight.commands.config_shared import ModelConfig
 from keepsight.models.hub import plan_upload
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.targets import load_target

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from keepsight.commands import train as command
-from keepsight.commands.config import ModelConfig
+from keepsight.commands.config_shared import ModelConfig
 from keepsight.commands.from_recipe import training_target
 from keepsight.errors import UserError
 from keepsight.models.lookahead import ADAPTER, TOKENS, LookaheadAdapter

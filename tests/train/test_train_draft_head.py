@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from keepsight.commands import train_draft_head as command
-from keepsight.commands.config import ModelConfig
+from keepsight.commands.config_shared import ModelConfig
 from keepsight.errors import UserError
 from keepsight.models.draft_head import DraftHead, EagleHead
 from keepsight.models.targets import load_target

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from keepsight.commands import train_retrieval_head as command
-from keepsight.commands.config import ModelConfig
+from keepsight.commands.config_shared import ModelConfig
 from keepsight.errors import UserError
 from keepsight.models.card import Provenance
 from keepsight.models.retrieval_head import WEIGHTS, RetrievalHead, parameters

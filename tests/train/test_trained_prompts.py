@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from keepsight.commands import train as command
-from keepsight.commands.config import ModelConfig
+from keepsight.commands.config_shared import ModelConfig
 from keepsight.errors import UserError
 from keepsight.files import read_json, write_json
 from keepsight.models.lookahead import CONFIG, LookaheadAdapter

@@ -1,0 +1,328 @@
+"""The configurations of `keepsight plan` and `keepsight bench`; see `keepsight.commands.config`."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, PositiveInt
+
+from keepsight.commands.config_shared import Counts, NonEmpty, TaskKeys, UsesMethods, UsesModel
+from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.train.settings import LookaheadTrainSettings, RetrievalHeadSettings
+
+COMPARED = ("lookaheadkv", "snapkv", "pyramidkv", "adakv", "tova", "streamingllm")
+"""Methods that the benchmarks compare by default."""
+
+
+@dataclass
+class Plan(UsesModel):
+    """keepsight plan: how many layers must keep their KV entries in CPU memory, for a model, a GPU and a load.
+
+        keepsight plan recipe=llama8b memory=24GiB requests=4 budget=2048
+        keepsight plan recipe=qwen3-8b memory=40GB out=runs/plan.png
+        keepsight plan train recipe=llama8b tokens=16384 gpus=8 gpu=80GB
+
+    A method that reads a few KV entries per step, chosen by a retrieval head, needs few of them on the GPU: a layer
+    whose entries are in CPU memory has `budget` slots there. For each number of such layers the table gives the longest
+    request that fits. The GPU also holds the weights of the model and of a retrieval head of its shape, 30 % of both
+    for activations, and the head's keys. The last column is the formula of SpeContext (arXiv 2512.00722, algorithm 1,
+    its line 3 corrected), which counts the head's values and repeated KV heads as well. Only the model's configuration
+    is fetched, no weights; model.dtype=auto means bfloat16.
+
+    Attributes:
+        memory: GPU memory: 24GiB, 24GB or a number of bytes; by default that of this machine's GPU.
+        requests: Number of concurrent requests.
+        budget: KV entries that each KV head reads per token.
+        out: PNG file for a plot of the table; none by default.
+    """
+
+    memory: str | None = None
+    requests: PositiveInt = 1
+    budget: PositiveInt = 2048
+    out: str | None = None
+    retrieval_head: RetrievalHeadSettings = field(default_factory=RetrievalHeadSettings)
+
+
+@dataclass
+class PlanTrain(UsesModel):
+    """keepsight plan train: the memory and time that training a lookahead module takes, before anything is loaded.
+
+        keepsight plan train recipe=llama3.1-8b tokens=16384 gpus=8 gpu=80GB
+        keepsight plan train recipe=llama3.1-70b tokens=16384 gpus=8 gpu=80GB shard=true
+        keepsight plan train recipe=llama3.1-70b model.device_map=fsdp2 tokens=16384 gpus=8 gpu=80GB
+        keepsight plan train recipe=llama3.3-70b model.quantize=nf4 tokens=8192 gpu=80GB
+
+    The step itself runs on tensors without storage, which gives its peak memory: within 10 % of what torch's allocator
+    measures on small models. What a GPU's libraries and a fragmented allocator add, often one or two GiB, is not in it.
+    The times divide the counted operations by an assumed share of the GPU's peak. model.dtype=auto means bfloat16.
+
+    Attributes:
+        tokens: Longest prompt in tokens; by default 16384, or the model's context where it is shorter.
+        answer: Longest answer in tokens, at most 16384: a plan takes time for each of them.
+        gpus: Number of GPUs.
+        gpu: Memory of each: 80GB, 80GiB or a number of bytes.
+        shard: Whether the model is sharded over the GPUs by ZeRO-3; for FSDP2 give model.device_map=fsdp2.
+        samples: Samples of the whole training.
+        flops: Peak of a GPU in the model's dtype, in 1e12 operations a second; an H100's in bfloat16 by default.
+        utilisation: Share of the peak that is assumed to be reached.
+    """
+
+    tokens: PositiveInt | None = None
+    answer: Annotated[PositiveInt, Field(le=1 << 14)] = 512
+    gpus: PositiveInt = 1
+    gpu: str = "80GB"
+    shard: bool = False
+    samples: PositiveInt = 86000
+    flops: Annotated[float, Field(gt=0, le=1e6)] = 989.0
+    utilisation: Annotated[float, Field(gt=0, le=1)] = 0.4
+    lookahead: LookaheadSettings = field(default_factory=LookaheadSettings)
+    train: LookaheadTrainSettings = field(default_factory=LookaheadTrainSettings)
+
+
+@dataclass
+class Lengths:
+    """The size of what is timed.
+
+    Attributes:
+        tokens: Prompt length in tokens.
+        answer_tokens: Answer length in tokens.
+    """
+
+    tokens: PositiveInt = 1024
+    answer_tokens: PositiveInt = 24
+
+
+@dataclass
+class Benched(UsesMethods):
+    """Keys of benchmarks of methods.
+
+    Attributes:
+        methods: Methods, named as for `keepsight eval`.
+        budgets: KV entries per head.
+    """
+
+    methods: Annotated[list[Any], NonEmpty] = field(default_factory=lambda: list(COMPARED))
+    budgets: Counts = field(default_factory=lambda: [64])
+
+
+@dataclass
+class BenchTrain(Lengths, UsesModel):
+    """keepsight bench train: a training step of a lookahead module against one prefill of its batch.
+
+        keepsight bench train train.replays=8 train.batch_size=4
+
+    Prints seconds and peak memory of both, and how many prefills a step takes.
+
+    Attributes:
+        cells: Number of modules that learn from the same outputs of the model, as in an ablation.
+        repeats: Timed repetitions, after one to warm up.
+    """
+
+    cells: PositiveInt = 1
+    repeats: PositiveInt = 5
+    lookahead: LookaheadSettings = field(default_factory=LookaheadSettings)
+    train: LookaheadTrainSettings = field(default_factory=LookaheadTrainSettings)
+
+
+@dataclass
+class BenchEval(Lengths, Benched):
+    """keepsight bench eval: the sweep of an evaluation, one prefill per sample, against one run per variant.
+
+        keepsight bench eval tokens=1024 answer_tokens=24 samples=3
+
+    Prints seconds per sample of both, and their ratio.
+
+    Attributes:
+        samples: Number of timed samples.
+    """
+
+    budgets: Counts = field(default_factory=lambda: [64, 128, 256])
+    samples: PositiveInt = 3
+
+
+@dataclass
+class BenchEvict(Benched):
+    """keepsight bench evict: time and memory of scoring and selecting entries, for each method, against the prefill.
+
+        keepsight bench evict lengths=1024,4096 methods=snapkv,lookaheadkv budgets=128
+
+    Prints for each prompt length and method: milliseconds, share of the prefill's time, peak memory, and the peak of
+    the KV entries in bytes, which eviction during the prefill (`during_prefill`) keeps low. The prefill and the methods
+    take turns, so that ratios are right on a machine whose speed varies.
+
+    Attributes:
+        lengths: Prompt lengths in tokens.
+        repeats: Turns of the prefill and all methods, after one to warm up.
+    """
+
+    lengths: Counts = field(default_factory=lambda: [1024, 4096])
+    repeats: PositiveInt = 5
+
+
+@dataclass
+class BenchDecode(Lengths, Benched):
+    """keepsight bench decode: a decoding step from the entries that each method keeps, against the full cache.
+
+        keepsight bench decode tokens=4096 methods=snapkv,adakv,pyramidkv budgets=128
+
+    Prints for each method: milliseconds a step, tokens per second, the ratio to the full cache's step and to that of
+    the first method named, and the memory of the KV entries. Methods take turns, so that ratios are right on a machine
+    whose speed varies; all caches are in memory at once. The prefill and the eviction are not timed.
+
+    Attributes:
+        batch: Batch size.
+        answer_tokens: Decoding steps that are timed, after three to warm up.
+    """
+
+    tokens: PositiveInt = 4096
+    budgets: Counts = field(default_factory=lambda: [128])
+    batch: PositiveInt = 1
+    answer_tokens: PositiveInt = 32
+
+
+@dataclass
+class BenchOps(Benched):
+    """keepsight bench ops: operators and device syncs of each method, counted on any device as a GPU would see them.
+
+        keepsight bench ops methods=snapkv,lookaheadkv,adakv
+
+    Prints for each method the operators that launch work, and the syncs that wait for it, per layer, in scoring,
+    selecting and gathering, and in a decoding step, beside the plain model's. Nothing is timed.
+
+    Attributes:
+        tokens: Prompt length in tokens.
+    """
+
+    tokens: PositiveInt = 512
+
+
+@dataclass
+class BenchSpeCache(Lengths, UsesModel):
+    """keepsight bench specache: a decoding step with packed KV entries, in total and by part.
+
+        keepsight bench specache tokens=2048 bits=1
+
+    Attributes:
+        answer_tokens: Decoding steps that are timed.
+        batch: Batch size.
+        bits: Bits per packed value.
+    """
+
+    batch: PositiveInt = 1
+    bits: Counts = field(default_factory=lambda: [1, 2])
+
+
+@dataclass
+class BenchSpeculate(Lengths, UsesMethods):
+    """keepsight bench speculate: speculative decoding with a draft head against plain decoding.
+
+        keepsight bench speculate draft.head=HEAD draft.layers=null
+        keepsight bench speculate draft.head=HEAD draft.layers=null data=runs/data samples=10
+
+    Prints tokens per second of both, the acceptance length, and whether the answers are the same.
+
+    Attributes:
+        tokens: Prompt length in tokens; the longest one where prompts come from `data`.
+        draft_tokens: Tokens per draft.
+        data: Folder made by `keepsight data`, whose last prompts are taken; needles in a haystack by default.
+        samples: Number of prompts.
+    """
+
+    draft_tokens: PositiveInt = 5
+    data: str | None = None
+    samples: PositiveInt = 3
+
+
+@dataclass
+class BenchRetrieve(UsesMethods):
+    """keepsight bench retrieve: a retrieval head's size, its decoding steps by part, and the bytes that it loads.
+
+        keepsight bench retrieve retrieval=HEAD
+        keepsight bench retrieve retrieval=null retrieval_head.features=none      # a head with random weights
+
+    Without `retrieval=` only size and speed are measured: the entries that random weights choose say nothing.
+
+    Attributes:
+        lengths: KV entries in the cache while steps are timed; the entries are random.
+        budgets: KV entries that a KV head reads per step; the largest one where steps are timed.
+        batch: Batch size where steps are timed.
+        repeats: Timed steps, after one to warm up.
+        tokens: Length in tokens of the real texts over which loaded bytes are counted.
+        samples: Number of these texts.
+        answer_tokens: Decoding steps after each text.
+    """
+
+    lengths: Counts = field(default_factory=lambda: [4096, 16384, 32768])
+    budgets: Counts = field(default_factory=lambda: [64, 256, 1024])
+    batch: PositiveInt = 1
+    repeats: PositiveInt = 5
+    tokens: PositiveInt = 4096
+    samples: PositiveInt = 3
+    answer_tokens: PositiveInt = 24
+    retrieval_head: RetrievalHeadSettings = field(default_factory=RetrievalHeadSettings)
+
+
+@dataclass
+class BenchDraft(UsesModel):
+    """keepsight bench draft: search for the layers of a model that make a good draft.
+
+        keepsight bench draft recipe=smollm2-135m keep=26,20 out=runs/draft
+        keepsight bench draft recipe=qwen3-8b data=runs/data keep=24,18 out=runs/draft
+
+    Removes layers one by one, always the one whose absence changes the model's answers least, and compares the subsets
+    of the sizes in `keep` with the model on held-out texts. Prints a table and the line for the recipe; writes
+    draft.json and draft.png to `out`. A search that was stopped resumes when the same command is run again.
+
+    Attributes:
+        out: Folder for the results.
+        keep: Numbers of layers for which drafts are reported.
+        data: Folder made by `keepsight data`; by default texts are made under `out`.
+        mixture: Mixture of these texts: a file in recipes/mixtures/, or a path to a YAML file of your own.
+        prompt_tokens: Shortest and longest prompt in tokens; longer ones in `data` are left out.
+        samples: Number of texts for the search.
+        held_out: Number of held-out texts for the table.
+        answer_tokens: Number of tokens compared, from the start of each answer.
+        seed: Random seed of the mixture's draws.
+    """
+
+    out: str = "???"
+    keep: Counts = field(default_factory=lambda: [20, 16, 12])
+    data: str | None = None
+    mixture: str = "offline"
+    prompt_tokens: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] = field(
+        default_factory=lambda: [128, 512]
+    )
+    samples: PositiveInt = 16
+    held_out: PositiveInt = 32
+    answer_tokens: PositiveInt = 32
+    seed: int = 0
+
+
+@dataclass
+class BenchHits(TaskKeys):
+    """keepsight bench hits: top-k hit rate of the methods that read a part of the cache, step by step.
+
+        keepsight bench hits retrieval=runs/retrieval tasks=niah_single lengths=2048 budgets=64,256,1024 out=runs/hits
+        keepsight bench hits tasks=jsonl jsonl.dir=DIR max_tokens=4096 methods=specontext,quest,exact_topk out=runs/hits
+
+    The full cache answers; at each token of the answer a method selects the entries that it would read. `hit` is the
+    top-k hit rate: the share of the layer's k entries with the most attention that are read, k being the budget. `mass`
+    is the share of the attention on the entries read, `overlap` the share of them that the step before read too.
+    `best shared` reads the same entries in all layers, those with the most attention on average: no such set has a
+    larger `mass`; for a retrieval head with groups of layers there is such a row by groups too. `exact_topk` selects by
+    each layer's own attention. Writes hits.jsonl (a row per sample), hits.csv and hits.png to `out`. A stopped run
+    resumes when the same command is run again.
+
+    Attributes:
+        methods: Methods that read a part of the cache: specontext, quest, exact_topk; with options as for keepsight
+            eval.
+        budgets: KV entries read per step and KV head.
+        heads: Further retrieval heads under names of their own, {NAME: FOLDER_OR_HUB_ID}. A draft head is pruned first,
+            with the features of the step before, and not distilled.
+    """
+
+    COMMON: ClassVar = (
+        *("out", "model.id", "retrieval", "heads", "tasks", "lengths", "samples", "methods", "budgets", "jsonl.dir"),
+    )
+    methods: list[Any] = field(default_factory=lambda: ["specontext", "quest", "exact_topk"])
+    budgets: Counts = field(default_factory=lambda: [64, 256, 1024])
+    heads: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,111 @@
+"""Recipes: the values of keys that the arguments do not give, and how they follow from the model."""
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+
+from keepsight.errors import UserError
+
+DEFAULT_RECIPE = "smollm2-135m"
+_SETTINGS = ("lookahead", "train", "replay", "finetune", "draft_head", "retrieval_head")
+"""Sections that do not depend on a model's weights."""
+
+
+class Choice(NamedTuple):
+    """The recipe that a command takes its values from (None for none), its sections, and the line that says so."""
+
+    name: str | None
+    sections: Sequence[str]
+    said: str = ""
+
+
+def chosen(schema: type, given: Mapping[str, str]) -> Choice:
+    """The recipe for the arguments of a command that has a model.
+
+    It is that of `recipe=`; or that of the Hub id `model.id=`; or of a recipe for the same architecture and size the
+    training settings, without adapter, head or draft; or none: then the dataclasses' defaults apply, which are the
+    papers'. Without either key it is DEFAULT_RECIPE, unless the schema NEEDS_MODEL.
+    """
+    every = [each.name for each in fields(schema)]
+    if "recipe" in given:
+        return Choice(given["recipe"], every)
+    if (model_id := given.get("model.id")) is None:
+        if getattr(schema, "NEEDS_MODEL", False):
+            return Choice(None, every)
+        return Choice(DEFAULT_RECIPE, every, f"recipe={DEFAULT_RECIPE}, as neither recipe= nor model.id= is given")
+    ids = {found.model.id: name for name, found in recipes().items() if "model" in found}
+    if name := ids.get(model_id):
+        return Choice(name, every, f"model.id={model_id}: recipe={name}")
+    shape = _shape(model_id, given.get("model.revision"))
+    for name, found in recipes().items():
+        if shape and list(found.get("fits", [])) == shape:
+            said = f"training settings of recipe={name}, which is for this architecture and size"
+            return Choice(name, [each for each in every if each in _SETTINGS], f"model.id={model_id}: {said}")
+    return Choice(None, every, f"model.id={model_id}: no recipe is for this model, the papers' settings apply")
+
+
+def values_of(choice: Choice) -> DictConfig:
+    """What the recipe says of the sections.
+
+    Raises:
+        UserError: there is no such recipe.
+    """
+    if choice.name is None:
+        return OmegaConf.create()
+    if choice.name not in (known := recipes()):
+        raise UserError(f"recipe={choice.name} is unknown; choose one of {', '.join(known)}")
+    GlobalHydra.instance().clear()
+    with initialize_config_module("keepsight.recipes", version_base="1.3"):
+        return OmegaConf.masked_copy(compose(f"recipe/{choice.name}"), list(choice.sections))
+
+
+@functools.cache
+def say_once(line: str) -> None:
+    """Print a line to stderr, in the first process of a launch alone."""
+    if line and os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr)
+
+
+@functools.cache
+def recipes() -> dict[str, DictConfig]:
+    """The plain content of every file in recipes/recipe/, by name."""
+    found = [Path(str(path)) for path in (files("keepsight.recipes") / "recipe").iterdir()]
+    return {path.stem: cast(DictConfig, OmegaConf.load(path)) for path in sorted(found) if path.suffix == ".yaml"}
+
+
+def _shape(model_id: str, revision: str | None) -> list[Any] | None:
+    """Architecture, hidden size and number of layers of a model, as `fits` in recipes names them; None if unknown."""
+    path = Path(model_id, "config.json")
+    try:
+        if not path.is_file():
+            path = _fetched(model_id, revision)
+        config = json.loads(path.read_text(encoding="utf-8"))
+        text = config.get("text_config", config)
+        return [config["model_type"], text["hidden_size"], text["num_hidden_layers"]]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return None
+
+
+@functools.cache
+def _fetched(model_id: str, revision: str | None) -> Path:
+    """The configuration in the Hub's cache, or on the Hub: or the first run of a model would take other settings."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    found = try_to_load_from_cache(model_id, "config.json", revision=revision)
+    if isinstance(found, str):
+        return Path(found)
+    from keepsight.models import model_files
+
+    if "/" not in model_id or not model_files.hub_answers():
+        raise FileNotFoundError(model_id)
+    return Path(hf_hub_download(model_id, "config.json", revision=revision))
