@@ -25,19 +25,6 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (row["sample"], row["method"]))
 
 
-def test_two_processes_take_turns_with_the_contexts(here: Path) -> None:
-    result = launch(here, *EVAL, "out=two")
-    assert result.returncode == 0, result.stderr
-    # The longest contexts come first, and each process takes every other one.
-    lengths = {
-        row["sample"].rpartition("-")[0]: row["kept"]
-        for row in read_jsonl(here / "two" / "results.jsonl")
-        if row["method"] == "full"
-    }
-    first, second, third = sorted(lengths, key=lambda context: (-lengths[context], context))
-    assert [*lengths] == [first, third, second]
-
-
 def test_two_processes_give_what_one_gives_and_go_on_where_others_stopped(keepsight: CommandLine, here: Path) -> None:
     keepsight("eval", *GIVEN, *TASK, "out=one")
     expected = rows_of(here / "one")
