@@ -110,7 +110,7 @@ def choices(model: PreTrainedModel, method: CacheMethod, seen: Answering) -> Ite
 
 
 def _of_head(model: PreTrainedModel, cache: RetrievalCache, seen: Answering, step: int) -> Sequence[Selection | None]:
-    """What a retrieval head selects for each layer."""
+    """A retrieval head's selection for each layer."""
     selector, token = cache.selector, seen.answer[:, step : step + 1]
     place = seen.prompt_length + step
     chosen = selector.select(model.get_input_embeddings()(token), torch.full((1, 1), place, device=seen.answer.device))

@@ -1,8 +1,9 @@
 """Speed of an evaluation's sweep."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 
 import torch
 from transformers import PreTrainedModel
@@ -11,7 +12,6 @@ from keepsight.eval.answers import default_batch_tokens
 from keepsight.eval.bench.measure import require_room, seconds_of
 from keepsight.eval.sweep import Variant, run_sample, sweep
 from keepsight.eval.tasks.niah import make_samples
-from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.models.targets import Target
 from keepsight.runtime.generate import Method, generate
 
@@ -30,12 +30,17 @@ def bench_sweep(
         replace(sample, max_new_tokens=answer_tokens)
         for sample in make_samples("single", tokens, samples + 1, 0, target.tokenizer)
     ]
-    most = default_batch_tokens(target.model)
+    most, (warm_up, *timed) = default_batch_tokens(target.model), chosen
+
+    def one_by_one() -> None:
+        for sample, method in product(timed, methods.values()):
+            ids = sample.prompt_ids[None].to(target.model.device)
+            generate(target.model, ids, method, max_new_tokens=answer_tokens, do_sample=False)
+
     with _endless(target.model):
-        warm_up, *timed = chosen
         run_sample(target, warm_up, variants, most)
         shared = seconds_of(lambda: list(sweep(target, timed, variants, set(), most))) / samples
-        separate = seconds_of(lambda: _one_by_one(target, timed, methods)) / samples
+        separate = seconds_of(one_by_one) / samples
     yield (
         f"{len(methods)} variants, {tokens} prompt tokens, {answer_tokens} answer tokens, {samples} samples, "
         f"{torch.get_num_threads()} threads"
@@ -43,13 +48,6 @@ def bench_sweep(
     yield f"sweep     {shared:7.2f} s a sample"
     yield f"separate  {separate:7.2f} s a sample"
     yield f"ratio     {separate / shared:7.2f}"
-
-
-def _one_by_one(target: Target, samples: Sequence[RenderedSample], methods: Mapping[str, Method]) -> None:
-    for sample in samples:
-        ids = sample.prompt_ids[None].to(target.model.device)
-        for method in methods.values():
-            generate(target.model, ids, method, max_new_tokens=sample.max_new_tokens, do_sample=False)
 
 
 @contextmanager

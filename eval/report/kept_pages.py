@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import chain, zip_longest
+from itertools import chain, takewhile, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,10 +41,8 @@ class Example(NamedTuple):
 def answers_of(rows: Sequence[Row]) -> list[Answer]:
     """Answers with what they have in common with the full cache's, which is `rows[0]` where it was run."""
     whole = rows[0]["answer"] if rows and rows[0]["method"] == FULL else ""
-    ends = []
-    for row in rows:
-        pairs = enumerate(zip(whole, row["answer"], strict=False))
-        ends.append(next((at for at, (a, b) in pairs if a != b), min(len(whole), len(row["answer"]))))
+    pairs = [zip(whole, row["answer"], strict=False) for row in rows]
+    ends = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], each)) for each in pairs]
     return [Answer(row, row["answer"][:end], row["answer"][end:]) for row, end in zip(rows, ends, strict=True)]
 
 
