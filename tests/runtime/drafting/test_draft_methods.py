@@ -23,7 +23,6 @@ SMALL_LAQ: Any = {"first_window": 8, "lookahead": 5}
 METHODS = {
     "laq": LAQ(16, QueryCache(**SMALL_LAQ)),
     "laq++": LAQPlus(16, QueryCache(window=4, **SMALL_LAQ), window=4),
-    "laq++ published": LAQPlus(16, QueryCache(window=4, mask="published", **SMALL_LAQ), window=4),
     "dapq": DapQ(16),
     "dapq random": DapQ(16, DraftObserver(RandomTokens(8)), pool=Pool()),
     "dapq text": DapQ(16, DraftObserver(ConstantText((5, 9, 77)))),

@@ -25,7 +25,10 @@ def four_layers(**changes):
     return tiny_model(num_hidden_layers=4, **changes)
 
 
-def test_the_draft_begins_with_the_models_token_and_goes_on_with_the_heads():
+@pytest.mark.parametrize("rows", [7, 1024])
+def test_the_draft_begins_with_the_models_token_and_goes_on_with_the_heads(rows, monkeypatch):
+    """However many rows the head reads at once."""
+    monkeypatch.setattr("keepsight.runtime.drafting.speculative._ROWS_AT_ONCE", rows)
     model, (ids, mask) = four_layers(eos_token_id=None), prompt_ids(40, 23)
     state = prefill(model, ids, mask, needs=ModelDrafter(HEAD).needs())
     draft = ModelDrafter(HEAD, 6)(model, state)
@@ -36,16 +39,10 @@ def test_the_draft_begins_with_the_models_token_and_goes_on_with_the_heads():
         assert draft.ids[row].tolist() == [int(first), *chain]
     (only,) = ModelDrafter(HEAD, 1)(model, state).ids.T
     assert torch.equal(only, state.logits.argmax(dim=-1))
-
-
-def test_a_draft_ends_with_its_end_token():
-    model, ids = four_layers(eos_token_id=None), prompt_ids(40)[0]
-    state = prefill(model, ids, needs=Needs(features=LAYERS))
-    free = ModelDrafter(HEAD, 6)(model, state).ids[0].tolist()
-    model.generation_config.eos_token_id = free[2]
+    tokens = draft.ids[0].tolist()
+    model.generation_config.eos_token_id = tokens[2]
     mask = ModelDrafter(HEAD, 6)(model, state).mask
-    assert mask is not None
-    assert mask[0].tolist() == [place <= free.index(free[2]) for place in range(6)]
+    assert mask is not None and mask[0].tolist() == [place <= tokens.index(tokens[2]) for place in range(6)]
 
 
 def test_speckv_keeps_what_the_heads_draft_observes():

@@ -40,11 +40,9 @@ def test_sentences_own_their_tokens():
 def test_the_closest_sentences_are_kept_in_order():
     method, ids = text_methods(budget=60, window=12)[1], text_ids(PROSE)
     kept = method.select(wide_model(), ids).tolist()
-    text = tiny_tokenizer().decode(ids[kept])
-    assert len(kept) == 60 < len(ids)
-    assert " The with statement wraps the execution of a block!" in text
+    assert " The with statement wraps the execution of a block!" in tiny_tokenizer().decode(ids[kept])
     assert kept[-12:] == list(range(len(ids) - 12, len(ids)))
-    assert kept == sorted(set(kept))
+    assert len(kept) == 60 and kept == sorted(set(kept))
 
 
 def test_kept_words_find_their_tokens():
@@ -67,9 +65,7 @@ def test_too_many_kept_words_are_asked_for_again():
     ids = text_ids(PROSE)
     method = LLMLingua2(40, 5, tokenizer=tiny_tokenizer(), label=generous)
     kept = method.select(wide_model(), ids)
-    assert 5 < len(kept) <= 40
-    assert len(asked) > 1
-    assert asked[0] == 35 / (len(ids) - 5)
+    assert 5 < len(kept) <= 40 and len(asked) > 1
     never = LLMLingua2(40, 5, tokenizer=tiny_tokenizer(), label=lambda text, _: by_word_length(text, 1))
     assert never.select(wide_model(), ids).tolist() == list(range(len(ids) - 5, len(ids)))
 
