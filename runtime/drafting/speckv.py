@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from typing_extensions import override
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import UserError, as_options, require_whole
 from keepsight.models.decoder import has_latents
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
 from keepsight.runtime import registry
@@ -141,6 +141,7 @@ Score = Callable[[Tensor, Tensor, Softmax], Tensor]
 and its softmax."""
 
 
+@as_options
 @dataclass(frozen=True)
 class SparsePrefill:
     """How a long prompt is read (SpecKV, section 4.2 and table 8).

@@ -11,7 +11,7 @@ from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from typing_extensions import override
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import UserError, as_options, require_whole
 from keepsight.models.draft_head import EagleHead
 from keepsight.models.draft_sources import DraftHeadSource
 from keepsight.runtime.attention import Reader, Softmax, grouped_attention
@@ -298,6 +298,7 @@ def head_answer(
     return DraftIds(ids, None if end is None else until_end(ids, end)), chain.cache
 
 
+@as_options
 @dataclass(frozen=True)
 class Speculative(CacheMethod):
     """Answers from another method's cache faster, with a draft head: the same greedy answer.

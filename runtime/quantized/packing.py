@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import UserError, as_options, require_whole
 from keepsight.runtime.layer import spare
 
 BITS = (1, 2, 4)
@@ -33,6 +33,7 @@ class Packed(NamedTuple):
         return sum(each.nbytes for each in self)
 
 
+@as_options
 @dataclass(frozen=True)
 class Quantizer:
     """Quantises keys and values.

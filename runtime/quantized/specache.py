@@ -220,9 +220,9 @@ class SpeCache(PackedMethod):
     @override
     def check_model(self, model: PreTrainedModel, tokens: Tensor) -> None:
         super().check_model(model, tokens)
-        config = model.config.get_text_config()
+        config, (rows, length) = model.config.get_text_config(), tokens.shape
         entry = config.num_hidden_layers, config.num_key_value_heads, head_width(config), model.dtype.itemsize
-        require_memory(*tokens.shape, *entry)
+        require_memory(rows, length, *entry)
 
     @override
     def packer(self) -> PackLayer:
@@ -230,7 +230,8 @@ class SpeCache(PackedMethod):
 
         def pack(keys: Tensor, values: Tensor, seen: int) -> SpeCacheLayer:
             entries = self.packed_entries(keys, values)
-            offloaded = (each[:, :, : entries.packed_length] for each in (keys, values))
-            return SpeCacheLayer(entries, seen, FullEntries.offload(*offloaded, traffic), selector)
+            count = entries.packed_length
+            full = FullEntries.offload(keys[:, :, :count], values[:, :, :count], traffic)
+            return SpeCacheLayer(entries, seen, full, selector)
 
         return pack

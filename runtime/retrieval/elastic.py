@@ -277,7 +277,8 @@ class Placement:
             if others := elastic_layers(layers):
                 slots, traffic = others[0].slots, others[0].full.traffic
             else:
-                slots, traffic = SlotMap.empty(*layer.keys.shape[:2], self.budget, self.device), Traffic()
+                batch, kv_heads, _, _ = layer.keys.shape
+                slots, traffic = SlotMap.empty(batch, kv_heads, self.budget, self.device), Traffic()
             layers[index] = ElasticLayer.from_layer(layer, slots, traffic)
 
 

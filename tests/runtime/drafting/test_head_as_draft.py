@@ -41,8 +41,8 @@ def test_the_draft_begins_with_the_models_token_and_goes_on_with_the_heads(rows,
     assert torch.equal(only, state.logits.argmax(dim=-1))
     tokens = draft.ids[0].tolist()
     model.generation_config.eos_token_id = tokens[2]
-    mask = ModelDrafter(HEAD, 6)(model, state).mask
-    assert mask is not None and mask[0].tolist() == [place <= tokens.index(tokens[2]) for place in range(6)]
+    ended = ModelDrafter(HEAD, 6)(model, state).mask
+    assert ended is not None and ended[0].tolist() == [place <= tokens.index(tokens[2]) for place in range(6)]
 
 
 def test_speckv_keeps_what_the_heads_draft_observes():

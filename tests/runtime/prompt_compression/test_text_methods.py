@@ -136,10 +136,11 @@ def test_sentences_are_ranked_in_float32_whatever_the_default_dtype():
         return torch.tensor([0.5 + place / 10**5 for place in range(len(sentences))], dtype=torch.float32)
 
     method = SentenceSimilarity(8, 3, tokenizer=tokenizer, similarity=similarity)
-    expected = method.select(wide_model(), ids)
+    model = wide_model()
+    expected = method.select(model, ids)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        found = method.select(None, ids)
+        found = method.select(model, ids)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(found, expected) and int(found[0]) > 3

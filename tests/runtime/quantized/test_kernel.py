@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -103,12 +104,13 @@ def test_prompts_whose_keys_are_transposed_and_nothing_is_packed() -> None:
 
 def test_answers_are_those_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     method, model, (ids, _) = SpeCache(1, 8, 16, 4), tiny_model(head_dim=16, pad_token_id=None), prompt_ids(40)
-    answer, called = prompt_ids(3, seed=1)[0], list[int]()
+    answer = prompt_ids(3, seed=1)[0]
     expected, _ = score_answer(method.reader(model), method.start(model, ids), answer)
-    monkeypatch.setattr(kernel, "usable", lambda query: called.append(query.shape[2]) is None)
+    usable = Mock(return_value=True)
+    monkeypatch.setattr(kernel, "usable", usable)
     found, _ = score_answer(method.reader(model), method.start(model, ids), answer)
     assert_close(found, expected)
-    assert called
+    usable.assert_called()
 
 
 def test_it_is_not_used_where_triton_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import psutil
@@ -74,8 +75,8 @@ def test_another_default_dtype_changes_nothing(dtype):
                 state, logits = read(method.reader(model), method.start(model, ids), _answer(20))
             finally:
                 torch.set_default_dtype(torch.float32)
-            chosen = [each.prefetched.fetch.wait().indices for each in specache_layers(state.cache) if each.prefetched]
-            found.append((logits, chosen))
+            layers: list[Any] = specache_layers(state.cache)
+            found.append((logits, [each.prefetched.fetch.wait().indices for each in layers if each.prefetched]))
         assert torch.equal(found[0][0], found[1][0])
         assert all(torch.equal(*pair) for pair in zip(found[0][1], found[1][1], strict=True))
 

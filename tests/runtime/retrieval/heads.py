@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from keepsight.models.draft_head import DraftHead
+from keepsight.models.draft_head import DraftHead, EagleHead
 from tests.close import assert_close
 from tests.models.slow_heads import causal_attend
 
@@ -59,7 +59,7 @@ def slow_chain(head, model, ids, first, count):
     return drafted, seen["last"]
 
 
-class Oracle(nn.Module):
+class Oracle(EagleHead):
     """Drafts the tokens of an answer after a prompt of 50 tokens, but for some places where it is wrong.
 
     It knows where it is by the positions of its rows: row t guesses token t + 2.
