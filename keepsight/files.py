@@ -225,13 +225,16 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, ob
     """Write a table with a header; a text that a spreadsheet would run as a formula gets a quote in front."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
+    writer.writerow(map(_cell, columns))
     writer.writerows([_cell(row[column]) for column in columns] for row in rows)
     write_text(path, text.getvalue())
 
 
 def _cell(value: object) -> object:
-    return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
+    if not isinstance(value, str):
+        return value
+    text = re.sub("\r\n?", "\n", value)  # Python before 3.13 does not quote a carriage return, which begins a row
+    return f"'{text}" if _FORMULA.match(text) else text
 
 
 # JSON

@@ -1,5 +1,6 @@
 """The tables of an evaluation, which a page shows sortable, and which are saved as Markdown, LaTeX and CSV."""
 
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -67,7 +68,7 @@ class Table:
         columns = []
         for column in self.columns:
             texts = [column.title, *(text_of(row, column) for row in self.rows)]
-            cells = [printable(text).replace("|", r"\|") for text in texts]
+            cells = [re.sub(r"(\\*)\|", r"\1\1\|", printable(text)) for text in texts]
             width = max(3, *map(len, cells))
             cells = [cell.ljust(width) if column.is_text else cell.rjust(width) for cell in cells]
             rule = "-" * width if column.is_text else "-" * (width - 1) + ":"

@@ -130,7 +130,7 @@ def _writers(world: World) -> dict[str, Callable[[Path], object]]:
 
     return {
         "adapter": lambda path: adapter.save(path, Provenance("ada/x")),
-        "state": lambda path: save_state(state, path, model),
+        "state": lambda path: save_state(state, path, model=model),
         "table": table.save,
         "text": lambda path: write_text(path, "text"),
         "json": lambda path: write_json(path, {"a": 1}),

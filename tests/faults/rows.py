@@ -106,7 +106,7 @@ def _column(folder: Path, rng: Random) -> str:
     """A data set's column; assistant turns at its end are dropped."""
     if rng.random() < 0.5:
         value: Any = rng.choice((hostile(rng), None, 7, b"x", ["a"]))
-        found = HubDataset("x", "mit", prompt="column").row_prompt(value)
+        found = HubDataset("x", "mit", prompt="column").row_prompt({"column": value})
         assert isinstance(value, str), f"{value!r} was read as {found}"
         assert (found.messages[0]["content"] if found else "") == (value if value.strip() else ""), repr(value)
         return "right"
@@ -115,10 +115,10 @@ def _column(folder: Path, rng: Random) -> str:
     while read and read[-1]["role"] == "assistant":
         read.pop()
     if is_bad:
-        found = source.row_prompt(given)
+        found = source.row_prompt({"column": given})
         assert found is None or len(found.messages) < len(given), f"{given} was read as {found}"
         return "right"
-    found = accepted(lambda: source.row_prompt(given))
+    found = accepted(lambda: source.row_prompt({"column": given}))
     wanted = tuple(read) if read and read[-1]["role"] == "user" else None
     assert (found.messages if found else None) == wanted, f"{given} was read as {found}"
     return "right"

@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from keepsight import endpoint
-from keepsight.data_gen.backends import Rendered, Server
+from keepsight.data_gen.backends import Decoding, Rendered, Server
 from keepsight.endpoint import ServerSettings
 from keepsight.errors import BadRow, UserError
 from keepsight.models.targets import Target, load_target
@@ -48,7 +48,7 @@ def _ask(target: Target, names: list[str], key: str, rng: Random) -> str:
     with _serving(replies) as url, patch.dict(os.environ, {_KEY: key}):
         server = Server(target, ServerSettings(url, "tiny", key=_KEY, tries=_TRIES))
         try:
-            ((_, answer),) = next(server([Rendered(0, "x", [5, 6, 7], None)], 8))
+            ((_, answer),) = next(server([Rendered(0, "x", [5, 6, 7], None)], Decoding(8)))
             said = str(answer) if isinstance(answer, BadRow) else ""
         except UserError as error:
             answer, said = None, str(error)
