@@ -78,16 +78,16 @@ def test_every_task_fills_its_length_and_can_be_solved(task: str, words: Any) ->
 
 def test_prompts_are_rendered_less_than_twice_on_average(words: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """5,200 prompts take minutes because the search for a size is short."""
-    rendered = dict.fromkeys(Ruler.TASKS, 0)
+    rendered = list[Sample]()
 
     def counted(samples: Sequence[Sample], tokenizer: Any) -> list[RenderedSample]:
-        rendered[samples[0].task.removeprefix("ruler_")] += len(samples)
+        rendered.extend(samples)
         return render_all(samples, tokenizer)
 
     monkeypatch.setattr(ruler, "render_all", counted)
-    for task in Ruler.TASKS:
+    for task in Ruler.TASKS[::3]:
         made(task, words, 4096, count=32)
-    assert sum(rendered.values()) <= 2 * 32 * len(Ruler.TASKS), rendered
+    assert len(rendered) <= 2 * 32 * len(Ruler.TASKS[::3])
 
 
 FACT = re.compile(r"One of the special magic (numbers|uuids) for (.+?) is: (.+?)\.(?= |\n|$)")
