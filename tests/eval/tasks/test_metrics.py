@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from keepsight.errors import UserError
+from keepsight.eval.tasks import registry  # noqa: F401 - for all metrics
 from keepsight.eval.tasks.metrics import METRICS, score
 from keepsight.eval.tasks.samples import Sample
 
