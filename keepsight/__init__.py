@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from keepsight.models.targets import load_target
+    from keepsight.runtime.conversation import Conversation
     from keepsight.runtime.drafting.speculative import Speculative
-    from keepsight.runtime.generate import Conversation, generate
+    from keepsight.runtime.generate import generate
     from keepsight.runtime.methods import *
     from keepsight.runtime.saved import load_state, save_state
 
@@ -62,7 +63,7 @@ __all__ = [
 
 _ELSEWHERE = {
     "Speculative": "keepsight.runtime.drafting.speculative",
-    "Conversation": "keepsight.runtime.generate",
+    "Conversation": "keepsight.runtime.conversation",
     "generate": "keepsight.runtime.generate",
     "load_state": "keepsight.runtime.saved",
     "load_target": "keepsight.models.targets",

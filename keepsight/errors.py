@@ -83,7 +83,7 @@ def as_options(kind: Kind) -> Kind:
     """
     if not dataclasses.is_dataclass(kind):
         return kind
-    init: Any = kind.__init__  # type: ignore[misc]
+    init: Any = kind.__init__
     signature = inspect.signature(init)
     takes_ratio = [*signature.parameters][1:2] == ["budget"]
 
@@ -99,7 +99,7 @@ def as_options(kind: Kind) -> Kind:
                 given.arguments[name] = value.item()
         init(*given.args, **given.kwargs)
 
-    kind.__init__, kind.__repr__ = __init__, _shown  # type: ignore[misc, assignment]
+    kind.__init__, kind.__repr__ = __init__, _shown  # type: ignore[misc, method-assign]
     return kind
 
 

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import decoder_of
-from keepsight.runtime.attention import OwnAttention, Softmax, grouped_attention, later, run
+from keepsight.runtime.attention import OwnAttention, Softmax, later, run
 from keepsight.runtime.importance import ROWS_AT_ONCE, Reduce, observed_attention, reduce_group
 from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.state import Needs, State, full_layers, with_full_layers
@@ -385,76 +385,6 @@ class LastObservedLayer(ObservedLayer):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         super().attend(query, key, value, softmax)
         raise AllObserved
-
-
-class GatedLayer(ViewedLayer):
-    """Stored entries whose attention weights are multiplied by gates before they are normalised: a soft selection.
-
-    Gradients flow through the gates. What is new is seen too, causally and whole, and not stored.
-
-    Args:
-        keys: [B, K, N, d].
-        values: [B, K, N, d].
-        gates: [B, K, N], logarithms of the gates: 0 for an entry that is kept, very low for one that is evicted, and
-            for padding: the model's own mask is not looked at.
-    """
-
-    def __init__(self, keys: Tensor, values: Tensor, gates: Tensor) -> None:
-        super().__init__(LayerEntries(keys, values, None))
-        self.gates = gates
-
-    @override
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        rows = query.shape[2]
-        least = torch.finfo(query.dtype).min
-        stored = self.gates.clamp(min=least).to(query.dtype)[:, :, None].expand(-1, -1, rows, -1)
-        own = torch.zeros(rows, rows, dtype=query.dtype, device=query.device)
-        own = own.masked_fill(later(rows, query.device), least)
-        mask = torch.cat([stored, own.expand(*stored.shape[:2], -1, -1)], dim=-1)
-        keys, values = torch.cat([self.keys, key], dim=-2), torch.cat([self.values, value], dim=-2)
-        return grouped_attention(query, keys, values, mask, softmax)
-
-
-class AttentionRecorder:
-    """Records each full-attention layer's attention of the last `rows` queries of a pass to the entries before them.
-
-    Arguments are those of `observed_attention`; with `own` the queries' own entries are scored too.
-
-    Attributes:
-        by_layer: layer -> [B, H, S - rows] float32, reduced over the queries; with `own` [B, H, S].
-    """
-
-    def __init__(
-        self,
-        rows: int,
-        *,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        reduction: str = "mean",
-        own: bool = False,
-    ) -> None:
-        self.rows, self.reduction, self.own = rows, reduction, own
-        self.key_mask, self.query_mask = key_mask, query_mask
-        self.by_layer: dict[int, Tensor] = {}
-
-    def __call__(
-        self, layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any
-    ) -> None:
-        """See `keepsight.runtime.attention.Recorder`."""
-        self.by_layer[layer] = observed_attention(
-            query[:, :, -self.rows :],
-            key,
-            softmax,
-            key.shape[2] - (0 if self.own else self.rows),
-            key_mask=self.key_mask if real is None else real,
-            query_mask=self.query_mask,
-            reduction=self.reduction,
-        )
-
-    def taken(self) -> list[Tensor]:
-        """The recorded tensors in the order of the layers; the recorder lets go of them."""
-        recorded, self.by_layer = self.by_layer, {}
-        return [recorded[layer] for layer in sorted(recorded)]
 
 
 def _nothing(attention: Tensor) -> Tensor:

@@ -24,10 +24,11 @@ from keepsight.models.decoder import cached_kv_heads, full_attention_layers, has
 from keepsight.models.distributed import divided
 from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.allocate import Global, HeadSizes
-from keepsight.runtime.attention import run
+from keepsight.runtime.attention import Softmax, grouped_attention, later, run
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Reduce, select_top, top_mask
-from keepsight.runtime.observe import GatedLayer, Observer, as_observed, look_back
+from keepsight.runtime.layer import LayerEntries
+from keepsight.runtime.observe import Observer, ViewedLayer, as_observed, look_back
 from keepsight.runtime.state import State, entries, prefill
 from keepsight.train.dataset import Batch
 from keepsight.train.importance import load_module_weights, module_weights
@@ -242,6 +243,34 @@ def selected(importance: Sequence[Tensor], weights: Tensor, budget: int, floor: 
 def _hard_gates(kept: Tensor) -> Tensor:
     """Logarithms of the gates of a selection: 0 for the entries that are kept, very low for the others."""
     return torch.zeros_like(kept, dtype=torch.float32).masked_fill_(~kept, torch.finfo(torch.float32).min)
+
+
+class GatedLayer(ViewedLayer):
+    """Stored entries whose attention weights are multiplied by gates before they are normalised: a soft selection.
+
+    Gradients flow through the gates. What is new is seen too, causally and whole, and not stored.
+
+    Args:
+        keys: [B, K, N, d].
+        values: [B, K, N, d].
+        gates: [B, K, N], logarithms of the gates: 0 for an entry that is kept, very low for one that is evicted, and
+            for padding: the model's own mask is not looked at.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, gates: Tensor) -> None:
+        super().__init__(LayerEntries(keys, values, None))
+        self.gates = gates
+
+    @override
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        rows = query.shape[2]
+        least = torch.finfo(query.dtype).min
+        stored = self.gates.clamp(min=least).to(query.dtype)[:, :, None].expand(-1, -1, rows, -1)
+        own = torch.zeros(rows, rows, dtype=query.dtype, device=query.device)
+        own = own.masked_fill(later(rows, query.device), least)
+        mask = torch.cat([stored, own.expand(*stored.shape[:2], -1, -1)], dim=-1)
+        keys, values = torch.cat([self.keys, key], dim=-2), torch.cat([self.values, value], dim=-2)
+        return grouped_attention(query, keys, values, mask, softmax)
 
 
 def soft_gates(importance: Tensor, log_weights: Tensor, budget: int, floor: float, temperature: float) -> Tensor:

@@ -34,8 +34,9 @@ from keepsight.models.decoder import (
     require_full_attention,
 )
 from keepsight.models.lookahead import Lookahead
-from keepsight.runtime.attention import recording, run
-from keepsight.runtime.observe import AttentionRecorder, observe
+from keepsight.runtime.attention import Softmax, recording, run
+from keepsight.runtime.importance import observed_attention
+from keepsight.runtime.observe import observe
 from keepsight.runtime.state import empty_cache, full_layers, has_recurrent, positions_of, record_past, share
 from keepsight.train.dataset import Batch
 from keepsight.train.fidelity import Importances, far_divergence, importance_divergence, measure_fidelity
@@ -299,3 +300,43 @@ def _unshard_for_gradients(model: PreTrainedModel, predicted: list[Tensor]) -> N
     for place, importance in zip(full_attention_layers(model.config), predicted, strict=True):
         if isinstance(layer := layers[place], FSDPModule):
             importance.register_hook(partial(gather, layer))
+
+
+class AttentionRecorder:
+    """Records each full-attention layer's attention of the last `rows` queries of a pass to the entries before them.
+
+    Arguments are those of `observed_attention`; with `own` the queries' own entries are scored too.
+
+    Attributes:
+        by_layer: layer -> [B, H, S - rows] float32, the mean over the queries; with `own` [B, H, S].
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        *,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        own: bool = False,
+    ) -> None:
+        self.rows, self.own = rows, own
+        self.key_mask, self.query_mask = key_mask, query_mask
+        self.by_layer: dict[int, Tensor] = {}
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any
+    ) -> None:
+        """See `keepsight.runtime.attention.Recorder`."""
+        self.by_layer[layer] = observed_attention(
+            query[:, :, -self.rows :],
+            key,
+            softmax,
+            key.shape[2] - (0 if self.own else self.rows),
+            key_mask=self.key_mask if real is None else real,
+            query_mask=self.query_mask,
+        )
+
+    def taken(self) -> list[Tensor]:
+        """The recorded tensors in the order of the layers; the recorder lets go of them."""
+        recorded, self.by_layer = self.by_layer, {}
+        return [recorded[layer] for layer in sorted(recorded)]

@@ -8,7 +8,7 @@ from transformers import LogitsProcessorList
 
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive
-from keepsight.runtime.generate import Conversation as AnyConversation
+from keepsight.runtime.conversation import Conversation as AnyConversation
 from keepsight.runtime.generate import FullCache, Method
 from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.methods import Kivi, SnapKV, SpeCache, SpeContext, StreamingLLM

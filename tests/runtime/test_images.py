@@ -11,8 +11,9 @@ from torch.nn import functional
 
 from keepsight.errors import UserError
 from keepsight.runtime import importance
+from keepsight.runtime.conversation import Conversation
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.generate import Conversation, FullCache, generate
+from keepsight.runtime.generate import FullCache, generate
 from keepsight.runtime.images import Images
 from keepsight.runtime.methods import H2O, METHODS, SnapKV, StreamingLLM
 from keepsight.runtime.saved import load_state, save_state

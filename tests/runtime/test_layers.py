@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from keepsight.runtime.generate import Conversation
+from keepsight.runtime.conversation import Conversation
 from keepsight.runtime.join import can_join, join
 from keepsight.runtime.layer import GROWTH, ROOM, KeptLayer, RaggedLayer
 from keepsight.runtime.methods.window import AdaKV, SnapKV

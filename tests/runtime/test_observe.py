@@ -21,8 +21,9 @@ from keepsight.runtime.methods import LAQ, DapQ, LAQPlus, Oracle, SnapKV, laq
 from keepsight.runtime.methods.drafts import PromptEnds
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV
 from keepsight.runtime.methods.positions import RandomScores
-from keepsight.runtime.observe import GatedLayer, as_observed
+from keepsight.runtime.observe import as_observed
 from keepsight.runtime.state import Needs, State, prefill, read
+from keepsight.train.eviction import GatedLayer
 from tests.close import assert_close
 from tests.families import family_model
 from tests.models.modules import SHAPE, random_module, random_on, save

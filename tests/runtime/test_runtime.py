@@ -7,10 +7,11 @@ import torch
 
 from keepsight import generate
 from keepsight.errors import UserError
+from keepsight.runtime.conversation import Conversation
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.drafting.speckv import ModelDrafter
 from keepsight.runtime.evict import Evict, call
-from keepsight.runtime.generate import Conversation, decode, stop_after
+from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.methods import H2O, LAQ, Oracle, SnapKV, StreamingLLM
 from keepsight.runtime.methods.drafts import OwnAnswer
 from keepsight.runtime.methods.laq import QueryCache

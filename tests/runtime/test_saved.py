@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive
-from keepsight.runtime.generate import Conversation
+from keepsight.runtime.conversation import Conversation
 from keepsight.runtime.join import join
 from keepsight.runtime.layer import RaggedLayer
 from keepsight.runtime.methods import SnapKV

@@ -8,7 +8,7 @@ import torch
 
 from keepsight import SnapKV, SpeContext, generate
 from keepsight.errors import UserError
-from keepsight.runtime.generate import Conversation
+from keepsight.runtime.conversation import Conversation
 from keepsight.runtime.methods.make import make_method
 from keepsight.runtime.saved import load_state, save_state
 from keepsight.runtime.state import read
