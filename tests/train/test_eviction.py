@@ -71,8 +71,8 @@ def test_at_temperature_0_the_gates_are_what_an_eviction_keeps(pooling, budget, 
     method = Evict(budget, Plateaus(), pool=pooling, allocate=Global(floor, weights))
     with torch.no_grad():
         state = prefill(tiny_model(), *prompt_ids(50, 37))
-        importance = method.importance(tiny_model(), state)
-        kept, importance = (torch.stack(each) for each in (method.select(state, importance), importance))
+        layers = method.importance(tiny_model(), state)
+        kept, importance = (torch.stack(each) for each in (method.select(state, layers), layers))
     assert kept[:, 1].sum() == budget * 6 and not kept[:, 1, :, :13].any()
     assert torch.equal(soft_gates(importance, logarithms, budget, floor, 0.0).exp(), kept.float())
     untied = scores().exp().masked_fill(torch.isneginf(importance), -torch.inf)
