@@ -123,7 +123,7 @@ class _Sampling(LogitsProcessor):
     """Adds Gumbel noise of each prompt's own generator, so that the largest logit is a sample in any batch."""
 
     def __init__(self, decoding: Decoding, batch: list[Rendered]) -> None:
-        self._warpers = LogitsProcessorList([TemperatureLogitsWarper(decoding.temperature)])
+        self._warpers = LogitsProcessorList([TemperatureLogitsWarper(float(decoding.temperature))])
         if decoding.top_p < 1:
             self._warpers.append(TopPLogitsWarper(decoding.top_p))
         self._generators = [torch.Generator().manual_seed(decoding.seed_of(prompt.index)) for prompt in batch]

@@ -83,11 +83,11 @@ def user_prompt(source: str, text: str, *, template: bool = True, answer_prefix:
 
 
 class _Attempt(NamedTuple):
-    """A text made with `characters` of filling: its length in characters and its count of tokens."""
+    """A text made with `characters` of filling: its length in characters and in tokens."""
 
     characters: int
     length: int
-    count: int
+    tokens: int
 
 
 def fit(build: Callable[[int], str], request: Request) -> str:
@@ -107,11 +107,11 @@ def fit(build: Callable[[int], str], request: Request) -> str:
         text = build(characters)
         tried = _Attempt(characters, len(text), request.count_tokens(text))
         exhausted = bool(text) and text == best
-        if tried.count > wanted:
+        if tried.tokens > wanted:
             too_long = tried
         else:
             fitting, best = tried, max(best, text, key=len)
-        if exhausted or _FULL_ENOUGH * wanted <= tried.count <= wanted or (tried is too_long and characters == 0):
+        if exhausted or _FULL_ENOUGH * wanted <= tried.tokens <= wanted or (tried is too_long and characters == 0):
             break
         characters = _next_filling(tried, fitting, too_long, _AIM * wanted)
     if not best:
@@ -122,8 +122,8 @@ def fit(build: Callable[[int], str], request: Request) -> str:
 def _next_filling(tried: _Attempt, fitting: _Attempt | None, too_long: _Attempt | None, aim: float) -> int:
     """Characters that should give `aim` tokens: interpolated between two attempts, or by the density of one."""
     if fitting is None or too_long is None:
-        return max(0, tried.characters + int((aim - tried.count) * tried.length / max(tried.count, 1)))
-    share = (aim - fitting.count) / max(too_long.count - fitting.count, 1)
+        return max(0, tried.characters + int((aim - tried.tokens) * tried.length / max(tried.tokens, 1)))
+    share = (aim - fitting.tokens) / max(too_long.tokens - fitting.tokens, 1)
     return fitting.characters + int(share * (too_long.characters - fitting.characters))
 
 

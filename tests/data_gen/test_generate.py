@@ -90,7 +90,7 @@ def test_batched_answers_equal_single_ones_and_end_with_the_first_end_token(targ
 
 
 def test_sampled_answers_depend_on_the_seed_and_the_index_alone(target: Target) -> None:
-    asked, sampled = prompts(*range(8, 40, 2)), Decoding(8, temperature=1.0, seed=1)
+    asked, sampled = prompts(*range(8, 40, 2)), Decoding(8, temperature=1, seed=1)
     made = answer(target, asked, sampled)
     assert made == [answer(target, [prompt], sampled)[0] for prompt in asked]
     assert made != answer(target, asked, replace(sampled, seed=2)) and made != answer(target, asked, Decoding(8))
