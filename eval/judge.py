@@ -131,7 +131,7 @@ class Judge:
                 return value, words
         raise BadRow(
             f"judge.model={self.model}: no verdict on {sample.task}/{sample.id} in {_TRIES} tries, the last said "
-            f"{words[-80:]!r}; choose another judge, what was judged is kept"
+            f"{words[-80:]!r}; choose another judge, or let it write more: judge.options={{max_tokens: 8192}}"
         )
 
     def _complete(self, body: Mapping[str, Any], subject: str) -> str:
@@ -173,14 +173,14 @@ def _without_refused(body: dict[str, Any], reason: str) -> dict[str, Any]:
 
 
 def _words(reply: Any) -> str | None:
-    """The text of a reply; None where a content filter stopped it."""
+    """The text of a reply, empty where thinking took all tokens; None where a content filter stopped it."""
     choice = reply["choices"][0]
-    if (choice.get("finish_reason") or "").lower() in FILTERED:
+    if str(choice.get("finish_reason")).lower() in FILTERED:
         return None
     words = choice["message"]["content"]
-    if isinstance(words, str):
-        return words
-    raise TypeError(f"the reply has no text (finish_reason {choice.get('finish_reason')})")
+    if words is not None and not isinstance(words, str):
+        raise TypeError(f"the content of the reply is no text but {words!r:.60}")
+    return words or ""
 
 
 def _talk(row: Mapping[str, Any]) -> tuple[str, ...]:

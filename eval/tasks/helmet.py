@@ -159,7 +159,7 @@ def _icl(examples: Path, shots: int) -> Fields:
     train = [row for _, row in _rows(examples)]
     try:
         shown, count = _balanced(train, shots), 1 + max(int(row["label"]) for row in train)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (ArithmeticError, KeyError, TypeError, ValueError):
         raise UserError(f"{examples}: expected rows of text and label, a whole number") from None
 
     def fields(where: str, row: Row) -> tuple[dict[str, str], Any]:

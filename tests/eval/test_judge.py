@@ -129,10 +129,13 @@ def test_no_verdict_and_no_endpoint_end_in_one_line(monkeypatch: pytest.MonkeyPa
         with pytest.raises(BadRow, match=r"no verdict on mt_bench_turn_1/81 in 5 tries, the last said 'It is fine.'"):
             Judge(heard.url).score(FIRST, rows("A cod."))
         assert [body["temperature"] for body in heard.bodies] == [0, 0.5, 0.5, 0.5, 0.5]
+    thinking = {"finish_reason": "length", "message": {"content": None, "reasoning_content": "[[3]]"}}
+    with endpoint(lambda _: thinking) as heard, pytest.raises(BadRow, match="no verdict .* let it write more"):
+        Judge(heard.url).score(FIRST, rows("A cod."))
     with endpoint(lambda _: 401) as heard, pytest.raises(UserError, match=r"no judgment \(HTTPError: HTTP Error 401"):
         Judge(heard.url).score(FIRST, rows("A cod."))
     assert len(heard.bodies) == 1
-    said: Iterator[Any] = iter([500, 429, {"message": None}, {"message": {"content": None}}, "[[1]]"])
+    said: Iterator[Any] = iter([500, 429, {"message": None}, {"message": {"content": [7]}}, "[[1]]"])
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with endpoint(lambda _: next(said)) as heard:
         assert Judge(heard.url).score(FIRST, rows("A cod."))[0]["score"] == 0.1
