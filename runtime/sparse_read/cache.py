@@ -107,7 +107,8 @@ class SelectedLayer(OwnAttention, KeptLayer):
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        self._new = key_states, value_states
+        if self.expansion is not None:
+            self._new = key_states, value_states
         return key_states, value_states
 
     @override

@@ -11,6 +11,7 @@ from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.generate import FullCache
 from keepsight.runtime.prompt_compression.specpc import select_tokens
 from tests.close import assert_close
+from tests.runtime.drafting.test_draft_methods import published_speckv
 from tests.runtime.prompt_compression.prompts import small_cascade, small_specpc, tiny_draft
 from tests.tiny import prompt_ids, tiny_model
 
@@ -118,33 +119,14 @@ def test_cascade_equals_its_definition(prompt_budget, kept):
     answer = draft.model.generate(ids, max_new_tokens=5, do_sample=False)[0, 80:]
     scores = slow_scores(draft.model, ids[0], 6, answer[:-1], 1, "max")
     short = ids[0, slow_selection(scores.tolist(), kept, 6, 4, 4, "max")]
-    expected = slow_speckv(model, short, answer, window=9, budget=16)
+    selected, last = published_speckv(model, short[None], answer[None], 15, 8)  # without the token that is read again
     state = method.start(model, ids)
     assert state.lengths.tolist() == [len(short)] == [kept]
     assert torch.equal(state.counts(), torch.full((3, 1, 2), 16))
     whole = FullCache().start(model, short[None])
-    for layer, (here, full) in enumerate(zip(state.entries(), whole.entries(), strict=True)):
-        for head in range(2):
-            assert_close(here.keys[0, head], full.keys[0, head, expected[layer][head]])
-
-
-def slow_speckv(model, short, answer, window, budget):
-    """Kept positions of each layer and KV head."""
-    eager = AutoModelForCausalLM.from_config(model.config, attn_implementation="eager")
-    eager.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        maps = eager.eval()(torch.cat([short, answer])[None], output_attentions=True).attentions
-    length, kept = len(short), list[list[list[int]]]()
-    free = length - window
-    for layer in maps:
-        kept.append([])
-        for head in range(2):
-            rows = layer[0, 2 * head : 2 * head + 2, free:]
-            raw = [max(float(weight) for weight in rows[..., key].flatten()) for key in range(free)]
-            pooled = [max(raw[max(key - 3, 0) : key + 4]) for key in range(free)]
-            best = sorted(range(free), key=lambda key: (-pooled[key], key))[: budget - window]
-            kept[-1].append(sorted(best) + list(range(free, length)))
-    return kept
+    for here, full, heads in zip(state.entries(), whole.entries(), selected, strict=True):
+        for head, best in enumerate(heads):
+            assert_close(here.keys[0, head], full.keys[0, head, sorted(best | last | {kept - 1})])
 
 
 @pytest.mark.parametrize("budget", [16, 0.2])
