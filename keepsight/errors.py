@@ -99,7 +99,7 @@ def as_options(kind: Kind) -> Kind:
                 given.arguments[name] = value.item()
         init(*given.args, **given.kwargs)
 
-    kind.__init__, kind.__repr__ = __init__, _shown  # type: ignore[misc, method-assign]
+    kind.__init__, kind.__repr__ = __init__, _shown  # type: ignore[method-assign]
     return kind
 
 

@@ -105,7 +105,7 @@ def require_supported(model: PreTrainedModel) -> None:
     caller = getattr(getattr(model, "prepare_inputs_for_generation", None), "__self__", None)
     for each in (model, caller):  # PEFT's models lend it to the model whose `generate` they call
         if isinstance(each, PeftModel) and isinstance(each.active_adapter, str) and not each._adapters_disabled:
-            config = each.peft_config[each.active_adapter]
+            config: Any = each.peft_config[each.active_adapter]
             if config.is_prompt_learning:
                 raise UserError(
                     f"the virtual tokens of {config.peft_type.value.lower()} are not supported; disable that adapter, "

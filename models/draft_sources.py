@@ -53,6 +53,8 @@ class LayerSubset:
     layers: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        plain = (each.item() if getattr(each, "ndim", None) == 0 else each for each in self.layers)
+        object.__setattr__(self, "layers", tuple(plain))
         if not self.layers:
             raise UserError("draft layers [] keep nothing; name the layers of the target to keep, such as [0,1,5]")
         if any(type(layer) is not int or layer < 0 for layer in self.layers):

@@ -259,14 +259,15 @@ def test_methods_may_name_adapters_and_heads_of_their_own(tmp_path: Path) -> Non
         lookahead.adapter().save(folder, Provenance("tiny"), "# Card")
         tiny_retrieval_head().save(folder, Provenance("tiny"), "# Card\n")
     loaded = Resources(tmp_path / "default", retrieval=tmp_path / "default", target=target)
-    ours: dict[str, Any] = {"adapter": str(own)}
+    make: Any = make_method
+    ours = {"adapter": str(own)}
     default, first, again = (
-        make_method("lookaheadkv", budget, loaded, **options) for budget, options in ((64, {}), (64, ours), (32, ours))
+        make("lookaheadkv", budget, loaded, **options) for budget, options in ((64, {}), (64, ours), (32, ours))
     )
     assert (default.observer.positions(), first.observer.positions()) == (4, 5)
     assert first.observer.artifact is again.observer.artifact
     heads = [
-        make_method("specontext", 64, loaded, **options).head
+        make("specontext", 64, loaded, **options).head
         for options in ({}, {"retrieval": str(own)}, {"retrieval": str(own)})
     ]
     assert heads[0] is loaded.head

@@ -11,6 +11,7 @@ import torch
 
 from keepsight import Conversation, Evict, LookaheadKV, SnapKV, StreamingLLM, generate
 from keepsight.errors import UserError
+from keepsight.models.draft_sources import LayerSubset
 from keepsight.runtime.allocate import Adaptive, Global
 from keepsight.runtime.importance import Pool
 from keepsight.runtime.methods import KeyNorm, Kivi, Truncation
@@ -31,9 +32,11 @@ def test_numbers_of_numpy_and_torch_are_numbers(scalar: Any) -> None:
     assert made == SnapKV(40, window=8, pool=Pool(kernel=5), allocate=Adaptive(0.5))
     assert hash(made) == hash(SnapKV(40, window=8, pool=Pool(kernel=5), allocate=Adaptive(0.5)))
     assert Kivi(scalar(2), scalar(8), scalar(8)) == Kivi(2, 8, 8) and Truncation(scalar(9)) == Truncation(9)
+    assert LayerSubset((scalar(0), scalar(2))) == LayerSubset((0, 2))
     expected = generate(tiny_model(), IDS, SnapKV(40, window=8), **GREEDY, prefill_chunk_size=7)
     options = GREEDY | {"max_new_tokens": np.int64(6), "prefill_chunk_size": np.int64(7)}
     assert torch.equal(generate(tiny_model(), IDS, SnapKV(scalar(40), window=8), **options), expected)
+    wrong: Any
     for wrong in (np.float64(40.0), np.int64(-1), np.array([40]), True, torch.tensor(True)):
         with pytest.raises(UserError, match=r"^SnapKV: budget "):
             SnapKV(wrong)
