@@ -277,16 +277,20 @@ class Global(Allocation):
         floor: The share of the average that every head is guaranteed, protected entries included.
         weights: L rows of K numbers above 0, by which the importance of a head's entries is multiplied before heads are
             compared, and only then; None for 1. For importance that is not negative.
+        page: Every head keeps a multiple of so many entries, as the pages of a serving engine hold them; 1 for any
+            number. The budget is then kept exactly where the page divides it.
     """
 
     across_layers = True
     floor: float = 0.2
     weights: HeadWeights | None = None
+    page: int = 1
 
     def __post_init__(self) -> None:
         _check_floor("global", self.floor)
         if self.weights is not None:
             object.__setattr__(self, "weights", checked_weights(self.weights, "global: weights"))
+        require_whole("global", 1, page=self.page)
 
     @override
     def check(self, budget: int, protected: int) -> None:
@@ -305,13 +309,28 @@ class Global(Allocation):
             best = ranked.topk(most_promised, dim=-1)  # which of equal ones does not matter: they are only counted
             values = best.values.masked_fill_(_ahead(promised, best.values), torch.inf)
             ranked.scatter_(-1, best.indices, values)
-        return sizes.protected + _in_top(ranked, free)
+        counts = sizes.protected + _in_top(ranked, free)
+        return counts if self.page == 1 else np.stack([*map(self._in_pages, *_rows(counts, sizes))], axis=1)
+
+    def _in_pages(self, counts: Counts, real: Counts, protected: Counts) -> Counts:
+        """Counts [L, K] of one row, each changed to a multiple of the page; their sum to the nearest one."""
+        least, most = -(-protected // self.page), real // self.page
+        ideal, total = counts / self.page - least, round(int(counts.sum()) / self.page) - int(least.sum())
+        if (most < least).any():
+            raise UserError(f"global: a page of {self.page} entries is longer than what a head has; lower it")
+        pages = adjust_to_sum(ideal.astype(np.int64), ideal, min(total, int((most - least).sum())), most - least)
+        return (least + pages) * self.page
 
     def _weights_for(self, real: Counts) -> Tensor:
         weights = torch.tensor(self.weights, dtype=torch.float32)
         if (found := [*weights.shape]) != (expected := [*real.shape[::2]]):
             raise UserError(f"global: weights has shape {found}, this model's layers and KV heads are {expected}")
         return weights
+
+
+def _rows(counts: Counts, sizes: HeadSizes) -> list[list[Counts]]:
+    """By row of a batch, what is [L, B, K]."""
+    return [[*each.swapaxes(0, 1)] for each in (counts, sizes.real, sizes.protected)]
 
 
 def _in_top(ranked: Tensor, free: Counts) -> Counts:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("keepsight", "models", "runtime", "train", "data_gen", "eval", "recipes", "checkpoints")
+FOLDERS = ("keepsight", "models", "runtime", "train", "data_gen", "eval", "serving", "recipes", "checkpoints")
 
 
 def source_files() -> list[Path]:

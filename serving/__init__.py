@@ -1,0 +1,1 @@
+"""Evicted caches in serving engines: prefixes that an engine loads as the KV entries of an ordinary prompt."""

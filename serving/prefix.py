@@ -1,0 +1,214 @@
+"""Prefix files: a document that was read and evicted once, which an engine loads as the KV entries of placeholders.
+
+A file is safetensors, named by the digest of its bytes. It holds either keys and values [L, K, B, d] of heads that all
+keep B entries, or whole pages of heads that keep different numbers (`pages` [L, K], keys and values [total, d], by
+layer and head). Its placeholder tokens spell the digest in special tokens that are never sampled: an engine finds the
+file by the tokens alone, and its own prefix cache tells documents apart.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import NonNegativeInt, PositiveInt
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from keepsight.errors import UserError
+from keepsight.files import atomic_file, from_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DIGEST_BYTES = 16
+ID = re.compile("[0-9a-f]{32}")
+MAX_LETTERS = 16
+_KEY, _VERSION = "keepsight_prefix", 1
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a prefix file says of itself; all of it is in the digest that names the file.
+
+    Attributes:
+        entries: B, the number of placeholder tokens, and the position of the next token.
+        seen: N, tokens of the prompt that was read.
+        shape: Layers, KV heads and head dimension of the model.
+        page: Entries of a page where heads keep different numbers; 0 where all keep B.
+        before: The rendered text before the document, which a request's own must equal.
+        model: Name of the model that read it.
+        weights: Digest of the model's weights and active adapters.
+        template: Digest of the chat template.
+        rope: The model's parameters of rotary positions.
+        method: The method that evicted, with its options.
+        tokens: Digest of the tokens read.
+        version: Of this form of file.
+    """
+
+    entries: PositiveInt
+    seen: PositiveInt
+    shape: tuple[PositiveInt, PositiveInt, PositiveInt]
+    page: NonNegativeInt = 0
+    before: str = ""
+    model: str = ""
+    weights: str = ""
+    template: str = ""
+    rope: dict[str, Any] | None = None
+    method: str = ""
+    tokens: str = ""
+    version: int = _VERSION
+
+
+# Placeholders
+
+
+def alphabet_of(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """The ids that spell digests: up to 16 special tokens that no answer and no chat template uses, ascending.
+
+    Raises:
+        UserError: there are fewer than two.
+    """
+    template = str(tokenizer.chat_template or "")
+    used = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    added = sorted(tokenizer.added_tokens_decoder.items())
+    free = [id for id, token in added if token.special and id not in used and token.content not in template]
+    if len(free) < 2:
+        raise UserError(
+            f"the tokenizer of {tokenizer.name_or_path!r} has no special tokens that its chat template does not use; "
+            "prefixes need at least two to spell their id"
+        )
+    return free[:MAX_LETTERS]
+
+
+def letters_of(base: int) -> int:
+    """How many letters of an alphabet of `base` ids spell a digest."""
+    return math.ceil(8 * DIGEST_BYTES / math.log2(base))
+
+
+def placeholders(digest: str, entries: int, alphabet: Sequence[int]) -> list[int]:
+    """`entries` token ids that spell the digest, and repeat it.
+
+    Raises:
+        UserError: there are too few to spell it.
+    """
+    letters = letters_of(len(alphabet))
+    if entries < letters:
+        raise UserError(f"{entries} entries cannot spell an id of {letters} letters; raise the budget to {letters}")
+    number, spelled = int(digest, 16), list[int]()
+    for _ in range(letters):
+        number, digit = divmod(number, len(alphabet))
+        spelled.append(alphabet[digit])
+    return (spelled * (entries // letters + 1))[:entries]
+
+
+def digest_in(ids: Sequence[int] | None, alphabet: Sequence[int]) -> str | None:
+    """The digest that a prompt's first tokens spell; None for an ordinary prompt."""
+    letters, digit = letters_of(len(alphabet)), {token: place for place, token in enumerate(alphabet)}
+    if not ids or len(ids) < letters or any(token not in digit for token in ids[:letters]):
+        return None
+    number = 0
+    for token in reversed(ids[:letters]):
+        number = number * len(alphabet) + digit[token]
+    return f"{number:032x}" if number < 256**DIGEST_BYTES else None
+
+
+# Files
+
+
+def write_prefix(root: Path, header: Header, tensors: dict[str, Tensor]) -> str:
+    """Write a prefix file, all of it or none; returns its digest, 32 hex digits."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    data = save(tensors, metadata={"format": "pt", _KEY: json.dumps(asdict(header), sort_keys=True)})
+    digest = hashlib.sha256(data).digest()[:DIGEST_BYTES].hex()
+    root.mkdir(parents=True, exist_ok=True)
+    with atomic_file(root / f"{digest}.safetensors") as unfinished:
+        unfinished.write_bytes(data)
+    return digest
+
+
+class PrefixStore:
+    """Reads the prefixes of one folder; the digest of a file's bytes must be its name.
+
+    Args:
+        root: The folder. Nothing outside it is read: names are hex digits, and links are refused.
+        kept: Number of prefixes whose tensors stay in memory.
+    """
+
+    def __init__(self, root: str | Path, kept: int = 64) -> None:
+        self.root, self.kept = Path(root), kept
+        self._headers: dict[str, Header] = {}
+        self._tensors: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
+
+    def path(self, digest: str) -> Path:
+        """The file of a digest.
+
+        Raises:
+            UserError: it is no digest, or there is no such file.
+        """
+        if not ID.fullmatch(digest):
+            raise UserError(f"keepsight: {digest[:64]!r} is no prefix id; give the 32 hex digits that were printed")
+        path = self.root / f"{digest}.safetensors"
+        if path.is_symlink() or not path.is_file():
+            raise UserError(f"keepsight: there is no prefix {digest}; make it with `keepsight prefix`")
+        return path
+
+    def header(self, digest: str) -> Header:
+        """What a prefix says of itself.
+
+        Raises:
+            UserError: there is no such prefix, or its file is damaged.
+        """
+        path = self.path(digest)
+        if digest not in self._headers:
+            self._verify(digest, path)
+            try:
+                with safe_open(path, framework="pt") as file:
+                    header = from_json((file.metadata() or {})[_KEY].encode(), Header)
+                if header.version != _VERSION:
+                    raise ValueError(f"version {header.version}, this keepsight reads {_VERSION}")
+            except (SafetensorError, OSError, KeyError, ValueError) as error:
+                raise UserError(f"{path.name}: not a prefix file ({error}); make it anew") from None
+            self._headers[digest] = header
+        return self._headers[digest]
+
+    def tensors(self, digest: str) -> dict[str, Tensor]:
+        """The tensors of a prefix, of the shapes that its header gives.
+
+        Raises:
+            UserError: there is no such prefix, or its file is damaged.
+        """
+        header, path = self.header(digest), self.path(digest)
+        if digest not in self._tensors:
+            with safe_open(path, framework="pt") as file:
+                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            _check_shapes(path, header, found)
+            self._tensors[digest] = found
+            while len(self._tensors) > self.kept:
+                self._tensors.popitem(last=False)
+        self._tensors.move_to_end(digest)
+        return self._tensors[digest]
+
+    def _verify(self, digest: str, path: Path) -> None:
+        if hashlib.sha256(path.read_bytes()).digest()[:DIGEST_BYTES].hex() != digest:
+            raise UserError(f"{path.name}: its contents are not those it is named by; make the prefix anew")
+
+
+def _check_shapes(path: Path, header: Header, tensors: dict[str, Tensor]) -> None:
+    layers, kv_heads, width = header.shape
+    expected: dict[str, tuple[int, ...]]
+    if header.page:
+        pages = tensors.get("pages", torch.zeros(0, dtype=torch.long))
+        total = int(pages.sum()) * header.page
+        expected = {"keys": (total, width), "values": (total, width), "pages": (layers, kv_heads)}
+    else:
+        expected = dict.fromkeys(("keys", "values"), (layers, kv_heads, header.entries, width))
+    if (found := {name: tuple(tensor.shape) for name, tensor in tensors.items()}) != expected:
+        raise UserError(f"{path.name}: holds {found} in place of {expected}; make the prefix anew")

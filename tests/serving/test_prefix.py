@@ -1,0 +1,130 @@
+"""Prefixes: turned keys give the logits of the unturned cache, files are found by what placeholders spell."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from keepsight import AdaKV, SnapKV
+from keepsight.errors import UserError
+from keepsight.runtime.allocate import Global
+from keepsight.runtime.state import read
+from keepsight.serving.export import export
+from keepsight.serving.prefix import PrefixStore, digest_in, letters_of, placeholders
+from keepsight.serving.turn import rotations_of, turned
+from tests.close import assert_close
+from tests.families import family_model
+from tests.tiny import prompt_ids, tiny_model
+
+PROMPT, AFTER = prompt_ids(90)[0], prompt_ids(6)[0]
+TURNED = ("Llama 3", "Phi-3, Phi-4", "GLM-4", "SmolLM3", "Qwen3", "Qwen2.5-VL (text)")
+"""Halves and neighbours rotated, in part or whole; layers without rotation; norms of keys; M-RoPE."""
+SCALED = (
+    {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+    {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64},
+    {
+        "rope_type": "llama3",
+        **{"factor": 8.0, "rope_theta": 1e4, "original_max_position_embeddings": 64},
+        **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    },
+)
+
+
+@pytest.mark.parametrize("method", [SnapKV(40, window=8), AdaKV(40, window=8)], ids=["uniform", "ragged"])
+@pytest.mark.parametrize("family", TURNED)
+def test_turned_entries_answer_as_the_evicted_cache(family, method):
+    model = family_model(family)
+    state = method.start(model, PROMPT)
+    after = turned(model, state, 40)
+    assert int(after.next_position[0]) == 40
+    assert_close(read(model, after, AFTER)[1], read(model, state, AFTER)[1])
+
+
+@pytest.mark.parametrize("scaling", SCALED, ids=lambda each: each["rope_type"])
+def test_scaled_positions_are_turned_exactly(scaling):
+    model = tiny_model(rope_parameters=scaling)
+    state = SnapKV(40, window=8).start(model, PROMPT)
+    assert_close(read(model, turned(model, state, 40), AFTER)[1], read(model, state, AFTER)[1])
+
+
+@pytest.mark.parametrize("family", ["Gemma 2", "DeepSeek-V3", "Qwen3-Next"])
+def test_a_family_that_cannot_be_turned_is_refused(family):
+    model = family_model(family)
+    with pytest.raises(UserError, match="serve a model"):
+        turned(model, SnapKV(40, window=8).start(model, PROMPT), 40)
+
+
+def test_positions_scaled_by_length_are_refused():
+    model = tiny_model(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(UserError, match="dynamic"):
+        rotations_of(model)
+
+
+def test_the_wrong_turn_is_noticed(monkeypatch):
+    model = tiny_model()
+    state = SnapKV(40, window=8).start(model, PROMPT)
+    monkeypatch.setattr("keepsight.serving.turn.rotations_of", lambda model: [None] * len(state.layers))
+    with pytest.raises(UserError, match="log-probabilities differ"):
+        turned(model, state, 40)
+
+
+@pytest.mark.parametrize("base", [2, 10, 14, 16])
+def test_placeholders_spell_their_digest(base):
+    alphabet = list(range(100, 100 + base))
+    for digest in ("0" * 32, "f" * 32, "00ab" * 8):
+        ids = placeholders(digest, letters_of(base) + 5, alphabet)
+        assert digest_in(ids, alphabet) == digest and digest_in(ids[: letters_of(base) - 1], alphabet) is None
+    assert digest_in([1, *ids], alphabet) is None and digest_in(None, alphabet) is None
+    with pytest.raises(UserError, match="raise the budget"):
+        placeholders(digest, letters_of(base) - 1, alphabet)
+
+
+def test_a_prefix_is_read_as_it_was_written(tmp_path: Path):
+    model = tiny_model()
+    state = SnapKV(40, window=8).start(model, PROMPT)
+    digest, header = export(model, state, tmp_path, before="<|user|>")
+    store = PrefixStore(tmp_path)
+    assert store.header(digest) == header and (header.entries, header.seen, header.before) == (40, 90, "<|user|>")
+    keys = torch.stack([layer.keys[0] for layer in turned(model, state, 40).layers])
+    assert torch.equal(store.tensors(digest)["keys"], keys)
+    assert export(model, state, tmp_path, before="<|user|>")[0] == digest
+    assert export(model, state, tmp_path, before="another")[0] != digest
+
+
+def test_ragged_heads_are_stored_in_whole_pages(tmp_path: Path):
+    model = tiny_model()
+    state = SnapKV(32, window=8, allocate=Global(page=8)).start(model, PROMPT)
+    counts = state.counts()[:, 0]
+    assert not (counts % 8).any() and int(counts.sum()) == 32 * counts.numel() and counts.min() != counts.max()
+    digest, header = export(model, state, tmp_path, page=8)
+    tensors = PrefixStore(tmp_path).tensors(digest)
+    assert header.entries == 32 and torch.equal(tensors["pages"] * 8, counts)
+    assert tensors["keys"].shape == (int(counts.sum()), header.shape[2])
+    with pytest.raises(UserError, match="parts of pages"):
+        export(model, AdaKV(33, window=8).start(model, PROMPT), tmp_path, page=8)
+    with pytest.raises(UserError, match="same number"):
+        export(model, AdaKV(33, window=8).start(model, PROMPT), tmp_path)
+
+
+def test_nothing_outside_the_folder_is_read(tmp_path: Path):
+    model = tiny_model()
+    digest, _ = export(model, SnapKV(40, window=8).start(model, PROMPT), tmp_path / "other")
+    root = tmp_path / "root"
+    root.mkdir()
+    os.symlink(tmp_path / "other" / f"{digest}.safetensors", root / f"{digest}.safetensors")
+    store = PrefixStore(root)
+    for name in (digest, f"../other/{digest}", "/etc/passwd", "", "A" * 32, "0" * 32, f"{digest}\n"):
+        with pytest.raises(UserError, match="no prefix"):
+            store.tensors(name)
+
+
+def test_a_changed_file_is_refused(tmp_path: Path):
+    model = tiny_model()
+    digest, _ = export(model, SnapKV(40, window=8).start(model, PROMPT), tmp_path)
+    path = tmp_path / f"{digest}.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="named by"):
+        PrefixStore(tmp_path).tensors(digest)
