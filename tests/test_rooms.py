@@ -20,6 +20,8 @@ BELOW: dict[str, set[str]] = {
     "runtime.methods": {"models", "runtime", *(f"runtime.{room}" for room in RUNTIME_ROOMS)},
     "train": {"models", "data_gen", "runtime"},
     "eval.tasks": {"models"},
+    "serving": {"models", "runtime", "runtime.methods"},
+    "serving.vllm": {"serving"},
 }
 BELOW["eval"] = {"eval.tasks", "runtime.methods", *BELOW["runtime.methods"]}
 BELOW["eval.report"] = {"eval", "runtime", "runtime.methods"}

