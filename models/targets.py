@@ -151,7 +151,8 @@ def _read(
     source: str | Path, options: dict[str, Any], template: Mapping[str, Any] | None
 ) -> tuple[PreTrainedTokenizerBase, Any]:
     """The tokenizer and the model; what can be refused without the weights is refused before these are read."""
-    shared = {key: options[key] for key in ("trust_remote_code", "revision", "local_files_only") if key in options}
+    names = ("trust_remote_code", "revision", "local_files_only")
+    shared: dict[str, Any] = {name: options[name] for name in names if name in options}
     tokenizer = _tokenizer(source, shared, template)
     config = AutoConfig.from_pretrained(source, **shared)
     require_supported_config(config)

@@ -124,9 +124,9 @@ def _writers(world: World) -> dict[str, Callable[[Path], object]]:
         with one_writer(path):
             write_json(path / "a", {})
 
-    def checked(path: Path) -> None:
-        require_writable(path)
-        path.mkdir(parents=True)
+    def with_lines(path: Path) -> None:
+        require_writable(path, folder=False)
+        append_lines(path, [{"a": 1}])
 
     return {
         "adapter": lambda path: adapter.save(path, Provenance("ada/x")),
@@ -135,8 +135,7 @@ def _writers(world: World) -> dict[str, Callable[[Path], object]]:
         "text": lambda path: write_text(path, "text"),
         "json": lambda path: write_json(path, {"a": 1}),
         "csv": lambda path: write_csv(path, ["a"], [{"a": 1}]),
-        "lines": lambda path: (require_writable(path, folder=False), append_lines(path, [{"a": 1}])),
+        "lines": with_lines,
         "folder": in_folder,
         "lock": locked,
-        "check": checked,
     }

@@ -20,9 +20,10 @@ from tests.faults.world import World
 _NO_TEXT: tuple[Any, ...] = (None, 7, 1.5, True, [], {}, [1], {"text": "x"}, "", " \n\t")
 _NO_TURNS: tuple[Any, ...] = (None, [], {}, "text", 7, [None], ["text"], [{}], [{"role": "user"}], [[{"role": "user"}]])
 _NO_JSON = ("{", '{"prompt": "a"', "[1]", '"text"', "null", '{"prompt": "\\ud800"}', "[" * 9000, "\x00", '{"a":1}{}')
+_NO_ROLE: tuple[Any, ...] = ("tool", 7, None, ["user"], {}, "User")
 _NO_TURN: tuple[Any, ...] = (
     *(None, "user", {"content": "x"}, {"role": "user", "content": 7}, {"role": "user", "content": [{"type": "image"}]}),
-    *({"role": role, "content": "x"} for role in ("tool", 7, None, ["user"], {}, "User")),
+    *({"role": role, "content": "x"} for role in _NO_ROLE),
 )
 _ROLES = ("system", "user", "assistant", "human", "gpt")
 _PLAIN = {"human": "user", "gpt": "assistant"}

@@ -20,11 +20,14 @@ from tests.faults.texts import Verdict, hostile, judged
 from tests.faults.world import World
 
 _KEY, _TRIES, _IDS = "KEEPSIGHT_FAULTS_KEY", 4, [30, 31, 32]
+_WRONG: dict[str, list[Any]] = {
+    "text": [None, 7, ["a"], {}],
+    "token_ids": [[7.9], [True], "789", [-1], [2**40], [None], {}],
+    "finish_reason": ["abort", "error", 7, []],
+}
 _NO_COMPLETION: tuple[Any, ...] = (
     *(None, 7, [], "text", {}, {"choices": None}, {"choices": []}, {"choices": [None]}, {"choices": {}}),
-    *({"choices": [{"text": text, "finish_reason": "stop"}]} for text in (None, 7, ["a"], {})),
-    *({"choices": [{"text": "a", "token_ids": ids}]} for ids in ([7.9], [True], "789", [-1], [2**40], [None], {})),
-    *({"choices": [{"text": "a", "token_ids": [7], "finish_reason": reason}]} for reason in ("abort", "error", 7, [])),
+    *({"choices": [{"text": "a", "token_ids": [7]} | {key: wrong}]} for key, each in _WRONG.items() for wrong in each),
     *({"choices": [{"text": "a", "token_ids": [7]}], "usage": usage} for usage in ("n/a", 7, {"prompt_tokens": "9"})),
 )
 _NO_JSON = (b"", b"{", b"[" * 90_000, b"\xff\xfe", b"<html>", b"NaN", b'{"choices": 1e999}')

@@ -33,7 +33,8 @@ def threads(world: World, rng: Random, count: int) -> Iterator[Verdict]:
     """Two to eight jobs at once, on one or two models, in threads or in tasks."""
     target = load_target(str(world.folder / "tiny"), device="cpu")
     trained = Resources(world.folder / "adapter", LayerSubset((0, 2)), retrieval=world.folder / "retrieval")
-    models, resources = (target.model, tiny_model("qwen3", seed=1)), (trained, Resources(draft=LayerSubset((0, 2))))
+    models: tuple[Any, ...] = (target.model, tiny_model("qwen3", seed=1))
+    resources = (trained, Resources(draft=LayerSubset((0, 2))))
 
     @cache
     def method(model: int, name: str, budget: int | None) -> Any:
