@@ -137,14 +137,14 @@ class Judge:
     def _complete(self, body: Mapping[str, Any], subject: str) -> str:
         """The judge's words; `subject` names what is judged in messages."""
         assert self.url is not None
-        endpoint, body = Endpoint(self.url, self.key, _TRIES), {"model": self.model, **body}
+        endpoint, body = Endpoint(self.url, self.key, _TRIES), self._with_options({"model": self.model, **body})
         while True:
             try:
-                words = endpoint.post("chat/completions", self._with_options(body), _words)
+                words = endpoint.post("chat/completions", body, _words)
             except EndpointError as error:
-                if error.is_filter:
+                if error.is_filter or (error.status and _TOO_LONG.search(error.body)):
                     raise BadRow(f"judge.url={self.url}: no judgment of {subject} ({error})") from None
-                changed = _without_refused(body, error.body) if error.status in (400, 422) else body
+                changed = self._without_refused(body, error.body) if error.status in (400, 422) else body
                 if changed == body:
                     raise UserError(
                         f"judge.url={self.url}: no judgment ({error}); run the same command again to go on"
@@ -161,15 +161,18 @@ class Judge:
         usual = {name: value for name, value in body.items() if name not in limits or not limits & self.options.keys()}
         return {name: value for name, value in {**usual, **self.options}.items() if value is not None}
 
+    def _without_refused(self, body: Mapping[str, Any], reason: str) -> dict[str, Any]:
+        """The request without the parameter that a refusal names: reasoning models take other ones."""
+        changed = dict(body)
+        if "max_tokens" in reason and "max_tokens" in body:
+            changed["max_completion_tokens"] = changed.pop("max_tokens")
+        elif "temperature" in reason and "temperature" not in self.options:
+            changed.pop("temperature", None)
+        return changed
 
-def _without_refused(body: dict[str, Any], reason: str) -> dict[str, Any]:
-    """The request without the parameter that a refusal names: reasoning models take other ones."""
-    changed = dict(body)
-    if "max_tokens" in reason and "max_tokens" in body:
-        changed["max_completion_tokens"] = changed.pop("max_tokens")
-    elif "temperature" in reason:
-        changed.pop("temperature", None)
-    return changed
+
+_TOO_LONG = re.compile(r"context.?(length|window)|too long", re.IGNORECASE)
+"""What refusals of prompts that the judge has no room for say."""
 
 
 def _words(reply: Any) -> str | None:

@@ -130,7 +130,7 @@ def test_no_verdict_and_no_endpoint_end_in_one_line(monkeypatch: pytest.MonkeyPa
             Judge(heard.url).score(FIRST, rows("A cod."))
         assert [body["temperature"] for body in heard.bodies] == [0, 0.5, 0.5, 0.5, 0.5]
     thinking = {"finish_reason": "length", "message": {"content": None, "reasoning_content": "[[3]]"}}
-    with endpoint(lambda _: thinking) as heard, pytest.raises(BadRow, match="no verdict .* let it write more"):
+    with endpoint(lambda _: thinking) as heard, pytest.raises(BadRow, match=r"no verdict .* let it write more"):
         Judge(heard.url).score(FIRST, rows("A cod."))
     with endpoint(lambda _: 401) as heard, pytest.raises(UserError, match=r"no judgment \(HTTPError: HTTP Error 401"):
         Judge(heard.url).score(FIRST, rows("A cod."))
@@ -151,9 +151,10 @@ def test_no_verdict_and_no_endpoint_end_in_one_line(monkeypatch: pytest.MonkeyPa
         {"finish_reason": "content_filter", "message": {"content": "[[1"}},
         (400, {"code": "content_filter", "message": "The response was filtered"}),
         (403, {"message": "Blocked by our Content Policy."}),
+        (400, {"message": "max_tokens is too large: this model's maximum context length is 8192 tokens."}),
     ],
 )
-def test_what_a_content_filter_refuses_is_a_bad_row(reply: Any) -> None:
+def test_what_the_judge_refuses_to_read_is_a_bad_row(reply: Any) -> None:
     with endpoint(lambda _: reply) as heard, pytest.raises(BadRow, match=r"judge.* mt_bench_turn_1/81"):
         Judge(heard.url).score(FIRST, rows("A cod."))
     assert len(heard.bodies) == 1
@@ -199,4 +200,11 @@ def test_a_judge_that_refuses_parameters_is_asked_without_them() -> None:
         assert heard.bodies[-1]["max_completion_tokens"] == 2048 and heard.bodies[-1]["reasoning_effort"] == "low"
         judge.options = {"max_completion_tokens": 99, "temperature": None}
         assert judge.score(FIRST, rows("A cod."))[0]["score"] == 0.7
-    assert len(heard.bodies) == 4 and heard.bodies[-1].keys() == {"model", "messages", "max_completion_tokens"}
+        assert len(heard.bodies) == 4
+        judge.options["max_tokens"] = judge.options.pop("max_completion_tokens")
+        assert judge.score(FIRST, rows("A cod."))[0]["score"] == 0.7
+    assert (
+        heard.bodies[-1]["max_completion_tokens"] == 99
+        and len(heard.bodies) == 6
+        and heard.bodies[-1].keys() == {"model", "messages", "max_completion_tokens"}
+    )
