@@ -72,10 +72,7 @@ def divided(work: Callable[[Part], Result], parts: Iterable[Part]) -> list[Resul
 def created_divided(dtype: str) -> Iterator[None]:
     """Within the block, where the launcher asks for ZeRO-3, a model is partitioned while it is loaded.
 
-    Only the first process ever holds the whole model, in CPU memory, to read the files.
-
-    Args:
-        dtype: The model's, such as bfloat16.
+    Only the first process ever holds the whole model, in CPU memory, to read the files. `dtype` is the model's.
     """
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
         yield

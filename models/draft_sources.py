@@ -53,7 +53,8 @@ class LayerSubset:
     layers: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        plain = (each.item() if getattr(each, "ndim", None) == 0 else each for each in self.layers)
+        given: tuple[Any, ...] = self.layers
+        plain = (each.item() if getattr(each, "ndim", None) == 0 else each for each in given)
         object.__setattr__(self, "layers", tuple(plain))
         if not self.layers:
             raise UserError("draft layers [] keep nothing; name the layers of the target to keep, such as [0,1,5]")
@@ -130,13 +131,7 @@ def load_head(name: str, folder: Path, target: PreTrainedModel) -> DraftHeadSour
 
 
 def load_draft(model_id: str, target: Target, *, revision: str | None = None, **options: Any) -> LoadedDraft:
-    """Load a draft model from a folder or the Hub.
-
-    Args:
-        model_id: A local folder or a Hub id.
-        target: The target whose answers it guesses.
-        revision: Branch, tag or commit on the Hub.
-        options: `dtype`, `device` and `attention` of `load_target`.
+    """Load a draft model for a target; `options` are the `dtype`, `device` and `attention` of `load_target`.
 
     Raises:
         UserError: the model cannot be had, or its tokenizer has another vocabulary than the target's.

@@ -5,20 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from keepsight.errors import UserError
 from keepsight.eval.bench.eviction import count
-from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.lora import FoldedLora, Lora, chosen_targets, lora_targets
 from keepsight.runtime.methods import LookaheadKV
-from keepsight.runtime.state import prefill
 from keepsight.train.dataset import Batch
 from keepsight.train.importance import ImportanceObjective
 from tests.close import assert_close
 from tests.families import FAMILIES, family_model, fresh_model
-from tests.models.modules import importance, importance_of, random_module, random_on, save
+from tests.models.modules import random_module, random_on, save
 from tests.tiny import prompt_ids, tiny_model
 
 ATTENTION, MLP = "self_attn.q_proj k_proj v_proj o_proj", "mlp.gate_proj up_proj down_proj"
@@ -77,18 +74,6 @@ def test_targets_are_chosen_by_name():
     for wrong in ("proj", "UP_PROJ", "up_pro."):
         with pytest.raises(UserError, match=rf"no module that can get a LoRA is '{wrong}'; there are q_proj, k_proj, "):
             chosen_targets(model, ["q_proj", wrong])
-
-
-@pytest.mark.parametrize(("targets", "tensors"), [(["qv"], 2 * (4 * 2 - 1)), (["none"], 0)])
-def test_an_adapter_remembers_its_targets(targets, tensors, tmp_path):
-    module = random_on(family_model("Llama 3"), LookaheadSettings(tokens=4, rank=2, targets=targets))
-    assert len(load_file(save(module, tmp_path) / "adapter_model.safetensors")) == tensors
-    artifact = LookaheadAdapter.load(tmp_path)
-    assert artifact.settings.targets == targets
-    with artifact.attached(fresh_model("Llama 3")) as tokens:
-        assert tokens.shape == module.tokens.shape
-    state = prefill(family_model("Llama 3"), *prompt_ids(30, 17))
-    assert_close(importance_of(artifact, fresh_model("Llama 3"), state), importance(module, state))
 
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {"Mistral with a window"}))
