@@ -58,7 +58,9 @@ def test_every_page_is_in_the_navigation_once() -> None:
             return [f"docs/{entry}"]
         return [page for each in (entry.values() if isinstance(entry, dict) else entry) for page in pages(each)]
 
-    assert sorted(pages(yaml.safe_load(text_of("mkdocs.yml"))["nav"])) == PAGES
+    settings = yaml.safe_load(text_of("mkdocs.yml"))
+    assert sorted(pages(settings["nav"])) == PAGES
+    assert settings["use_directory_urls"] is False  # site/index.html is opened from disk, where a folder has no page
 
 
 def test_the_reference_names_what_exists_and_every_method() -> None:

@@ -80,7 +80,12 @@ def test_files_that_fail_to_move_do_not_pass_for_whole(tmp_path: Path, monkeypat
 def test_content_is_synced_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done, replace = list[str](), Path.replace
     monkeypatch.setattr(os, "fsync", lambda opened: done.append(Path(os.readlink(f"/proc/self/fd/{opened}")).name))
-    monkeypatch.setattr(Path, "replace", lambda path, to: [done.append(f"{path.name} named"), replace(path, to)][1])
+
+    def named(path: Path, to: Path) -> Path:
+        done.append(f"{path.name} named")
+        return replace(path, to)
+
+    monkeypatch.setattr(Path, "replace", named)
     append_lines(tmp_path / "lines", [{"a": 1}])
     with atomic_files(tmp_path, last="config") as unfinished:
         for name in ("config", "weights"):

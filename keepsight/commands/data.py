@@ -20,9 +20,9 @@ from keepsight.data_gen.backends import Backend, InThisProcess, Server, VllmEngi
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.stats import stats_figure, stats_of, stats_table
-from keepsight.data_gen.store import finished_manifest, finished_samples
+from keepsight.data_gen.store import earlier_settings, finished_manifest, finished_samples
 from keepsight.data_gen.user_data import pinned
-from keepsight.errors import UserError, printable
+from keepsight.errors import UserError, printable, require_same
 from keepsight.files import from_json, read_yaml, require_writable, write_png
 from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
@@ -30,13 +30,18 @@ from keepsight.models.targets import Target
 
 def run(config: Config) -> None:
     """Make the data and print its size."""
-    values = pinned(check(config), Path(config.out))
+    values = pinned(check(config), out := Path(config.out))
     Mixture.from_config(values).check()
+    if (before := earlier_settings(out)) and any(out.glob("shard-*")):
+        now = {key: getattr(config, key) for key in ("seed", "shard_size", "max_new_tokens", "temperature", "top_p")}
+        now |= {"model": config.model.id, "mixture": values}
+        was = {key: getattr(before, key) for key in now}
+        require_same(f"{out}: this data was made", was, now, "choose another out=, or delete the folder")
     with _answering(config) as (target, backend):
         manifest = generate_data(
             target,
             values,
-            Path(config.out),
+            out,
             limit=config.limit,
             seed=config.seed,
             max_new_tokens=config.max_new_tokens,

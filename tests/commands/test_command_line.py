@@ -275,6 +275,7 @@ def test_bad_input_ends_in_one_line(keepsight: CommandLine, line: str, here: Pat
 ANSWERED = "data=answered out=o"
 BEFORE_WEIGHTS = {
     "data out=o mixture=none": "mixture=none is neither a file nor one of demo, offline",
+    "data out=answered mixture=mixture.yaml seed=7": "answered: this data was made with ",
     "data out=rows.jsonl": "out=rows.jsonl is a file; name a folder",
     "data out=o backend=server": "backend=server needs server.url=, such as http://localhost:8000/v1",
     "train data=none out=o": "none: no manifest.json; make the data with `keepsight data out=none`",
