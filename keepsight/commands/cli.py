@@ -35,8 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _dispatch(given: list[str]) -> None:
     if given[:1] == ["--version"]:
         print(f"keepsight {__version__}")
-    elif {*given} <= _HELP or ({*given[1:]} <= _HELP and given[0] == "bench"):
-        print(_overview(bench=given[:1] == ["bench"]))
+    elif not given or given[0] in _HELP:
+        print(_overview(bench=False))
+    elif given[0] == "bench" and (len(given) == 1 or given[1] in _HELP):
+        print(_overview(bench=True))
     else:
         name, arguments = command_of(given)
         if _HELP & {*arguments}:
