@@ -201,7 +201,7 @@ class HarnessModel(TemplateLM):
         return answers
 
 
-def _packaged(model_id: str) -> dict[str, str]:
+def _packaged(model_id: str) -> dict[str, Any]:
     """The packaged file of a model and its digest, as arguments of `load_target`, if a recipe names them."""
     for recipe in (files("keepsight.recipes") / "recipe").iterdir():
         model = yaml.safe_load(recipe.read_text(encoding="utf-8")).get("model") or {}

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 Kind = TypeVar("Kind", bound="type[Any]")
 
 _STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-_LINES = re.compile(rf"{_STEERING.pattern}|[\t\n]")
 
 
 class UserError(ValueError):
@@ -64,10 +63,16 @@ def printable(text: str, lines: bool = False) -> str:
 
     Args:
         text: Any text.
-        lines: Whether line breaks and tabs stay; names and messages are one line.
+        lines: Whether it may have several lines, and characters without width that some scripts need; names have
+            neither.
     """
-    pattern = _STEERING if lines else _LINES
-    return pattern.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    if lines:
+        return _STEERING.sub(lambda found: _escaped(found[0]), text)
+    return "".join(each if each.isprintable() else _escaped(each) for each in text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()
 
 
 def one_line(error: object, most: int = 300) -> str:

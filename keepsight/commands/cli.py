@@ -124,7 +124,7 @@ def _fail(message: str) -> int:
     if "tqdm" in sys.modules:
         for bar in [*sys.modules["tqdm"].tqdm._instances]:
             bar.close()  # or it is drawn after the message
-    print(f"keepsight: error: {printable(' '.join(message.split()))}", file=sys.stderr)
+    print(f"keepsight: error: {printable(' '.join(message.split()), lines=True)}", file=sys.stderr)
     return BAD_INPUT
 
 

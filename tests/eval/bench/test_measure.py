@@ -36,7 +36,12 @@ def test_short_actions_are_timed_more_often(
     repeats: int, least: float, runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed, warm = list[object](), list[int]()
-    monkeypatch.setattr(measure, "seconds_of", lambda action: timed.append(action) or 0.4)
+
+    def seconds_of(action: object) -> float:
+        timed.append(action)
+        return 0.4
+
+    monkeypatch.setattr(measure, "seconds_of", seconds_of)
     assert measure.median_seconds(lambda: warm.append(1), repeats, least) == 0.4
     assert len(timed) == runs and warm == [1]
 

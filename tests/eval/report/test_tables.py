@@ -58,6 +58,14 @@ def test_csv_has_columns_for_the_ends(tmp_path: Path) -> None:
     ]
 
 
+def test_what_separates_cells_and_lines_stays_in_its_cell(tmp_path: Path) -> None:
+    table = Table("t", "c", (Column("method", "method", is_text=True),), [{"method": "a\\|b\rc"}])
+    assert table.markdown().splitlines()[-1] == r"| a\\\|b\rc |"
+    table.save(tmp_path)
+    with (tmp_path / "t.csv").open(newline="", encoding="utf-8") as lines:
+        assert [*csv.reader(lines)] == [["method"], ["a\\|b\rc"]]
+
+
 @pytest.mark.parametrize("text", ["=1+1", "@x", "+1+cmd|' /C calc'!A0", "-2+3", "\n=1"])
 def test_no_text_is_a_formula_of_a_spreadsheet(tmp_path: Path, text: str) -> None:
     table = Table("t", "c", (Column("method", "method", is_text=True), Column("n", "n")), [{"method": text, "n": -1.5}])
