@@ -223,14 +223,11 @@ def write_png(path: Path, figure: "Figure") -> None:
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
     """Write a table with a header; a text that a spreadsheet would run as a formula gets a quote in front."""
-    lines = [map(_cell, columns), *([_cell(row[column]) for column in columns] for row in rows)]
-    write_text(path, "".join(map(_csv_line, lines)))
-
-
-def _csv_line(cells: Iterable[object]) -> str:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\r\n").writerow(cells)  # cells that hold either are quoted
-    return text.getvalue().removesuffix("\r\n") + "\n"
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(_cell, columns))
+    writer.writerows([_cell(row[column]) for column in columns] for row in rows)
+    write_text(path, text.getvalue())
 
 
 def _cell(value: object) -> object:

@@ -63,7 +63,7 @@ def test_what_separates_cells_and_lines_stays_in_its_cell(tmp_path: Path) -> Non
     assert table.markdown().splitlines()[-1] == r"| a\\\|b\rc |"
     table.save(tmp_path)
     with (tmp_path / "t.csv").open(newline="", encoding="utf-8") as lines:
-        assert [*csv.reader(lines)] == [["method"], ["a\\|b\rc"]]
+        assert [*csv.reader(lines)] == [["method"], ["a\\|b\nc"]]
 
 
 @pytest.mark.parametrize("text", ["=1+1", "@x", "+1+cmd|' /C calc'!A0", "-2+3", "\n=1"])
