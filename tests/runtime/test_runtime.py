@@ -66,16 +66,6 @@ def test_observing_leaves_the_prompt_untouched():
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("method", [StreamingLLM(0.1), SnapKV(0.5)], ids=repr)
-def test_a_ratio_below_the_protected_entries_is_refused(method):
-    """Raising it without a word would give methods different totals at the same budget."""
-    model, ids = tiny_model(), prompt_ids(40)[0]
-    with pytest.raises(UserError, match=r"leaves \d+ entries, which must be above the \d+ protected ones"):
-        generate(model, ids, method, max_new_tokens=2)
-    with pytest.raises(UserError, match="protected ones"):
-        method.compress(model, prefill(model, ids))
-
-
 @dataclass(frozen=True)
 class _Ones(Observer):
     """Scores of any shape, for any number of layers."""
