@@ -1,1 +1,1 @@
-"""Drafts: who guesses the coming tokens, as an observer and for speculative decoding."""
+"""Drafts of the answer: as observers, and for speculative decoding."""

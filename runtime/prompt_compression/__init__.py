@@ -1,1 +1,1 @@
-"""Methods that shorten the prompt before the target reads it."""
+"""Methods that shorten the prompt before the base model reads it."""

@@ -1,1 +1,1 @@
-"""Entries in few bits: KIVI's codec and cache, SpeCache's fetched entries."""
+"""Packed entries in few bits: KIVI, and SpeCache, which fetches some in full precision."""

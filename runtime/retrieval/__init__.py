@@ -1,1 +1,1 @@
-"""Reading what a retrieval head chooses, with layers on the device or on the CPU."""
+"""SpeContext: reading what a retrieval head selects, with layers on the device or on the CPU."""

@@ -50,7 +50,7 @@ class LayerSelector(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held beside the cache."""
+        """Bytes beside the cache."""
         return 0
 
     def share(self) -> "LayerSelector":

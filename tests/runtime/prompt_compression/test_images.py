@@ -1,4 +1,4 @@
-"""SpecPC on prompts with images: a draft model that sees them too, and a target that reads some of their tokens."""
+"""SpecPC on prompts with images: a draft model that sees them too, and a base model that reads some of their tokens."""
 
 from typing import Any
 

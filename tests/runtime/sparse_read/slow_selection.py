@@ -66,7 +66,7 @@ class SlowReader:
     """Reads a prompt densely, and then token after token what is chosen.
 
     Args:
-        model: The target.
+        model: The base model.
         ids: [1, N].
         choose: For each layer.
         head: A retrieval head, whose own attention is what is chosen by, for all layers of a group alike.
