@@ -34,7 +34,7 @@ from keepsight.models.decoder import (
     require_full_attention,
 )
 from keepsight.models.lookahead import Lookahead
-from keepsight.runtime.attention import Softmax, recording, run
+from keepsight.runtime.attention import Recorder, Softmax, recording, run
 from keepsight.runtime.importance import observed_attention
 from keepsight.runtime.observe import observe
 from keepsight.runtime.state import empty_cache, full_layers, has_recurrent, positions_of, record_past, share
@@ -124,23 +124,28 @@ def target_importance(model: PreTrainedModel, batch: Batch, cuts: Cuts | None = 
     cuts = cuts or Cuts.of(batch, 1)
     ids, mask = batch.joined()
     rows, inside = batch.answer_ids.shape[1], cuts.places is not None
-    recorder = AttentionRecorder(rows, key_mask=mask, query_mask=cuts.queries, own=inside)
     cache, prompt = empty_cache(model), batch.prompt_ids.shape[1]
     positions = positions_of(mask, ids.shape[1], ids.device)
+    recorded: dict[int, Tensor] = {}
 
-    def read(start: int, end: int, into: Cache, recorder: AttentionRecorder | None = None) -> None:
+    def record(layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, _: Any) -> None:
+        length, known = key.shape[2] - (0 if inside else rows), mask if real is None else real
+        answer = query[:, :, -rows:]
+        recorded[layer] = observed_attention(answer, key, softmax, length, key_mask=known, query_mask=cuts.queries)
+
+    def read(start: int, end: int, into: Cache, recorder: Recorder | None = None) -> None:
         seen, here = None if mask is None else mask[:, :end], slice(start, end)
         inputs = {"input_ids": ids[:, here], "attention_mask": seen, "position_ids": positions[:, here]}
         run(decoder_of(model), into, recorder=recorder, **inputs)
 
     if has_recurrent(cache):  # from such a layer the answer cannot be removed
         read(0, prompt, cache)
-        read(prompt, ids.shape[1], share(cache), recorder)
+        read(prompt, ids.shape[1], share(cache), record)
     else:
         record_past(cache)
-        read(0, ids.shape[1], cache, recorder)
+        read(0, ids.shape[1], cache, record)
         cuts.crop(cache, ids.shape[1])
-    return cache, cuts.importance(recorder.taken())
+    return cache, cuts.importance([recorded[layer] for layer in sorted(recorded)])
 
 
 class ImportanceObjective(ReplayedObjective):
@@ -300,43 +305,3 @@ def _unshard_for_gradients(model: PreTrainedModel, predicted: list[Tensor]) -> N
     for place, importance in zip(full_attention_layers(model.config), predicted, strict=True):
         if isinstance(layer := layers[place], FSDPModule):
             importance.register_hook(partial(gather, layer))
-
-
-class AttentionRecorder:
-    """Records each full-attention layer's attention of the last `rows` queries of a pass to the entries before them.
-
-    Arguments are those of `observed_attention`; with `own` the queries' own entries are scored too.
-
-    Attributes:
-        by_layer: layer -> [B, H, S - rows] float32, the mean over the queries; with `own` [B, H, S].
-    """
-
-    def __init__(
-        self,
-        rows: int,
-        *,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        own: bool = False,
-    ) -> None:
-        self.rows, self.own = rows, own
-        self.key_mask, self.query_mask = key_mask, query_mask
-        self.by_layer: dict[int, Tensor] = {}
-
-    def __call__(
-        self, layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any
-    ) -> None:
-        """See `keepsight.runtime.attention.Recorder`."""
-        self.by_layer[layer] = observed_attention(
-            query[:, :, -self.rows :],
-            key,
-            softmax,
-            key.shape[2] - (0 if self.own else self.rows),
-            key_mask=self.key_mask if real is None else real,
-            query_mask=self.query_mask,
-        )
-
-    def taken(self) -> list[Tensor]:
-        """The recorded tensors in the order of the layers; the recorder lets go of them."""
-        recorded, self.by_layer = self.by_layer, {}
-        return [recorded[layer] for layer in sorted(recorded)]
