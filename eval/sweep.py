@@ -409,7 +409,8 @@ def sweep(
             if missing:
                 yield [row | names | {"inputs_digest": digests[row["method"], row["budget"]]} for row in made]
         if refused and len(refused) == len(digest_of) - 1:
-            raise next(iter(refused.values()))
+            (name, budget), error = next(iter(refused.items()))
+            raise UserError(f"{name} at budget {budget}: {error}")
 
 
 def _completed(
