@@ -137,8 +137,9 @@ def test_a_weight_that_is_not_finite_ends_all_processes(
     config: str | None, more: list[str], place: Path, tmp_path: Path
 ):
     shutil.copytree(place / "target", tmp_path / "target")
+    write_data(tmp_path / "data", load_target(str(tmp_path / "target"), device="cpu"))
     with_nan(tmp_path / "target")
-    given = [*arguments(place, tmp_path / "two", **{"model.id": tmp_path / "target"}), *more]
+    given = [*arguments(tmp_path, tmp_path / "two"), *more]
     result = launch(tmp_path, str(ROOT / "train_lookahead.py"), *given, config=config)
     assert result.returncode != 0
     assert "weight 'model.norm.weight' is not finite; copy or download it again" in result.stderr
