@@ -21,6 +21,7 @@ from keepsight.files import (
     read_bytes,
     read_json,
     read_jsonl,
+    read_yaml,
     require_writable,
     sound_lines,
     whole_lines,
@@ -112,9 +113,29 @@ def test_devices_and_pipes_are_not_replaced(tmp_path: Path) -> None:
         for folder in (True, False):
             with pytest.raises(UserError, match="device or pipe"):
                 require_writable(path, folder)
-        with pytest.raises(UserError, match="not a regular file"):
-            write_text(path, "text")
-        assert not path.is_file()
+        for write in (
+            lambda path: write_text(path, "text"),
+            lambda path: append_lines(path, [{"a": 1}]),
+            lambda path: atomic_folder(path).__enter__(),
+            lambda path: atomic_files(path, "a").__enter__(),
+            lambda path: atomic_files(path.parent, path.name).__enter__(),
+        ):
+            with pytest.raises(UserError, match="not a regular file"):
+                write(path)
+        assert not path.is_file() and path.exists()
+
+
+def test_yaml_in_any_encoding_but_no_bomb(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        path.write_text("a: é\n", encoding=encoding)
+        assert read_yaml(path) == "a: é\n"
+    bomb = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9 if n else ['x'])}]\n" for n in range(9))
+    bad = {"a: &a [*a]": "aliases", bomb: "aliases", "[" * 9000: "not a YAML", "a" * (2 << 20): "larger than 1.00 MiB"}
+    for text, said in bad.items():
+        path.write_text(text)
+        with pytest.raises(UserError, match=said):
+            read_yaml(path)
 
 
 def test_unwritable_paths_are_refused(tmp_path: Path) -> None:
@@ -246,6 +267,8 @@ def test_a_table_runs_no_formula(tmp_path: Path) -> None:
     write_csv(tmp_path / "a.csv", ["text"], [{"text": cell} for cell in cells])
     lines = (tmp_path / "a.csv").read_text().splitlines()[1:]
     assert lines == ["'=1+1", "'@x", "'-x", "'+x", "'\tx", "-0.5", "+3", "-.5", "a=b"]
+    write_csv(tmp_path / "a.csv", ["=title"], [{"=title": "a\r=1+1"}])  # a bare carriage return would begin a row
+    assert (tmp_path / "a.csv").read_bytes() == b'\'=title\n"a\n=1+1"\n'
 
 
 def test_amounts_of_memory() -> None:
