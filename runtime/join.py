@@ -45,6 +45,46 @@ def join(states: Sequence[State]) -> State:
     )
 
 
+def rows_of(state: State, rows: Sequence[int]) -> State:
+    """Some rows of a batch that `join` made, without the padding that all of them share; entries are copied."""
+    index = torch.tensor(rows, device=state.lengths.device)
+    lengths = state.lengths[index]
+    width, before = int(lengths.max()), state.tokens.shape[1]
+    seen = state.cache.get_seq_length() - (before - width)
+    full = iter(state.entries())
+    layers: list[Any] = [
+        _rows_of_bounded(layer, index, seen) if is_bounded(layer) else _rows_of_entries(next(full), index, seen)
+        for layer in state.cache.layers
+    ]
+    return State(
+        Cache(layers=layers),
+        state.logits[index],
+        state.tokens[index, before - width :],
+        lengths,
+        rope_offset=None if state.rope_offset is None else state.rope_offset[index],
+        padded=False if state.padded is False else bool((lengths < width).any()),
+    )
+
+
+def _rows_of_entries(entries: LayerEntries, index: Tensor, seen: int) -> KeptLayer:
+    keys, values = entries.keys[index], entries.values[index]
+    if entries.real is None:
+        return KeptLayer(keys, values, seen)
+    real = entries.real[index].expand(keys.shape[:3])
+    first = int(real.any(dim=1).any(dim=0).int().argmax())
+    keys, values, real = (each[:, :, first:].contiguous() for each in (keys, values, real))
+    return KeptLayer(keys, values, seen, None if bool(real.all()) else real)
+
+
+def _rows_of_bounded(layer: Any, index: Tensor, seen: int) -> Any:
+    """A layer with a sliding window or chunks, which holds no more than the tokens seen."""
+    rows = copy.copy(layer)
+    first = max(layer.keys.shape[2] - seen, 0)
+    rows.keys, rows.values = layer.keys[index][:, :, first:], layer.values[index][:, :, first:]
+    rows.cumulative_length = seen
+    return rows
+
+
 def _lengths(state: State) -> tuple[int, int]:
     return state.tokens.shape[1], state.cache.get_seq_length()
 

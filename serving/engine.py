@@ -1,0 +1,342 @@
+"""Batched decoding with continuous admission: many requests, each evicted by one method, in one batch of states.
+
+A request is read and evicted from alone, between two decoding steps of the others; its state then joins the batch, and
+leaves it when the answer ends or nobody waits for it. An answer is what `generate(model, ids, method, **options)` gives
+alone, token for token up to rounding: logits processors and criteria are those that transformers makes of the options.
+"""
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, end_ids, generate
+from keepsight.runtime.join import can_join, join, rows_of
+from keepsight.runtime.state import State, context_of, read
+
+_PROBE = 512
+"""Tokens read at the start, to see whether states of the method can be joined."""
+BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+"""Upper bounds of the histogram of the time to the first token, in seconds."""
+
+
+class Busy(UserError):
+    """Too many requests wait."""
+
+
+class Job:
+    """One request. `started`, `took` and `ended` are called by the engine's thread, and may be overridden.
+
+    Args:
+        ids: [N] int64, the prompt.
+        seed: Seeds sampling; None for a random one.
+        options: Options of `model.generate`, such as `max_new_tokens` and `temperature`.
+
+    Attributes:
+        tokens: The answer so far, with its end token.
+        kept: Entries that each KV head keeps of the prompt, on average.
+        reason: `stop` (an end token, or `took` asked for it), `length`, `cancelled` or `failed`; None before the end.
+        error: What a failed request failed with.
+        first: Seconds from submission to the first token; None before.
+    """
+
+    def __init__(self, ids: Tensor, *, seed: int | None = None, **options: Any) -> None:
+        self.ids, self.seed, self.options = ids, seed, options
+        self.tokens: list[int] = []
+        self.kept = 0.0
+        self.reason: str | None = None
+        self.error: Exception | None = None
+        self.first: float | None = None
+        self.submitted = time.perf_counter()
+        self.cancelled = False
+        self.done = threading.Event()
+
+    def cancel(self) -> None:
+        """Nobody waits for the answer: it leaves the batch before the next step."""
+        self.cancelled = True
+
+    def started(self) -> None:
+        """The prompt has been read."""
+
+    def took(self, token: int) -> bool:
+        """Take a token of the answer; returns whether the answer ends with it."""
+        return False
+
+    def ended(self) -> None:
+        """`reason` is set, and no token follows."""
+
+    def result(self, timeout: float | None = None) -> list[int]:
+        """The whole answer, once it has ended.
+
+        Raises:
+            Exception: `error`.
+            TimeoutError: it has not ended in time.
+        """
+        if not self.done.wait(timeout):
+            raise TimeoutError(f"the answer has {len(self.tokens)} tokens after {timeout} s")
+        if self.error is not None:
+            raise self.error
+        return self.tokens
+
+
+@dataclass
+class Totals:
+    """What an engine has done, as `/metrics` shows it."""
+
+    ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("stop", "length", "cancelled", "failed"), 0))
+    prompt_tokens: int = 0
+    kept_entries: float = 0.0
+    generated_tokens: int = 0
+    decode_steps: int = 0
+    decode_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    first_token: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
+    first_token_seconds: float = 0.0
+
+
+class _Asked(CustomGenerate):
+    """What transformers makes of a request's options, without an answer."""
+
+    request: GenerateRequest
+
+    @override
+    def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
+        self.request = request
+        return Decoded(request.input_ids, None)  # type: ignore[arg-type]  # nobody reads the state
+
+
+@dataclass
+class _Row:
+    """A request in the batch; `ids` [1, N + T] are its prompt and what it has answered."""
+
+    job: Job
+    request: GenerateRequest
+    ids: Tensor
+    generator: torch.Generator | None
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The next token [1] for logits [1, V], and whether it ends the answer [1], as `decode` does."""
+        request = self.request
+        scores: Any = request.logits_processor(self.ids, logits) if request.logits_processor else logits  # type: ignore[arg-type]
+        if request.do_sample:
+            token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)[:, 0]
+        else:
+            token = scores.argmax(dim=-1)
+        self.ids = torch.cat([self.ids, token[:, None]], dim=1)
+        return token, request.stopping_criteria(self.ids, scores)  # type: ignore[return-value]
+
+
+class Engine:
+    """Answers requests in one batch.
+
+    Args:
+        model: The base model.
+        method: Evicts from each prompt's cache.
+        rows: Largest number of answers decoded at once.
+        waiting: Largest number of requests that wait.
+        max_prompt_tokens: Longest prompt; the model's context by default.
+
+    Raises:
+        UserError: states of this method cannot be decoded in a batch.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, method: Method, *, rows: int = 16, waiting: int = 64, max_prompt_tokens: int = 0
+    ) -> None:
+        self.model, self.method, self.rows, self.waiting = model, method, rows, waiting
+        self.context = context_of(model)
+        self.max_prompt_tokens = min(max_prompt_tokens or self.context, self.context)
+        self.totals = Totals()
+        self._queue: deque[Job] = deque()
+        self._batch: list[_Row] = []
+        self._state: State | None = None
+        self._wake, self._closed = threading.Condition(), False
+        self._thread: threading.Thread | None = None
+        ends = end_ids(model)
+        self._ends = set(ends if isinstance(ends, list) else [ends])
+        self._require_joinable()
+
+    # For other threads
+
+    def submit(self, job: Job) -> None:
+        """Let a request wait for its turn.
+
+        Raises:
+            Busy: too many wait.
+            UserError: the prompt is too long, or the method cannot work on it.
+        """
+        length, more = len(job.ids), int(job.options.get("max_new_tokens") or 1)
+        if not 0 < length <= self.max_prompt_tokens:
+            raise UserError(f"the prompt has {length} tokens; 1 to {self.max_prompt_tokens} are read here")
+        if length + more > self.context:
+            raise UserError(
+                f"{length} prompt tokens and {more} of the answer do not fit the context of {self.context}; lower "
+                "max_tokens"
+            )
+        self.method.check(length, self.context)
+        with self._wake:
+            if self._closed:
+                raise Busy("the server is shutting down")
+            if len(self._queue) >= self.waiting:
+                raise Busy(f"{len(self._queue)} requests are waiting, and no more may; try again later")
+            job.submitted = time.perf_counter()
+            self._queue.append(job)
+            self._wake.notify()
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Numbers of requests that are answered and that wait."""
+        return len(self._batch), len(self._queue)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the batch's keys and values, padding included."""
+        state = self._state
+        return 0 if state is None else state.kv_bytes
+
+    def __enter__(self) -> "Engine":
+        self._thread = threading.Thread(target=self._serve, name="keepsight-engine", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End all answers as cancelled, and the thread."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    # In the engine's thread
+
+    def _serve(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._closed or self._batch or self._queue):
+                    self._wake.wait()
+                if self._closed:
+                    break
+            self.step()
+        for job in [*(row.job for row in self._batch), *self._queue]:
+            self._end(job, "cancelled")
+        self._batch, self._state = [], None
+        self._queue.clear()
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """Admit the next request if there is room, and decode a token of every answer; returns whether work is left.
+
+        What goes wrong while a prompt is read fails its request alone, while the batch is decoded all of its requests.
+        """
+        try:
+            self._keep([place for place, row in enumerate(self._batch) if not row.job.cancelled])
+            self._admit()
+            if self._batch:
+                self._decode()
+        except Exception as error:
+            for row in self._batch:
+                self._end(row.job, "failed", error)
+            self._batch, self._state = [], None
+        return bool(self._batch or self._queue)
+
+    def _admit(self) -> None:
+        job = None
+        while self._queue and len(self._batch) < self.rows and job is None:
+            job = self._queue.popleft()
+            if job.cancelled:
+                self._end(job, "cancelled")
+                job = None
+        if job is None:
+            return
+        try:
+            row, state = self._read(job)
+        except Exception as error:
+            self._end(job, "failed", error)
+            return
+        self._batch.append(row)
+        self._state = join([state] if self._state is None else [self._state, state])
+        job.started()
+
+    def _read(self, job: Job) -> tuple[_Row, State]:
+        start, ids = time.perf_counter(), job.ids[None].to(self.model.device)
+        asked = _Asked()
+        generate(self.model, ids, asked, **job.options, return_dict_in_generate=False)
+        generator = None
+        if job.seed is not None:
+            generator = torch.Generator(self.model.device).manual_seed(job.seed)
+        state = self.method.start(self.model, ids)
+        job.kept = state.counts().float().mean().item()
+        totals = self.totals
+        totals.prefill_seconds += time.perf_counter() - start
+        totals.prompt_tokens += ids.shape[1]
+        totals.kept_entries += job.kept
+        return _Row(job, asked.request, ids, generator), state
+
+    def _decode(self) -> None:
+        assert self._state is not None
+        start, logits = time.perf_counter(), self._state.logits
+        chosen = [row.choose(logits[place : place + 1]) for place, row in enumerate(self._batch)]
+        tokens = torch.cat([token for token, _ in chosen])
+        known, ends = tokens.tolist(), torch.cat([end for _, end in chosen]).tolist()
+        staying = list[int]()
+        for place, (row, token, ends_here) in enumerate(zip([*self._batch], known, ends, strict=True)):
+            enough = self._give(row.job, token)
+            if ends_here or enough:
+                self._end(row.job, "stop" if enough or token in self._ends else "length")
+            else:
+                staying.append(place)
+        self._keep(staying)
+        if self._state is not None:
+            self._state, _ = read(self.model, self._state, tokens[staying][:, None])
+            self.totals.decode_steps += 1
+            self.totals.decode_seconds += time.perf_counter() - start
+
+    def _give(self, job: Job, token: int) -> bool:
+        """Whether the job wants no token after this one."""
+        job.tokens.append(token)
+        self.totals.generated_tokens += 1
+        if job.first is None:
+            job.first = time.perf_counter() - job.submitted
+            self.totals.first_token[sum(job.first > bound for bound in BUCKETS)] += 1
+            self.totals.first_token_seconds += job.first
+        return job.took(token)
+
+    def _keep(self, places: list[int]) -> None:
+        """Let all rows but these leave; those that were cancelled have not ended yet."""
+        if len(places) == len(self._batch):
+            return
+        for place, row in enumerate(self._batch):
+            if place not in places and row.job.reason is None:
+                self._end(row.job, "cancelled")
+        self._batch = [self._batch[place] for place in places]
+        self._state = rows_of(self._state, places) if places and self._state is not None else None
+
+    def _end(self, job: Job, reason: str, error: Exception | None = None) -> None:
+        if job.reason is not None:
+            return
+        job.reason, job.error = reason, error
+        self.totals.ended[reason] += 1
+        job.done.set()
+        job.ended()
+
+    def _require_joinable(self) -> None:
+        name, reader = type(self.method).__name__, self.method.reader(self.model)
+        state = None
+        if self.method.reapply(self.model) is None and reader is self.model:
+            try:
+                length = min(_PROBE, self.context // 2)
+                state = self.method.start(self.model, torch.full((1, length), 3, device=self.model.device))
+            except UserError:
+                return  # too short for this budget: longer prompts are read
+        if state is None or not can_join(state):
+            raise UserError(
+                f"{name} cannot answer in a batch (it reads entries in its own form, evicts while decoding, or the "
+                "model has recurrent layers); serve a method that evicts once, such as lookaheadkv or snapkv"
+            )

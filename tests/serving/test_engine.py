@@ -1,0 +1,163 @@
+"""The engine's answers are those of `generate` alone, whoever else is in the batch, comes, or leaves."""
+
+import threading
+
+import pytest
+import torch
+
+from keepsight import AdaKV, SnapKV
+from keepsight.errors import UserError
+from keepsight.runtime.allocate import Global
+from keepsight.runtime.generate import FullCache, generate
+from keepsight.runtime.methods import SpeCache
+from keepsight.serving.engine import Busy, Engine, Job
+from tests.families import family_model
+from tests.tiny import prompt_ids, tiny_model
+
+LENGTHS = (90, 33, 61, 20, 90, 120, 47)
+METHODS = {
+    "uniform": SnapKV(40, window=8),
+    "ragged": AdaKV(40, window=8),
+    "pages": SnapKV(32, window=8, allocate=Global(page=8)),
+    "full": FullCache(),
+}
+
+
+def prompts(*lengths: int) -> list[torch.Tensor]:
+    return [prompt_ids(length, seed=seed)[0][0] for seed, length in enumerate(lengths)]
+
+
+def alone(model, method, ids, seed=None, **options):
+    if seed is not None:
+        torch.manual_seed(seed)
+    return generate(model, ids[None], method, **options)[0].tolist()
+
+
+def run(engine: Engine) -> None:
+    while engine.step():
+        pass
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_answers_are_those_of_generate_alone(method):
+    """Fewer rows than requests, so that rows come and go in the middle of others' answers."""
+    model = tiny_model()
+    engine = Engine(model, method, rows=3)
+    jobs = [Job(ids, max_new_tokens=4 + 5 * (place % 3)) for place, ids in enumerate(prompts(*LENGTHS))]
+    for job in jobs:
+        engine.submit(job)
+    run(engine)
+    assert [job.result(0) for job in jobs] == [alone(model, method, job.ids, **job.options) for job in jobs]
+    assert {job.reason for job in jobs} <= {"stop", "length"} and engine.load == (0, 0) and engine.kv_bytes == 0
+    budget = getattr(method, "budget", 1 << 20)
+    assert [job.kept for job in jobs] == pytest.approx([min(length, budget) for length in LENGTHS], abs=8)
+
+
+@pytest.mark.parametrize("family", ["Gemma 2", "GPT-OSS", "Qwen2.5-VL (text)", "DeepSeek-V3"])
+def test_layers_of_every_kind_join_and_leave(family):
+    """Sliding windows whose padding goes when a longer row leaves, sinks, several positions a token, latents."""
+    model, method = family_model(family), SnapKV(24, window=8)
+    engine = Engine(model, method, rows=2)
+    jobs = [Job(ids, max_new_tokens=3 + 9 * (place % 2)) for place, ids in enumerate(prompts(70, 20, 45, 90))]
+    for job in jobs:
+        engine.submit(job)
+    run(engine)
+    assert [job.result(0) for job in jobs] == [alone(model, method, job.ids, **job.options) for job in jobs]
+
+
+def test_sampling_is_that_of_a_seed_and_of_the_options():
+    model, method = tiny_model(), METHODS["uniform"]
+    engine = Engine(model, method, rows=4)
+    sampled = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 0, "max_new_tokens": 12}
+    penal = {"repetition_penalty": 1.5, "do_sample": False, "max_new_tokens": 12}
+    jobs = [Job(ids, seed=place, **sampled) for place, ids in enumerate(prompts(50, 70))]
+    jobs += [Job(ids, **penal) for ids in prompts(60, 80)]
+    for job in jobs:
+        engine.submit(job)
+    run(engine)
+    assert [job.result(0) for job in jobs] == [alone(model, method, job.ids, job.seed, **job.options) for job in jobs]
+
+
+def test_an_answer_ends_with_the_end_token_and_with_who_asked_for_it():
+    model, method = tiny_model(), METHODS["uniform"]
+    ids = prompts(90)[0]
+    whole = alone(model, method, ids, max_new_tokens=12)
+    model.generation_config.eos_token_id = [whole[4], 2]
+
+    class Enough(Job):
+        def took(self, token: int) -> bool:
+            return len(self.tokens) == 3
+
+    engine = Engine(model, method)
+    ended, enough = Job(ids, max_new_tokens=12), Enough(ids, max_new_tokens=12)
+    engine.submit(ended)
+    engine.submit(enough)
+    run(engine)
+    assert ended.result(0) == whole[: whole.index(whole[4]) + 1] and ended.reason == "stop"
+    assert enough.result(0) == whole[:3] and enough.reason == "stop"
+
+
+def test_cancelled_requests_leave_and_disturb_nobody():
+    model, method = tiny_model(), METHODS["ragged"]
+    engine = Engine(model, method, rows=2)
+    stays, leaves, never = (Job(ids, max_new_tokens=10) for ids in prompts(60, 120, 40))
+    for job in (stays, leaves, never):
+        engine.submit(job)
+    never.cancel()
+    engine.step()
+    engine.step()
+    before = engine.kv_bytes
+    leaves.cancel()
+    run(engine)
+    assert stays.result(0) == alone(model, method, stays.ids, max_new_tokens=10)
+    assert (leaves.reason, never.reason) == ("cancelled", "cancelled") and len(leaves.tokens) < 10 and before
+    assert engine.totals.ended == {"stop": 0, "length": 1, "cancelled": 2, "failed": 0}
+
+
+def test_what_fails_fails_alone(monkeypatch):
+    model, method = tiny_model(), METHODS["uniform"]
+    engine = Engine(model, method, rows=2)
+    good, bad = (Job(ids, max_new_tokens=6) for ids in prompts(60, 70))
+    start = SnapKV.start
+
+    def fail(self, model, ids, *given, **options):
+        if ids.shape[1] == 70:
+            raise MemoryError("no room")
+        return start(self, model, ids, *given, **options)
+
+    monkeypatch.setattr(SnapKV, "start", fail)
+    engine.submit(good)
+    engine.submit(bad)
+    run(engine)
+    assert good.result(0) == alone(model, method, good.ids, max_new_tokens=6)
+    with pytest.raises(MemoryError):
+        bad.result(0)
+    with pytest.raises(UserError, match="1 to 256"):
+        engine.submit(Job(torch.zeros(0, dtype=torch.long)))
+    with pytest.raises(UserError, match="fit the context"):
+        engine.submit(Job(prompts(200)[0], max_new_tokens=100))
+
+
+def test_requests_of_many_threads_and_a_full_queue():
+    model, method = tiny_model(), METHODS["uniform"]
+    engine, asked = Engine(model, method, rows=4, waiting=3), prompts(*range(20, 100, 5))
+    for ids in asked[:3]:
+        engine.submit(Job(ids, max_new_tokens=2))
+    with pytest.raises(Busy):
+        engine.submit(Job(asked[0], max_new_tokens=2))
+    engine.waiting = 64
+    jobs = [Job(ids, max_new_tokens=8) for ids in asked]
+    with engine:
+        threads = [threading.Thread(target=engine.submit, args=(job,)) for job in jobs]
+        for each in threads:
+            each.start()
+        answers = [job.result(60) for job in jobs]
+    assert answers == [alone(model, method, ids, max_new_tokens=8) for ids in asked]
+    with pytest.raises(Busy, match="shutting down"):
+        engine.submit(Job(asked[0]))
+
+
+@pytest.mark.parametrize("method", [SpeCache(), SnapKV(40, window=8, every=4)], ids=["own form", "while decoding"])
+def test_methods_that_cannot_join_are_refused(method):
+    with pytest.raises(UserError, match="cannot answer in a batch"):
+        Engine(tiny_model(), method)
