@@ -1,6 +1,7 @@
 """Arguments as they are typed: dashes, positional ones, and values in Hydra's grammar; texts need no quotes."""
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, get_args, get_origin
 
@@ -41,12 +42,17 @@ def overrides_of(schema: type, keys: Sequence[Key], arguments: Sequence[str]) ->
         elif "=" in argument:
             overrides.append(argument)
         elif many is not None:
-            listed.append("'" + argument.replace("\\", "\\\\").replace("'", "\\'") + "'")
+            listed.append("'" + re.sub(r"(\\*)('|$)", _escaped, argument) + "'")
         elif (key := next(positional, None)) is not None:
             overrides.append(f"{key}={argument}")
         else:
             raise UserError(f"{argument!r} is not understood; arguments are written key=value, see --help")
     return [*overrides, f"{many}=[{','.join(listed)}]"] if listed else overrides
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """A quote, or the end of a text, after backslashes: Hydra reads these as they are, but before a quote."""
+    return found[1] * 2 + ("\\'" if found[2] else "")
 
 
 def texts_of(overrides: Sequence[str]) -> dict[str, str]:

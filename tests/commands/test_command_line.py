@@ -13,6 +13,7 @@ import yaml
 
 from keepsight import __version__, recipes
 from keepsight.commands.arguments import overrides_of
+from keepsight.commands.cli import configuration
 from keepsight.commands.config import COMMANDS, Data, Eval, Fit, Inspect, Push, Train
 from keepsight.commands.config_bench import Plan
 from keepsight.commands.parse import keys_of, parse, parse_cells
@@ -154,6 +155,8 @@ TEXTS += ["007", "1e3", "true", "#1", "What is it, really?", "größer …", "ke
 def test_a_text_arrives_as_it_was_typed(text: str) -> None:
     config = parse(Inspect, ["model.id=a", f"prompt={text}", f"out={text}"])
     assert (config.prompt, config.out) == (text, text)
+    if "=" not in text and "$" not in text:  # a key, and a variable of a list
+        assert configuration("report", [text, "out=o"]).runs == [text]
 
 
 def test_a_model_that_is_on_the_hub_alone_takes_the_same_recipe_in_its_first_run(

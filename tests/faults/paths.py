@@ -72,8 +72,7 @@ def _name(rng: Random) -> str:
 def _command(world: World, scene: Scene, here: Path, out: Path) -> str:
     before, around = _tree(here), _tree(world.folder)
     given = [argument for argument in scene.arguments if not argument.startswith("out=")]
-    quoted = str(out).replace("\\", "\\\\").replace("'", "\\'")
-    outcome = run(last_of_each_key([*given, f"out='{quoted}'"]), world.folder)
+    outcome = run(last_of_each_key([*given, f"out={out}"]), world.folder)
     assert not outcome.fault, f"{outcome.fault}: {outcome.errors[-500:]}"
     _check(here, out, before, outcome.code == 0, outcome.errors[-300:])
     assert _tree(world.folder) == around, f"written to: {sorted(_tree(world.folder) ^ around)[:5]}"
