@@ -66,11 +66,18 @@ class Pages:
 _STEP: dict[int, Pages] = {}
 """The prefixes of the current step's requests, by the request's first block."""
 _LAYOUT: list[Layout] = []
+_IMPLS: list[Any] = []
+"""What computes attention in this process, one for each layer."""
+
+
+def is_asked_for() -> bool:
+    """Whether the environment asks for the backend."""
+    return os.environ.get(SWITCH) == "1"
 
 
 def is_active() -> bool:
-    """Whether the backend is asked for."""
-    return os.environ.get(SWITCH) == "1"
+    """Whether the engine of this process attends by the backend."""
+    return bool(_IMPLS)
 
 
 def begin(step: dict[int, Pages]) -> None:
@@ -105,7 +112,9 @@ def load(
         UserError: the engine's blocks are of another size, or the backend is not in use.
     """
     if not is_active():
-        raise UserError(f"the prefix has heads of different lengths; start vLLM with {SWITCH}=1")
+        raise UserError(
+            f"the prefix has heads of different lengths; install keepsight beside vLLM and start it with {SWITCH}=1"
+        )
     (layout,) = _LAYOUT
     if header.page != layout.size or header.shape[:2] != (layout.layers, layout.heads):
         raise UserError(
@@ -142,6 +151,10 @@ class Folded:
 
 class RaggedImpl(CPUAttentionBackendImpl):
     """vLLM's CPU attention; steps in which a request has ragged heads run with the heads folded into the batch."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        _IMPLS.append(self)
 
     def forward(
         self,
@@ -258,7 +271,7 @@ class RaggedBackend(CPUAttentionBackend):
 
 def register() -> None:
     """Put the backend in the place of vLLM's own; an entry point of `vllm.general_plugins` calls it in each process."""
-    if is_active():
+    if is_asked_for():
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{RaggedBackend.__name__}")
