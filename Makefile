@@ -1,10 +1,14 @@
 # make setup | demo | test | test-slow | test-grid | test-cpus | faults | size | lint | docs | clean
+# make test-gpu | bench-gpu [DRY=1] | fit-gpu MODEL=ID [DRY=1]: on a GPU, also of a machine without this environment
 #
 #   VENV=path         the folder of the environment (default .venv)
 #   PYTHON=python3    the interpreter it is made with, 3.10 or later
 #   TORCH_INDEX=url   one more package index for torch: on a Linux machine without a GPU, PyTorch's index of CPU wheels,
 #                     unless pip's own configuration names one
 #   TORCH=spec        another build of torch than the one chosen below, such as 'torch==2.13.0+cu126'
+#   WHEELS=folder     wheels of what a GPU's machine lacks, for test-gpu and bench-gpu alone
+#   RESULTS=folder    where bench-gpu writes gpu.csv, and goes on with it (default results)
+#   BENCH, FIT=...    further arguments of bench-gpu and fit-gpu, such as BENCH='--only qwen3' and FIT='limit=20000'
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -12,6 +16,9 @@ TORCH_INDEX ?=
 TORCH ?=
 # The tests run one thread each in two processes.
 PYTEST_FLAGS ?= -n 2 --dist loadfile
+
+RESULTS ?= results
+FIT_OUT ?= runs/fit-gpu
 
 PIN := $(shell sed -n 's/^torch==//p' constraints.txt)
 BIN := $(VENV)/bin
@@ -24,7 +31,7 @@ SETUP_KEY := $(shell (pwd; echo '$(TORCH) $(TORCH_INDEX)'; cat $(SETUP_INPUTS)) 
 STAMP := $(VENV)/keepsight-setup-$(SETUP_KEY)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test test-slow test-grid test-cpus faults size lint docs clean
+.PHONY: setup demo test test-slow test-grid test-cpus test-gpu bench-gpu fit-gpu wheels faults size lint docs clean
 
 setup: $(STAMP)
 
@@ -87,6 +94,35 @@ test-cpus: setup
 	    env $${cpu:+ATEN_CPU_CAPABILITY=$$cpu} OMP_NUM_THREADS=$$threads $(BIN)/python -m pytest $(PYTEST_FLAGS) \
 	        tests/runtime tests/train tests/models tests/eval; \
 	done; done
+
+# On a GPU, with every experimental path on. Where nothing is set up, with $(PYTHON) and what WHEELS adds to it.
+GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+ON_GPU = KEEPSIGHT_EXPERIMENTAL=all PYTHONPATH=$(CURDIR)$(if $(WHEELS),:$(CURDIR)/build/wheels) $(GPU_PYTHON)
+
+# Each path that runs on CUDA against its CPU or eager reference; skipped, with the reason, where there is none.
+test-gpu: $(if $(WHEELS),wheels)
+	$(ON_GPU) -m pytest -m gpu -rs tests/gpu
+
+# Time, tokens a second and memory against their rooflines; one call ends within ten minutes, the next goes on.
+bench-gpu: $(if $(WHEELS),wheels)
+	$(ON_GPU) -m keepsight.eval.bench.gpu --out $(RESULTS)/gpu.csv $(if $(DRY),--dry) $(BENCH)
+
+wheels:
+	$(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-cache-dir --upgrade --target build/wheels $(WHEELS)/*.whl
+
+# `keepsight fit` of a model of 1B to 8B, with the machine and all that is printed beside what it makes.
+FIT_COMMAND = $(BIN)/python -m keepsight fit '$(MODEL)' out=$(FIT_OUT) mixture=paper limit=20000 max_new_tokens=512 \
+    lengths=[4096,16384] tests=50 $(FIT)
+fit-gpu: setup
+	@test -n '$(MODEL)' || { echo 'make fit-gpu MODEL=folder-or-id: which model?'; exit 2; }
+ifdef DRY
+	$(BIN)/python -m keepsight plan train model.id='$(MODEL)' gpu=80GB
+	@echo "would run: $(FIT_COMMAND)"
+else
+	mkdir -p $(FIT_OUT)
+	{ date; nvidia-smi; git rev-parse HEAD; $(PIP) freeze; } > $(FIT_OUT).machine.txt 2>&1
+	bash -o pipefail -c "$(FIT_COMMAND) 2>&1 | tee -a $(FIT_OUT).log"
+endif
 
 # Kills, damaged files, malformed arguments, threads, rows, servers, paths and texts: how many ended how.
 # FAULTS='kills=20 seed=1' chooses.

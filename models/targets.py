@@ -27,6 +27,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 
 from keepsight.errors import UserError, one_line
+from keepsight.experimental import is_on
 from keepsight.models.chat import load_tokenizer, template_digest, with_arguments
 from keepsight.models.decoder import require_supported, require_supported_config, values_of
 from keepsight.models.distributed import gathered
@@ -114,13 +115,12 @@ def load_target(
         packaged_digest: The `sha256:...` that the packaged file must have.
         dtype: `auto` (bfloat16 on an accelerator, float32 on the CPU) or a key of `DTYPES`.
         device: `auto`, or a torch device.
-        attention: `auto` (flash_attention_2 where installed and on a GPU, else transformers' choice), or one of
-            `ATTENTION`.
+        attention: `auto` (transformers' choice), or one of `ATTENTION`; flash_attention_2 is experimental.
         template: Arguments of the chat template; see `with_arguments`.
         quantize: `nf4` or `int8`: weights are quantised while they are loaded, by bitsandbytes.
-        device_map: `auto` spreads the layers over all GPUs, if `device` is `auto` and this process is the only one of
-            its launch, else places them on its own; the rest stays on the CPU, then on the disk, until it runs. Or a
-            device for each module by its name, `""` for the whole. On `meta` no weights are read.
+        device_map: `auto` spreads the layers over all GPUs (experimental), if `device` is `auto` and this process is
+            the only one of its launch, else places them on its own; the rest stays on the CPU, then on the disk, until
+            it runs. Or a device for each module by its name, `""` for the whole. On `meta` no weights are read.
         trust_remote_code: Whether code from the model's repository may run.
 
     Raises:
@@ -205,7 +205,7 @@ def _attention(name: str, device: str) -> str | None:
     flash = device != "cpu" and is_flash_attn_2_available()
     if name == "flash_attention_2" and not flash:
         raise UserError("attention 'flash_attention_2' needs a GPU and the package flash-attn; choose auto")
-    return ("flash_attention_2" if flash else None) if name == "auto" else name
+    return ("flash_attention_2" if flash and is_on("flash") else None) if name == "auto" else name
 
 
 def _devices(name: str) -> list[str]:

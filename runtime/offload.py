@@ -1,4 +1,7 @@
-"""The full cache in CPU memory, work in the background and on a side stream, and entries fetched meanwhile."""
+"""The full cache in CPU memory, work in the background, and entries fetched meanwhile.
+
+On a GPU all of it is experimental; the side stream is off by default.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +16,7 @@ import torch
 from torch import Tensor
 
 from keepsight.errors import UserError
+from keepsight.experimental import is_on
 
 Result = TypeVar("Result")
 
@@ -60,8 +64,8 @@ class Begun:
 
 @contextmanager
 def on_side_stream(device: torch.device) -> Iterator[None]:
-    """Work enqueued inside runs beside the model."""
-    if device.type != "cuda":
+    """Work enqueued inside runs beside the model (experimental); where streams are off, between its work."""
+    if device.type != "cuda" or not is_on("streams"):
         yield
         return
     with torch.cuda.stream(_side_stream(device)):

@@ -4,7 +4,7 @@ from graphlib import TopologicalSorter
 
 from tests.package_files import imports, package_modules
 
-GROUND = {f"keepsight.{name}" for name in ("corpus", "endpoint", "errors", "files")}
+GROUND = {f"keepsight.{name}" for name in ("corpus", "endpoint", "errors", "experimental", "files")}
 RUNTIME_ROOMS = {"quantized", "sparse_read", "retrieval", "drafting", "prompt_compression"}
 
 # The rooms from the ground up, and those below that each may import from, beside itself and the ground floor.
@@ -25,7 +25,7 @@ BELOW: dict[str, set[str]] = {
 }
 BELOW["eval"] = {"eval.tasks", "runtime.methods", *BELOW["runtime.methods"]}
 BELOW["eval.report"] = {"eval", "runtime", "runtime.methods"}
-BELOW["eval.bench"] = {"eval", *BELOW["eval"]}
+BELOW["eval.bench"] = {"eval", "train", *BELOW["eval"], *BELOW["train"]}
 BELOW["checkpoints"] = BELOW["recipes"] = set()  # data
 BELOW["commands"] = set(BELOW)
 

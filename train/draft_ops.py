@@ -118,6 +118,8 @@ def merged_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) ->
 class _Merged(Function):
     """Flash attention over the first keys; what the other steps add is merged by the log-sum-exp, in float32.
 
+    On CUDA experimental: torch's memory-efficient kernel takes the place of the CPU's.
+
     The flash kernel's backward needs each row's output and log-sum-exp alone to rebuild the probabilities of its keys.
     Given the merged ones it yields the merged softmax's gradients for these keys; the few others are added by hand.
     """

@@ -65,7 +65,9 @@ def step_lines(
     for length in lengths:
         full = None
         for name, method in methods.items():
-            seconds, parts = _step(model, method, _random_state(model, head, batch, length), repeats)
+            seconds, parts = _step(
+                model, method, random_state(model, feature_needs(model, head), batch, length), repeats
+            )
             full = full or seconds
             speed = f"{seconds * 1000:>10.2f}{batch / seconds:>10.1f}{full / seconds:>9.2f}"
             yield f"{length:<9}{name:<22}{speed}{parts}"
@@ -73,14 +75,14 @@ def step_lines(
             yield f"{'':<9}beyond the model's context of {context_of(model)}; the time is the same as within one"
 
 
-def _random_state(model: PreTrainedModel, head: RetrievalHead, rows: int, length: int) -> State:
+def random_state(model: PreTrainedModel, needs: Needs, rows: int, length: int) -> State:
     """A state of random tokens, KV entries and features; all layers share the same entries until they append."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(model.device).manual_seed(0)
     ids = random_ids(model, rows, length)
-    start = prefill(model, ids[:, :1], needs=feature_needs(model, head))
+    start = prefill(model, ids[:, :1], needs=needs)
 
     def like(given: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=generator).to(given.device, given.dtype)
+        return torch.randn(shape, generator=generator, device=given.device, dtype=given.dtype)
 
     keys, values, _ = start.entries()[0]
     keys, values = (like(each, (*each.shape[:2], length, each.shape[3])) for each in (keys, values))

@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from typing_extensions import override
 
 from keepsight.errors import UserError, as_options, require_whole
+from keepsight.experimental import is_on
 from keepsight.models.decoder import has_latents
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
 from keepsight.runtime import registry
@@ -47,7 +48,7 @@ _FLEX_LEAST_WIDTH = 16  # FlexAttention's kernels take no smaller head dimension
 def sparse_attention(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: int, softmax: Softmax) -> Tensor:
     """Attention [B, N, H, d] of N queries to N keys under the module's mask; no N x N tensor is made.
 
-    On CUDA FlexAttention computes it, which has not been run on a GPU.
+    On CUDA FlexAttention can compute it (experimental, off by default).
 
     Args:
         query: [B, H, N, d].
@@ -58,7 +59,7 @@ def sparse_attention(query: Tensor, key: Tensor, value: Tensor, columns: Tensor,
         softmax: The layer's.
     """
     plain = softmax.softcap is None and softmax.sinks is None
-    if plain and query.is_cuda and query.shape[-1] >= _FLEX_LEAST_WIDTH:
+    if plain and query.is_cuda and query.shape[-1] >= _FLEX_LEAST_WIDTH and is_on("flex"):
         return by_flex(query, key, value, columns, band, softmax.scaling, _compiled())
     return by_blocks(query, key, value, columns, band, softmax)
 

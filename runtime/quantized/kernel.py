@@ -1,4 +1,4 @@
-"""Attention to packed entries: a Triton kernel on a GPU (experimental), torch operators elsewhere."""
+"""Attention to packed entries: by torch operators, or by a Triton kernel on a GPU (experimental, off by default)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keepsight.experimental import is_on
 from keepsight.runtime.attention import Softmax, later
 from keepsight.runtime.offload import FetchedEntries
 from keepsight.runtime.quantized.packing import PackedEntries
@@ -26,8 +27,8 @@ STAGES = 1
 
 
 def usable(query: Tensor) -> bool:
-    """Whether the kernel can be compiled for where a query is."""
-    return query.is_cuda and HAS_TRITON and torch.version.hip is None
+    """Whether the kernel is on, and can be compiled for where a query is."""
+    return query.is_cuda and HAS_TRITON and torch.version.hip is None and is_on("kernel")
 
 
 def attend_packed(
@@ -73,7 +74,7 @@ def attend_packed(
 def attend_in_kernel(
     query: Tensor, entries: PackedEntries, softmax: Softmax, fetched: FetchedEntries | None, scored: int
 ) -> tuple[Tensor, Tensor]:
-    """`attend_packed` on a GPU."""
+    """`attend_packed` on a GPU (experimental)."""
     batch, heads, rows, width = query.shape
     kv_heads, length, quantizer = entries.recent_keys.shape[1], entries.length, entries.quantizer
     grouped = query.reshape(batch, kv_heads, -1, width)

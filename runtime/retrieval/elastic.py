@@ -1,4 +1,7 @@
-"""Elastic loading (SpeContext, arXiv 2512.00722, section 5): selected entries on the device, all of them on the CPU."""
+"""Elastic loading (SpeContext, arXiv 2512.00722, section 5): selected entries on the device, all of them on the CPU.
+
+On a GPU it is experimental.
+"""
 
 import time
 import weakref

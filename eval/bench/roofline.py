@@ -1,0 +1,219 @@
+"""The rows of the benchmark on a GPU, and the least that each can take there: its roofline, by arithmetic alone.
+
+A row takes as long as its operations at the card's rate, or its bytes at the card's bandwidth, at least.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+
+from keepsight.errors import UserError
+from keepsight.eval.bench.measure import median_seconds
+from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.runtime.layer import GROWTH
+from keepsight.runtime.methods import Quest, SpeCache
+from keepsight.train.dataset import Batch
+from keepsight.train.importance import ImportanceObjective
+from keepsight.train.tracking import pass_flops, peak_of, weights_per_token
+
+CONTEXT = 2**18
+_LIKE_BOTH: dict[str, Any] = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+SHAPES: dict[str, Any] = {
+    "llama-3.1-8b": LlamaConfig(
+        vocab_size=128256, intermediate_size=14336, num_hidden_layers=32, max_position_embeddings=CONTEXT, **_LIKE_BOTH
+    ),
+    "qwen3-8b": Qwen3Config(
+        vocab_size=151936, intermediate_size=12288, num_hidden_layers=36, max_position_embeddings=CONTEXT, **_LIKE_BOTH
+    ),
+}
+TOKENS, TRAINED_TOKENS = (8192, 32768, 131072), (16384, 32768)
+BUDGET, ANSWER = 1024, 128
+MOST_ROWS = 256
+"""Of a batch: more than these change the speed of a row no further."""
+CARDS = {"A100": (2.04, 80), "H100": (3.35, 80), "H100 NVL": (3.9, 94), "H200": (4.8, 141), "B200": (7.7, 180)}
+"""Of Nvidia's GPUs, bandwidth in 1e12 bytes a second and memory in 1e9 bytes (its data sheets)."""
+_HOST = 128 * 2**30
+"""CPU memory beside a card that is not here."""
+
+METHODS = ("full", "full, flash-attn", "snapkv", "adakv", "lookaheadkv, uniform", "lookaheadkv, shared")
+METHODS += ("specache", "specontext", "specontext, offloaded", "quest")
+KERNELS = {"sdpa": None, "flash-attn": "flash_attn", "flashinfer": "flashinfer"}
+"""Kernels of attention, and the package that each needs."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is measured at once: `generate` from a method, `attention` of a kernel in one layer, or `train` a step."""
+
+    kind: str
+    model: str
+    tokens: int
+    method: str
+
+    @property
+    def note(self) -> str | None:
+        """The package that it needs and that is not installed."""
+        package = "flash_attn" if self.method == "full, flash-attn" else KERNELS.get(self.method)
+        return f"{package} is not installed" if package and find_spec(package) is None else None
+
+
+@dataclass
+class Figures:
+    """Of a row; None for what it has none of.
+
+    Attributes:
+        first_s: Seconds to the first token; of attention, over the prompt; of training, of a prefill.
+        share: Of these seconds, those beyond a plain prefill; of training, prefills that a step takes.
+        step_s: Seconds of a decoding step of one row, or of a training step.
+        rows: Rows of the largest batch that fits, at most `MOST_ROWS`.
+        batch_s: Seconds of its decoding step.
+        kv_bytes: On the device, of one row: keys, values, and what is held beside them.
+        peak_bytes: The most beyond the weights, while the prompt is read; of training, in a step.
+        batch_peak_bytes: The most while the largest batch is decoded.
+    """
+
+    first_s: float | None = None
+    share: float | None = None
+    step_s: float | None = None
+    rows: int | None = None
+    batch_s: float | None = None
+    kv_bytes: int | None = None
+    peak_bytes: int | None = None
+    batch_peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU: bfloat16 operations a second, bytes a second, bytes of its memory and of the CPU's."""
+
+    name: str
+    flops: float
+    bandwidth: float
+    memory: int
+    host: int = _HOST
+
+    def seconds(self, flops: float, moved: float) -> float:
+        """The roofline."""
+        return max(flops / self.flops, moved / self.bandwidth)
+
+
+def known_card(name: str) -> Card:
+    """A card by its data sheet."""
+    if name not in CARDS:
+        raise UserError(f"--card {name!r} is unknown; choose one of {', '.join(CARDS)}")
+    bandwidth, memory = CARDS[name]
+    return Card(name, peak_of(name) * 1e12, bandwidth * 1e12, memory * 10**9)
+
+
+def measured_card(device: torch.device, size: int = 8192) -> Card:
+    """The card in hand: its rate in a product of two matrices, its bandwidth in a copy, bytes read and written."""
+    one, other = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    product = median_seconds(lambda: one @ other, 10)
+    source = torch.randn(size * size * 4, device=device)
+    target = torch.empty_like(source)
+    rates = 2 * size**3 / product, 2 * source.nbytes / median_seconds(lambda: target.copy_(source), 10)
+    host = psutil.virtual_memory().available
+    if device.type != "cuda":
+        return Card("CPU", *rates, host, host)
+    return Card(torch.cuda.get_device_name(device), *rates, torch.cuda.mem_get_info(device)[1], host)
+
+
+def all_rows() -> list[Row]:
+    """Those of short prompts first."""
+    rows = list[Row]()
+    for tokens in sorted({*TOKENS, *TRAINED_TOKENS}):
+        if tokens in TOKENS:
+            rows += [Row("generate", model, tokens, method) for model in SHAPES for method in METHODS]
+            rows += [Row("attention", next(iter(SHAPES)), tokens, kernel) for kernel in KERNELS]
+        if tokens in TRAINED_TOKENS:
+            rows += [Row("train", model, tokens, "lookahead module") for model in SHAPES]
+    return rows
+
+
+def held_and_read(method: str, config: Any, tokens: int, item: int = 2) -> tuple[int, int, int]:
+    """Bytes of one row: of entries and what is beside them on the device, of those a step reads, in CPU memory.
+
+    Counted as `State.kv_bytes` counts them; `item` is the size of a number.
+    """
+    layers, heads, width = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+    row = heads * 2 * width * item  # of a layer and token
+    full, kept = layers * row * tokens, layers * row * min(BUDGET, tokens)
+    if method.startswith("full"):
+        return full, full, 0
+    if method == "quest":
+        pages = Quest(BUDGET).page
+        bounds = (layers - 2) * row * (tokens // pages)
+        return full + bounds, bounds + kept + 2 * row * max(tokens - BUDGET, 0), 0
+    if method == "specache":
+        given = SpeCache()
+        keys, values = tokens - tokens % given.residual, max(tokens - given.residual, 0)
+        of_packed = width * given.bits // 8 + 2 * item * width // given.group
+        packed = (keys + values) * of_packed + (2 * tokens - keys - values) * width * item
+        slots = min(given.topk, keys) * (2 * width * item + 8)
+        return layers * heads * (packed + slots), layers * heads * (packed + slots), layers * row * keys
+    if method.startswith("specontext"):
+        of_head = config.hidden_size // config.num_attention_heads // 2 * 2
+        keys = heads * of_head * item * tokens
+        offloaded = method.endswith("offloaded")
+        slots = layers * row * (BUDGET + 1)
+        return (slots if offloaded else full) + keys, keys + kept, full if offloaded else 0
+    return kept, kept, 0
+
+
+@cache
+def outline(name: str) -> PreTrainedModel:
+    """A model without values."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(SHAPES[name], dtype=torch.bfloat16)
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Of all weights."""
+    return sum(each.nbytes for each in model.parameters())
+
+
+def rows_that_fit(row: Row, card: Card, model: PreTrainedModel) -> int:
+    """Rows of the largest batch, with room to grow and to copy a layer; at least 1."""
+    config = SHAPES[row.model]
+    held, _, in_cpu = held_and_read(row.method, config, row.tokens)
+    each = held * (1 + GROWTH + 2 / config.num_hidden_layers) + 8 * config.vocab_size
+    fitting = min((card.memory - weight_bytes(model)) * 0.9 / each, MOST_ROWS)
+    pinned = card.host * 0.8 / (2 * in_cpu) if in_cpu else fitting  # which comes in powers of two
+    return max(int(min(fitting, pinned)), 1)
+
+
+def roofline(row: Row, card: Card, rows: int | None = None) -> Figures:
+    """The least that a row's figures can be on a card, in a batch of `rows`; of memory, what it is known to hold."""
+    model, config = outline(row.model), SHAPES[row.model]
+    weights, width = weight_bytes(model), config.num_attention_heads * config.head_dim
+    per_token, embedding = weights_per_token(model), model.get_input_embeddings().weight.nbytes
+    if row.kind == "attention":
+        entries = 2 * 2 * row.tokens * config.num_key_value_heads * config.head_dim
+        moved = entries + 2 * 2 * row.tokens * width
+        whole, step = 2 * row.tokens**2 * width, 4 * row.tokens * width
+        return Figures(card.seconds(whole, moved), None, card.seconds(step, entries), kv_bytes=entries)
+    full = held_and_read("full", config, row.tokens)[0]
+    first = card.seconds(pass_flops(model, per_token, row.tokens), weights + full)
+    if row.kind == "train":
+        objective = ImportanceObjective(Lookahead(model, LookaheadSettings()))
+        ids = torch.zeros(1, row.tokens + ANSWER, dtype=torch.long)
+        flops = objective.flops(Batch(ids[:, : row.tokens], ids[:, row.tokens :])) or 0.0
+        learned = 4 * sum(each.nbytes for each in objective.trained_parameters())
+        importance = config.num_hidden_layers * config.num_attention_heads * row.tokens * 4
+        step = card.seconds(flops, weights + full + learned)
+        return Figures(first, step / first, step, kv_bytes=full, peak_bytes=full + importance + learned)
+    held, read, _ = held_and_read(row.method, config, row.tokens)
+    rows = rows or rows_that_fit(row, card, model)
+    of_token = 2 * 2 * config.num_key_value_heads * config.head_dim  # bytes of a layer and token
+
+    def step(rows: int) -> float:
+        flops = rows * (2 * per_token + embedding + 4 * width * read / of_token)
+        return card.seconds(flops, weights - embedding + rows * read)
+
+    return Figures(first, None, step(1), rows, step(rows), held)

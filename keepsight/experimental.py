@@ -1,0 +1,30 @@
+"""Paths that have never run on a GPU: off unless `KEEPSIGHT_EXPERIMENTAL` names them, as another path does the same.
+
+`KEEPSIGHT_EXPERIMENTAL=kernel,streams` (or `all`) turns them on. `make test-gpu` and `make bench-gpu` turn all of them
+on, and `docs/performance.md` lists what is experimental.
+"""
+
+import os
+
+from keepsight.errors import UserError
+
+VARIABLE = "KEEPSIGHT_EXPERIMENTAL"
+PATHS = {
+    "kernel": "packed entries are read by a Triton kernel, which unpacks them in registers",
+    "flex": "SpecKV's sparse prefill is one FlexAttention",
+    "streams": "entries come from CPU memory on a stream of their own, beside the model",
+    "flash": "model.attention=auto takes flash_attention_2 where flash-attn is installed",
+}
+"""Each path by its name, and what it does."""
+
+
+def is_on(path: str) -> bool:
+    """Whether an experimental path is to be taken.
+
+    Raises:
+        UserError: the variable names a path that does not exist.
+    """
+    named = {name for name in os.environ.get(VARIABLE, "").replace(" ", "").split(",") if name}
+    if unknown := named - PATHS.keys() - {"all"}:
+        raise UserError(f"{VARIABLE}: {min(unknown)!r} is unknown; choose from {', '.join(PATHS)}, or all")
+    return bool(named & {path, "all"})
