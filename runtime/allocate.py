@@ -313,7 +313,7 @@ class Global(Allocation):
         return counts if self.page == 1 else np.stack([*map(self._in_pages, *_rows(counts, sizes))], axis=1)
 
     def _in_pages(self, counts: Counts, real: Counts, protected: Counts) -> Counts:
-        """Counts [L, K] of one row, each changed to a multiple of the page, at least one; their sum to the nearest one."""
+        """Counts [L, K] of one row, each changed to a multiple of the page above 0; their sum to the nearest one."""
         least, most = (-(-protected // self.page)).clip(min=1), real // self.page
         ideal, total = counts / self.page - least, round(int(counts.sum()) / self.page) - int(least.sum())
         if (most < least).any():

@@ -125,7 +125,8 @@ def turned(model: PreTrainedModel, state: State, entries: int) -> State:
             "prompt; serve a model whose layers all have full attention"
         )
     by = entries - int(state.next_position[0])
-    layers = [_turned(layer, each, by, entries) for layer, each in zip(state.layers, rotations_of(model), strict=True)]
+    pairs = zip(state.layers, rotations_of(model), strict=True)
+    layers: list[Any] = [_turned(layer, rotation, by, entries) for layer, rotation in pairs]
     lengths, token = torch.full_like(state.lengths, entries), state.logits.argmax(dim=-1, keepdim=True)
     placeholders = state.tokens.new_zeros(1, entries)
     after = State(Cache(layers=layers), state.logits, placeholders, lengths, padded=False)

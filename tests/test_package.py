@@ -29,10 +29,11 @@ build_meta.build_sdist("dist")
 build_meta.build_wheel("dist")
 """
 USE = """
-import contextlib, importlib, io, json, pkgutil, runpy, sys
+import contextlib, importlib, importlib.util, io, json, pkgutil, runpy, sys
 import keepsight
 names = [found.name for found in pkgutil.walk_packages(keepsight.__path__, "keepsight.")]
-modules = [importlib.import_module(name) for name in names if name != "keepsight.__main__"]
+engine = () if importlib.util.find_spec("vllm") else ("keepsight.serving.vllm.connector", "keepsight.serving.vllm.ragged")
+modules = [importlib.import_module(name) for name in names if name not in ("keepsight.__main__", *engine)]
 from keepsight.models.artifacts import fetch
 shipped = str(fetch("shipped:smollm2-135m-lookahead"))
 script, *sys.argv = sys.argv[1], *sys.argv[1:]

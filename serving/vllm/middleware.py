@@ -12,15 +12,16 @@ import json
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from transformers import AutoTokenizer
 
 from keepsight.errors import UserError
 from keepsight.serving.prefix import Header, PrefixStore, alphabet_of, digest_in, placeholders
 
-Message = MutableMapping[str, Any]
-Receive, Send = Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 MARK = "\u2063keepsight\u2063"
 """Stands for the document while the chat template is rendered."""
@@ -54,7 +55,7 @@ class Rewriter:
         return self._chat(request) if path == PATHS[0] else self._completion(request)
 
     def _chat(self, request: dict[str, Any]) -> dict[str, Any]:
-        messages = request.get("messages")
+        messages: Any = request.get("messages")
         texts = [_text_of(each) for each in messages] if isinstance(messages, list) else []
         named = [place for place, text in enumerate(texts) if text is not None and NAMED.match(text)]
         if not named:
@@ -104,12 +105,11 @@ class Rewriter:
             digest, question = _split(prompt)
             header = self._header(digest, request)
             return placeholders(digest, header.entries, self.alphabet) + self._tokens(question)
-        if isinstance(prompt, list) and (digest := digest_in(prompt, self.alphabet)) is not None:
-            header = self._header(digest, request)
-            if prompt[: header.entries] != placeholders(digest, header.entries, self.alphabet):
-                raise UserError(
-                    f"keepsight: prefix {digest} has {header.entries} placeholders, all of which are needed"
-                )
+        spelled = digest_in(prompt, self.alphabet) if isinstance(prompt, list) else None
+        if spelled is not None:
+            header = self._header(spelled, request)
+            if prompt[: header.entries] != placeholders(spelled, header.entries, self.alphabet):
+                raise UserError(f"keepsight: prefix {spelled} has {header.entries} placeholders; give all of them")
             if len(prompt) == header.entries:
                 raise UserError("keepsight: the prompt has no token of its own after the prefix; add the question")
         return prompt
