@@ -76,27 +76,9 @@ def test_two_processes_share_the_shards(keepsight: CommandLine, here: Path) -> N
     assert read_json(here / "one" / "manifest.json") == read_json(here / "data" / "manifest.json")
 
 
-def test_data_that_cannot_be_trained_on(keepsight: CommandLine, here: Path) -> None:
-    (here / "data").mkdir()
-    assert keepsight.fails("train", *TINY, "data=data", "out=new").startswith("data: no manifest.json; make the data")
-    keepsight("data", *TINY, *DATA)
-    (here / "tiny").rename("other")
-    message = keepsight.fails("train", "model.id=other", "data=data", "out=new")
-    assert message == "data: this data was answered by 'tiny', not by 'other'; make it again"
-    (here / "other").rename("tiny")
-    manifest = read_json(here / "data" / "manifest.json")
-    (here / "data" / "manifest.json").write_text(json.dumps(manifest | {"complete": False}))
-    message = keepsight.fails("train", *TINY, "data=data", "out=new")
-    assert message == "data: this data is unfinished; run the same `keepsight data out=data` again to finish it"
-    assert not (here / "new").exists()
-
-
-def test_other_settings_in_the_same_folder(keepsight: CommandLine, here: Path) -> None:
+def test_one_process_makes_the_data_of_a_folder_at_a_time(keepsight: CommandLine, here: Path) -> None:
     printed = keepsight("data", *TINY, *DATA)
     assert printed.endswith("\nnext: keepsight train data=data out=runs/adapter model.id=tiny\n")
-    message = keepsight.fails("data", *TINY, *DATA, "seed=7")
-    assert message == "data: this data was made with seed=0, now it is 7; choose another out=, or delete the folder"
-    assert keepsight("data", *TINY, *DATA, "limit=8").startswith("8 samples in data: ")
     with one_writer(here / "data"):
         message = keepsight.fails("data", *TINY, *DATA, "limit=9")
     assert message.startswith("data: process ") and "is writing here; wait for it to end" in message

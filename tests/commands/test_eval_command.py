@@ -14,18 +14,11 @@ import pytest
 from keepsight.commands import eval as evaluation
 from keepsight.commands import variants
 from keepsight.commands.cli import main
-from keepsight.commands.parse import parse
-from keepsight.commands.variants import variants_of
 from keepsight.eval.tasks.jsonl import RULER_METRIC
 from keepsight.files import append_lines, one_writer, read_json, read_jsonl, write_json, write_lines
 from keepsight.models.chat import chat_text
 from keepsight.runtime import methods as known
-from keepsight.runtime.allocate import Adaptive
-from keepsight.runtime.drafting.observer import DraftObserver
-from keepsight.runtime.evict import Evict
-from keepsight.runtime.importance import NO_POOL, Reduce
-from keepsight.runtime.methods import H2O, Resources, SnapKV
-from keepsight.runtime.methods.drafts import PromptEnds
+from keepsight.runtime.methods import SnapKV
 from tests.commands.commands import NEEDLES, RUN_FILES, CommandLine, files_of_run, last_of_each_key, tree
 from tests.eval.rows import CLOCKS, comparable
 
@@ -222,30 +215,6 @@ def test_several_questions_of_one_context(keepsight: CommandLine, here: Path) ->
     assert sorted(again, key=str) == sorted(rows, key=str)
 
 
-COMPOSED = (
-    "methods=[snapkv,{name: evict, observer: {name: draft_tokens, drafter: prompt_ends, window: 4}, reduce: max, "
-    "pool: none, allocate: {name: adakv, floor: 0.5}, window: 4},{name: snapkv, label: wide, window: 36},"
-    "{name: h2o, every: 3}]"
-)
-
-
-def test_methods_are_composed_and_named(keepsight: CommandLine, here: Path) -> None:
-    keepsight("eval", *TINY, *NEEDLES, "samples=1", "budgets=[40]", COMPOSED)
-    names = [row["method"] for row in rows_of(here / "out")]
-    drafter = "draft_tokens(drafter=prompt_ends, window=4)"
-    composed = f"evict observer={drafter} reduce=max pool=none allocate=adakv(floor=0.5) window=4"
-    assert names == ["full", "snapkv", composed, "wide", "h2o every=3"]
-    config = parse(evaluation.Config, [*TINY, COMPOSED, "budgets=[40]"])
-    methods = [variant.method for variant in variants_of(config.methods, config.budgets, config.bits, Resources())]
-    look = DraftObserver(PromptEnds(), window=4)
-    assert methods == [
-        SnapKV(40),
-        Evict(40, look, reduce=Reduce("max", "max"), pool=NO_POOL, allocate=Adaptive(0.5), window=4),
-        SnapKV(40, window=36),
-        H2O(40, every=3),
-    ]
-
-
 EVERY = "full,oracle,lookaheadkv,laq,speckv,dapq,snapkv,pyramidkv,adakv,h2o,tova,streamingllm,specpc"
 
 
@@ -296,20 +265,6 @@ def test_inspect_writes_its_page(keepsight: CommandLine, here: Path) -> None:
     assert "streamingllm" in (here / "other.html").read_text("utf-8")
     message = keepsight.fails(*given, "prompt=@text.txt", "options={sinks: 50}")
     assert message == "LookaheadKV: budget 40 must be above the 50 protected entries (sinks + window)"
-
-
-def test_a_full_disk_leaves_no_half_page(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (here / "text.txt").write_text("word " * 100)
-    write = Path.write_text
-
-    def full(path: Path, text: str, **options: Any) -> int:
-        write(path, text[:100], **options)
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr(Path, "write_text", full)
-    message = keepsight.fails("inspect", *TINY[:3], "prompt=@text.txt", "budget=40", "out=page/kept.html")
-    assert "No space left on device" in message and "free some space" in message
-    assert tree(here / "page") == []
 
 
 def test_an_evaluation_is_extended(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,9 +122,3 @@ def test_two_processes_do_what_one_does(keepsight: CommandLine, here: Path) -> N
     assert scores[0] == scores[1] and len(scores[0]) == 6
     assert (here / "two/adapter/README.md").read_text().count("## Evaluation") == 1
     assert result.stdout.count("=== evaluation") == 1
-
-
-def test_bad_values_end_before_anything_is_written(keepsight: CommandLine, here: Path) -> None:
-    assert keepsight.fails(*FIT, "out=new", "limit=0") == "limit=0 must be greater than 0"
-    assert keepsight.fails("fit", "out=new").startswith("model.id= is required")
-    assert not (here / "new").exists()

@@ -194,11 +194,6 @@ def local(name: str, folder: Path, **changes: Any) -> dict[str, Any]:
     return given | ({"files": files} if files else {})
 
 
-def test_the_counts_of_the_paper() -> None:
-    assert [source["weight"] for source in PAPER["sources"]] == [50, 20, 7, 3, 3, 3]
-    assert all(source["license"] and source["revision"] for source in SOURCES.values())
-
-
 def test_what_becomes_of_the_papers_rows(tmp_path: Path) -> None:
     asked = prompts(local("ChatQA2-Long-SFT-data", tmp_path), 12)
     assert sorted(texts(asked)) == sorted(f"Book {row}.\n\nQ: Which?" for row in range(12))

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepsight.errors import UserError
 from keepsight.eval import sweep as sweep_module
 from keepsight.eval.compress import SharedPrompt
-from keepsight.eval.sweep import Variant, groups_of, run_sample, run_samples, sweep
+from keepsight.eval.sweep import Variant, groups_of, run_sample, sweep
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render, render_apart
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.models.targets import Target
@@ -158,24 +157,3 @@ def test_groups_share_task_length_and_context(target: Target) -> None:
     asked = all_apart(target, [*SAMPLES, other, longer, replace(SAMPLES[0], id="again")])
     groups = groups_of(asked, "multi")
     assert [[each.id for each in group] for group in groups] == [list(WORDS), ["other"], ["longer"], ["again"]]
-
-
-def test_small_batches_change_nothing(target: Target) -> None:
-    samples = all_apart(target)
-    whole = run_samples(target, samples, VARIANTS, MANY, "multi")
-    small = run_samples(target, samples, VARIANTS, 1, "multi")
-    assert [[row | CLOCKS for row in rows] for rows in small] == [comparable(rows) for rows in whole]
-
-
-def test_seen_and_unseen_are_not_the_same(target: Target) -> None:
-    whole = render(SAMPLES[0], target.tokenizer)
-    seen = run_sample(target, whole, VARIANTS, MANY, "seen")
-    unseen = run_sample(target, apart(target, SAMPLES[0]), VARIANTS, MANY, "unseen")
-    assert {row["question"] for row in seen} == {"seen"}
-    assert seen[0]["kept"] == len(whole.prompt_ids) > unseen[0]["kept"]
-    assert [row["recall"] for row in seen] != [row["recall"] for row in unseen]
-
-
-def test_a_sample_without_a_question_is_refused(target: Target) -> None:
-    with pytest.raises(UserError, match="sample test/fox does not say where its question starts"):
-        apart(target, replace(SAMPLES[0], question=""))

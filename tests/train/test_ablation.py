@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from keepsight.errors import UserError
 from keepsight.models.lookahead import Lookahead
 from keepsight.train.ablation import AblationTrainer, Cell
 from keepsight.train.dataset import SampleDataset
@@ -86,8 +85,3 @@ def test_what_a_cell_computed_is_freed_before_the_next_begins() -> None:
         behind.add(type(node).__name__)
         waiting += [each for each, _ in node.next_functions if each is not None]
     assert behind == {"SumBackward0", "StackBackward0", "_KnownBackward", "AccumulateGrad"}
-
-
-def test_scaled_losses_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"train.precision=fp16: an ablation trains in bf16 or no"):
-        ablation(tmp_path, precision="fp16")

@@ -90,10 +90,12 @@ def reference_loss(model, head: DraftHead, ids: Tensor, unroll: int, decay: floa
 
 
 @pytest.mark.parametrize(
-    ("family", "prompt", "length", "unroll"), [("llama", 9, 17, 4), ("qwen3", 9, 17, 4), ("llama", 0, 6, 8)]
+    ("family", "prompt", "length", "unroll", "rows"),
+    [("llama", 9, 17, 4, 1024), ("qwen3", 9, 17, 4, 5), ("llama", 0, 6, 8, 1024)],
 )
-def test_loss_and_gradients_equal_drafting_row_by_row(family, prompt, length, unroll):
-    """Also of texts that are truncated, and then shorter than the unrolling."""
+def test_loss_and_gradients_equal_drafting_row_by_row(family, prompt, length, unroll, rows, monkeypatch):
+    """Also of texts that are truncated, and then shorter than the unrolling; and some rows at a time."""
+    monkeypatch.setattr("keepsight.train.draft_ops._ROWS", rows)
     objective = head_objective(family, head_settings(max_tokens=length, unroll=unroll))
     model, head = objective._model[0], objective.head
     ids = torch.tensor(samples()[1].prompt_ids)

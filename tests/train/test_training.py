@@ -20,7 +20,6 @@ from keepsight.commands.parse import parse
 from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.lookahead import Lookahead
-from keepsight.train import fidelity, importance
 from keepsight.train import trainer as module
 from keepsight.train.dataset import Batch, hold_out
 from keepsight.train.importance import ImportanceObjective
@@ -257,11 +256,3 @@ def test_losses_measurements_and_weights(tmp_path: Path, changes: dict[str, Any]
         assert {each.device for each in halves.parameters() if each.requires_grad} == {FIRST, SECOND}
     assert logged(trained) == logged(expected)
     assert same(tensors(halves), tensors(whole))
-
-
-def test_what_stays_on_another_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the tests above could not fail."""
-    for each in (importance, fidelity):
-        monkeypatch.setattr(each, "on_each", lambda tensor: lambda device: tensor)
-    with several_devices(), pytest.raises(RuntimeError, match="tensors on cpu:0, cpu:1"):
-        learning(in_halves(tiny_model())).loss(padded(FIRST))

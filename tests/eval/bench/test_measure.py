@@ -12,7 +12,7 @@ from keepsight.models.targets import Target
 from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.methods import SnapKV, SpeCache
 from keepsight.runtime.state import prefill
-from tests.runtime.retrieval.heads import Oracle, tiny_head
+from tests.runtime.retrieval.heads import Oracle
 from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer
 
 OF_ENTRY = 2 * 8 * 2 * 4  # KV heads, dimensions, keys and values, bytes
@@ -82,12 +82,3 @@ def test_a_head_that_knows_half_of_each_draft():
     assert length.startswith("acceptance length 3.00 tokens")
     assert shares.endswith(": 1.00 1.00 0.00 0.00")
     assert same == "1 of 1 answers are the same, token for token"
-
-
-def test_several_prompts_with_a_random_head():
-    prompts = [prompt_ids(length, seed=length)[0][0].tolist() for length in (20, 31, 44)]
-    lines = speculated(tiny_head(), prompts, 6, 3)
-    assert lines[0].startswith("3 prompts of 20 to 44 tokens, answers of at most 6, drafts of 3, ")
-    assert lines[2].split()[:2] == ["plain", "18"] and lines[3].split()[:2] == ["speculative", "18"]
-    assert lines[-1] == "3 of 3 answers are the same, token for token"
-    assert speculated(tiny_head(), prompts[:1], 1, 3)[-2].endswith(": nothing was drafted")

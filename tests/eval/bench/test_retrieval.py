@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from keepsight.errors import UserError
 from keepsight.eval.bench.offload import size_lines, step_lines, text_prompts, traffic_lines
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import Target
-from tests.runtime.retrieval.heads import tiny_head
 from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer
 
 ENTRY = 2 * 8 * 4 * 2 * 8  # bytes of one entry of each KV head: key and value, 8 dimensions, float32, 2 heads, 8 layers
@@ -37,17 +35,6 @@ def test_parameters_and_bytes(target):
     whole = sum(each.numel() for each in target.model.parameters())
     assert f": {own:,} parameters, {own * 4:,} bytes as float32, {own / whole:.2%} of the model's {whole:,}; " in line
     assert line.endswith("; 64 bytes of keys a token")  # 2 KV heads of 8 dimensions in float32
-
-
-def test_what_pruning_takes(target):
-    draft = tiny_head(len(target.tokenizer))
-    head = RetrievalHead.from_draft(draft, "none")
-    own, before = 32 + 32 * (32 + 16), sum(each.numel() for each in draft.parameters())
-    line = list(size_lines(target, head, draft))[1]
-    table = len(target.tokenizer) * 32
-    stay = f"draft head: {own:,} of the draft head's {before:,} parameters stay"
-    assert line.startswith(f"{stay}: {1 - own / before:.1%} are gone")
-    assert f" {1 - own / (before + table):.1%} counted with the embedding" in line
 
 
 def test_a_line_for_each_length_and_method(target, head):
@@ -98,8 +85,3 @@ def test_texts_have_about_the_length_that_is_asked_for(target):
     assert len({tuple(each[:100]) for each in prompts}) == 3
     text = target.tokenizer.decode(prompts[0])
     assert text.endswith("Summarize the text above.<|end|><|assistant|>")
-
-
-def test_texts_beyond_the_context_are_refused(target, head):
-    with pytest.raises(UserError, match="a prompt of 1200 tokens does not fit the context of 1024"):
-        list(traffic_lines(target, head, [8], [prompt_ids(1200)[0][0].tolist()], 2))

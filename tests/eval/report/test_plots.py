@@ -1,6 +1,5 @@
 """The plots of an evaluation."""
 
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ from keepsight.eval.report import figures as drawing
 from keepsight.eval.report import plots, summary
 from keepsight.eval.report.plots import depth_plot
 from keepsight.eval.results import Row
-from keepsight.files import DPI
 from tests.eval.report.results import row
 
 
@@ -52,13 +50,6 @@ def test_shares_of_the_prompt_stand_beside_numbers_of_entries() -> None:
     assert line_of(panel, "snapkv")[0] == pytest.approx([0.1], rel=0.1)
 
 
-def test_intervals_span_their_value(rows: list[Row]) -> None:
-    panel = panels_by_title(plots.excess_nll_plot(summary.summarize(rows)).figure())["niah_single, 512 tokens"]
-    ends = [np.asarray(path.vertices)[:, 1] for drawn in panel.collections for path in drawn.get_paths()]
-    half = 1.96 * np.std([1, 2, 3, 4]) / 2
-    assert any(np.allclose(sorted(end), [2.5 - half, 2.5 + half], atol=0.25) for end in ends)
-
-
 def test_a_method_has_one_colour_in_every_figure(rows: list[Row]) -> None:
     lines = summary.summarize([*rows, row("mymethod", 64, 0.5)])
     figures = [make(lines).figure() for make in (plots.scores_plot, plots.excess_nll_plot, plots.overview_plot)]
@@ -73,34 +64,6 @@ def test_a_method_has_one_colour_in_every_figure(rows: list[Row]) -> None:
         assert len(drawn) >= 5
         assert set(drawn) == {drawing.styles_of(line.method for line in lines)[method].colour}
     assert len({style.colour for style in drawing.STYLES.values()}) == len(drawing.STYLES)
-
-
-def test_plots_are_saved_as_png_svg_and_pdf(rows: list[Row], tmp_path: Path) -> None:
-    lines = summary.summarize(rows)
-    for plot in (plots.scores_plot(lines), plots.excess_nll_plot(lines)):
-        plot.save(tmp_path / "plots")
-        width, height = plot.figure().get_size_inches() * DPI
-        content = (tmp_path / "plots" / f"{plot.name}.png").read_bytes()
-        assert content.startswith(b"\x89PNG")
-        assert struct.unpack(">II", content[16:24]) == (int(width), int(height))
-        assert (tmp_path / "plots" / f"{plot.name}.pdf").read_bytes().startswith(b"%PDF")
-        assert "</svg>" in (tmp_path / "plots" / f"{plot.name}.svg").read_text(encoding="utf-8")
-    names = {f"{name}.{kind}" for name in ("scores", "excess_nll") for kind in drawing.FORMATS}
-    assert {path.name for path in (tmp_path / "plots").iterdir()} == names
-
-
-def test_many_methods_have_looks_of_their_own_and_a_legend_that_fits() -> None:
-    methods = [f"snapkv pool(kernel={number}) window=32 reduce=max" for number in range(40)]
-    looks = drawing.styles_of(["full", "snapkv", *methods])
-    assert len({(style.colour, style.marker, style.line) for style in looks.values()}) == 42
-    few = drawing.styles_of(["lookaheadkv", "snapkv", *methods[:8]])
-    assert len({style.colour for style in few.values()}) == 10
-    lines = summary.summarize([row(method, 64, 0.5) for method in methods[:9]])
-    figure = plots.scores_plot(lines).figure()
-    figure.draw_without_rendering()
-    (legend,) = figure.legends
-    box, whole = legend.get_window_extent(), figure.bbox
-    assert box.x0 >= 0 and box.x1 <= whole.x1 and box.y1 <= whole.y1
 
 
 def test_depth_by_length_has_a_panel_for_each_method_and_budget(rows: list[Row]) -> None:

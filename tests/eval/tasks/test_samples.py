@@ -68,8 +68,3 @@ def test_a_template_that_strips_and_one_that_repeats_words_of_the_prompt() -> No
 def test_a_question_that_cannot_be_told_apart(sample: Sample, tokenizer: Any) -> None:
     with pytest.raises(UserError, match=r"sample test/one does not say where its question starts; .* question=seen"):
         apart(sample, tokenizer)
-
-
-def test_a_cut_span_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(UserError, match="the answer span 'the wolf' was cut"):
-        apart(replace(SAMPLE, spans=("the fox", "the wolf")), tokenizer)

@@ -51,31 +51,6 @@ def test_elastic_loading_equals_a_layer_on_the_device(walk, count):
     assert (traffic.fetched, traffic.selections) == (traffic.asked - traffic.reused * ENTRY, count)
 
 
-@settings(deadline=None, max_examples=15)
-@given(walk=walks(), count=st.integers(2, 12))
-def test_only_the_set_difference_is_copied(walk, count):
-    """Head by head: what is copied is what was not there; what stays keeps its slot."""
-    slots = SlotMap.empty(walk.batch, walk.kv_heads, walk.budget, torch.device("cpu"))
-    for length in range(walk.start, walk.start + count):
-        selection, before = walk.selection(length), slots.entries
-        change = slots.to(selection, length)
-        (entries, places, stayed), slots = change.moves, change.after
-        heads, expected, reused = walk.batch * walk.kv_heads, set(), 0
-        for head in range(heads):
-            real = selection.real.flatten(0, 1)[head] if selection.real is not None else ...
-            now = set(selection.indices.flatten(0, 1)[head][real].tolist())
-            last = set(before.flatten(0, 1)[head].tolist()) - {-1}
-            after = slots.entries.flatten(0, 1)[head].tolist()
-            assert sorted(each for each in after if each >= 0) == sorted(now)
-            for slot, entry in enumerate(before.flatten(0, 1)[head].tolist()):
-                assert after[slot] == entry or entry not in now or slot >= selection.indices.shape[2]
-            expected |= {(head, entry) for entry in now - last}
-            reused += len(now & last)
-        assert {(entry % heads, entry // heads) for entry in entries.tolist()} == expected
-        assert stayed == reused
-        assert torch.equal(slots.entries.flatten()[places], entries // heads)
-
-
 def test_a_copy_goes_its_own_way():
     walk = Walk(2, 2, 6, 10, padding=[0, 3])
     layer, plain = _elastic(walk), replace(walk).layer()

@@ -65,12 +65,6 @@ def test_no_more_layers_move_than_have_to(plan, length):
             plan.layers_on_cpu(length)
 
 
-def test_a_limit_below_the_weights_is_refused():
-    words = r"8.00 GiB is below the weights alone: 1.3 x \(14.96 GiB base model \+ 80.11 MiB retrieval head\) = 19.55"
-    with pytest.raises(UserError, match=words):
-        replace(EIGHT_B, limit=8 * GIB)
-
-
 def test_the_plan_of_a_model():
     model = tiny_model()
     plan = plan_for(model, limit=10**6, requests=2, budget=16, head=100, head_keys=64)
