@@ -68,11 +68,8 @@ def test_answers_without_a_verdict_are_counted_and_asked_about_again(keepsight: 
     [
         ("import sys\nsys.exit(0)", "cannot be imported (SystemExit: 0)"),
         ("import os\nos.chdir('/')\n1 / 0", "cannot be imported (ZeroDivisionError: division by zero)"),
-        (
-            "from keepsight.runtime.methods import METHODS\nMETHODS['mine'] = print",
-            "METHODS['mine'] must be a dataclass",
-        ),
-        ("from keepsight.runtime.methods import METHODS\nMETHODS['mine'] = int", "METHODS['mine'] must be a dataclass"),
+        (f"{ADD}print", "METHODS['mine'] must be a dataclass"),
+        (f"{ADD}int", "METHODS['mine'] must be a dataclass"),
     ],
 )
 def test_plugins_that_misbehave(

@@ -8,6 +8,7 @@ import torch
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.sparse_read.cache import Selection
 from keepsight.runtime.sparse_read.selection import TopAttention, TopPages
+from tests.runtime.sparse_read.slow_selection import top_attention
 
 LENGTHS = [40, 7, 23]
 SCALING = 0.5
@@ -31,6 +32,25 @@ def each_head(query: torch.Tensor, keys: torch.Tensor) -> Any:
     for row in range(len(query)):
         for kv_head in range(keys.shape[1]):
             yield row, kv_head, query[row, kv_head * group : (kv_head + 1) * group, 0], keys[row, kv_head]
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("budget, sinks, window", [(9, 2, 3), (60, 1, 1), (1, 0, 0)])
+def test_top_attention_never_takes_padding(budget: int, sinks: int, window: int, heads: int, kv_heads: int) -> None:
+    """Rows choose as they would alone; those with fewer entries than others say so."""
+    query, keys = random_step(heads, kv_heads)
+    padding = 40 - torch.tensor(LENGTHS)
+    chosen = TopAttention(budget, sinks, window).select(query, Softmax(SCALING), keys, padding)
+    slow = top_attention(budget, sinks, window)
+    for row, kv_head, own, entries in each_head(query, keys):
+        start = int(padding[row])
+        expected = sorted(start + place for place in slow(own, entries[start:], SCALING))
+        assert places_of(chosen, row, kv_head) == expected and len(expected) == min(budget, LENGTHS[row])
+    assert all(len(set(head.tolist())) == len(head) for head in chosen.indices.flatten(0, 1))
+    chosen = TopAttention(budget, sinks, window).select(query, Softmax(SCALING), keys, None)
+    assert chosen.real is None and chosen.indices.shape[2] == min(budget, 40)
+    for row, kv_head, own, entries in each_head(query, keys):
+        assert places_of(chosen, row, kv_head) == sorted(slow(own, entries, SCALING))
 
 
 def test_weights_that_underflow_come_before_padding() -> None:
