@@ -32,8 +32,9 @@ USE = """
 import contextlib, importlib, importlib.util, io, json, pkgutil, runpy, sys
 import keepsight
 names = [found.name for found in pkgutil.walk_packages(keepsight.__path__, "keepsight.")]
-engine = () if importlib.util.find_spec("vllm") else ("keepsight.serving.vllm.connector", "keepsight.serving.vllm.ragged")
-modules = [importlib.import_module(name) for name in names if name not in ("keepsight.__main__", *engine)]
+engine = () if importlib.util.find_spec("vllm") else ("connector", "ragged")
+left_out = ("keepsight.__main__", *(f"keepsight.serving.vllm.{name}" for name in engine))
+modules = [importlib.import_module(name) for name in names if name not in left_out]
 from keepsight.models.artifacts import fetch
 shipped = str(fetch("shipped:smollm2-135m-lookahead"))
 script, *sys.argv = sys.argv[1], *sys.argv[1:]

@@ -11,6 +11,7 @@ from keepsight.runtime.conversation import Conversation
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.drafting.speckv import ModelDrafter
 from keepsight.runtime.evict import Evict, call
+from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.methods import H2O, LAQ, Oracle, SnapKV, StreamingLLM
 from keepsight.runtime.methods.drafts import OwnAnswer
 from keepsight.runtime.methods.laq import QueryCache
@@ -55,6 +56,16 @@ def test_full_cache_decodes_as_transformers_does(family):
     assert torch.equal(generate(model, ids, attention_mask=mask, max_new_tokens=9, do_sample=False), expected[:, 30:])
 
 
+def test_observing_leaves_the_prompt_untouched():
+    model = tiny_model()
+    prefilled = prefill(model, prompt_ids(40)[0])
+    before = [tensor.clone() for each in entries(prefilled.cache) for tensor in each[:2]]
+    for method in (*SMALL, SnapKV(99, window=4)):  # the last one keeps all
+        decode(model, method.compress(model, prefilled), stop_after(4, None), pad_token=0)
+    after = [tensor for each in entries(prefilled.cache) for tensor in each[:2]]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+
 @dataclass(frozen=True)
 class _Ones(Observer):
     """Scores of any shape, for any number of layers."""
@@ -90,6 +101,12 @@ def test_scores_are_by_kv_head_or_by_query_head(heads):
     model = tiny_model()
     kept = Evict(12, _Ones((1, heads, 40))).compress(model, prefill(model, prompt_ids(40)[0]))
     assert kept.counts().unique().tolist() == [12]
+
+
+def test_an_observer_without_queries_says_so():
+    model = tiny_model()
+    with pytest.raises(UserError, match="no query is left of the 4"):
+        SMALL[1].compress(model, prefill(model, prompt_ids(40)[0], needs=Needs()))
 
 
 PACKED = [Kivi(2, 8, 8), SpeCache(2, 8, 8, topk=4), SpeCache(2, 8, 8, topk=4, speculative=False)]

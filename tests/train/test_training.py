@@ -21,11 +21,11 @@ from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.lookahead import Lookahead
 from keepsight.train import trainer as module
-from keepsight.train.dataset import Batch, hold_out
+from keepsight.train.dataset import hold_out
 from keepsight.train.importance import ImportanceObjective
 from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.close import assert_close
-from tests.devices import FIRST, HOST, SECOND, in_halves, several_devices
+from tests.devices import FIRST, SECOND, in_halves, several_devices
 from tests.tiny import tiny_model
 from tests.train.runs import (
     SHAPE,
@@ -228,12 +228,6 @@ LONG = [replace(each, prompt_ids=each.prompt_ids * 2) for each in samples()]
 def learning(model: Any, checkpoints: bool = False, cuts: int = 1) -> ImportanceObjective:
     torch.manual_seed(0)
     return ImportanceObjective(Lookahead(model, SHAPE), far=0.3, checkpoints=checkpoints, cuts=cuts)
-
-
-def padded(device: torch.device = HOST) -> Batch:
-    batch: dict[str, Any] = collated(hold_out(LONG[:6], 2)[0])
-    batch |= {name: each.to(device) for name, each in batch.items() if isinstance(each, torch.Tensor)}
-    return Batch(**batch)
 
 
 def logged(trainer: ModuleTrainer) -> list[dict[str, Any]]:

@@ -12,19 +12,6 @@ from keepsight.errors import UserError
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for
 from tests.tiny import tiny_model
 
-GIB = 2**30
-EIGHT_B = MemoryPlan(
-    limit=24 * GIB,
-    weights=16_060_522_496,
-    head=84_000_000,
-    layers=32,
-    kv_heads=8,
-    head_dim=128,
-    requests=4,
-    budget=2048,
-    head_keys=8 * 128 * 2,
-)
-
 
 def test_what_is_held_is_the_sum_of_its_parts():
     """10 tokens in 3 requests, 1 of 2 layers on the CPU."""
