@@ -1,11 +1,14 @@
 """Cache layers whose KV heads hold different numbers of entries: bytes, joining, reading, attention."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from keepsight.runtime.allocate import Adaptive, Pyramid
+from keepsight.runtime.attention import recording
 from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.importance import Pool
 from keepsight.runtime.join import join
@@ -67,3 +70,23 @@ def test_reading_several_tokens_equals_reading_one_by_one(dtype, method):
     for name in ("queries", "accumulated"):
         for pair in zip(recorded(at_once, name), recorded(single, name), strict=True):
             assert_close(*pair, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_recording_attention_computes_what_the_model_does(dtype, attention):
+    """With a mask and without, in one pass and from a cache; whatever the model was loaded with."""
+    model = tiny_model().to(dtype)
+
+    model.set_attn_implementation(attention)
+    ids, mask = prompt_ids(20, 13)
+    outputs = []
+    for guest in (nullcontext(), recording(model)):
+        cache = DynamicCache()
+        with torch.no_grad(), guest:
+            first = model(ids[:, :15], attention_mask=mask[:, :15], past_key_values=cache).logits[:, -1]
+            rest = model(ids[:, 15:], attention_mask=mask, past_key_values=cache).logits
+            single = model(ids[:1, -13:]).logits
+        outputs.append([first, rest, single])
+    for before, after in zip(*outputs, strict=True):
+        assert_close(before, after, dtype)
