@@ -233,7 +233,7 @@ class Server:
             raise BadRow(f"{said}: the server's content filter refuses it")
         serve = f"it must serve {self._target.name!r}"
         if usage.get("prompt_tokens") not in (None, len(prompt.ids)):
-            read = f"it read {said} as {usage['prompt_tokens']} tokens, not as {len(prompt.ids)}"
+            read = f"it read {said} as {usage.get('prompt_tokens')} tokens, not as {len(prompt.ids)}"
             raise UserError(f"{self._name}: {read}; {serve}")
         if reason in _FULL and (usage.get("completion_tokens") or longest) < longest:
             room = f"{said} has {len(prompt.ids)} tokens, which leaves no room for {longest} more"

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -37,13 +38,13 @@ def stats_table(frame: pd.DataFrame) -> str:
     groups = sorted(frame.groupby("source"), key=lambda pair: (-len(pair[1]), str(pair[0])))
     rows = [
         (name, len(own), _span(own["prompt"]), _span(own["answer"]), own["duplicate"].sum(), own["truncated"].sum())
-        for name, own in [*((printable(name), own) for name, own in groups), ("all", frame)]
+        for name, own in [*((printable(str(name)), own) for name, own in groups), ("all", frame)]
     ]
     columns = ["source", "samples", "prompt tokens", "answer tokens", "duplicates", "truncated"]
     return pd.DataFrame(rows, columns=columns).to_string(index=False)
 
 
-def _span(lengths: "pd.Series[int]") -> str:
+def _span(lengths: Any) -> str:
     return f"{lengths.min()} / {lengths.quantile(0.5, interpolation='higher'):.0f} / {lengths.max()}"
 
 

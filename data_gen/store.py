@@ -9,6 +9,7 @@ Earlier versions wrote finished shards as `shard-00000.jsonl`, and a copy of all
 """
 
 import hashlib
+import importlib
 import json
 import logging
 import shutil
@@ -317,7 +318,7 @@ def read_training_samples(
     Raises:
         UserError: the folder is missing, empty, unfinished, damaged, or made with another model or chat template.
     """
-    import pyarrow.compute as pc
+    pc: Any = importlib.import_module("pyarrow.compute")  # its functions are made when it is imported
 
     manifest = finished_manifest(folder)
     made = manifest.settings
@@ -423,7 +424,7 @@ def _converted(folder: Path, manifest: Manifest, out: Path) -> Manifest:
 
 def _counted(settings: DataSettings, shards: dict[Path, range]) -> Manifest:
     """The manifest of finished shards, of which the last may hold samples beyond the limit."""
-    import pyarrow.compute as pc
+    pc: Any = importlib.import_module("pyarrow.compute")  # its functions are made when it is imported
 
     sources, prompts, answers, skipped = Counter[str](), 0, 0, list[Skipped]()
     for path, shard in shards.items():

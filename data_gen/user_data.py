@@ -255,12 +255,12 @@ class HubDataset:
         return Prompt(self.name, read, _content(last)) if last else None
 
     def _response(self, row: Row) -> str | None:
-        value = row[self.response] if self.response else None
+        value: Any = row[self.response] if self.response else None
         if isinstance(value, list) and len(value) == 1:
             (value,) = value
         if self.response and not isinstance(value, str):
             raise BadRow(f"response {self.response!r}: expected a text, got {type(value).__name__}")
-        return value
+        return None if value is None else str(value)
 
 
 class _Fitting:

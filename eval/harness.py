@@ -188,7 +188,7 @@ class HarnessModel(TemplateLM):
             longest = [options.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens")]
             tokens = next(filter(None, longest), _MAX_NEW_TOKENS)
             if not options.get("do_sample"):
-                options = {"do_sample": False}
+                options = dict[str, Any](do_sample=False)
             if stops:
                 options["stopping_criteria"] = [StopStringCriteria(self.tokenizer, stops)]
             prompt = self._fitting(self.tok_encode(context), tokens)

@@ -86,9 +86,10 @@ def as_options(kind: Kind) -> Kind:
     Where `budget` is its first field, `compression_ratio=r` stands for a budget that keeps 1 - r of the prompt's
     entries, as in kvpress.
     """
-    if not dataclasses.is_dataclass(kind):
+    if not hasattr(kind, "__dataclass_fields__"):
         return kind
-    init: Any = kind.__init__
+    made: Any = kind
+    init = made.__init__
     signature = inspect.signature(init)
     takes_ratio = [*signature.parameters][1:2] == ["budget"]
 
@@ -104,7 +105,7 @@ def as_options(kind: Kind) -> Kind:
                 given.arguments[name] = value.item()
         init(*given.args, **given.kwargs)
 
-    kind.__init__, kind.__repr__ = __init__, _shown  # type: ignore[method-assign]
+    made.__init__, made.__repr__ = __init__, _shown
     return kind
 
 

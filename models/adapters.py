@@ -21,7 +21,7 @@ def adapters_digest(model: nn.Module) -> str:
             for adapter in layer.active_adapters:
                 for value in _values(layer, adapter):
                     found = True
-                    digest.update(str(value).encode() if isinstance(value, float) else tensor_bytes(value))
+                    digest.update(tensor_bytes(value) if isinstance(value, Tensor) else str(value).encode())
     return f"sha256:{digest.hexdigest()}" if found else ""
 
 

@@ -130,7 +130,7 @@ class _Row:
         else:
             token = scores.argmax(dim=-1)
         self.ids = torch.cat([self.ids, token[:, None]], dim=1)
-        return token, request.stopping_criteria(self.ids, scores)  # type: ignore[return-value]
+        return token, request.stopping_criteria(self.ids, scores)
 
 
 class Engine:

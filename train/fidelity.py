@@ -131,6 +131,7 @@ def _compare(target: Tensor, predicted: Tensor, kv_heads: int, budget: int) -> t
     kept = min(budget, true.shape[-1])
     chosen = torch.zeros_like(true, dtype=torch.bool).scatter_(1, top_entries(guess, kept), True)
     recall = chosen.gather(1, top_entries(true, kept)).float().mean().item()
+    tau: Any = kendalltau
     pairs = zip(true.cpu().numpy(), guess.cpu().numpy(), strict=True)
-    taus: list[Any] = [kendalltau(*pair).statistic for pair in pairs]
+    taus = [tau(*pair).statistic for pair in pairs]
     return kl, recall, float(np.mean(np.nan_to_num(taus)))  # a constant side ranks nothing: 0

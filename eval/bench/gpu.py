@@ -287,8 +287,10 @@ def text_of(row: Row, figures: Figures, least: Figures, note: str | None = None)
     steps = (None if each.step_s is None else each.step_s * 1000 for each in (figures, least))
     sizes = (getattr(figures, name) or getattr(least, name) for name in ("kv_bytes", "peak_bytes"))
     share = "" if figures.share is None else f"{figures.share:.3f}"
-    cells = (pair(figures.first_s, least.first_s), share, pair(*steps), figures.rows or least.rows or "")
-    cells += (pair(speed(figures), speed(least)), *(size_text(each) if each else "" for each in sizes))
+    cells = (
+        *(pair(figures.first_s, least.first_s), share, pair(*steps), figures.rows or least.rows or ""),
+        *(pair(speed(figures), speed(least)), *(size_text(each) if each else "" for each in sizes)),
+    )
     what = row.method if row.kind == "generate" else f"{row.kind}: {row.method}"
     aligned = "".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS.values(), strict=True))
     return f"{row.model:<13}{row.tokens:>7}  {what:<24}{aligned}" + (f"  {note}" if note else "")

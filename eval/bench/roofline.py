@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 from keepsight.errors import UserError
 from keepsight.eval.bench.measure import median_seconds
+from keepsight.models.decoder import input_embedding
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.layer import GROWTH
@@ -41,8 +42,10 @@ CARDS = {"A100": (2.04, 80), "H100": (3.35, 80), "H100 NVL": (3.9, 94), "H200": 
 _HOST = 128 * 2**30
 """CPU memory beside a card that is not here."""
 
-METHODS = ("full", "full, flash-attn", "snapkv", "adakv", "lookaheadkv, uniform", "lookaheadkv, shared")
-METHODS += ("specache", "specontext", "specontext, offloaded", "quest")
+METHODS = (
+    *("full", "full, flash-attn", "snapkv", "adakv", "lookaheadkv, uniform", "lookaheadkv, shared"),
+    *("specache", "specontext", "specontext, offloaded", "quest"),
+)
 KERNELS = {"sdpa": None, "flash-attn": "flash_attn", "flashinfer": "flashinfer"}
 """Kernels of attention, and the package that each needs."""
 
@@ -192,12 +195,12 @@ def roofline(row: Row, card: Card, rows: int | None = None) -> Figures:
     """The least that a row's figures can be on a card, in a batch of `rows`; of memory, what it is known to hold."""
     model, config = outline(row.model), SHAPES[row.model]
     weights, width = weight_bytes(model), config.num_attention_heads * config.head_dim
-    per_token, embedding = weights_per_token(model), model.get_input_embeddings().weight.nbytes
+    per_token, embedding = weights_per_token(model), input_embedding(model).nbytes
     if row.kind == "attention":
         entries = 2 * 2 * row.tokens * config.num_key_value_heads * config.head_dim
         moved = entries + 2 * 2 * row.tokens * width
-        whole, step = 2 * row.tokens**2 * width, 4 * row.tokens * width
-        return Figures(card.seconds(whole, moved), None, card.seconds(step, entries), kv_bytes=entries)
+        whole, last = 2 * row.tokens**2 * width, 4 * row.tokens * width
+        return Figures(card.seconds(whole, moved), None, card.seconds(last, entries), kv_bytes=entries)
     full = held_and_read("full", config, row.tokens)[0]
     first = card.seconds(pass_flops(model, per_token, row.tokens), weights + full)
     if row.kind == "train":
@@ -206,8 +209,8 @@ def roofline(row: Row, card: Card, rows: int | None = None) -> Figures:
         flops = objective.flops(Batch(ids[:, : row.tokens], ids[:, row.tokens :])) or 0.0
         learned = 4 * sum(each.nbytes for each in objective.trained_parameters())
         importance = config.num_hidden_layers * config.num_attention_heads * row.tokens * 4
-        step = card.seconds(flops, weights + full + learned)
-        return Figures(first, step / first, step, kv_bytes=full, peak_bytes=full + importance + learned)
+        trained = card.seconds(flops, weights + full + learned)
+        return Figures(first, trained / first, trained, kv_bytes=full, peak_bytes=full + importance + learned)
     held, read, _ = held_and_read(row.method, config, row.tokens)
     rows = rows or rows_that_fit(row, card, model)
     of_token = 2 * 2 * config.num_key_value_heads * config.head_dim  # bytes of a layer and token

@@ -180,7 +180,7 @@ def render_pictured(sample: Sample, parts: list[str | Path], tokenizer: Any, pro
     text = chat_text(tokenizer, [{"role": "user", "content": content}])
     pictures = Pictures(text, tuple(part for part in parts if isinstance(part, Path)), processor)
     ids = pictures.inputs()["input_ids"][0]
-    fields = vars(sample) | {"length": bucket(len(ids))}
+    fields: dict[str, Any] = vars(sample) | {"length": bucket(len(ids))}
     return RenderedSample(**fields, prompt_ids=ids, question_ids=ids[:0], pictures=pictures)
 
 

@@ -34,7 +34,7 @@ def run(config: Config) -> None:
         data=answers.out,
         out=adapter,
     )
-    compared = _values(config, EvalKeys) | _values(config, UsesMethods) | {"adapter": adapter}
+    compared: dict[str, Any] = _values(config, EvalKeys) | _values(config, UsesMethods) | {"adapter": adapter}
     tests = Eval(**compared, samples=config.tests, out=str(out / "eval"))
     check(answers, training, tests)
     stages: dict[str, Callable[[], None]] = {

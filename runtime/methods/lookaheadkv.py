@@ -70,7 +70,8 @@ class LookaheadKV(Evict):
         artifact = LookaheadAdapter.from_pretrained(adapter, revision=revision)
         if tokenizer is not None:
             artifact.check_tokenizer(tokenizer)
-        return cls(**parts_of(artifact) | options | ({} if budget is None else {"budget": budget}))
+        fields: dict[str, Any] = parts_of(artifact) | options | ({} if budget is None else {"budget": budget})
+        return cls(**fields)
 
 
 def parts_of(artifact: LookaheadAdapter) -> dict[str, Any]:

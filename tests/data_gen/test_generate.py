@@ -60,7 +60,7 @@ def mixture_of(path: Path, kinds: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def make(target: Target, values: dict[str, Any], out: Path, **changes: Any) -> dict[str, Any]:
-    settings = {"limit": 24, "seed": 3, "max_new_tokens": 40, "shard_size": 5} | changes
+    settings: dict[str, Any] = {"limit": 24, "seed": 3, "max_new_tokens": 40, "shard_size": 5} | changes
     backend = settings.pop("backend", None) or InThisProcess(target, 400)
     return generate_data(target, values, out, backend=backend, **settings)
 
@@ -212,7 +212,7 @@ def test_a_bad_row_is_skipped_counted_and_named(
     target, good = load(folder), [{"prompt": f"Say {number}."} for number in range(5)]
     target.tokenizer.chat_template = (
         "{% if 'refused' in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
-        + target.tokenizer.chat_template
+        + str(target.tokenizer.chat_template)
         + "{% if messages[0].content == 'zero' %}{{ 1 / 0 }}{% endif %}"
         + ("{% if messages[0].content == 'x' %}{{ ' long' * 4100 }}{% endif %}" if kind == "long" else "")
     )
@@ -235,7 +235,7 @@ def test_a_template_with_a_clock_tells_the_date_on_which_the_data_was_begun(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = load(folder)
-    target.tokenizer.chat_template = "{{ strftime_now('%d %b %Y, %-m') }}" + target.tokenizer.chat_template
+    target.tokenizer.chat_template = "{{ strftime_now('%d %b %Y, %-m') }}" + str(target.tokenizer.chat_template)
     write_lines(tmp_path / "rows.jsonl", [{"prompt": f"Say {number}."} for number in range(6)])
     values = mixture_of(tmp_path / "rows.jsonl")
     day = make(target, values, tmp_path / "data", limit=3, max_new_tokens=4)["settings"]["date"]

@@ -21,8 +21,14 @@ CARD = Card("CPU", 1e12, 1e11, 2**30, 2**30)
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> LlamaConfig:
     """A shape of which everything can be measured here."""
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "num_hidden_layers": 3, "head_dim": 32}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "vocab_size": 64,
+        "num_hidden_layers": 3,
+        "head_dim": 32,
+    }
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
     config = LlamaConfig(**sizes, **heads)
     for module in (gpu, roofline):
         monkeypatch.setattr(module, "BUDGET", 64)
@@ -44,7 +50,7 @@ def test_every_method_is_measured_and_holds_the_bytes_that_arithmetic_says(metho
 
 def test_a_training_step_and_a_kernel_are_measured(tiny: LlamaConfig) -> None:
     step = Bench(CPU, CARD).measure(Row("train", "tiny", 64, "lookahead module"))
-    assert step.first_s and step.share == step.step_s / step.first_s and step.peak_bytes
+    assert step.first_s and step.step_s and step.share == step.step_s / step.first_s and step.peak_bytes
     kernel = Bench(CPU, CARD).measure(Row("attention", "tiny", 64, "sdpa"))
     assert kernel.first_s and kernel.step_s and kernel.kv_bytes == 2 * 2 * 64 * 2 * 32
 
@@ -56,7 +62,7 @@ def test_rooflines_of_a_prompt_and_of_steps() -> None:
     least = roofline.roofline(row, card, rows=4)
     assert least.first_s == pytest.approx((2 * 8192 * layers + 4 * 8192 * 4096 * 4096 * 32) / 1e15)
     norms = 65 * 4096
-    assert least.step_s == pytest.approx((2 * (layers + logits + norms) + 8192 * 131072) / 1e12)
+    assert least.step_s and least.step_s == pytest.approx((2 * (layers + logits + norms) + 8192 * 131072) / 1e12)
     assert least.batch_s == pytest.approx(least.step_s + 3 * 8192 * 131072 / 1e12)
     many = roofline.roofline(Row("generate", "llama-3.1-8b", 8192, "snapkv"), card, rows=4096)
     assert many.batch_s == pytest.approx((2 * (layers + logits + norms) + 4096 * 1024 * 131072) / 1e12)
