@@ -126,7 +126,8 @@ def digest_in(ids: Sequence[int] | None, alphabet: Sequence[int]) -> str | None:
 def write_prefix(root: Path, header: Header, tensors: dict[str, Tensor]) -> str:
     """Write a prefix file, all of it or none; returns its digest, 32 hex digits."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    data = save(tensors, metadata={"format": "pt", _KEY: json.dumps(asdict(header), sort_keys=True)})
+    header_text = json.dumps(asdict(header), sort_keys=True)
+    data = save(tensors, metadata={_KEY: header_text})  # safetensors writes several keys in a random order
     digest = hashlib.sha256(data).digest()[:DIGEST_BYTES].hex()
     root.mkdir(parents=True, exist_ok=True)
     with atomic_file(root / f"{digest}.safetensors") as unfinished:
