@@ -132,7 +132,7 @@ class _Row:
             else:
                 token = scores.argmax(dim=-1)
             self.ids = torch.cat([self.ids, token[:, None]], dim=1)
-            return token, request.stopping_criteria(self.ids, scores)  # type: ignore[return-value]
+            return token, request.stopping_criteria(self.ids, scores)
         except Exception as error:  # such as probabilities that are not finite: others in the batch go on
             self.failed = error
             return token, torch.ones_like(token, dtype=torch.bool)

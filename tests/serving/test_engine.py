@@ -1,6 +1,7 @@
 """The engine's answers are those of `generate` alone, whoever else is in the batch, comes, or leaves."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -68,8 +69,8 @@ def test_layers_of_every_kind_join_and_leave(family):
 def test_sampling_is_that_of_a_seed_and_of_the_options():
     model, method = tiny_model(), METHODS["uniform"]
     engine = Engine(model, method, rows=4)
-    sampled = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 0, "max_new_tokens": 12}
-    penal = {"repetition_penalty": 1.5, "do_sample": False, "max_new_tokens": 12}
+    sampled: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 0, "max_new_tokens": 12}
+    penal: dict[str, Any] = {"repetition_penalty": 1.5, "do_sample": False, "max_new_tokens": 12}
     jobs = [Job(ids, seed=place, **sampled) for place, ids in enumerate(prompts(50, 70))]
     jobs += [Job(ids, **penal) for ids in prompts(60, 80)]
     for job in jobs:

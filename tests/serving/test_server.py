@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -78,7 +79,7 @@ def test_sixteen_clients_at_once_get_their_own_answers(target, served):
 
 def test_a_chat_streamed_and_whole_with_usage(target, served):
     messages = [{"role": "user", "content": TEXTS[9]}]
-    asked = {"model": "tiny", "messages": messages, "max_tokens": 12}
+    asked: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 12}
     whole = client(served[0]).chat.completions.create(**asked)
     rendered = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert whole.choices[0].message.content == alone(target, rendered, 12)
@@ -95,7 +96,7 @@ def test_a_chat_streamed_and_whole_with_usage(target, served):
 def test_stops_are_not_part_of_an_answer(target, served):
     text = alone(target, TEXTS[5], 24)
     stop = text[7:10]
-    asked = {"model": "tiny", "prompt": TEXTS[5], "max_tokens": 24, "stop": [stop, "never said"]}
+    asked: dict[str, Any] = {"model": "tiny", "prompt": TEXTS[5], "max_tokens": 24, "stop": [stop, "never said"]}
     choice = client(served[0]).completions.create(**asked).choices[0]
     assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], "stop")
     chunks = client(served[0]).completions.create(**asked, stream=True)
@@ -103,7 +104,7 @@ def test_stops_are_not_part_of_an_answer(target, served):
 
 
 def test_a_seed_gives_the_same_samples(served):
-    asked = {"model": "tiny", "prompt": TEXTS[2], "max_tokens": 16, "temperature": 1.5, "top_p": 0.9}
+    asked: dict[str, Any] = {"model": "tiny", "prompt": TEXTS[2], "max_tokens": 16, "temperature": 1.5, "top_p": 0.9}
     create = client(served[0]).completions.create
     first, again, other = (create(**asked, seed=seed).choices[0].text for seed in (7, 7, 8))
     assert first == again != other
