@@ -182,13 +182,17 @@ class Evict(CacheMethod):
         state = prefill(model, input_ids, mask, chunk=chunk, needs=self.needs(), after_layer=evict, images=images)
         return self.compress_state(model, state) if evict is None else state
 
+    @property
+    def waits(self) -> bool:
+        """Whether entries are evicted only once all layers have read the whole prompt."""
+        return self.during_prefill is False or self.allocate.across_layers
+
     def _layer_eviction(self, input_ids: Tensor, mask: Tensor | None) -> "_LayerEviction | None":
         """What evicts during the prefill; None where nothing is to be evicted, or not before its end."""
         batch, width = input_ids.shape
         lengths = [width] * batch if mask is None else mask.sum(dim=1).tolist()
         budgets = [*map(self.budget_for, lengths)]
-        waits = self.during_prefill is False or self.allocate.across_layers
-        if waits or all(map(operator.le, lengths, budgets)):
+        if self.waits or all(map(operator.le, lengths, budgets)):
             return None
         if not isinstance(observer := self.bound_observer, LayerObserver):
             return None
