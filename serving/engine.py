@@ -114,23 +114,28 @@ class _Asked(CustomGenerate):
 
 @dataclass
 class _Row:
-    """A request in the batch; `ids` [1, N + T] are its prompt and what it has answered."""
+    """A request in the batch; `ids` [1, N + T] are its prompt and what it has answered, `failed` what went wrong."""
 
     job: Job
     request: GenerateRequest
     ids: Tensor
     generator: torch.Generator | None
+    failed: Exception | None = None
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The next token [1] for logits [1, V], and whether it ends the answer [1], as `decode` does."""
-        request = self.request
-        scores: Any = request.logits_processor(self.ids, logits) if request.logits_processor else logits  # type: ignore[arg-type]
-        if request.do_sample:
-            token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)[:, 0]
-        else:
-            token = scores.argmax(dim=-1)
-        self.ids = torch.cat([self.ids, token[:, None]], dim=1)
-        return token, request.stopping_criteria(self.ids, scores)
+        request, token = self.request, logits.argmax(dim=-1)
+        try:
+            scores: Any = request.logits_processor(self.ids, logits) if request.logits_processor else logits  # type: ignore[arg-type]
+            if request.do_sample:
+                token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)[:, 0]
+            else:
+                token = scores.argmax(dim=-1)
+            self.ids = torch.cat([self.ids, token[:, None]], dim=1)
+            return token, request.stopping_criteria(self.ids, scores)
+        except Exception as error:  # such as probabilities that are not finite: others in the batch go on
+            self.failed = error
+            return token, torch.ones_like(token, dtype=torch.bool)
 
 
 class Engine:
@@ -189,6 +194,11 @@ class Engine:
             job.submitted = time.perf_counter()
             self._queue.append(job)
             self._wake.notify()
+
+    @property
+    def alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread is not None and self._thread.is_alive()
 
     @property
     def load(self) -> tuple[int, int]:
@@ -287,8 +297,10 @@ class Engine:
         known, ends = tokens.tolist(), torch.cat([end for _, end in chosen]).tolist()
         staying = list[int]()
         for place, (row, token, ends_here) in enumerate(zip([*self._batch], known, ends, strict=True)):
-            enough = self._give(row.job, token)
-            if ends_here or enough:
+            enough = row.failed is None and self._give(row.job, token)
+            if row.failed is not None:
+                self._end(row.job, "failed", row.failed)
+            elif ends_here or enough:
                 self._end(row.job, "stop" if enough or token in self._ends else "length")
             else:
                 staying.append(place)

@@ -25,7 +25,7 @@ BELOW: dict[str, set[str]] = {
 }
 BELOW["eval"] = {"eval.tasks", "runtime.methods", *BELOW["runtime.methods"]}
 BELOW["eval.report"] = {"eval", "runtime", "runtime.methods"}
-BELOW["eval.bench"] = {"eval", "train", *BELOW["eval"], *BELOW["train"]}
+BELOW["eval.bench"] = {"eval", "train", "serving", *BELOW["eval"], *BELOW["train"]}
 BELOW["checkpoints"] = BELOW["recipes"] = set()  # data
 BELOW["commands"] = set(BELOW)
 

@@ -58,6 +58,8 @@ SMALL = {
     "bench decode": f"{_BENCH} tokens=90 budgets=[48] answer_tokens=2",
     "bench retrieve": f"{_BENCH} draft.layers=null retrieval=runs/retrieval lengths=[200] budgets=[48] tokens=200"
     " samples=1 repeats=1 answer_tokens=2",
+    "bench serve": f"{_BENCH} tokens=90 budgets=[48] answer_tokens=2 requests=3 rows=2",
+    "prefix": f"{_MODEL} adapter=runs/adapter budget=160",
     "bench ops": f"{_BENCH} tokens=90 budgets=[48]",
     "bench specache": f"{_MODEL} tokens=90 answer_tokens=2",
     "bench speculate": f"{_MODEL} tokens=320 answer_tokens=4 samples=1",

@@ -17,6 +17,7 @@ from keepsight.commands.config_bench import (
     BenchSpeculate,
     BenchTrain,
 )
+from keepsight.commands.config_serving import BenchServe
 from keepsight.commands.from_recipe import draft_of, resources_of, target_of
 from keepsight.commands.variants import require_evict, variants_of
 from keepsight.data_gen.store import read_training_samples
@@ -25,6 +26,7 @@ from keepsight.eval.bench.decoding import bench_decode, bench_speculate
 from keepsight.eval.bench.eviction import bench_evict, bench_operators
 from keepsight.eval.bench.measure import require_room
 from keepsight.eval.bench.offload import bench_specache, size_lines, step_lines, text_prompts, traffic_lines
+from keepsight.eval.bench.serving import bench_serve
 from keepsight.eval.bench.sweep import bench_sweep
 from keepsight.eval.tasks.niah import make_samples
 from keepsight.models.draft_head import DraftHead
@@ -66,6 +68,12 @@ def decode(config: BenchDecode) -> None:
     """Measure decoding steps."""
     target, methods = _methods(config)
     _print(bench_decode(target.model, methods, config.tokens, config.batch, config.answer_tokens))
+
+
+def serve(config: BenchServe) -> None:
+    """Measure batched serving."""
+    target, methods = _methods(config)
+    _print(bench_serve(target.model, methods, config.tokens, config.answer_tokens, config.requests, config.rows))
 
 
 def ops(config: BenchOps) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from keepsight.commands import config_bench as benchmarks
+from keepsight.commands import config_serving as serving
 from keepsight.commands.config_shared import (
     CardKeys,
     Counts,
@@ -386,6 +387,8 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "report": (Report, "report:report"),
     "inspect": (Inspect, "inspect:run"),
     "push": (Push, "report:push"),
+    "prefix": (serving.Prefix, "prefix:run"),
+    "serve": (serving.Serve, "serve:run"),
     "plan": (benchmarks.Plan, "plan:run"),
     "plan train": (benchmarks.PlanTrain, "plan:run_training"),
     "fit": (Fit, "fit:run"),
@@ -393,6 +396,7 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "bench eval": (benchmarks.BenchEval, "bench:sweep"),
     "bench evict": (benchmarks.BenchEvict, "bench:evict"),
     "bench decode": (benchmarks.BenchDecode, "bench:decode"),
+    "bench serve": (serving.BenchServe, "bench:serve"),
     "bench ops": (benchmarks.BenchOps, "bench:ops"),
     "bench specache": (benchmarks.BenchSpeCache, "bench:specache"),
     "bench speculate": (benchmarks.BenchSpeculate, "bench:speculate"),

@@ -29,7 +29,7 @@ def run(config: Config) -> None:
         raise UserError(f"out={out} is a file but no page; choose another out=")
     for name in names:
         _method(name, config, resources_later(config))
-    text = _read(config.prompt)  # bad values end here, before anything loads
+    text = read_text(config.prompt)  # bad values end here, before anything loads
     target = target_of(config)
     resources = resources_of(config, target)
     ids = torch.tensor([_ids(text, config.template, target)], device=target.model.device)
@@ -59,7 +59,8 @@ def _method(name: str, config: Config, resources: Resources) -> Evict:
     return require_evict(method, f"method {name!r} evicts nothing from the cache, so there is nothing to inspect")
 
 
-def _read(prompt: str) -> str:
+def read_text(prompt: str) -> str:
+    """A prompt that is given as text, or as @FILE."""
     if not prompt.startswith("@"):
         return prompt
     try:

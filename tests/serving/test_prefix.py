@@ -88,7 +88,7 @@ def test_a_prefix_is_read_as_it_was_written(tmp_path: Path):
     assert store.header(digest) == header and (header.entries, header.seen, header.before) == (40, 90, "<|user|>")
     keys = torch.stack([layer.keys[0] for layer in turned(model, state, 40).layers])
     assert torch.equal(store.tensors(digest)["keys"], keys)
-    assert export(model, state, tmp_path, before="<|user|>")[0] == digest
+    assert {export(model, state, tmp_path, before="<|user|>")[0] for _ in range(8)} == {digest}
     assert export(model, state, tmp_path, before="another")[0] != digest
 
 

@@ -1,0 +1,111 @@
+"""The configurations of `keepsight prefix`, `serve` and `bench serve`; see `keepsight.commands.config`."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from keepsight.commands.config_bench import Benched
+from keepsight.commands.config_shared import Counts, UsesMethods
+
+_METHOD = "model.id", "adapter", "method", "budget", "options"
+
+
+@dataclass
+class Evicting(UsesMethods):
+    """Keys of commands that serve one method.
+
+    Attributes:
+        method: The method that evicts; `full` serves full caches.
+        budget: KV budget: entries per layer and KV head, or a ratio of the prompt such as 0.1.
+        options: Options of the method, such as {pool: {kernel: 5}}.
+    """
+
+    method: str = "lookaheadkv"
+    budget: int | float = 256
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Prefix(Evicting):
+    """keepsight prefix: read documents once, and write what stays of their caches for vLLM to load.
+
+        keepsight prefix recipe=smollm2-135m adapter=shipped:smollm2-135m prompt=@doc.txt page=32 out=prefixes
+        keepsight prefix recipe=smollm2-135m method=snapkv documents=docs.jsonl out=prefixes
+
+    Prints for each document its id and the message that asks about it. A run that was stopped goes on when the same
+    command is run again; several processes may write to one `out`.
+
+    Attributes:
+        prompt: A document as text, or @FILE.
+        documents: JSON Lines file of documents: {"text": ...} in each row.
+        out: Folder of the prefixes, and of an index of them.
+        page: Entries of a page, which is vLLM's --block-size: all heads share the budget in whole pages, for vLLM with
+            KEEPSIGHT_RAGGED=1. 0 for the same number of entries in every head, for any vLLM.
+        system: System message before the document, which questions must then send too.
+        skip: Bad rows at most; null skips any number, 0 ends the run at the first.
+    """
+
+    COMMON: ClassVar = ("prompt", "documents", "out", *_METHOD, "page", "system", "skip")
+    prompt: str | None = None
+    documents: str | None = None
+    out: str = "???"
+    page: NonNegativeInt = 0
+    system: str | None = None
+    skip: NonNegativeInt | None = None
+
+
+@dataclass
+class Serve(Evicting):
+    """keepsight serve: an OpenAI server that answers every request from an evicted cache, in batches.
+
+        keepsight serve recipe=smollm2-135m adapter=shipped:smollm2-135m budget=256 port=8000
+
+    Serves /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics until it is interrupted.
+
+    Attributes:
+        host: Address to listen at; 0.0.0.0 for all.
+        port: Port to listen at; 0 for any.
+        name: Name of the model in requests; model.id by default.
+        key: Environment variable that holds the key which clients must send; nobody is asked where it is not set.
+        rows: Answers that are decoded at once.
+        waiting: Requests that may wait; others are told to try again later.
+        max_prompt_tokens: Longest prompt in tokens; 0 for the model's context.
+        max_new_tokens: Longest answer in tokens.
+        max_bytes: Largest body of a request in bytes.
+    """
+
+    COMMON: ClassVar = (*_METHOD, "host", "port", "name", "key", "rows", "waiting", "max_prompt_tokens")
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    name: str | None = None
+    key: str = "KEEPSIGHT_API_KEY"
+    rows: PositiveInt = 16
+    waiting: PositiveInt = 64
+    max_prompt_tokens: NonNegativeInt = 0
+    max_new_tokens: PositiveInt = 1024
+    max_bytes: PositiveInt = 1 << 24
+
+
+@dataclass
+class BenchServe(Benched):
+    """keepsight bench serve: many requests answered in one batch, from evicted caches and from full ones.
+
+        keepsight bench serve tokens=4096 requests=32 rows=16 methods=snapkv budgets=128
+
+    The engine is that of `keepsight serve`. All requests arrive at once. Prints requests a second, the median time to
+    the first token, milliseconds of a decoding step with all rows filled, and memory of the batch's entries.
+
+    Attributes:
+        tokens: Length of the prompts in tokens.
+        answer_tokens: Length of the answers in tokens.
+        requests: Number of requests.
+        rows: Answers that are decoded at once.
+    """
+
+    methods: Annotated[list[Any], Field(min_length=1)] = field(default_factory=lambda: ["lookaheadkv", "snapkv"])
+    budgets: Counts = field(default_factory=lambda: [128])
+    tokens: PositiveInt = 1024
+    answer_tokens: PositiveInt = 64
+    requests: PositiveInt = 16
+    rows: PositiveInt = 8

@@ -1,0 +1,219 @@
+"""keepsight prefix: documents that are read and evicted from once, as prefixes that vLLM loads."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from keepsight.commands.config_serving import Prefix as Config
+from keepsight.commands.from_recipe import resources_later, resources_of, target_of
+from keepsight.commands.inspect import read_text
+from keepsight.commands.serve import method_of
+from keepsight.commands.variants import require_evict
+from keepsight.errors import BadRow, UserError, printable
+from keepsight.files import (
+    Row,
+    append_lines,
+    cut_torn_line,
+    from_json,
+    require_writable,
+    sound_lines,
+    text_digest,
+    text_lines,
+)
+from keepsight.models.adapters import weights_digest
+from keepsight.models.chat import chat_text
+from keepsight.models.targets import Target
+from keepsight.runtime.allocate import Global, Uniform
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.methods import Resources
+from keepsight.runtime.state import context_of
+from keepsight.serving.export import export
+from keepsight.serving.prefix import PrefixStore, alphabet_of, letters_of
+from keepsight.serving.vllm.middleware import MARK
+
+INDEX, LOCKS = "index.jsonl", ".locks"
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, and where it came from."""
+
+    source: str
+    text: str
+
+
+def run(config: Config) -> None:
+    """Write the prefixes, and print what asks about them."""
+    if (config.prompt is None) == (config.documents is None):
+        raise UserError("give prompt=TEXT, prompt=@FILE or documents=FILE, one of them")
+    documents = [*_documents(config)]  # bad values end here, before anything loads
+    out = Path(config.out)
+    require_writable(out)
+    _method(config, resources_later(config))
+    target = target_of(config)
+    writer = Writer(config, target, _method(config, resources_of(config, target)))
+    skipped = 0
+
+    def skip(source: str, error: UserError) -> None:
+        nonlocal skipped
+        skipped += 1
+        print(printable(f"skipped {source}: {error}"), file=sys.stderr)
+        if config.documents is None or (config.skip is not None and skipped > config.skip):
+            raise error
+
+    done, later = 0, list[Document]()
+    for wait, each in _twice(documents, later):
+        if isinstance(each, BadRow):
+            skip(str(config.documents), each)
+            continue
+        try:
+            row = writer.write(each, wait)
+        except UserError as error:
+            skip(each.source, error)
+            continue
+        if row is None:
+            later.append(each)
+            continue
+        done += 1
+        print(printable(f"{row['id']}  {row['tokens']} tokens in {row['entries']}  {each.source}"), flush=True)
+        print(f"  send: [[keepsight:{row['id']}]]QUESTION", flush=True)
+    if not done:
+        raise UserError(f"{config.documents}: none of its {skipped} rows could be read")
+    print(f"{done} prefixes in {config.out}" + f", {skipped} rows skipped" * bool(skipped))
+
+
+def _twice(documents: list[Any], later: list[Document]) -> Iterator[tuple[bool, Any]]:
+    """All documents, and then again those that other processes were reading, waiting for each."""
+    yield from ((False, each) for each in documents)
+    yield from ((True, each) for each in later)
+
+
+class Writer:
+    """Writes the prefixes of one folder, beside other processes that do.
+
+    Args:
+        config: The command's.
+        target: The base model.
+        method: Evicts.
+
+    Raises:
+        UserError: the model's tokenizer cannot spell ids, or its chat template renders no text as it is.
+    """
+
+    def __init__(self, config: Config, target: Target, method: Evict) -> None:
+        self.out, self.page, self.target, self.method = Path(config.out), config.page, target, method
+        letters = letters_of(len(alphabet_of(target.tokenizer)))
+        if isinstance(method.budget, int) and method.budget < letters:
+            raise UserError(f"budget={method.budget} entries cannot spell an id of {letters} letters; raise budget=")
+        system = [] if config.system is None else [{"role": "system", "content": config.system}]
+        text = chat_text(target.tokenizer, [*system, {"role": "user", "content": f"{MARK}?"}])
+        self.before, mark, after = text.partition(MARK)
+        if not mark or MARK in after:
+            raise UserError(f"the chat template of {target.name!r} does not render a message's text once, as it is")
+        settings = {
+            "weights": weights_digest(target.model),
+            "dtype": str(target.model.dtype),
+            "method": repr(method),
+            "adapter": method.adapter_digest,
+            "template": target.template_digest,
+            "before": self.before,
+            "page": self.page,
+        }
+        self.settings = text_digest(json.dumps(settings, sort_keys=True))
+
+    def write(self, document: Document, wait: bool) -> Row | None:
+        """What the index says of a document, which is read now if nobody has; None while another process reads it.
+
+        Raises:
+            UserError: it does not fit the model's context, or nothing of it can be stored.
+        """
+        key = text_digest(f"{self.settings} {document.text}").removeprefix("sha256:")
+        if (known := self._known(key)) is not None:
+            return known
+        folder = self.out / LOCKS
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(folder / key[:32], timeout=-1 if wait else 0):
+                return self._known(key) or self._read(key, document)
+        except Timeout:
+            return None
+
+    def _known(self, key: str) -> Row | None:
+        index = self.out / INDEX
+        rows = sound_lines(index)[0] if index.is_file() else []
+        for row in rows:
+            if row.get("key") == key:
+                try:
+                    PrefixStore(self.out).header(row["id"])
+                except (UserError, KeyError, TypeError):
+                    continue  # removed or damaged: it is made anew
+                return row
+        return None
+
+    def _read(self, key: str, document: Document) -> Row:
+        model, tokenizer = self.target.model, self.target.tokenizer
+        ids: list[int] = tokenizer(self.before + document.text, add_special_tokens=False)["input_ids"]
+        context = context_of(model)
+        if len(ids) > context:
+            raise UserError(f"the document has {len(ids)} tokens, and the model's context is {context}")
+        self.method.check(len(ids), context)
+        state = self.method.start(model, torch.tensor([ids], device=model.device))
+        about = {"before": self.before, "template": self.target.template_digest, "method": repr(self.method)}
+        digest, header = export(model, state, self.out, page=self.page, **about)
+        letters = letters_of(len(alphabet_of(tokenizer)))
+        if header.entries < letters:
+            (self.out / f"{digest}.safetensors").unlink()
+            raise UserError(f"{header.entries} entries cannot spell an id of {letters} letters; send it as it is")
+        row = {"key": key, "id": digest, "source": document.source, "tokens": len(ids), "entries": header.entries}
+        with FileLock(self.out / LOCKS / "index"):
+            if (index := self.out / INDEX).exists():
+                cut_torn_line(index)
+            append_lines(index, [row])
+        return row
+
+
+def _method(config: Config, resources: Resources) -> Evict:
+    """The method, whose heads keep the same numbers of entries, or whole pages.
+
+    Raises:
+        UserError: they keep other numbers, or it evicts nothing.
+    """
+    refusal = f"method={config.method} evicts nothing from the cache, so there is no prefix to write"
+    method = require_evict(method_of(config, resources), refusal)
+    if config.page:
+        shared = isinstance(method.allocate, Global)  # keeps what is trained of it, such as weights of heads
+        allocate = {"page": config.page} if shared else {"name": "global", "page": config.page}
+        given = config.options.get("allocate")
+        given = {"name": given} if isinstance(given, str) else given or {}
+        method = require_evict(method_of(config, resources, allocate={**given, **allocate}), refusal)
+    elif not isinstance(method.allocate, Uniform):
+        raise UserError(
+            f"method={config.method} lets heads keep different numbers of entries ({type(method.allocate).__name__}); "
+            "give page=32 for vLLM with KEEPSIGHT_RAGGED=1, or options={allocate: uniform}"
+        )
+    if method.every:
+        raise UserError("a prefix is evicted from once: leave out the option every")
+    return method
+
+
+def _documents(config: Config) -> Iterator[Document | BadRow]:
+    if config.documents is None:
+        yield Document(str(config.prompt)[:60], read_text(str(config.prompt)))
+        return
+    path = Path(config.documents)
+    if not path.is_file():
+        raise UserError(f"documents={path}: no such file")
+    for number, line in text_lines(path):
+        try:
+            row = from_json(line, Row)
+            if not isinstance(text := row.get("text"), str) or not text.strip():
+                raise ValueError(f"expected a text in 'text', got the fields {sorted(row)}")
+            yield Document(f"{path}:{number}", text)
+        except ValueError as error:
+            yield BadRow(f"line {number}: {error}")

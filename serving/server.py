@@ -1,0 +1,427 @@
+"""An OpenAI server over the engine: chat completions and completions, streamed or whole, from evicted caches.
+
+What a request asks is checked before the model runs; what cannot be honoured is refused with HTTP 4xx and one line that
+says why, in OpenAI's form of an error.
+"""
+
+import asyncio
+import copy
+import hmac
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from typing import Annotated, Any, Literal
+
+import torch
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError
+from starlette.exceptions import HTTPException
+from tokenizers.decoders import DecodeStream
+from typing_extensions import override
+
+from keepsight.errors import UserError, one_line
+from keepsight.models.chat import chat_text
+from keepsight.models.targets import Target
+from keepsight.serving.engine import BUCKETS, Busy, Engine, Job
+
+STATUS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
+"""Types of errors by status; all others are `invalid_request_error`."""
+COMPLETION_TOKENS = 16
+"""What completions answer where `max_tokens` is not given, as in OpenAI's interface."""
+_Text = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class StreamOptions(BaseModel):
+    """`stream_options` of a request."""
+
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = False
+
+
+class Asked(BaseModel):
+    """What both endpoints take; fields that may have one value alone cannot be honoured with others."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str
+    max_tokens: PositiveInt | None = None
+    temperature: Annotated[FiniteFloat, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    repetition_penalty: Annotated[FiniteFloat, Field(ge=0.1, le=10)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: _Text | Annotated[list[_Text], Field(max_length=16)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Literal[1] | None = None
+    presence_penalty: Annotated[FiniteFloat, Field(ge=0, le=0)] | None = None
+    frequency_penalty: Annotated[FiniteFloat, Field(ge=0, le=0)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+
+    def options(self, answer_tokens: int, own_top_k: int | None) -> dict[str, Any]:
+        """Options of `model.generate`; what is not given is as the model's generation configuration has it."""
+        options: dict[str, Any] = {"max_new_tokens": answer_tokens}
+        if self.temperature is not None:
+            options["do_sample"] = self.temperature > 0
+        if self.temperature:
+            options |= {"temperature": max(self.temperature, 0.01), "top_k": own_top_k or 0}
+        given = {name: getattr(self, name) for name in ("top_p", "top_k", "repetition_penalty")}
+        return options | {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts before which the answer ends."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+class AskedCompletion(Asked):
+    """A request of `/v1/completions`."""
+
+    prompt: str | list[int] | Annotated[list[str], Field(min_length=1, max_length=1)]
+    echo: Literal[False] | None = None
+    logprobs: None = None
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+
+class Part(BaseModel):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A message of a chat; what else it holds is ignored."""
+
+    role: str
+    content: str | list[Part]
+    name: str | None = None
+
+    def turn(self) -> dict[str, str]:
+        """As chat templates take it."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": content}
+
+
+class AskedChat(Asked):
+    """A request of `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: PositiveInt | None = None
+    logprobs: Literal[False] | None = None
+    top_logprobs: Literal[0] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+
+
+class Streamed(Job):
+    """A request whose text is handed to the event loop piece by piece.
+
+    Args:
+        ids: The prompt.
+        tokenizer: Of the model.
+        stops: Texts before which the answer ends.
+        seed: Seeds sampling.
+        options: Of `model.generate`.
+
+    Attributes:
+        text: The answer so far.
+        pieces: What is to be sent; None for the end. Text that may begin a stop is held back.
+    """
+
+    def __init__(self, ids: torch.Tensor, tokenizer: Any, stops: list[str], seed: int | None, **options: Any) -> None:
+        super().__init__(ids, seed=seed, **options)
+        self.tokenizer, self.stops, self.text = tokenizer, stops, ""
+        self.pieces: asyncio.Queue[str | None] = asyncio.Queue()
+        self._loop, self._decoder, self._sent = asyncio.get_running_loop(), DecodeStream(skip_special_tokens=True), 0
+
+    @override
+    def took(self, token: int) -> bool:
+        self.text += self._decoder.step(self.tokenizer.backend_tokenizer, token) or ""
+        if found := [self.text.index(stop) for stop in self.stops if stop in self.text]:
+            self.text = self.text[: min(found)]
+            self._send(len(self.text))
+            return True
+        self._send(len(self.text) - _begun(self.text, self.stops))
+        return False
+
+    @override
+    def ended(self) -> None:
+        whole = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        if whole.startswith(self.text) and not any(stop in whole for stop in self.stops):
+            self.text = whole  # with last bytes that are no whole character
+        self._send(len(self.text))
+        self._put(None)
+
+    def _send(self, stop: int) -> None:
+        if stop > self._sent:
+            self._put(self.text[self._sent : stop])
+            self._sent = stop
+
+    def _put(self, piece: str | None) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
+        except RuntimeError:  # the loop is closed: the server has ended
+            self.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        while (piece := await self.pieces.get()) is not None:
+            yield piece
+
+
+def _begun(text: str, stops: list[str]) -> int:
+    """Number of last characters that may be the beginning of a stop."""
+    lengths = (length for stop in stops for length in range(1, len(stop)) if text.endswith(stop[:length]))
+    return max(lengths, default=0)
+
+
+class Service:
+    """The endpoints.
+
+    Args:
+        engine: Answers; it is running.
+        target: The base model.
+        name: The name by which requests call the model.
+        key: What clients must send as `Authorization: Bearer KEY`; None for nobody to be asked.
+        answer_tokens: Longest answer.
+        max_bytes: Largest body of a request.
+    """
+
+    def __init__(
+        self, engine: Engine, target: Target, *, name: str, key: str | None, answer_tokens: int, max_bytes: int
+    ) -> None:
+        self.engine, self.target, self.name, self.key = engine, target, name, key
+        self.answer_tokens, self.max_bytes, self.started = answer_tokens, max_bytes, int(time.time())
+        self.refused = dict[int, int]()
+        self.decoder = copy.deepcopy(target.tokenizer)  # the engine's thread decodes while this one encodes
+        self._encoding = asyncio.Lock()
+
+    def app(self) -> FastAPI:
+        """The application."""
+        app = FastAPI(title="keepsight", docs_url=None, redoc_url=None, openapi_url=None)
+        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
+        app.add_api_route("/v1/completions", self.complete, methods=["POST"])
+        app.add_api_route("/v1/models", self.models)
+        app.add_api_route("/health", self.health)
+        app.add_api_route("/metrics", self.metrics)
+        for kind in (HTTPException, UserError, Exception):
+            app.add_exception_handler(kind, self._refusal)
+        return app
+
+    async def health(self) -> Response:
+        """200 while the engine's thread lives."""
+        return Response(status_code=200 if self.engine.alive else 503)
+
+    async def models(self, request: Request) -> JSONResponse:
+        """The one model."""
+        self._require_key(request)
+        model = {"id": self.name, "object": "model", "created": self.started, "owned_by": "keepsight"}
+        return JSONResponse({"object": "list", "data": [model | {"max_model_len": self.engine.context}]})
+
+    async def chat(self, request: Request) -> Response:
+        """`/v1/chat/completions`."""
+        asked = await self._read(request, AskedChat)
+        text = chat_text(self.target.tokenizer, [message.turn() for message in asked.messages])
+        ids = await self._encoded(text, special=False)
+        return await self._answer(request, asked, ids, asked.max_completion_tokens or asked.max_tokens, chat=True)
+
+    async def complete(self, request: Request) -> Response:
+        """`/v1/completions`."""
+        asked = await self._read(request, AskedCompletion)
+        prompt: Any = asked.prompt
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
+            (prompt,) = prompt
+        if isinstance(prompt, str):
+            prompt = await self._encoded(prompt, special=True)
+        elif wrong := [token for token in prompt if not 0 <= token < self.target.vocabulary]:
+            raise UserError(f"prompt: {wrong[0]} is no token id of this model, which has {self.target.vocabulary}")
+        return await self._answer(request, asked, prompt, asked.max_tokens or COMPLETION_TOKENS, chat=False)
+
+    async def _encoded(self, text: str, special: bool) -> list[int]:
+        async with self._encoding:
+            encoded: Any = await asyncio.to_thread(self.target.tokenizer, text, add_special_tokens=special)
+        return list(encoded["input_ids"])
+
+    async def _read(self, request: Request, kind: Any) -> Any:
+        self._require_key(request)
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self.max_bytes:
+                raise HTTPException(413, f"the request is larger than {self.max_bytes} bytes")
+        try:
+            asked = kind.model_validate_json(bytes(body))
+        except ValidationError as error:
+            raise UserError(_first_fault(error)) from None
+        if asked.model != self.name:
+            raise HTTPException(404, f"the model {asked.model[:200]!r} does not exist; this server has {self.name!r}")
+        return asked
+
+    async def _answer(self, request: Request, asked: Asked, ids: list[int], most: int | None, chat: bool) -> Response:
+        if most is not None and most > self.answer_tokens:
+            raise UserError(f"max_tokens is {most}; answers have at most {self.answer_tokens} tokens here")
+        room = self.engine.context - len(ids)
+        own: Any = self.target.model.generation_config
+        options = asked.options(most or max(min(self.answer_tokens, room), 1), own.top_k)
+        job = Streamed(torch.tensor(ids, dtype=torch.long), self.decoder, asked.stops, asked.seed, **options)
+        self.engine.submit(job)
+        reply = Reply(self.name, job, chat)
+        if asked.stream:
+            first = await self._unless_gone(request, job.pieces.get(), job)
+            self._require_sound(job)
+            return StreamingResponse(_events(reply, job, first, asked.stream_options), media_type="text/event-stream")
+        await self._unless_gone(request, _all(job), job)
+        self._require_sound(job)
+        return JSONResponse(reply.whole())
+
+    async def _unless_gone(self, request: Request, result: Any, job: Job) -> Any:
+        """The result; once the client has left, the request is cancelled instead."""
+        waiting, gone = asyncio.ensure_future(result), asyncio.ensure_future(_left(request))
+        try:
+            await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                raise HTTPException(499, "the client has left")
+            return waiting.result()
+        except BaseException:
+            job.cancel()
+            raise
+        finally:
+            waiting.cancel()
+            gone.cancel()
+
+    def _require_sound(self, job: Job) -> None:
+        if isinstance(job.error, UserError):
+            raise job.error
+        if job.error is not None:
+            raise HTTPException(500, f"{type(job.error).__name__} while the prompt was read or answered")
+        if job.reason == "cancelled":
+            raise HTTPException(503, "the server is shutting down")
+
+    def _require_key(self, request: Request) -> None:
+        if self.key is None:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), self.key.encode()):
+            raise HTTPException(401, "a key is needed: send Authorization: Bearer KEY")
+
+    async def _refusal(self, request: Request, error: Any) -> JSONResponse:
+        """OpenAI's form of an error."""
+        if isinstance(error, UserError):
+            status, message = 429 if isinstance(error, Busy) else 400, one_line(error, 2000)
+        elif isinstance(error, HTTPException):
+            status, message = error.status_code, str(error.detail)
+        else:
+            status, message = 500, f"{type(error).__name__} in the server"
+        self.refused[status] = self.refused.get(status, 0) + 1
+        kind = STATUS.get(status, "invalid_request_error" if status < 500 else "server_error")
+        body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+        headers = {"retry-after": "1"} if status == 429 else {"www-authenticate": "Bearer"} if status == 401 else None
+        return JSONResponse(body, status, headers)
+
+    async def metrics(self) -> PlainTextResponse:
+        """Prometheus' text format."""
+        return PlainTextResponse("".join(f"{line}\n" for line in self._metric_lines()), media_type="text/plain")
+
+    def _metric_lines(self) -> Iterator[str]:
+        totals, (running, waiting) = self.engine.totals, self.engine.load
+        for name, value in {"running": running, "waiting": waiting, "kv_bytes": self.engine.kv_bytes}.items():
+            yield from _metric(name, "gauge", {"": value})
+        yield from _metric("requests_total", "counter", _labelled("reason", totals.ended))
+        yield from _metric("refused_total", "counter", _labelled("status", self.refused))
+        names = ("prompt_tokens", "kept_entries", "generated_tokens", "decode_steps", "decode_seconds")
+        for name in (*names, "prefill_seconds"):
+            yield from _metric(f"{name}_total", "counter", {"": round(getattr(totals, name), 6)})
+        below = [sum(totals.first_token[: place + 1]) for place in range(len(BUCKETS) + 1)]
+        bounds = [*map(str, BUCKETS), "+Inf"]
+        values: dict[str, float] = {f'_bucket{{le="{le}"}}': count for le, count in zip(bounds, below, strict=True)}
+        values |= {"_sum": round(totals.first_token_seconds, 6), "_count": below[-1]}
+        yield from _metric("time_to_first_token_seconds", "histogram", values)
+
+
+def _metric(name: str, kind: str, values: dict[str, float]) -> Iterator[str]:
+    yield f"# TYPE keepsight_{name} {kind}"
+    for label, value in values.items():
+        yield f"keepsight_{name}{label} {value}"
+
+
+def _labelled(label: str, values: dict[Any, int]) -> dict[str, float]:
+    return {f'{{{label}="{key}"}}': value for key, value in values.items()}
+
+
+class Reply:
+    """The bodies of an answer, whole and in chunks."""
+
+    def __init__(self, model: str, job: Streamed, chat: bool) -> None:
+        self.job, self.chat = job, chat
+        kind = "chat.completion" if chat else "text_completion"
+        self.head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", "object": kind}
+        self.head |= {"created": int(time.time()), "model": model}  # type: ignore[dict-item]
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of prompt and answer, and the entries that a KV head keeps of the prompt."""
+        prompt, answer = len(self.job.ids), len(self.job.tokens)
+        details = {"cached_tokens": 0, "kept_entries": round(self.job.kept)}
+        counts = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+        return counts | {"prompt_tokens_details": details}
+
+    def whole(self) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        message = {"message": {"role": "assistant", "content": self.job.text}} if self.chat else {"text": self.job.text}
+        choice = {"index": 0, **message, "logprobs": None, "finish_reason": self.job.reason}
+        return {**self.head, "choices": [choice], "usage": self.usage()}
+
+    def chunk(self, text: str, reason: str | None = None, first: bool = False) -> dict[str, Any]:
+        """A chunk of a stream."""
+        delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
+        choice = {"index": 0, **({"delta": delta} if self.chat else {"text": text})}
+        kind = {"object": "chat.completion.chunk"} if self.chat else {}
+        return {**self.head, **kind, "choices": [{**choice, "logprobs": None, "finish_reason": reason}]}
+
+
+async def _events(reply: Reply, job: Streamed, first: str | None, options: StreamOptions | None) -> AsyncIterator[str]:
+    """Server-sent events; the request is cancelled when whoever reads them leaves."""
+    try:
+        if reply.chat:
+            yield _event(reply.chunk("", first=True))
+        if first is not None:
+            yield _event(reply.chunk(first))
+            async for piece in job:
+                yield _event(reply.chunk(piece))
+        if job.error is not None or job.reason == "cancelled":
+            said = f"{type(job.error).__name__} while answering" if job.error else "the server is shutting down"
+            yield _event({"error": {"message": said, "type": "server_error", "param": None, "code": 500}})
+        else:
+            yield _event(reply.chunk("", job.reason))
+            if options is not None and options.include_usage:
+                yield _event({**reply.chunk(""), "choices": [], "usage": reply.usage()})
+        yield "data: [DONE]\n\n"
+    finally:
+        job.cancel()
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body)}\n\n"
+
+
+async def _all(job: Streamed) -> None:
+    async for _ in job:
+        pass
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _first_fault(error: ValidationError) -> str:
+    """One line: which field is wrong, and why; of the fault that lies deepest."""
+    fault = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
+    where = ".".join(map(str, fault["loc"]))
+    given = "" if fault["type"] in ("missing", "json_invalid") else f", got {fault.get('input')!r:.80}"
+    return f"{where or 'the body'}: {fault['msg']}{given}"

@@ -1,0 +1,181 @@
+"""A real server on loopback and real clients: answers are those of `generate`; what is bad is a 4xx with its reason."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from keepsight import SnapKV
+from keepsight.models.targets import load_target
+from keepsight.runtime.generate import generate
+from keepsight.serving.engine import Engine
+from keepsight.serving.server import Service
+from tests.tiny import save_tiny_target
+
+METHOD = SnapKV(40, window=8)
+TEXTS = [f"{number} ships sailed on the sea. " * (3 + number) for number in range(16)]
+
+
+@contextmanager
+def serving(target, key=None, **options) -> Iterator[tuple[str, Engine]]:
+    listening = socket.create_server(("127.0.0.1", 0))
+    with Engine(target.model, METHOD, rows=4, **options) as engine:
+        limits = {"answer_tokens": 2000, "max_bytes": 1 << 16}
+        app = Service(engine, target, name="tiny", key=key, **limits).app()
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5))
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}", engine
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory):
+    target = load_target(str(save_tiny_target(Path(tmp_path_factory.mktemp("served")))), device="cpu")
+    target.model.generation_config.eos_token_id = [500]  # rarely said
+    return target
+
+
+@pytest.fixture(scope="module")
+def served(target):
+    with serving(target) as (url, engine):
+        yield url, engine
+
+
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+
+
+def alone(target, text, tokens, **options):
+    ids = target.tokenizer(text, return_tensors="pt")["input_ids"]
+    answer = generate(target.model, ids, METHOD, max_new_tokens=tokens, **options)[0]
+    return target.tokenizer.decode(answer, skip_special_tokens=True)
+
+
+def test_sixteen_clients_at_once_get_their_own_answers(target, served):
+    def ask(text: str) -> str:
+        if len(text) % 2:
+            return client(served[0]).completions.create(model="tiny", prompt=text, max_tokens=20).choices[0].text
+        chunks = client(served[0]).completions.create(model="tiny", prompt=text, max_tokens=20, stream=True)
+        return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = [*pool.map(ask, TEXTS)]
+    assert answers == [alone(target, text, 20) for text in TEXTS]
+
+
+def test_a_chat_streamed_and_whole_with_usage(target, served):
+    messages = [{"role": "user", "content": TEXTS[9]}]
+    asked: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 12}
+    whole = client(served[0]).chat.completions.create(**asked)
+    rendered = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert whole.choices[0].message.content == alone(target, rendered, 12)
+    usage = whole.usage.model_dump()
+    prompt = len(target.tokenizer(rendered)["input_ids"])
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (prompt, 12, prompt + 12)
+    assert usage["prompt_tokens_details"]["kept_entries"] == 40 and whole.choices[0].finish_reason == "length"
+    chunks = [*client(served[0]).chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})]
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert said == whole.choices[0].message.content and chunks[-1].usage.model_dump() == usage
+    assert [model.id for model in client(served[0]).models.list()] == ["tiny"]
+
+
+def test_stops_are_not_part_of_an_answer(target, served):
+    text = alone(target, TEXTS[5], 24)
+    stop = text[7:10]
+    asked: dict[str, Any] = {"model": "tiny", "prompt": TEXTS[5], "max_tokens": 24, "stop": [stop, "never said"]}
+    choice = client(served[0]).completions.create(**asked).choices[0]
+    assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], "stop")
+    chunks = client(served[0]).completions.create(**asked, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+
+
+def test_a_seed_gives_the_same_samples(served):
+    asked: dict[str, Any] = {"model": "tiny", "prompt": TEXTS[2], "max_tokens": 16, "temperature": 1.5, "top_p": 0.9}
+    create = client(served[0]).completions.create
+    first, again, other = (create(**asked, seed=seed).choices[0].text for seed in (7, 7, 8))
+    assert first == again != other
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_answered_no_further(served, stream):
+    url, engine = served
+    before = engine.totals.ended["cancelled"]
+    body = {"model": "tiny", "prompt": TEXTS[1], "max_tokens": 2000, "stream": stream}
+    if stream:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as reply:
+            next(reply.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/completions", json=body, timeout=0.3)
+    end = time.monotonic() + 10
+    while engine.load != (0, 0) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert engine.totals.ended["cancelled"] == before + 1 and engine.load == (0, 0)
+
+
+CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+USER = [{"role": "user", "content": "Hello"}]
+BAD = [
+    (PLAIN, {"model": "tiny", "prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+    (PLAIN, {"model": "tiny", "prompt": "a", "max_tokens": 2001}, 400, "at most 2000"),
+    (PLAIN, {"model": "tiny", "prompt": ""}, 400, "0 tokens"),
+    (PLAIN, {"model": "tiny", "prompt": [1, 99999]}, 400, "99999"),
+    (PLAIN, {"model": "tiny", "prompt": "sea " * 8000}, 400, "to 4096 are read"),
+    (PLAIN, {"model": "tiny", "prompt": "a", "echo": True}, 400, "echo"),
+    (PLAIN, {"model": "tiny", "prompt": "a", "n": 2}, 400, "n"),
+    (PLAIN, {"model": "tiny", "prompt": "a", "temperature": -1}, 400, "temperature"),
+    (PLAIN, {"model": "tiny", "prompt": "a", "presence_penalty": 0.5}, 400, "presence_penalty"),
+    (PLAIN, {"model": "tiny", "prompt": "a", "unknown": 1}, 400, "unknown"),
+    (PLAIN, {"model": "other", "prompt": "a"}, 404, "does not exist"),
+    (PLAIN, {"model": "tiny", "prompt": "a" * 70000}, 413, "larger than"),
+    (CHAT, {"model": "tiny", "messages": []}, 400, "messages"),
+    (CHAT, {"model": "tiny", "messages": USER, "tools": [{"type": "function"}]}, 400, "tools"),
+    (CHAT, {"model": "tiny", "messages": [{"role": "user", "content": None}]}, 400, "content"),
+    (CHAT, {"messages": USER}, 400, "model"),
+    ("/v1/nothing", {}, 404, "Not Found"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "word"), BAD, ids=[f"{each[2]} {each[3]}" for each in BAD])
+def test_a_bad_request_says_why(served, path, body, status, word):
+    reply = httpx.post(served[0] + path, json=body)
+    assert reply.status_code == status and word in reply.json()["error"]["message"]
+    assert reply.json()["error"]["code"] == status and "\n" not in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[" * 50000, b"[]", b'{"model": "\xff"}', b'{"model": "\\ud800"}'])
+def test_a_body_that_is_no_request(served, body):
+    reply = httpx.post(served[0] + CHAT, content=body)
+    assert reply.status_code == 400 and reply.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_key_and_a_full_queue(target):
+    with serving(target, key="secret", waiting=1) as (url, _):
+        assert httpx.get(f"{url}/v1/models").status_code == httpx.post(url + PLAIN, json={}).status_code == 401
+        assert httpx.get(f"{url}/health").status_code == 200
+        headers, body = {"authorization": "Bearer secret"}, {"model": "tiny", "prompt": "a", "max_tokens": 300}
+        assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
+        with ThreadPoolExecutor(24) as pool:
+            replies = [*pool.map(lambda _: httpx.post(url + PLAIN, headers=headers, json=body, timeout=60), range(24))]
+        codes = {reply.status_code for reply in replies}
+        assert codes == {200, 429} and len({json.dumps(r.json()["choices"]) for r in replies if r.is_success}) == 1
+        metrics = dict(line.rsplit(" ", 1) for line in httpx.get(f"{url}/metrics").text.splitlines() if line[0] != "#")
+        answered = sum(reply.is_success for reply in replies)
+        assert metrics['keepsight_requests_total{reason="length"}'] == str(answered)
+        assert metrics['keepsight_refused_total{status="429"}'] == str(24 - answered)
+        assert metrics["keepsight_time_to_first_token_seconds_count"] == str(answered)
+        assert metrics["keepsight_running"] == metrics["keepsight_kv_bytes"] == "0"
