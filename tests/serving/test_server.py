@@ -89,7 +89,7 @@ def test_a_chat_streamed_and_whole_with_usage(target, served):
     assert usage["prompt_tokens_details"]["kept_entries"] == 40 and whole.choices[0].finish_reason == "length"
     chunks = [*client(served[0]).chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})]
     said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert said == whole.choices[0].message.content and chunks[-1].usage.model_dump() == usage
+    assert said == whole.choices[0].message.content and chunks[-1].usage.model_dump() == usage  # pyright: ignore[reportOptionalMemberAccess]
     assert [model.id for model in client(served[0]).models.list()] == ["tiny"]
 
 
