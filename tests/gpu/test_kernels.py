@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 
 from keepsight.runtime.attention import Softmax, grouped_attention
 from keepsight.runtime.drafting.speckv import by_blocks, by_flex
@@ -80,11 +81,11 @@ def test_the_sparse_prefill_by_flex_is_that_by_blocks(dtype: torch.dtype, length
     generator = torch.Generator().manual_seed(3)
     places = torch.stack([torch.randperm(length, generator=generator)[:count] for _ in range(2 * KV_HEADS)])
     columns = places.sort(dim=-1).values.view(2, KV_HEADS, count)
-    wide = query.double(), key.double(), value.double()
-    expected = by_blocks(*wide, columns, band, Softmax(0.125))
-    given: list[Any] = [there(each) for each in (query, key, value, columns)]
-    flex: dict[str, Any] = {"flex": torch.compile(torch.nn.attention.flex_attention.flex_attention)} if ON_CUDA else {}
-    for found in (by_flex(*given, band, 0.125, **flex), by_blocks(*given, band, Softmax(0.125))):
+    expected = by_blocks(query.double(), key.double(), value.double(), columns, band, Softmax(0.125))
+    one, other, third, places = there([query, key, value, columns])
+    flex: Any = torch.compile(flex_attention) if ON_CUDA else flex_attention
+    by_one_call = by_flex(one, other, third, places, band, 0.125, flex)
+    for found in (by_one_call, by_blocks(one, other, third, places, band, Softmax(0.125))):
         assert_close(found.cpu().double(), expected, dtype)
 
 
