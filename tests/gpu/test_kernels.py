@@ -81,12 +81,11 @@ def test_the_sparse_prefill_by_flex_is_that_by_blocks(dtype: torch.dtype, length
     generator = torch.Generator().manual_seed(3)
     places = torch.stack([torch.randperm(length, generator=generator)[:count] for _ in range(2 * KV_HEADS)])
     columns = places.sort(dim=-1).values.view(2, KV_HEADS, count)
-    wide = query.double(), key.double(), value.double()
-    expected = by_blocks(*wide, columns, band, Softmax(0.125))
-    queries, keys, values, places = (there(each) for each in (query, key, value, columns))
-    flex: dict[str, Any] = {"flex": torch.compile(flex_attention)} if ON_CUDA else {}
-    by_kernel = by_flex(queries, keys, values, places, band, 0.125, **flex)
-    for found in (by_kernel, by_blocks(queries, keys, values, places, band, Softmax(0.125))):
+    expected = by_blocks(query.double(), key.double(), value.double(), columns, band, Softmax(0.125))
+    one, other, third, places = there([query, key, value, columns])
+    flex: Any = torch.compile(flex_attention) if ON_CUDA else flex_attention
+    by_one_call = by_flex(one, other, third, places, band, 0.125, flex)
+    for found in (by_one_call, by_blocks(one, other, third, places, band, Softmax(0.125))):
         assert_close(found.cpu().double(), expected, dtype)
 
 
