@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: every key of every command, from the configuration, on the page `keys.md`; `results/` in the site."""
+"""Hooks of mkdocs: every key of every command, from the configuration; `results/` beside the pages."""
 
 import functools
 import json
