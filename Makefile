@@ -97,7 +97,7 @@ test-cpus: setup
 
 # On a GPU, with every experimental path on. Where nothing is set up, with $(PYTHON) and what WHEELS adds to it.
 GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
-ON_GPU = KEEPSIGHT_EXPERIMENTAL=all PYTHONPATH=$(CURDIR)$(if $(WHEELS),:$(CURDIR)/build/wheels) $(GPU_PYTHON)
+ON_GPU = KEEPSIGHT_EXPERIMENTAL=all TRITON_INTERPRET=0 PYTHONPATH=$(CURDIR)$(if $(WHEELS),:$(CURDIR)/build/wheels) $(GPU_PYTHON)
 
 # Each path that runs on CUDA against its CPU or eager reference; skipped, with the reason, where there is none.
 test-gpu: $(if $(WHEELS),wheels)

@@ -77,7 +77,7 @@ def attend_in_kernel(
     """`attend_packed` on a GPU (experimental)."""
     batch, heads, rows, width = query.shape
     kv_heads, length, quantizer = entries.recent_keys.shape[1], entries.length, entries.quantizer
-    grouped = query.reshape(batch, kv_heads, -1, width)
+    grouped = query.reshape(batch, kv_heads, -1, width).contiguous()
     parts, of_head = -(-length // PART), grouped.shape[2]
     outputs = query.new_empty(batch, kv_heads, parts, of_head, width, dtype=torch.float32)
     totals = outputs.new_empty(outputs.shape[:4])

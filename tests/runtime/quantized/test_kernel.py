@@ -102,6 +102,14 @@ def test_prompts_whose_keys_are_transposed_and_nothing_is_packed() -> None:
     assert_same(packed, Softmax(0.3))
 
 
+def test_queries_that_are_a_part_of_larger_rows() -> None:
+    """As after a projection that makes queries, keys and values at once."""
+    packed, wide = entries(40), states(1, 5, KV_HEADS * GROUP).repeat(1, 1, 1, 2)
+    whole, part = wide[..., :WIDTH].contiguous(), wide[..., WIDTH:]
+    found, expected = (kernel.attend_in_kernel(each, packed, Softmax(0.3), None, 5) for each in (part, whole))
+    assert_close(found, expected)
+
+
 def test_answers_are_those_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     method, model, (ids, _) = SpeCache(1, 8, 16, 4), tiny_model(head_dim=16, pad_token_id=None), prompt_ids(40)
     answer = prompt_ids(3, seed=1)[0]
