@@ -200,5 +200,11 @@ def test_only_these_are_not_typed() -> None:
     """They install something, or start a server that needs a GPU."""
     typed = {*QUICK_START, *LAUNCHED, *(line for line in FROM_GUIDES if command_of(line))}
     rest = {*START, *FROM_GUIDES} - typed - {DEMO}
-    assert {line.split()[0] for line in rest} == {"git", "vllm", "python", "keepsight-lm-eval"} and CLONE in rest
+    assert {line.split()[0] for line in rest} == {
+        "git",
+        "make",
+        "vllm",
+        "python",
+        "keepsight-lm-eval",
+    } and CLONE in rest
     assert len(LAUNCHED) == 6
