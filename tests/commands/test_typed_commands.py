@@ -207,5 +207,6 @@ def test_only_these_are_not_typed() -> None:
     """They install something, or start a server that needs a GPU."""
     typed = {*QUICK_START, *LAUNCHED, *(line for line in FROM_GUIDES if command_of(line))}
     rest = {*README, *FROM_GUIDES} - typed - {DEMO}
-    assert {line.split()[0] for line in rest} == {"git", "vllm", "python", "keepsight-lm-eval"} and CLONE in rest
+    commands = {"git", "make", "vllm", "python", "keepsight-lm-eval"}
+    assert {line.split()[0] for line in rest} == commands and CLONE in rest
     assert len(LAUNCHED) == 6 and len(INLINE) >= 2
