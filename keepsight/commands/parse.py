@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from keepsight.commands.arguments import Key, texts_of, unknown_key, value_of
 from keepsight.commands.recipe import chosen, say_once, values_of
 from keepsight.errors import UserError
+from keepsight.models.lookahead_settings import SELECTIONS
 
 _LARGEST = 1 << 40
 """Largest whole number that a key takes; larger ones overflow where sizes are computed from them."""
@@ -92,6 +93,8 @@ def compose_config(schema: type, overrides: Sequence[str]) -> DictConfig:
         raise UserError(unknown_key(unknown[0], kinds))
     if "model.id" in kinds:
         composed = OmegaConf.merge(composed, values_of(choice))
+    if "lookahead.queries" in kinds:  # a preset stands behind single keys that are given
+        composed.lookahead = OmegaConf.merge(composed.lookahead, SELECTIONS.get(given.get("selection", ""), {}))
     for name, text in given.items():
         try:
             OmegaConf.update(composed, name, value_of(name, kinds[name], text))
