@@ -135,7 +135,7 @@ def test_no_stage_holds_the_target_of_the_one_before(
 def test_a_retrieval_head_has_its_own_stages_and_other_ones_are_refused(keepsight: CommandLine, here: Path) -> None:
     short = ("steps=2", "held_out=2", "budget=6", "report_to=[]")
     given = [*FIT, "module=retrieval", "methods=full,specontext", *(f"retrieval_head.train.{each}" for each in short)]
-    given = last_of_each_key([*given, "retrieval_head.queries=8", "out=fitted"])
+    given = last_of_each_key([*given, "retrieval_head.queries=8", "retrieval_head.features=none", "out=fitted"])
     printed = keepsight(*given)
     assert [line for line in printed.splitlines() if line.startswith("===")] == [
         *("=== answers", "=== distillation", "=== evaluation", "=== card")
