@@ -88,11 +88,6 @@ class LookaheadSettings:
             raise UserError(f"selection={selection} is unknown; choose one of {', '.join(SELECTIONS)}")
         return replace(self, **SELECTIONS[selection])
 
-    @property
-    def uniform(self) -> bool:
-        """Whether every head keeps the same number of entries."""
-        return self.floor is None
-
     def check(self) -> None:
         """Refuse settings of which no module can be made.
 

@@ -336,7 +336,8 @@ def soft_gates(importance: Tensor, log_weights: Tensor, budget: int, floor: floa
     return gates.masked_fill((real & ~free) | whole, 0.0).masked_fill(~real, least)
 
 
-_ROW, _HEAD = (0, 2, 3), (3,)
+_ROW: tuple[int, ...] = (0, 2, 3)
+_HEAD: tuple[int, ...] = (3,)
 """The dimensions of [L, B, K, N] over which entries share a budget."""
 
 

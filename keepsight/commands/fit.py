@@ -36,7 +36,7 @@ from keepsight.models.card import CARD
 from keepsight.models.distributed import launched
 from keepsight.models.lookahead import CONFIG, LookaheadAdapter
 
-_STAND_IN = {
+_STAND_IN: dict[str, dict[str, Any]] = {
     "lookahead": {"adapter": "shipped:smollm2-135m-lookahead"},
     "retrieval": {"retrieval": "shipped:smollm2-135m-retrieval"},
 }

@@ -145,12 +145,12 @@ def test_an_adapter_of_any_selection_is_trained(
     assert vars(settings) == config["settings"] | before | after
     methods = {name: LookaheadKV.from_pretrained("finetuned", budget=8, selection=name) for name in SELECTIONS}
     assert [type(each.allocate) for each in methods.values()] == [Uniform, Global, Uniform]
-    assert methods["shared"].allocate.weights is not None and methods["uniform"].value_norm
-    named = make_method("lookaheadkv", 8, Resources("finetuned"), selection="paper")
+    weighted: Any = methods["shared"].allocate
+    assert weighted.weights is not None and methods["uniform"].value_norm
+    named: Any = make_method("lookaheadkv", 8, Resources("finetuned"), selection="paper")
     assert replace(named, observer=methods["paper"].observer) == methods["paper"]
-    assert LookaheadKV.from_pretrained("finetuned", budget=8).allocate == (
-        methods["uniform"].allocate if settings.uniform else Global(settings.floor, methods["shared"].allocate.weights)
-    )
+    own = Uniform() if settings.floor is None else Global(settings.floor, weighted.weights)
+    assert LookaheadKV.from_pretrained("finetuned", budget=8).allocate == own
     with pytest.raises(UserError, match="selection=even is unknown; choose one of paper, shared, uniform"):
         LookaheadKV.from_pretrained("finetuned", budget=8, selection="even")
 
