@@ -356,16 +356,13 @@ class Fit(DataKeys, EvalKeys):
 
         keepsight fit HuggingFaceTB/SmolLM2-135M-Instruct out=runs/smollm2
         keepsight fit recipe=llama3.1-8b mixture=paper limit=20000 max_new_tokens=512 out=runs/llama8b
-        keepsight fit recipe=llama3.1-8b out=runs/llama8b finetune.uniform_share=0.5    # for serving engines, too
         keepsight fit recipe=smollm2-135m module=retrieval methods=full,specontext,quest out=runs/retrieval
         keepsight fit recipe=demo          # the demo: SmolLM2-135M, less than ten minutes on two cores
         accelerate launch -m keepsight fit recipe=llama3.1-8b out=runs/llama8b
 
-    A lookahead module has five stages: answers, the base model's (in data/); importance, training to predict what
-    answers attend to (importance/); eviction, training on what evicting costs answers, the module and the weights of
-    its heads together (eviction/); evaluation (eval/); and card, which writes the module with its card to adapter/.
-    A retrieval head has answers, distillation (head/), evaluation and card. `keepsight push` publishes adapter/ or
-    head/. A run that was stopped resumes when the same command is run again.
+    Stages: answers, importance (what answers attend to), eviction (what evicting costs them), evaluation, card; of a
+    retrieval head answers, distillation, evaluation, card. `keepsight push` publishes OUT/adapter or OUT/head. A run
+    that was stopped resumes when the same command is run again.
 
     Attributes:
         out: Folder for everything.
@@ -383,8 +380,7 @@ class Fit(DataKeys, EvalKeys):
     NEEDS_MODEL: ClassVar = True
     COMMON: ClassVar = (
         *("out", "model.id", "stages", "mixture", "limit", "max_new_tokens", "backend", "server.url", "selection"),
-        *("lookahead.tokens", "train.steps", "train.replays", "finetune.train.steps", "finetune.uniform_share"),
-        *("tasks", "lengths", "tests", "methods", "budgets"),
+        *("lookahead.tokens", "train.steps", "finetune.train.steps", "tasks", "tests", "methods", "budgets"),
     )
     out: str = "???"
     module: Annotated[str, one_of("lookahead", "retrieval")] = "lookahead"
