@@ -5,6 +5,7 @@ card. Files are fetched by name, so that a repository decides neither what is wr
 that the Hub's client finds, HF_TOKEN or that of `hf auth login`; it is neither printed nor stored.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +41,7 @@ _FETCHED = {
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Artifact(ModelHubMixin):
+class Artifact(ModelHubMixin, ABC):
     """A trained artifact: saved, verified and loaded in the same way for all kinds.
 
     Attributes:
@@ -56,6 +57,7 @@ class Artifact(ModelHubMixin):
     provenance: Provenance = Provenance("")
 
     @classmethod
+    @abstractmethod
     def load(cls, folder: Path, model: PreTrainedModel | None = None) -> Self:
         """Read and verify an artifact's folder.
 
@@ -67,7 +69,6 @@ class Artifact(ModelHubMixin):
             UserError: a file is missing, corrupt or changed, its tensors do not fit its configuration or are not
                 finite, or it is for another base model.
         """
-        raise NotImplementedError
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -97,9 +98,9 @@ class Artifact(ModelHubMixin):
             for name, figure in (figures or {}).items():
                 write_png(unfinished / name, figure)
 
+    @abstractmethod
     def card(self, basics: CardBasics, measured: Mapping[str, float] | str = "") -> str:
         """The model card as Markdown; `measured` holds metrics by name, or Markdown, or nothing."""
-        raise NotImplementedError
 
     def generate_model_card(self, repo_id: str = HUB_ID, **_: Any) -> ModelCard:
         """The default card; `ModelHubMixin` writes it."""
@@ -116,9 +117,9 @@ class Artifact(ModelHubMixin):
             self._write(unfinished)
         self._hub_mixin_config = None  # the configuration is written, under a name of its own
 
+    @abstractmethod
     def _write(self, folder: Path) -> None:
         """Write weights and configuration into an empty folder."""
-        raise NotImplementedError
 
     @classmethod
     def _require_files(cls, folder: Path) -> None:

@@ -12,6 +12,7 @@ Module names are the keys of public checkpoints; `eagle_files.py` reads their fo
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -234,20 +235,28 @@ class EagleHead(nn.Module, Artifact):
         write_json(folder / CONFIG, self.public_config())
 
     def public_config(self) -> dict[str, Any]:
-        """The configuration under the names of public heads, which serving engines read."""
+        """The configuration under the names of public heads, which serving engines read.
+
+        Raises:
+            UserError: the head is of a version that is only read.
+        """
         raise UserError("only EAGLE-3 heads can be saved")
 
+    def card(self, basics: CardBasics, measured: Any = "") -> str:
+        """See `Artifact.card`; of a version that is only read there is none, as for `public_config`."""
+        raise UserError("only EAGLE-3 heads can be saved")
+
+    @abstractmethod
     def layers_of(self, model: PreTrainedModel) -> tuple[int, ...]:
         """The model's layers whose outputs are the features."""
-        raise NotImplementedError
 
+    @abstractmethod
     def combine(self, features: Tensor) -> Tensor:
         """The model's features as the first input of `forward`: [B, q, layers * width] -> [B, q, hidden]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """Output of `forward` -> logits [..., draft_vocab] of token t + 2."""
-        raise NotImplementedError
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """The model's ids of the draft's ids."""
@@ -417,6 +426,18 @@ class FeatureHead(EagleHead):
         if lm_head is None:
             raise UserError("an EAGLE-1 or EAGLE-2 head has no lm_head of its own; load it together with its model")
         return lm_head(hidden)
+
+    def public_config(self) -> dict[str, Any]:
+        """These heads are only read.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError("only EAGLE-3 heads can be saved")
+
+    def card(self, basics: CardBasics, measured: Any = "") -> str:
+        """These heads are only read, and have no card; see `public_config`."""
+        raise UserError("only EAGLE-3 heads can be saved")
 
 
 # Reading

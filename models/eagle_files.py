@@ -99,17 +99,30 @@ def read_weights(folder: Path, origin: Origin | None) -> tuple[Path, dict[str, T
 
 
 def _unpickled(path: Path) -> dict[str, Tensor]:
-    """The tensors of a pickled state_dict, without running anything that the file names."""
+    """The tensors of a pickled state_dict, without running anything that the file names.
+
+    `weights_only` reads by torch's own interpreter, which makes tensors and plain containers and calls nothing that
+    the file names (safe from torch 2.6 on, CVE-2025-32434; keepsight requires 2.7).
+
+    Raises:
+        UserError: the file is damaged, holds anything but tensors by name, or tensors far larger than itself.
+    """
     try:
         read: Any = torch.load(path, map_location="cpu", weights_only=True)
-        if isinstance(read, dict) and all(isinstance(each, Tensor) for each in read.values()):
-            whole = sum(each.nbytes for each in read.values())
-            if whole > 4 * path.stat().st_size:  # a view may stand for any size
-                raise ValueError(f"tensors of {whole:,} bytes in a file of {path.stat().st_size:,}")
-            return {str(name): tensor.contiguous().clone() for name, tensor in read.items()}
-    except Exception as error:  # damaged pickles raise anything
+    except Exception as error:  # damaged pickles raise anything; the reason is in the message
         raise UserError(f"{path}: not a pickle of tensors alone ({one_line(error, 200)}); it was not read") from None
-    raise UserError(f"{path}: expected tensors by name, as in a state_dict; it was not read")
+    if not isinstance(read, dict) or not all(_is_dense(each) for each in read.values()):
+        raise UserError(f"{path}: expected tensors by name, as in a state_dict; it was not read")
+    size, whole = path.stat().st_size, sum(each.nbytes for each in read.values())
+    if whole > 4 * size:  # a view may stand for any size
+        raise UserError(
+            f"{path}: not a pickle of tensors alone (tensors of {whole:,} bytes in a file of {size:,}); it was not read"
+        )
+    return {str(name): tensor.contiguous().clone() for name, tensor in read.items()}
+
+
+def _is_dense(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
 
 
 def own_embedding(path: Path, embedding: Tensor, model: PreTrainedModel) -> Tensor | None:

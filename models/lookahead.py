@@ -153,7 +153,7 @@ class LookaheadAdapter(Artifact):
         return {name: value for name, value in self.__dict__.items() if name != "_on"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _on=WeakKeyDictionary())
+        vars(self).update(state, _on=WeakKeyDictionary())
 
     def __repr__(self) -> str:
         return f"LookaheadAdapter({str(self.folder)!r})"

@@ -33,7 +33,7 @@ _READS = {Tensor.tolist, Tensor.numpy, Tensor.cpu}
 
 
 STEPS = ("observe", "select", "gather", "decode")
-"""What is counted of a method: of those that evict all, of others a decoding step alone."""
+"""The phases whose operators are counted; methods that do not evict have only the last."""
 
 
 @dataclass

@@ -3,8 +3,8 @@
     make bench-gpu DRY=1                      # what it would measure: shapes, bytes, rooflines; needs no GPU
     python -m keepsight.eval.bench.gpu        # from a checkout or a bare copy of it; needs no hydra
 
-Rows go to a CSV as they end, and a later call goes on with those that are missing there. A row is held against its
-roofline: its arithmetic over the card's rate, or its bytes over the card's bandwidth, whichever takes longer.
+Each row is written to a CSV as soon as it is measured, and a later call measures the missing rows. A row is compared
+with its roofline: the time of its arithmetic or of its memory traffic on the card, whichever is longer.
 """
 
 import argparse
@@ -233,7 +233,7 @@ class Results:
         return next((each for each in self.lines if key.items() <= each.items()), dict.fromkeys(COLUMNS, "") | key)
 
     def missing(self, card: str, rows: Sequence[Row]) -> list[Row]:
-        """Those without figures and without a note that says why; those that were begun come last."""
+        """The rows that have neither figures nor a note, in order of the number of attempts so far."""
         lines = [(self.line(card, row), row) for row in rows]
         begun = [(int(line["attempts"] or 0), row) for line, row in lines if not (line["first_s"] or line["note"])]
         return [row for attempts, row in sorted(begun, key=lambda each: each[0]) if attempts < _ATTEMPTS]

@@ -68,7 +68,7 @@ class Row:
 
 @dataclass
 class Figures:
-    """Of a row; None for what it has none of.
+    """The figures of a row; None where a row has no such figure.
 
     Attributes:
         first_s: Seconds to the first token; of attention, over the prompt; of training, of a prefill.
@@ -76,7 +76,7 @@ class Figures:
         step_s: Seconds of a decoding step of one row, or of a training step.
         rows: Rows of the largest batch that fits, at most `MOST_ROWS`.
         batch_s: Seconds of its decoding step.
-        kv_bytes: On the device, of one row: keys, values, and what is held beside them.
+        kv_bytes: Bytes on the device for one row: keys, values and the method's own index of them.
         peak_bytes: The most beyond the weights, while the prompt is read; of training, in a step.
         batch_peak_bytes: The most while the largest batch is decoded.
     """

@@ -46,7 +46,7 @@ def label_of(method: str) -> str:
 
 
 def in_order(methods: Iterable[str]) -> list[str]:
-    """Methods, each once: those that have a place first, the others by name."""
+    """The distinct methods: by their registered place, then, without one, by name."""
     return sorted(set(methods), key=lambda method: (PLACES.get(method, len(PLACES)), method))
 
 

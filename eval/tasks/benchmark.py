@@ -147,7 +147,7 @@ class TaskRequest:
     ) -> list[RenderedSample]:
         """The samples of the first `self.samples` rows (0: of all) that fit; equal ids of a task are numbered.
 
-        Rows that cannot be made into samples are skipped. Notes count them and those that do not fit.
+        Invalid rows are skipped, and rows that are too long are left out; notes count both.
 
         Args:
             name: What the notes are about.

@@ -1,7 +1,7 @@
 """The configuration of each command: a dataclass whose fields are the keys that the command reads.
 
-A class's docstring is the command's help, its `Attributes` are the help of the keys, and COMMON are those that the help
-shows first. Keys are checked against the annotated types (pydantic's) when a command line is parsed; see
+A class's docstring is the command's help, and its `Attributes` are the help of its keys. COMMON lists the keys that the
+help shows first. Keys are checked against the annotated types (pydantic's) when a command line is parsed; see
 `keepsight.commands.parse`. Importing this file imports neither torch nor transformers.
 """
 

@@ -144,9 +144,10 @@ def test_what_cannot_be_done_is_said(
         model_of(folder).loglikelihood_rolling([])
 
 
-def test_the_default_device_of_the_harness_is_the_cpu_without_a_gpu(folder: Path, capsys: Any) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
+def test_the_default_device_of_the_harness_is_the_cpu_without_a_gpu(
+    folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert model_of(folder, device="cuda:0").model.device.type == "cpu"
     assert "CPU" in capsys.readouterr().err
 
