@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, end_ids, generate
+from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, end_ids, generate, next_token
 from keepsight.runtime.join import can_join, join, rows_of
 from keepsight.runtime.state import State, context_of, read
 
@@ -124,17 +124,14 @@ class _Row:
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The next token [1] for logits [1, V], and whether it ends the answer [1], as `decode` does."""
-        request, token = self.request, logits.argmax(dim=-1)
+        request = self.request
         try:
-            scores: Any = request.logits_processor(self.ids, logits) if request.logits_processor else logits  # type: ignore[arg-type]
-            if request.do_sample:
-                token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)[:, 0]
-            else:
-                token = scores.argmax(dim=-1)
+            scores: Any = request.logits_processor(self.ids, logits)  # type: ignore[arg-type]
+            token = next_token(scores, request.do_sample, self.generator)
             self.ids = torch.cat([self.ids, token[:, None]], dim=1)
             return token, request.stopping_criteria(self.ids, scores)
         except Exception as error:  # such as probabilities that are not finite: others in the batch go on
-            self.failed = error
+            self.failed, token = error, logits.argmax(dim=-1)
             return token, torch.ones_like(token, dtype=torch.bool)
 
 
@@ -296,7 +293,7 @@ class Engine:
         tokens = torch.cat([token for token, _ in chosen])
         known, ends = tokens.tolist(), torch.cat([end for _, end in chosen]).tolist()
         staying = list[int]()
-        for place, (row, token, ends_here) in enumerate(zip([*self._batch], known, ends, strict=True)):
+        for place, (row, token, ends_here) in enumerate(zip(self._batch, known, ends, strict=True)):
             enough = row.failed is None and self._give(row.job, token)
             if row.failed is not None:
                 self._end(row.job, "failed", row.failed)

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
+from keepsight.models.adapters import weights_digest
 from keepsight.models.decoder import cached_kv_heads
-from keepsight.runtime.saved import weights_digest
 from keepsight.runtime.state import State
 from keepsight.serving.prefix import Header, write_prefix
 from keepsight.serving.turn import turned
@@ -88,13 +88,8 @@ def _packed(state: State, ragged: bool) -> tuple[Tensor, Tensor]:
     entries = state.entries()
     if not ragged:
         return torch.stack([each.keys[0] for each in entries]), torch.stack([each.values[0] for each in entries])
-    keys, values = list[Tensor](), list[Tensor]()
-    for each in entries:
-        real = each.keys.new_ones(each.keys.shape[1:3], dtype=torch.bool)
-        real = real if each.real is None else real & each.real[0]
-        keys.append(each.keys[0][real])
-        values.append(each.values[0][real])
-    return torch.cat(keys), torch.cat(values)
+    real = [(each, selected[0]) for each, selected in zip(entries, state.select_all(), strict=True)]
+    return torch.cat([each.keys[0][own] for each, own in real]), torch.cat([each.values[0][own] for each, own in real])
 
 
 def _plain(parameters: Any) -> dict[str, Any] | None:

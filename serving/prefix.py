@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 DIGEST_BYTES = 16
 ID = re.compile("[0-9a-f]{32}")
 MAX_LETTERS = 16
+MARK = "\u2063keepsight\u2063"
+"""Stands for the document while a chat template is rendered."""
 _KEY, _VERSION = "keepsight_prefix", 1
 
 
@@ -120,6 +122,12 @@ def digest_in(ids: Sequence[int] | None, alphabet: Sequence[int]) -> str | None:
     return f"{number:032x}" if number < 256**DIGEST_BYTES else None
 
 
+def around_mark(text: str) -> tuple[str, str] | None:
+    """What a rendered text has before and after MARK; None where it does not have it exactly once."""
+    before, mark, after = text.partition(MARK)
+    return (before, after) if mark and MARK not in after else None
+
+
 # Files
 
 
@@ -128,11 +136,15 @@ def write_prefix(root: Path, header: Header, tensors: dict[str, Tensor]) -> str:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # One key alone: safetensors writes several in any order, and equal prefixes would have several names.
     data = save(tensors, metadata={_KEY: json.dumps(asdict(header), sort_keys=True)})
-    digest = hashlib.sha256(data).digest()[:DIGEST_BYTES].hex()
+    digest = _digest(data)
     root.mkdir(parents=True, exist_ok=True)
     with atomic_file(root / f"{digest}.safetensors") as unfinished:
         unfinished.write_bytes(data)
     return digest
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).digest()[:DIGEST_BYTES].hex()
 
 
 class PrefixStore:
@@ -169,7 +181,8 @@ class PrefixStore:
         """
         path = self.path(digest)
         if digest not in self._headers:
-            self._verify(digest, path)
+            if _digest(path.read_bytes()) != digest:
+                raise UserError(f"{path.name}: its contents are not those it is named by; make the prefix anew")
             try:
                 with safe_open(path, framework="pt") as file:
                     header = from_json((file.metadata() or {})[_KEY].encode(), Header)
@@ -196,10 +209,6 @@ class PrefixStore:
                 self._tensors.popitem(last=False)
         self._tensors.move_to_end(digest)
         return self._tensors[digest]
-
-    def _verify(self, digest: str, path: Path) -> None:
-        if hashlib.sha256(path.read_bytes()).digest()[:DIGEST_BYTES].hex() != digest:
-            raise UserError(f"{path.name}: its contents are not those it is named by; make the prefix anew")
 
 
 def _check_shapes(path: Path, header: Header, tensors: dict[str, Tensor]) -> None:

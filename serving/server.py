@@ -41,7 +41,7 @@ class StreamOptions(BaseModel):
 
 
 class Asked(BaseModel):
-    """What both endpoints take; fields that may have one value alone cannot be honoured with others."""
+    """What both endpoints take; fields such as `n` allow only the value that this server supports."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str
@@ -188,7 +188,7 @@ class Service:
         engine: Answers; it is running.
         target: The base model.
         name: The name by which requests call the model.
-        key: What clients must send as `Authorization: Bearer KEY`; None for nobody to be asked.
+        key: What clients must send as `Authorization: Bearer KEY`; None where no key is asked for.
         answer_tokens: Longest answer.
         max_bytes: Largest body of a request.
     """

@@ -34,8 +34,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.methods import Resources
 from keepsight.runtime.state import context_of
 from keepsight.serving.export import export
-from keepsight.serving.prefix import PrefixStore, alphabet_of, letters_of
-from keepsight.serving.vllm.middleware import MARK
+from keepsight.serving.prefix import MARK, PrefixStore, alphabet_of, around_mark, letters_of
 
 INDEX, LOCKS = "index.jsonl", ".locks"
 
@@ -108,14 +107,16 @@ class Writer:
 
     def __init__(self, config: Config, target: Target, method: Evict) -> None:
         self.out, self.page, self.target, self.method = Path(config.out), config.page, target, method
-        letters = letters_of(len(alphabet_of(target.tokenizer)))
-        if isinstance(method.budget, int) and method.budget < letters:
-            raise UserError(f"budget={method.budget} entries cannot spell an id of {letters} letters; raise budget=")
+        self.letters = letters_of(len(alphabet_of(target.tokenizer)))
+        if isinstance(method.budget, int) and method.budget < self.letters:
+            raise UserError(
+                f"budget={method.budget} entries cannot spell an id of {self.letters} letters; raise budget="
+            )
         system = [] if config.system is None else [{"role": "system", "content": config.system}]
         text = chat_text(target.tokenizer, [*system, {"role": "user", "content": f"{MARK}?"}])
-        self.before, mark, after = text.partition(MARK)
-        if not mark or MARK in after:
+        if (parts := around_mark(text)) is None:
             raise UserError(f"the chat template of {target.name!r} does not render a message's text once, as it is")
+        self.before, _ = parts
         settings = {
             "weights": weights_digest(target.model),
             "dtype": str(target.model.dtype),
@@ -166,10 +167,9 @@ class Writer:
         state = self.method.start(model, torch.tensor([ids], device=model.device))
         about = {"before": self.before, "template": self.target.template_digest, "method": repr(self.method)}
         digest, header = export(model, state, self.out, page=self.page, **about)
-        letters = letters_of(len(alphabet_of(tokenizer)))
-        if header.entries < letters:
+        if header.entries < self.letters:
             (self.out / f"{digest}.safetensors").unlink()
-            raise UserError(f"{header.entries} entries cannot spell an id of {letters} letters; send it as it is")
+            raise UserError(f"{header.entries} entries cannot spell an id of {self.letters} letters; send it as it is")
         row = {"key": key, "id": digest, "source": document.source, "tokens": len(ids), "entries": header.entries}
         with FileLock(self.out / LOCKS / "index"):
             if (index := self.out / INDEX).exists():

@@ -9,8 +9,7 @@ from keepsight.commands.config_serving import Evicting
 from keepsight.commands.config_serving import Serve as Config
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.errors import UserError, printable
-from keepsight.eval.results import FULL
-from keepsight.runtime.generate import FullCache, Method
+from keepsight.runtime.generate import Method
 from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.methods.make import takes
 from keepsight.serving.engine import Engine
@@ -32,8 +31,8 @@ def run(config: Config) -> None:
     with closing(_listening(config.host, config.port)) as listening:
         target = target_of(config)
         method = method_of(config, resources_of(config, target))
-        rows, most = {"rows": config.rows, "waiting": config.waiting}, config.max_prompt_tokens
-        with Engine(target.model, method, **rows, max_prompt_tokens=most) as engine:
+        batch = {"rows": config.rows, "waiting": config.waiting, "max_prompt_tokens": config.max_prompt_tokens}
+        with Engine(target.model, method, **batch) as engine:
             name = config.name or target.public_name
             limits = {"answer_tokens": config.max_new_tokens, "max_bytes": config.max_bytes}
             app = Service(engine, target, name=name, key=key, **limits).app()
@@ -49,13 +48,8 @@ def run(config: Config) -> None:
 
 def method_of(config: Evicting, resources: Resources, **options: object) -> Method:
     """The method; `options` take precedence over the configuration's."""
-    if config.method == FULL:
-        return FullCache()
-    budget = config.budget
-    if budget >= 1 and budget != int(budget):
-        raise UserError(f"budget={budget} must be a whole number of entries, or a ratio below 1")
-    number = (budget if budget < 1 else int(budget)) if takes(config.method, "budget") else None
-    return make_method(config.method, number, resources, **{**config.options, **options})
+    budget = config.budget if takes(config.method, "budget") else None
+    return make_method(config.method, budget, resources, **{**config.options, **options})
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -16,15 +16,13 @@ from typing import Any, TypeAlias
 
 from transformers import AutoTokenizer
 
-from keepsight.errors import UserError
-from keepsight.serving.prefix import Header, PrefixStore, alphabet_of, digest_in, placeholders
+from keepsight.errors import UserError, one_line
+from keepsight.serving.prefix import MARK, Header, PrefixStore, alphabet_of, around_mark, digest_in, placeholders
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
-MARK = "\u2063keepsight\u2063"
-"""Stands for the document while the chat template is rendered."""
 NAMED = re.compile(r"\[\[keepsight:([^\]]*)\]\]")
 PATHS = ("/v1/chat/completions", "/v1/completions")
 BYPASS = ("echo", "prompt_logprobs", "truncate_prompt_tokens")
@@ -87,11 +85,10 @@ class Rewriter:
         try:
             text = str(self.tokenizer.apply_chat_template(turns, **options))
         except Exception as error:  # a template computes with what the messages hold
-            raise UserError(f"keepsight: the chat template refuses the messages: {error}") from None
-        before, mark, after = text.partition(MARK)
-        if not mark or MARK in after:
+            raise UserError(f"keepsight: the chat template refuses the messages: {one_line(error)}") from None
+        if (parts := around_mark(text)) is None:
             raise UserError("keepsight: the chat template does not render the message that names the prefix once")
-        return before, after
+        return parts
 
     def _completion(self, request: dict[str, Any]) -> dict[str, Any]:
         prompt = request.get("prompt")
