@@ -153,21 +153,21 @@ def _help(name: str, arguments: list[str], whole: bool) -> str:
     """A command's docstring, and its common keys, or all, with the values that it would use."""
     from omegaconf import OmegaConf
 
-    from keepsight.commands.arguments import overrides_of, texts_of
+    from keepsight.commands.arguments import overrides_of
     from keepsight.commands.config import COMMANDS
     from keepsight.commands.parse import compose_config, keys_of
-    from keepsight.commands.recipe import chosen, recipes
+    from keepsight.commands.recipe import recipes
 
     schema = COMMANDS[name][0]
     notes = {key.name: key.note for key in keys_of(schema)}
     overrides = overrides_of(schema, [*keys_of(schema)], arguments)
-    values: Any = OmegaConf.to_container(compose_config(schema, overrides))
+    composed, choice = compose_config(schema, overrides)
+    values: Any = OmegaConf.to_container(composed)
     shown = [*notes] if whole else [*getattr(schema, "COMMON", [each for each in notes if "." not in each])]
     hidden = [each if "." not in each else f"{each.partition('.')[0]}.*" for each in notes if each not in shown]
     if "model.id" in notes:
         shown.insert(shown.index("model.id") if "model.id" in shown else len(shown), "recipe")
-        name = chosen(schema, texts_of(overrides)).name or "none"
-        values["recipe"], notes["recipe"] = name, "A model with its settings, see below."
+        values["recipe"], notes["recipe"] = choice.name or "none", "A model with its settings, see below."
     lines = inspect.cleandoc(str(schema.__doc__)).partition("\nAttributes:")[0].splitlines()
     lines += ["", "keys (key=value) with the values that they have now:"]
     width = min(shutil.get_terminal_size().columns, 120)

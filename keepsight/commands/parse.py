@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
 from keepsight.commands.arguments import Key, texts_of, unknown_key, value_of
-from keepsight.commands.recipe import chosen, say_once, values_of
+from keepsight.commands.recipe import Choice, chosen, say_once, values_of
 from keepsight.errors import UserError
 
 _LARGEST = 1 << 40
@@ -28,9 +28,8 @@ def parse(schema: type[Command], overrides: Sequence[str]) -> Command:
         UserError: an unknown recipe or key, a key twice, a value of the wrong type or out of range, or a required key
             that is missing.
     """
-    composed = compose_config(schema, overrides)
-    if "model" in composed:
-        say_once(chosen(schema, texts_of(overrides)).said)
+    composed, choice = compose_config(schema, overrides)
+    say_once(choice.said)
     keys, missing = [*keys_of(schema)], OmegaConf.missing_keys(composed)
     for key in keys:
         if key.name in missing or (key.name == "out" and OmegaConf.select(composed, "out") == ""):
@@ -81,23 +80,25 @@ def _several(text: str, is_list: bool) -> list[str]:
     return [each.strip() for each in re.split(r",(?![^\[]*\])", inner)] if "[" not in inner or is_list else [text]
 
 
-def compose_config(schema: type, overrides: Sequence[str]) -> DictConfig:
-    """The values of a configuration's keys: the arguments', else the recipe's, else the defaults; types are checked."""
+def compose_config(schema: type, overrides: Sequence[str]) -> tuple[DictConfig, Choice]:
+    """The values of a configuration's keys: the arguments', else the recipe's, else the defaults; and the recipe.
+
+    Types are checked.
+    """
     kinds, given = {key.name: key.kind for key in keys_of(schema)}, texts_of(overrides)
-    composed: Any = OmegaConf.structured(schema)
+    choice = Choice(None, ())
     if "model.id" in kinds:
         choice = chosen(schema, given)
         given.pop("recipe", None)
     if unknown := [name for name in given if name not in kinds]:
         raise UserError(unknown_key(unknown[0], kinds))
-    if "model.id" in kinds:
-        composed = OmegaConf.merge(composed, values_of(choice))
+    composed: Any = OmegaConf.merge(OmegaConf.structured(schema), values_of(choice))
     for name, text in given.items():
         try:
             OmegaConf.update(composed, name, value_of(name, kinds[name], text))
         except OmegaConfBaseException as error:
             raise UserError(f"{name}={text}: {str(error).partition(chr(10))[0]}") from None
-    return composed
+    return composed, choice
 
 
 def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
