@@ -38,7 +38,6 @@ from keepsight.train.trainer import ModuleTrainer
 def run(config: Config) -> None:
     """Train, then write the head, its card and the training curves."""
     settings = config.draft_head
-    settings.check()
     check_paths(config)
     if config.features is not None:
         require_writable(Path(config.features), key="features")

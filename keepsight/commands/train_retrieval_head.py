@@ -32,7 +32,6 @@ from keepsight.train.trainer import ModuleTrainer
 def run(config: Config) -> None:
     """Prune, distil, then write the head, its card and the training curves."""
     settings = config.retrieval_head
-    settings.check()
     check_paths(config)
     initial = _initial(config) if config.head is not None else None
     target = training_target(config)
