@@ -385,7 +385,7 @@ def text_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     data = path.read_bytes()
     try:
         data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
-        if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        if data.startswith(_UTF_16):
             data = data.decode("utf-16").encode()
     except (OSError, EOFError, zlib.error, UnicodeError) as error:
         raise UserError(f"{path}: neither text nor gzip of it ({error})") from None

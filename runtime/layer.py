@@ -53,7 +53,7 @@ class Recorded:
         queries: [B, H, w, d] of the last w tokens, after RoPE; None where none were asked for.
         query_mask: [B, w] bool, False where one of these tokens is padding; None when none is.
         ahead: [B, w] int64, how many tokens after its own each of them sees; None where none does. See
-            `keepsight.runtime.scores.seen_ahead`.
+            `keepsight.runtime.importance.seen_ahead`.
         accumulated: [B, H, C] float32, the attention that each entry has received from all queries; None where it was
             not asked for.
     """
