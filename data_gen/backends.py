@@ -17,7 +17,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from keepsight.data_gen.store import TokenIds
 from keepsight.endpoint import FILTERED, Endpoint, EndpointError, ServerSettings
-from keepsight.errors import BadRow, UserError
+from keepsight.errors import BadRow, UserError, one_line
 from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
 
@@ -326,7 +326,8 @@ class VllmEngine:
             asked = [{"prompt_token_ids": each.ids} for each in prompts]
             replies = self._engine.generate(asked, options, use_tqdm=False)
         except Exception as error:  # its own have no class in common
-            raise UserError(f"backend=vllm: no answer ({_said(error)}); finished answers are kept: {_AGAIN}") from error
+            reason = one_line(error)
+            raise UserError(f"backend=vllm: no answer ({reason}); finished answers are kept: {_AGAIN}") from error
         answers = [reply.outputs[0] for reply in replies]
         for prompt, made in zip(prompts, answers, strict=True):
             if made.finish_reason == "length" and len(made.token_ids) < decoding.max_new_tokens:
@@ -348,10 +349,6 @@ class VllmEngine:
             return self._vllm.LLM(**{"model": self._target.source, "tensor_parallel_size": gpus, **self._options})
         except Exception as error:  # whatever its workers raise
             raise UserError(
-                f"backend=vllm: the engine does not start ({_said(error)}); see vLLM's messages above; "
+                f"backend=vllm: the engine does not start ({one_line(error)}); see vLLM's messages above; "
                 "with 'vllm={gpu_memory_utilization:0.5,max_model_len:4096}' it takes less memory"
             ) from error
-
-
-def _said(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -19,7 +19,7 @@ from huggingface_hub import HfApi
 
 from keepsight.data_gen.prompts import CountTokens, Prompt, Request, cut_at_word, fit, user_prompt
 from keepsight.data_gen.store import earlier_settings
-from keepsight.errors import BadRow, UserError
+from keepsight.errors import BadRow, UserError, one_line
 from keepsight.files import Row, from_json, text_lines
 
 logger = logging.getLogger("keepsight")
@@ -35,9 +35,9 @@ _BUFFER = 1000
 _COMMIT = re.compile(r"(.*@)?[0-9a-f]{40}")
 _START = re.compile(r"[0-9a-f]{7,39}")  # as the Hub's pages show commits; its files are fetched by whole ones alone
 _SOURCES = 512
-"""Sources of a mixture whose rows are read, counted and shuffled once; of further ones again and again."""
+"""Sources of a mixture whose rows, counted and shuffled, are kept; those of further ones are read again and again."""
 _TRIES = 10
-"""Rows in a row that may be bad before a data set is refused."""
+"""A data set is refused where the first so many rows that are drawn are all bad."""
 
 
 class _OtherTurns(BadRow):
@@ -324,7 +324,7 @@ def _reading(source: HubDataset) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of its readers, the Hub's client and the network
-        reason = " ".join(str(error.__cause__ or error).split())[:300] or type(error).__name__
+        reason = one_line(error.__cause__ or error) or type(error).__name__
         gated = "; accept its terms on the Hub and log in with `hf auth login`" if "gated" in reason.lower() else ""
         raise UserError(f"data set {source.id!r} cannot be read: {reason}{gated}") from None
 
@@ -416,7 +416,7 @@ def _asked(name: str, revision: str) -> str:
         commits = (each.commit_id for each in history if each.commit_id.startswith(revision))
         commit = next(commits, None) or api.dataset_info(name, revision=revision, timeout=20).sha
     except Exception as error:  # of the Hub, its client and the network; reading the data set says what is missing
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         logger.warning("data set %s: the commit of %s is unknown, its rows may change (%s)", name, revision, reason)
         return revision
     return f"{revision}@{commit}" if commit else revision

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
-from keepsight.errors import UserError, require_same
+from keepsight.errors import UserError, one_line, require_same
 from keepsight.files import file_digest, read_json, sync, write_json
 
 SETTINGS, SEAL = "settings.json", "digests.json"
@@ -60,10 +60,9 @@ def sealing(checkpoint: Path, kept: int, is_main: bool = True) -> Iterator[None]
             _seal(checkpoint, kept)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own
         shutil.rmtree(checkpoint, ignore_errors=True)
-        said = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{checkpoint}: the checkpoint cannot be written ({said}); once that is mended, the same command goes on "
-            "from the checkpoint before"
+            f"{checkpoint}: the checkpoint cannot be written ({one_line(error, 200)}); once that is mended, the same "
+            "command goes on from the checkpoint before"
         ) from error
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, TypeVar
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, one_line
 from keepsight.eval.tasks.samples import Sample
 
 Metric = Callable[[str, Sample], float]
@@ -53,7 +53,7 @@ def score(sample: Sample, prediction: str) -> float:
     try:
         value = METRICS[sample.metric](CLEAN[sample.clean](prediction), sample)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        references, said = str(sample.references)[:60], " ".join(str(error).split())[:80]
+        references, said = str(sample.references)[:60], one_line(error, 80)
         raise UserError(f"{where} does not fit its references {references} ({said})") from None
     if not isinstance(value, Real) or not math.isfinite(value):
         raise UserError(f"{where} gives {value!r:.60}; it must give a finite number")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, one_line
 from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, text_field, texts_field
 from keepsight.eval.tasks.metrics import METRICS, metric, rouge_l
 from keepsight.eval.tasks.samples import RenderedSample, Sample, bucket
@@ -190,7 +190,7 @@ def _load_image(path: Path) -> Any:
     try:
         return load_image(str(path))
     except (OSError, ValueError) as error:
-        reason = "no such file" if not path.is_file() else " ".join(str(error).split())[:100]
+        reason = "no such file" if not path.is_file() else one_line(error, 100)
         raise UserError(f"{path}: the image cannot be read ({reason}); fetch the images again") from None
 
 
