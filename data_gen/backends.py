@@ -16,7 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogits
 from typing_extensions import NotRequired, TypedDict
 
 from keepsight.data_gen.store import TokenIds
-from keepsight.endpoint import FILTERED, Endpoint, EndpointError, ServerSettings
+from keepsight.endpoint import Endpoint, EndpointError, ServerSettings, refuse_filtered
 from keepsight.errors import BadRow, UserError, one_line
 from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
@@ -211,8 +211,6 @@ class Server:
                 made = self._post(prompt, decoding, form, stopped)
                 self._forms = [form]
                 return made
-            except BadRow as error:
-                return error
             except EndpointError as error:
                 if error.is_filter:
                     return BadRow(f"prompt {prompt.index} ({prompt.source}): {error}")
@@ -229,8 +227,6 @@ class Server:
         choice, usage = reply["choices"][0], reply.get("usage") or {}
         said, longest = f"prompt {prompt.index} ({prompt.source})", decoding.max_new_tokens
         reason = (choice.get("finish_reason") or "").lower()
-        if reason in FILTERED:
-            raise BadRow(f"{said}: the server's content filter refuses it")
         serve = f"it must serve {self._target.name!r}"
         if usage.get("prompt_tokens") not in (None, len(prompt.ids)):
             read = f"it read {said} as {usage.get('prompt_tokens')} tokens, not as {len(prompt.ids)}"
@@ -274,10 +270,12 @@ def _completion(reply: Any) -> _Completion:
 
     Raises:
         ValueError: it has another form, or its answer is cut.
+        EndpointError: a content filter stopped the answer.
     """
     read = TypeAdapter(_Completion).validate_python(reply, strict=True)
-    reason = read["choices"][0].get("finish_reason") or ""
-    if reason.lower() not in (*_ENDED, *_FULL, *FILTERED, ""):
+    refuse_filtered(choice := read["choices"][0])
+    reason = choice.get("finish_reason") or ""
+    if reason.lower() not in (*_ENDED, *_FULL, ""):
         raise ValueError(f"the answer is cut: finish_reason={reason}")  # vLLM and SGLang abort it when they end
     return read
 

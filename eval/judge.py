@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from keepsight.endpoint import FILTERED, Endpoint, EndpointError, check_url
+from keepsight.endpoint import Endpoint, EndpointError, check_url, refuse_filtered
 from keepsight.errors import BadRow, UserError
 from keepsight.eval.tasks.benchmark import fill_in
 from keepsight.eval.tasks.samples import Sample
@@ -96,10 +96,7 @@ class Judge:
 
     def _compare(self, sample: Sample, talk: tuple[str, ...], full: tuple[str, ...]) -> dict[str, Any]:
         if talk == full:
-            return {
-                "score": 0.5,
-                "judgments": [],
-            }  # in both orders the judge is asked the same: its verdicts cancel out
+            return {"score": 0.5, "judgments": []}  # both orders ask the judge the same: its verdicts cancel out
         name = _prompt_name("pair", sample)
         first, words = self._ask(name, sample, talk, full, _winner)
         second, more = self._ask(name, sample, full, talk, _winner)
@@ -140,7 +137,7 @@ class Judge:
         endpoint, body = Endpoint(self.url, self.key, _TRIES), self._with_options({"model": self.model, **body})
         while True:
             try:
-                words = endpoint.post("chat/completions", body, _words)
+                return endpoint.post("chat/completions", body, _words)
             except EndpointError as error:
                 if error.is_filter or (error.status and _TOO_LONG.search(error.body)):
                     raise BadRow(f"judge.url={self.url}: no judgment of {subject} ({error})") from None
@@ -150,10 +147,6 @@ class Judge:
                         f"judge.url={self.url}: no judgment ({error}); run the same command again to go on"
                     ) from None
                 body = changed
-            else:
-                if words is None:
-                    raise BadRow(f"judge.url={self.url}: its content filter refuses to judge {subject}")
-                return words
 
     def _with_options(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The request with `options`; a limit of tokens among them replaces the usual one under either name."""
@@ -175,11 +168,13 @@ _TOO_LONG = re.compile(r"context.?(length|window)|too long", re.IGNORECASE)
 """What refusals of prompts that the judge has no room for say."""
 
 
-def _words(reply: Any) -> str | None:
-    """The text of a reply, empty where thinking took all tokens; None where a content filter stopped it."""
-    choice = reply["choices"][0]
-    if str(choice.get("finish_reason")).lower() in FILTERED:
-        return None
+def _words(reply: Any) -> str:
+    """The text of a reply, empty where thinking took all tokens.
+
+    Raises:
+        EndpointError: a content filter stopped it.
+    """
+    refuse_filtered(choice := reply["choices"][0])
     words = choice["message"]["content"]
     if words is not None and not isinstance(words, str):
         raise TypeError(f"the content of the reply is no text but {words!r:.60}")

@@ -33,7 +33,7 @@ _BUSY = (408, 425, 429)
 _LARGEST, _LARGEST_REFUSAL = 64 << 20, 64 << 10
 """Bytes of a reply and of a refusal that are read at most."""
 
-FILTERED = ("content_filter", "safety", "guardrail_intervened")
+_FILTERED = ("content_filter", "safety", "guardrail_intervened")
 """`finish_reason`, in lower case, of answers that a content filter stopped."""
 _FILTER = re.compile(r"content.?(filter|policy|management)|responsible.?ai", re.IGNORECASE)
 
@@ -44,7 +44,8 @@ class EndpointError(Exception):
     """No usable reply.
 
     Attributes:
-        status: HTTP status of a request that was refused for good; 0 where there was no reply, or a malformed one.
+        status: HTTP status of a reply after which the request is not sent again; 0 where there was no reply, or a
+            malformed one.
         body: The refusal on one line, without the API key; the message has its beginning.
         wait: Seconds that the server asks to wait before the next try.
     """
@@ -55,8 +56,18 @@ class EndpointError(Exception):
 
     @property
     def is_filter(self) -> bool:
-        """Whether a content filter refuses the request for what it says."""
+        """Whether a content filter refuses the request, or the answer to it, for what it says."""
         return bool(self.status and _FILTER.search(self.body))
+
+
+def refuse_filtered(choice: Mapping[str, Any]) -> None:
+    """Refuse one of a reply's `choices` that a content filter stopped.
+
+    Raises:
+        EndpointError: a filter stopped it, as `is_filter` tells.
+    """
+    if str(choice.get("finish_reason")).lower() in _FILTERED:
+        raise EndpointError("the server's content filter refuses it", 200)
 
 
 class _NoRedirects(HTTPRedirectHandler):
