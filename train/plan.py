@@ -32,7 +32,7 @@ from keepsight.train.replay import ReplayBuffer
 from keepsight.train.settings import LookaheadTrainSettings, ReplaySettings
 from keepsight.train.tracking import peak_memory
 
-_COPIES = 4
+COPIES = 4
 """Of each trained value: itself, its gradient, and Adam's two moments."""
 _QUANTISED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
 """Bytes of a quantised weight: nf4 has an 8-bit scale for 64 weights, and a float32 one for 256 of these."""
@@ -115,7 +115,7 @@ def plan_step(
             second = live.most()
     return StepPlan(
         whole - (whole - weights) // shards + gathered + unpacked,
-        _COPIES * sum(weight.nbytes for weight in trained),
+        COPIES * sum(weight.nbytes for weight in trained),
         outputs_bytes,
         first,
         second,
@@ -124,7 +124,7 @@ def plan_step(
     )
 
 
-def stored_bytes(model: PreTrainedModel, quantize: str | None) -> int:
+def stored_bytes(model: PreTrainedModel, quantize: str | None = None) -> int:
     """Bytes of a model's weights, whose linear layers may be quantised; those that make logits never are."""
     whole = _bytes_of(model)
     if quantize is None:
@@ -140,7 +140,7 @@ def _linear_weights(model: PreTrainedModel) -> Iterator[Tensor]:
 
 
 def _bytes_of(module: nn.Module) -> int:
-    return sum(weight.nbytes for weight in {id(each): each for each in module.parameters()}.values())
+    return sum(weight.nbytes for weight in module.parameters())
 
 
 @contextmanager

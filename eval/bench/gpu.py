@@ -46,7 +46,6 @@ from keepsight.eval.bench.roofline import (
     outline,
     roofline,
     rows_that_fit,
-    weight_bytes,
 )
 from keepsight.files import size_text, write_csv
 from keepsight.models.lookahead import Lookahead
@@ -59,6 +58,7 @@ from keepsight.runtime.methods.lookaheadkv import parts_of
 from keepsight.runtime.state import Needs, State, prefill
 from keepsight.train.dataset import Batch
 from keepsight.train.importance import ImportanceObjective
+from keepsight.train.plan import stored_bytes
 
 STEPS, TURNS = 16, 3
 MakeMethod = Callable[[PreTrainedModel], CacheMethod]
@@ -138,7 +138,7 @@ class Bench:
         figures.first_s = statistics.median(own)
         figures.share = statistics.median(one / other - 1 for one, other in zip(own, plain, strict=True))
         figures.kv_bytes, figures.step_s = states[0].kv_bytes, _step(reader, states[0].copy())
-        figures.rows = rows_that_fit(row, self.card, model)
+        figures.rows = rows_that_fit(row, self.card)
         if not can_join(states[0]):
             states[:] = []  # a batch is made of random entries
 
@@ -213,11 +213,11 @@ FLOORS = ("first_s", "step_s", "batch_s")
 COLUMNS = ("card", *(each.name for each in fields(Row)), *(each.name for each in fields(Figures)))
 COLUMNS += (*(f"{name}_roofline" for name in FLOORS), "flops", "bandwidth", "torch", "date", "attempts", "note")
 _ATTEMPTS = 2
-"""Times that a row is begun: one that ends the process, or runs into a limit of time, may do so again."""
+"""Times that a row is begun at most: one that ended the process, or ran into a limit of time, may do so again."""
 
 
 class Results:
-    """The rows of a CSV, of any card; the file is written anew for each."""
+    """The rows of a CSV, of any card; `write` writes the whole file, atomically."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.lines = path, list[dict[str, Any]]()
@@ -303,7 +303,7 @@ def dry_lines(card: Card, missing: Sequence[Row]) -> Iterator[str]:
     for name, config in SHAPES.items():
         heads = f"{config.num_attention_heads} query and {config.num_key_value_heads} KV heads of {config.head_dim}"
         entry = held_and_read("full", config, 1)[0]
-        sizes = f"{size_text(weight_bytes(outline(name)))} of weights, {entry} bytes of KV entries a token"
+        sizes = f"{size_text(stored_bytes(outline(name)))} of weights, {entry} bytes of KV entries a token"
         yield f"{name}: {config.num_hidden_layers} layers of {config.hidden_size}, {heads}, {sizes}"
     yield f"budget {BUDGET}; {len(missing)} rows to measure; figure / roofline; KV and peak: what is known to be held"
     yield HEAD
@@ -313,7 +313,7 @@ def dry_lines(card: Card, missing: Sequence[Row]) -> Iterator[str]:
 
 def main(given: Sequence[str] | None = None) -> int:
     """Measure, or say what would be; returns 2 where an argument is refused, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m keepsight.eval.bench.gpu", description=(__doc__ or "")[:103])
+    parser = argparse.ArgumentParser(prog="python -m keepsight.eval.bench.gpu", description=(__doc__ or "").partition(".\n")[0])
     parser.add_argument("--dry", action="store_true", help="say what would be measured, by the data sheet of --card")
     parser.add_argument("--card", default="H100", help=f"card of --dry: {', '.join(CARDS)}")
     parser.add_argument("--out", type=Path, default=Path("results/gpu.csv"), help="the CSV (default results/gpu.csv)")

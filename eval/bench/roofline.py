@@ -21,6 +21,7 @@ from keepsight.runtime.layer import GROWTH
 from keepsight.runtime.methods import Quest, SpeCache
 from keepsight.train.dataset import Batch
 from keepsight.train.importance import ImportanceObjective
+from keepsight.train.plan import COPIES, stored_bytes
 from keepsight.train.tracking import pass_flops, peak_of, weights_per_token
 
 CONTEXT = 2**18
@@ -36,11 +37,11 @@ SHAPES: dict[str, Any] = {
 TOKENS, TRAINED_TOKENS = (8192, 32768, 131072), (16384, 32768)
 BUDGET, ANSWER = 1024, 128
 MOST_ROWS = 256
-"""Of a batch: more than these change the speed of a row no further."""
+"""In a batch at most: with more of them a row is no faster."""
 CARDS = {"A100": (2.04, 80), "H100": (3.35, 80), "H100 NVL": (3.9, 94), "H200": (4.8, 141), "B200": (7.7, 180)}
 """Of Nvidia's GPUs, bandwidth in 1e12 bytes a second and memory in 1e9 bytes (its data sheets)."""
 _HOST = 128 * 2**30
-"""CPU memory beside a card that is not here."""
+"""Bytes of CPU memory that are assumed beside a card that is not here."""
 
 METHODS = (
     *("full", "full, flash-attn", "snapkv", "adakv", "lookaheadkv, uniform", "lookaheadkv, shared"),
@@ -128,7 +129,7 @@ def measured_card(device: torch.device, size: int = 8192) -> Card:
 
 
 def all_rows() -> list[Row]:
-    """Those of short prompts first."""
+    """All of them, those of short prompts first."""
     rows = list[Row]()
     for tokens in sorted({*TOKENS, *TRAINED_TOKENS}):
         if tokens in TOKENS:
@@ -140,9 +141,9 @@ def all_rows() -> list[Row]:
 
 
 def held_and_read(method: str, config: Any, tokens: int, item: int = 2) -> tuple[int, int, int]:
-    """Bytes of one row: of entries and what is beside them on the device, of those a step reads, in CPU memory.
+    """Bytes of one row of a batch: held on the device, read there in a step, held in CPU memory.
 
-    Counted as `State.kv_bytes` counts them; `item` is the size of a number.
+    What is held is counted as `State.kv_bytes` does; `item` is the size of a number.
     """
     layers, heads, width = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
     row = heads * 2 * width * item  # of a layer and token
@@ -176,17 +177,12 @@ def outline(name: str) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(SHAPES[name], dtype=torch.bfloat16)
 
 
-def weight_bytes(model: PreTrainedModel) -> int:
-    """Of all weights."""
-    return sum(each.nbytes for each in model.parameters())
-
-
-def rows_that_fit(row: Row, card: Card, model: PreTrainedModel) -> int:
+def rows_that_fit(row: Row, card: Card) -> int:
     """Rows of the largest batch, with room to grow and to copy a layer; at least 1."""
     config = SHAPES[row.model]
     held, _, in_cpu = held_and_read(row.method, config, row.tokens)
     each = held * (1 + GROWTH + 2 / config.num_hidden_layers) + 8 * config.vocab_size
-    fitting = min((card.memory - weight_bytes(model)) * 0.9 / each, MOST_ROWS)
+    fitting = min((card.memory - stored_bytes(outline(row.model))) * 0.9 / each, MOST_ROWS)
     pinned = card.host * 0.8 / (2 * in_cpu) if in_cpu else fitting  # which comes in powers of two
     return max(int(min(fitting, pinned)), 1)
 
@@ -194,10 +190,11 @@ def rows_that_fit(row: Row, card: Card, model: PreTrainedModel) -> int:
 def roofline(row: Row, card: Card, rows: int | None = None) -> Figures:
     """The least that a row's figures can be on a card, in a batch of `rows`; of memory, what it is known to hold."""
     model, config = outline(row.model), SHAPES[row.model]
-    weights, width = weight_bytes(model), config.num_attention_heads * config.head_dim
+    weights, width = stored_bytes(model), config.num_attention_heads * config.head_dim
+    of_token = 2 * 2 * config.num_key_value_heads * config.head_dim  # bytes of a layer and token
     per_token, embedding = weights_per_token(model), input_embedding(model).nbytes
     if row.kind == "attention":
-        entries = 2 * 2 * row.tokens * config.num_key_value_heads * config.head_dim
+        entries = of_token * row.tokens
         moved = entries + 2 * 2 * row.tokens * width
         whole, last = 2 * row.tokens**2 * width, 4 * row.tokens * width
         return Figures(card.seconds(whole, moved), None, card.seconds(last, entries), kv_bytes=entries)
@@ -207,13 +204,12 @@ def roofline(row: Row, card: Card, rows: int | None = None) -> Figures:
         objective = ImportanceObjective(Lookahead(model, LookaheadSettings()))
         ids = torch.zeros(1, row.tokens + ANSWER, dtype=torch.long)
         flops = objective.flops(Batch(ids[:, : row.tokens], ids[:, row.tokens :])) or 0.0
-        learned = 4 * sum(each.nbytes for each in objective.trained_parameters())
+        learned = COPIES * sum(each.nbytes for each in objective.trained_parameters())
         importance = config.num_hidden_layers * config.num_attention_heads * row.tokens * 4
         trained = card.seconds(flops, weights + full + learned)
         return Figures(first, trained / first, trained, kv_bytes=full, peak_bytes=full + importance + learned)
     held, read, _ = held_and_read(row.method, config, row.tokens)
-    rows = rows or rows_that_fit(row, card, model)
-    of_token = 2 * 2 * config.num_key_value_heads * config.head_dim  # bytes of a layer and token
+    rows = rows or rows_that_fit(row, card)
 
     def step(rows: int) -> float:
         flops = rows * (2 * per_token + embedding + 4 * width * read / of_token)
