@@ -313,7 +313,8 @@ def dry_lines(card: Card, missing: Sequence[Row]) -> Iterator[str]:
 
 def main(given: Sequence[str] | None = None) -> int:
     """Measure, or say what would be; returns 2 where an argument is refused, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m keepsight.eval.bench.gpu", description=(__doc__ or "").partition(".\n")[0])
+    about = (__doc__ or "").partition(".\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m keepsight.eval.bench.gpu", description=about)
     parser.add_argument("--dry", action="store_true", help="say what would be measured, by the data sheet of --card")
     parser.add_argument("--card", default="H100", help=f"card of --dry: {', '.join(CARDS)}")
     parser.add_argument("--out", type=Path, default=Path("results/gpu.csv"), help="the CSV (default results/gpu.csv)")
