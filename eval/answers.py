@@ -8,8 +8,9 @@ at a time can choose differently.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import psutil
 import torch
@@ -24,6 +25,7 @@ from keepsight.runtime.generate import Reapply, decode, stop_after
 from keepsight.runtime.join import join
 from keepsight.runtime.state import State, read
 
+Item = TypeVar("Item")
 _SHARE_OF_FREE_MEMORY = 0.25
 _TOKENS_AT_ONCE = 64
 """Bounds the logits of a scoring pass to rows x 64 x V float32."""
@@ -219,16 +221,24 @@ def joined_by_length(model: PreTrainedModel, states: Sequence[State], more: int,
         most: Maximum KV entries per head of a batch, padding included; a single state may exceed it.
     """
     most_padding = sum(weight.nbytes for weight in model.parameters()) / _entry_bytes(model)
-    batch, entries = list[int](), 0
-    for index in sorted(range(len(states)), key=lambda index: states[index].length):
-        longest = states[index].length
-        padded = longest * (len(batch) + 1)
-        full = padded + more * (len(batch) + 1) > most
-        if batch and (full or padded - entries - longest > most_padding):
+    lengths = [state.length for state in states]
+
+    def together(batch: Sequence[int]) -> bool:
+        padded = lengths[batch[-1]] * len(batch)
+        within = padded + more * len(batch) <= most
+        return within and padded - sum(lengths[index] for index in batch) <= most_padding
+
+    return batches(sorted(range(len(states)), key=lengths.__getitem__), together)
+
+
+def batches(items: Iterable[Item], together: Callable[[Sequence[Item]], bool]) -> Iterator[list[Item]]:
+    """Consecutive items, as many as `together` allows in one batch; of a single one it is not asked."""
+    batch = list[Item]()
+    for item in items:
+        if batch and not together([*batch, item]):
             yield batch
-            batch, entries = [], 0
-        batch.append(index)
-        entries += longest
+            batch = []
+        batch.append(item)
     if batch:
         yield batch
 

@@ -14,7 +14,7 @@ conversation, which is the same for all.
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -30,6 +30,7 @@ from keepsight.eval.answers import (
     answer_alone,
     answer_each,
     answer_full,
+    batches,
     first_difference,
 )
 from keepsight.eval.compress import Compressed, Seconds, SharedPrompt, attention_mass, needs_of_all, recall, since
@@ -285,7 +286,11 @@ def run_samples(
             made += found
 
     length = prompt.shape[1]
-    for group in batched_by_entries(compared, lambda each: min(each.method.budget_for(length), length), batch_tokens):
+
+    def together(group: Sequence[Variant]) -> bool:
+        return sum(min(each.method.budget_for(length), length) for each in group) <= batch_tokens
+
+    for group in batches(compared, together):
         try:
             run(group)
         except UserError:  # by one of them: the others have their rows
@@ -333,22 +338,6 @@ def _rows_of_group(
         if state.kept is not None:
             note([each.sample for each in asked], variant, state.kept)
     return rows
-
-
-def batched_by_entries(
-    items: Iterable[Variant], entries: Callable[[Variant], int], most: int
-) -> Iterator[list[Variant]]:
-    """Consecutive variants whose states have at most `most` entries per head in all; a single one may have more."""
-    batch, entries_of_batch = list[Variant](), 0
-    for item in items:
-        size = entries(item)
-        if batch and entries_of_batch + size > most:
-            yield batch
-            batch, entries_of_batch = [], 0
-        batch.append(item)
-        entries_of_batch += size
-    if batch:
-        yield batch
 
 
 def _ask(target: Target, state: State, samples: Sequence[RenderedSample], batch_tokens: int) -> list[Asked]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keepsight.models.decoder import on_each
 from keepsight.models.distributed import divided
-from keepsight.runtime.importance import reduce_group, top_entries
+from keepsight.runtime.importance import reduce_group, top_mask
 from keepsight.train.dataset import Batch
 
 Importances = tuple[list[Tensor], list[Tensor]]
@@ -129,8 +129,7 @@ def _compare(target: Tensor, predicted: Tensor, kv_heads: int, budget: int) -> t
     kl = importance_divergence([target[None]], [predicted[None]]).item()
     true, guess = (reduce_group(each[None], kv_heads)[0] for each in (target, predicted))
     kept = min(budget, true.shape[-1])
-    chosen = torch.zeros_like(true, dtype=torch.bool).scatter_(1, top_entries(guess, kept), True)
-    recall = chosen.gather(1, top_entries(true, kept)).float().mean().item()
+    recall = top_mask(guess, kept)[top_mask(true, kept)].float().mean().item()
     tau: Any = kendalltau
     pairs = zip(true.cpu().numpy(), guess.cpu().numpy(), strict=True)
     taus = [tau(*pair).statistic for pair in pairs]
