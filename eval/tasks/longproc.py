@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, rows_of, text_field
-from keepsight.eval.tasks.metrics import metric
+from keepsight.eval.tasks.metrics import metric, normalise
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render_in_bucket
 from keepsight.files import Row
 
@@ -199,9 +199,4 @@ def _table(text: str) -> tuple[int, list[tuple[str, ...]]]:
     if rows and len(rows[-1]) != len(header):
         rows.pop()
     whole = [row if len(row) == len(header) else ["N/A"] * len(header) for row in rows]
-    return len(header), [tuple(map(_normalised, row)) for row in whole]
-
-
-def _normalised(cell: str) -> str:
-    bare = cell.lower().translate(str.maketrans("", "", string.punctuation))
-    return "".join(re.sub(r"\b(?:a|an|the)\b", " ", bare).split())
+    return len(header), [tuple(normalise(cell).replace(" ", "") for cell in row) for row in whole]
