@@ -9,7 +9,8 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from keepsight.eval.report.figures import Plot, glyph, in_order, label_of, styles_of
-from keepsight.eval.report.tables import Table, interval_text, number_text, sort_key, value_text
+from keepsight.eval.report.summary import number_text
+from keepsight.eval.report.tables import Table, interval_text, sort_key, value_text
 from keepsight.eval.results import Row, Run, key_of, names_of
 
 Settings = Mapping[str, Any]

@@ -228,9 +228,14 @@ def notes_on(rows: Sequence[SummaryRow]) -> str:
     return " ".join(notes)
 
 
+def number_text(value: float, digits: int, is_signed: bool = False) -> str:
+    """A number with a fixed number of decimals, never `-0`."""
+    return f"{round(value, digits) + 0.0:{'+' if is_signed else ''}.{digits}f}"
+
+
 def _cell(value: object) -> object:
     if isinstance(value, float):
-        return f"{round(value, 4) + 0.0:.4f}"  # adding zero turns -0.0 into 0.0
+        return number_text(value, 4)
     return "" if value is None else value
 
 
@@ -248,7 +253,7 @@ def _block(title: str, rows: Sequence[SummaryRow]) -> str:
         interval = f"[{ends[0]:.3f}, {ends[1]:.3f}]" if ends else ""
         lines.append(
             f"{budget:>6}  {name:<{width}}  {row.score:6.3f}  {interval:<14}  {of_full:<12}  "
-            f"{round(row.excess_nll, 3) + 0.0:10.3f}  {row.estimates['agreement'].value:15.3f}  {row.n:4d}"
+            f"{number_text(row.excess_nll, 3):>10}  {row.estimates['agreement'].value:15.3f}  {row.n:4d}"
         )
         previous = row.budget
     return "\n".join(lines)

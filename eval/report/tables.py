@@ -17,6 +17,7 @@ from keepsight.eval.report.summary import (
     differences,
     mean_over_tasks,
     notes_on,
+    number_text,
     share_of_full,
 )
 from keepsight.eval.results import FULL, Row
@@ -109,11 +110,6 @@ class Table:
                 cells |= {f"{name}_low": _plain(low), f"{name}_high": _plain(high)} if name in spans else {}
             rows.append(cells)
         return [f"{name}{end}" for name in names for end in ("", "_low", "_high")[: 3 if name in spans else 1]], rows
-
-
-def number_text(value: float, digits: int, is_signed: bool = False) -> str:
-    """A number with a fixed number of decimals, never `-0`."""
-    return f"{round(value, digits) + 0.0:{'+' if is_signed else ''}.{digits}f}"
 
 
 def value_text(row: Cells, column: Column) -> str:
