@@ -101,8 +101,9 @@ def next_tokens(hidden: Tensor, model: PreTrainedModel, vocabulary: Tensor, dtyp
     return NextTokens(probabilities, known)
 
 
-_MANIFEST, _SHARD = "manifest.json", 32
-"""The second: texts per file, about 150 MB for a small model and texts of 1K tokens."""
+_MANIFEST = "manifest.json"
+_SHARD = 32
+"""Texts in a file: about 150 MB for a small model and texts of 1K tokens."""
 
 
 @dataclass(frozen=True)

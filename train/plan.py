@@ -87,8 +87,8 @@ def plan_step(
         dtype: The base model's dtype.
         settings: The module's shape.
         far: See `ImportanceObjective`.
-        checkpoints: The same.
-        cuts: The same.
+        checkpoints: See `ImportanceObjective`.
+        cuts: See `ImportanceObjective`.
         tokens: Prompt length in tokens.
         answer: Answer length in tokens.
         quantize: `nf4` or `int8`: how the linear layers are stored; None for the dtype.

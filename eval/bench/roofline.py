@@ -53,7 +53,7 @@ KERNELS = {"sdpa": None, "flash-attn": "flash_attn", "flashinfer": "flashinfer"}
 
 @dataclass(frozen=True)
 class Row:
-    """What is measured at once: `generate` from a method, `attention` of a kernel in one layer, or `train` a step."""
+    """One measurement: `generate` by a method, `attention` of one layer by a kernel, or a step of `train`."""
 
     kind: str
     model: str

@@ -36,11 +36,12 @@ def write_outputs(runs: Sequence[Run], folder: Path) -> None:
     """
     rows = [row for run in runs for row in run.rows]
     write_csv(folder / "summary.csv", COLUMNS, summary_rows(summary := summarize(rows)))
-    for plot in plots_of(rows, summary):
+    drawn, made = plots_of(rows, summary), tables_of(rows, summary)
+    for plot in drawn:
         plot.save(folder / "plots")
-    for table in tables_of(rows, summary):
+    for table in made:
         table.save(folder / "tables")
-    write_report(runs, folder, write_sample_pages(runs, folder / "samples"), summary)
+    write_report(runs, folder, write_sample_pages(runs, folder / "samples"), drawn, made)
 
 
 def plots_of(rows: Sequence[Row], summary: Sequence[SummaryRow]) -> list[Plot]:
@@ -57,13 +58,12 @@ def tables_of(rows: Sequence[Row], summary: Sequence[SummaryRow]) -> list[Table]
 
 
 def write_report(
-    runs: Sequence[Run], folder: Path, pages: Mapping[Key, str], summary: Sequence[SummaryRow] = ()
+    runs: Sequence[Run], folder: Path, pages: Mapping[Key, str], drawn: Sequence[Plot], made: Sequence[Table]
 ) -> None:
-    """Write `report.html` into `folder`; `pages` are those of single samples, relative to it."""
-    rows = [row for run in runs for row in run.rows]
-    summary = summary or summarize(rows)
-    more: dict[str, Any] = {"examples": choose_examples(rows), "place_of": place_of, "pages": pages}
-    page = render_results("report.html.j2", runs, folder, plots_of(rows, summary), tables_of(rows, summary), **more)
+    """Write `report.html`, with plots and tables, into `folder`; `pages` are those of samples, relative to it."""
+    examples = choose_examples([row for run in runs for row in run.rows])
+    more: dict[str, Any] = {"examples": examples, "place_of": place_of, "pages": pages}
+    page = render_results("report.html.j2", runs, folder, drawn, made, **more)
     write_text(folder / "report.html", page)
 
 

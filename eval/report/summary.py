@@ -23,7 +23,7 @@ COLUMNS = (
     "not_evicted",
 )
 MAX_BLOCKS = 4
-"""Max pairs of task and length that get a block each in the terminal."""
+"""With more pairs of task and length than these, none has a block of its own in the terminal."""
 
 
 def _same_tokens(row: Row) -> int | None:

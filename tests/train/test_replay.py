@@ -43,8 +43,7 @@ def test_all_outputs_are_used_so_many_times_within_memory(replays: int, memory: 
 
 
 def sampler(processes: int = 1, **changes) -> ReplaySampler:
-    lengths = [sample["length"] for sample in map(SampleDataset(samples(13)).__getitem__, range(13))]
-    return ReplaySampler(lengths, 2.0, 150, runs.settings(replays=3, **changes), processes)
+    return ReplaySampler(SampleDataset(samples(13)).lengths(), 2.0, 150, runs.settings(replays=3, **changes), processes)
 
 
 @pytest.mark.parametrize(("processes", "grouped"), [(1, False), (2, True), (3, False)])

@@ -1,6 +1,11 @@
 """Rows of a made-up evaluation."""
 
-from keepsight.eval.results import Row
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from keepsight.eval.report.pages import plots_of, tables_of, write_report
+from keepsight.eval.report.summary import summarize
+from keepsight.eval.results import Key, Row, Run
 
 
 def row(method: str, budget: float | None, score: float, **changes: object) -> Row:
@@ -50,3 +55,10 @@ def two_tasks() -> list[Row]:
                 made.append(row("snapkv", budget, float(sample == 0), excess_nll=1.0 + sample, **where))
                 made.append(row("lookaheadkv", budget, 1.0 if budget == 128 else 0.5, **where))
     return made
+
+
+def write_page(runs: Sequence[Run], folder: Path, pages: Mapping[Key, str] | None = None) -> None:
+    """`report.html` alone, without the files beside it."""
+    rows = [each for run in runs for each in run.rows]
+    summary = summarize(rows)
+    write_report(runs, folder, pages or {}, plots_of(rows, summary), tables_of(rows, summary))

@@ -9,11 +9,11 @@ import pytest
 
 from keepsight.eval.kept_tokens import encode_counts, path_of
 from keepsight.eval.report.kept_pages import write_inspect_page, write_sample_pages
-from keepsight.eval.report.pages import write_comparison, write_report
+from keepsight.eval.report.pages import write_comparison
 from keepsight.eval.results import Run
 from keepsight.files import write_json
 from tests.browser import Page, browser
-from tests.eval.report.results import row
+from tests.eval.report.results import row, write_page
 
 WIDTHS = (1300, 400)
 DRAWN = "document.getElementById('lines').innerText"
@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for beside in ("plots", "tables"):
         (folder / beside).mkdir()
     runs = [Run(folder, rows, SETTINGS)]
-    write_report(runs, folder, write_sample_pages(runs, folder / "samples"))
+    write_page(runs, folder, write_sample_pages(runs, folder / "samples"))
     return folder
 
 

@@ -10,7 +10,7 @@ from keepsight.eval.report.kept_pages import choose_examples
 from keepsight.eval.report.summary import summarize
 from keepsight.eval.report.tables import cost_table, interval_text
 from keepsight.eval.results import Row, Run
-from tests.eval.report.results import row
+from tests.eval.report.results import row, write_page
 
 
 def test_report_is_one_file_that_needs_nothing_else(rows: list[Row], tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_report_is_one_file_that_needs_nothing_else(rows: list[Row], tmp_path: P
         "model": {"id": "tiny"},
         "lengths": [1, 2],
     }
-    report.write_report([Run(tmp_path / "out", rows, settings)], tmp_path / "out", {})
+    write_page([Run(tmp_path / "out", rows, settings)], tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.html"]
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     drawn = sum(len(plot.panels) for plot in report.plots_of(rows, summarize(rows)))
@@ -44,7 +44,7 @@ def test_report_is_one_file_that_needs_nothing_else(rows: list[Row], tmp_path: P
 def test_report_escapes_what_the_model_wrote(rows: list[Row], tmp_path: Path) -> None:
     rows[1]["answer"] = "<script>alert(1)</script> & more"
     rows[1]["references"] = ["<b>4711</b>"]
-    report.write_report([Run(tmp_path, rows, {"note": "<i>settings</i>"})], tmp_path, {})
+    write_page([Run(tmp_path, rows, {"note": "<i>settings</i>"})], tmp_path)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more" in page
     assert "&lt;i&gt;settings&lt;/i&gt;" in page
@@ -54,7 +54,7 @@ def test_report_escapes_what_the_model_wrote(rows: list[Row], tmp_path: Path) ->
 
 
 def test_the_length_of_a_prompt_stands_beside_its_bucket(tmp_path: Path) -> None:
-    report.write_report([Run(tmp_path, [row("full", None, 1.0), row("snapkv", 64, 0.0)], {})], tmp_path, {})
+    write_page([Run(tmp_path, [row("full", None, 1.0), row("snapkv", 64, 0.0)], {})], tmp_path)
     page = " ".join((tmp_path / "report.html").read_text("utf-8").split())
     assert "niah_single, 512 tokens, " in page and "<dt>prompt</dt><dd>500 tokens</dd>" in page
     assert "<dt>prompts</dt><dd>500 to 500 tokens</dd>" in page
@@ -63,14 +63,14 @@ def test_the_length_of_a_prompt_stands_beside_its_bucket(tmp_path: Path) -> None
 def test_a_head_that_no_method_read_is_not_named(tmp_path: Path) -> None:
     named = {"adapter": "shipped:module", "retrieval": "shipped:head", "retrieval_digest": None}
     used = named | {"adapter_digest": "sha256:0123456789abcdef"}
-    report.write_report([Run(tmp_path, [row("full", None, 1.0)], each) for each in (used, named)], tmp_path, {})
+    write_page([Run(tmp_path, [row("full", None, 1.0)], each) for each in (used, named)], tmp_path)
     head = (tmp_path / "report.html").read_text(encoding="utf-8").partition("</header>")[0]
     assert head.count("shipped:module") == 3 and head.count("shipped:module (0123456789ab)") == 1  # title twice
     assert "retrieval head" not in head
 
 
 def test_tables_on_the_page_have_intervals(rows: list[Row], tmp_path: Path) -> None:
-    report.write_report([Run(tmp_path, rows, {})], tmp_path, {})
+    write_page([Run(tmp_path, rows, {})], tmp_path)
     page = (tmp_path / "report.html").read_text("utf-8")
     for table in report.tables_of(rows, summarize(rows))[:3]:
         shown = page.partition(f'id="table-{table.name}"')[2].partition("</table>")[0]
