@@ -1,8 +1,14 @@
-"""Errors that users can mend, and text that is safe to print. Every folder may import it; it imports none."""
+"""Errors that users can mend, options, and text that is safe to print. Every folder may import it; it imports none."""
 
+import dataclasses
+import functools
+import inspect
 import re
 from collections.abc import Mapping
 from numbers import Integral
+from typing import Any, TypeVar
+
+Kind = TypeVar("Kind", bound="type[Any]")
 
 _STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -72,3 +78,51 @@ def _escaped(character: str) -> str:
 def one_line(error: object, most: int = 300) -> str:
     """The message of an error from elsewhere on one line, of at most so many characters."""
     return " ".join(str(error).split())[:most]
+
+
+def as_options(kind: Kind) -> Kind:
+    """Let a dataclass of options take scalars of numpy and torch, and show only what differs from its defaults.
+
+    Where `budget` is its first field, `compression_ratio=r` stands for a budget that keeps 1 - r of the prompt's
+    entries, as in kvpress.
+    """
+    if not hasattr(kind, "__dataclass_fields__"):
+        return kind
+    made: Any = kind
+    init = made.__init__
+    signature = inspect.signature(init)
+    takes_ratio = [*signature.parameters][1:2] == ["budget"]
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        if takes_ratio and "compression_ratio" in options:
+            if args or "budget" in options:
+                raise UserError(f"{kind.__name__}: give a budget or a compression_ratio, not both")
+            options["budget"] = _kept_share(kind.__name__, options.pop("compression_ratio"))
+        given = signature.bind(self, *args, **options)
+        for name, value in given.arguments.items():
+            if getattr(value, "ndim", None) == 0:
+                given.arguments[name] = value.item()
+        init(*given.args, **given.kwargs)
+
+    made.__init__, made.__repr__ = __init__, _shown
+    return kind
+
+
+def _kept_share(name: str, ratio: Any) -> float:
+    ratio = ratio.item() if getattr(ratio, "ndim", None) == 0 else ratio
+    if type(ratio) not in (int, float) or not 0 <= ratio < 1:
+        raise UserError(f"{name}: compression_ratio {ratio!r} must be a number from 0 to below 1, the evicted share")
+    return round(1.0 - ratio, 12)  # without the noise of 1 - 0.9
+
+
+def _shown(options: Any) -> str:
+    """One line: the fields that differ from their defaults; of a value that is long, its type."""
+    shown = []
+    for each in dataclasses.fields(options):
+        value = getattr(options, each.name)
+        if each.repr and not (value is each.default or value == each.default):
+            text = repr(value)
+            short = len(text) <= 200 and "\n" not in text
+            shown.append(f"{each.name}={text if short else type(value).__name__ + '(...)'}")
+    return f"{type(options).__name__}({', '.join(shown)})"

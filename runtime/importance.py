@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, as_options
 from keepsight.runtime.attention import Softmax, later
 from keepsight.runtime.layer import Counts, LayerEntries
-from keepsight.runtime.options import as_options
 
 ROWS_AT_ONCE = 128
 """Bounds the memory of one block of attention weights to B x H x 128 x S float32."""

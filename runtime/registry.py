@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from keepsight.runtime.options import as_options
+from keepsight.errors import as_options
 
 Line = Literal["-", "--", "-.", ":"]
 Registered = TypeVar("Registered", bound=type)

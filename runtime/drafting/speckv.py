@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from typing_extensions import override
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import UserError, as_options, require_whole
 from keepsight.experimental import is_on
 from keepsight.models.decoder import has_latents
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
@@ -28,7 +28,6 @@ from keepsight.runtime.drafting.speculative import head_answer
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce, observed_attention, protected, reduce_group, top_entries
 from keepsight.runtime.layer import KeptLayer, Recorded
-from keepsight.runtime.options import as_options
 from keepsight.runtime.state import (
     Needs,
     State,

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import UserError, as_options, require_whole
 from keepsight.runtime.layer import spare
-from keepsight.runtime.options import as_options
 
 BITS = (1, 2, 4)
 LEVELS = ("middles", "extremes")
