@@ -78,13 +78,6 @@ def stop_after(max_new_tokens: int, end_tokens: list[int] | int | None) -> Stopp
     return criteria
 
 
-def next_token(scores: Tensor, do_sample: bool, generator: torch.Generator | None = None) -> Tensor:
-    """The next token [B] of each row of processed scores [B, V]: the arg-max, or one drawn by their softmax."""
-    if do_sample:
-        return torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
-    return scores.argmax(dim=-1)
-
-
 @torch.no_grad()
 def decode(
     model: Reader,
@@ -116,7 +109,8 @@ def decode(
     since_eviction = 0
     while True:
         scores = logits_processor(ids, state.logits) if logits_processor else state.logits  # type: ignore[arg-type]
-        token = torch.where(unfinished, next_token(scores, do_sample), pad_token)
+        token = torch.multinomial(scores.softmax(-1), 1)[:, 0] if do_sample else scores.argmax(dim=-1)
+        token = torch.where(unfinished, token, pad_token)
         ids = torch.cat([ids, token[:, None]], dim=1)
         if streamer is not None:
             streamer.put(token.cpu())

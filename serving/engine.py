@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, end_ids, generate, next_token
+from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, end_ids, generate
 from keepsight.runtime.join import can_join, join, rows_of
 from keepsight.runtime.state import State, context_of, read
 
@@ -127,7 +127,10 @@ class _Row:
         request = self.request
         try:
             scores: Any = request.logits_processor(self.ids, logits)  # type: ignore[arg-type]
-            token = next_token(scores, request.do_sample, self.generator)
+            if request.do_sample:
+                token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)[:, 0]
+            else:
+                token = scores.argmax(dim=-1)
             self.ids = torch.cat([self.ids, token[:, None]], dim=1)
             return token, request.stopping_criteria(self.ids, scores)
         except Exception as error:  # such as probabilities that are not finite: others in the batch go on
