@@ -46,8 +46,8 @@ class Heard:
 
 
 @contextmanager
-def server(say: Say, port: int = 0) -> Iterator[Heard]:
-    """A server whose replies `say` gives, as a status and a body; None breaks the connection."""
+def server(say: Say, port: int = 0, path: str = "/v1/completions") -> Iterator[Heard]:
+    """A server whose replies at a path `say` gives, as a status and a body; None breaks the connection."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -57,7 +57,7 @@ def server(say: Say, port: int = 0) -> Iterator[Heard]:
                 heard.headers.append(dict(self.headers))
                 heard.at_once += 1
                 heard.most_at_once = max(heard.most_at_once, heard.at_once)
-            reply = say(body) if self.path == "/v1/completions" else (404, {"error": "no such path"})
+            reply = say(body) if self.path == path else (404, {"error": "no such path"})
             with heard.lock:
                 heard.at_once -= 1
             if reply is None:
