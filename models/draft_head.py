@@ -427,18 +427,6 @@ class FeatureHead(EagleHead):
             raise UserError("an EAGLE-1 or EAGLE-2 head has no lm_head of its own; load it together with its model")
         return lm_head(hidden)
 
-    def public_config(self) -> dict[str, Any]:
-        """These heads are only read.
-
-        Raises:
-            UserError: always.
-        """
-        raise UserError("only EAGLE-3 heads can be saved")
-
-    def card(self, basics: CardBasics, measured: Any = "") -> str:
-        """These heads are only read, and have no card; see `public_config`."""
-        raise UserError("only EAGLE-3 heads can be saved")
-
 
 # Reading
 
