@@ -330,6 +330,5 @@ class _LayerEviction:
             self._counts = method.allocate(sizes, self.budgets, [importance] if alone else [])
         marked = alone or bool(self._counts.min() != self._counts.max())
         counts = self._counts[0 if alone else place]
-        same = counts.min() == counts.max()
-        mask = top_mask(importance, int(counts.min()) if same else counts)
+        mask = top_mask(importance, counts)
         return layer.keep(mask, counts, window=method.window, ragged=self._ragged, marked=marked)

@@ -228,14 +228,15 @@ def top_mask(importance: Tensor, count: int | Counts) -> Tensor:
     Returns:
         [..., N] bool. `torch.topk` alone leaves ties undefined.
     """
-    most = int(np.max(count))
+    counts = np.asarray(count)
+    most = int(counts.max())
     if most == 0:
         return torch.zeros_like(importance, dtype=torch.bool)
     best = importance.topk(most, dim=-1).values
-    if isinstance(count, int):
-        wanted, threshold = count, best[..., -1:]
+    if counts.min() == most:
+        wanted, threshold = most, best[..., -1:]
     else:
-        ends = torch.from_numpy(np.stack([count.clip(min=1) - 1, count])[..., None])
+        ends = torch.from_numpy(np.stack([counts.clip(min=1) - 1, counts])[..., None])
         last, wanted = ends.to(importance.device, non_blocking=True)
         threshold = best.gather(-1, last)
     above = importance > threshold
@@ -251,7 +252,7 @@ def top_indices(importance: Tensor, count: int, *, signed: bool = False) -> Tens
     Args:
         importance: [..., N] float32, without NaN.
         count: At most N.
-        signed: Whether numbers may be negative; otherwise these have no order, and come last.
+        signed: Whether negative numbers are put in order too; otherwise they come last, in any order.
     """
     bits = importance.view(torch.int32)  # the order of positive floats is that of their bits
     if signed:
@@ -272,15 +273,8 @@ def select_top(importance: Sequence[Tensor], counts: Counts) -> list[Tensor]:
     """For each layer, its most important entries [B, K, C] bool, [L, B, K] in each head; ties go to the first index."""
     chosen: list[Tensor] = []
     for places, layers in stacked(importance):
-        wanted = counts[places]
-        same = wanted.min() == wanted.max()
-        chosen += top_mask(layers, int(wanted.min()) if same else wanted).unbind()
+        chosen += top_mask(layers, counts[places]).unbind()
     return chosen
-
-
-def top_entries(importance: Tensor, budget: int) -> Tensor:
-    """Indices [..., budget] int64 of the entries that `top_mask` selects, ascending."""
-    return top_mask(importance, budget).nonzero()[:, -1].view(*importance.shape[:-1], budget)
 
 
 def protected(importance: Tensor, real: Tensor | None, pooling: Pool, sinks: int, window: int) -> Tensor:

@@ -26,7 +26,7 @@ from keepsight.runtime.attention import OwnAttention, Softmax, grouped_attention
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft, greedy_draft
 from keepsight.runtime.drafting.speculative import head_answer
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.importance import Pool, Reduce, observed_attention, protected, reduce_group, top_entries
+from keepsight.runtime.importance import Pool, Reduce, observed_attention, protected, reduce_group, top_indices
 from keepsight.runtime.layer import KeptLayer, Recorded
 from keepsight.runtime.state import (
     Needs,
@@ -214,8 +214,8 @@ class _SparseLayer(DynamicLayer, OwnAttention):
         self.importance = self.score(query, key, softmax)
         queries = query[:, :, max(self.length - self.window, 0) : self.length].clone() if self.window else None
         self.recorded = Recorded(softmax, queries)
-        columns = top_entries(self.importance[..., : self.candidates], min(self.sparse.vertical, self.candidates))
-        return sparse_attention(query, key, value, columns, self.sparse.band, softmax)
+        columns = top_indices(self.importance[..., : self.candidates], min(self.sparse.vertical, self.candidates))
+        return sparse_attention(query, key, value, columns.sort(dim=-1).values, self.sparse.band, softmax)
 
     def first_entries(self, length: int) -> KeptLayer:
         """A layer of the first `length` entries alone."""
