@@ -60,10 +60,9 @@ def head_width(config: Any) -> int:
 
 def cached_kv_heads(model: PreTrainedModel) -> int:
     """KV heads of the cache; with latent attention (MLA), the query heads."""
-    config = model.config.get_text_config()
-    if getattr(config, "kv_lora_rank", None):
-        return int(config.num_attention_heads)
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    config = model.config.get_text_config(decoder=True)
+    kv_heads = None if has_latents(model) else getattr(config, "num_key_value_heads", None)
+    return int(kv_heads or config.num_attention_heads)
 
 
 def has_latents(model: PreTrainedModel) -> bool:

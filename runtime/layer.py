@@ -74,9 +74,9 @@ class Recorded:
         return Recorded(self.softmax, self.queries[:, :, start:], query_mask, ahead, self.accumulated)
 
 
-def spare(count: int) -> int:
+def spare(count: int, least: int = ROOM) -> int:
     """Entries to make room for beyond `count`: a share of them, so that they are not copied again and again."""
-    return max(ROOM, int(count * GROWTH))
+    return max(least, int(count * GROWTH))
 
 
 class KeptLayer(DynamicLayer):
@@ -178,14 +178,13 @@ class KeptLayer(DynamicLayer):
             real = functional.pad(real, (0, count - real.shape[2]), value=True)
         return LayerEntries(self.keys, self.values, real)
 
-    def attended(self) -> LayerEntries:
-        """All entries as queries see them: of latents, every head's keys and values, which take far more memory."""
-        keys, values, real = self.entries()
-        return (
-            LayerEntries(keys, values, real)
-            if self.expansion is None
-            else LayerEntries(*self.expansion(keys, values), real)
-        )
+    def attended(self, stored: LayerEntries | None = None) -> LayerEntries:
+        """All entries, or some of them, as queries see them: of latents, every head's keys and values.
+
+        Those take far more memory.
+        """
+        keys, values, real = self.entries() if stored is None else stored
+        return LayerEntries(*((keys, values) if self.expansion is None else self.expansion(keys, values)), real)
 
     @property
     def nbytes(self) -> int:

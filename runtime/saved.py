@@ -23,6 +23,7 @@ from keepsight.errors import UserError
 from keepsight.files import atomic_files, from_json
 from keepsight.models.adapters import adapters_digest, tensor_bytes, weights_digest
 from keepsight.models.decoder import (
+    cached_kv_heads,
     decoder_of,
     full_attention_layers,
     has_latents,
@@ -140,10 +141,11 @@ def load_state(path: str | Path, model: PreTrainedModel, *, template_digest: str
     file = _file(path)
     if not file.is_file():
         raise UserError(f"{file}: no such file; save a state with save_state first")
+    adapters = adapters_digest(model)
     try:
         with safe_open(file, framework="pt") as stream:
             header = _header(file, stream.metadata())
-            _check_target(file, header, model, template_digest)
+            _check_target(file, header, model, adapters, template_digest)
             if odd := set(header.tensors) ^ set(stream.keys()):
                 raise UserError(f"{file}: missing or surplus tensor {min(odd)!r}; copy the file again")
             tensors = {name: stream.get_tensor(name) for name in header.tensors}
@@ -153,7 +155,7 @@ def load_state(path: str | Path, model: PreTrainedModel, *, template_digest: str
         raise UserError(f"{file}: its contents differ from the digest in its header; copy it again")
     needs = Needs(header.needs.window, header.needs.received)
     state = _state_of_tensors(_beside_layers(tensors, model), model, header.seen, needs, header.softmax)
-    return SavedState(state, header.question, header.target, header.template_digest, adapters_digest(model))
+    return SavedState(state, header.question, header.target, header.template_digest, adapters)
 
 
 @dataclass(frozen=True)
@@ -202,14 +204,14 @@ def _header(file: Path, metadata: dict[str, str] | None) -> _Header:
     return header
 
 
-def _check_target(file: Path, header: _Header, model: PreTrainedModel, template_digest: str) -> None:
+def _check_target(file: Path, header: _Header, model: PreTrainedModel, adapters: str, template_digest: str) -> None:
     of = f"{file}: this state is of {header.target or 'a model without a name'!r}"
     for name, value in _shape_of_model(model).items():
         if header.shape.get(name) != value:
             raise UserError(f"{of} with {name} {header.shape.get(name)}, but the model has {value}; load that model")
     if weights_digest(model) != header.weights:
         raise UserError(f"{of}, and the model has the same shape but other weights; load that model")
-    if header.adapters is not None and header.adapters != adapters_digest(model):
+    if header.adapters not in (None, adapters):
         raise UserError(f"{of}, but {_OTHER_ADAPTERS}")
     if template_digest and header.template_digest not in ("", template_digest):
         raise UserError(
@@ -234,11 +236,9 @@ def _digest(header: _Header, tensors: dict[str, Tensor]) -> str:
 def _shape_of_model(model: PreTrainedModel) -> dict[str, Any]:
     """The shape that a state must have."""
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return {
         "layers": config.num_hidden_layers,
-        "kv_heads": 1 if has_latents(model) else kv_heads,
+        "kv_heads": 1 if has_latents(model) else cached_kv_heads(model),
         "head_dim": config.kv_lora_rank if has_latents(model) else head_width(config),
         "vocabulary": config.vocab_size,
         "dtype": str(model.dtype).removeprefix("torch."),

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
-from keepsight.models.decoder import head_width
+from keepsight.models.decoder import cached_kv_heads, head_width
 from keepsight.runtime import registry
 from keepsight.runtime.attention import Reader, Softmax, run
 from keepsight.runtime.importance import Reduce, reduce_group, top_indices
@@ -221,7 +221,7 @@ class SpeCache(PackedMethod):
     def check_model(self, model: PreTrainedModel, tokens: Tensor) -> None:
         super().check_model(model, tokens)
         config, (rows, length) = model.config.get_text_config(), tokens.shape
-        entry = config.num_hidden_layers, config.num_key_value_heads, head_width(config), model.dtype.itemsize
+        entry = config.num_hidden_layers, cached_kv_heads(model), head_width(config), model.dtype.itemsize
         require_memory(rows, length, *entry)
 
     @override

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.files import size_text
-from keepsight.models.decoder import head_width
+from keepsight.models.decoder import cached_kv_heads, has_latents, head_width
 from keepsight.runtime.layer import GROWTH, ROOM
 
 
@@ -169,15 +169,14 @@ def plan_for(
         UserError: the weights alone exceed the limit, or the model's attention is latent.
     """
     config = model.config.get_text_config()
-    if getattr(config, "kv_lora_rank", None):
+    if has_latents(model):
         raise UserError(f"memory cannot be planned for {config.model_type}, whose attention is latent; give no limit")
-    heads = config.num_attention_heads
     return MemoryPlan(
         limit=limit,
         weights=sum(each.nbytes for each in model.parameters()),
         head=head,
         layers=config.num_hidden_layers,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        kv_heads=cached_kv_heads(model),
         head_dim=head_width(config),
         requests=requests,
         budget=budget,

@@ -84,7 +84,7 @@ class SelectedLayer(OwnAttention, KeptLayer):
     @override
     def nbytes(self) -> int:
         """Bytes on the device: entries, and what the selector holds."""
-        return self.keys.nbytes + self.values.nbytes + (self.selector.nbytes if self.selector is not None else 0)
+        return super().nbytes + (self.selector.nbytes if self.selector is not None else 0)
 
     def prepare(self, selection: Selection) -> None:
         """Announce what the next step reads, before the model runs; a layer may start to fetch it."""
@@ -100,10 +100,7 @@ class SelectedLayer(OwnAttention, KeptLayer):
         heads = torch.arange(batch * kv_heads, device=indices.device).view(batch, kv_heads, 1) * room
         rows = (heads + indices).flatten()
         keys, values = (each.flatten(0, 2).index_select(0, rows).view(*indices.shape, -1) for each in (keys, values))
-        return self._expanded(keys, values, real)
-
-    def _expanded(self, keys: Tensor, values: Tensor, real: Tensor | None) -> LayerEntries:
-        return LayerEntries(*((keys, values) if self.expansion is None else self.expansion(keys, values)), real)
+        return self.attended(LayerEntries(keys, values, real))
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
@@ -137,7 +134,7 @@ class SelectedLayer(OwnAttention, KeptLayer):
     def read_turn(self, keys: Tensor, values: Tensor) -> LayerEntries:
         """Append entries [B, K, q, d] and return all, for tokens that attend to all of them."""
         self.append(*((keys, values) if self.expansion is None else self._new))
-        return self._expanded(*self.entries())
+        return self.attended()
 
     @override
     def entries(self) -> LayerEntries:

@@ -11,7 +11,7 @@ from keepsight.errors import require_whole
 from keepsight.runtime import registry
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.importance import attention_weights, reduce_group, top_indices
-from keepsight.runtime.layer import GROWTH, KeptLayer
+from keepsight.runtime.layer import KeptLayer, spare
 from keepsight.runtime.sparse_read.cache import (
     DenseLayer,
     LayerSelector,
@@ -184,9 +184,8 @@ class TopPages(LayerSelector):
         if any(now < before for now, before in zip(wanted, known, strict=True)):
             known = [min(pair) for pair in zip(wanted, known, strict=True)]
             self._bounds = self._bounds[:, :, : max(known)].clone()  # others may share what is to be written again
-        if (missing := max(wanted) - self._bounds.shape[2]) > 0:  # room for 16 pages at least
-            more = max(16, int(max(wanted) * GROWTH))
-            self._bounds = functional.pad(self._bounds, (0, 0, 0, missing + more))
+        if (missing := max(wanted) - self._bounds.shape[2]) > 0:
+            self._bounds = functional.pad(self._bounds, (0, 0, 0, missing + spare(max(wanted), least=16)))
         for place, (start, now, before) in enumerate(zip(starts, wanted, known, strict=True)):
             if now > before:
                 rows = slice(None) if len(starts) == 1 else slice(place, place + 1)
