@@ -203,8 +203,8 @@ def observe(
         model: The model that filled the cache, with the observers' adapter, if any, switched on.
         cache: Cache of N entries per head, from M >= N tokens; it is not changed.
         mask: [R, M] bool, False for left padding among the tokens; None when no row is padded. Where all layers have
-            full attention, R may be a multiple of the cache's B rows, of which R / B rows of observers after one
-            another then share each, and a row's mask may hide any entries.
+            full attention, R may be a multiple of the cache's B rows: R / B neighbouring rows of observers then share
+            one, and a row's mask may hide any entries.
         embeddings: [R, n, hidden], the observers' input embeddings.
         first: [R] int64, the first observer's position; the number of real tokens by default.
         observer_mask: [R, n] bool, False for padding on the right of the observers.
@@ -324,7 +324,7 @@ class ObservedLayer(ViewedLayer):
         self.observer_mask, self.reduction, self.keep = observer_mask, reduction, keep
 
     def taken(self) -> Tensor:
-        """What was kept, for the last time: a layer that is recomputed in the backward pass must keep no other."""
+        """What was kept; nothing more is: when it is recomputed in the backward pass, the layer attends again."""
         kept, self.keep = self.attention, _nothing
         del self.attention
         return kept
@@ -396,7 +396,7 @@ def _weights(query: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax, re
 
     Args:
         query: [R, H, q, d], the queries of the last q of S observers, causal among themselves.
-        keys: [B, K, N, d], before every observer; R / B rows of observers after one another share a row of them.
+        keys: [B, K, N, d], before every observer; R / B neighbouring rows of observers share a row of them.
         own_keys: [R, K, S, d] of the observers.
         softmax: The layer's.
         real: [R, 1 or K, N] bool, False for entries that a row does not see; None when there is none.
@@ -457,7 +457,7 @@ def _apart(side_by_side: Tensor, sharing: int, rows: int) -> Tensor:
 
 
 def _hide(stored: Tensor, own: Tensor, rows: int, padding: Tensor | None) -> None:
-    """Hide, in place, padding among the stored entries, whose shape it must fit, and own ones that come later."""
+    """Hide, in place, stored entries that are `padding`, which is broadcast to them, and observers that come later."""
     own.unflatten(2, (-1, rows))[..., -rows:].masked_fill_(later(rows, own.device), -torch.inf)
     if padding is not None:
         stored.masked_fill_(padding, -torch.inf)

@@ -160,7 +160,7 @@ class PackedMethod(CacheMethod):
     Attributes:
         bits: Bits per number of the packed entries: 1, 2 or 4.
         group: Numbers that share a zero point and a scale; it must divide the head dimension.
-        residual: Most recent tokens whose values (and at most whose keys) stay in full precision; a multiple of the
+        residual: Number of last tokens whose values stay in full precision, and at most as many keys; a multiple of the
             group.
         one_bit: Levels at 1 bit; see `Quantizer`.
     """

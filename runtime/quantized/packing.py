@@ -91,7 +91,7 @@ class Quantizer:
             zero, scale = low + (high - low) / 4, (high - low) / 2
         else:
             zero, scale = low, (high - low) / (2**self.bits - 1)
-        if groups.dtype == torch.float16:  # whose range that of a group may exceed
+        if groups.dtype == torch.float16:  # a group may span more than its largest number
             scale = scale.clamp(max=torch.finfo(torch.float16).max)
         zero, scale = zero.to(groups.dtype), scale.to(groups.dtype)
         # A constant group has the scale 0, and is 0 above its zero point.
