@@ -16,6 +16,7 @@ from huggingface_hub import ModelCard, ModelHubMixin, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import Self
@@ -215,6 +216,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # dtypes and shapes that torch does not have raise anything
         reason = one_line(error, 200)
         raise UserError(f"{path}: not a safetensors file ({reason}); fetch it again, or train it again") from None
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Write tensors to a safetensors file, and return its digest by its name."""
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(plain, path, metadata={"format": "pt"})
+    return {path.name: file_digest(path)}
 
 
 def check_names_and_shapes(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

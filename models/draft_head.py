@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, PreTrainedModel
@@ -33,8 +32,8 @@ from transformers.models.llama.modeling_llama import (
 from typing_extensions import Self
 
 from keepsight.errors import UserError, one_line
-from keepsight.files import file_digest, read_json, write_json
-from keepsight.models.artifacts import Artifact, load_weights
+from keepsight.files import read_json, write_json
+from keepsight.models.artifacts import Artifact, load_weights, write_tensors
 from keepsight.models.card import CardBasics, metrics_table, write_card
 from keepsight.models.decoder import floats_of, head_width
 from keepsight.models.eagle_files import (
@@ -226,11 +225,8 @@ class EagleHead(nn.Module, Artifact):
         return head
 
     def _write(self, folder: Path) -> None:
-        state = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
-        if self.own_embedding is not None:
-            state[EMBEDDING] = self.own_embedding.cpu()
-        save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
-        digests = {WEIGHTS: file_digest(folder / WEIGHTS)}
+        own = {} if self.own_embedding is None else {EMBEDDING: self.own_embedding}
+        digests = write_tensors(folder / WEIGHTS, self.state_dict() | own)
         write_json(folder / ORIGIN, {"provenance": asdict(self.provenance), "digests": digests})
         write_json(folder / CONFIG, self.public_config())
 

@@ -14,14 +14,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from peft import LoraConfig, PeftConfig
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import Self
 
 from keepsight.errors import UserError, one_line
 from keepsight.files import file_digest, read_json, write_json
-from keepsight.models.artifacts import Artifact, as_weights, check_digest, read_tensors
+from keepsight.models.artifacts import Artifact, as_weights, check_digest, read_tensors, write_tensors
 from keepsight.models.card import CardBasics, Provenance, example, metrics_table, write_card
 from keepsight.models.decoder import input_embedding, input_width
 from keepsight.models.distributed import gathered
@@ -261,10 +260,10 @@ class LookaheadAdapter(Artifact):
 
     def _write(self, folder: Path) -> None:
         self._check_shapes(self.folder)
-        save_file(self.lora, folder / ADAPTER, metadata={"format": "pt"})
-        save_file({"lookahead_tokens": self.tokens.contiguous()}, folder / TOKENS, metadata={"format": "pt"})
         self._peft_config().save_pretrained(str(folder))
-        digests = {name: file_digest(folder / name) for name in (ADAPTER, TOKENS, PEFT_CONFIG)}
+        digests = write_tensors(folder / ADAPTER, self.lora)
+        digests |= write_tensors(folder / TOKENS, {"lookahead_tokens": self.tokens})
+        digests[PEFT_CONFIG] = file_digest(folder / PEFT_CONFIG)
         values = {"settings": asdict(self.settings), "provenance": asdict(self.provenance), "digests": digests}
         write_json(folder / CONFIG, values | ({"head_weights": self.head_weights} if self.head_weights else {}))
         for path in self.folder.glob("*.png"):  # the pictures of its card

@@ -16,7 +16,6 @@ from typing import Annotated, Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, PreTrainedModel
@@ -24,8 +23,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from typing_extensions import Self
 
 from keepsight.errors import UserError, one_line
-from keepsight.files import file_digest, read_json, write_json
-from keepsight.models.artifacts import LARGEST_SIZE, Artifact, check_digest, load_weights, read_tensors
+from keepsight.files import read_json, write_json
+from keepsight.models.artifacts import LARGEST_SIZE, Artifact, check_digest, load_weights, read_tensors, write_tensors
 from keepsight.models.card import CardBasics, Provenance, example, metrics_table, write_card
 from keepsight.models.decoder import cached_kv_heads, full_attention_layers, input_width
 from keepsight.models.draft_head import DraftHead, HeadRotaryEmbedding, default_feature_layers, normed_features
@@ -382,9 +381,7 @@ class RetrievalHead(nn.Module, Artifact):
         return head.requires_grad_(False)
 
     def _write(self, folder: Path) -> None:
-        state = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
-        save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
-        digests = {WEIGHTS: file_digest(folder / WEIGHTS)}
+        digests = write_tensors(folder / WEIGHTS, self.state_dict())
         values = {"head": asdict(self.config), "provenance": asdict(self.provenance), "digests": digests}
         write_json(folder / CONFIG, values)
 
