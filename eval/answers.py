@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from typing_extensions import override
 
-from keepsight.models.decoder import head_width
+from keepsight.models.decoder import cached_kv_heads, head_width
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.generate import Reapply, decode, stop_after
 from keepsight.runtime.join import join
@@ -292,4 +292,4 @@ def _length(answer: Sequence[int], end_tokens: Sequence[int]) -> int:
 def _entry_bytes(model: PreTrainedModel) -> int:
     """Bytes of the keys and values of one token in all layers."""
     config = model.config.get_text_config()
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_width(config) * model.dtype.itemsize
+    return 2 * config.num_hidden_layers * cached_kv_heads(model) * head_width(config) * model.dtype.itemsize

@@ -18,6 +18,7 @@ from keepsight.eval.results import Key, Row, key_of
 from keepsight.eval.sweep import Variant
 from keepsight.eval.tasks.samples import RenderedSample, Sample
 from keepsight.files import read_json, write_json
+from keepsight.models.decoder import cached_kv_heads
 from keepsight.models.targets import Target
 from keepsight.runtime.prompt_compression.text import token_texts
 
@@ -77,9 +78,10 @@ class KeptTokens:
         for row in rows:
             if (row["method"], row["budget"]) in made:
                 counts[count_key(row)] = made[row["method"], row["budget"]]
-        config = self.target.model.config.get_text_config()
+        model = self.target.model
+        layers, kv_heads = model.config.get_text_config().num_hidden_layers, cached_kv_heads(model)
         tokens = token_texts(self.target.tokenizer, sample.prompt_ids.tolist())
-        content = KeptOfSample(tokens, config.num_hidden_layers, config.num_key_value_heads, counts)
+        content = KeptOfSample(tokens, layers, kv_heads, counts)
         write_json(path_of(self.out, rows[0]), asdict(content))
 
 

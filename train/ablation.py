@@ -11,6 +11,7 @@ from torch.autograd import Function
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.models.decoder import cached_kv_heads
 from keepsight.train.dataset import Batch
 from keepsight.train.fidelity import Importances, measure_fidelity
 from keepsight.train.importance import ImportanceObjective
@@ -106,7 +107,7 @@ class SideBySide(ReplayedObjective):
 
     @override
     def measure(self, batches: Iterable[dict[str, Any]], budget: int) -> dict[str, Any]:
-        kv_heads = self.cells[0].objective.lookahead.model.config.get_text_config().num_key_value_heads
+        kv_heads = cached_kv_heads(self.cells[0].objective.lookahead.model)
         with self.measuring():
             measured = measure_fidelity(self.importances, batches, kv_heads, budget)
         pairs = zip(self.cells, measured, strict=True)

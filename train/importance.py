@@ -27,6 +27,7 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.models.decoder import (
     FULL,
+    cached_kv_heads,
     decoder_of,
     full_attention_layers,
     layer_kinds,
@@ -197,7 +198,7 @@ class ImportanceObjective(ReplayedObjective):
 
     @override
     def measure(self, batches: Iterable[dict[str, Any]], budget: int) -> dict[str, Any]:
-        kv_heads = self.lookahead.model.config.get_text_config().num_key_value_heads
+        kv_heads = cached_kv_heads(self.lookahead.model)
         with self.measuring():
             (fidelity,) = measure_fidelity(lambda batch: [self.importances(batch)], batches, kv_heads, budget)
         return fidelity.metrics()

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from keepsight import generate
 from keepsight.errors import UserError
@@ -41,6 +42,14 @@ def test_slots_for_all_entries_give_full_attention(family, speculative):
     expected, _ = score_answer(model, FullCache().start(model, ids), _answer(40, 40))
     nll, _ = score_answer(method.reader(model), method.start(model, ids), _answer(40, 40))
     assert_close(nll, expected)
+
+
+def test_a_family_whose_configuration_names_no_kv_heads():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 64}
+    model: Any = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=128, initializer_range=0.2, **sizes)).eval()
+    ids, options = prompt_ids(50)[0], {"max_new_tokens": 8, "eos_token_id": None}
+    assert torch.equal(generate(model, ids, _method(50), **options), generate(model, ids, **options))
 
 
 @pytest.mark.parametrize(("bits", "speculative", "heads"), [(1, True, "max"), (2, True, "mean"), (1, False, "mean")])
