@@ -46,9 +46,15 @@ def test_slots_for_all_entries_give_full_attention(family, speculative):
 
 def test_a_family_whose_configuration_names_no_kv_heads():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 64}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+    }
     model: Any = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=128, initializer_range=0.2, **sizes)).eval()
-    ids, options = prompt_ids(50)[0], {"max_new_tokens": 8, "eos_token_id": None}
+    ids = prompt_ids(50)[0]
+    options: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": None}
     assert torch.equal(generate(model, ids, _method(50), **options), generate(model, ids, **options))
 
 
