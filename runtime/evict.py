@@ -33,7 +33,6 @@ from keepsight.runtime.importance import (
     Reduce,
     protected,
     reduce_group,
-    require_scores,
     select_top,
     top_mask,
     value_norms,
@@ -133,8 +132,7 @@ class Evict(CacheMethod):
 
     @override
     def budget_for(self, length: int) -> int:
-        whole = Budget(self.budget).entries(length) if isinstance(self.budget, float) else self.budget
-        return whole - self.every
+        return Budget(self.budget).entries(length) - self.every
 
     @override
     def needs(self) -> Needs:
@@ -243,15 +241,24 @@ class Evict(CacheMethod):
         return [self.layer_importance(*pair) for pair in zip(found, layers, strict=True)]
 
     def layer_importance(self, scores: Tensor, layer: KeptLayer) -> Tensor:
-        """Scores [B, H or K, C] of a layer reduced over heads and pooled, with protected entries and padding marked."""
-        entries = layer.entries()
-        require_scores(type(self.observer).__name__, scores, entries)
+        """Scores [B, H or K, C] of a layer reduced over heads and pooled, with protected entries and padding marked.
+
+        Raises:
+            UserError: the scores are not one for each entry.
+        """
+        entries, shape = layer.entries(), [*scores.shape]
+        batch, kv_heads, length, _ = entries.keys.shape
+        if len(shape) != 3 or shape[::2] != [batch, length] or not shape[1] or shape[1] % kv_heads:
+            raise UserError(
+                f"{type(self.observer).__name__} returned scores of shape {shape} for a layer; expected "
+                f"[{batch}, {kv_heads}, {length}] by KV head, or a multiple of {kv_heads} by query head"
+            )
         scores = scores if scores.is_floating_point() else scores.float()
-        importance = reduce_group(scores, entries.keys.shape[1], self.reduce.heads)
+        importance = reduce_group(scores, kv_heads, self.reduce.heads)
         if self.value_norm:
             if self.observer.signed is None and bool((importance < 0).any()):
                 self._require_unweighted()
-            importance = importance * value_norms(layer.attended().values, importance.shape[1])
+            importance = importance * value_norms(layer.attended().values, kv_heads)
         return protected(importance, entries.real, self.pool, self.sinks, self.window)
 
     def select(self, state: State, importance: list[Tensor]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from keepsight.errors import UserError, as_options
 from keepsight.runtime.attention import Softmax, later
-from keepsight.runtime.layer import Counts, LayerEntries
+from keepsight.runtime.layer import Counts
 
 ROWS_AT_ONCE = 128
 """Bounds the memory of one block of attention weights to B x H x 128 x S float32."""
@@ -309,18 +309,3 @@ def value_norms(values: Tensor, kv_heads: int) -> Tensor:
     """L2 norms [B, K, C] float32 of values [B, K, C, d]; of values [B, H, C, d] the mean over a KV head's group."""
     precise = torch.promote_types(values.dtype, torch.float32)
     return reduce_group(torch.linalg.vector_norm(values, dim=-1, dtype=precise).float(), kv_heads)
-
-
-def require_scores(name: str, scores: Tensor, entries: LayerEntries) -> None:
-    """Refuse scores that are not one for each entry of a layer.
-
-    Raises:
-        UserError: with one line that names the observer, the shape that it returned and the expected one.
-    """
-    batch, kv_heads, length, _ = entries.keys.shape
-    shape = [*scores.shape]
-    if len(shape) != 3 or shape[::2] != [batch, length] or not shape[1] or shape[1] % kv_heads:
-        raise UserError(
-            f"{name} returned scores of shape {shape} for a layer; expected [{batch}, {kv_heads}, {length}] by KV "
-            f"head, or a multiple of {kv_heads} by query head"
-        )
