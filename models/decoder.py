@@ -22,6 +22,7 @@ BOUNDED = ("sliding_attention", CHUNKED, *RECURRENT)
 """Kinds of layers whose cache does not grow with the prompt; the last ones keep a recurrent state."""
 _OTHER_HEADS = ("diffllama", "jetmoe")
 _OTHER_CACHES = ("minimax", "recurrent_gemma")
+_OUTPUTS = ("o_proj", "out_proj", "dense")
 _MAY_BE_INFINITE = "time_step_limit"  # of state-space layers
 
 
@@ -90,6 +91,33 @@ def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     logits: Tensor = lm_head(hidden) * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def output_projection(model: PreTrainedModel, index: int) -> nn.Module:
+    """The module that a decoder layer's attention ends with: it multiplies all heads' outputs by W_O.
+
+    Raises:
+        UserError: the attention of that layer has none that is known.
+    """
+    for module in decoder_of(model).layers[index].modules():
+        if hasattr(module, "layer_idx"):
+            for name in _OUTPUTS:
+                if isinstance(found := getattr(module, name, None), nn.Module):
+                    return found
+    raise UserError(f"{model.config.model_type}: the attention of layer {index} has no output projection that is known")
+
+
+def output_weight(model: PreTrainedModel, index: int) -> Tensor:
+    """W_O [hidden, H x d] of a decoder layer's attention; d is the width of a value.
+
+    Raises:
+        UserError: it is quantized, offloaded, or not known.
+    """
+    projection = output_projection(model, index)
+    weight = getattr(projection, "weight", None)
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dtype.itemsize < 2 or weight.is_meta:
+        raise UserError(f"the output projection of layer {index} is no plain matrix; load the model unquantized, whole")
+    return weight.detach()
 
 
 # What is supported

@@ -81,6 +81,7 @@ class Evict(CacheMethod):
     during_prefill: bool | None = None
     value_norm: bool = False
     reads_images = True
+    waits = False  # True where a method evicts only once all layers have read the whole prompt
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -185,7 +186,7 @@ class Evict(CacheMethod):
         batch, width = input_ids.shape
         lengths = [width] * batch if mask is None else mask.sum(dim=1).tolist()
         budgets = [*map(self.budget_for, lengths)]
-        waits = self.during_prefill is False or self.allocate.across_layers
+        waits = self.waits or self.during_prefill is False or self.allocate.across_layers
         if waits or all(map(operator.le, lengths, budgets)):
             return None
         if not isinstance(observer := self.bound_observer, LayerObserver):

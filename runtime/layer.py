@@ -93,6 +93,7 @@ class KeptLayer(DynamicLayer):
         token_mask: [B, M] bool, False for left padding among the first tokens of a batch from which nothing was
             evicted; None for none. Attention takes it from the model's mask.
         expansion: Makes every head's keys and values of cached latents; None where the cache holds keys and values.
+        output_weight: Gives W_O [hidden, H x d] of the layer's attention; None for a layer without a model.
         recorded: What was recorded while tokens were read; None for nothing.
     """
 
@@ -100,6 +101,7 @@ class KeptLayer(DynamicLayer):
     values: Tensor
     token_mask: Tensor | None = None
     expansion: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    output_weight: Callable[[], Tensor] | None = None
     recorded: Recorded | None = None
 
     def __init__(
@@ -196,6 +198,7 @@ class KeptLayer(DynamicLayer):
         self._shared = self.keys.shape[2]
         twin = KeptLayer(self.keys, self.values, self.seen, self.real)
         twin.recorded, twin.token_mask, twin.expansion = self.recorded, self.token_mask, self.expansion
+        twin.output_weight = self.output_weight
         return twin
 
     def keep(
@@ -225,7 +228,7 @@ class KeptLayer(DynamicLayer):
         recorded = self.recorded and self.recorded.last(window)
         if recorded and recorded.accumulated is not None:
             recorded = replace(recorded, accumulated=_accumulated_at(recorded.accumulated, mask, counts))
-        kept.recorded, kept.expansion = recorded, self.expansion
+        kept.recorded, kept.expansion, kept.output_weight = recorded, self.expansion, self.output_weight
         return kept
 
 

@@ -365,7 +365,7 @@ def layer_of_tensors(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
         layer = RaggedLayer(tensors["kept_keys"], tensors["kept_values"], counts, seen, (keys, values))
     elif "real" not in tensors:
         layer.token_mask = empty.token_mask
-    layer.expansion = empty.expansion
+    layer.expansion, layer.output_weight = empty.expansion, empty.output_weight
     return layer
 
 

@@ -9,6 +9,7 @@ state) keep the cache that transformers gives them: they are copied with the oth
 """
 
 import copy
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from keepsight.errors import UserError, require_whole
-from keepsight.models.decoder import FULL, has_latents, require_supported
+from keepsight.models.decoder import FULL, has_latents, output_weight, require_supported
 from keepsight.runtime.attention import Reader, Softmax, is_bounded, run
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.images import Images
@@ -389,10 +390,10 @@ def empty_cache(model: PreTrainedModel, mask: Tensor | None = None) -> Cache:
     """
     require_supported(model)
     layers = list[Any]()
-    for layer in DynamicCache(config=model.config).layers:
+    for index, layer in enumerate(DynamicCache(config=model.config).layers):
         if type(layer) is DynamicLayer:
             layer = KeptLayer()
-            layer.token_mask = mask
+            layer.token_mask, layer.output_weight = mask, functools.partial(output_weight, model, index)
         layers.append(layer)
     if has_latents(model):
         for layer, expansion in zip(full_layers(Cache(layers=layers)), expansions(model), strict=True):

@@ -9,8 +9,12 @@ from pkgutil import iter_modules as _iter_modules
 from keepsight.runtime.drafting.speckv import SpecKV as SpecKV
 from keepsight.runtime.evict import Evict as Evict
 from keepsight.runtime.generate import FullCache as FullCache
+from keepsight.runtime.methods.critical import CriticalAdaKV as CriticalAdaKV
+from keepsight.runtime.methods.critical import CriticalKV as CriticalKV
 from keepsight.runtime.methods.drafts import DapQ as DapQ
 from keepsight.runtime.methods.drafts import Oracle as Oracle
+from keepsight.runtime.methods.geometry import CurDKV as CurDKV
+from keepsight.runtime.methods.geometry import KeyDiff as KeyDiff
 from keepsight.runtime.methods.laq import LAQ as LAQ
 from keepsight.runtime.methods.laq import LAQPlus as LAQPlus
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV as LookaheadKV
@@ -20,6 +24,7 @@ from keepsight.runtime.methods.positions import LaCache as LaCache
 from keepsight.runtime.methods.positions import RandomEntries as RandomEntries
 from keepsight.runtime.methods.positions import StreamingLLM as StreamingLLM
 from keepsight.runtime.methods.resources import Resources as Resources
+from keepsight.runtime.methods.rkv import RKV as RKV
 from keepsight.runtime.methods.window import H2O as H2O
 from keepsight.runtime.methods.window import TOVA as TOVA
 from keepsight.runtime.methods.window import AdaKV as AdaKV

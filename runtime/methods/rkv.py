@@ -1,0 +1,115 @@
+"""R-KV (arXiv 2505.24133): entries that are attended to and unlike later ones stay while a long answer is decoded."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from typing_extensions import override
+
+from keepsight.errors import UserError, require_whole
+from keepsight.runtime import registry
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.importance import NO_POOL, ROWS_AT_ONCE, Pool, pool
+from keepsight.runtime.layer import KeptLayer
+from keepsight.runtime.observe import LayerObserver, Observer, recorded_queries
+from keepsight.runtime.state import Needs
+
+
+@registry.observer("redundancy")
+@dataclass(frozen=True)
+class Redundancy(LayerObserver):
+    """Attention of the last tokens minus how much an entry's key is like the others' (R-KV, section 3).
+
+    The softmax of the attention is over the entries before the window alone, of each KV head's largest logits. The
+    published code also forgives each key without a likeness above the threshold that with the first key; the paper does
+    not, nor does this.
+
+    Attributes:
+        share: Weight of the attention, lambda; the redundancy has the rest. 0.1 in the paper, 0.07 in its code.
+        window: Number of last tokens that observe; None for the method's window.
+        threshold: Cosine above which two keys are alike. Of the keys that are like an entry's, the last one is not held
+            against it.
+        kernel: Of the max pooling of the attention.
+    """
+
+    share: float = 0.1
+    window: int | None = None
+    threshold: float = 0.5
+    kernel: int = 7
+    signed = True
+
+    def __post_init__(self) -> None:
+        Pool(kernel=self.kernel)
+        require_whole("rkv", 1, window=1 if self.window is None else self.window)
+        for name in ("share", "threshold"):
+            if type(value := getattr(self, name)) not in (int, float) or not 0 <= value <= 1:
+                raise UserError(f"rkv: {name} {value!r} must be between 0 and 1")
+
+    @override
+    def score(self, layer: KeptLayer, reduction: str) -> Tensor:
+        assert self.window is not None
+        attention = self._attention(layer, self.window)
+        redundancy = self._redundancy(layer)[..., : attention.shape[-1]]
+        score = self.share * attention - (1 - self.share) * redundancy
+        return functional.pad(score, (0, layer.entries().keys.shape[2] - score.shape[-1]))
+
+    @override
+    def needs(self) -> Needs:
+        return Needs(window=self.window or 0)
+
+    @override
+    def bound(self, budget: int | float, sinks: int, window: int) -> Observer:
+        if self.window is None and not window:
+            raise UserError("rkv: no token observes; give the method a window, or the observer")
+        return replace(self, window=window) if self.window is None else self
+
+    def _attention(self, layer: KeptLayer, window: int) -> Tensor:
+        """[B, K, C - w] float32, pooled, of the w last queries."""
+        recorded = recorded_queries(layer, window)
+        keys, _, real = layer.attended()
+        queries: Tensor = recorded.queries
+        older, rows = max(keys.shape[2] - queries.shape[2], 1), queries.shape[2]
+        grouped = queries.reshape(len(queries), keys.shape[1], -1, queries.shape[-1])
+        logits = layer.softmax.logits(grouped, keys[:, :, :older]).unflatten(2, (-1, rows)).amax(dim=2)
+        if real is not None:
+            logits = logits.masked_fill(~real[:, :, None, :older], torch.finfo(torch.float32).min)
+        weights = logits.softmax(dim=-1)
+        if recorded.query_mask is None:
+            return pool(weights.mean(dim=2), self.kernel)
+        observing = recorded.query_mask.to(weights.device)
+        total = (weights * observing[:, None, :, None]).sum(dim=2)
+        return pool(total / observing.sum(dim=1).clamp(min=1)[:, None, None], self.kernel)
+
+    def _redundancy(self, layer: KeptLayer) -> Tensor:
+        """[B, K, C] float32: the softmax over entries of their mean likeness to others; block by block of rows."""
+        keys, _, real = layer.attended()
+        directions = functional.normalize(keys.float(), dim=-1)
+        if real is not None:
+            directions = directions * real[..., None]
+        length = keys.shape[2]
+        places, total = torch.arange(length, device=keys.device), torch.zeros_like(directions[..., 0])
+        for start in range(0, length, ROWS_AT_ONCE):
+            rows = places[start : start + ROWS_AT_ONCE]
+            alike = directions[:, :, rows] @ directions.mT
+            alike.masked_fill_(places == rows[:, None], 0.0)
+            last = torch.where(alike > self.threshold, places, -1).amax(dim=-1, keepdim=True)
+            total += alike.masked_fill_(places == last, 0.0).sum(dim=2)
+        if real is None:
+            return (total / length).softmax(dim=-1)
+        mean = total / real.sum(dim=-1, keepdim=True).clamp(min=1)
+        return mean.masked_fill(~real, torch.finfo(torch.float32).min).softmax(dim=-1)
+
+
+@registry.method("rkv", label="R-KV")
+@dataclass(frozen=True)
+class RKV(Evict):
+    """Keeps the last 8 entries and those that they attend to and that no later one repeats (R-KV, arXiv 2505.24133).
+
+    Evicts once after the prompt, which the published code does for the first prompt alone; `every=128` evicts while
+    decoding, as the paper does.
+    """
+
+    observer: Observer = Redundancy()
+    pool: Pool = NO_POOL
+    window: int = 8
