@@ -52,7 +52,7 @@ class HarnessModel(TemplateLM):
         revision: Branch, tag or commit of the target.
         dtype: auto, float32, bfloat16 or float16.
         device: auto, cpu, cuda, ...; the harness gives its own `--device`, cuda:0 by default: the CPU without a GPU.
-        attention: auto, sdpa, eager or flash_attention_2 (experimental).
+        attention: auto, sdpa, eager, or flash_attention_2, _3 or _4 (experimental).
         max_length: Longest context with its answer, in tokens; the base model's by default. Longer contexts lose their
             beginning, as the harness's own models have it.
         batch_size: Must be 1: contexts are compressed one at a time.

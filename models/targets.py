@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 
 from keepsight.errors import UserError, one_line
 from keepsight.experimental import is_on
@@ -34,7 +34,12 @@ from keepsight.models.distributed import gathered
 from keepsight.models.model_files import hub_answers, located, published_name, record_version, version_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ATTENTION = ("sdpa", "eager", "flash_attention_2")
+FLASH = {
+    "flash_attention_2": is_flash_attn_2_available,
+    "flash_attention_3": is_flash_attn_3_available,
+    "flash_attention_4": is_flash_attn_4_available,
+}
+ATTENTION = ("sdpa", "eager", *FLASH)
 QUANTIZE = ("nf4", "int8")
 
 
@@ -115,7 +120,7 @@ def load_target(
         packaged_digest: The `sha256:...` that the packaged file must have.
         dtype: `auto` (bfloat16 on an accelerator, float32 on the CPU) or a key of `DTYPES`.
         device: `auto`, or a torch device.
-        attention: `auto` (transformers' choice), or one of `ATTENTION`; flash_attention_2 is experimental.
+        attention: `auto` (transformers' choice), or one of `ATTENTION`; those of `FLASH` are experimental.
         template: Arguments of the chat template; see `with_arguments`.
         quantize: `nf4` or `int8`: weights are quantised while they are loaded, by bitsandbytes.
         device_map: `auto` spreads the layers over all GPUs (experimental), if `device` is `auto` and this process is
@@ -202,10 +207,10 @@ def _attention(name: str, device: str) -> str | None:
     """None leaves it to transformers, which takes sdpa where the architecture has it, else eager."""
     if name not in ("auto", *ATTENTION):
         raise UserError(f"attention {name!r} is unknown; choose auto or one of {', '.join(ATTENTION)}")
-    flash = device != "cpu" and is_flash_attn_2_available()
-    if name == "flash_attention_2" and not flash:
-        raise UserError("attention 'flash_attention_2' needs a GPU and the package flash-attn; choose auto")
-    return ("flash_attention_2" if flash and is_on("flash") else None) if name == "auto" else name
+    if name in FLASH and (device == "cpu" or not FLASH[name]()):
+        raise UserError(f"attention {name!r} needs a GPU and its package of flash-attn; choose auto")
+    flash = name == "auto" and device != "cpu" and is_flash_attn_2_available() and is_on("flash")
+    return "flash_attention_2" if flash else None if name == "auto" else name
 
 
 def _devices(name: str) -> list[str]:

@@ -1,6 +1,7 @@
-"""HELMET (arXiv:2410.02694): its recall, RAG and ICL tasks, from a folder with HELMET's own data."""
+"""HELMET (arXiv:2410.02694): its recall, RAG, reranking and ICL tasks, from a folder with HELMET's own data."""
 
 import hashlib
+import math
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +32,8 @@ class HelmetTask:
     Attributes:
         prompt: The template, with {context}.
         file: The rows' file below HELMET's folder, {size} in it for one of `sizes`.
-        sizes: Lengths, or numbers of pairs, documents or demonstrations, one for each of HELMET's lengths.
+        sizes: Lengths, or numbers of pairs, documents or demonstrations, one for each of HELMET's lengths; None where
+            HELMET has no such task.
         metric: A key of `keepsight.eval.tasks.metrics.METRICS`.
         tokens: Generation length.
         examples: The file of the demonstrations.
@@ -39,7 +41,7 @@ class HelmetTask:
 
     prompt: str
     file: str
-    sizes: list[int]
+    sizes: list[int | None]
     metric: str
     tokens: int
     examples: str = ""
@@ -55,11 +57,14 @@ Fields = Callable[[str, Row], tuple[dict[str, str], Any]]
 
 @dataclass
 class Helmet(Benchmark):
-    """HELMET: helmet_recall, helmet_rag and helmet_icl, without the chat template, as its configurations have it.
+    """HELMET: helmet_recall, _rag, _rerank and _icl, without the chat template, as its configurations have it.
+
+    Its long questions and summaries are missing: they take a model's verdicts and Llama 2's tokenizer. So are its
+    citations, which another model checks.
 
     Attributes:
-        dir: HELMET's `data` folder with ruler/, json_kv/ and kilt/; for ICL also icl/NAME/train.jsonl and test.jsonl,
-            rows of text and label (a whole number).
+        dir: HELMET's `data` folder with ruler/, json_kv/, kilt/ and msmarco/; for ICL also icl/NAME/train.jsonl and
+            test.jsonl, rows of text and label (a whole number).
     """
 
     TASKS: ClassVar[tuple[str, ...]] = tuple(HELMET_TASKS)
@@ -68,7 +73,7 @@ class Helmet(Benchmark):
 
     @override
     def groups(self, protocol: Protocol) -> Mapping[str, Sequence[str]]:
-        kinds = ("recall", "rag", "icl")
+        kinds = ("recall", "rag", "rerank", "icl")
         return {"": self.TASKS, **{kind: [task for task in self.TASKS if task.startswith(kind)] for kind in kinds}}
 
     @override
@@ -86,8 +91,13 @@ class Helmet(Benchmark):
     def _samples(self, task: str, length: int, request: TaskRequest) -> list[RenderedSample]:
         entry, folder = HELMET_TASKS[task], Path(self.dir or "")
         size, examples = entry.sizes[_LENGTHS.index(length)], folder / entry.examples
+        if size is None:
+            request.notes[f"helmet {task} {length}"] = "HELMET has no data of this length"
+            return []
         if task.startswith("icl"):
             fields_of = _icl(examples, size)
+        elif task.startswith("rerank"):
+            fields_of = _rerank([row for _, row in _rows(examples)])
         elif task.startswith("rag"):
             fields_of = _rag([row for _, row in _rows(examples)])
         else:
@@ -154,6 +164,33 @@ def _rag(examples: Sequence[Row]) -> Fields:
     return fields
 
 
+def _rerank(examples: Sequence[Row]) -> Fields:
+    """Passages to be put in order; the answer is the passages' labels, such as `12 3, 7 0`."""
+
+    def fields(where: str, row: Row) -> tuple[dict[str, str], Any]:
+        shown = [
+            f"{_passages(each)}\n\nQuery: {each['query']}\nRanking: {' > '.join(_ranked(each))}\n\n"
+            for each in _demonstrations(str(row["qid"]), "qid", examples)
+        ]
+        labels = ", ".join(f"{each['id']} {int(each['label'])}" for each in row["ctxs"])
+        question = text_field(where, row, "query")
+        return {"question": question, "context": _passages(row), "demos": "".join(shown)}, labels
+
+    return fields
+
+
+def _ranked(row: Row) -> list[str]:
+    return [str(each["id"]) for each in sorted(row["ctxs"], key=lambda each: -int(each["label"]))]
+
+
+def _passages(row: Row) -> str:
+    named = "title" in row["ctxs"][0]
+    return "\n\n".join(
+        f"[ID: {each['id']}] Document{' (Title: ' + each['title'] + ')' if named else ''}: {each['text']}"
+        for each in row["ctxs"]
+    )
+
+
 def _icl(examples: Path, shots: int) -> Fields:
     """Balanced demonstrations, whose labels are numbers drawn anew for each text."""
     train = [row for _, row in _rows(examples)]
@@ -209,3 +246,23 @@ def _exact_label(prediction: str, reference: str) -> float:
     found = re.search("label:(.*)", line, re.IGNORECASE)
     label = re.sub("^label:", "", (found[1] if found else line).strip(), flags=re.IGNORECASE)
     return float(normalise(label) == normalise(reference))
+
+
+@metric("ndcg_10")
+def _ndcg(prediction: str, reference: str) -> float:
+    """NDCG of the 10 first documents of the longest ranking in the first line, such as `3 > 1 > 2` (trec_eval's).
+
+    Args:
+        prediction: Holds the ranking; brackets, colons and `ID` are left out.
+        reference: Each document and its gain, such as `12 3, 7 0`.
+    """
+    gains = {name: int(gain) for name, gain in (each.split() for each in reference.split(", "))}
+    line = re.sub(r"[\[\]:]", "", prediction.split("\n")[0]).lower().replace("id", "")
+    longest = max((found[0] for found in re.finditer(r"\d+(?:\s*>\s*\d+)*", line)), key=len, default="")
+    ranking = dict.fromkeys(each.strip() for each in longest.split(">"))
+    best = _discounted(sorted(gains.values(), reverse=True))
+    return _discounted([gains.get(each, 0) for each in ranking]) / best if best else 0.0
+
+
+def _discounted(gains: list[int]) -> float:
+    return sum(gain / math.log2(place + 2) for place, gain in enumerate(gains[:10]))

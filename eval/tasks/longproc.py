@@ -1,11 +1,15 @@
-"""LongProc (arXiv:2501.05414): long procedures to be written out; the tasks whose answer needs no program to be run.
+"""LongProc (arXiv:2501.05414): long procedures to be written out.
 
 Metrics as in https://github.com/princeton-pli/LongProc, `longproc/*_evaluator.py`.
 """
 
 import csv
+import json
 import re
+import shutil
 import string
+import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -27,10 +31,13 @@ _METRICS = {
     "tom_tracking": "same_beliefs",
     "countdown": "reaches_target",
     "travel_planning": "same_trip",
+    "pseudo_to_code": "passes_tests",
 }
+_NOT_THERE = (("travel_planning", "0.5k"), ("pseudo_to_code", "8k"))
 _ITEMS = {
     "countdown": "nums, a list of whole numbers, and target, one",
     "travel_planning": "ground_truth_cities and ground_truth_durations, texts such as Oslo**Rome and 4**3",
+    "pseudo_to_code": "testcases, pairs of the lines that a program reads and those that it must print",
 }
 _TOKENS = {"0.5k": 1024, "2k": 3072, "8k": 9216}
 
@@ -42,23 +49,32 @@ class LongProc(Benchmark):
     Attributes:
         dir: Folder of JSONL files of what LongProc's load_longproc_data returns: task, input_prompt (or prompt),
             reference_output and item in each row.
+        run_programs: Whether the C++ programs that the model writes for pseudo_to_code may be compiled and run, with
+            your rights on this machine.
     """
 
     TASKS: ClassVar[tuple[str, ...]] = tuple(
-        f"{task}_{size}" for task in _METRICS for size in _TOKENS if (task, size) != ("travel_planning", "0.5k")
+        f"{task}_{size}" for task in _METRICS for size in _TOKENS if (task, size) not in _NOT_THERE
     )
 
     dir: str | None = None
+    run_programs: bool = False
 
     @override
     def groups(self, protocol: Protocol) -> Mapping[str, list[str]]:
         present = {str(row.get("task")) for _, row in self._rows()} if self.dir else {*self.TASKS}
-        return {"": [task for task in self.TASKS if task in present]}
+        allowed = {task for task in present if self.run_programs or not task.startswith("pseudo_to_code")}
+        return {"": [task for task in self.TASKS if task in allowed]}
 
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         if self.dir is None:
             raise UserError("longproc tasks need longproc.dir=FOLDER with what LongProc's load_longproc_data returns")
+        if task.startswith("pseudo_to_code") and not (self.run_programs and shutil.which("g++")):
+            raise UserError(
+                f"longproc_{task} compiles and runs what the model writes: install g++, and allow it with "
+                "longproc.run_programs=true"
+            )
         rows = ((where, row) for where, row in self._rows() if row.get("task") == task)
 
         def make(where: str, row: Row, number: int) -> list[RenderedSample]:
@@ -90,6 +106,11 @@ def _reference(family: str, where: str, row: Row) -> str:
             numbers, target = row["item"]["nums"], row["item"]["target"]
             if all(type(each) is int for each in (*numbers, target)):
                 return f"{' '.join(map(str, numbers))} -> {target}"
+            raise TypeError
+        if family == "pseudo_to_code":
+            cases = row["item"]["testcases"]
+            if cases and all(type(line) is str for given, wanted in cases for line in (*given, *wanted)):
+                return json.dumps(cases)
             raise TypeError
         if family == "travel_planning":
             texts = (row["item"][f"ground_truth_{name}"] for name in ("cities", "durations"))
@@ -200,3 +221,41 @@ def _table(text: str) -> tuple[int, list[tuple[str, ...]]]:
         rows.pop()
     whole = [row if len(row) == len(header) else ["N/A"] * len(header) for row in rows]
     return len(header), [tuple(normalise(cell).replace(" ", "") for cell in row) for row in whole]
+
+
+_HEADERS = (
+    "cstdio iostream vector algorithm numeric cmath cstring set map queue stack list fstream climits cassert iomanip "
+    "sstream bitset"
+)
+_TESTS, _SECONDS = 10, 3
+
+
+@metric("passes_tests")
+def _passes_tests(prediction: str, reference: str) -> float:
+    """pseudo_to_code: whether the C++ program in a code block prints what each of its first 10 tests wants.
+
+    Args:
+        prediction: Holds the program between ```cpp or ```c++ and ```.
+        reference: The tests as JSON: pairs of lists of lines, those read and those to be printed.
+    """
+    found = re.search(r"```(?:cpp|c\+\+)([\s\S]*)```", prediction)
+    if found is None:
+        return 0.0
+    headers = "".join(f"#include <{name}>\n" for name in _HEADERS.split())
+    with tempfile.TemporaryDirectory() as folder:
+        source, program = Path(folder, "answer.cpp"), Path(folder, "answer")
+        source.write_text(f"{headers}using namespace std;\n{found[1]}", encoding="utf-8", errors="replace")
+        try:
+            subprocess.run(
+                ["g++", "-std=c++11", "-O", "-o", program, source], capture_output=True, timeout=60, check=True
+            )
+            return float(all(_prints(program, *case) for case in json.loads(reference)[:_TESTS]))
+        except (subprocess.SubprocessError, OSError):
+            return 0.0
+
+
+def _prints(program: Path, given: list[str], wanted: list[str]) -> bool:
+    said = subprocess.run(
+        [program], input="\n".join(given).encode() + b"\n", capture_output=True, timeout=_SECONDS, check=False
+    )
+    return said.stdout == "\n".join(wanted).encode() + b"\n"

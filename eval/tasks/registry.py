@@ -26,7 +26,7 @@ class Benchmarks:
         longbench: LongBench and LongBench-E.
         longbench_v2: LongBench v2.
         longproc: LongProc.
-        helmet: HELMET's recall, RAG and ICL.
+        helmet: HELMET's recall, RAG, reranking and ICL.
         milebench: MileBench, for models that read images.
         mt_bench: MT-Bench.
         longwriter: LongBench-Write.

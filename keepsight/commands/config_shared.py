@@ -41,7 +41,7 @@ class ModelConfig:
         packaged_digest: Expected digest of the packaged file, sha256:...
         dtype: auto, float32, bfloat16 or float16.
         device: auto, cpu, cuda, cuda:1, ...
-        attention: auto, sdpa, eager or flash_attention_2 (experimental).
+        attention: auto, sdpa, eager, or flash_attention_2, _3 or _4 (experimental).
         template: Arguments of its chat template that differ from the template's own, such as {enable_thinking: false}.
         quantize: nf4 or int8: bitsandbytes quantises the weights while they are loaded.
         device_map: auto divides the layers over the GPUs of one process (experimental), and keeps on the CPU those that

@@ -14,7 +14,6 @@ from typing_extensions import override
 from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import has_latents
 from keepsight.runtime import registry
-from keepsight.runtime.allocate import Uniform
 from keepsight.runtime.attention import OwnAttention, Softmax, run
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import CacheMethod
@@ -252,19 +251,18 @@ class Kivi(PackedMethod):
             layer; all of them by default.
     """
 
-    inner: CacheMethod | None = None
+    inner: Evict | None = None
 
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.inner, CacheMethod | None):
+        if self.inner is None:
+            return
+        if not isinstance(self.inner, Evict):
             raise UserError(f"inner: {self.inner!r} is no method that evicts; give {{name: NAME, budget: BUDGET}}")
-        if isinstance(self.inner, Kivi):
-            raise UserError("inner: entries that are packed cannot be packed again; give a method that evicts")
-        if self.inner is not None and self.inner.every:
+        if self.inner.every:
             raise UserError("inner: a method that evicts while decoding cannot be packed; set its every to 0")
-        allocate = self.inner.allocate if isinstance(self.inner, Evict) else Uniform()
-        if allocate.reads_scores and getattr(allocate, "floor", 0) < 1:
+        if self.inner.allocate.reads_scores and getattr(self.inner.allocate, "floor", 0) < 1:
             raise UserError(f"inner: {_RAGGED}")
 
     @override

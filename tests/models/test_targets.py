@@ -184,6 +184,7 @@ def test_a_spoiled_folder_is_an_error_of_one_line(folder: Path, name: str, monke
         ({"dtype": "int8"}, "dtype 'int8' is unknown; choose auto or one of float32, bfloat16, float16"),
         ({"device": "abacus"}, "device 'abacus' cannot be used .*; choose auto"),
         ({"attention": "spda"}, "attention 'spda' is unknown; choose auto or one of sdpa, eager"),
+        ({"attention": "flash_attention_3"}, "attention 'flash_attention_3' needs a GPU"),
         ({"template": {"x": None}}, r"model\.template: x=None must be a name with a text, a number, true or false"),
         ({"template": {"x": "\ud800"}}, r"model\.template: x='.ud800' must be a name"),
         ({"template": {"x": float("nan")}}, r"model\.template: x=nan must be a name"),

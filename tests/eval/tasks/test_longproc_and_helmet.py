@@ -1,5 +1,7 @@
 """LongProc and HELMET from files in their own layouts."""
 
+import math
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import pytest
 
 from keepsight.errors import UserError
+from keepsight.eval.tasks import longproc
 from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.helmet import Helmet
 from keepsight.eval.tasks.longproc import LongProc
@@ -51,6 +54,29 @@ def test_longproc(tmp_path: Path, words: Any) -> None:
         write_lines(tmp_path / "rows.jsonl", [{**rows[0], "item": item}])
         with pytest.raises(UserError, match=r"rows\.jsonl:1: field 'item' must hold nums"):
             make_all(benchmarks, ["longproc_countdown_0.5k"], request)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_programs_are_run_only_where_that_is_allowed(tmp_path: Path, words: Any, monkeypatch: Any) -> None:
+    cases = [[["2 3"], ["5"]], [["10 -4"], ["6"]]]
+    row = {"task": "pseudo_to_code_2k", "prompt": "Add.", "reference_output": "", "item": {"testcases": cases}}
+    write_lines(tmp_path / "rows.jsonl", [row, {**row, "item": {"testcases": [[["2"], [5]]]}}])
+    request, name = request_of(words), "longproc_pseudo_to_code_2k"
+    with pytest.raises(UserError, match=r"allow it with longproc\.run_programs=true"):
+        make_all(Benchmarks(longproc=LongProc(str(tmp_path))), [name], request)
+    assert LongProc(str(tmp_path)).groups(request.protocol)[""] == []
+    monkeypatch.setattr(longproc, "_SECONDS", 0.5)
+    (sample,) = make_all(Benchmarks(longproc=LongProc(str(tmp_path), run_programs=True)), ["longproc"], request)
+    assert "item' must hold testcases" in request.skipped[0]
+    program = "```c++\nint main() {{ int a, b; cin >> a >> b; cout << a {} b << endl; }}\n```"
+    said = [
+        program.format("+"),
+        program.format("-"),
+        program.format("+ c"),
+        "no program",
+        "```cpp\nint main(){for(;;);}```",
+    ]
+    assert [score(sample, each) for each in said] == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def put(folder: Path, path: str, rows: list[dict[str, Any]]) -> None:
@@ -99,6 +125,29 @@ def test_rag(tmp_path: Path, words: Any) -> None:
     assert score(second, "Answer: X") == 1.0 and second.max_new_tokens == 20
 
 
+def test_rerank(tmp_path: Path, words: Any) -> None:
+    def row(query: str, labels: dict[str, int]) -> dict[str, Any]:
+        passages = [{"id": key, "label": label, "text": f"text {key}"} for key, label in labels.items()]
+        return {"qid": query, "query": query, "ctxs": passages}
+
+    put(tmp_path, "msmarco/test_reranking_data_k50_dep3.jsonl", [row("q", {"7": 0, "12": 3, "5": 1})])
+    put(tmp_path, "msmarco/test_reranking_data_k10_dep3.jsonl", [row(name, {"1": 1, "2": 3}) for name in "rqs"])
+    (sample,) = made(tmp_path, "helmet_rerank", words, lengths=[8192])
+    demonstrations, own = sample.prompt.split("[ID: 7]")
+    assert demonstrations.count("[ID: 1] Document: text 1\n\n[ID: 2] Document: text 2\n\nQuery: ") == 2
+    assert demonstrations.count("\nRanking: 2 > 1\n\n") == 2 and "Query: q" not in demonstrations
+    assert own == " Document: text 7\n\n[ID: 12] Document: text 12\n\n[ID: 5] Document: text 5\n\nQuery: q\nRanking:"
+    best = 3 + 1 / math.log2(3)
+    for said, gained in (
+        (" 12 > 5 > 7", best),
+        ("[ID: 5] > ID12\n12 > 5", 1 + 3 / math.log2(3)),
+        ("9 > 7", 0),
+        ("", 0),
+    ):
+        assert score(sample, said) == pytest.approx(gained / best)
+    assert made(tmp_path, "helmet_rerank", words) == []
+
+
 def test_icl(tmp_path: Path, words: Any) -> None:
     train = [{"text": f"{label} {number}", "label": label} for label in range(5) for number in range(60)]
     put(tmp_path, "icl/trec_coarse/train.jsonl", train)
@@ -145,7 +194,7 @@ def test_what_is_missing(tmp_path: Path, words: Any) -> None:
         made(tmp_path, "helmet_rag", words)
     with pytest.raises(UserError, match="helmet: lengths=1000 is none of 4096, 8192"):
         made(tmp_path, "helmet", words, lengths=[1000])
-    assert len(Helmet().groups(request_of(words).protocol)[""]) == 13
+    assert len(Helmet().groups(request_of(words).protocol)[""]) == 14
     put(tmp_path, "icl/nlu/train.jsonl", [{"text": "t", "label": None}])
     with pytest.raises(UserError, match=r"train\.jsonl: expected rows of text and label"):
         made(tmp_path, "helmet_icl_nlu", words)

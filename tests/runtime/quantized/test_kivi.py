@@ -11,6 +11,7 @@ from keepsight.runtime.methods import AdaKV, PyramidKV, SnapKV
 from keepsight.runtime.quantized.kernel import attend_packed
 from keepsight.runtime.quantized.kivi import Kivi, PackedLayer, packed_layers
 from keepsight.runtime.quantized.packing import PackedEntries, Quantizer
+from keepsight.runtime.sparse_read.selection import Quest
 from keepsight.runtime.state import prefill, read
 from tests.close import assert_close
 from tests.runtime.quantized.slow_specache import dequantised
@@ -128,7 +129,9 @@ def test_what_a_method_keeps_can_be_packed(inner):
     ("options", "words"),
     [
         ({"residual": 16}, "residual 16 must be a multiple of the group of 32"),
-        ({"inner": Kivi()}, "packed again"),
+        ({"inner": Kivi()}, "no method that evicts"),
+        ({"inner": Quest(32)}, "no method that evicts"),
+        ({"inner": AdaKV(20, window=4)}, "different numbers of entries"),
         ({"inner": SnapKV(32, window=4, every=8)}, "every"),
     ],
 )
@@ -146,5 +149,3 @@ def test_bad_inputs_are_refused():
         SMALL.compress(model, prefill(model, ids, mask))
     with pytest.raises(UserError, match="group 32 does not divide the head dimension 16; choose a group of 8, 16"):
         Kivi().start(model, ids)
-    with pytest.raises(UserError, match="different numbers of entries"):
-        Kivi(2, 8, 16, inner=AdaKV(20, window=4)).start(model, ids[:1])
