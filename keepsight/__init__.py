@@ -31,6 +31,7 @@ __all__ = [
     "RKV",
     "TOVA",
     "AdaKV",
+    "ClusterKV",
     "Conversation",
     "CriticalAdaKV",
     "CriticalKV",

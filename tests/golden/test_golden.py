@@ -42,6 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "h2o": {"window": 4},
     "specpc": {"window": 8, "kernel": 4},
     "speckvpc": {"window": 8, "prompt_window": 8, "kernel": 4, "lookahead": 5, "prompt_budget": 30},
+    "clusterkv": {"sinks": 4, "tokens": 4, "window": 4},
     "kivi": {"bits": 2, "group": 8, "residual": 8},
     "specache": {"bits": 1, "group": 8, "residual": 8, "topk": 16, "speculative": False},
 }
@@ -125,7 +126,7 @@ def _inputs(case: str) -> dict[str, tuple[Any, ...]]:
     return alone | ({} if packed.__name__ in _ALONE else batch)
 
 
-_ALONE = {"SpeCache", "SpeContext", "Quest", "ExactTopK", "SpecPC", "SpecKVPC", "Truncation", "Kivi"}
+_ALONE = {"SpeCache", "SpeContext", "Quest", "ClusterKV", "ExactTopK", "SpecPC", "SpecKVPC", "Truncation", "Kivi"}
 
 
 @pytest.mark.parametrize("case", CASES)

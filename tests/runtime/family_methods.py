@@ -86,6 +86,7 @@ KINDS: dict[str, set[str]] = {
     "specache": {"packed"},
     "specontext": _SPARSE,
     "quest": _SPARSE,
+    "clusterkv": _SPARSE,
     "exact_topk": _SPARSE,
 }
 """What a method does with the cache, or scores entries by; methods of one kind share code that a family can break."""
@@ -146,7 +147,7 @@ def method_of(name: str, family: str, folder: Path) -> Any:
     if name == "specontext":
         head = tiny_retrieval_head("none", kv_heads=kv_heads_of(family), max_position_embeddings=1024)
         return SpeContext(LENGTH + 8, head)
-    budget = LENGTH + 8 if name == "quest" else BUDGET
+    budget = LENGTH + 8 if name in ("quest", "clusterkv") else BUDGET
     return make_method(name, budget, DRAFT, **OPTIONS.get(name, {}))
 
 

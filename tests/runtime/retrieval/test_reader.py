@@ -1,4 +1,4 @@
-"""SpeContext, Quest and exact top-k against the plain model, against slow loops, and in batches."""
+"""SpeContext, Quest, ClusterKV and exact top-k against the plain model, against slow loops, and in batches."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,15 +11,19 @@ from keepsight.errors import UserError
 from keepsight.runtime.generate import FullCache, Method
 from keepsight.runtime.methods.window import SnapKV
 from keepsight.runtime.retrieval.specontext import SpeContext
+from keepsight.runtime.sparse_read.clusterkv import ClusterKV
 from keepsight.runtime.sparse_read.selection import ExactTopK, Quest
 from keepsight.runtime.state import Needs, prefill, read
 from tests.close import assert_close
 from tests.models.retrieval_heads import grouped_retrieval_head, tiny_deepseek
-from tests.runtime.sparse_read.slow_selection import SlowReader, everything, top_attention, top_pages
+from tests.runtime.sparse_read.slow_selection import SlowReader, everything, top_attention, top_clusters, top_pages
 from tests.tiny import prompt_ids, tiny_model
 
 FEATURES = ["none", "previous-step"]
-NAMES = ["specontext", "specontext of embeddings", "specontext in groups", "quest", "quest with dense layers", "exact"]
+NAMES = [
+    *("specontext", "specontext of embeddings", "specontext in groups", "quest", "quest with dense layers", "exact"),
+    *("clusterkv", "clusterkv with dense layers"),
+]
 
 
 def method_of(name: str, budget: int | float, kv_heads: int = 2, **options: Any) -> Any:
@@ -30,6 +34,9 @@ def method_of(name: str, budget: int | float, kv_heads: int = 2, **options: Any)
         return SpeContext(budget, head, **options)
     if name.startswith("quest"):
         return Quest(budget, **{"page": 4, "dense_layers": 1 if "dense" in name else 0} | options)
+    if name.startswith("clusterkv"):
+        dense = 1 if "dense" in name else 0
+        return ClusterKV(budget, **{"sinks": 3, "tokens": 4, "window": 8, "dense_layers": dense} | options)
     return ExactTopK(budget, **options)
 
 
@@ -61,6 +68,10 @@ def slow_of(model: Any, ids: torch.Tensor, method: Any) -> SlowReader:
         pages = top_pages(method.budget_for(30), method.page)
         dense = method.dense_layers
         return SlowReader(model, ids, [everything] * dense + [pages] * (layers - dense))
+    if isinstance(method, ClusterKV):
+        own = top_clusters(method.budget_for(30), method.sinks, method.tokens, method.window, 30)
+        dense = method.dense_layers
+        return SlowReader(model, ids, [everything] * dense + [own] * (layers - dense))
     choose = top_attention(method.budget, method.sinks, method.window)
     return SlowReader(model, ids, [choose] * layers, getattr(method, "head", None))
 
@@ -103,7 +114,7 @@ def test_a_copy_goes_on_by_itself(name: str) -> None:
         assert_close(each, wanted[:, 21:])
 
 
-@pytest.mark.parametrize("name", ["specontext", "quest", "exact"])
+@pytest.mark.parametrize("name", ["specontext", "quest", "exact", "clusterkv"])
 def test_bfloat16(name: str) -> None:
     model, method = tiny_model().to(torch.bfloat16), method_of(name, 1000)
     if isinstance(method, SpeContext):
@@ -123,6 +134,8 @@ def test_kv_bytes_count_all_that_is_held() -> None:
     assert method_of("exact", 8).start(model, ids).kv_bytes == entries
     assert method_of("specontext", 8).start(model, ids).kv_bytes == entries + 2 * 40 * 8 * 4
     assert method_of("quest", 8).start(model, ids).kv_bytes == entries + 3 * 2 * 10 * (2 * 8 * 4)
+    clusters = 3 * 2 * (10 * (8 * 4 + 2 * 8) + 37 * 4)  # centroids, sizes and first members of 10, and 37 members
+    assert method_of("clusterkv", 8).start(model, ids).kv_bytes == entries + clusters
     state, _ = read(model, method_of("quest", 8).start(model, ids), answer_of(5))  # a page more
     assert state.kv_bytes == entries // 40 * 45 + 3 * 2 * 11 * (2 * 8 * 4)
     assert int(state.counts().min()) == 45

@@ -3,6 +3,7 @@
 One prompt without padding. Before every step, or in every layer of it, a list of entries is chosen for each KV head.
 """
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -54,6 +55,39 @@ def top_pages(budget: int, page: int) -> Choose:
         bounds = [max(page_bound(head, keys[each]) for head in query) for each in places]
         best = sorted(range(full), key=lambda number: -bounds[number])[: max(budget - rest, 0) // page]
         return [place for number in best for place in places[number]] + list(range(count - rest, count))
+
+    return select
+
+
+def clusters_of(keys: Tensor, tokens: int) -> list[tuple[Tensor, list[int]]]:
+    """Centroids and members of the clusters of some keys, by cosine, until none changes its cluster."""
+    count = -(-len(keys) // tokens)
+    centroids, labels = [keys[number * len(keys) // count] for number in range(count)], list[int]()
+    while True:
+        cosines = [[float(torch.cosine_similarity(key, each, dim=0)) for each in centroids] for key in keys]
+        found = [each.index(max(each)) for each in cosines]
+        members = [[place for place, label in enumerate(found) if label == each] for each in range(count)]
+        if found == labels:
+            return list(zip(centroids, members, strict=True))
+        labels = found
+        centroids = [keys[own].mean(dim=0) if own else old for own, old in zip(members, centroids, strict=True)]
+
+
+def top_clusters(budget: int, sinks: int, tokens: int, window: int, prompt: int) -> Choose:
+    """The clusters with the largest dot product in any head of the group, and what is in none: sinks and the newest."""
+    known: dict[bytes, list[tuple[Tensor, list[int]]]] = {}  # the same keys are seen at every step
+
+    def select(query: Tensor, keys: Tensor, scaling: float) -> list[int]:
+        count, found = len(keys) - 1, []
+        bounds = [sinks, *range(prompt, count + 1, window)]
+        for start, end in itertools.pairwise(bounds):
+            own = keys[start:end].contiguous()
+            clusters = known.get(own.numpy().tobytes()) or clusters_of(own, tokens)
+            known[own.numpy().tobytes()] = clusters
+            found += [(centroid, [start + place for place in members]) for centroid, members in clusters]
+        best = sorted(found, key=lambda each: -max(float(head @ each[0]) for head in query))
+        chosen = [place for _, members in best for place in members][: budget - sinks]
+        return list(range(sinks)) + chosen + list(range(bounds[-1], count))
 
     return select
 
