@@ -22,7 +22,7 @@ AT_ROOT = {
     *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md"),
     *("RESULTS.md", "constraints.txt", "mkdocs.yml", "pyproject.toml"),
 }
-BESIDE = (".ci", "docs", "examples", "tests")
+BESIDE = (".ci", "docs", "examples", "results", "tests")
 BUILD = """
 from setuptools import build_meta
 build_meta.build_sdist("dist")

@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands, on a tiny model in place of the one it downloads."""
+"""The Python of README, the guides and their tables is true; README's first snippet: tests/test_examples.py."""
 
 import re
 from dataclasses import fields
@@ -17,8 +17,7 @@ from tests.models.modules import random_module, save
 from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer
 
 README = Path(__file__).parent.parent / "README.md"
-EVALUATION = README.parent / "docs" / "evaluation.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
+DOCS = README.parent / "docs"
 
 
 @pytest.fixture
@@ -37,20 +36,30 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def run(block: str, names: dict[str, Any]) -> None:
     without_downloads = re.sub(
-        r"^(packaged =|target =|model, tokenizer =|inputs =|print).*\n(    .*\n|\)\n)*", "", block, flags=re.MULTILINE
+        r"^(packaged =|target =|model =|(model, )?tokenizer =|inputs =|print).*\n(    .*\n|\)\n)*",
+        "",
+        block,
+        flags=re.MULTILINE,
     )
     smaller = without_downloads.replace("max_new_tokens=64", "max_new_tokens=4").replace("budget=128", "budget=40")
     exec(smaller, names)
 
 
-def test_every_block_runs_after_those_before(names: dict[str, Any]) -> None:
-    for block in BLOCKS:
+def test_readmes_other_blocks_run(names: dict[str, Any]) -> None:
+    _, *blocks = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
+    assert blocks
+    for block in blocks:
         run(block, names)
+
+
+def test_the_guides_method_is_made_by_its_name(names: dict[str, Any]) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "own_method.md").read_text("utf-8"), flags=re.DOTALL)
+    run(block, names)
     assert make_method("value_norm", 40) == names["ValueNorm"](budget=40)
 
 
 def test_the_samples_of_ones_own_are_read_and_scored(tmp_path: Path) -> None:
-    rows, tasks = re.findall(r"```json\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
+    rows, tasks = re.findall(r"```json\n(.*?)```", (DOCS / "evaluation.md").read_text("utf-8"), flags=re.DOTALL)
     (tmp_path / "contracts.jsonl").write_text(rows, "utf-8")
     (tmp_path / "tasks.json").write_text(tasks, "utf-8")
     lease, disputes = Jsonl(str(tmp_path)).samples("", TaskRequest(tiny_tokenizer(), 4096))
@@ -59,13 +68,13 @@ def test_the_samples_of_ones_own_are_read_and_scored(tmp_path: Path) -> None:
 
 
 def test_every_benchmark_and_metric_is_named() -> None:
-    named = set(re.findall(r"`(\w+)`", EVALUATION.read_text("utf-8")))
+    named = set(re.findall(r"`(\w+)`", (DOCS / "evaluation.md").read_text("utf-8")))
     assert {each.name for each in fields(Benchmarks)} - {"helmet"} <= named
     assert {name for name in METRICS if not name.startswith(("same_", "reaches_"))} <= named
 
 
 def test_every_method_is_in_the_table() -> None:
-    table = README.read_text("utf-8").partition("## The methods")[2].partition("\n## ")[0]
+    table = (DOCS / "methods.md").read_text("utf-8")
     named = set(
         re.findall(r"`([a-z0-9_+]+)`", "\n".join(line.split("|")[1] for line in table.splitlines() if line[:2] == "| "))
     )

@@ -209,7 +209,7 @@ class Eval(TaskKeys):
         keepsight eval "methods=[snapkv,{name: snapkv, allocate: adakv},{name: evict, observer: short_keys}]" ...
         accelerate launch -m keepsight eval ...                    # samples divided over processes, results merged once
 
-    A method is a name (the README has the table), or one with options: a field of the method, such as window, sinks,
+    A method is a name (see docs/methods.md), or one with options: a field of the method, such as window, sinks,
     every (evict while decoding too), or a part: observer, reduce, pool, allocate. `out` gets results.jsonl (a row per
     sample, method and budget), summary.csv, report.html, plots/, tables/ and samples/. A stopped run resumes when the
     same command is run again; with more samples, tasks, lengths, methods or budgets only what is missing is run.

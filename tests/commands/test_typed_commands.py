@@ -28,13 +28,12 @@ from tests.train.runs import write_data
 from tests.typed import ROOT, SMALL, command_of, lines, small, text_of, type_in
 
 GUIDES = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").glob("*.md"))]
-README = lines("README.md")
-CLONE, DEMO = README[:2]
-LAUNCHED = [line for line in README if "model.id=runs/model" in line]
+START = lines("docs/quickstart.md")
+CLONE, DEMO, *QUICK_START = START
+LAUNCHED = [line for line in lines("docs/cluster.md") if "model.id=runs/model" in line]
 """Those with several processes, DeepSpeed, nf4 and a server: tests/train/test_launched_commands.py runs them too."""
-QUICK_START = [line for line in README[2:] if line not in LAUNCHED]
-INLINE = [line for line in re.findall(r"`(keepsight [^`]*)`", text_of("README.md")) if "=" in line]
-FROM_GUIDES = [*dict.fromkeys(line for page in GUIDES for line in lines(page) if line not in README)]
+OTHERS = [each for page in ("README.md", *GUIDES) for each in lines(page)]
+FROM_GUIDES = [each for each in dict.fromkeys(OTHERS) if each not in (*START, *LAUNCHED)]
 NEEDS = {"zero3": "deepspeed", "nf4": "bitsandbytes"}
 LONG = "The ship sailed on. " * 60
 ADDED = {
@@ -88,9 +87,8 @@ def make_models() -> None:
 
 def text_files() -> dict[str, str]:
     """What README and the guides let a reader write, and a task of lm-evaluation-harness."""
-    readme = text_of("README.md")
-    own_method = next(block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "METHODS[" in block)
-    rows, tasks = re.findall(r"```json\n(.*?)```", readme, re.DOTALL)
+    (own_method,) = re.findall(r"```python\n(.*?)```", text_of("docs/own_method.md"), re.DOTALL)
+    rows, tasks = re.findall(r"```json\n(.*?)```", text_of("docs/evaluation.md"), re.DOTALL)
     (mixture,) = re.findall(r"```yaml\n(.*?)```", text_of("docs/data.md"), re.DOTALL)
     return {
         "file.txt": LONG,
@@ -164,12 +162,7 @@ def test_the_quick_start(keepsight: CommandLine, place: Path) -> None:
     shutil.rmtree("runs/adapter")
     for line in QUICK_START:
         type_line(line, keepsight, {})
-    assert len(QUICK_START) == 7 and Path("runs/inspect.html").is_file()
-
-
-@pytest.mark.parametrize("line", INLINE)
-def test_what_readme_names_in_a_sentence(line: str, keepsight: CommandLine, place: Path) -> None:
-    type_line(line if "eval" not in line else f"{line} out=runs/new", keepsight, {})
+    assert len(QUICK_START) == 5 and Path("runs/inspect.html").is_file()
 
 
 def test_answers_of_a_server(keepsight: CommandLine, place: Path, servers: dict[str, str]) -> None:
@@ -206,7 +199,7 @@ def test_lm_eval(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_these_are_not_typed() -> None:
     """They install something, or start a server that needs a GPU."""
     typed = {*QUICK_START, *LAUNCHED, *(line for line in FROM_GUIDES if command_of(line))}
-    rest = {*README, *FROM_GUIDES} - typed - {DEMO}
+    rest = {*START, *FROM_GUIDES} - typed - {DEMO}
     commands = {"git", "make", "vllm", "python", "keepsight-lm-eval"}
     assert {line.split()[0] for line in rest} == commands and CLONE in rest
-    assert len(LAUNCHED) == 6 and len(INLINE) >= 2
+    assert len(LAUNCHED) == 6

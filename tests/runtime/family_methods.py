@@ -152,7 +152,7 @@ def method_of(name: str, family: str, folder: Path) -> Any:
 
 
 def table() -> str:
-    """The table of README: what is evicted from and what is refused, for each family."""
+    """The table of docs/models.md: what is evicted from and what is refused, for each family."""
     lines = ["| family | layers | methods |", "| --- | --- | --- |"]
     for family in FAMILIES:
         lines.append(_row(family, family, [name for name in sorted(NAMES) if (family, name) in REFUSED]))

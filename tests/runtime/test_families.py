@@ -31,7 +31,7 @@ from tests.runtime.scoring import observed_by_query_head
 from tests.runtime.slow_families import below_top, hiding, slow_pass, soft_token_attention
 from tests.tiny import prompt_ids
 
-README = Path(__file__).parent.parent.parent / "README.md"
+MODELS = Path(__file__).parent.parent.parent / "docs" / "models.md"
 ANSWER = prompt_ids(6, seed=1)[0]
 
 
@@ -111,5 +111,5 @@ def _slow_scores(name: str, model: Any, method: Evict) -> list[Tensor]:
     return [each.sum(dim=1) if name == "h2o" else each.mean(dim=1) for each in weights]
 
 
-def test_the_readme_holds_the_table() -> None:
-    assert table() in README.read_text("utf-8"), f"README.md must hold this table:\n{table()}"
+def test_the_page_of_models_holds_the_table() -> None:
+    assert table() in MODELS.read_text("utf-8"), f"docs/models.md must hold this table:\n{table()}"

@@ -1,4 +1,4 @@
-"""The README's commands for several processes, DeepSpeed, quantised targets and servers, run as they stand.
+"""The commands of docs/cluster.md for several processes, DeepSpeed, quantised targets and servers, run as they stand.
 
 Each starts its processes anew, unlike those of `tests/launch.py`.
 """
@@ -18,7 +18,7 @@ from tests.train.runs import write_data
 from tests.typed import ROOT, lines, type_in
 
 pytestmark = pytest.mark.slow
-COMMANDS = {line.rpartition("out=runs/")[2]: line for line in lines("README.md") if "model.id=runs/model" in line}
+COMMANDS = {line.rpartition("out=runs/")[2]: line for line in lines("docs/cluster.md") if "model.id=runs/model" in line}
 SHORT = ["lookahead.tokens=4", *(f"train.{key}" for key in ("steps=2", "held_out=2", "budget=6", "report_to=[]"))]
 MIXTURE = {"min_tokens": 100, "max_tokens": 140, "sources": [{"kind": "key_values"}]}
 NEEDS = {"zero2": "deepspeed", "zero3": "deepspeed", "nf4": "bitsandbytes", "served": "fastapi"}

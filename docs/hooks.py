@@ -1,0 +1,45 @@
+"""Hooks of mkdocs: every key of every command, from the configuration; `results/` beside the pages."""
+
+import functools
+import json
+import operator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+from omegaconf import OmegaConf
+
+from keepsight.commands.config import COMMANDS
+from keepsight.commands.parse import keys_of
+
+
+def keys_page() -> str:
+    """A section per command: its sentence, and a table of its keys with defaults and meanings."""
+    sections = []
+    for name, (schema, _) in COMMANDS.items():
+        about = str(schema.__doc__).partition("\n")[0].partition(": ")[2]
+        defaults: Any = OmegaConf.to_container(OmegaConf.structured(schema))
+        lines = [f"## {name}", "", about[:1].upper() + about[1:], ""]
+        lines += ["| key | default | meaning |", "| --- | --- | --- |"]
+        for key in keys_of(schema):
+            value = functools.reduce(operator.getitem, key.name.split("."), defaults)
+            written = "required" if value == "???" else f"`{json.dumps(value)}`"
+            lines.append(f"| `{key.name}` | {cell(written)} | {cell(key.note)} |")
+        sections.append("\n".join(lines))
+    return "\n\n".join(sections)
+
+
+def cell(text: str) -> str:
+    """A text that cannot end a cell."""
+    return text.replace("|", "\\|")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Called by mkdocs for each page."""
+    return markdown.replace("<!-- keys -->", keys_page()) if "<!-- keys -->" in markdown else markdown
+
+
+def on_files(files: Files, config: Any) -> None:
+    """Called by mkdocs once: the page of results links to the files of `results/`."""
+    for path in sorted((Path(__file__).parents[1] / "results").iterdir()):
+        files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))

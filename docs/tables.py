@@ -1,0 +1,247 @@
+"""Makes the tables of README, RESULTS.md and the shipped cards from `results/*.csv`, and README's plot.
+
+    python docs/tables.py
+
+A line added to a file appears in the tables at the next run; its command goes to `results/runs.csv`. A page marks the
+place of a table with `<!-- table: NAME -->`; what stands between it and `<!-- end -->` is replaced.
+"""
+
+import csv
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+
+from keepsight.eval.report.figures import STYLES, look
+from keepsight.files import write_text
+from keepsight.runtime.registry import Style
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "RESULTS.md", *sorted((ROOT / "checkpoints").glob("*/README.md"))]
+PLACE = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
+EXCESS = "{excess_nll} ({low} to {high})"
+OURS = "LookaheadKV (shipped)"
+NOT_YET_MEASURED = ("KVzip", "KVgrad")
+"""Rows of README's and the first table of RESULTS.md that appear once their file has them."""
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A file of `results/` as a table: a line per value of `by`, a column per value of `across`."""
+
+    file: str
+    across: str
+    cell: str = EXCESS
+    """What a cell says of its row in the file; a value that is missing there becomes a dash."""
+    by: str = "method"
+    rows: dict[str, str] = field(default_factory=dict)
+    """The values of `by` that are shown, in this order, with other names for them; all without it."""
+    head: str = "{}"
+    where: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    columns: tuple[str, ...] = ("date", "processor", "run")
+    """Columns of the file that end each line; several values are joined."""
+    title: str = ""
+
+    def text(self) -> str:
+        """The table in Markdown."""
+        found = [row for row in rows_of(self.file) if all(row[key] in those for key, those in self.where.items())]
+        if not found:
+            return "Not measured.\n"
+        places = list(dict.fromkeys(row[self.across] for row in found))
+        shown = self.rows or {row[self.by]: row[self.by] for row in found}
+        lines = [[self.title or self.by, *(self.head.format(thousands(place)) for place in places), *self.columns]]
+        lines.append(["---"] * len(lines[0]))
+        for name, label in shown.items():
+            own = {row[self.across]: row for row in found if row[self.by] == name}
+            if not own and name not in NOT_YET_MEASURED:
+                raise KeyError(f"results/{self.file}.csv has no {self.by} {name!r}")
+            if not own:
+                continue
+            cells = [filled(self.cell, own[place]) if place in own else "–" for place in places]
+            ends = [", ".join(dict.fromkeys(row[key] for row in own.values() if row[key])) for key in self.columns]
+            lines.append([f"**{label}**" if name == OURS else label, *cells, *ends])
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def rows_of(file: str) -> list[Row]:
+    """The rows of a file of `results/`."""
+    with (ROOT / "results" / f"{file}.csv").open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def filled(cell: str, row: Row) -> str:
+    """A cell; its part in brackets is left out where a value of it is missing."""
+    if any(not row[key] for key in re.findall(r"{(\w+)}", cell.partition(" (")[2])):
+        cell = cell.partition(" (")[0]
+    return cell.format(**{key: value or "–" for key, value in row.items()})
+
+
+def thousands(place: str) -> str:
+    """A number of tokens or entries as pages write it."""
+    return f"{int(place):,}" if place.isdecimal() else place
+
+
+def alike(*names: str, **renamed: str) -> dict[str, str]:
+    """Rows under their own names."""
+    return {name: name for name in names} | renamed
+
+
+SNAPKV = alike("SnapKV, mean over 3", "SnapKV, max over 7", "SnapKV, unpooled")
+BASELINES = alike(*NOT_YET_MEASURED, "LAQ", "SpecKV (26-layer draft)", "DapQ") | SNAPKV
+REST = alike("StreamingLLM", "untrained soft tokens")
+SELECTION = {
+    "LookaheadKV before fine-tuning": "before fine-tuning on what eviction costs",
+    "LookaheadKV before fine-tuning, without weights of heads": "and without head weights",
+    "LookaheadKV before it, without weights, the heads of a layer share": "and the budget shared within layers alone",
+    "LookaheadKV before it, without weights, the soft tokens' average": "or the average over the soft tokens",
+    "LookaheadKV, the paper's selection": "the shipped module with the paper's selection",
+}
+ORACLE = alike("oracle attention (mean over 3)", "oracle attention (unpooled)")
+RULER = alike("full", "exact_topk", "oracle", "specontext", "lookaheadkv before fine-tuning", "laq", "speckv", "quest")
+RULER |= alike("snapkv", "kivi", "streamingllm", "random")
+BITS = alike("kivi", "specache, topk 0", "specache, topk 16", "specache, topk 128")
+READING = alike("exact_topk", "specontext (shipped head)", "quest")
+SHARE = "observing and selecting, share of the prefill"
+SCORE = "{score} / {excess_nll}"
+TABLES = {
+    "real": Table(
+        "real_prompts",
+        "budget",
+        rows=alike(*ORACLE, OURS) | SELECTION | BASELINES | alike("StreamingLLM", "untrained soft tokens"),
+        head="{} entries",
+    ),
+    "card": Table(
+        "real_prompts",
+        "budget",
+        rows=alike("oracle attention (unpooled)", OURS, "LookaheadKV, the paper's selection", *BASELINES),
+        head="{} entries",
+        columns=("date",),
+    ),
+    "differences": Table(
+        "real_prompts_differences",
+        "budget",
+        cell="{difference} ({low} to {high})",
+        by="minus",
+        where={"method": (OURS,)},
+        head="{} entries",
+        title="LookaheadKV minus",
+    ),
+    "unseen": Table("question_unseen", "budget", head="{} entries", columns=("prefills", "date", "processor", "run")),
+    "kvpress": Table("kvpress", "budget", head="{} entries"),
+    "needles": Table(
+        "needles",
+        "length",
+        cell="{score}",
+        rows=alike(
+            "full cache", OURS, "LookaheadKV before fine-tuning", "oracle attention (unpooled)", "SnapKV, mean over 3"
+        ),
+        head="{} tokens",
+    ),
+    "needle-tasks": Table("needle_tasks", "samples", cell=SCORE, head="{} samples", where={"budget": ("64", "")}),
+    "ruler": Table("ruler", "length", cell=SCORE, rows=RULER, head="{} tokens"),
+    "bits": Table(
+        "fewer_bits",
+        "bits",
+        cell="{needles_score} / {needles_excess_nll} / {real_excess_nll} / {real_bytes}",
+        rows=BITS,
+        head="{} bit",
+    ),
+    "reading": Table("reading_needles", "budget", cell=SCORE, rows=READING, head="{} entries"),
+    "hits": Table("reading_hits", "budget", cell="{hit_rate} / {mass}", head="{} entries"),
+}
+
+
+def time_table() -> str:
+    """The table of times: a line per row of the file, of the runs that say most."""
+    keys = ("what", "method", "setting", "values", "unit", "date", "processor", "run")
+    shown = [row for row in rows_of("time") if row["run"] in ("evict", "decode2048", "train8x4", "sweep")]
+    rows = [[row[key] for key in keys] for row in shown if row["what"] not in ("observing", "selecting")]
+    return "".join(f"| {' | '.join(line)} |\n" for line in [list(keys), ["---"] * len(keys), *rows])
+
+
+def front_table() -> str:
+    """README's table: excess NLL at 64 / 128 / 256 entries with the question seen and unseen, and the cost.
+
+    A row or column of which no file knows anything is left out.
+    """
+    columns = ["question seen", "question unseen", "cost in prefills"]
+    shares = [row for row in rows_of("time") if row["what"] == SHARE]
+    found = [["full cache", "0", "0", "1"]]
+    for name in (OURS, *NOT_YET_MEASURED, "LAQ", "SnapKV, mean over 3"):
+        label = name.partition(" (")[0].partition(",")[0]
+        seen, unseen = (
+            " / ".join(row["excess_nll"] for row in rows_of(file) if row["method"] == name and row["budget"] != "512")
+            for file in ("real_prompts", "question_unseen")
+        )
+        percents = [float(each) for row in shares if row["method"] == label for each in row["values"].split(" / ")]
+        cost = f"{1 + max(percents) / 100:.2f}" if percents else ""
+        found.append([f"**{label}**" if name == OURS else label, seen, unseen, cost])
+    rows = [row for row in found if any(row[1:])]
+    known = [at for at in (1, 2, 3) if any(row[at] for row in rows[1:])]
+    lines = [["method", *(columns[at - 1] for at in known)], ["---"] * (len(known) + 1)]
+    lines += [[row[0], *(row[at] or "not measured" for at in known)] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def made(name: str) -> str:
+    """A table by its name."""
+    if name == "time":
+        return time_table()
+    return front_table() if name == "front" else TABLES[name].text()
+
+
+def with_tables(text: str) -> str:
+    """A page with its tables made anew."""
+    return PLACE.sub(lambda place: place[1] + place[2] + made(place[1]), text)
+
+
+PLOTTED = {
+    "StreamingLLM": ("StreamingLLM", STYLES["streamingllm"]),
+    "untrained soft tokens": ("untrained soft tokens", Style(STYLES["lookaheadkv"].colour, "o", ":")),
+    "SpecKV (26-layer draft)": ("SpecKV", STYLES["speckv"]),
+    "SnapKV, mean over 3": ("SnapKV", STYLES["snapkv"]),
+    "DapQ": ("DapQ", STYLES["dapq"]),
+    "LAQ": ("LAQ", STYLES["laq"]),
+    "LookaheadKV, the paper's selection": (
+        "LookaheadKV, the paper's selection",
+        Style(STYLES["lookaheadkv"].colour, "o", "--"),
+    ),
+    OURS: ("LookaheadKV", STYLES["lookaheadkv"]),
+    "oracle attention (mean over 3)": ("oracle attention", STYLES["oracle"]),
+}
+BUDGETS = [64, 128, 256]
+
+
+def intervals(method: str) -> Iterator[tuple[float, float, float]]:
+    """For each budget, the mean of a method on real prompts and the ends of its interval."""
+    for row in rows_of("real_prompts"):
+        if row["method"] == method:
+            yield float(row["excess_nll"]), float(row["low"]), float(row["high"])
+
+
+def draw() -> Figure:
+    """Excess NLL against the budget."""
+    figure = Figure(figsize=(8, 4), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for place, (name, (label, style)) in enumerate(PLOTTED.items()):
+        means, low, high = zip(*intervals(name), strict=True)
+        budgets = [budget * 2 ** (0.03 * (place - 4)) for budget in BUDGETS]  # so that intervals stay apart
+        axes.vlines(budgets, low, high, style.colour, linewidth=1, alpha=0.5)
+        width = 2.4 if label == "LookaheadKV" else 1.4
+        axes.plot(budgets, means, style.line, marker=style.marker, color=style.colour, linewidth=width, label=label)
+    axes.set(xscale="log", ylim=0, xlabel="entries kept per layer and KV head", ylabel="excess NLL (nats a token)")
+    axes.xaxis.set(major_locator=FixedLocator(BUDGETS), minor_locator=NullLocator())
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
+    look(axes)
+    figure.legend(loc="outside right upper", frameon=False)
+    return figure
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        write_text(page, with_tables(page.read_text("utf-8")))
+    draw().savefig(ROOT / "docs" / "images" / "excess_nll.png", facecolor="white")
