@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.models.adapters import weights_digest
-from keepsight.models.decoder import cached_kv_heads
 from keepsight.runtime.state import State
 from keepsight.serving.prefix import Header, write_prefix
 from keepsight.serving.turn import turned
@@ -44,30 +43,47 @@ def export(
     Raises:
         UserError: the heads keep numbers of entries that cannot be stored so, or the model's entries cannot be turned.
     """
-    counts = state.counts()[:, 0].cpu()  # [L, K]
-    entries = _placeholders_of(counts, page)
-    after = turned(model, state, entries)
+    after = turned(model, state, placeholders_of(state, page))
+    about = {"before": before, "template": template, "method": method, "weights": weights_digest(model)}
+    return write_state(model.config, state, after, root, page=page, **about)
+
+
+def write_state(
+    config: Any, state: State, after: State, root: Path, *, page: int = 0, **about: Any
+) -> tuple[str, Header]:
+    """Write a state whose keys were turned; see `export`.
+
+    Args:
+        config: The model's configuration.
+        state: The state before the turn.
+        after: The state after it.
+        root: Folder of the prefixes.
+        page: Entries of a page; 0 for uniform heads.
+        about: Further fields of the header.
+    """
     keys, values = _packed(after, ragged=bool(page))
+    counts = state.counts()[:, 0].cpu()  # [L, K]
     tensors = {"keys": keys, "values": values} | ({"pages": counts // page} if page else {})
-    config = model.config.get_text_config(decoder=True)
     header = Header(
-        entries=entries,
+        entries=int(after.lengths[0]),
         seen=int(state.lengths[0]),
-        shape=(len(state.layers), cached_kv_heads(model), keys.shape[-1]),
+        shape=(*counts.shape, keys.shape[-1]),
         page=page,
-        before=before,
-        model=str(model.config.name_or_path or ""),
-        weights=weights_digest(model),
-        template=template,
-        rope=_plain(getattr(config, "rope_parameters", None)),
-        method=method,
+        model=str(config.name_or_path or ""),
+        rope=_plain(getattr(config.get_text_config(decoder=True), "rope_parameters", None)),
         tokens=hashlib.sha256(json.dumps(state.tokens[0].tolist()).encode()).hexdigest(),
+        **about,
     )
     return write_prefix(root, header, tensors), header
 
 
-def _placeholders_of(counts: Tensor, page: int) -> int:
-    """How many placeholder tokens hold the entries of all heads, [L, K]."""
+def placeholders_of(state: State, page: int) -> int:
+    """How many placeholder tokens hold the entries of all heads.
+
+    Raises:
+        UserError: heads keep different numbers of entries, or parts of pages.
+    """
+    counts = state.counts()[:, 0].cpu()  # [L, K]
     if page:
         if (counts % page).any():
             raise UserError(

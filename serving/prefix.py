@@ -33,6 +33,8 @@ ID = re.compile("[0-9a-f]{32}")
 MAX_LETTERS = 16
 MARK = "\u2063keepsight\u2063"
 """Stands for the document while a chat template is rendered."""
+EVICT, BEFORE, FAILED = "keepsight_evict", "keepsight_before", "keepsight_error"
+"""What requests and replies call eviction inside vLLM; see `keepsight.serving.vllm.record`."""
 _KEY, _VERSION = "keepsight_prefix", 1
 
 

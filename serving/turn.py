@@ -11,6 +11,7 @@ depends on positions in another way is refused.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,12 +125,7 @@ def turned(model: PreTrainedModel, state: State, entries: int) -> State:
             f"{model.config.model_type} has layers with a {bounded[0]}, whose window or state is not that of a shorter "
             "prompt; serve a model whose layers all have full attention"
         )
-    by = entries - int(state.next_position[0])
-    pairs = zip(state.layers, rotations_of(model), strict=True)
-    layers: list[Any] = [_turned(layer, rotation, by, entries) for layer, rotation in pairs]
-    lengths, token = torch.full_like(state.lengths, entries), state.logits.argmax(dim=-1, keepdim=True)
-    placeholders = state.tokens.new_zeros(1, entries)
-    after = State(Cache(layers=layers), state.logits, placeholders, lengths, padded=False)
+    after, token = turned_by(rotations_of(model), state, entries), state.logits.argmax(dim=-1, keepdim=True)
     expected, found = (read(model, each, token)[1].log_softmax(-1) for each in (state.unrecorded(), after.copy()))
     if (difference := float((expected - found).abs().max())) > _TOLERANCE[model.dtype]:
         raise UserError(
@@ -137,6 +133,15 @@ def turned(model: PreTrainedModel, state: State, entries: int) -> State:
             f"log-probabilities differ by {difference:.2g}; serve another model"
         )
     return after
+
+
+def turned_by(rotations: Sequence[Rotation | None], state: State, entries: int) -> State:
+    """`turned` by known rotations of the layers, without a comparison of logits."""
+    by = entries - int(state.next_position[0])
+    pairs = zip(state.layers, rotations, strict=True)
+    layers: list[Any] = [_turned(layer, rotation, by, entries) for layer, rotation in pairs]
+    lengths, placeholders = torch.full_like(state.lengths, entries), state.tokens.new_zeros(1, entries)
+    return State(Cache(layers=layers), state.logits, placeholders, lengths, padded=False)
 
 
 def _turned(layer: KeptLayer, rotation: Rotation | None, by: int, entries: int) -> KeptLayer:

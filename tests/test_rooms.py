@@ -21,7 +21,7 @@ BELOW: dict[str, set[str]] = {
     "train": {"models", "data_gen", "runtime"},
     "eval.tasks": {"models"},
     "serving": {"models", "runtime", "runtime.methods"},
-    "serving.vllm": {"serving"},
+    "serving.vllm": {"serving", "models", "runtime", "runtime.methods"},
 }
 BELOW["eval"] = {"eval.tasks", "runtime.methods", *BELOW["runtime.methods"]}
 BELOW["eval.report"] = {"eval", "runtime", "runtime.methods"}

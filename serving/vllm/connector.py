@@ -25,7 +25,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
 from keepsight.errors import UserError
-from keepsight.serving.prefix import Header, PrefixStore, alphabet_of, digest_in
+from keepsight.serving.prefix import EVICT, FAILED, Header, PrefixStore, alphabet_of, digest_in
 from keepsight.serving.vllm import ragged
 
 logger = init_logger("vllm.keepsight")
@@ -153,7 +153,8 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its blocks are vLLM's to free."""
         self._requests.pop(request.request_id, None)
-        return False, None
+        asked = (request.kv_transfer_params or {}).get(EVICT)
+        return False, {FAILED: "this server does not evict; start it with EvictingConnector"} if asked else None
 
     # The workers' side
 

@@ -6,6 +6,10 @@ r"""An ASGI middleware of vLLM's server: any OpenAI client names a prefix in its
 A chat message that begins with `[[keepsight:ID]]` stands for the document; what follows it is read after the prefix. In
 completions, `prompt` is a text that begins so, or token ids that begin with the placeholders. What cannot be answered
 rightly is refused with HTTP 400 and one line.
+
+With `kv_transfer_params` {"keepsight_evict": true}, or a budget, the last message is the document of a prefix that the
+engine is to make (`keepsight.serving.vllm.record`): it is read without what the chat template puts after it, and the
+reply's `kv_transfer_params` hold the id; its text is one token and means nothing.
 """
 
 import json
@@ -17,7 +21,17 @@ from typing import Any, TypeAlias
 from transformers import AutoTokenizer
 
 from keepsight.errors import UserError, one_line
-from keepsight.serving.prefix import MARK, Header, PrefixStore, alphabet_of, around_mark, digest_in, placeholders
+from keepsight.serving.prefix import (
+    BEFORE,
+    EVICT,
+    MARK,
+    Header,
+    PrefixStore,
+    alphabet_of,
+    around_mark,
+    digest_in,
+    placeholders,
+)
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
@@ -54,6 +68,8 @@ class Rewriter:
 
     def _chat(self, request: dict[str, Any]) -> dict[str, Any]:
         messages: Any = request.get("messages")
+        if _wants_eviction(request):
+            return self._document(request, messages)
         texts = [_text_of(each) for each in messages] if isinstance(messages, list) else []
         named = [place for place, text in enumerate(texts) if text is not None and NAMED.match(text)]
         if not named:
@@ -75,6 +91,16 @@ class Rewriter:
         params = request.get("kv_transfer_params") or {}
         return request | {"kv_transfer_params": params | {"prompt_token_ids": ids}}
 
+    def _document(self, request: dict[str, Any], messages: Any) -> dict[str, Any]:
+        """The request that reads its last message as a document, as `keepsight prefix` does."""
+        text = _text_of(messages[-1]) if isinstance(messages, list) and messages else None
+        if text is None or not text.strip() or NAMED.match(text):
+            raise UserError(f"keepsight: {EVICT} needs the document as the text of the last message")
+        before, _ = self._rendered([*messages[:-1], {**messages[-1], "content": f"{MARK}?"}], request)
+        params = request["kv_transfer_params"] | {BEFORE: before, "prompt_token_ids": self._tokens(before + text)}
+        lengths = dict.fromkeys({"max_tokens", "max_completion_tokens"} & request.keys() or {"max_tokens"}, 1)
+        return request | lengths | {"kv_transfer_params": params}
+
     def _rendered(self, turns: list[dict[str, Any]], request: Mapping[str, Any]) -> tuple[str, str]:
         """What the chat template puts before and after the document."""
         options = dict(request.get("chat_template_kwargs") or {})
@@ -93,6 +119,8 @@ class Rewriter:
     def _completion(self, request: dict[str, Any]) -> dict[str, Any]:
         prompt = request.get("prompt")
         many = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
+        if _wants_eviction(request) and many and len(prompt or ()) > 1:
+            raise UserError(f"keepsight: {EVICT} makes one prefix; give one prompt")
         prompts = prompt if many else [prompt]
         replaced = [self._prompt(each, request) for each in prompts]  # type: ignore[union-attr]
         return request | {"prompt": replaced if many else replaced[0]}
@@ -122,6 +150,24 @@ class Rewriter:
         if not (ids := list(self.tokenizer(text, add_special_tokens=False)["input_ids"])):
             raise UserError("keepsight: the prompt has no token of its own after the prefix; add the question")
         return ids
+
+
+def _wants_eviction(request: Mapping[str, Any]) -> bool:
+    """Whether a request asks the engine to evict from its prompt.
+
+    Raises:
+        UserError: it asks in a form that cannot be answered.
+    """
+    params = request.get("kv_transfer_params")
+    wanted = params.get(EVICT) if isinstance(params, dict) else None
+    if wanted is None or wanted is False:
+        return False
+    if type(wanted) not in (bool, int, float) or wanted <= 0:
+        raise UserError(f"keepsight: {EVICT} is {str(wanted)[:64]!r}; give true, or a budget above 0")
+    single = {"n": 1, "best_of": 1, "stream": False}
+    if several := [name for name, value in single.items() if request.get(name) not in (None, value)]:
+        raise UserError(f"keepsight: {EVICT} has one reply, whole; leave {several[0]} out")
+    return True
 
 
 def _text_of(message: Any) -> str | None:

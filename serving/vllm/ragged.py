@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 from keepsight.errors import UserError
 from keepsight.serving.prefix import Header
 
-SWITCH = "KEEPSIGHT_RAGGED"
+SWITCH, RECORDS = "KEEPSIGHT_RAGGED", "KEEPSIGHT_EVICT"
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,11 @@ _IMPLS: list[Any] = []
 def is_asked_for() -> bool:
     """Whether the environment asks for the backend."""
     return os.environ.get(SWITCH) == "1"
+
+
+def records() -> bool:
+    """Whether it asks for the backend of `keepsight.serving.vllm.record`."""
+    return os.environ.get(RECORDS) == "1"
 
 
 def is_active() -> bool:
@@ -270,8 +275,14 @@ class RaggedBackend(CPUAttentionBackend):
 
 
 def register() -> None:
-    """Put the backend in the place of vLLM's own; an entry point of `vllm.general_plugins` calls it in each process."""
-    if is_asked_for():
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    """Put the backend that the environment asks for in the place of vLLM's own.
 
-        register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{RaggedBackend.__name__}")
+    An entry point of `vllm.general_plugins` calls it in each process.
+    """
+    if not (is_asked_for() or records()):
+        return
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    recording = f"{__package__}.record.{'Ragged' if is_asked_for() else ''}RecordingBackend"
+    backend = recording if records() else f"{__name__}.{RaggedBackend.__name__}"
+    register_backend(AttentionBackendEnum.CPU_ATTN, backend)

@@ -1,0 +1,371 @@
+"""Eviction inside vLLM: a prompt that vLLM has read itself becomes a prefix, and the next request asks about it.
+
+    KEEPSIGHT_EVICT=1 python -m vllm.entrypoints.openai.api_server --model MODEL ... --kv-transfer-config '{
+        "kv_connector": "EvictingConnector", "kv_connector_module_path": "keepsight.serving.vllm.record",
+        "kv_role": "kv_consumer", "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"root": "prefixes", "evict": {"name": "snapkv", "budget": 128}}}'
+
+A request with the `kv_transfer_params` {"keepsight_evict": true}, or a budget in place of true, is read and answered as
+always. While it is read, an attention backend records the keys, values and queries that the method needs. When the last
+token of the prompt is read, the connector evicts, writes a prefix to the root, and the reply has its id in its
+`kv_transfer_params`: {"keepsight": ID, "entries": B, "seen": N}, or {"keepsight_error": WHY}.
+
+Methods that score entries when they are read (SnapKV, TOVA, H2O and their like) run so; those that look back with a
+pass of their own do not. Until a prompt is read, its keys and values are in memory twice. One process; CPU backend.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import Cache
+from vllm.logger import init_logger
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+
+from keepsight.errors import UserError, one_line
+from keepsight.models.decoder import FULL, decoder_of, layer_kinds
+from keepsight.runtime.allocate import Global, Uniform
+from keepsight.runtime.attention import Softmax
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.layer import KeptLayer
+from keepsight.runtime.methods.make import make_method
+from keepsight.runtime.observe import LayerObserver
+from keepsight.runtime.state import Needs, Recorder, State
+from keepsight.serving.export import placeholders_of, write_state
+from keepsight.serving.prefix import BEFORE, EVICT, FAILED, digest_in, letters_of
+from keepsight.serving.turn import Rotation, rotations_of, turned_by
+from keepsight.serving.vllm import ragged
+from keepsight.serving.vllm.connector import KeepsightConnector, Step
+
+logger = init_logger("vllm.keepsight")
+
+
+@dataclass
+class Part:
+    """The tokens of a recorded prompt that one step reads.
+
+    Attributes:
+        name: The request's.
+        block: Where the step's last token is stored: in no other request's blocks, unlike what comes before.
+        start: Number of tokens read before.
+        stop: Number of tokens read after it.
+        method: What evicts after the step; None where the prompt goes on.
+        tokens: Then, the prompt's.
+        before: Then, the rendered text before the document; see `keepsight.serving.prefix.Header`.
+    """
+
+    name: str
+    block: int
+    start: int
+    stop: int
+    method: Evict
+    tokens: list[int] | None = None
+    before: str = ""
+
+
+@dataclass
+class RecordingStep(Step):
+    """What the scheduler tells the worker of one step.
+
+    Attributes:
+        parts: Prompts to record.
+        finished: Requests that have ended, by themselves or because the client left.
+    """
+
+    parts: list[Part] = field(default_factory=list)
+    finished: set[str] = field(default_factory=set)
+
+
+class Reading:
+    """A prompt while it is read: what passed through the attention layers.
+
+    Args:
+        layers: Number of layers.
+        needs: What the method needs recorded.
+    """
+
+    def __init__(self, layers: int, needs: Needs) -> None:
+        self.cache, self.needs, self.error = Cache(layers=[KeptLayer() for _ in range(layers)]), needs, ""
+
+    def add(self, index: int, softmax: Softmax, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Append a layer's queries [n, H, d], keys and values [n, K, d] of n tokens."""
+        try:
+            # Clones: the engine uses the memory again.
+            query, key, value = (each.transpose(0, 1)[None].clone() for each in (query, key, value))
+            layer: Any = self.cache.layers[index]
+            layer.update(key, value)
+            Recorder(self.cache, self.needs, None)(index, query, layer.keys, softmax, None, None)
+        except Exception as error:  # of one request, not of those in its batch
+            self.error = one_line(error)
+
+    def state(self, tokens: list[int]) -> State:
+        """The state of the prompt.
+
+        Raises:
+            UserError: not every token was seen in every layer.
+        """
+        layers: list[Any] = self.cache.layers
+        seen = {layer.get_seq_length() for layer in layers}
+        if self.error or seen != {len(tokens)}:
+            raise UserError(self.error or f"{sorted(seen)} of {len(tokens)} tokens passed through the backend")
+        ids = torch.tensor([tokens])
+        return State(self.cache, torch.zeros(1, 1), ids, torch.tensor([len(tokens)]), self.needs, padded=False)
+
+
+_READING: dict[str, Reading] = {}
+"""Prompts that are being read, by the request's name."""
+_STEP: dict[int, Part] = {}
+"""What the current step reads of them, by the block of its last token."""
+_RESULTS: dict[str, dict[str, Any]] = {}
+"""What the replies say; the connector's two instances share a process."""
+
+
+class Recording:
+    """Records the marked requests of a batch; goes before a backend's implementation."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Any,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Any = None,
+        output_block_scale: Any = None,
+    ) -> Tensor:
+        """See vLLM's `AttentionImpl`; queries [tokens, H, d], keys and values [tokens, K, d], after RoPE."""
+        of: Any = self
+        if _STEP and attn_metadata is not None:
+            if not hasattr(attn_metadata, "keepsight_parts"):
+                attn_metadata.keepsight_parts = _parts_of(attn_metadata, kv_cache.shape[2])
+            for rows, reading in attn_metadata.keepsight_parts:
+                softmax = Softmax(of.scale, of.logits_soft_cap or None, of.sinks)
+                reading.add(extract_layer_index(layer.layer_name), softmax, query[rows], key[rows], value[rows])
+        forward: Any = super().forward  # type: ignore[misc]
+        answer: Tensor = forward(
+            layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+        )
+        return answer
+
+
+def _parts_of(metadata: Any, block_size: int) -> list[tuple[slice, Reading]]:
+    """Rows of a batch that are recorded."""
+    starts, lengths, found = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist(), []
+    for row, length in enumerate(lengths):
+        part = _STEP.get(int(metadata.block_table[row, (length - 1) // block_size]))
+        if part is not None and (length, starts[row + 1] - starts[row]) == (part.stop, part.stop - part.start):
+            found.append((slice(starts[row], starts[row + 1]), _READING[part.name]))
+    return found
+
+
+class RecordingImpl(Recording, CPUAttentionBackendImpl):
+    """vLLM's CPU attention, recording."""
+
+
+class RaggedRecordingImpl(Recording, ragged.RaggedImpl):
+    """Attention to ragged heads, recording."""
+
+
+class RecordingBackend(CPUAttentionBackend):
+    """vLLM's CPU backend with `RecordingImpl`."""
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        """The class that computes attention."""
+        return RecordingImpl
+
+
+class RaggedRecordingBackend(CPUAttentionBackend):
+    """vLLM's CPU backend with `RaggedRecordingImpl`."""
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        """The class that computes attention."""
+        return RaggedRecordingImpl
+
+
+class EvictingConnector(KeepsightConnector):
+    """Loads prefixes, and makes them of what the engine has read; see the module.
+
+    `kv_connector_extra_config` holds `evict` too: a method's name, budget and options.
+
+    Raises:
+        UserError: at start-up, one line: as of `KeepsightConnector`; a method that cannot run so; several processes; a
+            model whose keys cannot be turned.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        parallel, extra = vllm_config.parallel_config, vllm_config.kv_transfer_config.kv_connector_extra_config
+        if parallel.world_size > 1 or parallel.distributed_executor_backend != "uni":
+            raise UserError("keepsight: eviction inside vLLM needs one process; start it without tensor parallelism")
+        if not ragged.records():
+            raise UserError(f"keepsight: eviction inside vLLM needs its attention backend; set {ragged.RECORDS}=1")
+        self.method = evicting_method(extra.get("evict"), self.block_size)
+        self.page = self.method.allocate.page if isinstance(self.method.allocate, Global) else 0
+        self.config, self.context = vllm_config.model_config.hf_config, vllm_config.model_config.max_model_len
+        self.rotations = rotations_from(self.config)
+        self._asked: dict[str, tuple[Any, Evict]] = {}  # requests whose prompt is being read
+
+    # The scheduler's side
+
+    def on_new_request(self, request: Any) -> None:
+        """Note whether a request asks for eviction."""
+        wanted = (request.kv_transfer_params or {}).get(EVICT)
+        if wanted is None or wanted is False:
+            return
+        try:
+            method = self._method_for(request, wanted)
+        except UserError as error:
+            _RESULTS[request.request_id] = {FAILED: str(error)}
+            return
+        request.skip_reading_prefix_cache = True  # every key has to pass through the backend
+        self._asked[request.request_id] = request, method
+
+    def _method_for(self, request: Any, wanted: Any) -> Evict:
+        tokens, length = request.prompt_token_ids, request.num_prompt_tokens
+        if tokens is None or request.has_encoder_inputs or request.lora_request is not None:
+            raise UserError(f"{EVICT}: only tokens read without images, embeddings and LoRA can be a prefix")
+        if digest_in(tokens, self.alphabet) is not None:
+            raise UserError(f"{EVICT}: the prompt begins with a prefix, which was evicted from before")
+        method = self.method if wanted is True else replace(self.method, budget=wanted)
+        method.check(length, self.context)
+        if (entries := min(method.budget_for(length), length)) < (letters := letters_of(len(self.alphabet))):
+            raise UserError(f"{EVICT}: {entries} entries cannot spell an id of {letters} letters; raise the budget")
+        return method
+
+    def build_connector_meta(self, scheduler_output: Any) -> RecordingStep:
+        """What the worker needs for one step."""
+        step: Any = super().build_connector_meta(scheduler_output)
+        parts = []
+        for name, count in scheduler_output.num_scheduled_tokens.items():
+            if name not in self._asked:
+                continue
+            request, method = self._asked[name]
+            start = request.num_computed_tokens
+            (blocks,) = scheduler_output.kv_connector_block_state.get_block_ids(name)
+            part = Part(name, blocks[(start + count - 1) // self.block_size], start, start + count, method)
+            if part.stop >= request.num_prompt_tokens:
+                part.tokens, part.before = request.prompt_token_ids, str(request.kv_transfer_params.get(BEFORE, ""))
+                del self._asked[name]
+            parts.append(part)
+        return RecordingStep(step.loads, step.prefixes, parts, set(scheduler_output.finished_req_ids))
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """What the reply says of the eviction."""
+        self._requests.pop(request.request_id, None)
+        self._asked.pop(request.request_id, None)
+        return False, _RESULTS.pop(request.request_id, None)
+
+    # The worker's side
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        """Take note of the caches, by layer.
+
+        Raises:
+            UserError: the engine rotates keys in another way than the model's configuration says.
+        """
+        super().register_kv_caches(kv_caches)
+        rotated = [each for each in self.rotations if each is not None]  # all by the same frequencies
+        ropes = rotary_embedding._ROPE_DICT.values()
+        if (rotated and not any(_agree(rotated[0], rope) for rope in ropes)) or len(self.rotations) != len(kv_caches):
+            raise UserError("keepsight: vLLM rotates this model's keys in a way of its own; use `keepsight prefix`")
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Tell the attention backend what to record in the step."""
+        super().bind_connector_metadata(connector_metadata)
+        for name in connector_metadata.finished:
+            _READING.pop(name, None)
+            _RESULTS.pop(name, None)
+        for part in connector_metadata.parts:
+            if not part.start:  # also of a request that was preempted
+                _READING[part.name] = Reading(len(self._caches), part.method.needs())
+        _STEP.clear()
+        _STEP.update({part.block: part for part in connector_metadata.parts})
+
+    def wait_for_save(self) -> None:
+        """Evict from the prompts whose last token was read in the step."""
+        step: Any = self._get_connector_metadata()
+        _STEP.clear()
+        for part in step.parts:
+            if part.tokens is None:
+                continue
+            try:
+                _RESULTS[part.name] = self._evicted(_READING.pop(part.name).state(part.tokens), part)
+            except Exception as error:  # of one request, not of those in its batch
+                logger.warning("a prompt of %d tokens became no prefix: %s", part.stop, error)
+                _RESULTS[part.name] = {FAILED: one_line(error)}
+
+    @torch.no_grad()
+    def _evicted(self, state: State, part: Part) -> dict[str, Any]:
+        model: Any = None  # what scores each layer alone runs none
+        kept = part.method.compress_state(model, state)
+        after = turned_by(self.rotations, kept, placeholders_of(kept, self.page))
+        about = {"before": part.before, "method": repr(part.method)}
+        digest, header = write_state(self.config, kept, after, self.store.root, page=self.page, **about)
+        return {"keepsight": digest, "entries": header.entries, "seen": header.seen}
+
+
+def evicting_method(given: Any, block_size: int) -> Evict:
+    """The method of a configuration {"name": ..., "budget": ..., further options}.
+
+    Raises:
+        UserError: it cannot run inside vLLM.
+    """
+    options = dict(given) if isinstance(given, dict) else {}
+    if not {"name", "budget"} <= options.keys():
+        raise UserError('keepsight: kv_connector_extra_config needs evict, such as {"name": "snapkv", "budget": 128}')
+    name = str(options.pop("name"))
+    method = make_method(name, options.pop("budget"), None, **options)
+    if not isinstance(method, Evict) or not isinstance(method.bound_observer, LayerObserver) or method.every:
+        raise UserError(f"keepsight: {name} does not evict once by what is read, as snapkv does; use keepsight prefix")
+    if isinstance(method.allocate, Global) and method.allocate.page == block_size and ragged.is_asked_for():
+        return method
+    if not isinstance(method.allocate, Uniform):
+        raise UserError(
+            f"keepsight: {name} gives heads different numbers of entries; set {ragged.SWITCH}=1 and give it "
+            f'"allocate": {{"name": "global", "page": {block_size}}}, or "allocate": "uniform"'
+        )
+    return method
+
+
+def rotations_from(config: Any) -> list[Rotation | None]:
+    """The rotation of each layer, from a model's configuration alone.
+
+    Raises:
+        UserError: keys of the model cannot be turned.
+    """
+    text = config.get_text_config(decoder=True)
+    parameters = getattr(text, "rope_parameters", None) or {}
+    if {*layer_kinds(config)} != {FULL} or getattr(text, "attn_temperature_tuning", False):
+        raise UserError(f"{config.model_type} has other layers than such with full attention; serve another model")
+    if "llama_4_scaling_beta" in parameters:
+        raise UserError(f"{config.model_type} scales queries by their position; serve another model")
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise UserError(f"{config.model_type} is no language model of transformers: {one_line(error)}") from None
+    decoder = decoder_of(model)
+    if hasattr(decoder, "rotary_emb"):
+        decoder.rotary_emb = type(decoder.rotary_emb)(text)  # with its frequencies
+    return rotations_of(model)
+
+
+def _agree(rotation: Rotation, rope: Any) -> bool:
+    """Whether vLLM rotates so: its table holds cosines and sines by position, times a factor."""
+    table = rope.cos_sin_cache.float().cpu()
+    places = torch.tensor([1, 16, 256]).clamp(max=len(table) - 1)
+    angles = places[:, None] * rotation.inv_freq
+    expected = torch.cat([angles.cos(), angles.sin()], dim=1).float() * table[0, 0]
+    return (
+        rope.is_neox_style != rotation.interleaved
+        and table.shape[1:] == expected.shape[1:]
+        and bool((table[places] - expected).abs().max() < 0.02)
+    )

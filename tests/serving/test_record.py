@@ -1,0 +1,164 @@
+"""Eviction inside vLLM: the entries that keepsight keeps itself, and its answers; in an engine in this process."""
+
+import gc
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from keepsight import SnapKV
+from keepsight.models.targets import load_target
+from keepsight.runtime.allocate import Global, Uniform
+from keepsight.runtime.state import read
+from keepsight.serving.export import export
+from keepsight.serving.prefix import PrefixStore, alphabet_of, placeholders
+from tests.close import assert_close
+from tests.tiny import save_tiny_target
+
+pytestmark = pytest.mark.slow
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+os.environ |= {"VLLM_HOST_IP": "127.0.0.1", "HF_HUB_OFFLINE": "1"}
+BUDGET, PAGE, NEW = 160, 32, 8
+LENGTHS = (300, 353, 384, 417, 449, 500, 171, 600)
+
+
+class Case(NamedTuple):
+    """A prompt, what is asked after it, keepsight's prefix and its answer."""
+
+    prompt: list[int]
+    asked: list[int]
+    digest: str
+    answer: list[int]
+
+
+class World:
+    """An engine that evicts, and the same prompts read and evicted from by keepsight."""
+
+    def __init__(self, folder: Path, ragged: bool, chunk: int) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+        from vllm.v1.attention import selector
+
+        from keepsight.serving.vllm.ragged import register
+
+        model = save_tiny_target(folder / "model", hidden_size=64, head_dim=32)
+        self.target = load_target(str(model), device="cpu", dtype="float32")
+        self.alphabet = alphabet_of(self.target.tokenizer)
+        self.page = PAGE if ragged else 0
+        self.method = SnapKV(BUDGET, allocate=Global(page=PAGE) if ragged else Uniform())
+        self.own, self.made = PrefixStore(folder / "own"), PrefixStore(folder / "made")
+        self.cases = [self._case(length) for length in LENGTHS]
+        register()
+        selector._cached_get_attn_backend.cache_clear()  # of the engine before
+        evict = {"name": "snapkv", "budget": BUDGET}
+        evict |= {"allocate": {"name": "global", "page": PAGE}} if ragged else {}
+        transfer = KVTransferConfig(
+            kv_connector="EvictingConnector",
+            kv_connector_module_path="keepsight.serving.vllm.record",
+            kv_role="kv_consumer",
+            kv_load_failure_policy="fail",
+            kv_connector_extra_config={"root": str(folder / "made"), "evict": evict},
+        )
+        self.engine = LLM(
+            model=str(model), dtype="float32", enforce_eager=True, block_size=32, max_model_len=1024, max_num_seqs=16,
+            max_num_batched_tokens=chunk, kv_cache_memory_bytes=2**26, kv_transfer_config=transfer,
+        )  # fmt: skip
+
+    def _case(self, length: int) -> Case:
+        ids = torch.randint(6, 512, (1, length + 5), generator=torch.Generator().manual_seed(length))
+        prompt, asked, model = ids[:, :length], ids[:, length:], self.target.model
+        state = self.method.start(model, prompt)
+        digest, _ = export(model, state, self.own.root, page=self.page)
+        answer, (state, _) = list[int](), read(model, state.unrecorded(), asked)
+        for _ in range(NEW):
+            answer.append(int(state.logits.argmax()))
+            state, _ = read(model, state, torch.tensor([answer[-1:]]))
+        return Case(prompt[0].tolist(), asked[0].tolist(), digest, answer)
+
+    def ask(self, prompts: list[list[int]], params: list[Any], new: int = NEW) -> list[Any]:
+        """Requests of one batch, each with its `kv_transfer_params` or None."""
+        from vllm import SamplingParams
+
+        extra = [None if each is None else {"kv_transfer_params": each} for each in params]
+        sampling = [SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, extra_args=each) for each in extra]
+        return self.engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+
+    def evicted(self, cases: list[Case], wanted: Any = True) -> list[dict[str, Any]]:
+        """What the replies to prompts that are read in one batch say of their eviction."""
+        replies = self.ask([case.prompt for case in cases], [{"keepsight_evict": wanted}] * len(cases), 1)
+        return [reply.kv_transfer_params for reply in replies]
+
+    def check(self, said: list[dict[str, Any]]) -> None:
+        """Compare entries and answers with keepsight's own."""
+        for case, each in zip(self.cases, said, strict=True):
+            assert each["seen"] == len(case.prompt)
+            made, own = self.made.tensors(each["keepsight"]), self.own.tensors(case.digest)
+            assert made.keys() == own.keys()
+            for name in own:
+                assert_close(made[name].float(), own[name].float())
+        prompts = [
+            placeholders(each["keepsight"], each["entries"], self.alphabet) + case.asked
+            for case, each in zip(self.cases, said, strict=True)
+        ]
+        answers = [list(reply.outputs[0].token_ids) for reply in self.ask(prompts, [None] * len(prompts))]
+        assert answers == [case.answer for case in self.cases]
+
+
+@pytest.fixture(scope="module", params=["uniform", "ragged"])
+def world(request, tmp_path_factory):
+    ragged = request.param == "ragged"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KEEPSIGHT_EVICT", "1")
+        patch.setenv("KEEPSIGHT_RAGGED", str(int(ragged)))
+        made = World(tmp_path_factory.mktemp("world"), ragged, chunk=128)
+        yield made
+        made.engine.llm_engine.engine_core.shutdown()
+        del made.engine
+        gc.collect()
+
+
+def test_the_entries_and_answers_of_a_batch_read_in_chunks_are_keepsights(world):
+    world.check(world.evicted(world.cases))
+
+
+def test_prompts_in_vllms_own_prefix_cache_are_read_anew(world):
+    world.ask([case.prompt for case in world.cases], [None] * len(world.cases), 1)
+    again = world.ask([world.cases[0].prompt], [None], 1)
+    assert again[0].num_cached_tokens > 0  # an ordinary request finds it there
+    world.check([world.evicted([case])[0] for case in world.cases])
+
+
+def test_ordinary_requests_of_the_same_prompts_in_the_batch_are_not_recorded(world):
+    prompts = [case.prompt for case in world.cases for _ in range(2)]
+    alone = world.ask(prompts[::2], [None] * len(LENGTHS))
+    mixed = world.ask(prompts, [{"keepsight_evict": True}, None] * len(LENGTHS))
+    world.check([reply.kv_transfer_params for reply in mixed[::2]])
+    assert all(reply.kv_transfer_params is None for reply in mixed[1::2])
+    texts = [[list(reply.outputs[0].token_ids) for reply in each] for each in (alone, mixed[::2], mixed[1::2])]
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize("wanted, why", [(0, "budget 0"), ("many", "'many'"), (64, "spell an id"), (20, "protected")])
+def test_what_cannot_be_evicted_is_refused_in_the_reply(world, wanted, why):
+    (said,) = world.evicted(world.cases[:1], wanted)
+    assert why in said["keepsight_error"]
+
+
+def test_nothing_is_left_of_ended_requests(world):
+    from keepsight.serving.vllm import record
+
+    engine = world.engine.llm_engine
+    from vllm import SamplingParams
+
+    asked = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": {"keepsight_evict": True}})
+    engine.add_request("left", {"prompt_token_ids": world.cases[-1].prompt}, asked)
+    engine.step()
+    assert record._READING
+    engine.abort_request(["left"])
+    world.ask([world.cases[0].prompt], [None], 1)
+    assert not record._READING and not record._RESULTS
