@@ -93,18 +93,26 @@ def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
+def attention_of(model: PreTrainedModel, index: int) -> nn.Module:
+    """The attention of a decoder layer, which ends with an output projection.
+
+    Raises:
+        UserError: none is known in that layer.
+    """
+    for module in decoder_of(model).layers[index].modules():
+        if hasattr(module, "layer_idx") and any(hasattr(module, name) for name in _OUTPUTS):
+            return module
+    raise UserError(f"{model.config.model_type}: the attention of layer {index} has no output projection that is known")
+
+
 def output_projection(model: PreTrainedModel, index: int) -> nn.Module:
     """The module that a decoder layer's attention ends with: it multiplies all heads' outputs by W_O.
 
     Raises:
         UserError: the attention of that layer has none that is known.
     """
-    for module in decoder_of(model).layers[index].modules():
-        if hasattr(module, "layer_idx"):
-            for name in _OUTPUTS:
-                if isinstance(found := getattr(module, name, None), nn.Module):
-                    return found
-    raise UserError(f"{model.config.model_type}: the attention of layer {index} has no output projection that is known")
+    attention = attention_of(model, index)
+    return next(getattr(attention, name) for name in _OUTPUTS if hasattr(attention, name))
 
 
 def output_weight(model: PreTrainedModel, index: int) -> Tensor:

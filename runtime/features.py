@@ -1,7 +1,7 @@
 """Features: the outputs of chosen layers of a model, recorded while it runs."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -62,10 +62,19 @@ class RecordFeatures:
         return tuple(torch.cat(pair, dim=1) for pair in zip(before, new, strict=True)) if before else new
 
     def _keeper(self, place: int) -> Any:
-        mine = threading.get_ident()
-
+        @in_this_thread
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
-            if threading.get_ident() == mine:  # another thread may use the model
-                self._outputs[place] = output if isinstance(output, Tensor) else output[0]
+            self._outputs[place] = output if isinstance(output, Tensor) else output[0]
 
         return keep
+
+
+def in_this_thread(hook: Callable[..., None]) -> Callable[..., None]:
+    """A hook of a module that does nothing in other threads, which may use the model too."""
+    mine = threading.get_ident()
+
+    def only(*args: Any) -> None:
+        if threading.get_ident() == mine:
+            hook(*args)
+
+    return only

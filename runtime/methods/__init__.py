@@ -23,6 +23,10 @@ from keepsight.runtime.methods.positions import KeyNorm as KeyNorm
 from keepsight.runtime.methods.positions import LaCache as LaCache
 from keepsight.runtime.methods.positions import RandomEntries as RandomEntries
 from keepsight.runtime.methods.positions import StreamingLLM as StreamingLLM
+from keepsight.runtime.methods.reconstruction import KVgrad as KVgrad
+from keepsight.runtime.methods.reconstruction import KVzip as KVzip
+from keepsight.runtime.methods.reconstruction import KVzipPlus as KVzipPlus
+from keepsight.runtime.methods.reconstruction import Reconstruction as Reconstruction
 from keepsight.runtime.methods.resources import Resources as Resources
 from keepsight.runtime.methods.rkv import RKV as RKV
 from keepsight.runtime.methods.window import H2O as H2O

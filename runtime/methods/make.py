@@ -17,6 +17,7 @@ from keepsight.runtime.drafting.speckv import ModelDrafter, SparsePrefill, SpecK
 from keepsight.runtime.generate import Method
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
+from keepsight.runtime.methods.reconstruction import KVzip
 from keepsight.runtime.methods.resources import Resources
 from keepsight.runtime.prompt_compression.text import Cosine, Package
 from keepsight.runtime.registry import ALLOCATIONS, DRAFTERS, METHODS, OBSERVERS
@@ -85,6 +86,8 @@ class _OptionReader:
         if kind is SpecKV:
             draft: Any = self.resources.find("draft")
             return {"observer": DraftObserver(ModelDrafter(draft), window=None)}
+        if issubclass(kind, KVzip):
+            return {"observer": kind.observer_of(self.resources.find("tokenizer"))}
         return {}
 
     def fields(

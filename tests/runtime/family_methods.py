@@ -20,11 +20,12 @@ from tests.families import FAMILIES, family_model
 from tests.models.modules import SHAPE, random_on, save
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.pairwise import cover
-from tests.tiny import prompt_ids, tiny_model
+from tests.tiny import SmallVocabulary, prompt_ids, tiny_model
 
 LENGTH, BUDGET = 41, 16
 PROMPT = prompt_ids(LENGTH)[0]
-DRAFT = Resources(draft=LoadedDraft("tiny", "1", tiny_model()))
+_TOKENIZER: Any = SmallVocabulary()
+DRAFT = Resources(draft=LoadedDraft("tiny", "1", tiny_model()), tokenizer=_TOKENIZER)
 OPTIONS: dict[str, dict[str, Any]] = {
     "laq": {"observer": {"lookahead": 4, "first_window": 4}},
     "laq++": {"observer": {"lookahead": 4, "first_window": 4, "window": 4}},
@@ -35,6 +36,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "adakv": {"window": 8},
     "criticalkv": {"window": 8},
     "critical_adakv": {"window": 8},
+    "kvzip": {"observer": {"chunk": 24}},
+    "kvzip+": {"observer": {"chunk": 24}},
+    "kvgrad": {"observer": {"chunk": 24}},
     "h2o": {"window": 4},
     "specpc": {"window": 8, "kernel": 4},
     "speckvpc": {"window": 8, "prompt_window": 8, "kernel": 4, "lookahead": 5, "prompt_budget": BUDGET},
@@ -78,6 +82,9 @@ KINDS: dict[str, set[str]] = {
     "criticalkv": {"window", "output"},
     "critical_adakv": {"window", "output"},
     "rkv": {"window"},
+    "kvzip": {"replay"},
+    "kvzip+": {"replay", "output"},
+    "kvgrad": {"replay", "output", "gradient"},
     "random": {"positions"},
     "specpc": _SHORTER,
     "speckvpc": _SHORTER,

@@ -3,7 +3,7 @@
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from keepsight.runtime.generate import generate
 from keepsight.runtime.methods.make import make_method
 from keepsight.runtime.methods.resources import Resources
 from tests.models.modules import SHAPE, random_on, save
-from tests.tiny import prompt_ids, tiny_model
+from tests.tiny import SmallVocabulary, prompt_ids, tiny_model
 
 METHODS: dict[str, dict[str, Any]] = {
     "lookaheadkv": {},
@@ -22,6 +22,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "speckv": {"window": 8, "observer": {"drafter": {"lookahead": 5}}},
     "h2o": {"window": 4},
     "kivi": {"bits": 2, "group": 8, "residual": 8},
+    "kvzip+": {"observer": {"chunk": 40}},
+    "kvgrad": {"observer": {"chunk": 40}},
     "quest": {},
 }
 BUDGETS = {"quest": 40}
@@ -38,7 +40,8 @@ def methods(models, tmp_path_factory) -> list[dict[str, Any]]:
     made = []
     for place, model in enumerate(models):
         adapter = save(random_on(model, replace(SHAPE, queries="max")), tmp_path_factory.mktemp("adapter") / str(place))
-        resources = Resources(adapter=adapter, draft=LoadedDraft("tiny", "1", tiny_model(seed=3)))
+        draft, tokenizer = LoadedDraft("tiny", "1", tiny_model(seed=3)), cast(Any, SmallVocabulary())
+        resources = Resources(adapter=adapter, draft=draft, tokenizer=tokenizer)
         budgets = {name: BUDGETS.get(name, 16) for name in METHODS} | {"kivi": None}
         made.append({name: make_method(name, budgets[name], resources, **each) for name, each in METHODS.items()})
     return made

@@ -1,0 +1,382 @@
+"""KVzip, KVzip+ and KVgrad: what the base model needs to repeat the context stays, whatever will be asked about it.
+
+After the prefill the context is repeated chunk by chunk, as if a user had asked for it: an instruction, the last tokens
+of the chunk before, what begins an answer by the chat template, and the chunk itself. These tokens are given, not
+generated; they look back at the whole cache, which does not change. The question need not be known: in the evaluation
+`question=unseen` compresses before it, as the papers do.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing_extensions import override
+
+from keepsight.errors import UserError, require_whole
+from keepsight.models.chat import chat_text
+from keepsight.models.decoder import attention_of, decoder_of, output_projection
+from keepsight.runtime import registry
+from keepsight.runtime.allocate import Allocation, Global
+from keepsight.runtime.attention import Softmax, grouped_attention, is_bounded, run, visible
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.features import RecordFeatures, in_this_thread
+from keepsight.runtime.importance import NO_POOL, Pool, Reduce, observed_attention, reduce_group
+from keepsight.runtime.layer import KeptLayer, LayerEntries
+from keepsight.runtime.methods.critical import output_norms
+from keepsight.runtime.observe import Observer, ViewedLayer, as_observed
+from keepsight.runtime.state import State, full_layers
+
+_FIRST, _LATER = (
+    "\n\nRepeat the previous context exactly.",
+    ("\n\nRepeat the part of the previous context exactly, starting with"),
+)
+_CARRIED = 8  # last tokens of the chunk before, which the instruction ends with
+_SINKS = 4  # first entries that take part in the softmax over a later chunk
+_ROWS = 512  # queries whose attention is computed at once
+
+
+class Probe(NamedTuple):
+    """A chunk of the context, and the tokens that repeat it.
+
+    Attributes:
+        ids: [B, q] int64: instruction, carried tokens, beginning of the answer and chunk, padded on the right.
+        mask: [B, q] bool, False for that padding.
+        places: [B, s + n] int64, where the s sinks and the chunk's n tokens stand among the tokens read.
+        valid: [B, s + n] bool, False where a row has no such token.
+        sinks: s.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    places: Tensor
+    valid: Tensor
+    sinks: int
+
+
+class Replayed(ViewedLayer):
+    """A layer that keeps what looked back at it: queries [B, H, q, d], their own keys [B, K, q, d] and the softmax."""
+
+    seen: tuple[Tensor, Tensor, Softmax]
+
+    @override
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        self.seen = query.detach(), key.detach(), softmax
+        stored, count = self.keys.shape[2], query.shape[2]
+        keys, values = torch.cat([self.keys, key], dim=2), torch.cat([self.values, value], dim=2)
+        real = self.real
+        if real is None:
+            real = torch.ones(len(keys), 1, stored, dtype=torch.bool, device=keys.device)
+        real = functional.pad(real, (0, count), value=True)
+        blocks = []
+        for start in range(0, count, _ROWS):
+            end = min(start + _ROWS, count)
+            until = stored + end
+            mask = visible(end - start, real[..., :until])
+            rows = query[:, :, start:end]
+            blocks.append(grouped_attention(rows, keys[:, :, :until], values[:, :, :until], mask, softmax))
+        return torch.cat(blocks, dim=1)
+
+
+@registry.observer("reconstruction")
+@dataclass(frozen=True)
+class Reconstruction(Observer):
+    """The tokens that repeat the context observe it (KVzip, arXiv 2505.23416, section 3).
+
+    An entry's score is its largest attention from the tokens that repeat its chunk, by a softmax over the first 4
+    entries, the chunk and those tokens themselves. Other entries take no part in it, though they are seen.
+
+    The authors neither repeat nor evict the tokens before the context (the chat template's); here all tokens read are
+    context, except that a method protects the first 4. From a cache that was evicted from before, whose entries no
+    longer tell their places, the softmax is over all that is left.
+
+    Attributes:
+        tokenizer: The base model's.
+        chunk: Tokens that are repeated in one pass. 2,048 in kvpress, 2,000 in the authors' code.
+        normalized: Whether attention is divided by the norm of what the observing token reads, and multiplied by that
+            of what the value adds to the output, v W_O: KVzip+ (KVzap, arXiv 2601.07891). As in kvpress the former is
+            the input of the attention, after the layer's norm.
+    """
+
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+    chunk: int = 2048
+    normalized: bool = False
+    signed = False
+
+    def __post_init__(self) -> None:
+        require_whole("reconstruction", 1, chunk=self.chunk)
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
+        layers, scores = state.layers, list[Tensor]()
+        for layer in layers:
+            keys = layer.entries().keys
+            scores.append(torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device))
+        whole = (state.counts() == state.lengths[:, None]).flatten(1).all(dim=1).tolist()
+        for probe in self.probes(state):
+            found = self._replayed(model, state, probe)
+            for layer, is_whole, total, each in zip(layers, whole, scores, found, strict=True):
+                _add(total, layer, probe if is_whole else None, probe.mask, reduce, each)
+        return scores
+
+    def probes(self, state: State) -> Iterator[Probe]:
+        """What repeats each chunk; rows with fewer chunks get one of padding alone."""
+        tokens, lengths, device = state.tokens, state.lengths[:, None], state.tokens.device
+        first = tokens.shape[1] - lengths
+        longest = int(lengths.max())
+        for start in range(0, longest, self.chunk):
+            own = torch.arange(start, min(start + self.chunk, longest), device=device)
+            sinks = min(_SINKS, start)
+            order = torch.cat([torch.arange(sinks, device=device), own])
+            places, valid = (first + order).clamp(max=tokens.shape[1] - 1), order < lengths
+            carried = torch.arange(max(start - _CARRIED, 0), start, device=device)
+            before, after = self._asked(start > 0)
+            parts = [
+                before.to(device).expand(len(tokens), -1),
+                tokens.gather(1, (first + carried).clamp(max=tokens.shape[1] - 1)),
+                after.to(device).expand(len(tokens), -1),
+            ]
+            asked, chunk = torch.cat(parts, dim=1), valid[:, sinks:]
+            real = chunk[:, :1].expand(-1, asked.shape[1])
+            ids = torch.cat([asked, tokens.gather(1, places[:, sinks:])], dim=1)
+            yield Probe(ids, torch.cat([real, chunk], dim=1), places, valid & chunk[:, :1], sinks)
+
+    def longest(self, length: int) -> int:
+        """Positions that the observers take after a prompt of `length` tokens."""
+        asked = [sum(part.shape[0] for part in self._asked(later)) for later in (False, True)]
+        return max(asked) + _CARRIED + min(self.chunk, length)
+
+    def _asked(self, later: bool) -> tuple[Tensor, Tensor]:
+        """The instruction, and what begins an answer by the chat template; int64."""
+        return tuple(map(torch.tensor, _instruction(self.tokenizer, later)))  # type: ignore[return-value]
+
+    def _replayed(self, model: PreTrainedModel, state: State, probe: Probe) -> Iterator["Observed"]:
+        """What each layer observed while a probe was read."""
+        index = [place for place, each in enumerate(state.cache.layers) if not is_bounded(each)]
+        read = list[Tensor]()
+        hooks = [_on_input(attention_of(model, place), read) for place in index if self.normalized]
+        try:
+            with torch.inference_mode():
+                layers = _read(model, state, probe, model.get_input_embeddings()(probe.ids))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for place, layer in enumerate(layers):
+            weights = _reciprocal(read[place].float().norm(dim=-1)) if self.normalized else None
+            yield Observed(*layer.seen, weights, self.normalized)
+
+
+def _reciprocal(norms: Tensor) -> Tensor:
+    """1 / norm, and 0 for a token that reads nothing, such as one whose embedding is 0."""
+    return torch.where(norms > 0, 1 / norms, 0.0)
+
+
+class Observed(NamedTuple):
+    """What a layer observed.
+
+    Attributes:
+        query: [B, H, q, d].
+        key: [B, K, q, d], of the same tokens.
+        softmax: The layer's.
+        weights: [B, q] float32, by which each query's attention counts; None for 1.
+        by_output: Whether attention counts by the norm of what the entry's value adds to the layer's output.
+    """
+
+    query: Tensor
+    key: Tensor
+    softmax: Softmax
+    weights: Tensor | None
+    by_output: bool
+
+
+@functools.lru_cache(maxsize=8)
+def _instruction(tokenizer: Any, later: bool) -> tuple[list[int], list[int]]:
+    text, mark = "\n", "#####"
+    if tokenizer.chat_template:
+        text = chat_text(tokenizer, [{"role": "user", "content": f"text{mark}"}]).rpartition(mark)[2]
+    ids = [tokenizer.encode(each, add_special_tokens=False) for each in (_LATER if later else _FIRST, text)]
+    return ids[0], ids[1]
+
+
+def _on_input(module: nn.Module, into: list[Tensor]) -> Any:
+    """A hook that collects the hidden states [B, q, hidden] that attention modules read in this thread."""
+
+    @in_this_thread
+    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+        into.append(args[0] if args else kwargs["hidden_states"])
+
+    return module.register_forward_pre_hook(keep, with_kwargs=True)
+
+
+def _read(model: PreTrainedModel, state: State, probe: Probe, embeddings: Tensor) -> list[Replayed]:
+    """The layers with full attention, after a probe was read from the position of the state's next token."""
+    mask, count = state.tokens_mask, probe.ids.shape[1]
+    layers = [Replayed(_usable(layer), mask) for layer in full_layers(state.cache)]
+    # Layers with full attention know their padding; it is the bounded ones that need a mask.
+    padded = None if mask is None or len(layers) == len(state.cache.layers) else mask
+    run(
+        decoder_of(model),
+        as_observed(state.cache, layers),
+        inputs_embeds=embeddings,
+        position_ids=state.next_position[:, None] + torch.arange(count, device=embeddings.device),
+        attention_mask=None if padded is None else functional.pad(padded, (0, count), value=True),
+    )
+    return layers
+
+
+def _usable(layer: KeptLayer) -> LayerEntries:
+    """A layer's entries; those of `torch.inference_mode` are copied where gradients are to flow."""
+    stored = layer.attended()
+    if not torch.is_grad_enabled() or not stored.keys.is_inference():
+        return stored
+    return LayerEntries(stored.keys.clone(), stored.values.clone(), stored.real)
+
+
+def _add(scores: Tensor, layer: KeptLayer, probe: Probe | None, mask: Tensor, reduce: Reduce, of: Observed) -> None:
+    """Raise the scores [B, K, C] of a layer to those that its entries have from a probe.
+
+    Args:
+        scores: What is changed.
+        layer: The layer.
+        probe: The probe; None to score all entries.
+        mask: [B, q] bool, the probe's.
+        reduce: Reduction over the probe's tokens and a KV head's query heads.
+        of: What the layer observed.
+    """
+    keys, _, real = layer.attended()
+    sinks, kv_heads = 0, scores.shape[1]
+    if probe is None:
+        places = torch.arange(keys.shape[2], device=keys.device).expand(len(keys), -1)
+        valid = torch.ones_like(places, dtype=torch.bool)[:, None] if real is None else real
+    else:
+        places, valid, sinks = probe.places.to(keys.device), probe.valid[:, None].to(keys.device), probe.sinks
+        keys = keys.gather(2, places[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3]))
+    observing = mask.to(keys.device)
+    attention = observed_attention(
+        of.query,
+        torch.cat([keys, of.key], dim=2),
+        of.softmax,
+        keys.shape[2],
+        key_mask=functional.pad(valid, (0, of.key.shape[2]), value=True),
+        query_mask=observing if of.weights is None else observing * of.weights.to(keys.device),
+        reduction=reduce.queries,
+    )
+    if of.by_output:
+        norms = output_norms(layer, 2)
+        attention = attention * norms.gather(2, places[:, None].expand(-1, norms.shape[1], -1))
+    found = reduce_group(attention, kv_heads, reduce.heads).masked_fill(~valid, 0.0)[..., sinks:]
+    scores.scatter_reduce_(2, places[:, None, sinks:].expand_as(found), found, "amax")
+
+
+@registry.observer("attribution")
+@dataclass(frozen=True)
+class Attribution(Reconstruction):
+    """The same tokens, by what an entry changes in the last layer's outputs, to first order (KVgrad, kvpress PR 279).
+
+    An entry's score is the largest of: its attention from a token p that repeats its chunk, times the norm of v W_O,
+    times the norm of the gradient of all tokens' squared outputs at the last layer, before the final norm, with respect
+    to what the attention of p adds to the residual stream.
+
+    Attributes:
+        chunk: As above; smaller, since the gradient tells more of fewer tokens.
+    """
+
+    chunk: int = 512
+    normalized: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.normalized:
+            raise UserError("attribution: normalized is of KVzip+; leave it out")
+
+    @override
+    def _replayed(self, model: PreTrainedModel, state: State, probe: Probe) -> Iterator[Observed]:
+        index = [place for place, each in enumerate(state.cache.layers) if not is_bounded(each)]
+        last = len(decoder_of(model).layers) - 1
+        with torch.inference_mode(False), torch.enable_grad():
+            with torch.no_grad():
+                embeddings = model.get_input_embeddings()(probe.ids.clone()).clone()
+            added = list[Tensor]()
+            hooks = [_on_output(output_projection(model, place), added) for place in index]
+            try:
+                with RecordFeatures(model, [last]) as recorded:
+                    layers = _read(model, state, probe, embeddings.requires_grad_())
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            outputs = recorded.outputs()[0]
+            squares = (outputs.float().square().sum(dim=-1) * probe.mask.clone().to(outputs.device)).sum()
+            gradients = torch.autograd.grad(squares, added)
+        for layer, gradient in zip(layers, gradients, strict=True):
+            yield Observed(*layer.seen, gradient.float().norm(dim=-1), True)
+
+
+def _on_output(module: nn.Module, into: list[Tensor]) -> Any:
+    """A hook that collects the outputs [B, q, hidden] of modules in this thread."""
+
+    @in_this_thread
+    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+        into.append(output)
+
+    return module.register_forward_hook(keep)
+
+
+@registry.method("kvzip", label="KVzip")
+@dataclass(frozen=True)
+class KVzip(Evict):
+    """Keeps 4 sinks and what repeating the context attends to; all heads share one budget (arXiv 2505.23416).
+
+    `KVzip(64, Reconstruction(tokenizer))`; by name, the tokenizer is the base model's.
+    """
+
+    reduce: Reduce = Reduce("max", "max")
+    pool: Pool = NO_POOL
+    allocate: Allocation = Global(floor=0)
+    sinks: int = _SINKS
+    reads_images = False
+
+    @staticmethod
+    def observer_of(tokenizer: Any) -> Observer:
+        """The observer of the paper."""
+        return Reconstruction(tokenizer)
+
+    @override
+    def check(self, length: int, context: int) -> None:
+        super().check(length, context)
+        observer = self.bound_observer
+        if length <= self.budget_for(length) or not isinstance(observer, Reconstruction):
+            return
+        if (positions := observer.longest(length)) + length > context:
+            raise UserError(
+                f"{type(self).__name__}: {positions} tokens that repeat a chunk of a prompt of {length} do not fit the "
+                f"context of {context}; lower the observer's chunk, or shorten the prompt"
+            )
+
+
+@registry.method("kvzip+", label="KVzip+")
+@dataclass(frozen=True)
+class KVzipPlus(KVzip):
+    """KVzip by what each entry adds to a layer's output, relative to what is read there (arXiv 2601.07891)."""
+
+    @staticmethod
+    @override
+    def observer_of(tokenizer: Any) -> Observer:
+        return Reconstruction(tokenizer, normalized=True)
+
+
+@registry.method("kvgrad", label="KVgrad")
+@dataclass(frozen=True)
+class KVgrad(KVzip):
+    """KVzip by what each entry changes in the last layer's outputs (KVgrad, kvpress PR 279): gradients, no training.
+
+    Takes a backward pass through the base model for each chunk.
+    """
+
+    @staticmethod
+    @override
+    def observer_of(tokenizer: Any) -> Observer:
+        return Attribution(tokenizer)
