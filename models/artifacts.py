@@ -218,6 +218,38 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path}: not a safetensors file ({reason}); fetch it again, or train it again") from None
 
 
+def unpickled(path: Path) -> dict[str, Tensor]:
+    """The tensors of a pickle by name, dotted where it nests them, without running anything that the file names.
+
+    `weights_only` reads by torch's own interpreter, which makes tensors and plain containers and calls nothing that
+    the file names (safe from torch 2.6 on, CVE-2025-32434; keepsight requires 2.7).
+
+    Raises:
+        UserError: the file is damaged, holds objects of other kinds, or tensors far larger than itself.
+    """
+    try:
+        tensors = dict(_tensors_in(torch.load(path, map_location="cpu", weights_only=True), ""))
+    except Exception as error:  # damaged pickles raise anything; the reason is in the message
+        raise UserError(f"{path}: not a pickle of tensors alone ({one_line(error, 200)}); it was not read") from None
+    size, whole = path.stat().st_size, sum(each.nbytes for each in tensors.values())
+    if whole > 4 * size:  # a view may stand for any size
+        raise UserError(
+            f"{path}: not a pickle of tensors alone (tensors of {whole:,} bytes in a file of {size:,}); it was not read"
+        )
+    return {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+
+
+def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested containers, under dotted names."""
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.device.type != "cpu":
+            raise TypeError(f"{name} is a tensor of another kind")
+        yield name, value
+    elif isinstance(value, dict | list | tuple):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors_in(each, f"{name}.{key}" if name else str(key))
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Write tensors to a safetensors file, and return its digest by its name."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from keepsight.errors import UserError, one_line
 from keepsight.files import read_json
-from keepsight.models.artifacts import LARGEST_SIZE, as_weights, check_digest, read_tensors
+from keepsight.models.artifacts import LARGEST_SIZE, as_weights, check_digest, read_tensors, unpickled
 from keepsight.models.card import Provenance
 from keepsight.models.decoder import input_embedding, input_width
 from keepsight.models.model_files import logger
@@ -87,7 +87,7 @@ def check_model(folder: Path, config: LlamaConfig, model: PreTrainedModel) -> No
 def read_weights(folder: Path, origin: Origin | None) -> tuple[Path, dict[str, Tensor]]:
     """The file of a head's weights and its tensors, an EAGLE-3 layer's under `midlayer.*`."""
     if not (path := folder / WEIGHTS).is_file():
-        tensors = _unpickled(path := folder / PICKLE)
+        tensors = unpickled(path := folder / PICKLE)
         logger.warning("%s: a pickle; its %d tensors were read as safetensors would be", path, len(tensors))
     else:
         if origin is not None:
@@ -96,33 +96,6 @@ def read_weights(folder: Path, origin: Origin | None) -> tuple[Path, dict[str, T
     if "layers.0.hidden_norm.weight" in tensors:
         tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
     return path, tensors
-
-
-def _unpickled(path: Path) -> dict[str, Tensor]:
-    """The tensors of a pickled state_dict, without running anything that the file names.
-
-    `weights_only` reads by torch's own interpreter, which makes tensors and plain containers and calls nothing that
-    the file names (safe from torch 2.6 on, CVE-2025-32434; keepsight requires 2.7).
-
-    Raises:
-        UserError: the file is damaged, holds anything but tensors by name, or tensors far larger than itself.
-    """
-    try:
-        read: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged pickles raise anything; the reason is in the message
-        raise UserError(f"{path}: not a pickle of tensors alone ({one_line(error, 200)}); it was not read") from None
-    if not isinstance(read, dict) or not all(_is_dense(each) for each in read.values()):
-        raise UserError(f"{path}: expected tensors by name, as in a state_dict; it was not read")
-    size, whole = path.stat().st_size, sum(each.nbytes for each in read.values())
-    if whole > 4 * size:  # a view may stand for any size
-        raise UserError(
-            f"{path}: not a pickle of tensors alone (tensors of {whole:,} bytes in a file of {size:,}); it was not read"
-        )
-    return {str(name): tensor.contiguous().clone() for name, tensor in read.items()}
-
-
-def _is_dense(value: object) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
 
 
 def own_embedding(path: Path, embedding: Tensor, model: PreTrainedModel) -> Tensor | None:

@@ -1,7 +1,9 @@
-"""Features: the outputs of chosen layers of a model, recorded while it runs."""
+"""Features: the outputs of chosen layers of a model, recorded while it runs; and what goes into their attention."""
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from keepsight.errors import UserError
-from keepsight.models.decoder import decoder_of
+from keepsight.models.decoder import attention_of, decoder_of, full_attention_layers
 from keepsight.runtime.attention import Reader
 
 
@@ -78,3 +80,26 @@ def in_this_thread(hook: Callable[..., None]) -> Callable[..., None]:
             hook(*args)
 
     return only
+
+
+class WatchInputs(ExitStack):
+    """While entered, hands on what goes into the attention of each layer with full attention.
+
+    Args:
+        model: The base model.
+        watch: Called with the decoder layer's index, its attention module, and the module's input [B, q, hidden].
+
+    Raises:
+        UserError: the model's attention modules are not known.
+    """
+
+    def __init__(self, model: Reader, watch: Callable[[int, nn.Module, Tensor], None]) -> None:
+        super().__init__()
+        target: Any = model
+        for index in full_attention_layers(target.config):
+            hook = in_this_thread(functools.partial(self._hand_on, watch, index))
+            self.callback(attention_of(target, index).register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+    @staticmethod
+    def _hand_on(watch: Callable[..., None], index: int, module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
+        watch(index, module, named["hidden_states"] if "hidden_states" in named else inputs[0])

@@ -7,8 +7,8 @@ its *physical* length counts the entries in memory. KV heads with different numb
 
 import copy
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -56,6 +56,7 @@ class Recorded:
             `keepsight.runtime.importance.seen_ahead`.
         accumulated: [B, H, C] float32, the attention that each entry has received from all queries; None where it was
             not asked for.
+        scores: By trained scorer, its numbers for each entry, [B, K x numbers, C] float32.
     """
 
     softmax: Softmax
@@ -63,6 +64,7 @@ class Recorded:
     query_mask: Tensor | None = None
     ahead: Tensor | None = None
     accumulated: Tensor | None = None
+    scores: Mapping[Any, Tensor] = field(default_factory=dict)
 
     def last(self, rows: int) -> "Recorded":
         """The same with the queries of the last `rows` tokens alone."""
@@ -71,7 +73,7 @@ class Recorded:
         start = max(self.queries.shape[2] - rows, 0)
         query_mask = None if self.query_mask is None else self.query_mask[:, start:]
         ahead = None if self.ahead is None else self.ahead[:, start:]
-        return Recorded(self.softmax, self.queries[:, :, start:], query_mask, ahead, self.accumulated)
+        return replace(self, queries=self.queries[:, :, start:], query_mask=query_mask, ahead=ahead)
 
 
 def spare(count: int, least: int = ROOM) -> int:
@@ -227,7 +229,10 @@ class KeptLayer(DynamicLayer):
             kept = KeptLayer(keys.view(*shape, -1), values.view(*shape, -1), self.seen, real)
         recorded = self.recorded and self.recorded.last(window)
         if recorded and recorded.accumulated is not None:
-            recorded = replace(recorded, accumulated=_accumulated_at(recorded.accumulated, mask, counts))
+            recorded = replace(recorded, accumulated=_at(recorded.accumulated, mask, counts))
+        if recorded and recorded.scores:
+            scores = {scorer: _at(each, mask, counts) for scorer, each in recorded.scores.items()}
+            recorded = replace(recorded, scores=scores)
         kept.recorded, kept.expansion, kept.output_weight = recorded, self.expansion, self.output_weight
         return kept
 
@@ -341,12 +346,12 @@ def _unpack(packed: Tensor, places: Tensor, shape: tuple[int, ...]) -> Tensor:
     return padded.index_copy_(0, places, packed).view(*shape, packed.shape[1])
 
 
-def _accumulated_at(accumulated: Tensor, mask: Tensor, counts: Counts) -> Tensor:
+def _at(recorded: Tensor, mask: Tensor, counts: Counts) -> Tensor:
     """[B, H, C] at the entries [B, K, C] bool that a query head's KV head keeps, padded on the left if heads differ."""
-    group, length = accumulated.shape[1] // mask.shape[1], mask.shape[2]
+    group, length = recorded.shape[1] // mask.shape[1], mask.shape[2]
     if counts.min() == counts.max():
         places = torch.nonzero_static(mask, size=int(counts.sum()))[:, -1].view(*counts.shape, -1)
-        return accumulated.gather(2, places.repeat_interleave(group, dim=1))
+        return recorded.gather(2, places.repeat_interleave(group, dim=1))
     places = (mask * torch.arange(1, length + 1, device=mask.device)).topk(int(counts.max()), dim=-1).values.flip(-1)
     places = places.repeat_interleave(group, dim=1)  # from 1 on; 0 where a head keeps fewer than others
-    return accumulated.gather(2, (places - 1).clamp(min=0)).masked_fill(places == 0, 0.0)
+    return recorded.gather(2, (places - 1).clamp(min=0)).masked_fill(places == 0, 0.0)

@@ -14,20 +14,21 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import filterfalse
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import FULL, has_latents, output_weight, require_supported
+from keepsight.models.scorers import Scorer
 from keepsight.runtime.attention import Reader, Softmax, is_bounded, run
-from keepsight.runtime.features import RecordFeatures
+from keepsight.runtime.features import RecordFeatures, WatchInputs
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import observed_attention, seen_ahead
 from keepsight.runtime.latents import expansions
@@ -47,15 +48,18 @@ class Needs:
         window: Number of last queries kept in every layer.
         accumulated: Whether to sum the attention that each entry receives from all queries.
         features: Layers whose outputs are kept for every token; indices from 0, ascending.
+        scorers: Trained scorers that score every token in every layer, as it is read.
     """
 
     window: int = 0
     accumulated: bool = False
     features: tuple[int, ...] = ()
+    scorers: tuple[Scorer, ...] = ()
 
     def __or__(self, other: "Needs") -> "Needs":
         features = tuple(sorted({*self.features, *other.features}))
-        return Needs(max(self.window, other.window), self.accumulated or other.accumulated, features)
+        scorers = tuple(dict.fromkeys((*self.scorers, *other.scorers)))
+        return Needs(max(self.window, other.window), self.accumulated or other.accumulated, features, scorers)
 
 
 WINDOW = Needs(window=32)
@@ -201,6 +205,16 @@ class Recorder:
     places: int = 0
     seconds: float = 0.0
     _ahead: Tensor | None = None  # of the pass's own tokens
+    _scores: dict[Scorer, Tensor] = field(default_factory=dict)  # of the layer that is being read
+
+    def score(self, index: int, attention: nn.Module, hidden: Tensor) -> None:
+        """Score a pass's tokens in a layer, from what goes into its attention [B, q, hidden]."""
+        layer: Any = self.cache.layers[index]
+        before = layer.recorded.scores if layer.recorded else {}
+        self._scores = {}
+        for scorer in self.needs.scorers:
+            new = scorer(index, self.places, attention, hidden, layer.seen)
+            self._scores[scorer] = torch.cat([before[scorer], new], dim=-1) if scorer in before else new
 
     def __call__(
         self, index: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any
@@ -223,7 +237,7 @@ class Recorder:
             start = time.perf_counter()
             accumulated = self._accumulated(before.accumulated, query, key, softmax, real)
             self.seconds += time.perf_counter() - start
-        layer.recorded = Recorded(softmax, queries, query_mask, ahead, accumulated)
+        layer.recorded = Recorded(softmax, queries, query_mask, ahead, accumulated, self._scores)
         if self.after_layer is not None:
             self.cache.layers[index] = self.after_layer(self.cache, self.places, layer)
         self.places += 1
@@ -300,7 +314,10 @@ def prefill(
         seen = None if mask is None else mask[:, :end]
         recorder = Recorder(cache, needs, seen, after_layer if end == length else None)
         inputs = images.with_tokens(input_ids) if images else {"input_ids": input_ids[:, start:end]}
-        with RecordFeatures(model, needs.features) if needs.features else nullcontext() as recorded:
+        with (
+            RecordFeatures(model, needs.features) if needs.features else nullcontext() as recorded,
+            WatchInputs(model, recorder.score) if needs.scorers else nullcontext(),
+        ):
             output = run(
                 model,
                 cache,
@@ -340,7 +357,10 @@ def read(model: Reader, state: State, tokens: Tensor, *, logits_to_keep: int = 0
     mask = None if mask is None else functional.pad(mask, (0, count), value=True)
     if state.needs != Needs():
         recorder = Recorder(state.cache, state.needs, mask)
-    with RecordFeatures(model, state.needs.features) if state.needs.features else nullcontext() as recorded:
+    with (
+        RecordFeatures(model, state.needs.features) if state.needs.features else nullcontext() as recorded,
+        WatchInputs(model, recorder.score) if recorder and state.needs.scorers else nullcontext(),
+    ):
         output = run(
             model,
             state.cache,

@@ -29,6 +29,11 @@ from keepsight.runtime.methods.reconstruction import KVzipPlus as KVzipPlus
 from keepsight.runtime.methods.reconstruction import Reconstruction as Reconstruction
 from keepsight.runtime.methods.resources import Resources as Resources
 from keepsight.runtime.methods.rkv import RKV as RKV
+from keepsight.runtime.methods.scored import DBTrimKV as DBTrimKV
+from keepsight.runtime.methods.scored import FastKVzip as FastKVzip
+from keepsight.runtime.methods.scored import KVzap as KVzap
+from keepsight.runtime.methods.scored import Locret as Locret
+from keepsight.runtime.methods.scored import TrimKV as TrimKV
 from keepsight.runtime.methods.window import H2O as H2O
 from keepsight.runtime.methods.window import TOVA as TOVA
 from keepsight.runtime.methods.window import AdaKV as AdaKV

@@ -2,8 +2,8 @@
 
 `{name: snapkv, window: 16, pool: {kernel: 5}, allocate: adakv}`: an option is a field of the method, and a part (an
 observer, drafter, reduction, pooling or allocation) is its name, a mapping with its name and options, or a mapping of
-options alone, which change the part that the method has. `adapter` and `retrieval` name a trained module of the
-method's own: `{name: lookaheadkv, adapter: DIR, label: longer}`.
+options alone, which change the part that the method has. `adapter`, `retrieval` and `scorer` name a trained module of
+the method's own: `{name: lookaheadkv, adapter: DIR, label: longer}`, `{name: kvzap, scorer: DIR}`.
 """
 
 import dataclasses
@@ -19,11 +19,12 @@ from keepsight.runtime.importance import NO_POOL, Pool, Reduce
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
 from keepsight.runtime.methods.reconstruction import KVzip
 from keepsight.runtime.methods.resources import Resources
+from keepsight.runtime.methods.scored import ScoredEvict, TrainedScores
 from keepsight.runtime.prompt_compression.text import Cosine, Package
 from keepsight.runtime.registry import ALLOCATIONS, DRAFTERS, METHODS, OBSERVERS
 
 _RESOURCES = ("artifact", "head", "draft", "tokenizer")
-_TRAINED = ("adapter", "retrieval")
+_TRAINED = ("adapter", "retrieval", "scorer")
 
 
 def make_method(name: str, budget: int | float | None, resources: Resources | None = None, /, **options: Any) -> Method:
@@ -33,8 +34,8 @@ def make_method(name: str, budget: int | float | None, resources: Resources | No
         name: The method's name, such as `snapkv`; `evict` for a composition whose observer is among the options.
         budget: Entries per layer and KV head, or a ratio; unused by methods that keep all entries.
         resources: Adapter, retrieval head, draft and tokenizer, for the methods that need them.
-        options: Other fields of the method, as values or as plain text and mappings; `adapter` or `retrieval`, a folder
-            or Hub id, in place of that of the resources.
+        options: Other fields of the method, as values or as plain text and mappings; `adapter`, `retrieval` or
+            `scorer`, a folder or Hub id, in place of that of the resources.
 
     Raises:
         UserError: an unknown name or option, a value out of range, or a resource that is missing.
@@ -50,7 +51,11 @@ def make_method(name: str, budget: int | float | None, resources: Resources | No
     if budget is None and takes(name, "budget"):
         raise UserError(f"method {name!r} needs a budget, in entries per layer and KV head")
     method: Method = make(budget, **parts) if takes(name, "budget") else make(**parts)
-    used = {"adapter": method.adapter_digest is not None, "retrieval": method.uses_retrieval_head}
+    used = {
+        "adapter": method.adapter_digest is not None,
+        "retrieval": method.uses_retrieval_head,
+        "scorer": isinstance(method, ScoredEvict),
+    }
     if unused := [key for key in named if not used[key]]:
         raise UserError(f"method {name!r}: there is no option {unused[0]!r}, it uses none")
     return method
@@ -83,6 +88,8 @@ class _OptionReader:
         """Parts that depend on the resources."""
         if kind is LookaheadKV:
             return parts_of(self.resources.artifact)
+        if issubclass(kind, ScoredEvict):
+            return {"observer": TrainedScores(self.resources.scorer_of(kind.scorer))}
         if kind is SpecKV:
             draft: Any = self.resources.find("draft")
             return {"observer": DraftObserver(ModelDrafter(draft), window=None)}

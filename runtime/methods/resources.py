@@ -12,6 +12,7 @@ from keepsight.errors import UserError
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.retrieval_head import RetrievalHead
+from keepsight.models.scorers import Scorer
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Resources:
         tokenizer: The base model's tokenizer.
         retrieval: Folder or Hub id of a retrieval head.
         target: The model that the retrieval head must be for; None leaves that unchecked.
+        scorer: File, folder or Hub id of the weights of a trained scorer.
     """
 
     adapter: str | Path | None = None
@@ -38,6 +40,7 @@ class Resources:
     tokenizer: PreTrainedTokenizerBase | Later | None = None
     retrieval: str | Path | None = None
     target: PreTrainedModel | None = None
+    scorer: str | Path | None = None
 
     @cached_property
     def artifact(self) -> LookaheadAdapter:
@@ -71,15 +74,31 @@ class Resources:
             head.config = replace(head.config, feature_layers=head.layers_of(self.target) or None)
         return head
 
-    def other(self, adapter: str | None = None, retrieval: str | None = None) -> "Resources":
-        """These resources with another adapter or retrieval head; the same ones when the same are named again."""
-        named = adapter or self.adapter, retrieval or self.retrieval
-        if [*map(str, named)] == [str(self.adapter), str(self.retrieval)]:
-            return self
-        return self._others.setdefault(named, replace(self, adapter=named[0], retrieval=named[1]))
+    def scorer_of(self, kind: type[Scorer]) -> Scorer:
+        """The trained scorer of a method, loaded.
+
+        Raises:
+            UserError: there is none, it cannot be had, or it is for another method.
+        """
+        if self.scorer is None:
+            raise UserError("needs scorer=FILE_FOLDER_OR_HUB_ID, its published weights")
+        if kind not in self._scorers:
+            self._scorers[kind] = kind.from_pretrained(self.scorer)
+        return self._scorers[kind]
 
     @cached_property
-    def _others(self) -> "dict[tuple[str | Path | None, str | Path | None], Resources]":
+    def _scorers(self) -> dict[type[Scorer], Scorer]:
+        return {}
+
+    def other(self, **named: str) -> "Resources":
+        """These resources with another adapter, retrieval head or scorer; the same ones when they are named again."""
+        changed = {key: value for key, value in named.items() if value != str(getattr(self, key))}
+        if not changed:
+            return self
+        return self._others.setdefault(tuple(sorted(changed.items())), replace(self, **changed))  # type: ignore[arg-type]
+
+    @cached_property
+    def _others(self) -> "dict[tuple[tuple[str, str], ...], Resources]":
         return {}
 
     def find(self, name: str) -> object:

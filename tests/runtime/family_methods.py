@@ -15,10 +15,12 @@ from keepsight.runtime.methods import METHODS
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
 from keepsight.runtime.methods.make import make_method
 from keepsight.runtime.methods.resources import Resources
+from keepsight.runtime.methods.scored import ScoredEvict, TrainedScores
 from keepsight.runtime.retrieval.specontext import SpeContext
 from tests.families import FAMILIES, family_model
 from tests.models.modules import SHAPE, random_on, save
 from tests.models.retrieval_heads import tiny_retrieval_head
+from tests.models.scorers import tiny_scorer
 from tests.pairwise import cover
 from tests.tiny import SmallVocabulary, prompt_ids, tiny_model
 
@@ -40,6 +42,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kvzip+": {"observer": {"chunk": 24}},
     "kvgrad": {"observer": {"chunk": 24}},
     "h2o": {"window": 4},
+    "kvzap": {"window": 8},
+    "fastkvzip": {"window": 8},
+    "locret": {"window": 8},
     "specpc": {"window": 8, "kernel": 4},
     "speckvpc": {"window": 8, "prompt_window": 8, "kernel": 4, "lookahead": 5, "prompt_budget": BUDGET},
     "kivi": {"bits": 2, "group": 8, "residual": 8},
@@ -51,7 +56,7 @@ NAMES = [name for name in METHODS if name not in OTHERS]
 REFUSED = dict.fromkeys(
     [("DeepSeek-V3", "kivi"), ("DeepSeek-V3", "specache")],
     "has layers of latent attention; the cache can only be packed",
-)
+) | {("DeepSeek-V3", "locret"): "has no q_proj, k_proj and v_proj"}
 """What is refused, by family and method, and the words of the line that says so."""
 WITH_IMAGE = {
     "Qwen2.5-VL (text)": "Qwen2.5-VL with an image",
@@ -85,6 +90,11 @@ KINDS: dict[str, set[str]] = {
     "kvzip": {"replay"},
     "kvzip+": {"replay", "output"},
     "kvgrad": {"replay", "output", "gradient"},
+    "kvzap": {"trained scorer"},
+    "fastkvzip": {"trained scorer"},
+    "trimkv": {"trained scorer"},
+    "dbtrimkv": {"trained scorer"},
+    "locret": {"trained scorer", "projections"},
     "random": {"positions"},
     "specpc": _SHORTER,
     "speckvpc": _SHORTER,
@@ -154,6 +164,8 @@ def method_of(name: str, family: str, folder: Path) -> Any:
     if name == "specontext":
         head = tiny_retrieval_head("none", kv_heads=kv_heads_of(family), max_position_embeddings=1024)
         return SpeContext(LENGTH + 8, head)
+    if issubclass(kind := METHODS[name], ScoredEvict):
+        return kind(BUDGET, TrainedScores(tiny_scorer(kind.scorer, family_model(family))), **OPTIONS.get(name, {}))
     budget = LENGTH + 8 if name in ("quest", "clusterkv") else BUDGET
     return make_method(name, budget, DRAFT, **OPTIONS.get(name, {}))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from keepsight.errors import UserError
 from keepsight.models.card import Provenance
@@ -41,9 +42,11 @@ from keepsight.runtime.methods.drafts import PromptEnds
 from keepsight.runtime.methods.laq import QueryCache
 from keepsight.runtime.methods.lookaheadkv import SoftTokens
 from keepsight.runtime.methods.resources import Later, ResourcesLater
+from keepsight.runtime.methods.scored import ScoredEvict
 from keepsight.runtime.methods.window import PromptWindow
 from keepsight.runtime.state import Needs
 from tests.models.retrieval_heads import tiny_retrieval_head
+from tests.models.scorers import tiny_tensors
 from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer
 
 DRAFT = LayerSubset((0, 2))
@@ -237,7 +240,12 @@ def test_a_method_is_checked_before_what_it_needs_is_loaded(name: str, tmp_path:
     Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2)).adapter().save(tmp_path, Provenance("tiny"), "# Card")
     tiny_retrieval_head().save(tmp_path, Provenance("tiny"), "# Card\n")
     later = ResourcesLater(tmp_path, Later("draft"), Later("tokenizer"), tmp_path)
-    options = {"observer": {"name": "draft_tokens", "drafter": "draft_model"}} if name == "evict" else {}
+    options: dict[str, Any] = (
+        {"observer": {"name": "draft_tokens", "drafter": "draft_model"}} if name == "evict" else {}
+    )
+    if issubclass(kind := METHODS[name], ScoredEvict):
+        save_file(tiny_tensors(kind.scorer, tiny_model()), tmp_path / "scorer.safetensors")
+        options["scorer"] = tmp_path / "scorer.safetensors"
     assert type(make_method(name, 96, later, **options)) is METHODS[name]
 
 

@@ -1,0 +1,133 @@
+"""Methods whose scorers others trained: KVzap, Fast KVzip, TRIM-KV, DBTrimKV, Locret.
+
+A small network in each layer scores a token's entries from what goes into the layer's attention, as it is read.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+from typing_extensions import Self, override
+
+from keepsight.errors import UserError
+from keepsight.models.scorers import FastKVzipScorer, KVzapScorer, LocretScorer, Scorer, TrimKVScorer
+from keepsight.runtime import registry
+from keepsight.runtime.allocate import Allocation, Global
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.importance import NO_POOL, Pool
+from keepsight.runtime.layer import KeptLayer
+from keepsight.runtime.observe import LayerObserver
+from keepsight.runtime.state import Needs
+
+
+@dataclass(frozen=True)
+class TrainedScores(LayerObserver):
+    """What a trained scorer has made of each entry when it was read.
+
+    Of TRIM-KV's two numbers, log b and the position p, it is (n + 1 - p) log b after n tokens: how much of the entry is
+    left, in its logarithm.
+
+    Attributes:
+        scorer: The scorer.
+    """
+
+    scorer: Scorer
+
+    @override
+    def needs(self) -> Needs:
+        return Needs(scorers=(self.scorer,))
+
+    @override
+    def score(self, layer: KeptLayer, reduction: str) -> Tensor:
+        recorded = None if layer.recorded is None else layer.recorded.scores.get(self.scorer)
+        if recorded is None or recorded.shape[2] != layer.entries().keys.shape[2]:
+            raise UserError(
+                f"{type(self.scorer).__name__}: entries were not scored when they were read; read the prompt with this "
+                "method, or prefill with needs=method.needs()"
+            )
+        if self.scorer.numbers == 1:
+            return recorded
+        decay, position = recorded.unflatten(1, (-1, 2)).unbind(dim=2)
+        return (layer.get_seq_length() + 1 - position) * decay
+
+
+@dataclass(frozen=True)
+class ScoredEvict(Evict):
+    """Base of the methods whose scorers others trained.
+
+    Attributes:
+        scorer: The kind of scorer.
+    """
+
+    scorer: ClassVar[type[Scorer]]
+    pool: Pool = NO_POOL
+
+    @classmethod
+    def from_pretrained(cls, weights: str | Path, budget: int | float, **options: Any) -> Self:
+        """The method with published weights: a file, a folder, or `user/name` or `user/name/FOLDER` on the Hub.
+
+        Raises:
+            UserError: they cannot be had, are for another method, or an option is out of range.
+        """
+        return cls(budget, TrainedScores(cls.scorer.from_pretrained(weights)), **options)
+
+
+@registry.method("kvzap", label="KVzap")
+@dataclass(frozen=True)
+class KVzap(ScoredEvict):
+    """Keeps what the repetition of the prompt would attend to, as a network predicts it (KVzap, arXiv 2601.07891).
+
+    The paper evicts what scores below a threshold, but for the last 128 tokens (section 3.3). One budget for the heads
+    of all layers keeps what the threshold would that keeps as many; the window is one that small budgets have room for.
+    """
+
+    scorer = KVzapScorer
+    allocate: Allocation = Global(floor=0.0)
+    window: int = 32
+
+
+@registry.method("fastkvzip", label="Fast KVzip")
+@dataclass(frozen=True)
+class FastKVzip(ScoredEvict):
+    """Keeps what KVzip would, as a gate predicts it; the heads of all layers share the budget (arXiv 2601.17668).
+
+    4 sinks as in kvpress. The window is 2 % of the prompt there, and the prompt is evicted from in chunks of 16,000.
+    """
+
+    scorer = FastKVzipScorer
+    allocate: Allocation = Global(floor=0.0)
+    sinks: int = 4
+    window: int = 32
+
+
+@registry.method("trimkv", label="TRIM-KV")
+@dataclass(frozen=True)
+class TrimKV(ScoredEvict):
+    """Keeps the entries of which most is left, each fading at a rate of its own (TRIM-KV, arXiv 2512.03324, section 3).
+
+    With `every` it evicts while decoding too, as in the paper.
+    """
+
+    scorer = TrimKVScorer
+
+
+@registry.method("dbtrimkv", label="DBTrimKV")
+@dataclass(frozen=True)
+class DBTrimKV(TrimKV):
+    """TRIM-KV with one budget for the heads of all layers (DBTrimKV, arXiv 2605.09649); each keeps 1/8 of its share."""
+
+    allocate: Allocation = Global(floor=0.125)
+
+
+@registry.method("locret")
+@dataclass(frozen=True)
+class Locret(ScoredEvict):
+    """Keeps the entries whose largest attention logit is expected to be highest (Locret, arXiv 2410.01805, section 3).
+
+    Locret evicts after each chunk of the prefill, never scores the last 100 tokens, and renumbers positions. Here the
+    whole prompt is read with full attention first, and keys stay at their positions.
+    """
+
+    scorer = LocretScorer
+    window: int = 32

@@ -1,0 +1,53 @@
+"""Random stand-ins for the published weights of trained scorers, under their names."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keepsight.models.decoder import attention_of, cached_kv_heads, full_attention_layers
+from keepsight.models.scorers import FastKVzipScorer, KVzapScorer, LocretScorer, Scorer, TrimKVScorer
+
+WIDE = 6
+
+
+def tiny_scorer(kind: type[Scorer], model: Any) -> Scorer:
+    return kind("tiny", tiny_tensors(kind, model))
+
+
+def tiny_tensors(kind: type[Scorer], model: Any, *, deep: bool = False) -> dict[str, Tensor]:
+    """Of every layer with full attention; `deep` for KVzap's MLP, and for TRIM-KV's gate of three layers."""
+    generator, tensors = torch.Generator().manual_seed(3), {}
+    for place, index in enumerate(full_attention_layers(model.config) or [0]):
+        shapes = _shapes(kind, model, index, deep)
+        prefix = {
+            KVzapScorer: f"layers.{index}",
+            FastKVzipScorer: f"module.{place}",
+            TrimKVScorer: f"model.layers.{index}.self_attn.retention_gate",
+            LocretScorer: f"model.layers.{index}.self_attn",
+        }[kind]
+        for name, shape in shapes.items():
+            tensors[f"{prefix}.{name}"] = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+    return tensors
+
+
+def _shapes(kind: type[Scorer], model: Any, index: int, deep: bool) -> dict[str, tuple[int, ...]]:
+    config = model.config.get_text_config()
+    width, heads, queries = config.hidden_size, cached_kv_heads(model), config.num_attention_heads
+    if kind is KVzapScorer and deep:
+        return {"0.weight": (WIDE, width), "0.bias": (WIDE,), "2.weight": (heads, WIDE), "2.bias": (heads,)}
+    if kind is KVzapScorer:
+        return {"weight": (heads, width), "bias": (heads,)}
+    if kind is FastKVzipScorer:
+        norms = {"q_norm.weight": (16,), "k_norm.weight": (16,), "k_proj.weight": (16 * heads, width)}
+        query = {"q_proj.weight": (16 * queries, width), "q_proj.bias": (16 * queries,)}
+        return norms | query | {"k_base": (heads, 1, 16, 16), "b": (heads, 1, queries // heads)}
+    if kind is TrimKVScorer:
+        first = {"linear1.weight": (WIDE, width), "linear1.bias": (WIDE,), "bias": (heads,)}
+        if deep:
+            return first | {"linear2.weight": (WIDE, WIDE), "linear2.bias": (WIDE,), "linear3.weight": (heads, WIDE)}
+        return first | {"linear2.weight": (heads, WIDE)}
+    attention = attention_of(model, index)
+    parts = [getattr(attention, name, None) for name in ("qkv_proj", "q_proj", "k_proj", "v_proj")]
+    states = sum(part.weight.shape[0] for part in parts if part is not None)
+    return {"fc1.weight": (WIDE, states), "fc2.weight": (heads, WIDE)}
