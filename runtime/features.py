@@ -96,9 +96,10 @@ class WatchInputs(ExitStack):
     def __init__(self, model: Reader, watch: Callable[[int, nn.Module, Tensor], None]) -> None:
         super().__init__()
         target: Any = model
-        for index in full_attention_layers(target.config):
+        modules = {index: attention_of(target, index) for index in full_attention_layers(target.config)}
+        for index, module in modules.items():
             hook = in_this_thread(functools.partial(self._hand_on, watch, index))
-            self.callback(attention_of(target, index).register_forward_pre_hook(hook, with_kwargs=True).remove)
+            self.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
     @staticmethod
     def _hand_on(watch: Callable[..., None], index: int, module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
