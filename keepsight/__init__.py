@@ -60,6 +60,7 @@ __all__ = [
     "RandomEntries",
     "Reconstruction",
     "SentenceSimilarity",
+    "ShadowKV",
     "SnapKV",
     "SpeCache",
     "SpeContext",

@@ -158,11 +158,15 @@ class Fetch:
 
     def wait(self) -> FetchedEntries:
         """The entries, which the device's work from here on waits for; may be called again."""
+        return FetchedEntries(self._indices, *self.rows().chunk(2, dim=3))
+
+    def rows(self) -> Tensor:
+        """Likewise [B, K, k, 2d], keys beside values."""
         rows, sending = await_counted(self._coming, self._traffic)
         sending.precede()
         if rows.is_cuda:
             rows.record_stream(torch.cuda.current_stream(rows.device))
-        return FetchedEntries(self._indices, *rows.chunk(2, dim=3))
+        return rows
 
 
 @dataclass(frozen=True)
@@ -227,7 +231,7 @@ class FullEntries:
     def _gather(self, wanted: FromDevice, device: torch.device) -> tuple[Tensor, Begun]:
         indices = wanted.get()
         start = time.perf_counter()
-        gathered = self.rows(flat_rows(indices).flatten()).view(*indices.shape, -1)
+        gathered = self.rows(flat_rows(indices).flatten()).unflatten(0, indices.shape)
         with on_side_stream(device):
             gathered, sending = gathered.to(device, non_blocking=True), Begun(device)
         self.traffic.fetched += gathered.nbytes

@@ -53,6 +53,7 @@ from keepsight.runtime.retrieval.specontext import SpeContext as SpeContext
 from keepsight.runtime.sparse_read.clusterkv import ClusterKV as ClusterKV
 from keepsight.runtime.sparse_read.selection import ExactTopK as ExactTopK
 from keepsight.runtime.sparse_read.selection import Quest as Quest
+from keepsight.runtime.sparse_read.shadowkv import ShadowKV as ShadowKV
 
 for _module in _iter_modules(__path__):
     _import_module(f"{__name__}.{_module.name}")

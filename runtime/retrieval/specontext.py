@@ -298,14 +298,14 @@ class SpeContext(SparseRead):
     @torch.no_grad()
     def compress_state(self, model: PreTrainedModel, state: State) -> State:
         self._check_model(model)
-        layers = with_full_layers(state.cache, selected_layers(state, self.layers_for(state))).layers
+        layers = with_full_layers(state.cache, selected_layers(state, self.layers_for(model, state))).layers
         placement = self._placement(model, *state.tokens.shape)
         placement.place(layers, state.tokens.shape[1])
         cache = RetrievalCache(layers, self._selector(model, state), placement)
         return state.as_kind(RetrievalState, cache)
 
     @override
-    def layers_for(self, state: State) -> MakeLayer:
+    def layers_for(self, model: PreTrainedModel, state: State) -> MakeLayer:
         expansions: list[Any] = [layer.expansion for layer in state.layers]
 
         def make(index: int, *entries: Any) -> KeptLayer:

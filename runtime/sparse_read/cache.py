@@ -248,7 +248,7 @@ class SparseRead(CacheMethod):
     @torch.no_grad()
     def compress_state(self, model: PreTrainedModel, state: State) -> State:
         state = expanded(state)
-        cache = with_full_layers(state.cache, selected_layers(state, self.layers_for(state)))
+        cache = with_full_layers(state.cache, selected_layers(state, self.layers_for(model, state)))
         return state.as_kind(SelectedState, cache)
 
     @override
@@ -256,7 +256,7 @@ class SparseRead(CacheMethod):
         return TurnReader(model)
 
     @abstractmethod
-    def layers_for(self, state: State) -> MakeLayer:
+    def layers_for(self, model: PreTrainedModel, state: State) -> MakeLayer:
         """What makes the layers of a state, in their order."""
 
     def _check_budget(self, budget: int) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import require_whole
@@ -224,7 +225,7 @@ class ClusterKV(SparseRead):
         return self.sinks + 1, "sinks + one entry to choose"
 
     @override
-    def layers_for(self, state: State) -> MakeLayer:
+    def layers_for(self, model: PreTrainedModel, state: State) -> MakeLayer:
         budget = tuple(self.budgets(state))
 
         def make(index: int, keys: Tensor, values: Tensor, seen: int, padding: Tensor | None) -> KeptLayer:

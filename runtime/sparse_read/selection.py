@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import require_whole
@@ -91,7 +92,7 @@ class ExactTopK(SparseRead):
         return self.sinks + self.window + 1, "sinks + window + one entry to choose"
 
     @override
-    def layers_for(self, state: State) -> MakeLayer:
+    def layers_for(self, model: PreTrainedModel, state: State) -> MakeLayer:
         selector = TopAttention(tuple(self.budgets(state)), self.sinks, self.window)
 
         def make(index: int, keys: Tensor, values: Tensor, seen: int, padding: Tensor | None) -> KeptLayer:
@@ -224,7 +225,7 @@ class Quest(SparseRead):
         return 2 * self.page - 1, "a page to choose and one that is not full"
 
     @override
-    def layers_for(self, state: State) -> MakeLayer:
+    def layers_for(self, model: PreTrainedModel, state: State) -> MakeLayer:
         budget = tuple(self.budgets(state))
 
         def make(index: int, keys: Tensor, values: Tensor, seen: int, padding: Tensor | None) -> KeptLayer:

@@ -43,6 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "specpc": {"window": 8, "kernel": 4},
     "speckvpc": {"window": 8, "prompt_window": 8, "kernel": 4, "lookahead": 5, "prompt_budget": 30},
     "clusterkv": {"sinks": 4, "tokens": 4, "window": 4},
+    "shadowkv": {"chunk": 2, "local": 2, "rank": 6},
     "kivi": {"bits": 2, "group": 8, "residual": 8},
     "specache": {"bits": 1, "group": 8, "residual": 8, "topk": 16, "speculative": False},
 }
@@ -123,10 +124,10 @@ def _inputs(case: str) -> dict[str, tuple[Any, ...]]:
     alone = {f"{length} tokens, budget {budget}": (budget, length) for length in LENGTHS for budget in BUDGETS}
     batch = {f"batch, budget {budget}": (budget, *BATCH) for budget in BUDGETS}
     packed = METHODS[VARIANTS.get(case, (case, {}))[0]]
-    return alone | ({} if packed.__name__ in _ALONE else batch)
+    return alone | ({} if packed.selects_each_step or packed.__name__ in _ALONE else batch)
 
 
-_ALONE = {"SpeCache", "SpeContext", "Quest", "ClusterKV", "ExactTopK", "SpecPC", "SpecKVPC", "Truncation", "Kivi"}
+_ALONE = {"SpeCache", "SpecPC", "SpecKVPC", "Truncation", "Kivi"}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -47,6 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "locret": {"window": 8},
     "specpc": {"window": 8, "kernel": 4},
     "speckvpc": {"window": 8, "prompt_window": 8, "kernel": 4, "lookahead": 5, "prompt_budget": BUDGET},
+    "shadowkv": {"chunk": 4, "local": 2},
     "kivi": {"bits": 2, "group": 8, "residual": 8},
     "specache": {"bits": 1, "group": 8, "residual": 8, "topk": LENGTH, "speculative": False},
 }
@@ -56,7 +57,10 @@ NAMES = [name for name in METHODS if name not in OTHERS]
 REFUSED = dict.fromkeys(
     [("DeepSeek-V3", "kivi"), ("DeepSeek-V3", "specache")],
     "has layers of latent attention; the cache can only be packed",
-) | {("DeepSeek-V3", "locret"): "has no q_proj, k_proj and v_proj"}
+) | {
+    ("DeepSeek-V3", "locret"): "has no q_proj, k_proj and v_proj",
+    ("DeepSeek-V3", "shadowkv"): "positions in cached keys of deepseek_v3 cannot be undone",
+}
 """What is refused, by family and method, and the words of the line that says so."""
 WITH_IMAGE = {
     "Qwen2.5-VL (text)": "Qwen2.5-VL with an image",
@@ -104,6 +108,7 @@ KINDS: dict[str, set[str]] = {
     "specontext": _SPARSE,
     "quest": _SPARSE,
     "clusterkv": _SPARSE,
+    "shadowkv": {"sparse read", "keys without positions"},
     "exact_topk": _SPARSE,
 }
 """What a method does with the cache, or scores entries by; methods of one kind share code that a family can break."""
@@ -166,7 +171,8 @@ def method_of(name: str, family: str, folder: Path) -> Any:
         return SpeContext(LENGTH + 8, head)
     if issubclass(kind := METHODS[name], ScoredEvict):
         return kind(BUDGET, TrainedScores(tiny_scorer(kind.scorer, family_model(family))), **OPTIONS.get(name, {}))
-    budget = LENGTH + 8 if name in ("quest", "clusterkv") else BUDGET
+    covers = METHODS[name].selects_each_step and name != "exact_topk"
+    budget = LENGTH + 8 if covers else BUDGET
     return make_method(name, budget, DRAFT, **OPTIONS.get(name, {}))
 
 
