@@ -5,7 +5,7 @@ parts into `results.jsonl`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +24,8 @@ Key = tuple[str, int, str]
 EARLIER = "earlier.jsonl"
 """Rows from before a run was extended, which are used again where they depend on the same inputs."""
 _MAY_CHANGE = ("command", "versions", "notes")
+MAX_LABEL = 48
+"""A longer list of differing settings is no label."""
 
 Digest = Annotated[str, Field(pattern=r"\Asha256:[0-9a-f]{64}\z")]
 Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -201,6 +203,39 @@ def names_of(runs: Sequence[Run]) -> list[str]:
     """The folders' own names, or the whole paths where two are alike."""
     names = [run.folder.resolve().name for run in runs]
     return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
+
+
+def labels_of(runs: Sequence[Run]) -> list[str]:
+    """What tells runs apart: the settings that differ, such as `samples=20`; `names_of` where these are many.
+
+    Of the only setting that differs the value is enough where it is a word.
+    """
+    settings = [flatten({key: run.settings[key] for key in run.settings if key not in _MAY_CHANGE}) for run in runs]
+    keys = dict.fromkeys(key for each in settings for key in each if not key.endswith(("digest", "sha256")))
+    found = {key: [each.get(key, "") for each in settings] for key in keys}
+    differing = {key: values for key, values in found.items() if len(set(values)) > 1 and key.split(".")[0] != "target"}
+    for key, values in differing.items():
+        ends = [value.rstrip("/").rpartition("/")[2] for value in values]
+        differing[key] = ends if len(set(ends)) == len(set(values)) else values
+    labels = [", ".join(f"{key}={values[at]}" for key, values in differing.items()) for at in range(len(runs))]
+    if len(differing) == 1:
+        (values,) = differing.values()
+        labels = values if all(value[:1].isalpha() for value in values) else labels
+    told = len(set(labels)) == len(runs) and max(map(len, labels)) <= MAX_LABEL
+    return labels if told else names_of(runs)
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings as dotted names and texts, such as `{"model.id": "..."}`, in their own order."""
+    flat: dict[str, str] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}.")
+        elif isinstance(value, (list, tuple)):
+            flat[f"{prefix}{name}"] = ", ".join(map(str, value))
+        else:
+            flat[f"{prefix}{name}"] = "" if value is None else str(value)
+    return flat
 
 
 def parts_of_one(runs: Sequence[Run]) -> list[Run]:

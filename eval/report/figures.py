@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.markers import MarkerStyle
+from matplotlib.transforms import ScaledTranslation
 
 import keepsight.runtime.methods  # noqa: F401 - methods register how they are drawn
 from keepsight.errors import printable
@@ -34,7 +35,7 @@ _CHARACTER = 0.075
 
 
 # The Okabe-Ito palette, which stays apart under the common colour-vision deficiencies, and Tol's muted palette.
-STYLES = {**registry.STYLES, "best shared": Style("#999933", "d", ":")}
+STYLES = {**registry.STYLES, "best shared": Style("#AA4499", "d", ":")}
 _FURTHER = ("#8C510A", "#6A3D9A", "#B2182B", "#1B7837", "#E7298A", "#B8860B", "#00838F", "#5A6B00")
 _MARKERS = ("<", ">", "*", "H", "d", "8")
 _DASHES: dict[Line, str] = {"-": "", "-.": "5 2 1 2", "--": "4 2", ":": "1.5 2"}
@@ -177,6 +178,20 @@ def look(axes: Axes) -> None:
     axes.tick_params(labelsize=8, colors=TEXT)
     axes.xaxis.label.set(fontsize=8.5, color=TEXT)
     axes.yaxis.label.set(fontsize=8.5, color=TEXT)
+
+
+def mark_break(axes: Axes, value: float) -> None:
+    """Two strokes across the y-axis at a value, above which its scale goes on otherwise than below."""
+    stroke: dict[str, Any] = {
+        "marker": [(-1, -0.4), (1, 0.4)],
+        "markersize": 8,
+        "color": TEXT,
+        "clip_on": False,
+        "linestyle": "",
+    }
+    for shift in (-1.5, 1.5):
+        place = axes.get_yaxis_transform() + ScaledTranslation(0, shift / 72, axes.figure.dpi_scale_trans)
+        axes.plot([0], [value], transform=place, zorder=5, **stroke)
 
 
 def _svg(salt: str) -> AbstractContextManager[None]:

@@ -11,7 +11,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from keepsight.eval.report.figures import Plot, glyph, in_order, label_of, styles_of
 from keepsight.eval.report.summary import number_text
 from keepsight.eval.report.tables import Table, interval_text, sort_key, value_text
-from keepsight.eval.results import Row, Run, key_of, names_of
+from keepsight.eval.results import Row, Run, flatten, key_of, names_of
 
 Settings = Mapping[str, Any]
 _FUNCTIONS = (glyph, label_of, value_text, interval_text, number_text, sort_key)
@@ -63,19 +63,6 @@ def render_results(
         settings={name: flatten(run.settings) for name, run in zip(names_of(runs), runs, strict=True)},
         **values,
     )
-
-
-def flatten(settings: Settings, prefix: str = "") -> dict[str, str]:
-    """Nested settings as dotted names and texts, such as `{"model.id": "..."}`, in their own order."""
-    flat: dict[str, str] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{name}.")
-        elif isinstance(value, (list, tuple)):
-            flat[f"{prefix}{name}"] = ", ".join(map(str, value))
-        else:
-            flat[f"{prefix}{name}"] = "" if value is None else str(value)
-    return flat
 
 
 def headline(rows: Sequence[Row], runs: Sequence[Settings]) -> tuple[str, str]:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from keepsight.eval.kept_tokens import KeptOfSample, count_key, encode_counts, path_of
 from keepsight.eval.report.figures import in_order, label_of, styles_of
-from keepsight.eval.report.html import flatten, headline, render_page
-from keepsight.eval.results import FULL, Key, Row, Run, key_of
+from keepsight.eval.report.html import headline, render_page
+from keepsight.eval.results import FULL, Key, Row, Run, flatten, key_of
 from keepsight.files import read_json, write_text
 
 EXAMPLES = 10

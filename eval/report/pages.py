@@ -7,7 +7,8 @@ from typing import Any
 
 from keepsight.eval.report import plots, tables
 from keepsight.eval.report.figures import Plot
-from keepsight.eval.report.html import flatten, render_results
+from keepsight.eval.report.findings import findings
+from keepsight.eval.report.html import render_results
 from keepsight.eval.report.kept_pages import choose_examples, place_of, write_sample_pages
 from keepsight.eval.report.summary import (
     COLUMNS,
@@ -20,7 +21,7 @@ from keepsight.eval.report.summary import (
     summary_rows,
 )
 from keepsight.eval.report.tables import PLACE, VARIANT, Cells, Column, Table
-from keepsight.eval.results import Key, Row, Run, names_of
+from keepsight.eval.results import Key, Row, Run, flatten, labels_of, names_of
 from keepsight.files import write_csv, write_text
 
 Summaries = Sequence[Sequence[SummaryRow]]
@@ -61,8 +62,9 @@ def write_report(
     runs: Sequence[Run], folder: Path, pages: Mapping[Key, str], drawn: Sequence[Plot], made: Sequence[Table]
 ) -> None:
     """Write `report.html`, with plots and tables, into `folder`; `pages` are those of samples, relative to it."""
-    examples = choose_examples([row for run in runs for row in run.rows])
-    more: dict[str, Any] = {"examples": examples, "place_of": place_of, "pages": pages}
+    rows = [row for run in runs for row in run.rows]
+    more: dict[str, Any] = {"examples": choose_examples(rows), "place_of": place_of, "pages": pages}
+    more |= {"findings": findings(summarize(rows)), "samples_a_cell": plots.SAMPLES_A_CELL}
     page = render_results("report.html.j2", runs, folder, drawn, made, **more)
     write_text(folder / "report.html", page)
 
@@ -74,7 +76,7 @@ def write_comparison(runs: Sequence[Run], folder: Path) -> list[Table]:
         runs: At least two, as `keepsight.eval.results.comparable` gives them.
         folder: Where all of it goes.
     """
-    names = names_of(runs)
+    names = labels_of(runs)
     by_task = [summarize(run.rows) for run in runs]
     means = [mean_over_tasks(summary) for summary in by_task]
     overall = [_table(measure, means, names) for measure in MEASURES]
@@ -88,8 +90,8 @@ def write_comparison(runs: Sequence[Run], folder: Path) -> list[Table]:
         plot.save(folder / "plots")
     for table in (*overall, *detailed):
         table.save(folder / "tables")
-    title, differing = " against ".join(names), _differing(runs)
-    page = render_results("compare.html.j2", runs, folder, [plot], [*overall, *detailed], title, differing=differing)
+    title, more = " against ".join(names), {"labels": names, "differing": _differing(runs)}
+    page = render_results("compare.html.j2", runs, folder, [plot], [*overall, *detailed], title, **more)
     write_text(folder / "compare.html", page)
     return overall
 
@@ -135,4 +137,5 @@ def _differing(runs: Sequence[Run]) -> dict[str, list[str]]:
     settings = [flatten(run.settings) for run in runs]
     keys = dict.fromkeys(chain.from_iterable(settings))
     values = {key: [each.get(key, "") for each in settings] for key in keys if key != "command"}
+    values |= {"folder": names_of(runs)}
     return {key: each for key, each in values.items() if len(set(each)) > 1}

@@ -12,7 +12,17 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
 
-from keepsight.eval.report.figures import MAX_COLUMNS, TEXT, Panel, Plot, in_order, label_of, look, styles_of
+from keepsight.eval.report.figures import (
+    MAX_COLUMNS,
+    TEXT,
+    Panel,
+    Plot,
+    in_order,
+    label_of,
+    look,
+    mark_break,
+    styles_of,
+)
 from keepsight.eval.report.summary import SummaryRow, by_task_and_length, mean_over_tasks
 from keepsight.eval.results import Row
 from keepsight.runtime.registry import Style
@@ -20,6 +30,8 @@ from keepsight.runtime.registry import Style
 _MAX_DEPTHS = 11
 """More depths than these are binned into fifths."""
 _FIFTHS = [0.1, 0.3, 0.5, 0.7, 0.9]
+SAMPLES_A_CELL = 3
+"""Heat maps with fewer samples in a cell would show noise, and are not drawn."""
 
 Curves = Sequence[SummaryRow]
 Styles = Mapping[str, Style]
@@ -87,17 +99,20 @@ def comparison_plot(differences: Mapping[str, Curves]) -> Plot:
 def depth_plot(rows: Sequence[Row]) -> Plot | None:
     """Heat maps of the score by needle depth and prompt length, one for each method and budget, the mean over tasks.
 
-    A depth of 0 is the beginning of the prompt, 1 its end; there is no plot where no row has a depth.
+    A depth of 0 is the beginning of the prompt, 1 its end. Where cells would have fewer than `SAMPLES_A_CELL` samples,
+    depths are binned into fifths; where that is not enough, or no row has a depth, there is no plot.
     """
     deep = [row for row in rows if row.get("depth") is not None]
     if not deep:
         return None
     found = sorted({round(row["depth"], 3) for row in deep})
-    depths, lengths = found if len(found) <= _MAX_DEPTHS else _FIFTHS, sorted({row["length"] for row in deep})
-    cells: dict[tuple[str, Any], dict[tuple[int, int], list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in deep:
-        nearest = int(np.abs(np.array(depths) - row["depth"]).argmin())
-        cells[row["method"], row["budget"]][nearest, lengths.index(row["length"])].append(row["score"])
+    lengths = sorted({row["length"] for row in deep})
+    for depths in (found, _FIFTHS) if len(found) <= _MAX_DEPTHS else (_FIFTHS,):
+        cells = _cells(deep, depths, lengths)
+        if all(len(scores) >= SAMPLES_A_CELL for own in cells.values() for scores in own.values()):
+            break
+    else:
+        return None
     order, panels = in_order(method for method, _ in cells), []
     for method, budget in sorted(cells, key=lambda place: (order.index(place[0]), place[1] or 0)):
         values = np.full((len(depths), len(lengths)), np.nan)
@@ -107,6 +122,17 @@ def depth_plot(rows: Sequence[Row]) -> Plot | None:
         draw = partial(_draw_depths, values=values, depths=depths, lengths=lengths)
         panels.append(Panel(title, draw, method=method, budget=budget))
     return Plot("depth", panels)
+
+
+def _cells(
+    rows: Sequence[Row], depths: list[float], lengths: list[int]
+) -> dict[tuple[str, Any], dict[tuple[int, int], list[float]]]:
+    """For each method and budget the scores by row (the nearest depth) and column (the length)."""
+    cells: dict[tuple[str, Any], dict[tuple[int, int], list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        nearest = int(np.abs(np.array(depths) - row["depth"]).argmin())
+        cells[row["method"], row["budget"]][nearest, lengths.index(row["length"])].append(row["score"])
+    return cells
 
 
 def hits_plot(rows: Sequence[dict[str, Any]]) -> Plot:
@@ -251,11 +277,15 @@ def _nats_scale(axes: Axes, values: list[float]) -> None:
     axes.set_yscale("symlog", linthresh=0.01, linscale=0.5)
     axes.set_ylim(min(-0.002, 1.6 * min(values, default=0.0)), max(0.1, 1.6 * max(values, default=0.0)))
     axes.yaxis.set_major_locator(FixedLocator([-1, -0.1, -0.01, 0, 0.01, 0.03, 0.1, 0.3, 1, 3, 10]))
+    mark_break(axes, 0.01)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def _share_scale(axes: Axes, values: list[float]) -> None:
-    axes.set_ylim(max(0.0, math.floor(10 * min(values, default=0.0) - 0.5) / 10), 1.02)
+    low = max(0.0, math.floor(10 * min(values, default=0.0) - 0.5) / 10)
+    axes.set_ylim(low, 1.02)
+    if low:
+        mark_break(axes, low + 0.05 * (1.02 - low))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 

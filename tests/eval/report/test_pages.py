@@ -159,13 +159,13 @@ def test_a_page_a_sample(page: Page, folder: Path, width: int) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_comparison_fits_any_window(page: Page, tmp_path: Path, width: int) -> None:
     rows = [row(name, 64, 0.5, sample=str(at)) for name in ("snapkv", "lookaheadkv") for at in range(3)]
-    runs = [Run(tmp_path / name, rows, SETTINGS | {"adapter": name}) for name in ("first-mixture", "second", "third")]
+    runs = [Run(tmp_path / f"run-{name}", rows, SETTINGS | {"adapter": f"runs/{name}"}) for name in "abc"]
     write_comparison(runs, tmp_path)
     page.open(tmp_path / "compare.html", width)
     page.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
     assert (page.problems, page.overflowing(), page.run(CUT_LABELS)) == ([], [], [])
-    assert page.run("document.querySelector('h1').innerText") == "first-mixture against second against third"
-    assert _column(page, "second - first-mixture", "score") == ["0.0", "0.0"]
+    assert page.run("document.querySelector('h1').innerText") == "a against b against c"
+    assert _column(page, "b - a", "score") == ["0.0", "0.0"]
     page.run("document.querySelectorAll('.chip')[0].click()")
     assert _column(page, "method", "score") == ["snapkv"]
 
@@ -195,6 +195,10 @@ def test_inspect(page: Page, tmp_path: Path, width: int) -> None:
     assert weak >= 0.2
     assert page.run(shade % 20) != page.run(shade % 10)
     assert page.run("document.getElementById('lines').innerText").split() == ["lookaheadkv", "snapkv"]
+    page.run("document.getElementById('difference').click()")
+    alone = [page.run(shade % (at + pane)) for pane in (0, 40) for at in (2, 5)]
+    assert alone[0] == page.run(shade % 10) and float(alone[3].split()[-1].rstrip(")")) > 0.5  # w5: snapkv's alone
+    page.run("document.getElementById('difference').click()")
     page.run(NOTE_THE_MAPS_LABELS)
     page.run("document.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight', bubbles: true}))")
     assert {"0", "1", "2", "layer by position", "40"} == {*page.run("written")}

@@ -24,7 +24,7 @@ def test_report_is_one_file_that_needs_nothing_else(rows: list[Row], tmp_path: P
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.html"]
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     drawn = sum(len(plot.panels) for plot in report.plots_of(rows, summarize(rows)))
-    assert len(re.findall(r'<figure class="panel[^>]*>\s*<figcaption>[^<]*</figcaption><svg', page)) == drawn == 16
+    assert len(re.findall(r'<figure class="panel[^>]*>\s*<figcaption>[^<]*</figcaption><svg', page)) == drawn == 11
     assert not re.search(r"""(?:src|href)=["'](?!#)""", page)
     assert page.count("<script") == page.count("</script") == 1
     for text in (
