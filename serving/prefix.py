@@ -36,6 +36,8 @@ MARK = "\u2063keepsight\u2063"
 EVICT, BEFORE, FAILED = "keepsight_evict", "keepsight_before", "keepsight_error"
 """What requests and replies call eviction inside vLLM; see `keepsight.serving.vllm.record`."""
 _KEY, _VERSION = "keepsight_prefix", 1
+_HEADERS = 4096
+"""Headers that a store keeps in memory."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,9 @@ class PrefixStore:
             except (SafetensorError, OSError, KeyError, ValueError) as error:
                 raise UserError(f"{path.name}: not a prefix file ({error}); make it anew") from None
             self._headers[digest] = header
+            if len(self._headers) > _HEADERS:
+                self._headers.pop(next(iter(self._headers)))
+            return header
         return self._headers[digest]
 
     def tensors(self, digest: str) -> dict[str, Tensor]:

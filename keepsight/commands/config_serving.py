@@ -27,7 +27,19 @@ class Evicting(UsesMethods):
 
 
 @dataclass
-class Prefix(Evicting):
+class Paged(Evicting):
+    """Keys of commands that write prefixes for vLLM.
+
+    Attributes:
+        page: Entries of a page, which is vLLM's --block-size: all heads share the budget in whole pages, for vLLM with
+            KEEPSIGHT_RAGGED=1. 0 for the same number of entries in every head, for any vLLM.
+    """
+
+    page: NonNegativeInt = 0
+
+
+@dataclass
+class Prefix(Paged):
     """keepsight prefix: read documents once, and write what stays of their caches for vLLM to load.
 
         keepsight prefix recipe=smollm2-135m adapter=shipped:smollm2-135m prompt=@doc.txt page=32 out=prefixes
@@ -40,8 +52,6 @@ class Prefix(Evicting):
         prompt: A document as text, or @FILE.
         documents: JSON Lines file of documents: {"text": ...} in each row.
         out: Folder of the prefixes, and of an index of them.
-        page: Entries of a page, which is vLLM's --block-size: all heads share the budget in whole pages, for vLLM with
-            KEEPSIGHT_RAGGED=1. 0 for the same number of entries in every head, for any vLLM.
         system: System message before the document, which questions must then send too.
         skip: Bad rows at most; null skips any number, 0 ends the run at the first.
     """
@@ -50,18 +60,19 @@ class Prefix(Evicting):
     prompt: str | None = None
     documents: str | None = None
     out: str = "???"
-    page: NonNegativeInt = 0
     system: str | None = None
     skip: NonNegativeInt | None = None
 
 
 @dataclass
-class Serve(Evicting):
+class Serve(Paged):
     """keepsight serve: an OpenAI server that answers every request from an evicted cache, in batches.
 
         keepsight serve recipe=smollm2-135m adapter=shipped:smollm2-135m budget=256 port=8000
+        keepsight serve recipe=smollm2-135m adapter=shipped:smollm2-135m budget=256 page=32 vllm=true
 
-    Serves /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics until it is interrupted.
+    Serves /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics until it is interrupted. With
+    vllm=true vLLM's server does, and long prompts are read and evicted from here, beside it.
 
     Attributes:
         host: Address to listen at; 0.0.0.0 for all.
@@ -73,9 +84,14 @@ class Serve(Evicting):
         max_prompt_tokens: Longest prompt in tokens; 0 for the model's context.
         max_new_tokens: Longest answer in tokens.
         max_bytes: Largest body of a request in bytes.
+        vllm: Start vLLM's server, whose endpoints answer, and read long prompts for it.
+        min_prompt_tokens: Shortest prompt that is evicted from with vllm=true; vLLM alone answers shorter ones. 0 for
+            twice the budget.
+        prefixes: Folder of `keepsight prefix`, whose ids vLLM's server then answers too.
+        vllm_options: Further options of vLLM's server, such as {max_model_len: 8192, gpu_memory_utilization: 0.5}.
     """
 
-    COMMON: ClassVar = (*_METHOD, "host", "port", "name", "key", "rows", "waiting", "max_prompt_tokens")
+    COMMON: ClassVar = (*_METHOD, "host", "port", "name", "key", "rows", "waiting", "max_prompt_tokens", "vllm", "page")
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     name: str | None = None
@@ -85,6 +101,10 @@ class Serve(Evicting):
     max_prompt_tokens: NonNegativeInt = 0
     max_new_tokens: PositiveInt = 1024
     max_bytes: PositiveInt = 1 << 24
+    vllm: bool = False
+    min_prompt_tokens: NonNegativeInt = 0
+    prefixes: str | None = None
+    vllm_options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

@@ -13,8 +13,7 @@ from filelock import FileLock, Timeout
 from keepsight.commands.config_serving import Prefix as Config
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.commands.inspect import read_text
-from keepsight.commands.serve import method_of
-from keepsight.commands.variants import require_evict
+from keepsight.commands.served_method import prefix_method
 from keepsight.errors import BadRow, UserError, printable
 from keepsight.files import (
     Row,
@@ -29,9 +28,7 @@ from keepsight.files import (
 from keepsight.models.adapters import weights_digest
 from keepsight.models.chat import chat_text
 from keepsight.models.targets import Target
-from keepsight.runtime.allocate import Global, Uniform
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.methods import Resources
 from keepsight.runtime.state import context_of
 from keepsight.serving.export import export
 from keepsight.serving.prefix import MARK, PrefixStore, alphabet_of, around_mark, letters_of
@@ -54,9 +51,9 @@ def run(config: Config) -> None:
     documents = [*_documents(config)]  # bad values end here, before anything loads
     out = Path(config.out)
     require_writable(out)
-    _method(config, resources_later(config))
+    prefix_method(config, resources_later(config))
     target = target_of(config)
-    writer = Writer(config, target, _method(config, resources_of(config, target)))
+    writer = Writer(config, target, prefix_method(config, resources_of(config, target)))
     skipped = 0
 
     def skip(source: str, error: UserError) -> None:
@@ -176,30 +173,6 @@ class Writer:
                 cut_torn_line(index)
             append_lines(index, [row])
         return row
-
-
-def _method(config: Config, resources: Resources) -> Evict:
-    """The method, whose heads keep the same numbers of entries, or whole pages.
-
-    Raises:
-        UserError: they keep other numbers, or it evicts nothing.
-    """
-    refusal = f"method={config.method} evicts nothing from the cache, so there is no prefix to write"
-    method = require_evict(method_of(config, resources), refusal)
-    if config.page:
-        shared = isinstance(method.allocate, Global)  # keeps what is trained of it, such as weights of heads
-        allocate = {"page": config.page} if shared else {"name": "global", "page": config.page}
-        given = config.options.get("allocate")
-        given = {"name": given} if isinstance(given, str) else given or {}
-        method = require_evict(method_of(config, resources, allocate={**given, **allocate}), refusal)
-    elif not isinstance(method.allocate, Uniform):
-        raise UserError(
-            f"method={config.method} lets heads keep different numbers of entries ({type(method.allocate).__name__}); "
-            "give page=32 for vLLM with KEEPSIGHT_RAGGED=1, or options={allocate: uniform}"
-        )
-    if method.every:
-        raise UserError("a prefix is evicted from once: leave out the option every")
-    return method
 
 
 def _documents(config: Config) -> Iterator[Document | BadRow]:

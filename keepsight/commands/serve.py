@@ -5,13 +5,11 @@ import socket
 import sys
 from contextlib import closing
 
-from keepsight.commands.config_serving import Evicting
+from keepsight.commands import serve_vllm
 from keepsight.commands.config_serving import Serve as Config
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
+from keepsight.commands.served_method import method_of
 from keepsight.errors import UserError, printable
-from keepsight.runtime.generate import Method
-from keepsight.runtime.methods import Resources, make_method
-from keepsight.runtime.methods.make import takes
 from keepsight.serving.engine import Engine
 
 _GRACE = 30
@@ -20,6 +18,11 @@ _GRACE = 30
 
 def run(config: Config) -> None:
     """Serve until interrupted."""
+    if config.vllm:
+        serve_vllm.run(config)
+        return
+    if given := [name for name in serve_vllm.KEYS if getattr(config, name)]:
+        raise UserError(f"{given[0]}= is for vLLM's server; leave it out, or add vllm=true")
     try:
         import uvicorn
 
@@ -44,12 +47,6 @@ def run(config: Config) -> None:
                 uvicorn.Server(settings).run(sockets=[listening])
             except KeyboardInterrupt:
                 print("stopped", file=sys.stderr)
-
-
-def method_of(config: Evicting, resources: Resources, **options: object) -> Method:
-    """The method; `options` take precedence over the configuration's."""
-    budget = config.budget if takes(config.method, "budget") else None
-    return make_method(config.method, budget, resources, **{**config.options, **options})
 
 
 def _listening(host: str, port: int) -> socket.socket:

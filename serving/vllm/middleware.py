@@ -5,17 +5,26 @@ r"""An ASGI middleware of vLLM's server: any OpenAI client names a prefix in its
 
 A chat message that begins with `[[keepsight:ID]]` stands for the document; what follows it is read after the prefix. In
 completions, `prompt` is a text that begins so, or token ids that begin with the placeholders. What cannot be answered
-rightly is refused with HTTP 400 and one line.
+rightly is refused with HTTP 4xx and one line; so are other endpoints, which would read placeholders unchecked.
+
+Where `KEEPSIGHT_WORKER` names the socket of a `Worker`, prompts of `KEEPSIGHT_LEAST` tokens or more that name no prefix
+are read and evicted from there, and answered from what stays; `keepsight serve vllm=true` starts both.
 
 With `kv_transfer_params` {"keepsight_evict": true}, or a budget, the last message is the document of a prefix that the
 engine is to make (`keepsight.serving.vllm.record`): it is read without what the chat template puts after it, and the
 reply's `kv_transfer_params` hold the id; its text is one token and means nothing.
 """
 
+import asyncio
+import hmac
 import json
+import logging
+import math
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from transformers import AutoTokenizer
@@ -32,16 +41,22 @@ from keepsight.serving.prefix import (
     digest_in,
     placeholders,
 )
+from keepsight.serving.vllm.reader import Reader, Refused
+from keepsight.serving.vllm.weights import fingerprints
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
+logger = logging.getLogger("vllm.keepsight")
+
 NAMED = re.compile(r"\[\[keepsight:([^\]]*)\]\]")
 PATHS = ("/v1/chat/completions", "/v1/completions")
+HARMLESS = ("/tokenize", "/detokenize")
+"""Other endpoints with a body: nothing is computed there."""
 BYPASS = ("echo", "prompt_logprobs", "truncate_prompt_tokens")
 """Options that read or cut the prompt's own tokens, which placeholders are not."""
-MAX_BYTES = 2**26
+MAX_BYTES = int(os.environ.get("KEEPSIGHT_MAX_BYTES") or 2**26)
 
 
 class Rewriter:
@@ -50,14 +65,16 @@ class Rewriter:
     Args:
         root: Folder of the prefixes.
         model: Folder or Hub id of the model, for its tokenizer and chat template.
+        weights: Fingerprints of the model's weights, one of which a prefix must have; empty where none are known.
     """
 
-    def __init__(self, root: str, model: str) -> None:
+    def __init__(self, root: str, model: str, weights: frozenset[str] = frozenset()) -> None:
         self.store, self.tokenizer = PrefixStore(root), AutoTokenizer.from_pretrained(model)
         self.alphabet = alphabet_of(self.tokenizer)
+        self.weights = weights
 
     def rewritten(self, path: str, request: Any) -> Any:
-        """The request as vLLM is to see it; itself where it names no prefix.
+        """The request as vLLM is to see it; itself where it names no prefix, or gives its placeholders.
 
         Raises:
             UserError: with what the client is told.
@@ -73,6 +90,8 @@ class Rewriter:
         texts = [_text_of(each) for each in messages] if isinstance(messages, list) else []
         named = [place for place, text in enumerate(texts) if text is not None and NAMED.match(text)]
         if not named:
+            params = request.get("kv_transfer_params")
+            self._prompt(params.get("prompt_token_ids") if isinstance(params, dict) else None, request)
             return request
         if len(named) > 1:
             raise UserError("keepsight: a request reads one prefix; name it in one message")
@@ -123,7 +142,8 @@ class Rewriter:
             raise UserError(f"keepsight: {EVICT} makes one prefix; give one prompt")
         prompts = prompt if many else [prompt]
         replaced = [self._prompt(each, request) for each in prompts]  # type: ignore[union-attr]
-        return request | {"prompt": replaced if many else replaced[0]}
+        same = all(new is old for new, old in zip(replaced, prompts, strict=True))  # type: ignore[arg-type]
+        return request if same else request | {"prompt": replaced if many else replaced[0]}
 
     def _prompt(self, prompt: Any, request: Mapping[str, Any]) -> Any:
         if isinstance(prompt, str) and NAMED.match(prompt):
@@ -140,11 +160,13 @@ class Rewriter:
         return prompt
 
     def _header(self, digest: str, request: Mapping[str, Any]) -> Header:
-        if bypassing := [name for name in BYPASS if request.get(name) not in (None, False)]:
+        require_no_bypass(request)
+        header = self.store.header(digest)
+        if self.weights and header.weights and header.weights not in self.weights:
             raise UserError(
-                f"keepsight: {bypassing[0]} needs the prompt's own tokens, which a prefix has not; leave it out"
+                f"keepsight: prefix {digest} was made by another model, {header.model!r}; make it with this one"
             )
-        return self.store.header(digest)
+        return header
 
     def _tokens(self, text: str) -> list[int]:
         if not (ids := list(self.tokenizer(text, add_special_tokens=False)["input_ids"])):
@@ -170,6 +192,21 @@ def _wants_eviction(request: Mapping[str, Any]) -> bool:
     return True
 
 
+def bypasses(request: Mapping[str, Any]) -> list[str]:
+    """The options of a request that need the prompt's own tokens."""
+    return [name for name in BYPASS if request.get(name) not in (None, False)]
+
+
+def require_no_bypass(request: Mapping[str, Any]) -> None:
+    """Refuse options that need the prompt's own tokens.
+
+    Raises:
+        UserError: with the option.
+    """
+    if found := bypasses(request):
+        raise UserError(f"keepsight: {found[0]} needs the prompt's own tokens, which a prefix has not; leave it out")
+
+
 def _text_of(message: Any) -> str | None:
     """The text of a chat message; None where it has another form."""
     content = message.get("content") if isinstance(message, dict) else None
@@ -191,57 +228,203 @@ class Prefixes:
     Args:
         app: The application behind it.
         rewriter: Rewrites requests; by default of the folder `KEEPSIGHT_ROOT` and the model `KEEPSIGHT_MODEL`.
+        reader: Has long prompts read; by default by the worker at `KEEPSIGHT_WORKER`, if that is set.
 
     Raises:
         UserError: one of these variables is missing.
     """
 
-    def __init__(self, app: Any, rewriter: Rewriter | None = None) -> None:
+    def __init__(self, app: Any, rewriter: Rewriter | None = None, reader: Reader | None = None) -> None:
+        given = os.environ
         if rewriter is None:
-            missing = [name for name in ("KEEPSIGHT_ROOT", "KEEPSIGHT_MODEL") if not os.environ.get(name)]
+            missing = [name for name in ("KEEPSIGHT_ROOT", "KEEPSIGHT_MODEL") if not given.get(name)]
             if missing:
                 raise UserError(f"{missing[0]} is not set; give KEEPSIGHT_ROOT=PREFIXES and KEEPSIGHT_MODEL=MODEL")
-            rewriter = Rewriter(os.environ["KEEPSIGHT_ROOT"], os.environ["KEEPSIGHT_MODEL"])
-        self.app, self.rewriter = app, rewriter
+            model = given["KEEPSIGHT_MODEL"]
+            rewriter = Rewriter(given["KEEPSIGHT_ROOT"], model, fingerprints(model))
+            if not rewriter.weights:
+                logger.warning("keepsight: weights of %s have other names; others' prefixes are not noticed", model)
+            if socket := given.get("KEEPSIGHT_WORKER"):
+                reader = Reader(socket, Path(given["KEEPSIGHT_ROOT"]), int(given["KEEPSIGHT_LEAST"]))
+        self.app, self.rewriter, self.reader = app, rewriter, reader
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] != "http" or scope["path"] not in PATHS or scope["method"] != "POST":
-            await self.app(scope, receive, send)
-            return
-        body, more = bytearray(), True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) > MAX_BYTES:
-                await _refuse(send, 413, f"keepsight: the request is larger than {MAX_BYTES} bytes")
-                return
+        path = str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
+        if scope["type"] != "http" or scope["method"] != "POST" or path in HARMLESS or not _has_key(scope):
+            await self.app(scope, receive, send)  # which asks for the key
+        elif path not in PATHS:
+            await _refuse(
+                send, 404, f"keepsight: {path} does not read prefixes and is closed; use {' or '.join(PATHS)}"
+            )
+        else:
+            try:
+                if (body := await _body_of(receive)) is not None:
+                    await self._answer(path, body, scope, receive, send)
+            except UserError as error:
+                await _refuse(send, error.status if isinstance(error, Refused) else 400, one_line(error, 2000))
+
+    async def _answer(self, path: str, body: bytes, scope: Message, receive: Receive, send: Send) -> None:
         try:
-            request = json.loads(bytes(body))
-            changed = self.rewriter.rewritten(scope["path"], request)
-        except UserError as error:
-            await _refuse(send, 400, str(error))
-            return
+            request = json.loads(body)
         except (ValueError, RecursionError):
-            changed = request = None  # vLLM itself says what is wrong with it
-        data = bytes(body) if changed is request else json.dumps(changed).encode()
-        await self.app(_with_length(scope, len(data)), _again(data, receive), send)
+            request = None  # vLLM itself says what is wrong with it
+        changed = self.rewriter.rewritten(path, request)
+        async with AsyncExitStack() as using:
+            reads = self.reader is not None and len(body) >= self.reader.least  # a token has at least one byte
+            if changed is request and isinstance(request, dict) and (reads or bypasses(request)):
+                tokens = await _unless_gone(self._tokens(path, request, scope), receive)
+                if isinstance(tokens, _Reply):
+                    await tokens.send(send)
+                    return
+                if tokens is not None:
+                    changed = await _unless_gone(self._shortened(path, request, tokens, using), receive)
+                if tokens is None or changed is None:
+                    return
+            data = body if changed is request else json.dumps(changed).encode()
+            await self.app(_at(scope, len(data)), _again(data, receive), send)
+
+    async def _tokens(self, path: str, request: dict[str, Any], scope: Message) -> "list[list[int]] | _Reply":
+        """Token ids of each prompt of a request, as vLLM makes them; else what vLLM says is wrong."""
+        given, found = [_as_tokenized(request)], list[list[int]]()
+        if path != PATHS[0]:
+            prompt = request.get("prompt")
+            prompts = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
+            shared = {name: request[name] for name in ("model", "add_special_tokens") if name in request}
+            given = [shared | {"prompt": each} if isinstance(each, str) else each for each in prompts]
+        for each in given:
+            if isinstance(each, dict):
+                reply = await _call(self.app, "/tokenize", scope, json.dumps(each).encode())
+                if reply.status != 200:
+                    return reply
+                each = reply.json()["tokens"]
+            found.append(each if isinstance(each, list) else [])  # vLLM says what is wrong with other kinds
+        return found
+
+    async def _shortened(
+        self, path: str, request: dict[str, Any], ids: list[list[int]], using: AsyncExitStack
+    ) -> dict[str, Any]:
+        """A request whose long prompts are placeholders and their last token; the prefixes are kept while it runs."""
+        spelled = [digest_in(each, self.rewriter.alphabet) is not None for each in ids]
+        if any(spelled):
+            require_no_bypass(request)  # also where they were spelled as text
+        least = math.inf if self.reader is None else self.reader.least
+        long = [len(each) >= least and not is_spelled for each, is_spelled in zip(ids, spelled, strict=True)]
+        if self.reader is None or not any(long):
+            return request
+        require_no_bypass(request)
+        for place in (place for place, is_long in enumerate(long) if is_long):
+            digest, entries = await using.enter_async_context(self.reader.prefix(ids[place][:-1]))
+            ids[place] = [*placeholders(digest, entries, self.rewriter.alphabet), ids[place][-1]]
+        if path == PATHS[0]:
+            params = request.get("kv_transfer_params") or {}
+            return request | {"kv_transfer_params": params | {"prompt_token_ids": ids[0]}}
+        return request | {"prompt": ids if len(ids) > 1 else ids[0]}
 
 
-def _with_length(scope: Message, length: int) -> Message:
+def _as_tokenized(request: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A chat request for vLLM's `/tokenize`; None where its prompt is not text alone."""
+    messages = request.get("messages")
+    if not isinstance(messages, list) or not all(map(_is_text, messages)):
+        return None
+    names = ["model", "messages", "tools", "chat_template", "add_special_tokens"]
+    names += ["add_generation_prompt", "continue_final_message"]
+    effort = request.get("reasoning_effort")
+    arguments = {name: request[name] for name in ("documents", "reasoning_effort") if request.get(name) is not None}
+    arguments |= {"enable_thinking": effort != "none"} if effort is not None else {}  # as vLLM does
+    arguments |= request.get("chat_template_kwargs") or {}
+    return {name: request[name] for name in names if name in request} | {"chat_template_kwargs": arguments}
+
+
+def _is_text(message: Any) -> bool:
+    content = message.get("content") if isinstance(message, dict) else message
+    parts = content if isinstance(content, list) else []
+    return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
+
+
+class _Reply:
+    """What an application sends."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    async def take(self, message: Message) -> None:
+        self.messages.append(message)
+
+    async def send(self, send: Send) -> None:
+        for message in self.messages:
+            await send(message)
+
+    @property
+    def status(self) -> int:
+        return next(int(each["status"]) for each in self.messages if each["type"] == "http.response.start")
+
+    def json(self) -> Any:
+        parts = (each.get("body", b"") for each in self.messages if each["type"] == "http.response.body")
+        return json.loads(b"".join(parts))
+
+
+async def _call(app: Any, path: str, scope: Message, body: bytes) -> _Reply:
+    """The reply of another endpoint to the same body."""
+    reply, root = _Reply(), scope.get("root_path", "")
+    await app(
+        {**_at(scope, len(body)), "path": root + path, "raw_path": (root + path).encode()}, _again(body), reply.take
+    )
+    return reply
+
+
+async def _unless_gone(work: Awaitable[Any], receive: Receive) -> Any:
+    """The result; None, and the work is cancelled, once the client has left."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for each in (task, gone):
+            each.cancel()
+
+
+async def _body_of(receive: Receive) -> bytes | None:
+    """The body; None where the client has left.
+
+    Raises:
+        Refused: it is too large.
+    """
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > MAX_BYTES:
+            raise Refused(413, f"keepsight: the request is larger than {MAX_BYTES} bytes")
+    return bytes(body)
+
+
+def _has_key(scope: Message) -> bool:
+    """Whether a request has a key of vLLM's, or none is asked for; vLLM itself looks only after this middleware."""
+    arguments = getattr(getattr(scope.get("app"), "state", None), "args", None)
+    keys = [key for key in getattr(arguments, "api_key", None) or [os.environ.get("VLLM_API_KEY")] if key]
+    headers = [value for name, value in scope["headers"] if name == b"authorization"]
+    scheme, _, given = (headers or [b""])[0].partition(b" ")
+    known = [hmac.compare_digest(given, key.encode()) for key in keys]
+    return not keys or (scheme.lower() == b"bearer" and any(known))
+
+
+def _at(scope: Message, length: int) -> Message:
     headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
     return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}
 
 
-def _again(body: bytes, receive: Receive) -> Receive:
+def _again(body: bytes, receive: Receive | None = None) -> Receive:
     """A channel that gives a body first, and then what else arrives, such as the client's leaving."""
-    waiting = [{"type": "http.request", "body": body, "more_body": False}]
+    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def channel() -> Message:
-        return waiting.pop() if waiting else await receive()
+        if waiting:
+            return waiting.pop()
+        return await receive() if receive is not None else await asyncio.Event().wait()  # type: ignore[return-value]
 
     return channel
 

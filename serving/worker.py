@@ -1,0 +1,92 @@
+"""Reads prompts for an engine beside it: each is evicted from by one method and written as a prefix.
+
+It listens at a Unix socket. A connection sends one line, {"ids": [...]}, and gets one: {"id": ..., "entries": ...}, or
+{"error": ..., "status": ...} with an HTTP status. Prompts are read one at a time, in the order in which they came.
+"""
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keepsight.errors import UserError, one_line
+from keepsight.models.targets import Target
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.state import context_of
+from keepsight.serving.export import export
+from keepsight.serving.prefix import alphabet_of, placeholders
+
+_LONGEST_LINE = 2**26
+
+
+class Worker:
+    """Reads prompts.
+
+    Args:
+        target: The base model.
+        method: Evicts.
+        root: Folder of the prefixes.
+        page: Entries of a page where heads keep different numbers; 0 where all keep the same.
+        waiting: Prompts that may wait; others are refused with 429.
+    """
+
+    def __init__(self, target: Target, method: Evict, root: Path, *, page: int, waiting: int) -> None:
+        self.target, self.method, self.root, self.page, self.waiting = target, method, root, page, waiting
+        self.alphabet = alphabet_of(target.tokenizer)
+        self._load, self._thread = 0, ThreadPoolExecutor(1, "keepsight-worker")
+        self._made = set[str]()
+
+    def remove_made(self) -> None:
+        """Remove the prefixes that are still there."""
+        for digest in self._made:
+            (self.root / f"{digest}.safetensors").unlink(missing_ok=True)
+
+    async def serve(self, socket: Path) -> None:
+        """Answer at a socket until cancelled."""
+        self._turn = asyncio.Lock()
+        async with await asyncio.start_unix_server(self._connected, socket, limit=_LONGEST_LINE) as server:
+            await server.serve_forever()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            ids = json.loads(await reader.readline())["ids"]
+            if (reply := await self._reply(ids, reader)) is not None:
+                writer.write(json.dumps(reply).encode() + b"\n")
+                await writer.drain()
+        except (OSError, ValueError, KeyError):
+            pass  # who asked has left
+        finally:
+            writer.close()
+
+    async def _reply(self, ids: list[int], reader: asyncio.StreamReader) -> dict[str, Any] | None:
+        """The reply; None where who asked has left before its turn came."""
+        if self._load > self.waiting:
+            return {"error": f"keepsight: {self.waiting} long prompts are waiting; try again later", "status": 429}
+        self._load += 1
+        try:
+            async with self._turn:
+                if reader.at_eof():
+                    return None
+                return await asyncio.get_running_loop().run_in_executor(self._thread, self.read, ids)
+        finally:
+            self._load -= 1
+
+    @torch.no_grad()
+    def read(self, ids: list[int]) -> dict[str, Any]:
+        """Write the prefix of a prompt."""
+        model = self.target.model
+        try:
+            self.method.check(len(ids), context_of(model))
+            state = self.method.start(model, torch.tensor([ids], device=model.device))
+            # The method's name sets these files apart from those of `keepsight prefix`, which are never removed.
+            digest, header = export(model, state, self.root, page=self.page, method=f"serve: {self.method!r}")
+            self._made.add(digest)
+            placeholders(digest, header.entries, self.alphabet)  # whether there are enough
+        except UserError as error:
+            return {"error": f"keepsight: {one_line(error)}", "status": 400}
+        except Exception as error:  # such as a lack of memory: the next prompt may be shorter
+            return {"error": f"keepsight: {type(error).__name__} while the prompt was read", "status": 500}
+        return {"id": digest, "entries": header.entries}
