@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,14 @@ class LocalJsonl:
         response_field: The field whose text, where a row has it, is used instead of the model's answer.
         template: Whether the chat template is applied to `prompt` rows; otherwise they are continued as they are.
         shortest: Rows with fewer tokens than this are left out, and those with more than `max_tokens`.
+        leave_out: Patterns such as `LICENSED/*`; rows whose `source` fits one are left out.
     """
 
     path: str
     response_field: str = "response"
     template: bool = True
     shortest: int = 0
+    leave_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not Path(self.path).is_file():
@@ -77,7 +80,9 @@ class LocalJsonl:
         """The prompts of all rows, in the file's order."""
         for number, line in text_lines(Path(self.path)):
             try:
-                yield self._prompt(from_json(line, Row))
+                row = from_json(line, Row)
+                if not any(fnmatchcase(str(row.get("source")), pattern) for pattern in self.leave_out):
+                    yield self._prompt(row)
             except ValueError as error:
                 yield BadRow(f"{self.path}:{number}: {error}")
 
@@ -375,6 +380,31 @@ def _streamed(columns: tuple[str, ...], patterns: tuple[str | None, ...], rows: 
             if missing := [each for each in columns if each not in row]:
                 raise ValueError(f"it has no column {missing[0]!r}; it has {', '.join(row)}")
             yield {each: row[each] for each in columns}
+
+
+def on_rows(sources: list[Any], folder: Path | None) -> list[Any]:
+    """A mixture's sources; if a folder is given, its rows stand in for data sets of the Hub, as their `local` says.
+
+    `local` has the fields of `LocalJsonl`, with `path` in the folder; a data set's weight and lengths stay.
+
+    Raises:
+        UserError: there is no such folder, or a data set has no `local`.
+    """
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"rows={folder}: no such folder; it holds the files that the mixture's `local` entries name")
+    return [_on_rows(each, folder) if isinstance(each, dict) else each for each in sources]
+
+
+def _on_rows(source: dict[str, Any], folder: Path | None) -> dict[str, Any]:
+    if source.get("kind") != "hub_dataset":
+        return source
+    if folder is None:
+        return {key: value for key, value in source.items() if key != "local"}
+    local = source.get("local")
+    if not isinstance(local, dict) or not isinstance(local.get("path"), str):
+        raise UserError(f"rows={folder}: {source.get('id')} of the mixture needs `local: {{path: FILE}}`; add it")
+    kept = {key: source[key] for key in ("weight", "min_tokens", "max_tokens") if key in source}
+    return {"kind": "local_jsonl", **kept, **local, "path": str(folder / local["path"])}
 
 
 def pinned(mixture: dict[str, Any], folder: Path) -> dict[str, Any]:

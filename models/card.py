@@ -236,7 +236,7 @@ def metrics_table(metrics: Mapping[str, float], heading: str) -> str:
 
 def with_evaluation(card: str, table: str) -> str:
     """A card that ends with a Markdown table of an evaluation, in place of the section that it may have had."""
-    return _with_section(card, f"{_EVALUATION}{table.strip()}\n")
+    return with_section(card, f"{_EVALUATION}{table.strip()}\n")
 
 
 def with_eviction(
@@ -252,14 +252,22 @@ def with_eviction(
         after: See `before`.
     """
     card = read_card(folder) if (folder / CARD).is_file() else "# keepsight lookahead adapter\n"
-    budgets = {name: name.rpartition("_")[2] for name in after if name.startswith("eval_excess_nll_at_")}
-    rows = [f"| {budget} entries | {before[name]:.3f} | {after[name]:.3f} |" for name, budget in budgets.items()]
+    rows = excess_rows(before, after)
     listed = "\n".join(f"- {plain_text(name)}: {plain_text(value)}" for name, value in training.items())
     section = _EVICTION.format(about=about, training=listed, rows="\n".join(rows) or "| not measured | | |")
-    return _with_section(card, section)
+    return with_section(card, section)
 
 
-def _with_section(card: str, section: str) -> str:
+def excess_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Rows of a Markdown table: held-out excess NLL at each budget, before and after a training."""
+    rows = []
+    for name in (each for each in after if each.startswith("eval_excess_nll")):
+        entries = name.rpartition("_")[2] + (" entries in every head" if "_uniform_" in name else " entries")
+        rows.append(f"| {entries} | {before[name]:.3f} | {after[name]:.3f} |")
+    return rows
+
+
+def with_section(card: str, section: str) -> str:
     """The card with a section at its end, without the one of the same heading; headings in code fences are none."""
     heading, parts, fenced = section.partition("\n")[0], [""], False
     for line in card.splitlines(keepends=True):

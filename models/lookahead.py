@@ -308,9 +308,7 @@ def _invocation(folder: Path) -> int:
 
 
 def _head_weights(folder: Path, config: _Config) -> HeadWeights | None:
-    """The adapter's weights of heads, if it has any; refused where no allocation takes them."""
+    """The adapter's weights of heads, if it has any; selections that compare no heads across layers leave them out."""
     if config.head_weights is None:
         return None
-    if config.settings.sharing != "model":
-        raise UserError(f"{folder / CONFIG}: head_weights need settings.sharing model, not {config.settings.sharing!r}")
     return checked_weights(config.head_weights, f"{folder / CONFIG}: head_weights")

@@ -1,8 +1,8 @@
-"""Settings of a lookahead module, and weights of heads. Nothing heavy is imported: configurations read this file."""
+"""Settings of a lookahead module, its selection, weights of heads; light to import, as configurations read it."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,30 @@ HeadWeights = tuple[tuple[float, ...], ...]
 """For each layer with full attention, a weight of each KV head, by which its importance is multiplied."""
 _LARGEST_WEIGHT = float(np.finfo(np.float32).max)
 
+SELECTIONS: dict[str, dict[str, Any]] = {
+    "paper": {
+        **{"queries": "mean", "group": "mean", "pooling": "max", "kernel": 7},
+        **{"floor": None, "sharing": "layer", "value_norm": False},
+    },
+    "shared": {
+        **{"queries": "max", "group": "mean", "pooling": "avg", "kernel": 1},
+        **{"floor": 0.2, "sharing": "model", "value_norm": True},
+    },
+}
+"""Presets of how a module's attention selects entries: a property of its use, which training does not fix.
+
+`paper` is LookaheadKV's (arXiv 2603.10899, appendices B and F). `shared` is ours, and the commands' default: no
+pooling, one budget for the heads of all layers, weights of heads where they were learned, norms of values.
+"""
+SELECTIONS["uniform"] = SELECTIONS["shared"] | {"floor": None, "sharing": "layer"}
+"""What serving engines can hold: every head of every layer keeps the same number, within a head as in `shared`."""
+
 
 @dataclass
 class LookaheadSettings:
-    """The shape of a lookahead module and how its attention is reduced to importance.
+    """The shape of a lookahead module, and how it is used: its selection, the fields from `queries` on.
+
+    The defaults are the paper's; those of the commands are the selection `shared`, see `SELECTIONS`.
 
     Attributes:
         tokens: Number of soft tokens, n.
@@ -57,6 +77,16 @@ class LookaheadSettings:
     floor: float | None = None
     sharing: str = "layer"
     value_norm: bool = False
+
+    def selecting(self, selection: str) -> "LookaheadSettings":
+        """The same module with another selection.
+
+        Raises:
+            UserError: it is not one of `SELECTIONS`.
+        """
+        if selection not in SELECTIONS:
+            raise UserError(f"selection={selection} is unknown; choose one of {', '.join(SELECTIONS)}")
+        return replace(self, **SELECTIONS[selection])
 
     def check(self) -> None:
         """Refuse settings of which no module can be made.

@@ -1,9 +1,10 @@
 """The eviction objective of a lookahead module and of its heads' weights: what evicting costs the model's answers.
 
 Importance says which of a head's entries the answer attends to, not how much the answer loses without them. So the
-model reads its own answer again and sees the prompt through gates, a soft form of the selection under one budget for
-the heads of all layers. The loss is the KL divergence of its next-token distributions behind the gates from those with
-all entries; gradients flow through gates and importance to the weights of heads, the soft tokens and the LoRA.
+model reads its own answer again and sees the prompt through gates, a soft form of the selection: under one budget for
+the heads of all layers, or with equally many entries in each (uniform). The loss is the KL divergence of its next-token
+distributions behind the gates from those with all entries; gradients flow through gates and importance to the weights
+of heads, the soft tokens and the LoRA.
 """
 
 import random
@@ -23,7 +24,7 @@ from keepsight.errors import UserError
 from keepsight.models.decoder import cached_kv_heads, full_attention_layers, has_latents, require_full_attention
 from keepsight.models.distributed import divided
 from keepsight.models.lookahead import Lookahead
-from keepsight.runtime.allocate import Global, HeadSizes
+from keepsight.runtime.allocate import Global, HeadSizes, Uniform
 from keepsight.runtime.attention import Softmax, grouped_attention, later, run
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Reduce, select_top, top_mask
@@ -64,7 +65,7 @@ class EvictionObjective(ReplayedObjective):
     Args:
         model: The base model; frozen.
         method: How entries are scored, with importance that is not negative; its budget and allocation are not used.
-        allocate: Its floor counts, and its weights are the initial ones.
+        allocate: `Global`, whose floor counts and whose weights are the initial ones, or `Uniform`.
         settings: Samples and turn decide which of its budgets a loss is at.
         lookahead: The module in training, whose soft tokens then score in place of the method's observer.
 
@@ -73,8 +74,8 @@ class EvictionObjective(ReplayedObjective):
             multiplied before heads are compared.
 
     Raises:
-        UserError: no layer has full attention, those that have cache latents, or a budget can leave a head without
-            entries.
+        UserError: no layer has full attention, those that have cache latents, a budget can leave a head without
+            entries, or nothing would learn.
     """
 
     weights_file = "finetuned.safetensors"
@@ -84,7 +85,7 @@ class EvictionObjective(ReplayedObjective):
         self,
         model: PreTrainedModel,
         method: Evict,
-        allocate: Global,
+        allocate: Global | Uniform,
         settings: FinetuneSettings,
         lookahead: Lookahead | None = None,
     ) -> None:
@@ -95,10 +96,14 @@ class EvictionObjective(ReplayedObjective):
         model.requires_grad_(False).eval()
         for budget in settings.budgets:
             allocate.check(budget, 0)
-        self.model, self.floor, self.settings = model, allocate.floor, settings
+        shared = allocate if isinstance(allocate, Global) else Global(weights=None)
+        self.floor = shared.floor if shared is allocate else None
+        if lookahead is None and (self.floor is None or settings.uniform_share):
+            raise UserError("finetune.freeze_module=true: a uniform selection compares no heads, nothing would learn")
+        self.model, self.settings = model, settings
         self.method = replace(method, observer=TokensInTraining(lookahead)) if lookahead else method
         shape = len(full_attention_layers(model.config)), cached_kv_heads(model)
-        start = torch.ones(shape) if allocate.weights is None else torch.tensor(allocate.weights)
+        start = torch.ones(shape) if shared.weights is None else torch.tensor(shared.weights)
         if start.shape != shape:
             raise UserError(f"weights of heads have shape {[*start.shape]}, this model's is {[*shape]}")
         self.log_weights = nn.Parameter(start.log().to(model.device))
@@ -112,6 +117,8 @@ class EvictionObjective(ReplayedObjective):
             "finetune.freeze_module": self.lookahead is None,
             "finetune.budgets": self.settings.budgets,
             "finetune.temperature": self.settings.temperature,
+            "finetune.uniform_share": self.settings.uniform_share,
+            "selection": "uniform" if self.floor is None else "shared",
             "finetune.head_weights_rate": self.settings.weights_rate,
         }
 
@@ -167,38 +174,48 @@ class EvictionObjective(ReplayedObjective):
             return self._zero()  # nothing is evicted, or no token is read after the eviction
         budget = random.Random(f"{[*batch.indices]}:{batch.turn}").choice(longer)
         importance = torch.stack([each.to(self.log_weights.device) for each in self.importance(outputs, batch)])
-        gates = soft_gates(importance, self.log_weights, budget, self.floor, self.settings.temperature)
+        floor = self._floor_of(batch)
+        gates = soft_gates(importance, self.log_weights, budget, floor, self.settings.temperature)
         with torch.no_grad():
             full = self._log_probabilities(outputs, batch, _hard_gates(~torch.isneginf(importance)))
         gated = self._log_probabilities(outputs, batch, gates)
         nats = functional.kl_div(gated, full, reduction="none", log_target=True).sum(dim=-1)
-        return _answer_means(nats, batch).mean()
+        loss = _answer_means(nats, batch).mean()
+        return loss + self._zero() if floor is None else loss
+
+    def _floor_of(self, batch: Batch) -> float | None:
+        """The floor of a batch's selection, None for a uniform one: a coin's choice, of the same side when resumed."""
+        coin = random.Random(f"{self.settings.train.seed}:{[*batch.indices]}:{batch.turn}:uniform")
+        return None if coin.random() < self.settings.uniform_share else self.floor
 
     @override
     def measure(self, batches: Iterable[dict[str, Any]], budget: int) -> dict[str, Any]:
+        floors = {"": self.floor} | ({"_uniform": None} if self.settings.uniform_share else {})
         with self.measuring():
-            by_batch = divided(lambda values: self.excess_nll(Batch(**values)), batches)
+            by_batch = divided(lambda values: self.excess_nll(Batch(**values), [*floors.values()]), batches)
         return {
-            f"eval_excess_nll_at_{budget}": fmean(each for batch in by_batch for each in batch[budget])
+            f"eval_excess_nll{name}_at_{budget}": fmean(each for batch in by_batch for each in batch[budget][place])
+            for place, name in enumerate(floors)
             for budget in self.settings.budgets
         }
 
-    def excess_nll(self, batch: Batch) -> dict[int, list[float]]:
-        """For each budget, how much evicting increases the cross-entropy of each sample's answer, in nats.
+    def excess_nll(self, batch: Batch, floors: Sequence[float | None]) -> dict[int, list[list[float]]]:
+        """For each budget and floor, how much evicting increases the cross-entropy of each sample's answer, in nats.
 
         Of an answer's tokens after the first, which follows the whole prompt. 0 where a prompt is within the budget, or
         an answer has one token.
         """
         if batch.answer_ids.shape[1] < 2:
-            return {budget: [0.0] * len(batch.answer_ids) for budget in self.settings.budgets}
+            return {budget: [[0.0] * len(batch.answer_ids)] * len(floors) for budget in self.settings.budgets}
         outputs = self.teacher_outputs(batch)
         importance = self.importance(outputs, batch)
         full = self._cross_entropy(outputs, batch, [~torch.isneginf(each) for each in importance])
-        excess = {}
-        for budget in self.settings.budgets:
-            kept = selected(importance, self.head_weights(), budget, self.floor)
-            excess[budget] = (self._cross_entropy(outputs, batch, kept) - full).tolist()
-        return excess
+
+        def excess(budget: int, floor: float | None) -> list[float]:
+            kept = selected(importance, self.head_weights(), budget, floor)
+            return (self._cross_entropy(outputs, batch, kept) - full).tolist()
+
+        return {budget: [excess(budget, floor) for floor in floors] for budget in self.settings.budgets}
 
     def _zero(self) -> Tensor:
         """A loss whose gradients are 0; processes that train together expect one of every parameter."""
@@ -232,10 +249,13 @@ def _answer_means(nats: Tensor, batch: Batch) -> Tensor:
     return (nats * real).sum(dim=1) / real.sum(dim=1).clamp(min=1)
 
 
-def selected(importance: Sequence[Tensor], weights: Tensor, budget: int, floor: float) -> list[Tensor]:
-    """For each layer, the entries [B, K, N] bool that an eviction keeps; importance [B, K, N], weights [L, K]."""
+def selected(importance: Sequence[Tensor], weights: Tensor, budget: int, floor: float | None) -> list[Tensor]:
+    """For each layer, the entries [B, K, N] bool that an eviction keeps; importance [B, K, N], weights [L, K].
+
+    Without a floor every head keeps the same number of entries.
+    """
     real = np.array([(~torch.isneginf(each)).sum(dim=-1).tolist() for each in importance])
-    allocate = Global(floor, tuple(map(tuple, weights.tolist())))
+    allocate = Uniform() if floor is None else Global(floor, tuple(map(tuple, weights.tolist())))
     layers = [*importance]
     return select_top(layers, allocate(HeadSizes.of(real, 0), [budget] * real.shape[1], layers))
 
@@ -273,19 +293,20 @@ class GatedLayer(ViewedLayer):
         return grouped_attention(query, keys, values, mask, softmax)
 
 
-def soft_gates(importance: Tensor, log_weights: Tensor, budget: int, floor: float, temperature: float) -> Tensor:
-    """Logarithms of gates that keep as much as `Global` allocates: its selection, softened.
+def soft_gates(importance: Tensor, log_weights: Tensor, budget: int, floor: float | None, temperature: float) -> Tensor:
+    """Logarithms of gates that keep as much as `Global` allocates, or without a floor `Uniform`: a softened selection.
 
-    An entry's score is the logarithm of its weighted importance, its gate sigmoid((score - threshold) / temperature),
-    and 1 for the entries that `floor` guarantees their head, the same ones as in `Global`. The threshold is where the
-    gates of a row sum to the budget; gradients account for how it moves with the scores. A row with no more real
-    entries than its budget keeps them all.
+    An entry's score is the logarithm of its importance, with a floor weighted by its head's; its gate is
+    sigmoid((score - threshold) / temperature), and 1 for the entries that `floor` guarantees their head, the same ones
+    as in `Global`. The threshold is where the gates of those that share a budget (the heads of a row, or without a
+    floor the entries of a head) sum to it; gradients account for how it moves with the scores. Where there are no more
+    real entries than the budget, all are kept.
 
     Args:
         importance: [L, B, K, N] float32, not negative, -inf for padding, whose gates are closed.
         log_weights: [L, K] float32, logarithms of the weights of heads.
         budget: Entries per layer and KV head on average.
-        floor: See `Global`.
+        floor: See `Global`; None for the same number in every head.
         temperature: In nats; towards 0 the selection becomes hard. Below `SHARPEST` it is: the gates, without
             gradients, are those of the very entries that an eviction keeps, of equal ones too.
 
@@ -296,33 +317,42 @@ def soft_gates(importance: Tensor, log_weights: Tensor, budget: int, floor: floa
         return _hard_gates(torch.stack(selected([*importance], log_weights.detach().exp(), budget, floor)))
     real = ~torch.isneginf(importance)
     least, tiny = torch.finfo(importance.dtype).min, torch.finfo(importance.dtype).tiny
-    scores = importance.clamp(min=tiny).log() + log_weights[:, None, :, None]
-    guaranteed = top_mask(importance.detach(), min(int(budget * floor), importance.shape[-1])) & real
-    free = real & ~guaranteed
-    wanted = budget * scores.shape[0] * scores.shape[2] - _by_row(guaranteed)
+    scores = importance.clamp(min=tiny).log()
+    if floor is None:
+        dims, free, wanted = _HEAD, real, importance.new_full((), budget)
+    else:
+        dims, scores = _ROW, scores + log_weights[:, None, :, None]
+        guaranteed = top_mask(importance.detach(), min(int(budget * floor), importance.shape[-1])) & real
+        free = real & ~guaranteed
+        wanted = budget * scores.shape[0] * scores.shape[2] - _sum(guaranteed, dims)
     with torch.no_grad():
-        threshold = _threshold(scores, free, wanted, temperature)
+        threshold = _threshold(scores, free, wanted, temperature, dims)
     opened = torch.sigmoid((scores - threshold) / temperature) * free
-    slope = _by_row(opened * (1 - opened)).detach().clamp(min=1e-6) / temperature
-    kept = _by_row(opened)
+    slope = _sum(opened * (1 - opened), dims).detach().clamp(min=1e-6) / temperature
+    kept = _sum(opened, dims)
     threshold = threshold + (kept - kept.detach()) / slope  # the value stays; its gradient is the implicit function's
     gates = functional.logsigmoid((scores - threshold) / temperature)
-    whole = _by_row(free) <= wanted
-    return gates.masked_fill(guaranteed | whole, 0.0).masked_fill(~real, least)
+    whole = _sum(free, dims) <= wanted
+    return gates.masked_fill((real & ~free) | whole, 0.0).masked_fill(~real, least)
 
 
-def _threshold(scores: Tensor, free: Tensor, wanted: Tensor, temperature: float) -> Tensor:
-    """[1, B, 1, 1]: where the gates of each row's free entries sum to `wanted`, by bisection."""
+_ROW: tuple[int, ...] = (0, 2, 3)
+_HEAD: tuple[int, ...] = (3,)
+"""The dimensions of [L, B, K, N] over which entries share a budget."""
+
+
+def _threshold(scores: Tensor, free: Tensor, wanted: Tensor, temperature: float, dims: tuple[int, ...]) -> Tensor:
+    """Where the gates of the free entries that share a budget sum to `wanted`, by bisection; `dims` have length 1."""
     among = scores.masked_fill(~free, torch.nan)
-    low = among.nan_to_num(nan=torch.inf).amin(dim=(0, 2, 3), keepdim=True) - 20 * temperature
-    high = among.nan_to_num(nan=-torch.inf).amax(dim=(0, 2, 3), keepdim=True) + 20 * temperature
+    low = among.nan_to_num(nan=torch.inf).amin(dim=dims, keepdim=True) - 20 * temperature
+    high = among.nan_to_num(nan=-torch.inf).amax(dim=dims, keepdim=True) + 20 * temperature
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        over = _by_row(torch.sigmoid((scores - middle) / temperature) * free) > wanted
+        over = _sum(torch.sigmoid((scores - middle) / temperature) * free, dims) > wanted
         low, high = torch.where(over, middle, low), torch.where(over, high, middle)
-    return ((low + high) / 2).nan_to_num()  # a row without free entries has none
+    return ((low + high) / 2).nan_to_num()  # where no entry is free there is none
 
 
-def _by_row(gates: Tensor) -> Tensor:
-    """Sums over all heads, [1, B, 1, 1]."""
-    return gates.sum(dim=(0, 2, 3), keepdim=True)
+def _sum(gates: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Sums over those that share a budget; `dims` have length 1."""
+    return gates.sum(dim=dims, keepdim=True)

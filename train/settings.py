@@ -232,6 +232,9 @@ class FinetuneSettings:
         freeze_module: Whether only the weights of heads learn.
         budgets: KV entries per layer and head on average: each training step is at one of them, and all are measured.
         temperature: Width of the soft selection in nats: lower is closer to hard selection, with less smooth gradients.
+        uniform_share: Probability that a batch's loss is at a selection in which every head keeps the same number, by a
+            coin that the seed, the samples and their turn decide: above 0, one module serves `selection=shared` and
+            `selection=uniform`.
         head_weights_rate: Peak learning rate of the weights of heads; by default 0.015, or 0.06 where the module is
             frozen.
         train: Optimisation; `train.learning_rate` is the module's.
@@ -242,6 +245,7 @@ class FinetuneSettings:
         default_factory=lambda: [64, 128, 256]
     )
     temperature: Annotated[float, Ge(SHARPEST), Le(1e6)] = 0.5
+    uniform_share: Share = 0.0
     head_weights_rate: Annotated[float, Gt(0), Le(100)] | None = None
     train: TrainSettings = field(
         default_factory=lambda: TrainSettings(

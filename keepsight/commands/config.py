@@ -24,7 +24,7 @@ from keepsight.commands.config_shared import (
     UsesMethods,
     one_of,
 )
-from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.models.lookahead_settings import SELECTIONS, LookaheadSettings
 from keepsight.train.settings import (
     DraftHeadSettings,
     FinetuneSettings,
@@ -32,6 +32,15 @@ from keepsight.train.settings import (
     ReplaySettings,
     RetrievalHeadSettings,
 )
+
+Selection = Annotated[str, one_of(*SELECTIONS)]
+LOOKAHEAD_STAGES = ("answers", "importance", "eviction", "evaluation", "card")
+RETRIEVAL_STAGES = ("answers", "distillation", "evaluation", "card")
+
+
+def shared() -> LookaheadSettings:
+    """A lookahead module's settings where neither recipe nor arguments give them."""
+    return LookaheadSettings().selecting("shared")
 
 
 @dataclass
@@ -99,6 +108,9 @@ class Train(CardKeys):
     Attributes:
         init: Adapter to start from, a folder, a Hub id or shipped:NAME; random soft tokens by default.
         max_prompt_tokens: Leaves out longer prompts; 0 keeps all.
+        selection: How the module is used, which training does not depend on: shared (one budget for the heads of all
+            layers), paper (LookaheadKV's), or uniform (as many entries in every head, as serving engines hold them).
+            The lookahead.* keys from queries on change single values, and options of methods= the use of an adapter.
     """
 
     VARIED: ClassVar = (
@@ -112,7 +124,8 @@ class Train(CardKeys):
     title: str = "keepsight lookahead adapter"
     init: str | None = None
     max_prompt_tokens: NonNegativeInt = 0
-    lookahead: LookaheadSettings = field(default_factory=LookaheadSettings)
+    selection: Selection = "shared"
+    lookahead: LookaheadSettings = field(default_factory=shared)
     train: LookaheadTrainSettings = field(default_factory=LookaheadTrainSettings)
 
 
@@ -129,13 +142,14 @@ class Finetune(Training):
     predictions with the full cache trains the soft tokens, the LoRA and one weight per KV head, by which the head's
     importance is multiplied before the heads compete for the budget; with finetune.freeze_module=true the weights
     alone, in minutes. The answer's attention to the whole prompt is stored for gradients: max_prompt_tokens= bounds
-    the memory. Where the heads of an adapter's layers do not share one budget yet, they do afterwards
-    (lookahead.floor=0.2 lookahead.sharing=model in its settings). A training that was stopped resumes from its last
-    checkpoint when the same command is run again.
+    the memory. selection=uniform trains for equally many entries in every head, finetune.uniform_share=0.5 for both. A
+    training that was stopped resumes from its last checkpoint when the same command is run again.
 
     Attributes:
         adapter: The lookahead adapter to start from: a folder, a Hub id, or shipped:NAME.
         max_prompt_tokens: Leaves out longer prompts; 0 keeps all.
+        selection: How the module selects in training and afterwards: shared, paper or uniform; by default as the
+            adapter says, with one budget for the heads of all layers where those of each layer share one.
     """
 
     COMMON: ClassVar = (
@@ -144,6 +158,7 @@ class Finetune(Training):
     )
     adapter: str | None = None
     max_prompt_tokens: NonNegativeInt = 0
+    selection: Selection | None = None
     finetune: FinetuneSettings = field(default_factory=FinetuneSettings)
 
 
@@ -337,41 +352,55 @@ class Push:
 
 @dataclass
 class Fit(DataKeys, EvalKeys):
-    """keepsight fit: a lookahead module for a model in one command: data, training, evaluation, model card.
+    """keepsight fit: a module for a model in one command: answers, training, evaluation, model card.
 
         keepsight fit HuggingFaceTB/SmolLM2-135M-Instruct out=runs/smollm2
         keepsight fit recipe=llama3.1-8b mixture=paper limit=20000 max_new_tokens=512 out=runs/llama8b
+        keepsight fit recipe=smollm2-135m module=retrieval methods=full,specontext,quest out=runs/retrieval
         keepsight fit recipe=demo          # the demo: SmolLM2-135M, less than ten minutes on two cores
         accelerate launch -m keepsight fit recipe=llama3.1-8b out=runs/llama8b
 
-    `out` gets data/, adapter/ and eval/; the adapter's card shows the results of the evaluation, and `keepsight push
-    DIR/adapter user/name` publishes it. A run that was stopped resumes when the same command is run again.
+    Stages: answers, importance (what answers attend to), eviction (what evicting costs them), evaluation, card; of a
+    retrieval head answers, distillation, evaluation, card. `keepsight push` publishes OUT/adapter or OUT/head. A run
+    that was stopped resumes when the same command is run again.
 
     Attributes:
-        out: Folder for the data, the adapter and the evaluation.
+        out: Folder for everything.
+        module: What is trained: lookahead or retrieval.
+        stages: The stages to run, in their order; all by default.
         title: Title of the model card.
         base: Hub id of the base model for the card, where model.id is a folder.
+        data_notes: Text for the model card on the origin and licences of the data.
         tests: Samples per task and length.
+        selection: How a lookahead module selects: shared, paper or uniform; see `keepsight train`.
+        max_prompt_tokens: Leaves out longer prompts in training; 0 keeps all.
         retrieval: Retrieval head of methods that need one: a folder, a Hub id, or shipped:NAME.
     """
 
     POSITIONAL: ClassVar = ("model.id",)
     NEEDS_MODEL: ClassVar = True
     COMMON: ClassVar = (
-        *("out", "model.id", "mixture", "limit", "max_new_tokens", "backend", "server.url", "lookahead.tokens"),
-        *("train.steps", "train.replays", "tasks", "lengths", "tests", "methods", "budgets"),
+        *("out", "model.id", "stages", "mixture", "limit", "max_new_tokens", "backend", "server.url", "selection"),
+        *("lookahead.tokens", "train.steps", "finetune.train.steps", "tasks", "tests", "methods", "budgets"),
     )
     out: str = "???"
+    module: Annotated[str, one_of("lookahead", "retrieval")] = "lookahead"
+    stages: list[Annotated[str, one_of(*LOOKAHEAD_STAGES, *RETRIEVAL_STAGES)]] = field(default_factory=list)
     limit: PositiveInt = 1000
     title: str = "keepsight lookahead adapter"
     base: str | None = None
+    data_notes: str = ""
     tasks: Annotated[list[str], NonEmpty] = field(default_factory=lambda: ["niah"])
     lengths: Counts = field(default_factory=lambda: [1024])
     tests: PositiveInt = 10
+    selection: Selection = "shared"
+    max_prompt_tokens: NonNegativeInt = 0
     retrieval: str | None = None
     draft: DraftConfig = field(default_factory=DraftConfig)
-    lookahead: LookaheadSettings = field(default_factory=LookaheadSettings)
+    lookahead: LookaheadSettings = field(default_factory=shared)
     train: LookaheadTrainSettings = field(default_factory=LookaheadTrainSettings)
+    finetune: FinetuneSettings = field(default_factory=FinetuneSettings)
+    retrieval_head: RetrievalHeadSettings = field(default_factory=RetrievalHeadSettings)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
 
 

@@ -112,6 +112,7 @@ class DataKeys(UsesModel):
 
     Attributes:
         mixture: Name of a file in recipes/mixtures/, or a path to a YAML file of your own.
+        rows: Folder of JSON Lines files whose rows stand in for the Hub's data sets, as the mixture's `local` says.
         limit: Number of samples.
         max_new_tokens: Longest answer of the data in tokens.
         temperature: Samples the answers; 0 decodes greedily.
@@ -122,6 +123,7 @@ class DataKeys(UsesModel):
     """
 
     mixture: str = "offline"
+    rows: str | None = None
     limit: PositiveInt = 200
     max_new_tokens: PositiveInt = 128
     temperature: Annotated[FiniteFloat, Field(ge=0)] = 0.0

@@ -21,7 +21,7 @@ from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.stats import stats_figure, stats_of, stats_table
 from keepsight.data_gen.store import earlier_settings, finished_manifest, finished_samples
-from keepsight.data_gen.user_data import pinned
+from keepsight.data_gen.user_data import on_rows, pinned
 from keepsight.errors import UserError, printable, require_same
 from keepsight.files import from_json, read_yaml, require_writable, write_png
 from keepsight.models.distributed import launched
@@ -66,7 +66,7 @@ def check(config: Config) -> dict[str, Any]:
         UserError: `out` cannot be written to, or the mixture or the server's keys are wrong.
     """
     require_writable(Path(config.out))
-    Mixture.from_config(values := read_mixture(config.mixture))
+    Mixture.from_config(values := read_mixture(config.mixture, config.rows))
     if config.backend == "server":
         config.server.check()
     return values
@@ -100,11 +100,11 @@ def _answering(config: Config) -> Iterator[tuple[Target, Backend]]:
             yield target, engine
 
 
-def read_mixture(name: str) -> dict[str, Any]:
-    """Read a mixture's plain values from recipes/mixtures/NAME.yaml or from a YAML file.
+def read_mixture(name: str, rows: str | None = None) -> dict[str, Any]:
+    """Read a mixture's plain values from recipes/mixtures/NAME.yaml or from a YAML file; `rows` is as in `Data`.
 
     Raises:
-        UserError: no such mixture, or the file is not YAML.
+        UserError: no such mixture, the file is not YAML, or see `on_rows`.
     """
     known = {path.stem: path for base in recipes.__path__ for path in sorted((Path(base) / "mixtures").glob("*.yaml"))}
     path = known.get(name) or Path(name)
@@ -118,4 +118,6 @@ def read_mixture(name: str) -> dict[str, Any]:
         raise UserError(f"{path}: not a YAML file ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected keys such as min_tokens, max_tokens and sources")
+    if isinstance(sources := values.get("sources"), list):
+        values["sources"] = on_rows(sources, Path(rows) if rows else None)
     return values

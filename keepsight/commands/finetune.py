@@ -16,7 +16,7 @@ from keepsight.models.card import FINETUNING, HEAD_WEIGHTS, with_eviction
 from keepsight.models.distributed import launched
 from keepsight.models.lookahead import CONFIG, LookaheadAdapter
 from keepsight.models.targets import keep_gradients
-from keepsight.runtime.allocate import Global
+from keepsight.runtime.allocate import Global, Uniform
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
 from keepsight.train.dataset import prompts_as_text
 from keepsight.train.eviction import EvictionObjective
@@ -45,10 +45,10 @@ def run(config: Config) -> None:
     require_finished(finished, config, trainer)
 
 
-def _start(config: Config) -> tuple[LookaheadAdapter, LookaheadKV, Global]:
+def _start(config: Config) -> tuple[LookaheadAdapter, LookaheadKV, Global | Uniform]:
     """The adapter that the training starts from, the method with it, of any budget, and its allocation.
 
-    How an adapter is used to select entries is no condition: from here on its heads share one budget.
+    How an adapter is used to select entries is no condition, and may change here.
 
     Raises:
         UserError: none is named, or `out` is its folder.
@@ -58,14 +58,12 @@ def _start(config: Config) -> tuple[LookaheadAdapter, LookaheadKV, Global]:
     artifact = LookaheadAdapter.from_pretrained(config.adapter)
     if Path(config.out).resolve() == artifact.folder.resolve():
         raise UserError(f"out={config.out} is the folder of the adapter that the training starts from; choose another")
-    if (settings := artifact.settings).sharing != "model":
-        floor = Global.floor if settings.floor is None else settings.floor
-        artifact = replace(artifact, settings=replace(settings, floor=floor, sharing="model"))
+    settings = artifact.settings if config.selection is None else artifact.settings.selecting(config.selection)
+    if settings.floor is not None and settings.sharing == "layer":
+        settings = replace(settings, sharing="model")
         if launched().is_main_process:
-            print(
-                f"adapter={config.adapter}: from now on the heads of all its layers share one budget "
-                f"(lookahead.floor={floor} lookahead.sharing=model)"
-            )
+            print(f"adapter={config.adapter}: from now on the heads of all its layers share one budget")
+    artifact = replace(artifact, settings=settings)
     parts = parts_of(artifact)
     allocate = parts.pop("allocate")
     return artifact, LookaheadKV(1, **parts), allocate

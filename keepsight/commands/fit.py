@@ -1,74 +1,133 @@
-"""keepsight fit: data, training, evaluation and model card of a lookahead module in one command."""
+"""keepsight fit: a module for a model in one command: answers, training, evaluation and model card."""
 
 import gc
+import os
+import shlex
 import shutil
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
-from keepsight.commands import data, train
+import yaml
+from omegaconf import OmegaConf
+
+from keepsight.commands import data, finetune, train, train_retrieval_head
 from keepsight.commands import eval as evaluation
-from keepsight.commands.config import Data, Eval, Train
+from keepsight.commands.config import (
+    LOOKAHEAD_STAGES,
+    RETRIEVAL_STAGES,
+    Data,
+    Eval,
+    Finetune,
+    Train,
+    TrainRetrievalHead,
+)
 from keepsight.commands.config import Fit as Config
 from keepsight.commands.config_shared import DataKeys, EvalKeys, UsesMethods
+from keepsight.commands.fit_card import with_results, written_card
 from keepsight.commands.from_recipe import resources_later
+from keepsight.commands.parse import compose_config, keys_of
 from keepsight.commands.variants import variants_of
+from keepsight.errors import UserError
 from keepsight.files import require_writable, write_text
 from keepsight.models.artifacts import check_repo_id
-from keepsight.models.card import CARD, with_evaluation
+from keepsight.models.card import CARD
 from keepsight.models.distributed import launched
+from keepsight.models.lookahead import CONFIG, LookaheadAdapter
 
-_STAND_IN = "shipped:smollm2-135m-lookahead"
+_STAND_IN: dict[str, dict[str, Any]] = {
+    "lookahead": {"adapter": "shipped:smollm2-135m-lookahead"},
+    "retrieval": {"retrieval": "shipped:smollm2-135m-retrieval"},
+}
+"""Shipped modules for those that are to be trained, to check methods with."""
 
 
 def run(config: Config) -> None:
     """Run the stages and print how long each took."""
     require_writable(out := Path(config.out))
-    adapter = str(out / "adapter")
+    known = LOOKAHEAD_STAGES if config.module == "lookahead" else RETRIEVAL_STAGES
+    if odd := sorted({*config.stages} - {*known}):
+        raise UserError(f"stages: module={config.module} has no stage {odd[0]}; choose from {', '.join(known)}")
+    chosen = [name for name in known if name in (config.stages or known)]
+    source = _source(out, chosen) if config.module == "lookahead" else "head"
     answers = Data(**_values(config, DataKeys), out=str(out / "data"))
-    training = Train(
-        **{key: getattr(config, key) for key in ("model", "lookahead", "train", "replay", "title", "base")},
-        data=answers.out,
-        out=adapter,
-    )
-    compared: dict[str, Any] = _values(config, EvalKeys) | _values(config, UsesMethods) | {"adapter": adapter}
-    tests = Eval(**compared, samples=config.tests, out=str(out / "eval"))
-    check(answers, training, tests)
+    tests = _tests(config, out / source)
+    check(config, answers, tests)
     stages: dict[str, Callable[[], None]] = {
         "answers": lambda: data.run(answers),
-        "training": lambda: train.run(training),
+        "importance": lambda: train.run(_importance(config, out)),
+        "eviction": lambda: finetune.run(_eviction(config, out)),
+        "distillation": lambda: train_retrieval_head.run(_distillation(config, out)),
         "evaluation": lambda: evaluation.run(tests),
+        "card": lambda: _write_card(config, out, source),
     }
     is_main, seconds = launched().is_main_process, dict[str, float]()
-    for name, stage in stages.items():
+    for name in chosen:
         if is_main:
             print(f"\n=== {name}", flush=True)
         start = time.perf_counter()
-        stage()
-        gc.collect()  # frees the training's model before the evaluation loads another
+        stages[name]()
+        gc.collect()  # frees a training's model before the next stage loads another
         launched().wait_for_everyone()
         seconds[name] = time.perf_counter() - start
     if is_main:
-        _complete_card(out)
         seconds["total"] = sum(seconds.values())
-        print("\n" + "\n".join(f"{name:<11} {each:6.0f} s" for name, each in seconds.items()))
-        print(f"next: keepsight push {quote(adapter)} USER/NAME --dry-run")
+        print("\n" + "\n".join(f"{name:<12} {each:6.0f} s" for name, each in seconds.items()))
+        if "card" in chosen:
+            print(f"next: keepsight push {shlex.quote(str(_published(config, out)))} USER/NAME --dry-run")
 
 
-def check(answers: Data, training: Train, tests: Eval) -> None:
-    """Check every stage's keys before the first begins, with a shipped adapter for the one that is to be trained.
+def check(config: Config, answers: Data, tests: Eval) -> None:
+    """Check every stage's keys before the first begins, with a shipped module for the one that is to be trained.
 
     Raises:
         UserError: a value that a stage would refuse.
     """
     data.check(answers)
-    if training.base is not None:
-        check_repo_id(training.base)
+    if config.base is not None:
+        check_repo_id(config.base)
     evaluation.check(tests)
-    variants_of(tests.methods, tests.budgets, tests.bits, resources_later(replace(tests, adapter=_STAND_IN)))
+    stand_in = replace(tests, **_STAND_IN[config.module])
+    variants_of(tests.methods, tests.budgets, tests.bits, resources_later(stand_in))
+
+
+def _source(out: Path, chosen: list[str]) -> str:
+    """The folder of the module that is evaluated and published: of the last training that is chosen, or was done."""
+    trained = [name for name in ("importance", "eviction") if name in chosen]
+    there = [name for name in ("importance", "eviction") if (out / name / CONFIG).is_file()]
+    return (trained or there or ["importance"])[-1]
+
+
+def _published(config: Config, out: Path) -> Path:
+    return out / ("adapter" if config.module == "lookahead" else "head")
+
+
+def _importance(config: Config, out: Path) -> Train:
+    keys = ("model", "lookahead", "train", "replay", "title", "base", "data_notes", "selection", "max_prompt_tokens")
+    return Train(**_of(config, *keys), data=str(out / "data"), out=str(out / "importance"))
+
+
+def _eviction(config: Config, out: Path) -> Finetune:
+    keys = _of(config, "model", "finetune", "replay", "max_prompt_tokens")
+    return Finetune(**keys, data=str(out / "data"), adapter=str(out / "importance"), out=str(out / "eviction"))
+
+
+def _distillation(config: Config, out: Path) -> TrainRetrievalHead:
+    keys = _of(config, "model", "retrieval_head", "replay", "title", "base", "data_notes")
+    return TrainRetrievalHead(**keys, data=str(out / "data"), out=str(out / "head"))
+
+
+def _tests(config: Config, module: Path) -> Eval:
+    """The evaluation, of the module that is trained."""
+    trained = {"adapter" if config.module == "lookahead" else "retrieval": str(module)}
+    compared: dict[str, Any] = _values(config, EvalKeys) | _values(config, UsesMethods) | trained
+    return Eval(**compared, samples=config.tests, out=str(module.parent / "eval"))
+
+
+def _of(config: Config, *keys: str) -> dict[str, Any]:
+    return {key: getattr(config, key) for key in keys}
 
 
 def _values(config: Config, keys: type) -> dict[str, Any]:
@@ -76,9 +135,45 @@ def _values(config: Config, keys: type) -> dict[str, Any]:
     return {each.name: getattr(config, each.name) for each in fields(keys) if hasattr(config, each.name)}
 
 
-def _complete_card(out: Path) -> None:
-    """Add the evaluation's table to the adapter's card, and its plot beside it."""
-    card, evaluated = out / "adapter" / CARD, out / "eval"
-    table = (evaluated / "tables" / "overall.md").read_text(encoding="utf-8")
-    shutil.copyfile(evaluated / "plots" / "overview.png", out / "adapter" / "evaluation.png")
-    write_text(card, with_evaluation(card.read_text(encoding="utf-8"), table))
+def _write_card(config: Config, out: Path, source: str) -> None:
+    """Write the module that is published: the last stage's, with a card of all stages and the evaluation's picture."""
+    if not launched().is_main_process:
+        return
+    evaluated, published = out / "eval", _published(config, out)
+    if config.module == "lookahead":
+        artifact = LookaheadAdapter.load(out / source)
+        stages = [] if source == "eviction" else [each for each in LOOKAHEAD_STAGES if each != "eviction"]
+        command = command_of(replace(config, stages=stages), artifact.provenance.base_model)
+        card = written_card(artifact, config.title, command, out, config.data_notes)
+        artifact.save(published, artifact.provenance, card)
+    else:
+        write_text(published / CARD, with_results((published / CARD).read_text(encoding="utf-8"), evaluated))
+    if (picture := evaluated / "plots" / "overview.png").is_file():
+        shutil.copyfile(picture, published / "evaluation.png")
+    print(f"{published}: the module, its card and its pictures")
+
+
+def command_of(config: Config, model: str) -> str:
+    """The command with every value that differs from the recipe's for the model; no folder's path is published."""
+    default: Any = OmegaConf.to_object(compose_config(Config, [f"model.id={config.model.id}", "out=DIR"])[0])
+    said = []
+    for key in keys_of(Config):
+        value, usual = config, default
+        for name in key.name.split("."):
+            value, usual = getattr(value, name), getattr(usual, name)
+        if value == usual or key.name in ("out", "model.id"):
+            continue
+        text = yaml.safe_dump(_without_paths(value), default_flow_style=True, width=1 << 20).splitlines()[0]
+        said.append(shlex.quote(f"{key.name}={text}"))
+    return " ".join(["keepsight fit", shlex.quote(model), *said, "out=DIR"])
+
+
+def _without_paths(value: Any) -> Any:
+    """A value with DIR for folders, and the names of files for their paths."""
+    if isinstance(value, list):
+        return [_without_paths(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _without_paths(each) for key, each in value.items()}
+    if not isinstance(value, str) or not os.path.exists(value):  # also of a text that is too long for a path
+        return value
+    return "DIR" if os.path.isdir(value) else os.path.basename(value)

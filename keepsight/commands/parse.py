@@ -4,7 +4,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, cast, get_origin, get_type_hints
 
@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from keepsight.commands.arguments import Key, texts_of, unknown_key, value_of
 from keepsight.commands.recipe import Choice, chosen, say_once, values_of
 from keepsight.errors import UserError
+from keepsight.models.lookahead_settings import SELECTIONS
 
 _LARGEST = 1 << 40
 """Largest whole number that a key takes; larger ones overflow where sizes are computed from them."""
@@ -92,13 +93,20 @@ def compose_config(schema: type, overrides: Sequence[str]) -> tuple[DictConfig, 
         given.pop("recipe", None)
     if unknown := [name for name in given if name not in kinds]:
         raise UserError(unknown_key(unknown[0], kinds))
-    composed: Any = OmegaConf.merge(OmegaConf.structured(schema), values_of(choice))
+    values = values_of(choice)
+    presets = [_preset(kinds, each.get("selection")) for each in (values, given)]
+    composed: Any = OmegaConf.merge(OmegaConf.structured(schema), presets[0], values, presets[1])
     for name, text in given.items():
         try:
             OmegaConf.update(composed, name, value_of(name, kinds[name], text))
         except OmegaConfBaseException as error:
             raise UserError(f"{name}={text}: {str(error).partition(chr(10))[0]}") from None
     return composed, choice
+
+
+def _preset(kinds: Mapping[str, Any], selection: str | None) -> dict[str, Any]:
+    """What `selection=` says of a module in training; single keys are given after it."""
+    return {"lookahead": SELECTIONS.get(selection or "", {})} if "lookahead.queries" in kinds else {}
 
 
 def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:

@@ -34,7 +34,7 @@ def chosen(schema: type, given: Mapping[str, str]) -> Choice:
 
     It is that of `recipe=`; or that of the Hub id `model.id=`; or of a recipe for the same architecture and size the
     training settings, without adapter, head or draft; or none: then the dataclasses' defaults apply, which are the
-    papers'. Without either key it is DEFAULT_RECIPE, unless the schema NEEDS_MODEL.
+    papers' but for `selection=shared`. Without either key it is DEFAULT_RECIPE, unless the schema NEEDS_MODEL.
     """
     every = [each.name for each in fields(schema)]
     if "recipe" in given:
@@ -51,7 +51,7 @@ def chosen(schema: type, given: Mapping[str, str]) -> Choice:
         if shape and list(found.get("fits", [])) == shape:
             said = f"training settings of recipe={name}, which is for this architecture and size"
             return Choice(name, [each for each in every if each in _SETTINGS], f"model.id={model_id}: {said}")
-    return Choice(None, every, f"model.id={model_id}: no recipe is for this model, the papers' settings apply")
+    return Choice(None, every, f"model.id={model_id}: no recipe is for this model, the defaults apply")
 
 
 def values_of(choice: Choice) -> DictConfig:

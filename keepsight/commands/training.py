@@ -129,13 +129,13 @@ def basics_of(
         vocabulary_digest(target.tokenizer),
         prompts_as_text(trained.prompts),
     )
-    notes = "\n\n".join(note for note in (_origins(manifest), config.data_notes) if note)
+    notes = "\n\n".join(note for note in (origins_of(manifest["settings"]["mixture"]), config.data_notes) if note)
     return CardBasics(config.title, provenance, manifest["sources"], notes, config.license)
 
 
-def _origins(manifest: Mapping[str, Any]) -> str:
+def origins_of(mixture: Mapping[str, Any]) -> str:
     """The data sets of a mixture's prompts, with their licences; no folder's path is published."""
-    named = [source for source in manifest["settings"]["mixture"].get("sources", []) if "license" in source]
+    named = [source for source in mixture.get("sources", []) if "license" in source]
     links = [
         Path(each["id"]).name
         if Path(each["id"]).is_dir()

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from keepsight.models.lookahead import LookaheadAdapter
+from keepsight.models.lookahead_settings import HeadWeights, LookaheadSettings
 from keepsight.runtime import registry
 from keepsight.runtime.allocate import Adaptive, Allocation, Global, Uniform
 from keepsight.runtime.evict import Evict
@@ -56,9 +57,12 @@ class LookaheadKV(Evict):
         budget: int | float | None = None,
         revision: str | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        selection: str | None = None,
         **options: Any,
     ) -> "LookaheadKV":
-        """The method with an adapter (a folder, a Hub id or `shipped:NAME`), reduced, pooled and divided as it says.
+        """The method with an adapter (a folder, a Hub id or `shipped:NAME`), which selects as it says.
+
+        `selection` names another way: `shared`, `paper` or `uniform`, see `keepsight.models.lookahead_settings`.
 
         The model that it is used on is compared with the adapter's base, its revision and its quantisation then. A
         tokenizer that is given is compared with the adapter's vocabulary and chat template at once. `options` are
@@ -70,26 +74,25 @@ class LookaheadKV(Evict):
         artifact = LookaheadAdapter.from_pretrained(adapter, revision=revision)
         if tokenizer is not None:
             artifact.check_tokenizer(tokenizer)
-        fields: dict[str, Any] = parts_of(artifact) | options | ({} if budget is None else {"budget": budget})
-        return cls(**fields)
+        parts: dict[str, Any] = parts_of(artifact, selection)
+        return cls(**parts | options | ({} if budget is None else {"budget": budget}))
 
 
-def parts_of(artifact: LookaheadAdapter) -> dict[str, Any]:
-    """The observer of an adapter, and the reduction, weighting, pooling and allocation that its settings name."""
-    settings = artifact.settings
+def parts_of(artifact: LookaheadAdapter, selection: str | None = None) -> dict[str, Any]:
+    """The observer of an adapter, and the reduction, weighting, pooling and allocation of a selection or its own."""
+    settings = artifact.settings if selection is None else artifact.settings.selecting(selection)
     return {
         "observer": SoftTokens(artifact),
         "reduce": Reduce(settings.queries, settings.group),
         "value_norm": settings.value_norm,
         "pool": Pool(settings.pooling, settings.kernel),
-        "allocate": _allocation(artifact),
+        "allocate": _allocation(settings, artifact.head_weights),
     }
 
 
-def _allocation(artifact: LookaheadAdapter) -> Allocation:
-    settings = artifact.settings
+def _allocation(settings: LookaheadSettings, weights: HeadWeights | None) -> Allocation:
     if settings.floor is None:
         return Uniform()
     if settings.sharing == "model":
-        return Global(settings.floor, artifact.head_weights)
+        return Global(settings.floor, weights)
     return Adaptive(settings.floor, blend=False)

@@ -3,7 +3,8 @@
 `{name: snapkv, window: 16, pool: {kernel: 5}, allocate: adakv}`: an option is a field of the method, and a part (an
 observer, drafter, reduction, pooling or allocation) is its name, a mapping with its name and options, or a mapping of
 options alone, which change the part that the method has. `adapter`, `retrieval` and `scorer` name a trained module of
-the method's own: `{name: lookaheadkv, adapter: DIR, label: longer}`, `{name: kvzap, scorer: DIR}`.
+the method's own: `{name: lookaheadkv, adapter: DIR, label: longer}`, `{name: kvzap, scorer: DIR}`; `selection` names
+how a lookahead module selects: `{name: lookaheadkv, selection: paper}`.
 """
 
 import dataclasses
@@ -43,7 +44,8 @@ def make_method(name: str, budget: int | float | None, resources: Resources | No
     kind = _kind(name)
     make: Any = kind
     named = {key: str(options.pop(key)) for key in _TRAINED if options.get(key) is not None}
-    reader = _OptionReader((resources or Resources()).other(**named))
+    selection = options.pop("selection", None) if kind is LookaheadKV else None
+    reader = _OptionReader((resources or Resources()).other(**named), selection)
     try:
         parts = reader.fields(kind, options, reader.defaults(kind), taken=("budget",))
     except UserError as error:
@@ -83,11 +85,12 @@ class _OptionReader:
     """Reads plain values; what a part needs and is not given comes from the resources."""
 
     resources: Resources
+    selection: str | None = None
 
     def defaults(self, kind: type[Method]) -> dict[str, Any]:
         """Parts that depend on the resources."""
         if kind is LookaheadKV:
-            return parts_of(self.resources.artifact)
+            return parts_of(self.resources.artifact, self.selection)
         if issubclass(kind, ScoredEvict):
             return {"observer": TrainedScores(self.resources.scorer_of(kind.scorer))}
         if kind is SpecKV:

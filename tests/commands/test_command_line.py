@@ -125,7 +125,7 @@ def test_arguments_are_above_the_recipe_and_it_above_the_defaults() -> None:
 
 
 def test_a_recipe_is_inferred_from_the_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One of the id whole, one of the architecture and size for training alone; else the papers' settings."""
+    """One of the id whole, one of the architecture and size for training alone; else the defaults."""
     say_once.cache_clear()
     given = ["data=a", "out=b"]
     known = parse(Eval, ["out=b", "model.id=HuggingFaceTB/SmolLM2-135M-Instruct"])

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from keepsight.commands.cli import main
 from keepsight.errors import UserError
 from keepsight.files import read_json, write_json
 from keepsight.models.lookahead import ADAPTER, CONFIG, TOKENS, LookaheadAdapter
+from keepsight.models.lookahead_settings import SELECTIONS
 from keepsight.models.targets import load_target
-from keepsight.runtime.allocate import Global
+from keepsight.runtime.allocate import Global, Uniform
+from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.state import prefill
 from tests.commands.commands import CommandLine
 from tests.tiny import prompt_ids
@@ -119,20 +122,37 @@ def test_bad_input_is_one_line(keepsight: CommandLine, adapter: Path) -> None:
     assert not Path("finetuned").exists() or not any(Path("finetuned").iterdir())
 
 
+PAPER = {"floor": None, "sharing": "layer", "kernel": 7}
+
+
 @pytest.mark.parametrize(
-    ("before", "floor"), [({"floor": None, "sharing": "layer", "kernel": 7}, 0.2), ({"sharing": "layer"}, 0.25)]
+    ("before", "given", "after"),
+    [
+        (PAPER, (), {}),  # as it is used, so it is trained
+        ({"sharing": "layer"}, (), {"sharing": "model"}),
+        (PAPER, ("selection=shared",), SELECTIONS["shared"]),
+        ({}, ("selection=uniform",), SELECTIONS["uniform"]),
+    ],
 )
-def test_an_adapter_of_any_selection_is_trained_and_shares_afterwards(
-    keepsight: CommandLine, adapter: Path, before: dict[str, Any], floor: float
+def test_an_adapter_of_any_selection_is_trained(
+    keepsight: CommandLine, adapter: Path, before: dict[str, Any], given: tuple[str, ...], after: dict[str, Any]
 ) -> None:
     config = read_json(adapter / CONFIG)
     write_json(adapter / CONFIG, config | {"settings": config["settings"] | before})
-    said = keepsight(*TUNE)
-    assert f"share one budget (lookahead.floor={floor} lookahead.sharing=model)" in said
+    said = keepsight(*TUNE, *given)
+    assert ("share one budget" in said) == ("sharing" in after and not given)
     settings = LookaheadAdapter.load(Path("finetuned")).settings
-    assert vars(settings) == config["settings"] | before | {"floor": floor, "sharing": "model"}
-    method = LookaheadKV.from_pretrained("finetuned", budget=8)
-    assert isinstance(method.allocate, Global) and method.allocate.weights is not None
+    assert vars(settings) == config["settings"] | before | after
+    methods = {name: LookaheadKV.from_pretrained("finetuned", budget=8, selection=name) for name in SELECTIONS}
+    assert [type(each.allocate) for each in methods.values()] == [Uniform, Global, Uniform]
+    weighted: Any = methods["shared"].allocate
+    assert weighted.weights is not None and methods["uniform"].value_norm
+    named: Any = make_method("lookaheadkv", 8, Resources("finetuned"), selection="paper")
+    assert replace(named, observer=methods["paper"].observer) == methods["paper"]
+    own = Uniform() if settings.floor is None else Global(settings.floor, weighted.weights)
+    assert LookaheadKV.from_pretrained("finetuned", budget=8).allocate == own
+    with pytest.raises(UserError, match="selection=even is unknown; choose one of paper, shared, uniform"):
+        LookaheadKV.from_pretrained("finetuned", budget=8, selection="even")
 
 
 @pytest.mark.parametrize(

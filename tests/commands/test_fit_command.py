@@ -1,36 +1,53 @@
 """`keepsight fit`: every stage, stopped before and in each of them, and what the card says in the end."""
 
 import itertools
+import subprocess
+import sys
+import time
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from keepsight.commands import data, from_recipe, train
+from keepsight.commands import data, finetune, from_recipe, train
 from keepsight.commands import eval as evaluation
-from keepsight.data_gen.store import ShardWriter
+from keepsight.data_gen.store import ShardWriter, finished_manifest, finished_samples
 from keepsight.files import file_digest, read_json, read_jsonl, write_lines
 from keepsight.models.hub import plan_upload
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.targets import Target
+from keepsight.train.dataset import prompts_from_text, prompts_of
+from keepsight.train.eviction import EvictionObjective
 from keepsight.train.importance import ImportanceObjective
 from tests.close import assert_close
-from tests.commands.commands import CommandLine
+from tests.commands.commands import CommandLine, last_of_each_key
 from tests.launch import launch
+from tests.tiny import save_tiny_target
 
 pytestmark = pytest.mark.usefixtures("here")
 TRAINING = [
     *("model.id=tiny", "model.device=cpu", "model.dtype=float32", "lookahead.tokens=4"),
     *("train.steps=3", "train.save_every=1", "train.held_out=2", "train.replays=1", "train.report_to=[]"),
 ]
+EVICTING = [
+    *("finetune.train.steps=3", "finetune.train.save_every=1", "finetune.train.held_out=2", "finetune.train.replays=1"),
+    *(
+        "finetune.train.samples_per_step=2",
+        "finetune.train.report_to=[]",
+        "finetune.budgets=[40]",
+        "finetune.uniform_share=0.5",
+    ),
+]
 FIT = [
-    *("fit", *TRAINING, "mixture=mixture.yaml", "limit=8", "max_new_tokens=4", "draft.layers=[0,2]"),
+    *("fit", *TRAINING, *EVICTING, "mixture=mixture.yaml", "limit=8", "max_new_tokens=4", "draft.layers=[0,2]"),
     *("tasks=niah_single", "lengths=320", "tests=2", "methods=full,lookaheadkv,speckv", "budgets=40"),
 ]
 STAGES: dict[str, tuple[Any, str, int, str]] = {
     "answers": (ShardWriter, "append", 1, "fitted/data/shard-00000.jsonl.partial"),
-    "training": (ImportanceObjective, "forward", 2, "fitted/adapter/training/checkpoint-1/trainer_state.json"),
+    "importance": (ImportanceObjective, "forward", 2, "fitted/importance/training/checkpoint-1/trainer_state.json"),
+    "eviction": (EvictionObjective, "forward", 3, "fitted/eviction/training/checkpoint-1/trainer_state.json"),
     "evaluation": (evaluation, "append_lines", 1, "fitted/eval/results.jsonl"),
 }
 """What is interrupted in each: the owner and name of a function, at which call, and what is there by then."""
@@ -52,7 +69,7 @@ def interrupt(patch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> No
 def test_stopped_in_every_stage_it_ends_as_if_it_had_not_been(
     keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, (owner, name, call, left) in zip((data, train, evaluation), STAGES.values(), strict=True):
+    for module, (owner, name, call, left) in zip((data, train, finetune, evaluation), STAGES.values(), strict=True):
         with monkeypatch.context() as patch:
             patch.setattr(module, "run", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
             assert "run the same command again to resume" in keepsight.fails(*FIT, "out=fitted")
@@ -64,21 +81,33 @@ def test_stopped_in_every_stage_it_ends_as_if_it_had_not_been(
     kept = [*read_jsonl(here / "fitted/eval/results.jsonl")]
     printed = keepsight(*FIT, "out=fitted")
     assert [line for line in printed.splitlines() if line.startswith("===")] == [
-        *("=== answers", "=== training", "=== evaluation")
+        *("=== answers", "=== importance", "=== eviction", "=== evaluation", "=== card")
     ]
     rows = [*read_jsonl(here / "fitted/eval/results.jsonl")]
     assert len(rows) == 2 * 3 == 2 * len(kept) and all(row in rows for row in kept)
     assert {row["method"] for row in rows} == {"full", "lookaheadkv", "speckv"}
     fitted, trained = here / "fitted" / "adapter", here / "trained"
-    keepsight("train", *TRAINING, "data=fitted/data", "out=trained")
+    keepsight("train", *TRAINING, "data=fitted/data", "out=first")
+    given = ("model.id=tiny", "model.device=cpu", "model.dtype=float32", "data=fitted/data", "adapter=first")
+    keepsight("finetune", *given, *EVICTING, "out=trained")
     for name in ("adapter_model.safetensors", "lookahead_tokens.safetensors"):
         assert file_digest(fitted / name) == file_digest(trained / name)
+    artifact = LookaheadAdapter.load(fitted)
+    assert artifact.settings == LookaheadAdapter.load(here / "first").settings.selecting("shared")
+    assert artifact.head_weights is not None
+    samples = finished_samples(here / "fitted/data", finished_manifest(here / "fitted/data"))
+    on = prompts_from_text(artifact.provenance.trained_on)
+    assert on is not None and len(on) >= 6 and on <= prompts_of(samples)
     card = (fitted / "README.md").read_text()
+    assert "keepsight fit tiny 'tasks=[niah_single]'" in card and "fitted" not in card and "limit=8" in card
+    assert card.index("## Command") < card.index("## Evaluation") < card.index("## Where it falls short")
+    assert "importance (what answers attend to): " in card and "| excess NLL (nats), 40 entries in every " in card
+    assert len(card.splitlines()) < 90
     assert card.count("## Evaluation") == 1 and "| LookaheadKV |" in card.replace("lookaheadkv", "LookaheadKV")
     upload = plan_upload(fitted, "ada/tiny")
-    assert {*LookaheadAdapter.files, "README.md", "evaluation.png", "training.png"} == {*upload.files}
-    monkeypatch.setattr(evaluation, "run", lambda _: None)
-    keepsight(*FIT, "out=fitted")
+    pictures = {"evaluation.png", "training.png", "finetuning.png"}
+    assert {*LookaheadAdapter.files, "README.md"} | pictures == {*upload.files}
+    keepsight(*FIT, "out=fitted", "stages=[card]")
     assert (fitted / "README.md").read_text() == card
 
 
@@ -101,20 +130,42 @@ def test_no_stage_holds_the_target_of_the_one_before(
 
     monkeypatch.setattr(from_recipe, "load_target", noted)
     keepsight(*FIT, "out=fitted")
-    assert held == [0, 0, 0]
+    assert held == [0, 0, 0, 0]
+
+
+def test_a_retrieval_head_has_its_own_stages_and_other_ones_are_refused(keepsight: CommandLine, here: Path) -> None:
+    short = ("steps=2", "held_out=2", "budget=6", "report_to=[]")
+    given = [*FIT, "module=retrieval", "methods=full,specontext", *(f"retrieval_head.train.{each}" for each in short)]
+    given = last_of_each_key([*given, "retrieval_head.queries=8", "retrieval_head.features=none", "out=fitted"])
+    printed = keepsight(*given)
+    assert [line for line in printed.splitlines() if line.startswith("===")] == [
+        *("=== answers", "=== distillation", "=== evaluation", "=== card")
+    ]
+    assert {row["method"] for row in read_jsonl(here / "fitted/eval/results.jsonl")} == {"full", "specontext"}
+    card = (here / "fitted/head/README.md").read_text()
+    assert card.index("## Evaluation") < card.index("## Where it falls short")
+    assert plan_upload(here / "fitted/head", "ada/head").files
+    said = keepsight.fails(*given, "stages=[eviction]")
+    assert said == "stages: module=retrieval has no stage eviction; choose from answers, distillation, evaluation, card"
 
 
 @pytest.mark.slow
-def test_two_processes_do_what_one_does(keepsight: CommandLine, here: Path) -> None:
-    given = [*FIT, "train.samples_per_step=2", "train.group_by_length=false"]
+def test_two_processes_and_a_killed_one_make_the_module_of_one(keepsight: CommandLine, here: Path) -> None:
+    """Of a Qwen3, which the other tests of this file do not have."""
+    save_tiny_target(here / "qwen", "qwen3")
+    more = ["model.id=qwen", "train.samples_per_step=2", "finetune.train.steps=4"]
+    more += ["train.group_by_length=false", "finetune.train.group_by_length=false"]
+    given = last_of_each_key([*FIT, *more])
     result = launch(here, "-m", "keepsight", *given, "out=two")
     assert result.returncode == 0, result.stderr[-4000:]
     keepsight(*given, "out=one")
-    assert read_json(here / "two/adapter/training/settings.json")["launch.processes"] == 2
-    one, two = (LookaheadAdapter.load(here / name / "adapter") for name in ("one", "two"))
-    assert_close(two.tokens, one.tokens)
-    for name, value in one.lora.items():
-        assert_close(two.lora[name], value)
+    for stage in ("importance", "eviction"):
+        assert read_json(here / f"two/{stage}/training/settings.json")["launch.processes"] == 2
+        one, two = (LookaheadAdapter.load(here / name / stage) for name in ("one", "two"))
+        assert_close(two.tokens, one.tokens)
+        for name, value in one.lora.items():
+            assert_close(two.lora[name], value)
+    assert_close(torch.tensor(two.head_weights), torch.tensor(one.head_weights))
     scores = [
         sorted((row["sample"], row["method"], row["score"]) for row in read_jsonl(here / name / "eval/results.jsonl"))
         for name in ("one", "two")
@@ -122,3 +173,14 @@ def test_two_processes_do_what_one_does(keepsight: CommandLine, here: Path) -> N
     assert scores[0] == scores[1] and len(scores[0]) == 6
     assert (here / "two/adapter/README.md").read_text().count("## Evaluation") == 1
     assert result.stdout.count("=== evaluation") == 1
+
+    killed = subprocess.Popen([sys.executable, "-m", "keepsight", *given, "out=killed"], cwd=here)
+    while not (checkpoint := here / "killed/eviction/training/checkpoint-1").is_dir():
+        assert killed.poll() is None
+        time.sleep(0.02)
+    killed.kill()
+    killed.wait()
+    assert checkpoint.is_dir() and not (here / "killed/adapter").exists()
+    keepsight(*given, "out=killed")
+    for name in ("adapter_model.safetensors", "lookahead_tokens.safetensors"):
+        assert file_digest(here / "killed/adapter" / name) == file_digest(here / "one/adapter" / name)

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from keepsight import recipes
+from keepsight.commands.data import read_mixture
 from keepsight.data_gen import user_data
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.prompts import Prompt
@@ -115,6 +116,28 @@ def test_one_bad_row_is_named_when_it_is_drawn_and_the_others_are_used(tmp_path:
     null, surrogate, cut = sorted(reasons)
     assert null.startswith(f"{path}:2: expected a text")
     assert "rows.jsonl:4: not valid" in surrogate and "rows.jsonl:5: not valid" in cut
+
+
+def test_rows_of_a_folder_stand_in_for_the_hub(tmp_path: Path) -> None:
+    """With the weights of the mixture for SmolLM2, and without the sources that are left out."""
+    plain = read_mixture("smollm2")
+    Mixture.from_config(plain)
+    hub = [each for each in plain["sources"] if each["kind"] == "hub_dataset"]
+    assert all(len(each["revision"]) == 40 and "local" not in each for each in hub)
+    with pytest.raises(UserError, match="rows=missing: no such folder; it holds the files"):
+        read_mixture("smollm2", "missing")
+    text = " ".join(["word"] * 120)
+    for name in ("long_qa", "summarization", "chat", "code", "few_shot", "text"):
+        rows = [{"prompt": f"{source} {text}", "source": source} for source in ("TREC", "P3-T0/dream_x", name)]
+        write(tmp_path / f"{name}.jsonl", *rows)
+    on_files = read_mixture("smollm2", str(tmp_path))
+    assert [each["weight"] for each in on_files["sources"]] == [each["weight"] for each in plain["sources"]]
+    made = Mixture.from_config(on_files)
+    sources = [entry.source for entry in made.entries if isinstance(entry.source, LocalJsonl)]
+    read = [{each.source for each in source.rows() if isinstance(each, Prompt)} for source in sources]
+    assert len(read) == len(hub) and read[0] == {"TREC", "long_qa"} and read[4] == {"P3-T0/dream_x", "few_shot"}
+    with pytest.raises(UserError, match=r"ChatQA2-Long-SFT-data of the mixture needs `local: {path: FILE}`; add it$"):
+        read_mixture("paper", str(tmp_path))
 
 
 def test_encodings_and_forms_of_conversations(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from keepsight.errors import UserError
 from keepsight.models.card import Provenance
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.runtime.allocate import Global
+from keepsight.runtime.allocate import Global, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
 from keepsight.runtime.methods.lookaheadkv import parts_of
@@ -175,6 +175,46 @@ def test_samples_and_turns_decide_on_the_budget():
     assert losses[:8] == losses[8:] and {*losses} == {*single.values()}
 
 
+def test_without_a_floor_every_head_has_the_budget_and_gradients_to_its_scores_alone():
+    """Against gates of one head alone, and central differences of its scores."""
+    importance = scores().double().exp().requires_grad_()
+    shift = torch.ones(3, 2, requires_grad=True)
+    gates = soft_gates(importance, shift, 10, None, 0.5)
+    assert gates.exp().sum(dim=-1).flatten().tolist() == pytest.approx([10.0] * 12, abs=1e-6)
+    alone = soft_gates(importance[:1, :1, :1].detach(), shift[:1, :1].detach(), 10, 0.0, 0.5)
+    assert_close(gates[:1, :1, :1], alone)
+    factors = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (slope,) = torch.autograd.grad((gates.exp() * factors).sum(), importance)
+    for place in [(0, 0, 0, 3), (2, 1, 1, 49)]:
+        sums = []
+        for step in (1e-4, -1e-4):
+            moved = importance.detach().clone()
+            moved[place] += step
+            sums.append((soft_gates(moved, shift, 10, None, 0.5).exp() * factors).sum().item())
+        assert slope[place].item() == pytest.approx((sums[0] - sums[1]) / 2e-4, rel=1e-3, abs=1e-5)
+
+
+def test_a_coin_per_batch_trains_for_both_selections():
+    """Its side is the seed's, the samples' and the turn's; uniform batches move no weight of a head."""
+    made, batch = finetuned(tiny_model()), batch_of(samples((40, 9)))
+    sides = {}
+    for share in (0.0, 1.0):
+        made.settings = replace(made.settings, uniform_share=share)
+        sides[made(**batch)["loss"].item()] = share
+    assert len(sides) == 2
+    made.settings = replace(made.settings, uniform_share=0.5)
+    tossed = [[sides[made(**batch | {"turn": turn})["loss"].item()] for turn in range(12)] for _ in range(2)]
+    assert tossed[0] == tossed[1] and {*tossed[0]} == {0.0, 1.0}
+    made(**batch | {"turn": tossed[0].index(1.0)})["loss"].backward()
+    assert made.log_weights.grad is not None and not made.log_weights.grad.any()
+    assert made.lookahead is not None and made.lookahead.tokens.grad is not None and made.lookahead.tokens.grad.any()
+    again = FinetuneSettings(budgets=[12], uniform_share=0.5, train=TrainSettings(seed=3))
+    made.settings = again
+    assert [sides[made(**batch | {"turn": turn})["loss"].item()] for turn in range(12)] != tossed[0]
+    with pytest.raises(UserError, match="a uniform selection compares no heads"):
+        EvictionObjective(tiny_model(), METHOD, Uniform(), SETTINGS)
+
+
 def test_latents_are_refused():
     with pytest.raises(UserError, match=r"deepseek_v3 caches latents: heads that share a budget need keys and values$"):
         objective(family_model("DeepSeek-V3"))
@@ -213,20 +253,22 @@ def test_what_is_measured_is_what_evicting_with_the_module_costs(family):
     made = finetuned(model, (12, 30))
     made.method = replace(made.method, pool=Pool("max", 7))
     with torch.no_grad():
-        measured = made.excess_nll(Batch(**batch_of(rows)))
+        measured = made.excess_nll(Batch(**batch_of(rows)), [0.25, None])
     weights = tuple(map(tuple, made.head_weights().tolist()))
     whole = replace(made.method, budget=200)
-    methods = {budget: replace(whole, budget=budget, allocate=Global(0.25, weights)) for budget in (12, 30)}
     full = nats(model, whole, rows)
-    for budget, method in methods.items():
-        assert_close(torch.tensor(measured[budget]) + full, nats(model, method, rows))
-    assert abs(measured[12][0]) > 1e-4
-    made.settings = replace(made.settings, budgets=[12], temperature=0.0)
-    with torch.no_grad():
-        loss = made(**batch_of(rows))["loss"]
-    pairs = zip(answer_logits(model, whole, rows), answer_logits(model, methods[12], rows), strict=True)
-    costs = [kl_divergence(Categorical(logits=full), Categorical(logits=evicted)).mean() for full, evicted in pairs]
-    assert_close(loss, torch.stack(costs).mean())
+    for place, allocate in enumerate((Global(0.25, weights), Uniform())):
+        for budget in (12, 30):
+            method = replace(whole, budget=budget, allocate=allocate)
+            assert_close(torch.tensor(measured[budget][place]) + full, nats(model, method, rows))
+        assert abs(measured[12][place][0]) > 1e-4
+        made.settings = replace(made.settings, budgets=[12], temperature=0.0, uniform_share=float(place))
+        with torch.no_grad():
+            loss = made(**batch_of(rows))["loss"]
+        evicting = replace(whole, budget=12, allocate=allocate)
+        pairs = zip(answer_logits(model, whole, rows), answer_logits(model, evicting, rows), strict=True)
+        costs = [kl_divergence(Categorical(logits=full), Categorical(logits=evicted)).mean() for full, evicted in pairs]
+        assert_close(loss, torch.stack(costs).mean())
 
 
 def test_the_module_in_training_scores_as_its_adapter_does(tmp_path: Path):
