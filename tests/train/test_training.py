@@ -43,8 +43,9 @@ from tests.train.runs import (
 from tests.train.runs import measured as fidelity_of
 
 
-def test_it_learns_a_few_samples_and_moves_every_trainable_tensor_and_no_other(tmp_path):
-    few, learning = samples(6), objective("qwen3")
+@pytest.mark.parametrize(("rank", "tensors"), [(2, 1 + 2 * (7 + 7 + 2)), (0, 1)], ids=["LookaheadKV", "Judge Q"])
+def test_it_learns_a_few_samples_and_moves_every_trainable_tensor_and_no_other(rank, tensors, tmp_path):
+    few, learning = samples(6), objective("qwen3", replace(SHAPE, rank=rank))
     before = {name: value.detach().clone() for name, value in learning.named_parameters()}
     batch = hold_out(few, 2)[0]
     start = fidelity_of(learning, [collated(batch)], budget=6)
@@ -57,7 +58,7 @@ def test_it_learns_a_few_samples_and_moves_every_trainable_tensor_and_no_other(t
     assert logged[-1] < 0.9 * logged[0]
     for name, value in learning.named_parameters():
         assert torch.equal(value, before[name]) != value.requires_grad, name
-    assert sum(value.requires_grad for value in learning.parameters()) == 1 + 2 * (7 + 7 + 2)
+    assert sum(value.requires_grad for value in learning.parameters()) == tensors
 
 
 @pytest.mark.parametrize(("at", "checkpoint"), [(2, None), (5, "checkpoint-3")])
