@@ -28,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "H2O",
     "LAQ",
+    "R2C",
     "RKV",
     "TOVA",
     "AdaKV",

@@ -39,6 +39,7 @@ from keepsight.runtime.methods.window import TOVA as TOVA
 from keepsight.runtime.methods.window import AdaKV as AdaKV
 from keepsight.runtime.methods.window import PyramidKV as PyramidKV
 from keepsight.runtime.methods.window import SnapKV as SnapKV
+from keepsight.runtime.prompt_compression.r2c import R2C as R2C
 from keepsight.runtime.prompt_compression.specpc import SpecKVPC as SpecKVPC
 from keepsight.runtime.prompt_compression.specpc import SpecPC as SpecPC
 from keepsight.runtime.prompt_compression.text import LLMLingua2 as LLMLingua2

@@ -21,6 +21,7 @@ from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
 from keepsight.runtime.methods.reconstruction import KVzip
 from keepsight.runtime.methods.resources import Resources
 from keepsight.runtime.methods.scored import ScoredEvict, TrainedScores
+from keepsight.runtime.prompt_compression.r2c import Fusion
 from keepsight.runtime.prompt_compression.text import Cosine, Package
 from keepsight.runtime.registry import ALLOCATIONS, DRAFTERS, METHODS, OBSERVERS
 
@@ -175,4 +176,5 @@ _KINDS: dict[str, Mapping[str, type]] = {
     "sparse": {"vertical_slash": SparsePrefill},
     "label": {"package": Package},
     "similarity": {"cosine": Cosine},
+    "relevance": {"fusion": Fusion},
 }

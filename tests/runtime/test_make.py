@@ -240,9 +240,10 @@ def test_a_method_is_checked_before_what_it_needs_is_loaded(name: str, tmp_path:
     Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2)).adapter().save(tmp_path, Provenance("tiny"), "# Card")
     tiny_retrieval_head().save(tmp_path, Provenance("tiny"), "# Card\n")
     later = ResourcesLater(tmp_path, Later("draft"), Later("tokenizer"), tmp_path)
-    options: dict[str, Any] = (
-        {"observer": {"name": "draft_tokens", "drafter": "draft_model"}} if name == "evict" else {}
-    )
+    options: dict[str, Any] = {
+        "evict": {"observer": {"name": "draft_tokens", "drafter": "draft_model"}},
+        "r2c": {"relevance": {"name": "fusion", "model": "t5"}},
+    }.get(name, {})
     if issubclass(kind := METHODS[name], ScoredEvict):
         save_file(tiny_tensors(kind.scorer, tiny_model()), tmp_path / "scorer.safetensors")
         options["scorer"] = tmp_path / "scorer.safetensors"

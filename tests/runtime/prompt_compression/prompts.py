@@ -1,10 +1,12 @@
 """Methods that shorten prompts, small enough for tests, and prompts for them."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from keepsight.runtime.prompt_compression.r2c import R2C, ReadChunk
 from keepsight.runtime.prompt_compression.specpc import SpecKVPC, SpecPC
 from keepsight.runtime.prompt_compression.text import LLMLingua2, SentenceSimilarity, ShortenText
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -55,11 +57,21 @@ def shared_words(sentences, question):
     return torch.tensor([float(len(asked & set(sentence.lower().split()))) for sentence in sentences])
 
 
+def shared_with_question(question, chunks):
+    """A reader of a test: each word is a token, and gets attention where the question has it too."""
+    read = []
+    for place, chunk in enumerate(chunks):
+        found = [(each.start(), 0.1 + (each[0] in question) + 0.01 * place) for each in re.finditer(r"\w+", chunk)]
+        read.append(ReadChunk(sum(weight for _, weight in found) / max(len(found), 1), found))
+    return read
+
+
 def text_methods(budget: int = 20, window: int = 5) -> list[ShortenText]:
     common: dict[str, Any] = {"window": window, "tokenizer": tiny_tokenizer()}
     return [
         LLMLingua2(budget, label=by_word_length, **common),
         SentenceSimilarity(budget, similarity=shared_words, **common),
+        R2C(budget, relevance=shared_with_question, chunk=30, **common),
     ]
 
 
