@@ -43,6 +43,7 @@ __all__ = [
     "ExactTopK",
     "FastKVzip",
     "FullCache",
+    "InfLLM",
     "KVgrad",
     "KVzap",
     "KVzip",

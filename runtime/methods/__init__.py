@@ -52,6 +52,7 @@ from keepsight.runtime.registry import METHODS as METHODS
 from keepsight.runtime.registry import OBSERVERS as OBSERVERS
 from keepsight.runtime.retrieval.specontext import SpeContext as SpeContext
 from keepsight.runtime.sparse_read.clusterkv import ClusterKV as ClusterKV
+from keepsight.runtime.sparse_read.infllm import InfLLM as InfLLM
 from keepsight.runtime.sparse_read.selection import ExactTopK as ExactTopK
 from keepsight.runtime.sparse_read.selection import Quest as Quest
 from keepsight.runtime.sparse_read.shadowkv import ShadowKV as ShadowKV

@@ -43,6 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "specpc": {"window": 8, "kernel": 4},
     "speckvpc": {"window": 8, "prompt_window": 8, "kernel": 4, "lookahead": 5, "prompt_budget": 30},
     "clusterkv": {"sinks": 4, "tokens": 4, "window": 4},
+    "infllm": {"block": 1, "window": 8, "step": 4},
     "shadowkv": {"chunk": 2, "local": 2, "rank": 6},
     "kivi": {"bits": 2, "group": 8, "residual": 8},
     "specache": {"bits": 1, "group": 8, "residual": 8, "topk": 16, "speculative": False},

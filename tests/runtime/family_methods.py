@@ -48,6 +48,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "specpc": {"window": 8, "kernel": 4},
     "speckvpc": {"window": 8, "prompt_window": 8, "kernel": 4, "lookahead": 5, "prompt_budget": BUDGET},
     "shadowkv": {"chunk": 4, "local": 2},
+    "infllm": {"block": 1, "window": LENGTH + 6},
     "kivi": {"bits": 2, "group": 8, "residual": 8},
     "specache": {"bits": 1, "group": 8, "residual": 8, "topk": LENGTH, "speculative": False},
 }
@@ -65,6 +66,7 @@ REFUSED = dict.fromkeys(
 ) | {
     ("DeepSeek-V3", "locret"): "has no q_proj, k_proj and v_proj",
     ("DeepSeek-V3", "shadowkv"): "positions in cached keys of deepseek_v3 cannot be undone",
+    ("DeepSeek-V3", "infllm"): "positions in cached keys of deepseek_v3 cannot be undone",
 }
 """What is refused, by family and method, and the words of the line that says so."""
 WITH_IMAGE = {
@@ -114,6 +116,7 @@ KINDS: dict[str, set[str]] = {
     "quest": _SPARSE,
     "clusterkv": _SPARSE,
     "shadowkv": {"sparse read", "keys without positions"},
+    "infllm": {"sparse read", "keys without positions", "own prefill"},
     "exact_topk": _SPARSE,
 }
 """What a method does with the cache, or scores entries by; methods of one kind share code that a family can break."""

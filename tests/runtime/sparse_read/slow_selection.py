@@ -19,6 +19,18 @@ Choose = Callable[[Tensor, Tensor, float], list[int]]
 """Queries [G, d] of a KV head's group, its keys [C + 1, d] and the scaling -> places among the first C."""
 
 
+def turned(key: Tensor, position: int, base: float) -> Tensor:
+    """RoPE of a key or query [d], further by `position`."""
+    half = len(key) // 2
+    out = key.clone()
+    for pair in range(half):
+        angle = torch.tensor(position * base ** (-pair / half))
+        one, two = key[pair], key[half + pair]
+        out[pair] = one * angle.cos() - two * angle.sin()
+        out[half + pair] = two * angle.cos() + one * angle.sin()
+    return out
+
+
 def weights_of(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
     """[G, C + 1]: softmax of each head."""
     return torch.softmax(query @ keys.T * scaling, dim=-1)

@@ -14,6 +14,7 @@ from keepsight.runtime.state import prefill, read
 from tests.close import assert_close
 from tests.models.retrieval_heads import tiny_deepseek
 from tests.runtime.asked import answer_with, asking
+from tests.runtime.sparse_read.slow_selection import turned
 from tests.tiny import prompt_ids, tiny_model
 
 LENGTH, CHUNK, LOCAL, RANK, BUDGET, OUTLIERS = 43, 4, 2, 7, 26, 0.16
@@ -22,18 +23,6 @@ ANSWER = prompt_ids(9, seed=1)[0]
 
 def method_of(budget: int = BUDGET, **options: Any) -> ShadowKV:
     return ShadowKV(budget, **{"chunk": CHUNK, "local": LOCAL, "rank": RANK, "outliers": OUTLIERS} | options)
-
-
-def turned(key: Tensor, position: int, base: float) -> Tensor:
-    """RoPE of a key [d]."""
-    half = len(key) // 2
-    out = key.clone()
-    for pair in range(half):
-        angle = torch.tensor(position * base ** (-pair / half))
-        one, two = key[pair], key[half + pair]
-        out[pair] = one * angle.cos() - two * angle.sin()
-        out[half + pair] = two * angle.cos() + one * angle.sin()
-    return out
 
 
 def low_rank(model: Any, layer: int, inputs: list[Tensor]) -> Tensor:
