@@ -16,11 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.runtime.attention import Softmax
+from keepsight.runtime.query_statistics import QueryStatistics
 
 Counts: TypeAlias = NDArray[np.int64]
 
@@ -57,6 +59,7 @@ class Recorded:
         accumulated: [B, H, C] float32, the attention that each entry has received from all queries; None where it was
             not asked for.
         scores: By trained scorer, its numbers for each entry, [B, K x numbers, C] float32.
+        statistics: Of all queries; None where they were not asked for.
     """
 
     softmax: Softmax
@@ -65,6 +68,7 @@ class Recorded:
     ahead: Tensor | None = None
     accumulated: Tensor | None = None
     scores: Mapping[Any, Tensor] = field(default_factory=dict)
+    statistics: QueryStatistics | None = None
 
     def last(self, rows: int) -> "Recorded":
         """The same with the queries of the last `rows` tokens alone."""
@@ -95,7 +99,7 @@ class KeptLayer(DynamicLayer):
         token_mask: [B, M] bool, False for left padding among the first tokens of a batch from which nothing was
             evicted; None for none. Attention takes it from the model's mask.
         expansion: Makes every head's keys and values of cached latents; None where the cache holds keys and values.
-        output_weight: Gives W_O [hidden, H x d] of the layer's attention; None for a layer without a model.
+        origin: The model, and the index of the decoder layer that it belongs to; None for a layer without a model.
         recorded: What was recorded while tokens were read; None for nothing.
     """
 
@@ -103,7 +107,7 @@ class KeptLayer(DynamicLayer):
     values: Tensor
     token_mask: Tensor | None = None
     expansion: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-    output_weight: Callable[[], Tensor] | None = None
+    origin: tuple[PreTrainedModel, int] | None = None
     recorded: Recorded | None = None
 
     def __init__(
@@ -200,7 +204,7 @@ class KeptLayer(DynamicLayer):
         self._shared = self.keys.shape[2]
         twin = KeptLayer(self.keys, self.values, self.seen, self.real)
         twin.recorded, twin.token_mask, twin.expansion = self.recorded, self.token_mask, self.expansion
-        twin.output_weight = self.output_weight
+        twin.origin = self.origin
         return twin
 
     def keep(
@@ -233,7 +237,7 @@ class KeptLayer(DynamicLayer):
         if recorded and recorded.scores:
             scores = {scorer: _at(each, mask, counts) for scorer, each in recorded.scores.items()}
             recorded = replace(recorded, scores=scores)
-        kept.recorded, kept.expansion, kept.output_weight = recorded, self.expansion, self.output_weight
+        kept.recorded, kept.expansion, kept.origin = recorded, self.expansion, self.origin
         return kept
 
 

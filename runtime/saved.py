@@ -33,6 +33,7 @@ from keepsight.models.decoder import (
 from keepsight.runtime.attention import Softmax, is_bounded
 from keepsight.runtime.generate import CustomGenerate, Decoded, FullCache, GenerateRequest
 from keepsight.runtime.layer import KeptLayer, RaggedLayer, Recorded
+from keepsight.runtime.query_statistics import QueryStatistics
 from keepsight.runtime.state import Needs, State, empty_cache, share
 
 FILE = "state.safetensors"
@@ -116,7 +117,7 @@ def save_state(
         weights=weights_digest(model),
         template_digest=template_digest,
         seen=state.cache.get_seq_length(),
-        needs=_Needs(state.needs.window, state.needs.accumulated),
+        needs=_Needs(state.needs.window, state.needs.accumulated, state.needs.statistics),
         softmax=[layer.softmax[:2] for layer in state.layers if layer.recorded],
         tensors=sorted(tensors),
         adapters=adapters_digest(model),
@@ -153,7 +154,7 @@ def load_state(path: str | Path, model: PreTrainedModel, *, template_digest: str
         raise UserError(f"{file}: not a whole safetensors file ({error}); copy it again") from None
     if _digest(header, tensors) != header.digest:
         raise UserError(f"{file}: its contents differ from the digest in its header; copy it again")
-    needs = Needs(header.needs.window, header.needs.received)
+    needs = Needs(header.needs.window, header.needs.received, statistics=header.needs.queries)
     state = _state_of_tensors(_beside_layers(tensors, model), model, header.seen, needs, header.softmax)
     return SavedState(state, header.question, header.target, header.template_digest, adapters)
 
@@ -164,6 +165,7 @@ class _Needs:
 
     window: int
     received: bool
+    queries: bool = False
 
 
 @dataclass(frozen=True)
@@ -276,6 +278,8 @@ def _tensors_of(state: State) -> dict[str, Tensor]:
         found[f"trace.sinks.{index}"] = each.softmax.sinks
         found[f"trace.window.{index}"] = each.queries
         found[f"trace.received.{index}"] = each.accumulated
+        if each.statistics is not None:
+            found |= {f"trace.queries.{index}.{name}": part for name, part in each.statistics._asdict().items()}
     return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items() if tensor is not None}
 
 
@@ -341,8 +345,13 @@ def _state_of_tensors(
             query_mask=masks[0],
             ahead=masks[1],
             accumulated=tensors.get(f"trace.received.{index}"),
+            statistics=_statistics_of(_named(tensors, f"trace.queries.{index}.")),
         )
     return state
+
+
+def _statistics_of(tensors: dict[str, Tensor]) -> QueryStatistics | None:
+    return QueryStatistics(**tensors) if tensors else None
 
 
 def layer_of_tensors(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
@@ -365,7 +374,7 @@ def layer_of_tensors(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
         layer = RaggedLayer(tensors["kept_keys"], tensors["kept_values"], counts, seen, (keys, values))
     elif "real" not in tensors:
         layer.token_mask = empty.token_mask
-    layer.expansion, layer.output_weight = empty.expansion, empty.output_weight
+    layer.expansion, layer.origin = empty.expansion, empty.origin
     return layer
 
 

@@ -9,7 +9,6 @@ state) keep the cache that transformers gives them: they are copied with the oth
 """
 
 import copy
-import functools
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +24,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from keepsight.errors import UserError, require_whole
-from keepsight.models.decoder import FULL, has_latents, output_weight, require_supported
+from keepsight.models.decoder import FULL, has_latents, require_supported
+from keepsight.models.rotary import rotation_of
 from keepsight.models.scorers import Scorer
 from keepsight.runtime.attention import Reader, Softmax, is_bounded, run
 from keepsight.runtime.features import RecordFeatures, WatchInputs
@@ -33,6 +33,7 @@ from keepsight.runtime.images import Images
 from keepsight.runtime.importance import observed_attention, seen_ahead
 from keepsight.runtime.latents import expansions
 from keepsight.runtime.layer import KeptLayer, LayerEntries, Recorded
+from keepsight.runtime.query_statistics import QueryStatistics, with_queries
 
 AfterLayer = Callable[[Cache, int, KeptLayer], KeptLayer]
 """Gives the layer to go on with in place of one that has been read, from the cache that it belongs to, and its place
@@ -49,17 +50,23 @@ class Needs:
         accumulated: Whether to sum the attention that each entry receives from all queries.
         features: Layers whose outputs are kept for every token; indices from 0, ascending.
         scorers: Trained scorers that score every token in every layer, as it is read.
+        statistics: Whether to sum up statistics of all queries.
     """
 
     window: int = 0
     accumulated: bool = False
     features: tuple[int, ...] = ()
     scorers: tuple[Scorer, ...] = ()
+    statistics: bool = False
 
     def __or__(self, other: "Needs") -> "Needs":
-        features = tuple(sorted({*self.features, *other.features}))
-        scorers = tuple(dict.fromkeys((*self.scorers, *other.scorers)))
-        return Needs(max(self.window, other.window), self.accumulated or other.accumulated, features, scorers)
+        return Needs(
+            max(self.window, other.window),
+            self.accumulated or other.accumulated,
+            tuple(sorted({*self.features, *other.features})),
+            tuple(dict.fromkeys((*self.scorers, *other.scorers))),
+            self.statistics or other.statistics,
+        )
 
 
 WINDOW = Needs(window=32)
@@ -237,10 +244,16 @@ class Recorder:
             start = time.perf_counter()
             accumulated = self._accumulated(before.accumulated, query, key, softmax, real)
             self.seconds += time.perf_counter() - start
-        layer.recorded = Recorded(softmax, queries, query_mask, ahead, accumulated, self._scores)
+        statistics = self._statistics(layer, before.statistics, query) if self.needs.statistics else None
+        layer.recorded = Recorded(softmax, queries, query_mask, ahead, accumulated, self._scores, statistics)
         if self.after_layer is not None:
             self.cache.layers[index] = self.after_layer(self.cache, self.places, layer)
         self.places += 1
+
+    def _statistics(self, layer: KeptLayer, before: QueryStatistics | None, query: Tensor) -> QueryStatistics:
+        assert layer.origin is not None
+        first = layer.seen - query.shape[2]
+        return with_queries(before, rotation_of(*layer.origin), query, first, self.mask)
 
     def _accumulated(
         self, before: Tensor | None, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None
@@ -413,7 +426,7 @@ def empty_cache(model: PreTrainedModel, mask: Tensor | None = None) -> Cache:
     for index, layer in enumerate(DynamicCache(config=model.config).layers):
         if type(layer) is DynamicLayer:
             layer = KeptLayer()
-            layer.token_mask, layer.output_weight = mask, functools.partial(output_weight, model, index)
+            layer.token_mask, layer.origin = mask, (model, index)
         layers.append(layer)
     if has_latents(model):
         for layer, expansion in zip(full_layers(Cache(layers=layers)), expansions(model), strict=True):

@@ -13,6 +13,9 @@ from keepsight.runtime.methods.critical import CriticalAdaKV as CriticalAdaKV
 from keepsight.runtime.methods.critical import CriticalKV as CriticalKV
 from keepsight.runtime.methods.drafts import DapQ as DapQ
 from keepsight.runtime.methods.drafts import Oracle as Oracle
+from keepsight.runtime.methods.expected import ExpectedAdaKV as ExpectedAdaKV
+from keepsight.runtime.methods.expected import ExpectedAttention as ExpectedAttention
+from keepsight.runtime.methods.expected import TriAttention as TriAttention
 from keepsight.runtime.methods.geometry import CurDKV as CurDKV
 from keepsight.runtime.methods.geometry import KeyDiff as KeyDiff
 from keepsight.runtime.methods.laq import LAQ as LAQ

@@ -7,6 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.models.decoder import output_weight
 from keepsight.runtime import registry
 from keepsight.runtime.allocate import Adaptive, Allocation
 from keepsight.runtime.importance import reduce_group, select_top
@@ -24,9 +25,10 @@ def output_norms(layer: KeptLayer, order: int) -> Tensor:
         layer: The layer; read by a model whose output projection is a plain matrix.
         order: 1 or 2, of the norm.
     """
-    values, weight = layer.attended().values, layer.output_weight
-    assert weight is not None
-    by_head = weight().to(values.dtype).unflatten(1, (-1, values.shape[-1])).unbind(dim=1)  # [hidden, d] each
+    values, origin = layer.attended().values, layer.origin
+    assert origin is not None
+    weight = output_weight(*origin).to(values.dtype)
+    by_head = weight.unflatten(1, (-1, values.shape[-1])).unbind(dim=1)  # [hidden, d] each
     group = len(by_head) // values.shape[1]
     of_heads = [values[:, head // group] @ each.t().to(values.device) for head, each in enumerate(by_head)]
     return torch.stack([torch.linalg.vector_norm(each.float(), order, dim=-1) for each in of_heads], dim=1)

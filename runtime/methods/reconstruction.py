@@ -8,6 +8,7 @@ generated; they look back at the whole cache, which does not change. The questio
 
 import functools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,12 +20,12 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.models.chat import chat_text
-from keepsight.models.decoder import attention_of, decoder_of, output_projection
+from keepsight.models.decoder import decoder_of, output_projection
 from keepsight.runtime import registry
 from keepsight.runtime.allocate import Allocation, Global
 from keepsight.runtime.attention import Softmax, grouped_attention, is_bounded, run, visible
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.features import RecordFeatures, in_this_thread
+from keepsight.runtime.features import RecordFeatures, WatchInputs, in_this_thread
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce, observed_attention, reduce_group
 from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.methods.critical import output_norms
@@ -156,15 +157,10 @@ class Reconstruction(Observer):
 
     def _replayed(self, model: PreTrainedModel, state: State, probe: Probe) -> Iterator["Observed"]:
         """What each layer observed while a probe was read."""
-        index = [place for place, each in enumerate(state.cache.layers) if not is_bounded(each)]
         read = list[Tensor]()
-        hooks = [_on_input(attention_of(model, place), read) for place in index if self.normalized]
-        try:
-            with torch.inference_mode():
-                layers = _read(model, state, probe, model.get_input_embeddings()(probe.ids))
-        finally:
-            for hook in hooks:
-                hook.remove()
+        watch = WatchInputs(model, lambda *given: read.append(given[2])) if self.normalized else nullcontext()
+        with torch.inference_mode(), watch:
+            layers = _read(model, state, probe, model.get_input_embeddings()(probe.ids))
         for place, layer in enumerate(layers):
             weights = _reciprocal(read[place].float().norm(dim=-1)) if self.normalized else None
             yield Observed(*layer.seen, weights, self.normalized)
@@ -200,16 +196,6 @@ def _instruction(tokenizer: Any, later: bool) -> tuple[list[int], list[int]]:
         text = chat_text(tokenizer, [{"role": "user", "content": f"text{mark}"}]).rpartition(mark)[2]
     ids = [tokenizer.encode(each, add_special_tokens=False) for each in (_LATER if later else _FIRST, text)]
     return ids[0], ids[1]
-
-
-def _on_input(module: nn.Module, into: list[Tensor]) -> Any:
-    """A hook that collects the hidden states [B, q, hidden] that attention modules read in this thread."""
-
-    @in_this_thread
-    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
-        into.append(args[0] if args else kwargs["hidden_states"])
-
-    return module.register_forward_pre_hook(keep, with_kwargs=True)
 
 
 def _read(model: PreTrainedModel, state: State, probe: Probe, embeddings: Tensor) -> list[Replayed]:

@@ -1,0 +1,190 @@
+"""Expected Attention and TriAttention: what queries to come are expected to attend to, from those that have come.
+
+Without RoPE the queries of a head point in much the same direction wherever they stand. Their statistics, turned to the
+positions of the answer, stand for its queries; no attention is computed. Both work before the question is known.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from keepsight.errors import UserError, require_whole
+from keepsight.models.rotary import Rotation, rotation_of
+from keepsight.runtime import registry
+from keepsight.runtime.allocate import Adaptive, Allocation
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.importance import NO_POOL, Pool, Reduce, reduce_group
+from keepsight.runtime.layer import KeptLayer
+from keepsight.runtime.observe import LayerObserver, Observer
+from keepsight.runtime.query_statistics import QueryStatistics
+from keepsight.runtime.state import Needs, State
+
+_OFFSETS = [2**power for power in range(17)]
+
+
+def _statistics(layer: KeptLayer) -> QueryStatistics:
+    if layer.recorded is None or layer.recorded.statistics is None:
+        raise UserError(
+            "statistics of queries were not recorded when the prompt was read; read it with this method, or prefill "
+            "with needs=method.needs()"
+        )
+    return layer.recorded.statistics
+
+
+def _turned(rotation: Rotation | None, vectors: Tensor, positions: Tensor) -> Tensor:
+    """Vectors [B, H, n, d] turned by the mean of the rotations by some positions."""
+    if rotation is None:
+        return vectors
+    cosines, sines = (each.mean(dim=1, keepdim=True) for each in rotation.angles(positions))
+    return rotation.turned(vectors, cosines, sines)
+
+
+def _rotation(layer: KeptLayer) -> Rotation | None:
+    assert layer.origin is not None
+    return rotation_of(*layer.origin)
+
+
+@registry.observer("expected_queries")
+@dataclass(frozen=True)
+class ExpectedQueries(LayerObserver):
+    """Attention that normally distributed queries at the next positions give on average (arXiv 2510.00636, section 3).
+
+    Mean and covariance are those of the queries read so far without the first 4, turned by the mean rotation of the
+    next positions. What a query adds to a key's logit is then normal too, and the mean of its exponential is known; the
+    softmax is over all entries but the sinks.
+
+    Attributes:
+        positions_ahead: Number of next positions.
+        covariance: Whether the covariance counts, and not the mean alone.
+        epsilon: Added to the attention, before a method multiplies it by the norms of the values.
+        sinks: Number of first entries that are left out; None for the method's own.
+    """
+
+    positions_ahead: int = 512
+    covariance: bool = True
+    epsilon: float = 0.0
+    sinks: int | None = None
+    signed = False
+
+    def __post_init__(self) -> None:
+        require_whole("expected attention", 1, positions_ahead=self.positions_ahead)
+        require_whole("expected attention", sinks=self.sinks or 0)
+        if type(self.epsilon) not in (int, float) or not 0 <= self.epsilon <= 1:
+            raise UserError(f"expected attention: epsilon {self.epsilon!r} must be between 0 and 1")
+
+    @override
+    def score(self, layer: KeptLayer, reduction: str) -> Tensor:
+        statistics, rotation = _statistics(layer), _rotation(layer)
+        keys, _, real = layer.attended()
+        ahead = layer.seen + torch.arange(self.positions_ahead, device=keys.device)
+        mean, scaling = _turned(rotation, statistics.mean[:, :, None], ahead), layer.softmax.scaling
+        by_kv_head = keys.float().repeat_interleave(mean.shape[1] // keys.shape[1], dim=1)
+        logits = (mean * by_kv_head).sum(dim=-1) * scaling
+        if self.covariance:
+            half = _turned(rotation, statistics.covariance, ahead)
+            spread = by_kv_head @ _turned(rotation, half.mT, ahead)
+            logits = logits + (spread * by_kv_head).sum(dim=-1) * scaling**2 / 2
+        real = torch.ones_like(keys[..., 0], dtype=torch.bool) if real is None else real
+        counted = real & (real.long().cumsum(dim=-1) > (self.sinks or 0))
+        counted = counted.expand_as(keys[..., 0]).repeat_interleave(mean.shape[1] // keys.shape[1], dim=1)
+        return logits.masked_fill(~counted, torch.finfo(torch.float32).min).softmax(dim=-1) + self.epsilon
+
+    @override
+    def needs(self) -> Needs:
+        return Needs(statistics=True)
+
+    @override
+    def bound(self, budget: int | float, sinks: int, window: int) -> Observer:
+        return replace(self, sinks=sinks) if self.sinks is None else self
+
+
+@registry.method("expected_attention", label="Expected Attention")
+@dataclass(frozen=True)
+class ExpectedAttention(Evict):
+    """Keeps 4 sinks and what the next 512 tokens are expected to attend to, by the norm of its value (2510.00636)."""
+
+    observer: Observer = ExpectedQueries()
+    pool: Pool = NO_POOL
+    sinks: int = 4
+    value_norm: bool = True
+    reads_images = False
+
+
+@registry.method("expected_adakv", label="Expected Attention, AdaKV")
+@dataclass(frozen=True)
+class ExpectedAdaKV(ExpectedAttention):
+    """Expected Attention whose heads share their layer's budget: what kvpress's leaderboard calls by that name."""
+
+    observer: Observer = ExpectedQueries(epsilon=0.01)
+    allocate: Allocation = Adaptive(blend=False)
+
+
+@registry.observer("trigonometric")
+@dataclass(frozen=True)
+class Trigonometric(Observer):
+    """The logit of the mean query, averaged over distances from 1 to 65,536, and what it leaves of norms.
+
+    TriAttention, arXiv 2604.04921, section 4. The norms are of pairs of dimensions: a key's, times what the mean norm
+    of the queries has beyond the norm of their mean. Scores are standardised over the entries of each query head.
+
+    The published code takes the statistics of the queries from another text, once for a model. Here they are those of
+    the tokens read so far, without the first 4: nothing has to be calibrated.
+
+    Attributes:
+        per_layer: Whether each layer chooses for itself; else a KV head keeps the same entries in all layers, by the
+            mean over layers, as the published code does by default.
+    """
+
+    per_layer: bool = False
+    signed = True
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
+        layers = state.layers
+        scores = [reduce_group(self._score(each), each.entries().keys.shape[1], reduce.heads) for each in layers]
+        if self.per_layer or not scores:
+            return scores
+        if len({each.shape for each in scores}) > 1:
+            raise UserError("TriAttention: layers keep different numbers of entries; give the observer per_layer=True")
+        mean = torch.stack([each.to(scores[0].device) for each in scores]).mean(dim=0)
+        return [mean.to(each.device) for each in scores]
+
+    @override
+    def needs(self) -> Needs:
+        return Needs(statistics=True)
+
+    def _score(self, layer: KeptLayer) -> Tensor:
+        """[B, H, C] float32."""
+        statistics, rotation = _statistics(layer), _rotation(layer)
+        keys, _, real = layer.attended()
+        group = statistics.mean.shape[1] // keys.shape[1]
+        by_head, mean = keys.float().repeat_interleave(group, dim=1), statistics.mean[:, :, None]
+        ahead = layer.seen + torch.tensor(_OFFSETS, device=keys.device)
+        scores = (_turned(rotation, mean, ahead) * by_head).sum(dim=-1)
+        if rotation is not None:  # both dimensions of a pair have its norm
+            beyond = statistics.mean_norms[:, :, None] - rotation.pair_norms(mean)
+            scores = scores + (beyond * rotation.pair_norms(by_head)).sum(dim=-1) / 2
+        marks = torch.ones_like(keys[..., 0]) if real is None else real.expand_as(keys[..., 0]).float()
+        marks = marks.repeat_interleave(group, dim=1)
+        count = marks.sum(dim=-1, keepdim=True).clamp(min=1)
+        centred = scores - (scores * marks).sum(dim=-1, keepdim=True) / count
+        spread = ((centred * marks).square().sum(dim=-1, keepdim=True) / count).sqrt()
+        return centred / (spread + 1e-6)
+
+
+@registry.method("triattention", label="TriAttention")
+@dataclass(frozen=True)
+class TriAttention(Evict):
+    """Keeps what the mean query attends to from near and far, alike in all layers (TriAttention, arXiv 2604.04921).
+
+    Evicts once after the prompt; `every=128` evicts while decoding too, as the paper does. Its prompt is never evicted
+    from; here prompt and answer compete, as in its vLLM runtime.
+    """
+
+    observer: Observer = Trigonometric()
+    reduce: Reduce = Reduce(heads="max")
+    pool: Pool = NO_POOL
+    reads_images = False
