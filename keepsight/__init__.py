@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from keepsight.commands.functions import evaluate, fit
     from keepsight.models.targets import load_target
     from keepsight.runtime.conversation import Conversation
     from keepsight.runtime.drafting.speculative import Speculative
     from keepsight.runtime.generate import generate
     from keepsight.runtime.methods import *
+    from keepsight.runtime.methods.kvpress import from_kvpress, to_kvpress
     from keepsight.runtime.saved import load_state, save_state
 
 __version__ = "0.1.0"
@@ -76,19 +78,27 @@ __all__ = [
     "TriAttention",
     "TrimKV",
     "Truncation",
+    "evaluate",
+    "fit",
+    "from_kvpress",
     "generate",
     "load_state",
     "load_target",
     "save_state",
+    "to_kvpress",
 ]
 
 _ELSEWHERE = {
     "Speculative": "keepsight.runtime.drafting.speculative",
     "Conversation": "keepsight.runtime.conversation",
+    "evaluate": "keepsight.commands.functions",
+    "fit": "keepsight.commands.functions",
+    "from_kvpress": "keepsight.runtime.methods.kvpress",
     "generate": "keepsight.runtime.generate",
     "load_state": "keepsight.runtime.saved",
     "load_target": "keepsight.models.targets",
     "save_state": "keepsight.runtime.saved",
+    "to_kvpress": "keepsight.runtime.methods.kvpress",
 }
 
 _here = Path(__file__).resolve().parent

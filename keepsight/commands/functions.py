@@ -1,0 +1,72 @@
+"""`keepsight.fit` and `keepsight.evaluate`: the commands as functions, with their keys as arguments."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from keepsight.commands.cli import configuration
+
+
+def fit(*model: str, **keys: Any) -> Path:
+    """Train a module for a base model, evaluate it and write its card, as `keepsight fit` does.
+
+    Args:
+        model: A Hub id or a folder; none with `recipe=`.
+        keys: Keys of the command; those of a section as a dict, such as `train={"steps": 100}`.
+
+    Returns:
+        The folder `out`, in which the command has written everything.
+
+    Raises:
+        UserError: a key is unknown, or a value is refused.
+    """
+    from keepsight.commands import fit as command
+
+    config = configuration("fit", [*model, *_overrides(keys)])
+    command.run(config)
+    return Path(config.out)
+
+
+def evaluate(**keys: Any) -> list[dict[str, object]]:
+    """Compare methods and budgets on tasks, as `keepsight eval` does.
+
+    Args:
+        keys: Keys of the command, such as `model={"id": ...}`, `tasks=["niah"]`, `methods=["full", "snapkv"]`,
+            `budgets=[64]` and `out`.
+
+    Returns:
+        The rows of `out`/summary.csv: means for each task, length, method and budget, with 95 % intervals.
+
+    Raises:
+        UserError: a key is unknown, or a value is refused.
+    """
+    from keepsight.commands import eval as command
+    from keepsight.eval.report.summary import summarize, summary_rows
+    from keepsight.eval.results import read_run
+
+    config = configuration("eval", [*_overrides(keys)])
+    command.run(config)
+    return summary_rows(summarize(read_run(config.out).rows))
+
+
+def _overrides(keys: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Keys as they are typed: dicts of a section become dotted names."""
+    for name, value in keys.items():
+        if isinstance(value, Mapping):
+            yield from _overrides(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}={_typed(value)}"
+
+
+def _typed(value: Any) -> str:
+    """A value in the grammar of the command line."""
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(_inner, value))}]"
+    return str(value) if isinstance(value, (str, Path)) else json.dumps(value)
+
+
+def _inner(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{name}: {_inner(each)}' for name, each in value.items())}}}"
+    return json.dumps(str(value)) if isinstance(value, (str, Path)) else _typed(value)

@@ -1,0 +1,43 @@
+"""`keepsight.fit` and `keepsight.evaluate` do what the commands do with the same keys."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import keepsight
+from keepsight.commands.functions import _overrides
+from keepsight.errors import UserError
+from keepsight.files import read_json
+
+pytestmark = pytest.mark.usefixtures("here")
+MODEL = {"id": "tiny", "device": "cpu"}
+
+
+def test_keys_are_written_as_they_are_typed() -> None:
+    keys = {"model": {"id": "a b"}, "methods": ["full", {"name": "snapkv", "window": 16}], "budgets": [64, 0.5]}
+    assert [*_overrides(keys | {"template": False, "adapter": None, "out": Path("x")})] == [
+        *("model.id=a b", 'methods=["full",{name: "snapkv",window: 16}]', "budgets=[64,0.5]"),
+        *("template=false", "adapter=null", "out=x"),
+    ]
+
+
+def test_evaluate_returns_the_summary(here: Path) -> None:
+    methods = ["full", {"name": "snapkv", "window": 8}]
+    rows = keepsight.evaluate(
+        model=MODEL, tasks=["niah_single"], lengths=[320], samples=2, methods=methods, budgets=[40], out="out", pages=0
+    )
+    with (here / "out" / "summary.csv").open(encoding="utf-8") as lines:
+        assert [{key: str(value) for key, value in row.items()} for row in rows] == [*csv.DictReader(lines)]
+    assert len(rows) == 2 and rows[0]["method"] == "full"
+    assert read_json(here / "out" / "settings.json", dict)["methods"] == methods
+    with pytest.raises(UserError, match="'task' is no key of this command"):
+        keepsight.evaluate(model=MODEL, task=["niah"], out="out")
+
+
+def test_fit_returns_the_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr("keepsight.commands.fit.run", made.append)
+    assert keepsight.fit(model=MODEL, train={"steps": 3}, mixture="mixture.yaml", out="fitted") == Path("fitted")
+    assert made[0].model.id == "tiny" and made[0].train.steps == 3
