@@ -8,6 +8,7 @@ alone, token for token up to rounding: logits processors and criteria are those 
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -297,7 +298,7 @@ class Engine:
         known, ends = tokens.tolist(), torch.cat([end for _, end in chosen]).tolist()
         staying = list[int]()
         for place, (row, token, ends_here) in enumerate(zip(self._batch, known, ends, strict=True)):
-            enough = row.failed is None and self._give(row.job, token)
+            enough = row.failed is None and self._give(row, token)
             if row.failed is not None:
                 self._end(row.job, "failed", row.failed)
             elif ends_here or enough:
@@ -310,15 +311,20 @@ class Engine:
             self.totals.decode_steps += 1
             self.totals.decode_seconds += time.perf_counter() - start
 
-    def _give(self, job: Job, token: int) -> bool:
-        """Whether the job wants no token after this one."""
+    def _give(self, row: _Row, token: int) -> bool:
+        """Whether the job wants no token after this one; what goes wrong with its text fails it alone."""
+        job = row.job
         job.tokens.append(token)
         self.totals.generated_tokens += 1
         if job.first is None:
             job.first = time.perf_counter() - job.submitted
             self.totals.first_token[sum(job.first > bound for bound in BUCKETS)] += 1
             self.totals.first_token_seconds += job.first
-        return job.took(token)
+        try:
+            return job.took(token)
+        except Exception as error:
+            row.failed = error
+            return False
 
     def _keep(self, places: list[int]) -> None:
         """Let all rows but these leave; those that were cancelled have not ended yet."""
@@ -336,7 +342,8 @@ class Engine:
         job.reason, job.error = reason, error
         self.totals.ended[reason] += 1
         job.done.set()
-        job.ended()
+        with suppress(Exception):  # of its text: the others go on
+            job.ended()
 
     def _require_joinable(self) -> None:
         name, reader = type(self.method).__name__, self.method.reader(self.model)

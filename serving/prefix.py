@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import NonNegativeInt, PositiveInt
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, one_line
 from keepsight.files import atomic_file, from_json
 
 if TYPE_CHECKING:
@@ -183,21 +183,9 @@ class PrefixStore:
         Raises:
             UserError: there is no such prefix, or its file is damaged.
         """
-        path = self.path(digest)
+        self.path(digest)  # it may have been removed
         if digest not in self._headers:
-            if _digest(path.read_bytes()) != digest:
-                raise UserError(f"{path.name}: its contents are not those it is named by; make the prefix anew")
-            try:
-                with safe_open(path, framework="pt") as file:
-                    header = from_json((file.metadata() or {})[_KEY].encode(), Header)
-                if header.version != _VERSION:
-                    raise ValueError(f"version {header.version}, this keepsight reads {_VERSION}")
-            except (SafetensorError, OSError, KeyError, ValueError) as error:
-                raise UserError(f"{path.name}: not a prefix file ({error}); make it anew") from None
-            self._headers[digest] = header
-            if len(self._headers) > _HEADERS:
-                self._headers.pop(next(iter(self._headers)))
-            return header
+            self._read(digest)
         return self._headers[digest]
 
     def tensors(self, digest: str) -> dict[str, Tensor]:
@@ -206,26 +194,54 @@ class PrefixStore:
         Raises:
             UserError: there is no such prefix, or its file is damaged.
         """
-        header, path = self.header(digest), self.path(digest)
+        self.path(digest)
         if digest not in self._tensors:
-            with safe_open(path, framework="pt") as file:
-                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-            _check_shapes(path, header, found)
-            self._tensors[digest] = found
-            while len(self._tensors) > self.kept:
-                self._tensors.popitem(last=False)
+            self._read(digest)
         self._tensors.move_to_end(digest)
         return self._tensors[digest]
 
+    def _read(self, digest: str) -> None:
+        """Read a file once, so that what is checked is what is used."""
+        path = self.path(digest)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise UserError(f"{path.name}: {error.strerror}; make the prefix anew") from None
+        if _digest(data) != digest:
+            raise UserError(f"{path.name}: its contents are not those it is named by; make the prefix anew")
+        try:
+            header = from_json(_metadata(data)[_KEY].encode(), Header)
+            if header.version != _VERSION:
+                raise ValueError(f"version {header.version}, this keepsight reads {_VERSION}")
+            tensors = load(data)
+        except (SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path.name}: not a prefix file ({one_line(error)}); make it anew") from None
+        _check(path, header, tensors)
+        self._headers[digest], self._tensors[digest] = header, tensors
+        while len(self._tensors) > self.kept:
+            self._tensors.popitem(last=False)
+        if len(self._headers) > _HEADERS:
+            self._headers.pop(next(iter(self._headers)))
 
-def _check_shapes(path: Path, header: Header, tensors: dict[str, Tensor]) -> None:
+
+def _metadata(data: bytes) -> Any:
+    """What safetensors stores beside the tensors."""
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+
+
+def _check(path: Path, header: Header, tensors: dict[str, Tensor]) -> None:
+    """Refuse tensors that are not what the header says."""
     layers, kv_heads, width = header.shape
-    expected: dict[str, tuple[int, ...]]
+    expected: dict[str, Any] = dict.fromkeys(("keys", "values"), (layers, kv_heads, header.entries, width))
+    pages = tensors.get("pages", torch.zeros(1, dtype=torch.long))
     if header.page:
-        pages = tensors.get("pages", torch.zeros(0, dtype=torch.long))
-        total = int(pages.sum()) * header.page
-        expected = {"keys": (total, width), "values": (total, width), "pages": (layers, kv_heads)}
-    else:
-        expected = dict.fromkeys(("keys", "values"), (layers, kv_heads, header.entries, width))
+        total = int(pages.sum())
+        expected = dict.fromkeys(("keys", "values"), (total * header.page, width)) | {"pages": (layers, kv_heads)}
     if (found := {name: tuple(tensor.shape) for name, tensor in tensors.items()}) != expected:
         raise UserError(f"{path.name}: holds {found} in place of {expected}; make the prefix anew")
+    floats = tensors["keys"].is_floating_point() and tensors["values"].is_floating_point()
+    if header.page:
+        blocks = -(-total // (layers * kv_heads))
+        floats &= pages.dtype == torch.int64 and bool((pages > 0).all()) and header.entries == blocks * header.page
+    if not floats:
+        raise UserError(f"{path.name}: its tensors are not those of a prefix; make it anew")

@@ -153,11 +153,13 @@ class Streamed(Job):
 
     @override
     def ended(self) -> None:
-        whole = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-        if whole.startswith(self.text) and not any(stop in whole for stop in self.stops):
-            self.text = whole  # with last bytes that are no whole character
-        self._send(len(self.text))
-        self._put(None)
+        try:
+            whole = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+            if whole.startswith(self.text) and not any(stop in whole for stop in self.stops):
+                self.text = whole  # with last bytes that are no whole character
+            self._send(len(self.text))
+        finally:
+            self._put(None)
 
     def _send(self, stop: int) -> None:
         if stop > self._sent:
@@ -275,7 +277,7 @@ class Service:
         if asked.stream:
             first = await self._unless_gone(request, job.pieces.get(), job)
             self._require_sound(job)
-            return StreamingResponse(_events(reply, job, first, asked.stream_options), media_type="text/event-stream")
+            return Stream(job, _events(reply, job, first, asked.stream_options))
         await self._unless_gone(request, _all(job), job)
         self._require_sound(job)
         return JSONResponse(reply.whole())
@@ -384,25 +386,36 @@ class Reply:
         return {**self.head, **kind, "choices": [{**choice, "logprobs": None, "finish_reason": reason}]}
 
 
+class Stream(StreamingResponse):
+    """Server-sent events; the request is cancelled when the client leaves, be it before the first of them."""
+
+    def __init__(self, job: Job, events: AsyncIterator[str]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self.job = job
+
+    @override
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.job.cancel()
+
+
 async def _events(reply: Reply, job: Streamed, first: str | None, options: StreamOptions | None) -> AsyncIterator[str]:
-    """Server-sent events; the request is cancelled when whoever reads them leaves."""
-    try:
-        if reply.chat:
-            yield _event(reply.chunk("", first=True))
-        if first is not None:
-            yield _event(reply.chunk(first))
-            async for piece in job:
-                yield _event(reply.chunk(piece))
-        if job.error is not None or job.reason == "cancelled":
-            said = f"{type(job.error).__name__} while answering" if job.error else "the server is shutting down"
-            yield _event({"error": {"message": said, "type": "server_error", "param": None, "code": 500}})
-        else:
-            yield _event(reply.chunk("", job.reason))
-            if options is not None and options.include_usage:
-                yield _event({**reply.chunk(""), "choices": [], "usage": reply.usage()})
-        yield "data: [DONE]\n\n"
-    finally:
-        job.cancel()
+    if reply.chat:
+        yield _event(reply.chunk("", first=True))
+    if first is not None:
+        yield _event(reply.chunk(first))
+        async for piece in job:
+            yield _event(reply.chunk(piece))
+    if job.error is not None or job.reason == "cancelled":
+        said = f"{type(job.error).__name__} while answering" if job.error else "the server is shutting down"
+        yield _event({"error": {"message": said, "type": "server_error", "param": None, "code": 500}})
+    else:
+        yield _event(reply.chunk("", job.reason))
+        if options is not None and options.include_usage:
+            yield _event({**reply.chunk(""), "choices": [], "usage": reply.usage()})
+    yield "data: [DONE]\n\n"
 
 
 def _event(body: dict[str, Any]) -> str:

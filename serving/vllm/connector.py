@@ -25,7 +25,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
 from keepsight.errors import UserError
-from keepsight.serving.prefix import EVICT, FAILED, Header, PrefixStore, alphabet_of, digest_in
+from keepsight.serving.prefix import EVICT, FAILED, Header, PrefixStore, alphabet_of, digest_in, placeholders
 from keepsight.serving.vllm import ragged
 
 logger = init_logger("vllm.keepsight")
@@ -126,10 +126,15 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
         """How many tokens beyond those computed the prefix holds."""
         if (digest := digest_in(request.prompt_token_ids, self.alphabet)) is None:
             return 0, False
-        header = self._header(digest)
-        # An unknown prefix is claimed too: its load fails the request, whose placeholders must not be read as text.
+        return max(self._claimed(request, self._header(digest)) - num_computed_tokens, 0), False
+
+    def _claimed(self, request: Any, header: Header | None) -> int:
+        """How many tokens of a request are its prefix.
+
+        An unknown prefix is claimed too: its load fails the request, whose placeholders must not be read as text.
+        """
         entries = request.num_tokens if header is None else header.entries
-        return max(min(entries, request.num_tokens - 1) - num_computed_tokens, 0), False
+        return min(entries, request.num_tokens - 1)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note what is to be loaded into a request's blocks."""
@@ -140,9 +145,14 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
             self._requests[request.request_id] = ids[0], digest
         if num_external_tokens:
             header = self._header(digest)
-            sound = header is not None and header.entries < request.num_prompt_tokens
-            stop = header.entries if header is not None and sound else request.num_tokens - 1
+            sound = header is not None and self._fits(request, digest, header)
+            stop = self._claimed(request, header)
             self._pending.append(Load(digest if sound else "", stop - num_external_tokens, stop, list(ids)))
+
+    def _fits(self, request: Any, digest: str, header: Header) -> bool:
+        """Whether a request begins with all placeholders of a prefix, has a token of its own, and no LoRA."""
+        prompt, spelled = request.prompt_token_ids, placeholders(digest, header.entries, self.alphabet)
+        return prompt[: header.entries] == spelled and len(prompt) > header.entries and request.lora_request is None
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """What the workers need for one step."""
@@ -190,7 +200,7 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _load(self, load: Load) -> None:
         if not load.digest:
-            raise UserError("there is no such prefix, or the prompt has no token of its own")
+            raise UserError("no such prefix, a part of its placeholders, no token after them, or a request with LoRA")
         header, tensors = self.store.header(load.digest), self.store.tensors(load.digest)
         if header.page:
             module = self._modules[next(iter(self._caches))]

@@ -56,6 +56,8 @@ HARMLESS = ("/tokenize", "/detokenize")
 """Other endpoints with a body: nothing is computed there."""
 BYPASS = ("echo", "prompt_logprobs", "truncate_prompt_tokens")
 """Options that read or cut the prompt's own tokens, which placeholders are not."""
+TEMPLATE = ("chat_template", "documents", "reasoning_effort")
+"""Options by which vLLM renders messages otherwise than the model's own template does."""
 MAX_BYTES = int(os.environ.get("KEEPSIGHT_MAX_BYTES") or 2**26)
 
 
@@ -81,7 +83,14 @@ class Rewriter:
         """
         if not isinstance(request, dict):
             return request
-        return self._chat(request) if path == PATHS[0] else self._completion(request)
+        if not isinstance(request.get("kv_transfer_params"), dict | None):
+            raise UserError("keepsight: kv_transfer_params must be an object")
+        try:
+            return self._chat(request) if path == PATHS[0] else self._completion(request)
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"keepsight: the request cannot be read: {one_line(error)}") from None
 
     def _chat(self, request: dict[str, Any]) -> dict[str, Any]:
         messages: Any = request.get("messages")
@@ -122,6 +131,8 @@ class Rewriter:
 
     def _rendered(self, turns: list[dict[str, Any]], request: Mapping[str, Any]) -> tuple[str, str]:
         """What the chat template puts before and after the document."""
+        if own := [name for name in TEMPLATE if request.get(name) is not None]:
+            raise UserError(f"keepsight: {own[0]} changes the chat template; give chat_template_kwargs in its place")
         options = dict(request.get("chat_template_kwargs") or {})
         options |= {"tools": request["tools"]} if request.get("tools") else {}
         goes_on = bool(request.get("continue_final_message"))
@@ -194,7 +205,8 @@ def _wants_eviction(request: Mapping[str, Any]) -> bool:
 
 def bypasses(request: Mapping[str, Any]) -> list[str]:
     """The options of a request that need the prompt's own tokens."""
-    return [name for name in BYPASS if request.get(name) not in (None, False)]
+    # prompt_logprobs=0 asks for them too.
+    return [name for name in BYPASS if request.get(name) is not None and request[name] is not False]
 
 
 def require_no_bypass(request: Mapping[str, Any]) -> None:

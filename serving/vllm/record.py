@@ -11,10 +11,13 @@ token of the prompt is read, the connector evicts, writes a prefix to the root, 
 `kv_transfer_params`: {"keepsight": ID, "entries": B, "seen": N}, or {"keepsight_error": WHY}.
 
 Methods that score entries when they are read (SnapKV, TOVA, H2O and their like) run so; those that look back with a
-pass of their own do not. Until a prompt is read, its keys and values are in memory twice. One process; CPU backend.
+pass of their own do not. Until a prompt is read, its keys and values are in memory twice. One worker; CPU backend.
 """
 
+import json
+import uuid
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
 from keepsight.errors import UserError, one_line
+from keepsight.files import write_json
 from keepsight.models.decoder import FULL, decoder_of, layer_kinds
 from keepsight.runtime.allocate import Global, Uniform
 from keepsight.runtime.attention import Softmax
@@ -42,6 +46,7 @@ from keepsight.serving.vllm import ragged
 from keepsight.serving.vllm.connector import KeepsightConnector, Step
 
 logger = init_logger("vllm.keepsight")
+TICKETS = ".evicted"
 
 
 @dataclass
@@ -50,6 +55,7 @@ class Part:
 
     Attributes:
         name: The request's.
+        ticket: Name of the file in which the worker says what became of it.
         block: Where the step's last token is stored: in no other request's blocks, unlike what comes before.
         start: Number of tokens read before.
         stop: Number of tokens read after it.
@@ -59,6 +65,7 @@ class Part:
     """
 
     name: str
+    ticket: str
     block: int
     start: int
     stop: int
@@ -120,8 +127,6 @@ _READING: dict[str, Reading] = {}
 """Prompts that are being read, by the request's name."""
 _STEP: dict[int, Part] = {}
 """What the current step reads of them, by the block of its last token."""
-_RESULTS: dict[str, dict[str, Any]] = {}
-"""What the replies say; the connector's two instances share a process."""
 
 
 class Recording:
@@ -203,8 +208,8 @@ class EvictingConnector(KeepsightConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         parallel, extra = vllm_config.parallel_config, vllm_config.kv_transfer_config.kv_connector_extra_config
-        if parallel.world_size > 1 or parallel.distributed_executor_backend != "uni":
-            raise UserError("keepsight: eviction inside vLLM needs one process; start it without tensor parallelism")
+        if parallel.world_size > 1:
+            raise UserError("keepsight: eviction inside vLLM needs one worker; start it without tensor parallelism")
         if not ragged.records():
             raise UserError(f"keepsight: eviction inside vLLM needs its attention backend; set {ragged.RECORDS}=1")
         self.method = evicting_method(extra.get("evict"), self.block_size)
@@ -212,6 +217,9 @@ class EvictingConnector(KeepsightConnector):
         self.config, self.context = vllm_config.model_config.hf_config, vllm_config.model_config.max_model_len
         self.rotations = rotations_from(self.config)
         self._asked: dict[str, tuple[Any, Evict]] = {}  # requests whose prompt is being read
+        self._refused: dict[str, str] = {}
+        self._tickets: dict[str, str] = {}
+        self._written: dict[str, Path] = {}  # by the worker, what it says of each request
 
     # The scheduler's side
 
@@ -223,10 +231,11 @@ class EvictingConnector(KeepsightConnector):
         try:
             method = self._method_for(request, wanted)
         except UserError as error:
-            _RESULTS[request.request_id] = {FAILED: str(error)}
+            self._refused[request.request_id] = str(error)
             return
         request.skip_reading_prefix_cache = True  # every key has to pass through the backend
         self._asked[request.request_id] = request, method
+        self._tickets[request.request_id] = uuid.uuid4().hex
 
     def _method_for(self, request: Any, wanted: Any) -> Evict:
         tokens, length = request.prompt_token_ids, request.num_prompt_tokens
@@ -250,7 +259,9 @@ class EvictingConnector(KeepsightConnector):
             request, method = self._asked[name]
             start = request.num_computed_tokens
             (blocks,) = scheduler_output.kv_connector_block_state.get_block_ids(name)
-            part = Part(name, blocks[(start + count - 1) // self.block_size], start, start + count, method)
+            part = Part(
+                name, self._tickets[name], blocks[(start + count - 1) // self.block_size], start, start + count, method
+            )
             if part.stop >= request.num_prompt_tokens:
                 part.tokens, part.before = request.prompt_token_ids, str(request.kv_transfer_params.get(BEFORE, ""))
                 del self._asked[name]
@@ -259,9 +270,21 @@ class EvictingConnector(KeepsightConnector):
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """What the reply says of the eviction."""
-        self._requests.pop(request.request_id, None)
-        self._asked.pop(request.request_id, None)
-        return False, _RESULTS.pop(request.request_id, None)
+        name = request.request_id
+        self._requests.pop(name, None)
+        self._asked.pop(name, None)
+        if name in self._refused:
+            return False, {FAILED: self._refused.pop(name)}
+        path = self._said(self._tickets.pop(name, None))
+        if path is None or not path.is_file():  # nothing was asked, or the client left
+            return False, None
+        said = json.loads(path.read_bytes())
+        path.unlink(missing_ok=True)
+        return False, said
+
+    def _said(self, ticket: str | None) -> Path | None:
+        """The file in which the worker, which may be another process, says what became of a prompt."""
+        return None if ticket is None else self.store.root / TICKETS / f"{ticket}.json"
 
     # The worker's side
 
@@ -282,7 +305,8 @@ class EvictingConnector(KeepsightConnector):
         super().bind_connector_metadata(connector_metadata)
         for name in connector_metadata.finished:
             _READING.pop(name, None)
-            _RESULTS.pop(name, None)
+            if (path := self._written.pop(name, None)) is not None:
+                path.unlink(missing_ok=True)  # of a client that left; the others are read before
         for part in connector_metadata.parts:
             if not part.start:  # also of a request that was preempted
                 _READING[part.name] = Reading(len(self._caches), part.method.needs())
@@ -297,10 +321,21 @@ class EvictingConnector(KeepsightConnector):
             if part.tokens is None:
                 continue
             try:
-                _RESULTS[part.name] = self._evicted(_READING.pop(part.name).state(part.tokens), part)
+                said = self._evicted(_READING.pop(part.name).state(part.tokens), part)
             except Exception as error:  # of one request, not of those in its batch
                 logger.warning("a prompt of %d tokens became no prefix: %s", part.stop, error)
-                _RESULTS[part.name] = {FAILED: one_line(error)}
+                said = {FAILED: one_line(error)}
+            self._say(part, said)
+
+    def _say(self, part: Part, said: dict[str, Any]) -> None:
+        path = self._said(part.ticket)
+        assert path is not None
+        try:
+            path.parent.mkdir(exist_ok=True, parents=True)
+            write_json(path, said)
+        except OSError as error:  # the reply then says nothing
+            logger.warning("%s: %s", path, error)
+        self._written[part.name] = path
 
     @torch.no_grad()
     def _evicted(self, state: State, part: Part) -> dict[str, Any]:

@@ -139,6 +139,23 @@ def test_what_fails_fails_alone(monkeypatch):
         engine.submit(Job(prompts(200)[0], max_new_tokens=100))
 
 
+def test_a_text_that_cannot_be_taken_fails_alone():
+    class Torn(Job):
+        def took(self, token: int) -> bool:
+            raise ValueError("no such token")
+
+        def ended(self) -> None:
+            raise ValueError("no such text")
+
+    model, method = tiny_model(), METHODS["uniform"]
+    engine = Engine(model, method, rows=2)
+    good, torn = (kind(ids, max_new_tokens=6) for kind, ids in zip((Job, Torn), prompts(60, 70), strict=True))
+    engine.submit(good)
+    engine.submit(torn)
+    run(engine)
+    assert good.result(0) == alone(model, method, good.ids, max_new_tokens=6) and torn.reason == "failed"
+
+
 def test_requests_of_many_threads_and_a_full_queue():
     model, method = tiny_model(), METHODS["uniform"]
     engine, asked = Engine(model, method, rows=4, waiting=3), prompts(*range(20, 100, 5))

@@ -1,6 +1,8 @@
 """Prefixes: turned keys give the logits of the unturned cache, files are found by what placeholders spell."""
 
+import hashlib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from keepsight.errors import UserError
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.state import read
 from keepsight.serving.export import export
-from keepsight.serving.prefix import PrefixStore, digest_in, letters_of, placeholders
+from keepsight.serving.prefix import PrefixStore, digest_in, letters_of, placeholders, write_prefix
 from keepsight.serving.turn import rotations_of, turned
 from tests.close import assert_close
 from tests.families import family_model
@@ -128,3 +130,39 @@ def test_a_changed_file_is_refused(tmp_path: Path):
     path.write_bytes(data)
     with pytest.raises(UserError, match="named by"):
         PrefixStore(tmp_path).tensors(digest)
+
+
+def test_a_file_that_changes_after_its_header_was_read_is_not_used(tmp_path: Path):
+    model = tiny_model()
+    digest, header = export(model, SnapKV(40, window=8).start(model, PROMPT), tmp_path)
+    store = PrefixStore(tmp_path, kept=1)
+    assert store.header(digest) == header
+    other, _ = export(model, SnapKV(48, window=8).start(model, PROMPT), tmp_path)
+    store.header(other)  # only one stays in memory
+    (tmp_path / f"{digest}.safetensors").write_bytes((tmp_path / f"{other}.safetensors").read_bytes())
+    with pytest.raises(UserError, match="named by"):
+        store.tensors(digest)
+
+
+@pytest.mark.parametrize("changes", [{"entries": 64}, {"page": 16}, {"page": 0}, {"version": 2}, {"shape": (3, 2, 4)}])
+def test_a_file_whose_header_and_tensors_differ_is_refused(tmp_path: Path, changes):
+    model = tiny_model()
+    digest, header = export(model, SnapKV(32, window=8, allocate=Global(page=8)).start(model, PROMPT), tmp_path, page=8)
+    tensors = PrefixStore(tmp_path).tensors(digest)
+    wrong = write_prefix(tmp_path, replace(header, **changes), tensors)
+    negative = {**tensors, "pages": tensors["pages"].clone()}
+    negative["pages"][0, 0] -= 100
+    negative["pages"][0, 1] += 100
+    for each in (wrong, write_prefix(tmp_path, header, negative)):
+        with pytest.raises(UserError, match="make"):
+            PrefixStore(tmp_path).tensors(each)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"1234567", b"\xff" * 64, b"\x02" + 7 * b"\0" + b"{}", b"\x02" + 7 * b"\0" + b"[]"]
+)
+def test_a_file_that_is_no_prefix_is_refused(tmp_path: Path, data):
+    digest = hashlib.sha256(data).digest()[:16].hex()
+    (tmp_path / f"{digest}.safetensors").write_bytes(data)
+    with pytest.raises(UserError, match="not a prefix file"):
+        PrefixStore(tmp_path).header(digest)

@@ -39,7 +39,7 @@ class Case(NamedTuple):
 class World:
     """An engine that evicts, and the same prompts read and evicted from by keepsight."""
 
-    def __init__(self, folder: Path, ragged: bool, chunk: int) -> None:
+    def __init__(self, folder: Path, ragged: bool, executor: str) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
         from vllm.v1.attention import selector
@@ -66,7 +66,8 @@ class World:
         )
         self.engine = LLM(
             model=str(model), dtype="float32", enforce_eager=True, block_size=32, max_model_len=1024, max_num_seqs=16,
-            max_num_batched_tokens=chunk, kv_cache_memory_bytes=2**26, kv_transfer_config=transfer,
+            max_num_batched_tokens=128, distributed_executor_backend=executor,
+            kv_cache_memory_bytes=2**26, kv_transfer_config=transfer,
         )  # fmt: skip
 
     def _case(self, length: int) -> Case:
@@ -111,11 +112,11 @@ class World:
 
 @pytest.fixture(scope="module", params=["uniform", "ragged"])
 def world(request, tmp_path_factory):
-    ragged = request.param == "ragged"
+    ragged, executor = request.param == "ragged", "mp" if request.param == "ragged" else "uni"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KEEPSIGHT_EVICT", "1")
         patch.setenv("KEEPSIGHT_RAGGED", str(int(ragged)))
-        made = World(tmp_path_factory.mktemp("world"), ragged, chunk=128)
+        made = World(tmp_path_factory.mktemp("world"), ragged, executor)
         yield made
         made.engine.llm_engine.engine_core.shutdown()
         del made.engine
@@ -149,16 +150,24 @@ def test_what_cannot_be_evicted_is_refused_in_the_reply(world, wanted, why):
     assert why in said["keepsight_error"]
 
 
-def test_nothing_is_left_of_ended_requests(world):
-    from keepsight.serving.vllm import record
+def test_a_part_of_the_placeholders_is_not_read_as_text(world):
+    (said,) = world.evicted(world.cases[:1])
+    ids = placeholders(said["keepsight"], said["entries"], world.alphabet)
+    whole, cut, known = ids + [9], ids[:150] + [9] * 300, ids[:130] + [9] * 300
+    replies = world.ask([whole, cut, known], [None] * 3)
+    assert [bool(reply.outputs[0].token_ids) for reply in replies] == [True, False, False]
 
-    engine = world.engine.llm_engine
+
+def test_nothing_is_left_of_a_client_that_has_left(world):
     from vllm import SamplingParams
 
+    from keepsight.serving.vllm import record
+
+    engine, files = world.engine.llm_engine, {*world.made.root.glob("*.safetensors")}
     asked = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": {"keepsight_evict": True}})
     engine.add_request("left", {"prompt_token_ids": world.cases[-1].prompt}, asked)
     engine.step()
-    assert record._READING
     engine.abort_request(["left"])
     world.ask([world.cases[0].prompt], [None], 1)
-    assert not record._READING and not record._RESULTS
+    assert {*world.made.root.glob("*.safetensors")} == files
+    assert not record._READING and not [*(world.made.root / record.TICKETS).iterdir()]

@@ -1,5 +1,6 @@
 """A real server on loopback and real clients: answers are those of `generate`; what is bad is a 4xx with its reason."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -125,6 +126,32 @@ def test_a_client_that_leaves_is_answered_no_further(served, stream):
     while engine.load != (0, 0) and time.monotonic() < end:
         time.sleep(0.02)
     assert engine.totals.ended["cancelled"] == before + 1 and engine.load == (0, 0)
+
+
+def test_a_client_that_leaves_before_the_first_event(target):
+    engine = Engine(target.model, METHOD, rows=4)
+    service = Service(engine, target, name="tiny", key=None, answer_tokens=2000, max_bytes=2**16)
+    asked = {"model": "tiny", "prompt": TEXTS[1], "max_tokens": 2000, "stream": True}
+    calls = iter([{"type": "http.request", "body": json.dumps(asked).encode(), "more_body": False}, None])
+
+    async def receive() -> Any:
+        message = next(calls, {"type": "http.disconnect"})
+        return message if message is not None else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        await asyncio.Event().wait()  # nobody reads
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+
+    async def visit() -> None:
+        await service.app()(scope | {"asgi": {"spec_version": "2.3"}}, receive, send)
+        end = time.monotonic() + 20
+        while engine.load != (0, 0) and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+
+    with engine:
+        asyncio.run(visit())
+    assert engine.totals.ended["cancelled"] == 1 and engine.totals.generated_tokens < 1000
 
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
