@@ -1,8 +1,6 @@
 """Eviction inside vLLM: the entries that keepsight keeps itself, and its answers; in an engine in this process."""
 
 import gc
-import importlib.util
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +16,6 @@ from keepsight.serving.prefix import PrefixStore, alphabet_of, placeholders
 from tests.close import assert_close
 from tests.tiny import save_tiny_target
 
-pytestmark = pytest.mark.slow
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
-os.environ |= {"VLLM_HOST_IP": "127.0.0.1", "HF_HUB_OFFLINE": "1"}
 BUDGET, PAGE, NEW = 160, 32, 8
 LENGTHS = (300, 353, 384, 417, 449, 500, 171, 600)
 
@@ -114,6 +107,7 @@ class World:
 def world(request, tmp_path_factory):
     ragged, executor = request.param == "ragged", "mp" if request.param == "ragged" else "uni"
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("KEEPSIGHT_EVICT", "1")
         patch.setenv("KEEPSIGHT_RAGGED", str(int(ragged)))
         made = World(tmp_path_factory.mktemp("world"), ragged, executor)
@@ -153,7 +147,7 @@ def test_what_cannot_be_evicted_is_refused_in_the_reply(world, wanted, why):
 def test_a_part_of_the_placeholders_is_not_read_as_text(world):
     (said,) = world.evicted(world.cases[:1])
     ids = placeholders(said["keepsight"], said["entries"], world.alphabet)
-    whole, cut, known = ids + [9], ids[:150] + [9] * 300, ids[:130] + [9] * 300
+    whole, cut, known = [*ids, 9], ids[:150] + [9] * 300, ids[:130] + [9] * 300
     replies = world.ask([whole, cut, known], [None] * 3)
     assert [bool(reply.outputs[0].token_ids) for reply in replies] == [True, False, False]
 
