@@ -1,7 +1,6 @@
 """Make training data: a mixture's prompts, answered by the base model, in resumable shards."""
 
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import date
@@ -18,6 +17,7 @@ from keepsight.data_gen.store import DataSettings, ShardWriter, Skipped, Trainin
 from keepsight.errors import BadRow, UserError, printable
 from keepsight.files import free_bytes, one_writer, read_json
 from keepsight.models.chat import chat_text, with_date
+from keepsight.models.decoder import context_of
 from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
 
@@ -122,7 +122,7 @@ class _Run:
         self.writer.finish(shard)
 
     def _rendered(self, index: int) -> Rendered:
-        settings, context = self.writer.settings, _context(self.target)
+        settings, context = self.writer.settings, context_of(self.target.model)
         prompt = self.mixture.prompt(settings.seed, index, self.count_tokens)
         rendered = render_prompt(index, prompt, self.target.tokenizer, settings.date)
         if len(rendered.ids) + settings.max_new_tokens > context:
@@ -186,14 +186,9 @@ def answers(backend: Backend, prompts: list[Rendered], decoding: Decoding) -> It
         yield from backend(asked, decoding)
 
 
-def _context(target: Target) -> int:
-    config = target.model.config.get_text_config(decoder=True)
-    return int(getattr(config, "max_position_embeddings", None) or sys.maxsize)
-
-
 def _check_lengths(target: Target, mixture: Mixture, max_new_tokens: int) -> None:
     """Refuse prompts that are filled to lengths which do not fit the context with their answers."""
-    context = _context(target)
+    context = context_of(target.model)
     for entry in mixture.entries:
         longest = entry.lengths.max_tokens if entry.fills else entry.lengths.min_tokens
         if longest + max_new_tokens > context:

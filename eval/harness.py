@@ -25,11 +25,11 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.eval.answers import score
 from keepsight.models.chat import chat_text
+from keepsight.models.decoder import context_of
 from keepsight.models.draft_sources import DraftSource, LayerSubset, load_draft
 from keepsight.models.targets import load_target
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import Resources, make_method
-from keepsight.runtime.state import context_of
 
 # The registry takes in the harness's own models only as long as it is empty.
 importlib.import_module("lm_eval.models")

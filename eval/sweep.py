@@ -38,12 +38,13 @@ from keepsight.eval.results import FULL, Key, Row
 from keepsight.eval.reuse import find_rows, inputs_digest, method_text, sample_digest, target_digest
 from keepsight.eval.tasks.metrics import score
 from keepsight.eval.tasks.samples import RenderedSample
+from keepsight.models.decoder import context_of
 from keepsight.models.targets import Target
 from keepsight.runtime.drafting.observer import DraftIds
 from keepsight.runtime.generate import FullCache, Method
 from keepsight.runtime.images import Images
 from keepsight.runtime.join import can_join
-from keepsight.runtime.state import State, context_of, prefill
+from keepsight.runtime.state import State, prefill
 
 _SHOWN = 400
 """Characters at the end of a prompt that a row shows where its question is not known apart."""

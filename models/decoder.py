@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -52,6 +53,15 @@ def layer_kinds(config: Any) -> list[str]:
 def full_attention_layers(config: Any) -> list[int]:
     """Indices of the layers that keep a key and a value for every token; only these are scored and evicted from."""
     return [index for index, kind in enumerate(layer_kinds(config)) if kind == FULL]
+
+
+def context_of(model: PreTrainedModel) -> int:
+    """Context length of a model: its number of positions, or that to which YaRN stretches them; huge without either."""
+    config = model.config.get_text_config(decoder=True)
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get(FULL) or rope  # by kind of layer in models that have several
+    stretched = rope["factor"] * rope["original_max_position_embeddings"] if rope.get("rope_type") == "yarn" else 0
+    return max(int(getattr(config, "max_position_embeddings", None) or sys.maxsize), int(stretched))
 
 
 def head_width(config: Any) -> int:

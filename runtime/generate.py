@@ -21,7 +21,6 @@ from transformers.generation import (
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
-    StopStringCriteria,
 )
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
@@ -29,11 +28,11 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.models.adapters import adapters_digest
-from keepsight.models.decoder import require_supported
+from keepsight.models.decoder import context_of, require_supported
 from keepsight.runtime import registry
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.images import IMAGE_INPUTS, Images
-from keepsight.runtime.state import Needs, State, context_of, positions_of, prefill, read
+from keepsight.runtime.state import Needs, State, positions_of, prefill, read
 
 _READ = IMAGE_INPUTS | {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
 
@@ -193,6 +192,21 @@ class GenerateRequest:
         )
 
 
+class _Signature:
+    """What a `custom_generate` takes, which transformers asks when it has dropped a `tokenizer` (5.18 to 5.23).
+
+    The criteria of `stop_strings` need that: it is put back among the arguments of the running `model.generate`.
+    """
+
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature | None:
+        if instance is None:
+            return None  # a class is called as its __init__ says
+        given = _locals_of("_extract_generation_mode_kwargs")
+        if (tokenizer := given.get("generation_mode_kwargs", {}).get("tokenizer")) is not None:
+            given["kwargs"]["tokenizer"] = tokenizer
+        return inspect.signature(instance.__call__)
+
+
 class CustomGenerate(ABC):
     """What transformers calls in place of its own decoding: `model.generate(**inputs, custom_generate=...)`.
 
@@ -203,6 +217,7 @@ class CustomGenerate(ABC):
 
     reads_images = False
     starts_prompts = True
+    __signature__ = _Signature()
 
     @abstractmethod
     def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
@@ -216,6 +231,7 @@ class CustomGenerate(ABC):
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
+        tokenizer: Any = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """The hook that transformers calls.
@@ -228,7 +244,7 @@ class CustomGenerate(ABC):
             UserError: `model.generate` was given something that this cannot honour.
         """
         require_supported(model)
-        options = _options_of_generate()
+        options = _locals_of("generate")
         _require_honoured(generation_config, options, model_kwargs)
         if (chunk := generation_config.prefill_chunk_size) is not None:
             require_whole("custom_generate", 1, prefill_chunk_size=chunk)
@@ -309,13 +325,13 @@ class _Recorder(LogitsProcessor):
         return scores
 
 
-def _options_of_generate() -> dict[str, Any]:
-    """The arguments of the running `model.generate`.
+def _locals_of(name: str) -> dict[str, Any]:
+    """The arguments and variables of a method of `GenerationMixin` that is running; none if it is not.
 
     transformers shows a streamer the prompt but gives it to no callable of ours, and silently drops an assistant
-    model (5.18 to 5.23); its frame is the only place where they can be had.
+    model (5.18 to 5.23); the frame of `generate` is the only place where they can be had.
     """
-    code, frame = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__, inspect.currentframe()
+    code, frame = inspect.unwrap(vars(GenerationMixin)[name]).__code__, inspect.currentframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return {} if frame is None else frame.f_locals
@@ -567,7 +583,7 @@ def generate(
 
 
 def ids_of(model: PreTrainedModel, prompts: Any, options: dict[str, Any], special: bool) -> Tensor:
-    """The ids of prompts in any form; what else a processor made, and criteria of `stop_strings`, go into `options`."""
+    """The ids of prompts in any form; what else a processor made, and a tokenizer if needed, go into `options`."""
     tokenizer, stop_strings = options.pop("tokenizer", None), options.pop("stop_strings", None)
     text = isinstance(prompts, str) or (isinstance(prompts, list) and all(isinstance(each, str) for each in prompts))
     if text or stop_strings:
@@ -582,9 +598,8 @@ def ids_of(model: PreTrainedModel, prompts: Any, options: dict[str, Any], specia
         options.pop("token_type_ids", None)  # many tokenizers return them, of no use to a decoder
     if not isinstance(prompts, Tensor):
         raise UserError("input_ids must be a tensor [B, N], text, or what a tokenizer makes with return_tensors='pt'")
-    if stop_strings:  # transformers gives their tokenizer to no custom_generate
-        criteria = [*(options.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, stop_strings)]
-        options["stopping_criteria"] = StoppingCriteriaList(criteria)
+    if stop_strings:
+        options |= {"tokenizer": tokenizer, "stop_strings": stop_strings}
     return prompts
 
 

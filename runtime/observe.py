@@ -405,7 +405,7 @@ def _weights(query: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax, re
     grouped = query.reshape(len(query), kv_heads, -1, query.shape[3])
     count = keys.shape[2]
     hidden = None if real is None else ~real[:, :, None]
-    if torch.is_grad_enabled() or sharing > 1 or query.dtype == torch.float16:
+    if torch.is_grad_enabled() or sharing > 1 or query.element_size() == 2:
         stored = softmax.logits(_side_by_side(grouped, sharing, rows), keys)
         own = softmax.logits(grouped, own_keys)
         hidden = None if hidden is None else _side_by_side(hidden, sharing, 1)[:, :, None, :, None]

@@ -9,7 +9,6 @@ state) keep the cache that transformers gives them: they are copied with the oth
 """
 
 import copy
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -24,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from keepsight.errors import UserError, require_whole
-from keepsight.models.decoder import FULL, has_latents, require_supported
+from keepsight.models.decoder import has_latents, require_supported
 from keepsight.models.rotary import rotation_of
 from keepsight.models.scorers import Scorer
 from keepsight.runtime.attention import Reader, Softmax, is_bounded, run
@@ -400,15 +399,6 @@ def positions_of(mask: Tensor | None, length: int, device: torch.device) -> Tens
     if mask is None:
         return torch.arange(length, device=device)[None]
     return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
-
-
-def context_of(model: PreTrainedModel) -> int:
-    """Context length of a model: its number of positions, or that to which YaRN stretches them; huge without either."""
-    config = model.config.get_text_config(decoder=True)
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    rope = rope.get(FULL) or rope  # by kind of layer in models that have several
-    stretched = rope["factor"] * rope["original_max_position_embeddings"] if rope.get("rope_type") == "yarn" else 0
-    return max(int(getattr(config, "max_position_embeddings", None) or sys.maxsize), int(stretched))
 
 
 def empty_cache(model: PreTrainedModel, mask: Tensor | None = None) -> Cache:

@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.models.decoder import context_of
 from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, end_ids, generate
 from keepsight.runtime.join import can_join, join, rows_of
-from keepsight.runtime.state import State, context_of, read
+from keepsight.runtime.state import State, read
 
 _PROBE = 512
 """Tokens read at the start, to see whether states of the method can be joined."""

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from keepsight.errors import UserError, one_line
+from keepsight.models.decoder import context_of
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.state import context_of
 from keepsight.serving.export import export
 from keepsight.serving.prefix import alphabet_of, placeholders
 

@@ -3,11 +3,14 @@
 import os
 import shutil
 
-from hypothesis import HealthCheck, settings
-
-# Hypothesis fails an example that takes more than 200 ms, and inputs that are slow to draw: on a busy machine, any.
-settings.register_profile("keepsight", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("keepsight")
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # tests/gpu run without it
+    pass
+else:
+    # It fails an example that takes more than 200 ms, and inputs that are slow to draw: on a busy machine, any.
+    settings.register_profile("keepsight", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("keepsight")
 
 if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
     # torch's bfloat16 attention asks oneDNN what the processor can do, and fails where the two disagree.

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.generation import StoppingCriteriaList
 
 from keepsight.eval.bench.measure import random_ids, read_greedily, require_room, seconds_of
+from keepsight.models.decoder import context_of
 from keepsight.models.draft_head import EagleHead
 from keepsight.models.targets import Target
 from keepsight.runtime.drafting.speculative import (
@@ -22,7 +23,7 @@ from keepsight.runtime.drafting.speculative import (
     decode_speculatively,
 )
 from keepsight.runtime.generate import FullCache, Method, decode, end_ids, stop_after
-from keepsight.runtime.state import Needs, context_of, prefill
+from keepsight.runtime.state import Needs, prefill
 
 _WARM_UP = 3
 """Steps that are not timed: the first ones make room for more entries and load kernels."""

@@ -18,10 +18,11 @@ from transformers.cache_utils import DynamicCache
 from typing_extensions import override
 
 from keepsight.eval.bench.measure import median_seconds, peak_bytes, peak_kv_bytes, random_ids, require_room, seconds_of
+from keepsight.models.decoder import context_of
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict, call
 from keepsight.runtime.generate import Method
-from keepsight.runtime.state import State, context_of, prefill, read
+from keepsight.runtime.state import State, prefill, read
 
 _FREE = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach"}
 """Operators that only describe memory in another way, beside those whose result is declared to be a view."""

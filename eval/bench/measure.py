@@ -14,8 +14,9 @@ from transformers.cache_utils import Cache
 
 from keepsight.errors import UserError
 from keepsight.eval.answers import free_tokens
+from keepsight.models.decoder import context_of
 from keepsight.runtime.attention import Reader
-from keepsight.runtime.state import State, cache_bytes, context_of, full_layers, read
+from keepsight.runtime.state import State, cache_bytes, full_layers, read
 
 
 def require_room(model: PreTrainedModel, tokens: int, rows: int = 1, beyond_context: bool = False) -> None:

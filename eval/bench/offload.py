@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from keepsight.eval.bench.measure import median_seconds, random_ids, read_greedily, require_room, seconds_of
 from keepsight.eval.tasks.niah import read_haystack
 from keepsight.eval.tasks.samples import Sample, render
+from keepsight.models.decoder import context_of
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.retrieval_head import RetrievalHead, parameters, pruning
 from keepsight.models.targets import Target
@@ -26,7 +27,7 @@ from keepsight.runtime.quantized.specache import SpeCache, specache_layers
 from keepsight.runtime.retrieval.elastic import elastic_layers
 from keepsight.runtime.retrieval.specontext import RetrievalCache, SpeContext
 from keepsight.runtime.sparse_read.selection import Quest
-from keepsight.runtime.state import Needs, State, context_of, prefill
+from keepsight.runtime.state import Needs, State, prefill
 
 
 def size_lines(target: Target, head: RetrievalHead, draft: DraftHead | None) -> Iterator[str]:

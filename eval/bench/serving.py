@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight.eval.bench.measure import random_ids, require_room
+from keepsight.models.decoder import context_of
 from keepsight.runtime.generate import FullCache, Method
-from keepsight.runtime.state import context_of
 from keepsight.serving.engine import Engine, Job
 
 

@@ -29,6 +29,7 @@ from keepsight.eval.bench.offload import bench_specache, size_lines, step_lines,
 from keepsight.eval.bench.serving import bench_serve
 from keepsight.eval.bench.sweep import bench_sweep
 from keepsight.eval.tasks.niah import make_samples
+from keepsight.models.decoder import context_of
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_sources import DraftHeadSource
 from keepsight.models.lookahead import Lookahead
@@ -36,7 +37,6 @@ from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import Target
 from keepsight.runtime.generate import Method
 from keepsight.runtime.methods import SpeCache
-from keepsight.runtime.state import context_of
 from keepsight.train.plan import bench_step
 
 

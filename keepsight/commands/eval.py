@@ -34,9 +34,9 @@ from keepsight.eval.tasks.registry import make_all, tasks_of
 from keepsight.eval.tasks.samples import RenderedSample, render_apart
 from keepsight.files import append_lines, file_digest, one_writer, require_writable, whole_lines
 from keepsight.models.artifacts import fetch
+from keepsight.models.decoder import context_of
 from keepsight.models.retrieval_head import WEIGHTS
 from keepsight.models.targets import Target, processor_of
-from keepsight.runtime.state import context_of
 
 _OF_NO_RESULT = ("out", "max_batch_tokens", "reuse", "pages", "skip")
 """Keys that no answer depends on."""

@@ -13,12 +13,13 @@ from keepsight.eval.report.kept_pages import write_inspect_page
 from keepsight.eval.results import FULL
 from keepsight.files import require_writable
 from keepsight.models.chat import chat_text
+from keepsight.models.decoder import context_of
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import FullCache, Method, decode, stop_after
 from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.prompt_compression.text import token_texts
-from keepsight.runtime.state import State, context_of, prefill
+from keepsight.runtime.state import State, prefill
 
 
 def run(config: Config) -> None:

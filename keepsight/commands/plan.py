@@ -13,10 +13,10 @@ from keepsight.commands.from_recipe import outline_of
 from keepsight.errors import UserError
 from keepsight.eval.report.figures import GRID, STYLES, look
 from keepsight.files import read_bytes, require_writable, size_text, write_png
+from keepsight.models.decoder import context_of
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import QUANTIZE
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for
-from keepsight.runtime.state import context_of
 from keepsight.train.distributed import DIVIDED
 from keepsight.train.plan import StepPlan, plan_step
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,15 @@ from keepsight.files import (
     cut_torn_line,
     from_json,
     require_writable,
-    sound_lines,
     text_digest,
     text_lines,
 )
 from keepsight.models.adapters import weights_digest
 from keepsight.models.chat import chat_text
+from keepsight.models.decoder import context_of
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.state import context_of
-from keepsight.serving.export import export
+from keepsight.serving.export import export, placeholders_of
 from keepsight.serving.prefix import MARK, PrefixStore, alphabet_of, around_mark, letters_of
 
 INDEX, LOCKS = "index.jsonl", ".locks"
@@ -104,7 +104,8 @@ class Writer:
 
     def __init__(self, config: Config, target: Target, method: Evict) -> None:
         self.out, self.page, self.target, self.method = Path(config.out), config.page, target, method
-        self.letters = letters_of(len(alphabet_of(target.tokenizer)))
+        self.store, self.letters = PrefixStore(self.out), letters_of(len(alphabet_of(target.tokenizer)))
+        self._rows, self._read_to = dict[str, list[Row]](), 0
         if isinstance(method.budget, int) and method.budget < self.letters:
             raise UserError(
                 f"budget={method.budget} entries cannot spell an id of {self.letters} letters; raise budget="
@@ -143,16 +144,27 @@ class Writer:
             return None
 
     def _known(self, key: str) -> Row | None:
-        index = self.out / INDEX
-        rows = sound_lines(index)[0] if index.is_file() else []
-        for row in rows:
-            if row.get("key") == key:
-                try:
-                    PrefixStore(self.out).header(row["id"])
-                except (UserError, KeyError, TypeError):
-                    continue  # removed or damaged: it is made anew
-                return row
+        self._read_index()
+        for row in self._rows.get(key, []):
+            try:
+                self.store.header(row["id"])
+            except (UserError, KeyError, TypeError):
+                continue  # removed or damaged: it is made anew
+            return row
         return None
+
+    def _read_index(self) -> None:
+        """Read the lines that this process or another has added; a torn one and bad ones are passed over."""
+        if not (index := self.out / INDEX).is_file():
+            return
+        with index.open("rb") as lines:
+            lines.seek(self._read_to)
+            for line in lines:
+                if line.endswith(b"\n"):
+                    self._read_to += len(line)
+                    with suppress(ValueError):
+                        row = from_json(line, Row)
+                        self._rows.setdefault(str(row.get("key")), []).append(row)
 
     def _read(self, key: str, document: Document) -> Row:
         model, tokenizer = self.target.model, self.target.tokenizer
@@ -163,10 +175,9 @@ class Writer:
         self.method.check(len(ids), context)
         state = self.method.start(model, torch.tensor([ids], device=model.device))
         about = {"before": self.before, "template": self.target.template_digest, "method": repr(self.method)}
+        if (entries := placeholders_of(state, self.page)) < self.letters:
+            raise UserError(f"{entries} entries cannot spell an id of {self.letters} letters; send it as it is")
         digest, header = export(model, state, self.out, page=self.page, **about)
-        if header.entries < self.letters:
-            (self.out / f"{digest}.safetensors").unlink()
-            raise UserError(f"{header.entries} entries cannot spell an id of {self.letters} letters; send it as it is")
         row = {"key": key, "id": digest, "source": document.source, "tokens": len(ids), "entries": header.entries}
         with FileLock(self.out / LOCKS / "index"):
             if (index := self.out / INDEX).exists():

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, as_options, require_whole
 from keepsight.experimental import is_on
-from keepsight.models.decoder import has_latents
+from keepsight.models.decoder import context_of, has_latents
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
 from keepsight.runtime import registry
 from keepsight.runtime.attention import OwnAttention, Softmax, grouped_attention, later, run
@@ -31,7 +31,6 @@ from keepsight.runtime.layer import KeptLayer, Recorded
 from keepsight.runtime.state import (
     Needs,
     State,
-    context_of,
     empty_cache,
     full_layers,
     prefill,

@@ -12,13 +12,14 @@ from transformers.generation.streamers import BaseStreamer
 from typing_extensions import override
 
 from keepsight.errors import UserError, as_options, require_whole
+from keepsight.models.decoder import context_of
 from keepsight.models.draft_head import EagleHead
 from keepsight.models.draft_sources import DraftHeadSource
 from keepsight.runtime.attention import Reader, Softmax, grouped_attention
 from keepsight.runtime.drafting.observer import DraftIds, until_end
 from keepsight.runtime.generate import CacheMethod, Decoded, FullCache, GenerateRequest, end_ids
 from keepsight.runtime.layer import KeptLayer
-from keepsight.runtime.state import Needs, State, context_of, positions_of, prefill, read
+from keepsight.runtime.state import Needs, State, positions_of, prefill, read
 
 _ROWS_AT_ONCE = 1024  # bounds the memory of a long prompt's mask and hidden layer
 

@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
+from keepsight.models.decoder import context_of
 from keepsight.runtime.allocate import Budget
 from keepsight.runtime.generate import Method
 from keepsight.runtime.images import Images
-from keepsight.runtime.state import Needs, State, context_of, prefill
+from keepsight.runtime.state import Needs, State, prefill
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
-from keepsight.models.decoder import full_attention_layers
+from keepsight.models.decoder import context_of, full_attention_layers
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
 from keepsight.runtime import registry
 from keepsight.runtime.allocate import Allocation, Budget, Uniform
@@ -24,7 +24,7 @@ from keepsight.runtime.images import Images
 from keepsight.runtime.importance import observed_attention
 from keepsight.runtime.observe import recorded_queries
 from keepsight.runtime.prompt_compression.method import ShortenPrompt, pad_left, unpadded
-from keepsight.runtime.state import Needs, State, context_of, prefill
+from keepsight.runtime.state import Needs, State, prefill
 
 
 def select_tokens(

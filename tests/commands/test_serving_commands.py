@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from keepsight.files import write_lines, write_text
+from keepsight.files import from_json, write_lines, write_text
 from keepsight.serving.prefix import PrefixStore
 from tests.commands.commands import CommandLine
 
@@ -37,12 +37,17 @@ def test_a_prefix_is_read_once_and_found_again(keepsight: CommandLine, monkeypat
     assert ids(keepsight(*given)) == [name]
 
 
-def test_bad_documents_are_skipped_and_counted(keepsight: CommandLine) -> None:
+def test_bad_documents_are_skipped_and_counted(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     write_lines(Path("docs.jsonl"), [{"text": f"{number} {LONG}"} for number in range(2)] + [{"no": 1}, {"text": "a"}])
     given = ("prefix", *TINY, "documents=docs.jsonl", "out=prefixes", "page=32")
     printed = keepsight(*given, "method=adakv")
     assert len({*ids(printed)}) == 2 and printed.endswith("2 prefixes in prefixes, 2 rows skipped\n")
     assert PrefixStore("prefixes").header(ids(printed)[0]).page == 32
+    assert len([*Path("prefixes").glob("*.safetensors")]) == 2, "nothing of a text that cannot hold an id"
+    read = list[bytes]()
+    monkeypatch.setattr("keepsight.commands.prefix.from_json", lambda line, *_: read.append(line) or from_json(line))
+    assert keepsight(*given, "method=adakv") == printed
+    assert len(read) == 4 + 2, "each line of the index once, not once for each document"
     assert "expected a text" in keepsight.fails(*given, "method=adakv", "skip=0")
     assert "page=32" in keepsight.fails(*given, "method=adakv", "page=0")
     assert "one of them" in keepsight.fails("prefix", *TINY, "out=prefixes")

@@ -8,12 +8,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from keepsight.errors import UserError
-from keepsight.models.decoder import require_supported
+from keepsight.models.decoder import context_of, require_supported
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods.drafts import DapQ
 from keepsight.runtime.methods.window import SnapKV
 from keepsight.runtime.prompt_compression.text import Truncation
-from keepsight.runtime.state import context_of
 from tests.families import fresh_model
 from tests.tiny import prompt_ids, tiny_model
 

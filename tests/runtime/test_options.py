@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,11 @@ def test_stop_strings_end_an_answer() -> None:
     stop = tokenizer.decode(whole[0, 2])
     expected = model.generate(IDS, stop_strings=[stop], tokenizer=tokenizer, **GREEDY)[:, IDS.shape[1] :]
     assert expected.shape[1] < 6 or str(stop) not in str(tokenizer.decode(expected[0]))
-    found = generate(model, IDS, method, stop_strings=[stop], tokenizer=tokenizer, **GREEDY)
-    assert torch.equal(found, whole[:, :3])
+    given: dict[str, Any] = {"stop_strings": [stop], "tokenizer": tokenizer, **GREEDY}
+    assert torch.equal(generate(model, IDS, method, **given), whole[:, :3])
+    both = model.generate(IDS, custom_generate=method, **given)
+    assert torch.equal(both[:, IDS.shape[1] :], whole[:, :3])
+    assert next(iter(signature(SnapKV).parameters)) == "budget", "a class is called as its fields say"
     said = Conversation(model, method).say(IDS, stop_strings=stop, tokenizer=tokenizer, **GREEDY)
     assert torch.equal(said, whole[:, :3])
 

@@ -62,8 +62,7 @@ def _attention(model, ids):
         model(ids, recorder=lambda _, query, key, softmax, *__: seen.append((query[0], key[0], softmax.scaling)))
     result = []
     for query, key, scaling in seen:
-        if key.dtype == torch.float16:
-            query, key = query.float(), key.float()
+        query, key = query.float(), key.float()
         heads, length, _ = query.shape
         weights = torch.zeros(heads, length, length)
         for head in range(heads):

@@ -1,6 +1,8 @@
 """The benchmark on a GPU, as far as a CPU goes: arithmetic against real states, resuming, what a dry run says."""
 
 import csv
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,3 +149,13 @@ def test_a_dry_run_has_a_line_for_every_row(tmp_path: Path, capsys: pytest.Captu
     assert all("- / " in line for line in rows) and not (tmp_path / "none.csv").exists()
     assert any("14.96 GiB of weights, 131072 bytes of KV entries a token" in line for line in printed)
     assert main(["--dry", "--card", "abacus"]) == 2
+
+
+@pytest.mark.slow  # imports everything anew
+def test_a_bare_machine_has_all_that_the_benchmark_and_its_tests_import() -> None:
+    """docs/performance.md: torch, transformers, accelerate, peft, triton, pydantic and pytest."""
+    lacks = ("datasets", "hydra", "hypothesis", "matplotlib", "omegaconf", "pandas", "pyarrow", "scipy", "tensorboard")
+    code = f"import sys\nsys.modules |= dict.fromkeys({lacks})\nimport keepsight.eval.bench.gpu, tests.conftest"
+    code += "\nimport tests.gpu.test_kernels, tests.gpu.test_methods"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
