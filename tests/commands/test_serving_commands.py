@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -45,7 +46,12 @@ def test_bad_documents_are_skipped_and_counted(keepsight: CommandLine, monkeypat
     assert PrefixStore("prefixes").header(ids(printed)[0]).page == 32
     assert len([*Path("prefixes").glob("*.safetensors")]) == 2, "nothing of a text that cannot hold an id"
     read = list[bytes]()
-    monkeypatch.setattr("keepsight.commands.prefix.from_json", lambda line, *_: read.append(line) or from_json(line))
+
+    def counted(line: bytes, *_: Any) -> Any:
+        read.append(line)
+        return from_json(line)
+
+    monkeypatch.setattr("keepsight.commands.prefix.from_json", counted)
     assert keepsight(*given, "method=adakv") == printed
     assert len(read) == 4 + 2, "each line of the index once, not once for each document"
     assert "expected a text" in keepsight.fails(*given, "method=adakv", "skip=0")
