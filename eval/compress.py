@@ -141,7 +141,7 @@ class SharedPrompt:
             return Compressed(self.state, Seconds(prefill=self.seconds, select=since(start)), kept)
         chosen = method.tokens_to_read(self.model, self.state.tokens[0], images)
         if chosen is None:
-            state = method.start(self.model, self.state.tokens)
+            state = method.start(self.model, self.state.tokens, images=images)
             return Compressed(state, Seconds(prefill=since(start)), None)
         drafting, start = since(start), time.perf_counter()
         images = images and images.shortened(self.model, self.state.tokens, chosen)

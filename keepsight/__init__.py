@@ -46,6 +46,7 @@ __all__ = [
     "ExpectedAdaKV",
     "ExpectedAttention",
     "FastKVzip",
+    "FastV",
     "FullCache",
     "InfLLM",
     "KVgrad",

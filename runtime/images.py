@@ -95,6 +95,20 @@ class Images:
         positions: Tensor = inner.get_rope_index(input_ids, attention_mask=mask, **named)[0]
         return positions
 
+    def places_in(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+        """[B, N] bool, which of the prompts' tokens are those of images.
+
+        Raises:
+            UserError: neither the processor nor the model's configuration says so.
+        """
+        for name in ("mm_token_type_ids", "token_type_ids"):
+            if name in self.inputs:
+                kinds: Tensor = self.inputs[name]
+                return kinds.bool()
+        if (token := getattr(model.config, "image_token_id", None)) is None:
+            raise UserError("mm_token_type_ids, which say where images are, are missing; give all the processor made")
+        return input_ids == token
+
     def require_read_by(self, model: PreTrainedModel) -> None:
         """Refuse models that would silently ignore the images.
 

@@ -16,6 +16,7 @@ from keepsight.runtime.methods.drafts import Oracle as Oracle
 from keepsight.runtime.methods.expected import ExpectedAdaKV as ExpectedAdaKV
 from keepsight.runtime.methods.expected import ExpectedAttention as ExpectedAttention
 from keepsight.runtime.methods.expected import TriAttention as TriAttention
+from keepsight.runtime.methods.fastv import FastV as FastV
 from keepsight.runtime.methods.geometry import CurDKV as CurDKV
 from keepsight.runtime.methods.geometry import KeyDiff as KeyDiff
 from keepsight.runtime.methods.laq import LAQ as LAQ

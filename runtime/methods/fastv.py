@@ -1,0 +1,144 @@
+"""FastV (arXiv 2403.06764): tokens of images that receive little attention leave the prefill after a few layers."""
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from typing_extensions import override
+
+from keepsight.errors import UserError, require_whole
+from keepsight.models.decoder import FULL, decoder_of, layer_kinds
+from keepsight.runtime import registry
+from keepsight.runtime.allocate import Budget
+from keepsight.runtime.generate import Method
+from keepsight.runtime.images import Images
+from keepsight.runtime.importance import top_mask
+from keepsight.runtime.layer import KeptLayer
+from keepsight.runtime.observe import window_attention
+from keepsight.runtime.state import Needs, State, prefill
+
+
+@registry.method("fastv", label="FastV")
+@dataclass(frozen=True)
+class FastV(Method):
+    """Leaves out, from a layer on, the tokens of images that the prompt's last token attends to least (section 4.1).
+
+    Their hidden states go no further, so that the layers from there on compute less and hold fewer entries; those
+    before keep all. Tokens stay at their positions. Only those of images are chosen from, once (the form with a cache).
+
+    Attributes:
+        budget: Tokens of the prompt's images that stay, or their share, 1 - R in the paper.
+        layer: K: the number of layers that read all tokens; the attention of the last of them ranks.
+    """
+
+    budget: int | float
+    layer: int = 2
+    reads_images = True
+
+    def __post_init__(self) -> None:
+        Budget(self.budget, "image tokens").check("FastV")
+        require_whole("FastV", 1, layer=self.layer)
+
+    @override
+    def start(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        *,
+        chunk: int | None = None,
+        images: Images | None = None,
+    ) -> State:
+        if images is None:
+            raise UserError("FastV leaves out tokens of images, and there is none; for text take one such as SnapKV")
+        if len(input_ids) != 1:
+            raise UserError("FastV: other tokens stay in each prompt; give one prompt at a time")
+        self._require_layers(model)
+        of_images = images.places_in(model, input_ids)[0]
+        stays = Budget(self.budget).entries(int(of_images.sum()))
+        if stays >= int(of_images.sum()):
+            return prefill(model, input_ids, mask, chunk=chunk, needs=Needs(), images=images)
+        pruning = _Pruning(self.layer, stays, of_images)
+        with pruning.attached(model):
+            state = prefill(
+                model, input_ids, mask, chunk=chunk, needs=Needs(window=1), after_layer=pruning.after, images=images
+            )
+        return state.unrecorded()
+
+    def _require_layers(self, model: PreTrainedModel) -> None:
+        kinds = layer_kinds(model.config)
+        if {*kinds} != {FULL}:
+            raise UserError(f"FastV: {model.config.model_type} has layers of a bounded cache, which cannot miss tokens")
+        if self.layer >= len(kinds):
+            raise UserError(f"FastV: layer {self.layer} must be below the model's {len(kinds)} layers")
+        if getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None):
+            raise UserError(f"FastV: {model.config.model_type} reads its images in several layers; take SnapKV")
+
+
+class _Pruning:
+    """One prefill that tokens leave.
+
+    Args:
+        layer: The first layer that they do not reach.
+        stays: How many tokens of images stay.
+        of_images: [N] bool, which tokens are those of images.
+    """
+
+    def __init__(self, layer: int, stays: int, of_images: Tensor) -> None:
+        self._layer, self._stays, self._of_images = layer, stays, of_images
+        self._kept = of_images  # [C] int64, once they are chosen
+
+    def attached(self, model: PreTrainedModel) -> ExitStack:
+        """Hooks that cut what the layers from the first one on are given; they come off at the end."""
+        hooks, layers = ExitStack(), decoder_of(model).layers
+        for index in range(self._layer, len(layers)):
+            hook = layers[index].register_forward_pre_hook(self._cutting(index == self._layer), with_kwargs=True)
+            hooks.callback(hook.remove)
+        return hooks
+
+    def after(self, cache: Cache, place: int, layer: KeptLayer) -> KeptLayer:
+        """Chooses after the last layer that reads all; those that follow hold fewer entries than they have seen."""
+        if place == self._layer - 1:
+            attention = window_attention(layer, 1, "mean")[0].mean(dim=0)
+            images = self._of_images.to(attention.device)
+            top = top_mask(attention.masked_fill(~images, -torch.inf), self._stays)
+            self._kept = (top | ~images).nonzero()[:, 0]
+        if place < self._layer:
+            return layer
+        real = torch.ones(layer.keys.shape[:3], dtype=torch.bool, device=layer.keys.device)
+        cut = KeptLayer(layer.keys, layer.values, len(self._of_images), real)
+        cut.recorded, cut.output_weight = layer.recorded, layer.output_weight
+        return cut
+
+    def _cutting(self, first: bool) -> Callable[..., Any]:
+        mine = threading.get_ident()
+
+        def cut(module: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            if threading.get_ident() != mine:  # another thread may use the model
+                return None
+            kept, given = self._kept, dict(named)
+            if first and inputs:
+                inputs = inputs[0][:, kept], *inputs[1:]
+            elif first:
+                given["hidden_states"] = given["hidden_states"][:, kept]
+            given["attention_mask"] = _cut_mask(given.get("attention_mask"), kept)
+            given["position_embeddings"] = tuple(each[..., kept, :] for each in given["position_embeddings"])
+            given["position_ids"] = None  # read by flash attention alone, which would take the gaps for other prompts
+            return inputs, given
+
+        return cut
+
+
+def _cut_mask(mask: Any, kept: Tensor) -> Any:
+    """A model's mask for some of the tokens: [B, 1, N, N], [B, N] for flash attention, or None."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        raise UserError("FastV: flex_attention's mask cannot be cut; load the model with attention=sdpa")
+    return mask[..., kept] if mask.dim() == 2 else mask[..., kept, :][..., kept]
