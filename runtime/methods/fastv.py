@@ -111,9 +111,8 @@ class _Pruning:
             self._kept = (top | ~images).nonzero()[:, 0]
         if place < self._layer:
             return layer
-        real = torch.ones(layer.keys.shape[:3], dtype=torch.bool, device=layer.keys.device)
-        cut = KeptLayer(layer.keys, layer.values, len(self._of_images), real)
-        cut.recorded, cut.output_weight = layer.recorded, layer.output_weight
+        cut = layer.share()
+        cut.seen, cut.real = len(self._of_images), torch.ones_like(layer.keys[..., 0], dtype=torch.bool)
         return cut
 
     def _cutting(self, first: bool) -> Callable[..., Any]:
