@@ -2,14 +2,18 @@
 
 kvpress 0.5.5 needs transformers below 5.3 and keepsight 5.10 or later, so that kvpress has an environment of its own.
 `export` runs where keepsight is, with the keys of the evaluation, and adds to its `out` a folder `kvpress`: the model's
-weights and, for each sample, the prompt and the full cache's answer. `measure` knows nothing of keepsight:
+weights and, for each sample, the prompt, the question that follows it with `question=unseen`, and the full cache's
+answer. `measure` knows nothing of keepsight:
 
     python docs/kvpress_results.py export out=runs/real tasks=[jsonl] jsonl.dir=DIR ...  # as keepsight eval was given
 
     python -m venv runs/kvpress && runs/kvpress/bin/pip install kvpress==0.5.5
     runs/kvpress/bin/python docs/kvpress_results.py measure runs/real/kvpress 64 128 256
+
+KVzip and KVgrad take several prefills a sample; `measure` leaves them out unless its last argument is `all`.
 """
 
+import copy
 import json
 import random
 import sys
@@ -28,11 +32,12 @@ NEEDLE_TOKENS = 16
 
 
 def export(keys: list[str]) -> None:
-    """Write `model/`, and `samples.jsonl` with {task, length, prompt, answer, needle} a line, ids of tokens."""
+    """Write `model/`, and `samples.jsonl` with {task, length, needle} and the ids of prompt, question and answer."""
     from keepsight.commands.eval import Config, samples_of
     from keepsight.commands.from_recipe import target_of
     from keepsight.commands.parse import parse
     from keepsight.eval.results import FULL
+    from keepsight.eval.tasks.samples import render_apart
 
     config = parse(Config, keys)
     target, out = target_of(config), Path(config.out) / "kvpress"
@@ -52,57 +57,96 @@ def export(keys: list[str]) -> None:
             answer.append(target.end_tokens[0])  # the text does not show it
         needle = sample.references[0] if sample.task == "niah_single" else None
         row = {"task": sample.task, "length": sample.length, "answer": answer, "needle": needle}
-        rows.append(json.dumps(row | {"prompt": sample.prompt_ids.tolist()}) + "\n")
+        asked = sample if config.question == "seen" else render_apart(sample, target.tokenizer)
+        ids = {"prompt": asked.prompt_ids.tolist(), "question": asked.question_ids.tolist()}
+        rows.append(json.dumps(row | ids) + "\n")
     (out / "samples.jsonl").write_text("".join(rows), "utf-8")
 
 
-def measure(folder: Path, budgets: list[int]) -> Iterator[dict[str, Any]]:
-    """For each sample, what each press gives at each budget."""
-    from kvpress import ExpectedAttentionPress, SnapKVPress, TOVAPress
+def measure(folder: Path, budgets: list[int], slow: bool) -> Iterator[dict[str, Any]]:
+    """For each sample, what each press gives at each budget; with `slow`, KVzip and KVgrad as well."""
+    import kvpress
     from kvpress.presses.base_press import BasePress
 
-    class Presses(BasePress):
-        """All from one prefill: for each budget a cache with a row for each press; the full cache stays as it is."""
+    def snapkv(ratio: float) -> Any:
+        return kvpress.SnapKVPress(ratio, 32, 3)
 
-        def __init__(self, length: int) -> None:
-            # Half an entry more, so that rounding down the kept share gives the budget.
-            ratios = [max(1 - (budget + 0.5) / length, 0.0) for budget in budgets]
-            self.presses = [[kind(ratio) for kind in kinds.values()] for ratio in ratios]
-            self.caches = [DynamicCache() for _ in budgets]
+    def expected(ratio: float) -> Any:
+        return kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(ratio, epsilon=1e-2))
+
+    kinds: dict[str, Any] = {
+        "SnapKVPress": kvpress.SnapKVPress,
+        "SnapKVPress(window_size=32, kernel_size=3)": snapkv,
+        "CriticalKVPress of it": lambda ratio: kvpress.CriticalKVPress(snapkv(ratio)),
+        "KeyDiffPress": kvpress.KeyDiffPress,
+        "TOVAPress": kvpress.TOVAPress,
+        "ExpectedAttentionPress": kvpress.ExpectedAttentionPress,
+        "AdaKVPress of it, epsilon 0.01": expected,
+    }
+
+    class Presses(BasePress):
+        """All from one prefill: for each press and budget a cache, and the entries in it that are masked by layer."""
+
+        def __init__(self, ratios: list[float]) -> None:
+            self.presses = {(name, place): kind(r) for name, kind in kinds.items() for place, r in enumerate(ratios)}
+            self.caches = {key: DynamicCache() for key in self.presses}
+            self.masked: dict[tuple[str, int], list[Any]] = {key: [] for key in self.presses}
 
         def compress(self, module, hidden_states, keys, values, attentions, kwargs):
-            for presses, cache in zip(self.presses, self.caches, strict=True):
-                kept = [press.compress(module, hidden_states, keys, values, attentions, kwargs) for press in presses]
-                cache.update(*map(torch.cat, zip(*kept, strict=True)), module.layer_idx)
+            for key, press in self.presses.items():
+                module.masked_key_indices = None
+                kept = press.compress(module, hidden_states, keys, values, attentions, kwargs)
+                self.caches[key].update(*kept, module.layer_idx)
+                self.masked[key].append(module.masked_key_indices)
+            module.masked_key_indices = None
             return keys, values
 
-    kinds = {
-        "SnapKVPress": SnapKVPress,
-        "SnapKVPress(window_size=32, kernel_size=3)": lambda ratio: SnapKVPress(ratio, 32, 3),
-        "TOVAPress": TOVAPress,
-        "ExpectedAttentionPress": ExpectedAttentionPress,
-    }
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="auto").eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    def replaying(kind: Any, prompt: Tensor, ratios: list[float]) -> tuple[DynamicCache, list[list[Any]]]:
+        """The whole cache, and what a press that repeats the prompt masks in it at each ratio."""
+        masked, cache = [], DynamicCache()
+
+        class AtRatios(kind):  # type: ignore[misc]
+            def compress_post(self, model: PreTrainedModel) -> None:
+                for self.compression_ratio in ratios:
+                    super().compress_post(model)
+                    masked.append([layer.self_attn.masked_key_indices for layer in model.model.layers])
+
+        with AtRatios(max(ratios))(model):
+            model(prompt, past_key_values=cache, logits_to_keep=1)
+        cache.crop(prompt.shape[1])
+        return cache, masked
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="auto").eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "model")
     for sample in map(json.loads, (folder / "samples.jsonl").read_text("utf-8").splitlines()):
-        prompt, answer = torch.tensor([sample["prompt"]]), torch.tensor([sample["answer"]])
+        prompt, asked, answer = (torch.tensor([sample[part]]).long() for part in ("prompt", "question", "answer"))
         length, full = prompt.shape[1], DynamicCache()
-        presses = Presses(length)
+        # Half an entry more, so that rounding down the kept share gives the budget.
+        ratios = [max(1 - (budget + 0.5) / length, 0.0) for budget in budgets]
+        presses = Presses(ratios)
         with presses(model):
             first = model(prompt, past_key_values=full, logits_to_keep=1).logits.float()
-        whole, agreed = likelihood(model, full, first, length, answer)
-        for budget, cache in zip(budgets, presses.caches, strict=True):
-            assert cache.get_seq_length() == min(budget, length)
-            rows = first.expand(len(kinds), -1, -1)
-            excess = likelihood(model, cache, rows, length, answer.expand(len(kinds), -1))[0] - whole
-            found: list[bool | None] = [None] * len(kinds)
+        found = {key: (presses.caches[key], presses.masked[key]) for key in presses.presses}
+        for kind in (kvpress.KVzipPress, kvpress.KVgradPress) if slow else ():
+            cache, masked = replaying(kind, prompt, ratios)
+            found |= {(kind.__name__, place): (copy.deepcopy(cache), each) for place, each in enumerate(masked)}
+        mask(model, [None] * len(model.model.layers))
+        whole, agreed = likelihood(model, full, first, length, asked, answer)
+        for (name, place), (cache, masked) in found.items():
+            mask(model, masked)
+            excess = likelihood(model, cache, first, length, asked, answer)[0] - whole
+            needle = None
             if sample["needle"]:
-                cache.crop(min(budget, length))
-                ids = greedy(model, cache, rows, length)
-                found = [sample["needle"] in text for text in tokenizer.batch_decode(ids)]
-            for name, *values in zip(kinds, excess.mean(dim=1).tolist(), found, strict=True):
-                row = {"task": sample["task"], "length": sample["length"], "press": name, "budget": budget}
-                yield row | dict(zip(("excess", "found"), values, strict=True)) | {"agreement": agreed.mean().item()}
+                cache.crop(cache.get_seq_length() - asked.shape[1] - answer.shape[1] + 1)
+                needle = sample["needle"] in tokenizer.batch_decode(greedy(model, cache, first, length, asked))[0]
+            row = {"task": sample["task"], "length": sample["length"], "press": name, "budget": budgets[place]}
+            yield row | {"excess": excess.mean().item(), "found": needle, "agreement": agreed.mean().item()}
+
+
+def mask(model: Any, masked: list[Any]) -> None:
+    """Let kvpress's patched attention of each layer overlook entries: indices of rows, heads and entries, or None."""
+    for layer, each in zip(model.model.layers, masked, strict=True):
+        layer.self_attn.masked_key_indices = each
 
 
 def read(model: PreTrainedModel, cache: DynamicCache, tokens: Tensor, position: int) -> Tensor:
@@ -112,16 +156,22 @@ def read(model: PreTrainedModel, cache: DynamicCache, tokens: Tensor, position: 
 
 
 def likelihood(
-    model: PreTrainedModel, cache: DynamicCache, first: Tensor, position: int, answer: Tensor
+    model: PreTrainedModel, cache: DynamicCache, first: Tensor, position: int, question: Tensor, answer: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of answers [R, T], `first` [R, 1, V] their first tokens' logits: nats, and 1 for first choices, both [R, T]."""
-    logits = torch.cat([first, read(model, cache, answer[:, :-1], position)], dim=1)
+    """Of an answer [1, T] to a question [1, q]: nats, and 1 for first choices, both [1, T].
+
+    `first` [1, 1, V] are the logits of the prompt's last token, which choose the answer's first where q is 0.
+    """
+    logits = torch.cat([first, read(model, cache, torch.cat([question, answer[:, :-1]], dim=1), position)], dim=1)
+    logits = logits[:, question.shape[1] :]
     return cross_entropy(logits.mT, answer, reduction="none"), (logits.argmax(dim=-1) == answer).float()
 
 
-def greedy(model: PreTrainedModel, cache: DynamicCache, first: Tensor, position: int) -> Tensor:
-    """Greedy answers [R, NEEDLE_TOKENS], what a model says after their end included."""
-    ids = first.argmax(dim=-1)
+def greedy(model: PreTrainedModel, cache: DynamicCache, first: Tensor, position: int, question: Tensor) -> Tensor:
+    """Greedy answer [1, NEEDLE_TOKENS] to a question, what a model says after its end included."""
+    if question.shape[1]:
+        first = read(model, cache, question, position)[:, -1:]
+    ids, position = first.argmax(dim=-1), position + question.shape[1]
     for place in range(position, position + NEEDLE_TOKENS - 1):
         ids = torch.cat([ids, read(model, cache, ids[:, -1:], place).argmax(dim=-1)], dim=1)
     return ids
@@ -154,8 +204,8 @@ if __name__ == "__main__":
     if half == "export":
         export(given)
     else:
-        written = Path(given[0]) / "measured.jsonl"
+        written, slow = Path(given[0]) / "measured.jsonl", given[-1] == "all"
         with torch.no_grad(), written.open("w", encoding="utf-8") as stream:
-            for measured in measure(Path(given[0]), [int(budget) for budget in given[1:]]):
+            for measured in measure(Path(given[0]), [int(each) for each in given[1:] if each != "all"], slow):
                 print(json.dumps(measured), file=stream, flush=True)
         table([json.loads(line) for line in written.read_text("utf-8").splitlines()])
