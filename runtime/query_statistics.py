@@ -1,24 +1,24 @@
-"""Statistics of all queries that a layer has seen: mean, second moments and norms, as if all stood at position 0."""
+"""Statistics of all queries that a layer has seen: mean, second moments and norms, with their positions undone."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from keepsight.models.rotary import Rotation
+from keepsight.runtime.rotary import Rotary
 
 SINKS = 4
 """First tokens whose queries are left out: they are unlike all others."""
 
 
 class QueryStatistics(NamedTuple):
-    """Sums over queries, which are turned back to position 0, the position of a batch's first column.
+    """Sums over queries whose positions, counted from the first column of a batch, are undone.
 
     Attributes:
         queries: [B] float32, how many there were.
         total: [B, H, d] float32.
         squares: [B, H, d, d] float32: of the outer products of queries with themselves.
-        norms: [B, H, d] float32: of the norms of the pairs that RoPE turns.
+        norms: [B, H, d] float32: of the norms of the pairs that RoPE turns, scaled as RoPE does.
     """
 
     queries: Tensor
@@ -48,13 +48,13 @@ class QueryStatistics(NamedTuple):
 
 
 def with_queries(
-    before: QueryStatistics | None, rotation: Rotation | None, query: Tensor, first: int, mask: Tensor | None
+    before: QueryStatistics | None, rotary: Rotary, query: Tensor, first: int, mask: Tensor | None
 ) -> QueryStatistics:
     """Statistics with more queries in them.
 
     Args:
         before: The statistics so far; None for none.
-        rotation: The layer's; None where queries are not turned.
+        rotary: The layer's RoPE.
         query: [B, H, q, d], after RoPE.
         first: Column of the first of them.
         mask: [B, M] bool, False for padding, its last q columns those of the queries; None for none.
@@ -64,13 +64,8 @@ def with_queries(
     if mask is not None:
         mask = mask.to(query.device)
         counted = (mask & (mask.long().cumsum(dim=1) > SINKS))[:, -query.shape[2] :]
-    turned = query.float()
-    norms = torch.zeros_like(turned)
-    if rotation is not None:
-        cosines, sines = rotation.angles(columns)
-        turned = rotation.turned(turned, cosines, -sines)
-        norms = rotation.pair_norms(turned)
+    plain, norms = rotary.undone(query.float(), columns[None]), rotary.pair_norms(query.float())
     weights = counted[:, None, :, None].float()
-    weighted = turned * weights
-    sums = [counted.sum(dim=1).float(), weighted.sum(dim=2), weighted.mT @ turned, (norms * weights).sum(dim=2)]
+    weighted = plain * weights
+    sums = [counted.sum(dim=1).float(), weighted.sum(dim=2), weighted.mT @ plain, (norms * weights).sum(dim=2)]
     return QueryStatistics(*sums if before is None else map(torch.add, before, sums))

@@ -1,13 +1,14 @@
-"""Rotary position embeddings of a base model (RoPE), undone on keys and queries that were cached, and applied anew."""
+"""Rotary position embeddings of a base model (RoPE), undone on queries and keys that were cached, and applied anew."""
 
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
-from keepsight.models.decoder import FULL, decoder_of, has_latents, layer_kinds
+from keepsight.models.decoder import FULL, attention_of, decoder_of, has_latents, layer_kinds
 
 _BY_LENGTH = ("dynamic", "longrope")
 """Kinds of RoPE whose angles follow the length of what is read."""
@@ -19,20 +20,23 @@ class Rotary:
     Args:
         model: The base model.
         index: Index of the layer among all of the decoder's.
+        latent: Whether heads may be those that are expanded from latents (MLA), whose last dimensions are turned.
 
     Raises:
         UserError: the model's latents, or angles that follow the prompt's length, cannot be undone.
     """
 
-    def __init__(self, model: PreTrainedModel, index: int) -> None:
+    def __init__(self, model: PreTrainedModel, index: int, *, latent: bool = False) -> None:
         decoder, config = decoder_of(model), model.config.get_text_config(decoder=True)
-        attention = getattr(decoder.layers[index], "self_attn", None)
+        attention: Any = attention_of(model, index)
         parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
         kind = (parameters.get(FULL) or parameters).get("rope_type")
         self._embedding: Any = getattr(decoder, "rotary_emb", None) if getattr(attention, "use_rope", True) else None
         self._kind = [layer_kinds(model.config)[index]] if hasattr(self._embedding, "layer_types") else []
         self._apply: Any = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-        if has_latents(model) or kind in _BY_LENGTH or (self._embedding is not None and self._apply is None):
+        self._latent = has_latents(model)
+        unknown = (self._latent and not latent) or (self._embedding is not None and self._apply is None)
+        if kind in _BY_LENGTH or unknown:
             reason = f"its rope_type is {kind}" if kind in _BY_LENGTH else "its heads are turned in a way of their own"
             raise UserError(
                 f"positions in cached keys of {config.model_type} cannot be undone: {reason}; take a method that "
@@ -41,18 +45,34 @@ class Rotary:
 
     def turned(self, heads: Tensor, positions: Tensor) -> Tensor:
         """Heads [B, h, n, d] float32 without positions -> at positions [B or 1, n]."""
-        return self._turned(heads, positions, back=False)
+        return heads if self._embedding is None else self._by(heads, *self._embedding(heads, positions, *self._kind))
 
     def undone(self, heads: Tensor, positions: Tensor) -> Tensor:
         """Heads [B, h, n, d] float32 at positions [B or 1, n] -> without."""
-        return self._turned(heads, positions, back=True)
-
-    def _turned(self, heads: Tensor, positions: Tensor, *, back: bool) -> Tensor:
         if self._embedding is None:
             return heads
         cos, sin = self._embedding(heads, positions, *self._kind)
-        if back:
-            scale = cos**2 + sin**2  # of YaRN's attention factor
-            cos, sin = cos / scale, -sin / scale
-        turned: Tensor = self._apply(heads, heads[:, :0], cos, sin)[0]
-        return turned
+        scale = cos**2 + sin**2  # of YaRN's attention factor
+        return self._by(heads, cos / scale, -sin / scale)
+
+    def spread(self, heads: Tensor, positions: Tensor) -> Tensor:
+        """Heads [B, h, n, d] float32 without positions -> the mean of each over positions [m]."""
+        if self._embedding is None:
+            return heads
+        cos, sin = self._embedding(heads, positions[None], *self._kind)
+        return self._by(heads, cos.mean(dim=1, keepdim=True), sin.mean(dim=1, keepdim=True))
+
+    def pair_norms(self, heads: Tensor) -> Tensor:
+        """The norm of the pair that each dimension is turned in, [B, h, n, d]; 0 for those that are not turned."""
+        if self._embedding is None:
+            return torch.zeros_like(heads)
+        cos, sin = self._embedding(heads, torch.zeros(1, 1, dtype=torch.long, device=heads.device), *self._kind)
+        quarter = torch.zeros_like(cos), torch.ones_like(sin)
+        ramp = torch.arange(1.0, heads.shape[-1] + 1, device=heads.device)[None, None, None]
+        return torch.hypot(heads, self._by(heads, *quarter)) * (self._by(ramp, *quarter) != ramp)
+
+    def _by(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Heads turned by cosines and sines [B or 1, n or 1, r]."""
+        fixed = heads[..., : heads.shape[-1] - cos.shape[-1]] if self._latent else heads[..., :0]
+        moved = heads[..., fixed.shape[-1] :]
+        return torch.cat([fixed, self._apply(moved, moved[:, :0], cos, sin)[0]], dim=-1)

@@ -24,7 +24,6 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import has_latents, require_supported
-from keepsight.models.rotary import rotation_of
 from keepsight.models.scorers import Scorer
 from keepsight.runtime.attention import Reader, Softmax, is_bounded, run
 from keepsight.runtime.features import RecordFeatures, WatchInputs
@@ -33,6 +32,7 @@ from keepsight.runtime.importance import observed_attention, seen_ahead
 from keepsight.runtime.latents import expansions
 from keepsight.runtime.layer import KeptLayer, LayerEntries, Recorded
 from keepsight.runtime.query_statistics import QueryStatistics, with_queries
+from keepsight.runtime.rotary import Rotary
 
 AfterLayer = Callable[[Cache, int, KeptLayer], KeptLayer]
 """Gives the layer to go on with in place of one that has been read, from the cache that it belongs to, and its place
@@ -252,7 +252,7 @@ class Recorder:
     def _statistics(self, layer: KeptLayer, before: QueryStatistics | None, query: Tensor) -> QueryStatistics:
         assert layer.origin is not None
         first = layer.seen - query.shape[2]
-        return with_queries(before, rotation_of(*layer.origin), query, first, self.mask)
+        return with_queries(before, Rotary(*layer.origin, latent=True), query, first, self.mask)
 
     def _accumulated(
         self, before: Tensor | None, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None

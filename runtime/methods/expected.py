@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
-from keepsight.models.rotary import Rotation, rotation_of
 from keepsight.runtime import registry
 from keepsight.runtime.allocate import Adaptive, Allocation
 from keepsight.runtime.evict import Evict
@@ -20,6 +19,7 @@ from keepsight.runtime.importance import NO_POOL, Pool, Reduce, reduce_group
 from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.observe import LayerObserver, Observer
 from keepsight.runtime.query_statistics import QueryStatistics
+from keepsight.runtime.rotary import Rotary
 from keepsight.runtime.state import Needs, State
 
 _OFFSETS = [2**power for power in range(17)]
@@ -34,17 +34,9 @@ def _statistics(layer: KeptLayer) -> QueryStatistics:
     return layer.recorded.statistics
 
 
-def _turned(rotation: Rotation | None, vectors: Tensor, positions: Tensor) -> Tensor:
-    """Vectors [B, H, n, d] turned by the mean of the rotations by some positions."""
-    if rotation is None:
-        return vectors
-    cosines, sines = (each.mean(dim=1, keepdim=True) for each in rotation.angles(positions))
-    return rotation.turned(vectors, cosines, sines)
-
-
-def _rotation(layer: KeptLayer) -> Rotation | None:
+def _rotary(layer: KeptLayer) -> Rotary:
     assert layer.origin is not None
-    return rotation_of(*layer.origin)
+    return Rotary(*layer.origin, latent=True)
 
 
 @registry.observer("expected_queries")
@@ -77,15 +69,15 @@ class ExpectedQueries(LayerObserver):
 
     @override
     def score(self, layer: KeptLayer, reduction: str) -> Tensor:
-        statistics, rotation = _statistics(layer), _rotation(layer)
+        statistics, rotary = _statistics(layer), _rotary(layer)
         keys, _, real = layer.attended()
         ahead = layer.seen + torch.arange(self.positions_ahead, device=keys.device)
-        mean, scaling = _turned(rotation, statistics.mean[:, :, None], ahead), layer.softmax.scaling
+        mean, scaling = rotary.spread(statistics.mean[:, :, None], ahead), layer.softmax.scaling
         by_kv_head = keys.float().repeat_interleave(mean.shape[1] // keys.shape[1], dim=1)
         logits = (mean * by_kv_head).sum(dim=-1) * scaling
         if self.covariance:
-            half = _turned(rotation, statistics.covariance, ahead)
-            spread = by_kv_head @ _turned(rotation, half.mT, ahead)
+            half = rotary.spread(statistics.covariance, ahead)
+            spread = by_kv_head @ rotary.spread(half.mT, ahead)
             logits = logits + (spread * by_kv_head).sum(dim=-1) * scaling**2 / 2
         real = torch.ones_like(keys[..., 0], dtype=torch.bool) if real is None else real
         counted = real & (real.long().cumsum(dim=-1) > (self.sinks or 0))
@@ -158,15 +150,16 @@ class Trigonometric(Observer):
 
     def _score(self, layer: KeptLayer) -> Tensor:
         """[B, H, C] float32."""
-        statistics, rotation = _statistics(layer), _rotation(layer)
+        statistics, rotary = _statistics(layer), _rotary(layer)
         keys, _, real = layer.attended()
         group = statistics.mean.shape[1] // keys.shape[1]
-        by_head, mean = keys.float().repeat_interleave(group, dim=1), statistics.mean[:, :, None]
+        by_head = keys.float().repeat_interleave(group, dim=1)
         ahead = layer.seen + torch.tensor(_OFFSETS, device=keys.device)
-        scores = (_turned(rotation, mean, ahead) * by_head).sum(dim=-1)
-        if rotation is not None:  # both dimensions of a pair have its norm
-            beyond = statistics.mean_norms[:, :, None] - rotation.pair_norms(mean)
-            scores = scores + (beyond * rotation.pair_norms(by_head)).sum(dim=-1) / 2
+        mean = statistics.mean[:, :, None]
+        of_mean = rotary.pair_norms(rotary.spread(mean, ahead[:1]))
+        beyond = statistics.mean_norms[:, :, None] - of_mean
+        both = (beyond * rotary.pair_norms(by_head)).sum(dim=-1)  # the two dimensions of each pair
+        scores = (rotary.spread(mean, ahead) * by_head).sum(dim=-1) + both / 2
         marks = torch.ones_like(keys[..., 0]) if real is None else real.expand_as(keys[..., 0]).float()
         marks = marks.repeat_interleave(group, dim=1)
         count = marks.sum(dim=-1, keepdim=True).clamp(min=1)
