@@ -4,6 +4,7 @@ The sparse prefill's mask: a query sees its KV head's *vertical columns*, select
 most recent keys, counted from the start of its block of 64 queries.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -66,7 +67,7 @@ def sparse_attention(query: Tensor, key: Tensor, value: Tensor, columns: Tensor,
 def by_blocks(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: int, softmax: Softmax) -> Tensor:
     """`sparse_attention`, 64 queries at a time over nothing but their band and the columns before it."""
     length = query.shape[2]
-    first_keys, first_values = _at_columns(key, columns), _at_columns(value, columns)
+    first_keys, first_values = at_columns(key, columns), at_columns(value, columns)
     blocks = []
     for start in range(0, length, BLOCK):
         end, left = min(start + BLOCK, length), max(start - band, 0)
@@ -93,7 +94,7 @@ def by_flex(
     skipped; left among the other keys, hardly any block of the prompt would be without one.
     """
     mask = block_mask(columns, query.shape[1], query.shape[2], band)
-    keys, values = (torch.cat([_at_columns(each, columns), each], dim=2) for each in (key, value))
+    keys, values = (torch.cat([at_columns(each, columns), each], dim=2) for each in (key, value))
     output: Tensor = flex(query, keys, values, block_mask=mask, scale=scaling, enable_gqa=True)
     return output.transpose(1, 2).contiguous()
 
@@ -127,7 +128,8 @@ def block_mask(columns: Tensor, heads: int, length: int, band: int) -> BlockMask
     )
 
 
-def _at_columns(tensor: Tensor, columns: Tensor) -> Tensor:
+def at_columns(tensor: Tensor, columns: Tensor) -> Tensor:
+    """Keys or values [B, K, N, d] at columns [B, K, V] int64 -> [B, K, V, d]."""
     return tensor.gather(2, columns[..., None].expand(-1, -1, -1, tensor.shape[-1]))
 
 
@@ -141,28 +143,32 @@ Score = Callable[[Tensor, Tensor, Softmax], Tensor]
 and its softmax."""
 
 
-@as_options
-@dataclass(frozen=True)
-class SparsePrefill:
-    """How a long prompt is read (SpecKV, section 4.2 and table 8).
+class SparsePattern(ABC):
+    """How a long prompt is read: which keys each query sees."""
 
-    Attributes:
-        vertical: Number of columns that every query of a KV head sees, selected by importance.
-        band: Number of most recent keys that a query sees; a multiple of 64.
-    """
+    @property
+    @abstractmethod
+    def longest_dense(self) -> int:
+        """The most tokens, of a prompt and its draft together, that are read densely."""
 
-    vertical: int = 2048
-    band: int = 2048
+    @abstractmethod
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, *, length: int, importance: Tensor
+    ) -> Tensor:
+        """Attention [B, N + L, H, d] in one layer.
 
-    def __post_init__(self) -> None:
-        require_whole("sparse prefill", 1, vertical=self.vertical)
-        require_whole("sparse prefill", band=self.band)
-        if self.band < BLOCK or self.band % BLOCK:
-            raise UserError(f"sparse prefill: band {self.band!r} must be a multiple of {BLOCK}, at least {BLOCK}")
+        Args:
+            query: [B, H, N + L, d].
+            key: [B, K, N + L, d].
+            value: [B, K, N + L, d].
+            softmax: The layer's.
+            length: Length of the prompt, N; the others are tokens of the draft.
+            importance: [B, K, n] float32, of the prompt's entries before the observation window.
+        """
 
     def active(self, length: int) -> bool:
         """Whether a prompt and its draft, `length` tokens together, are read sparsely."""
-        return length > self.vertical + self.band
+        return length > self.longest_dense
 
     @torch.no_grad()
     def __call__(
@@ -195,6 +201,38 @@ class SparsePrefill:
         return state, [layer.importance for layer in layers]
 
 
+@as_options
+@dataclass(frozen=True)
+class SparsePrefill(SparsePattern):
+    """Columns that SpecKV finds important, and a band (SpecKV, section 4.2 and table 8).
+
+    Attributes:
+        vertical: Number of columns that every query of a KV head sees, selected by importance.
+        band: Number of most recent keys that a query sees; a multiple of 64.
+    """
+
+    vertical: int = 2048
+    band: int = 2048
+
+    def __post_init__(self) -> None:
+        require_whole("sparse prefill", 1, vertical=self.vertical)
+        require_whole("sparse prefill", band=self.band)
+        if self.band < BLOCK or self.band % BLOCK:
+            raise UserError(f"sparse prefill: band {self.band!r} must be a multiple of {BLOCK}, at least {BLOCK}")
+
+    @property
+    @override
+    def longest_dense(self) -> int:
+        return self.vertical + self.band
+
+    @override
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, *, length: int, importance: Tensor
+    ) -> Tensor:
+        columns = top_indices(importance, min(self.vertical, importance.shape[2]))
+        return sparse_attention(query, key, value, columns.sort(dim=-1).values, self.band, softmax)
+
+
 class _SparseLayer(DynamicLayer, OwnAttention):
     """A layer of the pass, which scores its entries, `importance` [B, K, N], and attends to some of them."""
 
@@ -203,7 +241,7 @@ class _SparseLayer(DynamicLayer, OwnAttention):
     importance: Tensor
     recorded: Recorded
 
-    def __init__(self, sparse: SparsePrefill, score: Score, length: int, candidates: int, window: int) -> None:
+    def __init__(self, sparse: SparsePattern, score: Score, length: int, candidates: int, window: int) -> None:
         super().__init__()
         self.sparse, self.score = sparse, score
         self.length, self.candidates, self.window = length, candidates, window
@@ -213,8 +251,8 @@ class _SparseLayer(DynamicLayer, OwnAttention):
         self.importance = self.score(query, key, softmax)
         queries = query[:, :, max(self.length - self.window, 0) : self.length].clone() if self.window else None
         self.recorded = Recorded(softmax, queries)
-        columns = top_indices(self.importance[..., : self.candidates], min(self.sparse.vertical, self.candidates))
-        return sparse_attention(query, key, value, columns.sort(dim=-1).values, self.sparse.band, softmax)
+        importance = self.importance[..., : self.candidates]
+        return self.sparse.attend(query, key, value, softmax, length=self.length, importance=importance)
 
     def first_entries(self, length: int) -> KeptLayer:
         """A layer of the first `length` entries alone."""
@@ -279,14 +317,14 @@ class SpecKV(Evict):
     (the importance of SpecKV, the allocation of AdaKV).
 
     Attributes:
-        sparse: Sparse prefill of prompts longer than its `vertical + band` tokens; None to read all prompts densely.
-            It applies to `start` alone: a prompt that `compress` is given has been read already.
+        sparse: Sparse prefill of long prompts: `SparsePrefill`, or `MInference`; None to read all prompts densely. It
+            applies to `start` alone: a prompt that `compress` is given has been read already.
     """
 
     reduce: Reduce = Reduce("max", "max")
     pool: Pool = Pool("max", 7)
     window: int = 33
-    sparse: SparsePrefill | None = None
+    sparse: SparsePattern | None = None
     reads_images = False  # the draft would not see them
 
     @override
@@ -299,10 +337,11 @@ class SpecKV(Evict):
                 "SpecKV: sparse needs an observer that is DraftObserver of a ModelDrafter, and a draft that is a "
                 "model: a draft head reads what the model has read"
             )
-        most = self.sparse.vertical + self.sparse.band
+        most = self.sparse.longest_dense
         if isinstance(self.budget, float) or self.budget > most:
             raise UserError(
-                f"SpecKV: sparse needs a budget of at most {most} entries (vertical + band), not {self.budget}"
+                f"SpecKV: sparse needs a budget of at most {most} entries (it reads as many tokens densely), not "
+                f"{self.budget}"
             )
 
     @classmethod

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keepsight.errors import UserError
+from keepsight.runtime.drafting.minference import MInference
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.drafting.speckv import ModelDrafter, SparsePrefill, SpecKV
 from keepsight.runtime.generate import Method
@@ -173,7 +174,7 @@ _KINDS: dict[str, Mapping[str, type]] = {
     "pool": {},
     "first_pool": {},
     "reduce": {},
-    "sparse": {"vertical_slash": SparsePrefill},
+    "sparse": {"vertical_slash": SparsePrefill, "minference": MInference},
     "label": {"package": Package},
     "similarity": {"cosine": Cosine},
     "relevance": {"fusion": Fusion},

@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 def run_dense(model, ids, see=None) -> Any:
     """One pass of dense attention over ids [1, S].
 
-    `see(layer, query, key)` says which keys each query sees, [K, S, S] bool; all before it by default. Returns the
+    `see(layer, query, key)` says which keys each query sees, [K or H, S, S] bool; all before it by default. Returns the
     queries and the keys of each layer, [H, S, d] and [K, S, d], and the logits [S, V].
     """
     passed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -22,7 +22,9 @@ def run_dense(model, ids, see=None) -> Any:
         if see is not None:
             visible = see(module.layer_idx, query[0], key[0])
         weights = query @ repeat_kv(key, group).transpose(2, 3) * scaling
-        weights = weights.masked_fill(~visible.repeat_interleave(group, dim=0), -torch.inf).softmax(-1)
+        weights = weights.masked_fill(
+            ~visible.repeat_interleave(len(query[0]) // len(visible), dim=0), -torch.inf
+        ).softmax(-1)
         return (weights @ repeat_kv(value, group)).transpose(1, 2).contiguous(), None
 
     AttentionInterface.register("test_dense", attend)

@@ -14,6 +14,7 @@ from keepsight.models.draft_sources import LayerSubset
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.allocate import Adaptive, Pyramid, Uniform
+from keepsight.runtime.drafting.minference import MInference
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.drafting.speckv import ModelDrafter, SparsePrefill
 from keepsight.runtime.evict import Evict
@@ -91,6 +92,11 @@ COMPOSED: dict[str, tuple[str, dict[str, Any], Method]] = {
         "speckv",
         {"observer": {"drafter": {"lookahead": 4}}, "sparse": {"name": "vertical_slash", "vertical": 96}},
         SpecKV(64, DraftObserver(ModelDrafter(DRAFT, 4), None), sparse=SparsePrefill(96)),
+    ),
+    "a prefill by its name": (
+        "speckv",
+        {"sparse": "minference"},
+        SpecKV(64, DraftObserver(ModelDrafter(DRAFT), None), sparse=MInference()),
     ),
     "all free": (
         "evict",
@@ -223,7 +229,7 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("dapq", 64, {"observer": {"drafter": {"first": "a"}}}, "observer: drafter: DapQ: first 'a' must be a whole"),
     ("laq", 16, {}, "budget 16 must be above the first_window 32"),
     ("laq", 64, {"observer": {"budget": "x"}}, "observer: LAQ: budget 'x' must be a whole number"),
-    ("speckv", 64, {"sparse": {"vertical": 9}}, "sparse: give it a name, one of vertical_slash"),
+    ("speckv", 64, {"sparse": {"vertical": 9}}, "sparse: give it a name, one of minference, vertical_slash"),
     ("specpc", 32, {}, "budget 32 must be above the window of 64"),
 ]
 

@@ -1,4 +1,4 @@
-"""SpecKV's sparse prefill against dense attention under its mask in closed form, and the kept set that follows."""
+"""SpecKV's sparse prefills against dense attention under their masks in closed form, and the kept set that follows."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from keepsight.errors import UserError
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.drafting import speckv as attention
+from keepsight.runtime.drafting.minference import MInference
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.drafting.speckv import ModelDrafter, SparsePrefill, SpecKV
 from keepsight.runtime.methods.drafts import PromptEnds
@@ -54,7 +55,26 @@ def test_attention_equals_dense_attention_under_the_mask(compute, length, count,
         assert_close(output[row].transpose(0, 1), expected)
 
 
-def reference(model, ids, draft, capacity, window, vertical=64, band=64):
+def vertical_slash(query, key, length, vertical, slash):
+    """Which keys each query sees, [H, S, S] bool, by the attention of the last 64 of a prompt's queries [H, S, d]."""
+    heads, total, width = query.shape
+    visible = torch.zeros(heads, total, total, dtype=torch.bool)
+    for head in range(heads):
+        own, by_column, by_slash = key[head // (heads // len(key))], [0.0] * length, [0.0] * length
+        for row in range(length - 64, length):
+            for place, weight in enumerate((own[: row + 1] @ query[head, row] / width**0.5).softmax(0).tolist()):
+                by_column[place] += weight
+                by_slash[row - place] += weight
+        columns = sorted(range(length), key=lambda t: (t >= 30, -by_column[t]))[:vertical]
+        slashes = sorted(range(length), key=lambda t: (t >= 100, -by_slash[t]))[:slash]
+        for start in range(0, total, 64):
+            seen = {t for distance in slashes for t in range(start - distance, start + 64 - distance)} | set(columns)
+            for row in range(start, min(start + 64, total)):
+                visible[head, row, [t for t in seen if 0 <= t <= row]] = True
+    return visible
+
+
+def reference(model, ids, draft, capacity, window, vertical=64, band=64, slash=None):
     """One dense pass under the mask, in which each layer's scores choose its columns (facts 2.3 and 3).
 
     Returns what each layer and KV head keeps of the prompt, the keys of each layer, and the logits of token N - 1.
@@ -67,6 +87,8 @@ def reference(model, ids, draft, capacity, window, vertical=64, band=64):
             observed([query[:, row] for row in rows], [range(row + 1) for row in rows], key, candidates, "max", "max")
         )
         chosen[layer] = best(importance, capacity - window)
+        if slash is not None:
+            return vertical_slash(query, key, length, vertical, slash)
         return closed_form(total, band, best(importance, min(vertical, candidates)))
 
     passed, logits = run_dense(model, torch.cat([ids, draft], dim=1), see)
@@ -94,6 +116,22 @@ def test_the_pass_equals_the_reference(family, length):
     assert not torch.allclose(dense.logits, state.logits, atol=1e-3)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_pass_under_vertical_slash_equals_the_reference(family):
+    """A prompt of 333 tokens: of 106 diagonals and 36 columns 6 each are found by attention."""
+    model, ids = tiny_model(family, eos_token_id=None, max_position_embeddings=512), prompt_ids(333)[0]
+    method = SpecKV.with_draft(DRAFT, 40, 7, window=9, sparse=MInference(36, 106))
+    held, keys, logits = reference(model, ids, ModelDrafter(DRAFT, 7).write(model, ids).ids, 40, 9, 36, slash=106)
+    state = method.start(model, ids)
+    assert_close(state.logits[0], logits)
+    for layer, each in enumerate(state.entries()):
+        for head in range(2):
+            assert_close(each.keys[0, head], keys[layer][head, held[layer][head]])
+    for sparse in (None, SparsePrefill(36, 64)):
+        other = SpecKV.with_draft(DRAFT, 40, 7, window=9, sparse=sparse).start(model, ids)
+        assert not torch.allclose(other.logits, state.logits, atol=1e-3)
+
+
 def test_exactly_vertical_plus_band_is_dense():
     """128 tokens of prompt and draft are read as without `sparse`; 129 are not, and equal the reference."""
     model = tiny_model(eos_token_id=None)
@@ -108,7 +146,8 @@ def test_exactly_vertical_plus_band_is_dense():
         assert_close(each.keys[0, 0], keys[layer][0, held[layer][0]])
 
 
-def test_batches_equal_single_prompts():
+@pytest.mark.parametrize("sparse", [SPARSE, MInference(36, 106)], ids=["band", "slashes"])
+def test_batches_equal_single_prompts(sparse):
     """Two prompts of one length, of which the first one's draft ends early."""
     model = tiny_model()
     ids = torch.cat([prompt_ids(150, seed=seed)[0] for seed in (1, 2)])
@@ -118,7 +157,7 @@ def test_batches_equal_single_prompts():
     draft = ModelDrafter(DRAFT, 7).write(model, ids)
     assert draft.mask is not None
     answer = prompt_ids(4, 4, seed=3)[0]
-    method: Any = SpecKV.with_draft(DRAFT, 40, 7, window=9, sparse=SPARSE)
+    method: Any = SpecKV.with_draft(DRAFT, 40, 7, window=9, sparse=sparse)
     together, _ = score_answer(model, method.start(model, ids), answer)
     for row in range(2):
         alone, _ = score_answer(model, method.start(model, ids[row : row + 1]), answer[row : row + 1])
@@ -129,6 +168,7 @@ def test_batches_equal_single_prompts():
     ("make", "said"),
     [
         (lambda: SparsePrefill(band=100), "band 100 must be a multiple of 64"),
+        (lambda: MInference(slash=0), "minference: slash 0 must be a whole number of at least 1"),
         (lambda: SparsePrefill(vertical=0), "vertical 0 must be a whole number of at least 1"),
         (lambda: SpecKV.with_draft(DRAFT, 129, sparse=SPARSE), "at most 128 entries .* not 129"),
         (lambda: SpecKV(40, DraftObserver(PromptEnds()), sparse=SPARSE), "DraftObserver of a ModelDrafter"),
