@@ -152,7 +152,12 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
     def _fits(self, request: Any, digest: str, header: Header) -> bool:
         """Whether a request begins with all placeholders of a prefix, has a token of its own, and no LoRA."""
         prompt, spelled = request.prompt_token_ids, placeholders(digest, header.entries, self.alphabet)
-        return prompt[: header.entries] == spelled and len(prompt) > header.entries and request.lora_request is None
+        plain = request.lora_request is None or self._may_have_lora(request)
+        return prompt[: header.entries] == spelled and len(prompt) > header.entries and plain
+
+    def _may_have_lora(self, request: Any) -> bool:
+        """Whether a LoRA may read what follows a prefix that was made without it."""
+        return False
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """What the workers need for one step."""

@@ -10,10 +10,12 @@ always. While it is read, an attention backend records the keys, values and quer
 token of the prompt is read, the connector evicts, writes a prefix to the root, and the reply has its id in its
 `kv_transfer_params`: {"keepsight": ID, "entries": B, "seen": N}, or {"keepsight_error": WHY}.
 
-Methods that score entries when they are read (SnapKV, TOVA, H2O and their like) run so; those that look back with a
-pass of their own do not. Until a prompt is read, its keys and values are in memory twice. One worker; CPU backend.
+Methods that score entries when they are read (SnapKV, TOVA, H2O and their like) run so, and LookaheadKV in two requests
+(`keepsight.serving.vllm.soft_tokens`); others that look back with a pass of their own do not. Until a prompt is read,
+its keys and values are in memory twice. One worker; CPU backend.
 """
 
+import functools
 import json
 import uuid
 from dataclasses import dataclass, field, replace
@@ -35,7 +37,9 @@ from keepsight.models.decoder import FULL, decoder_of, layer_kinds
 from keepsight.runtime.allocate import Global, Uniform
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.evict import Evict
+from keepsight.runtime.importance import Reduce, observed_attention, reduce_group
 from keepsight.runtime.layer import KeptLayer
+from keepsight.runtime.methods.lookaheadkv import SoftTokens
 from keepsight.runtime.methods.make import make_method
 from keepsight.runtime.observe import LayerObserver
 from keepsight.runtime.state import Needs, Recorder, State
@@ -57,19 +61,21 @@ class Part:
         name: The request's.
         ticket: Name of the file in which the worker says what became of it.
         block: Where the step's last token is stored: in no other request's blocks, unlike what comes before.
+        first: Number of tokens that are not recorded: those of the prefix that soft tokens look back at; else 0.
         start: Number of tokens read before.
         stop: Number of tokens read after it.
-        method: What evicts after the step; None where the prompt goes on.
-        tokens: Then, the prompt's.
-        before: Then, the rendered text before the document; see `keepsight.serving.prefix.Header`.
+        budget: Of the method.
+        tokens: After the last part, the prompt's; None where it goes on.
+        before: After the last part, the rendered text before the document; see `keepsight.serving.prefix.Header`.
     """
 
     name: str
     ticket: str
     block: int
+    first: int
     start: int
     stop: int
-    method: Evict
+    budget: int | float
     tokens: list[int] | None = None
     before: str = ""
 
@@ -110,7 +116,7 @@ class Reading:
             self.error = one_line(error)
 
     def state(self, tokens: list[int]) -> State:
-        """The state of the prompt.
+        """The state of these tokens.
 
         Raises:
             UserError: not every token was seen in every layer.
@@ -119,8 +125,11 @@ class Reading:
         seen = {layer.get_seq_length() for layer in layers}
         if self.error or seen != {len(tokens)}:
             raise UserError(self.error or f"{sorted(seen)} of {len(tokens)} tokens passed through the backend")
-        ids = torch.tensor([tokens])
-        return State(self.cache, torch.zeros(1, 1), ids, torch.tensor([len(tokens)]), self.needs, padded=False)
+        return _state(self.cache, tokens, self.needs)
+
+
+def _state(cache: Cache, tokens: list[int], needs: Needs) -> State:
+    return State(cache, torch.zeros(1, 1), torch.tensor([tokens]), torch.tensor([len(tokens)]), needs, padded=False)
 
 
 _READING: dict[str, Reading] = {}
@@ -213,10 +222,12 @@ class EvictingConnector(KeepsightConnector):
         if not ragged.records():
             raise UserError(f"keepsight: eviction inside vLLM needs its attention backend; set {ragged.RECORDS}=1")
         self.method = evicting_method(extra.get("evict"), self.block_size)
+        if looks_back(self.method) and not (vllm_config.lora_config and vllm_config.model_config.enable_prompt_embeds):
+            raise UserError("keepsight: soft tokens need --enable-lora, --max-lora-rank and --enable-prompt-embeds")
         self.page = self.method.allocate.page if isinstance(self.method.allocate, Global) else 0
         self.config, self.context = vllm_config.model_config.hf_config, vllm_config.model_config.max_model_len
         self.rotations = rotations_from(self.config)
-        self._asked: dict[str, tuple[Any, Evict]] = {}  # requests whose prompt is being read
+        self._asked: dict[str, tuple[Any, Evict, int]] = {}  # requests whose prompt is being read, and `Part.first`
         self._refused: dict[str, str] = {}
         self._tickets: dict[str, str] = {}
         self._written: dict[str, Path] = {}  # by the worker, what it says of each request
@@ -229,25 +240,34 @@ class EvictingConnector(KeepsightConnector):
         if wanted is None or wanted is False:
             return
         try:
-            method = self._method_for(request, wanted)
+            method, first = self._method_for(request, wanted)
         except UserError as error:
             self._refused[request.request_id] = str(error)
             return
-        request.skip_reading_prefix_cache = True  # every key has to pass through the backend
-        self._asked[request.request_id] = request, method
+        request.skip_reading_prefix_cache = not first  # every key has to pass through the backend
+        self._asked[request.request_id] = request, method, first
         self._tickets[request.request_id] = uuid.uuid4().hex
 
-    def _method_for(self, request: Any, wanted: Any) -> Evict:
+    def _method_for(self, request: Any, wanted: Any) -> tuple[Evict, int]:
+        """The method, and the entries of the prefix that the request's soft tokens look back at; 0 for none."""
         tokens, length = request.prompt_token_ids, request.num_prompt_tokens
-        if tokens is None or request.has_encoder_inputs or request.lora_request is not None:
-            raise UserError(f"{EVICT}: only tokens read without images, embeddings and LoRA can be a prefix")
-        if digest_in(tokens, self.alphabet) is not None:
-            raise UserError(f"{EVICT}: the prompt begins with a prefix, which was evicted from before")
         method = self.method if wanted is True else replace(self.method, budget=wanted)
+        whole = None if tokens is None else digest_in(tokens, self.alphabet)
+        if observes := whole is not None and request.prompt_embeds is not None and looks_back(method):
+            length = self.store.header(str(whole)).entries
+            if request.num_prompt_tokens != length + method.observer.positions():
+                raise UserError(f"{EVICT}: not the soft tokens of the adapter; make the prompt by observing_prompt")
+        elif tokens is None or request.prompt_embeds is not None or request.has_encoder_inputs or request.lora_request:
+            raise UserError(f"{EVICT}: only tokens read without images, embeddings and LoRA can be a prefix")
+        elif whole is not None:
+            raise UserError(f"{EVICT}: the prompt begins with a prefix, which was evicted from before")
         method.check(length, self.context)
         if (entries := min(method.budget_for(length), length)) < (letters := letters_of(len(self.alphabet))):
             raise UserError(f"{EVICT}: {entries} entries cannot spell an id of {letters} letters; raise the budget")
-        return method
+        return method, length if observes else 0
+
+    def _may_have_lora(self, request: Any) -> bool:
+        return request.request_id in self._asked
 
     def build_connector_meta(self, scheduler_output: Any) -> RecordingStep:
         """What the worker needs for one step."""
@@ -256,12 +276,11 @@ class EvictingConnector(KeepsightConnector):
         for name, count in scheduler_output.num_scheduled_tokens.items():
             if name not in self._asked:
                 continue
-            request, method = self._asked[name]
+            request, method, first = self._asked[name]
             start = request.num_computed_tokens
             (blocks,) = scheduler_output.kv_connector_block_state.get_block_ids(name)
-            part = Part(
-                name, self._tickets[name], blocks[(start + count - 1) // self.block_size], start, start + count, method
-            )
+            last = blocks[(start + count - 1) // self.block_size]
+            part = Part(name, self._tickets[name], last, first, start, start + count, method.budget)
             if part.stop >= request.num_prompt_tokens:
                 part.tokens, part.before = request.prompt_token_ids, str(request.kv_transfer_params.get(BEFORE, ""))
                 del self._asked[name]
@@ -308,8 +327,9 @@ class EvictingConnector(KeepsightConnector):
             if (path := self._written.pop(name, None)) is not None:
                 path.unlink(missing_ok=True)  # of a client that left; the others are read before
         for part in connector_metadata.parts:
-            if not part.start:  # also of a request that was preempted
-                _READING[part.name] = Reading(len(self._caches), part.method.needs())
+            if part.start == part.first:  # also of a request that was preempted
+                needs = Needs(window=self.method.bound_observer.positions()) if part.first else self.method.needs()
+                _READING[part.name] = Reading(len(self._caches), needs)
         _STEP.clear()
         _STEP.update({part.block: part for part in connector_metadata.parts})
 
@@ -321,7 +341,10 @@ class EvictingConnector(KeepsightConnector):
             if part.tokens is None:
                 continue
             try:
-                said = self._evicted(_READING.pop(part.name).state(part.tokens), part)
+                reading = _READING.pop(part.name, None)
+                if reading is None:
+                    raise UserError("soft tokens were in vLLM's prefix cache; give each pass a cache_salt of its own")
+                said = self._evicted(reading.state(part.tokens[part.first :]), part)
             except Exception as error:  # of one request, not of those in its batch
                 logger.warning("a prompt of %d tokens became no prefix: %s", part.stop, error)
                 said = {FAILED: one_line(error)}
@@ -339,12 +362,53 @@ class EvictingConnector(KeepsightConnector):
 
     @torch.no_grad()
     def _evicted(self, state: State, part: Part) -> dict[str, Any]:
-        model: Any = None  # what scores each layer alone runs none
-        kept = part.method.compress_state(model, state)
+        """Write what is kept of a prompt, or of that which these soft tokens look back at."""
+        model: Any = None  # nothing more is run
+        method = replace(self.method, budget=part.budget)
+        if looks_back(method) and not part.first:
+            about: dict[str, Any] = {
+                "before": part.before,
+                "method": f"whole: {part.ticket}",
+            }  # removed later: a name of its own
+            digest, header = write_state(self.config, state, state, self.store.root, **about)
+            return {"keepsight_whole": digest, "entries": header.entries, "seen": header.seen}
+        before = part.before
+        if part.first:
+            whole = str(digest_in(part.tokens, self.alphabet))
+            before, read = self.store.header(whole).before, _whole_state(self.store.tensors(whole))
+            kept = method.compress_state(model, read, functools.partial(_looked_back, state))
+        else:
+            kept = method.compress_state(model, state)
+        about = {"before": before, "method": repr(method)}
         after = turned_by(self.rotations, kept, placeholders_of(kept, self.page))
-        about = {"before": part.before, "method": repr(part.method)}
         digest, header = write_state(self.config, kept, after, self.store.root, page=self.page, **about)
+        if part.first:
+            self.store.path(whole).unlink(missing_ok=True)
         return {"keepsight": digest, "entries": header.entries, "seen": header.seen}
+
+
+def looks_back(method: Evict) -> bool:
+    """Whether a method's soft tokens look back in a request of their own."""
+    return isinstance(method.observer, SoftTokens)
+
+
+def _whole_state(tensors: dict[str, Tensor]) -> State:
+    """The state of a prompt whose keys were not turned."""
+    pairs = list(zip(tensors["keys"], tensors["values"], strict=True))
+    count = pairs[0][0].shape[1]
+    cache = Cache(layers=[KeptLayer(keys[None], values[None], count) for keys, values in pairs])
+    return _state(cache, [0] * count, Needs())
+
+
+def _looked_back(observers: State, _: Any, __: Any, state: State, reduce: Reduce) -> list[Tensor]:
+    """What `keepsight.runtime.observe.look_back` gives, from queries and keys of soft tokens that were recorded."""
+    found = []
+    for own, layer in zip(observers.layers, state.layers, strict=True):
+        assert own.recorded is not None and own.recorded.queries is not None
+        keys, length = torch.cat([layer.keys, own.keys], dim=2), layer.keys.shape[2]
+        seen = observed_attention(own.recorded.queries, keys, own.softmax, length, reduction=reduce.queries)
+        found.append(reduce_group(seen, keys.shape[1], reduce.heads))
+    return found
 
 
 def evicting_method(given: Any, block_size: int) -> Evict:
@@ -358,7 +422,12 @@ def evicting_method(given: Any, block_size: int) -> Evict:
         raise UserError('keepsight: kv_connector_extra_config needs evict, such as {"name": "snapkv", "budget": 128}')
     name = str(options.pop("name"))
     method = make_method(name, options.pop("budget"), None, **options)
-    if not isinstance(method, Evict) or not isinstance(method.bound_observer, LayerObserver) or method.every:
+    if (
+        not isinstance(method, Evict)
+        or not isinstance(method.bound_observer, LayerObserver | SoftTokens)
+        or method.every
+        or method.needs().features
+    ):
         raise UserError(f"keepsight: {name} does not evict once by what is read, as snapkv does; use keepsight prefix")
     if isinstance(method.allocate, Global) and method.allocate.page == block_size and ragged.is_asked_for():
         return method

@@ -1,18 +1,24 @@
 """Eviction inside vLLM: the entries that keepsight keeps itself, and its answers; in an engine in this process."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from keepsight import SnapKV
+from keepsight import LookaheadKV, SnapKV
+from keepsight.models.card import Provenance
+from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import load_target
-from keepsight.runtime.allocate import Global, Uniform
+from keepsight.runtime.allocate import Global
 from keepsight.runtime.state import read
 from keepsight.serving.export import export
 from keepsight.serving.prefix import PrefixStore, alphabet_of, placeholders
+from keepsight.serving.vllm.soft_tokens import lora_for_vllm, observing_prompt
 from tests.close import assert_close
 from tests.tiny import save_tiny_target
 
@@ -32,7 +38,7 @@ class Case(NamedTuple):
 class World:
     """An engine that evicts, and the same prompts read and evicted from by keepsight."""
 
-    def __init__(self, folder: Path, ragged: bool, executor: str) -> None:
+    def __init__(self, folder: Path, kind: str, executor: str) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
         from vllm.v1.attention import selector
@@ -42,14 +48,20 @@ class World:
         model = save_tiny_target(folder / "model", hidden_size=64, head_dim=32)
         self.target = load_target(str(model), device="cpu", dtype="float32")
         self.alphabet = alphabet_of(self.target.tokenizer)
-        self.page = PAGE if ragged else 0
-        self.method = SnapKV(BUDGET, allocate=Global(page=PAGE) if ragged else Uniform())
+        self.page, self.folder, evict, options = 0, folder, {"name": "snapkv", "budget": BUDGET}, dict[str, Any]()
+        self.method: Any = SnapKV(BUDGET)
+        if kind == "ragged":
+            self.page, self.method = PAGE, SnapKV(BUDGET, allocate=Global(page=PAGE))
+            evict |= {"allocate": {"name": "global", "page": PAGE}}
+        elif kind == "soft tokens":
+            random_adapter(self.target, folder / "adapter")
+            self.method = LookaheadKV.from_pretrained(folder / "adapter", BUDGET)
+            evict = {"name": "lookaheadkv", "budget": BUDGET, "adapter": str(folder / "adapter")}
+            options = {"enable_lora": True, "max_lora_rank": 8, "enable_prompt_embeds": True}
         self.own, self.made = PrefixStore(folder / "own"), PrefixStore(folder / "made")
         self.cases = [self._case(length) for length in LENGTHS]
         register()
         selector._cached_get_attn_backend.cache_clear()  # of the engine before
-        evict = {"name": "snapkv", "budget": BUDGET}
-        evict |= {"allocate": {"name": "global", "page": PAGE}} if ragged else {}
         transfer = KVTransferConfig(
             kv_connector="EvictingConnector",
             kv_connector_module_path="keepsight.serving.vllm.record",
@@ -60,7 +72,7 @@ class World:
         self.engine = LLM(
             model=str(model), dtype="float32", enforce_eager=True, block_size=32, max_model_len=1024, max_num_seqs=16,
             max_num_batched_tokens=128, distributed_executor_backend=executor,
-            kv_cache_memory_bytes=2**26, kv_transfer_config=transfer,
+            kv_cache_memory_bytes=2**26, kv_transfer_config=transfer, **options,
         )  # fmt: skip
 
     def _case(self, length: int) -> Case:
@@ -103,18 +115,33 @@ class World:
         assert answers == [case.answer for case in self.cases]
 
 
-@pytest.fixture(scope="module", params=["uniform", "ragged"])
-def world(request, tmp_path_factory):
-    ragged, executor = request.param == "ragged", "mp" if request.param == "ragged" else "uni"
+def random_adapter(target: Any, folder: Path) -> None:
+    """A lookahead adapter whose LoRA changes queries and keys as much as a trained one."""
+    lookahead = Lookahead(target.model, LookaheadSettings(tokens=16))
+    torch.manual_seed(3)
+    for _, _, update in lookahead.lora.parts():  # type: ignore[union-attr]
+        torch.nn.init.normal_(update.lora_B, std=0.05)
+    torch.nn.init.normal_(lookahead.tokens)
+    lookahead.adapter().save(folder, Provenance(base_model=target.name))
+
+
+@contextmanager
+def running(folder: Path, kind: str) -> Iterator[World]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("KEEPSIGHT_EVICT", "1")
-        patch.setenv("KEEPSIGHT_RAGGED", str(int(ragged)))
-        made = World(tmp_path_factory.mktemp("world"), ragged, executor)
+        patch.setenv("KEEPSIGHT_RAGGED", str(int(kind == "ragged")))
+        made = World(folder, kind, "mp" if kind == "ragged" else "uni")
         yield made
         made.engine.llm_engine.engine_core.shutdown()
         del made.engine
         gc.collect()
+
+
+@pytest.fixture(scope="module", params=["uniform", "ragged"])
+def world(request, tmp_path_factory):
+    with running(tmp_path_factory.mktemp("world"), request.param) as made:
+        yield made
 
 
 def test_the_entries_and_answers_of_a_batch_read_in_chunks_are_keepsights(world):
@@ -165,3 +192,27 @@ def test_nothing_is_left_of_a_client_that_has_left(world):
     world.ask([world.cases[0].prompt], [None], 1)
     assert {*world.made.root.glob("*.safetensors")} == files
     assert not record._READING and not [*(world.made.root / record.TICKETS).iterdir()]
+
+
+def test_soft_tokens_look_back_in_a_second_request(tmp_path: Path):
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    with running(tmp_path, "soft tokens") as world:
+        adapter = world.method.observer.artifact
+        (tmp_path / "lora").mkdir()
+        lora = LoRARequest("lookahead", 1, str(lora_for_vllm(adapter, tmp_path / "lora")))
+        asked = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"keepsight_evict": True}})
+
+        def passed(whole: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            prompts: Any = [observing_prompt(adapter, each, world.alphabet, torch.float32) for each in whole]
+            replies = world.engine.generate(prompts, asked, lora_request=lora, use_tqdm=False)
+            return [reply.kv_transfer_params for reply in replies]
+
+        world.check(passed(world.evicted(world.cases)))
+        assert len([*world.made.root.glob("*.safetensors")]) == len(world.cases)  # the whole ones are removed
+        (whole,) = world.evicted(world.cases[:1])
+        short = observing_prompt(adapter, whole, world.alphabet, torch.float32)
+        cut: Any = {name: value[:-1] for name, value in short.items()}
+        (reply,) = world.engine.generate([cut], asked, use_tqdm=False)
+        assert "not the soft tokens" in reply.kv_transfer_params["keepsight_error"]
