@@ -18,15 +18,18 @@ from keepsight.runtime.state import State
 _LEAST = 1e-4  # so that entries without attention are ranked as well
 
 
-def output_norms(layer: KeptLayer, order: int) -> Tensor:
+def output_norms(layer: KeptLayer, order: int, places: Tensor | None = None) -> Tensor:
     """[B, H, C] float32: the norm of what each entry's value adds to the layer's output, v W_O, by query head.
 
     Args:
         layer: The layer; read by a model whose output projection is a plain matrix.
         order: 1 or 2, of the norm.
+        places: [B, n] int64, which entries; [B, H, n] is returned then.
     """
     values, origin = layer.attended().values, layer.origin
     assert origin is not None
+    if places is not None:
+        values = values.gather(2, places[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[3]))
     weight = output_weight(*origin).to(values.dtype)
     by_head = weight.unflatten(1, (-1, values.shape[-1])).unbind(dim=1)  # [hidden, d] each
     group = len(by_head) // values.shape[1]

@@ -252,8 +252,7 @@ def _add(scores: Tensor, layer: KeptLayer, probe: Probe | None, mask: Tensor, re
         reduction=reduce.queries,
     )
     if of.by_output:
-        norms = output_norms(layer, 2)
-        attention = attention * norms.gather(2, places[:, None].expand(-1, norms.shape[1], -1))
+        attention = attention * output_norms(layer, 2, places)
     found = reduce_group(attention, kv_heads, reduce.heads).masked_fill(~valid, 0.0)[..., sinks:]
     scores.scatter_reduce_(2, places[:, None, sinks:].expand_as(found), found, "amax")
 
