@@ -165,6 +165,7 @@ def look_back(
     reduce: Reduce,
     observer_mask: Tensor | None = None,
     combined: OfLayer = all_heads,
+    stops: bool = True,
 ) -> list[Tensor]:
     """Let observers look back from the position of a state's next token; see `observe`.
 
@@ -181,7 +182,7 @@ def look_back(
         observer_mask=observer_mask,
         reduction=reduce.queries,
         keep=lambda place, observed: reduce_group(combined(place, observed), kv_heads[place], reduce.heads),
-        stops=True,
+        stops=stops,
     )
 
 
@@ -310,7 +311,8 @@ class ObservedLayer(ViewedLayer):
         keep: What is kept of [R, H, N] float32, the attention reduced over the observers.
     """
 
-    attention: Tensor
+    attention: Tensor | None = None
+    is_taken = False
 
     def __init__(
         self,
@@ -325,8 +327,9 @@ class ObservedLayer(ViewedLayer):
 
     def taken(self) -> Tensor:
         """What was kept; nothing more is: when it is recomputed in the backward pass, the layer attends again."""
-        kept, self.keep = self.attention, _nothing
-        del self.attention
+        kept, self.attention = self.attention, None
+        self.is_taken = True
+        assert kept is not None
         return kept
 
     @override
@@ -337,7 +340,9 @@ class ObservedLayer(ViewedLayer):
             attention, output = checkpoint(look, query, key, value, use_reentrant=False, preserve_rng_state=False)
         else:
             attention, output = look(query, key, value)
-        self.attention = self.keep(attention)
+        kept = self.keep(attention)  # also where it is only recomputed: what autograd saves must be the same
+        if not self.is_taken:
+            self.attention = kept
         return output
 
     def _look(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
@@ -385,10 +390,6 @@ class LastObservedLayer(ObservedLayer):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         super().attend(query, key, value, softmax)
         raise AllObserved
-
-
-def _nothing(attention: Tensor) -> Tensor:
-    return attention.new_empty(0)
 
 
 def _weights(query: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax, real: Tensor | None) -> Tensor:

@@ -34,8 +34,10 @@ from keepsight.runtime.state import State, entries, prefill
 from keepsight.train.dataset import Batch
 from keepsight.train.importance import load_module_weights, module_weights
 from keepsight.train.objective import ReplayedObjective
+from keepsight.train.recompute import recomputed
 from keepsight.train.replay import TeacherOutputs
 from keepsight.train.settings import SHARPEST, FinetuneSettings, TrainSettings
+from keepsight.train.tracking import pass_flops, weights_per_token
 
 _HALVINGS = 40
 """Bisections for a threshold."""
@@ -44,15 +46,17 @@ _WEIGHTS = "log_weights"
 
 @dataclass(frozen=True, eq=False)
 class TokensInTraining(Observer):
-    """The soft tokens of a module in training, to which gradients flow."""
+    """The soft tokens of a module in training, to which gradients flow; activations may be recomputed for them."""
 
     lookahead: Lookahead
+    checkpoints: bool = False
     signed = False
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
-        with self.lookahead.active():
-            return look_back(model, state, self.lookahead.observers(len(state.tokens)), reduce=reduce)
+        lookahead, stops = self.lookahead, not (self.checkpoints and torch.is_grad_enabled())
+        with lookahead.active(), recomputed(model, self.checkpoints, lookahead.active):
+            return look_back(model, state, lookahead.observers(len(state.tokens)), reduce=reduce, stops=stops)
 
     @override
     def positions(self) -> int:
@@ -101,7 +105,9 @@ class EvictionObjective(ReplayedObjective):
         if lookahead is None and (self.floor is None or settings.uniform_share):
             raise UserError("finetune.freeze_module=true: a uniform selection compares no heads, nothing would learn")
         self.model, self.settings = model, settings
-        self.method = replace(method, observer=TokensInTraining(lookahead)) if lookahead else method
+        if lookahead:
+            method = replace(method, observer=TokensInTraining(lookahead, settings.gradient_checkpointing))
+        self.method, self._weights = method, weights_per_token(model)
         shape = len(full_attention_layers(model.config)), cached_kv_heads(model)
         start = torch.ones(shape) if shared.weights is None else torch.tensor(shared.weights)
         if start.shape != shape:
@@ -144,6 +150,22 @@ class EvictionObjective(ReplayedObjective):
         """[L, K] float32: the weights, with a geometric mean of 1; a common factor selects nothing else."""
         logarithms = self.log_weights.detach().cpu()
         return (logarithms - logarithms.mean()).exp()
+
+    @override
+    def flops(self, batch: Batch) -> float:
+        return self.teacher_flops(batch) + self.module_flops(batch)
+
+    def teacher_flops(self, batch: Batch) -> float:
+        """Operations of reading the prompt; none where its outputs were kept."""
+        rows, prompt = batch.prompt_ids.shape
+        return rows * pass_flops(self.model, self._weights, prompt) if batch.turn == 0 else 0.0
+
+    def module_flops(self, batch: Batch) -> float:
+        """Operations of the soft tokens with gradients, and of the answer once with all entries and with gates."""
+        rows, prompt = batch.prompt_ids.shape
+        observing = 2 * pass_flops(self.model, self._weights, self.method.observer.positions(), prompt)
+        answering = 3 * pass_flops(self.model, self._weights, batch.answer_ids.shape[1] - 1, prompt)
+        return rows * ((observing if self.lookahead else 0.0) + answering)
 
     @override
     @torch.no_grad()
@@ -239,7 +261,8 @@ class EvictionObjective(ReplayedObjective):
         first = torch.tensor(batch.prompt_lengths(), device=ids.device)
         positions = first[:, None] + torch.arange(ids.shape[1], device=ids.device)
         gated = as_observed(cache, layers)
-        output = run(self.model, gated, input_ids=ids, position_ids=positions, attention_mask=seen)
+        with recomputed(self.model, self.settings.gradient_checkpointing):
+            output = run(self.model, gated, input_ids=ids, position_ids=positions, attention_mask=seen)
         return output.logits.float().log_softmax(dim=-1)
 
 

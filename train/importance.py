@@ -10,8 +10,7 @@ prompt, and answer[c:] is its answer. The cuts of a sample are spread evenly ove
 depend on nothing else: replays and resumed trainings use the same ones.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from typing_extensions import override
@@ -35,13 +33,14 @@ from keepsight.models.decoder import (
     require_full_attention,
 )
 from keepsight.models.lookahead import Lookahead
-from keepsight.runtime.attention import Recorder, Softmax, recording, run
+from keepsight.runtime.attention import Recorder, Softmax, run
 from keepsight.runtime.importance import observed_attention
 from keepsight.runtime.observe import observe
 from keepsight.runtime.state import empty_cache, full_layers, has_recurrent, positions_of, record_past, share
 from keepsight.train.dataset import Batch
 from keepsight.train.fidelity import Importances, far_divergence, importance_divergence, measure_fidelity
 from keepsight.train.objective import ReplayedObjective
+from keepsight.train.recompute import recomputed
 from keepsight.train.replay import TeacherOutputs
 from keepsight.train.tracking import pass_flops, weights_per_token
 
@@ -245,42 +244,11 @@ class ImportanceObjective(ReplayedObjective):
         lookahead, cuts = self.lookahead, Cuts.of(batch, self.cuts)
         cache = outputs.cache(lookahead.model, cuts.length)
         embeddings = lookahead.observers(len(batch.prompt_ids) * self.cuts)
-        with lookahead.active(), self._checkpointing():
+        with lookahead.active(), recomputed(lookahead.model, self.checkpoints, lookahead.active):
             predicted = observe(lookahead.model, cache, cuts.mask, embeddings)
         if torch.is_grad_enabled():
             _unshard_for_gradients(lookahead.model, predicted)
         return outputs.importance, predicted
-
-    @contextmanager
-    def _checkpointing(self) -> Iterator[None]:
-        """Where it is asked for, gradient checkpointing of the layers with full attention within the block.
-
-        transformers' own goes without a cache. These layers read one and do not write to it. Hooks around a layer are
-        not run again (FSDP2's gather its weights), hooks inside it are.
-        """
-        if not (self.checkpoints and torch.is_grad_enabled()):
-            yield
-            return
-        decoder = decoder_of(self.lookahead.model)
-        layers = [decoder.layers[place] for place in full_attention_layers(self.lookahead.model.config)]
-
-        @contextmanager
-        def again() -> Iterator[None]:
-            with self.lookahead.active(), recording(decoder):
-                yield
-
-        before = [vars(layer).get("forward") for layer in layers]
-        try:
-            for layer in layers:
-                run_again = partial(checkpoint, layer.forward, use_reentrant=False)
-                layer.forward = partial(run_again, context_fn=lambda: (nullcontext(), again()))
-            yield
-        finally:
-            for layer, own in zip(layers, before, strict=True):
-                if own is None:
-                    vars(layer).pop("forward", None)
-                else:
-                    layer.forward = own
 
 
 def module_weights(lookahead: Lookahead) -> dict[str, Tensor]:

@@ -22,11 +22,11 @@ from typing_extensions import override
 
 from keepsight.models.decoder import decoder_of
 from keepsight.models.lookahead import Lookahead
-from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.attention import later
 from keepsight.runtime.state import prefill
 from keepsight.train.ablation import Cell, SideBySide
 from keepsight.train.dataset import Batch
+from keepsight.train.eviction import EvictionObjective
 from keepsight.train.importance import ImportanceObjective
 from keepsight.train.replay import ReplayBuffer
 from keepsight.train.settings import LookaheadTrainSettings, ReplaySettings
@@ -69,13 +69,10 @@ class StepPlan:
 def plan_step(
     config: Any,
     dtype: torch.dtype,
-    settings: LookaheadSettings,
-    far: float,
+    make: Callable[[PreTrainedModel], ImportanceObjective | EvictionObjective],
     tokens: int,
     answer: int,
     *,
-    checkpoints: bool = False,
-    cuts: int = 1,
     quantize: str | None = None,
     shards: int = 1,
     layers_alone: bool = False,
@@ -85,10 +82,7 @@ def plan_step(
     Args:
         config: The base model's configuration.
         dtype: The base model's dtype.
-        settings: The module's shape.
-        far: See `ImportanceObjective`.
-        checkpoints: See `ImportanceObjective`.
-        cuts: See `ImportanceObjective`.
+        make: Makes the objective on a model that has no values.
         tokens: Prompt length in tokens.
         answer: Answer length in tokens.
         quantize: `nf4` or `int8`: how the linear layers are stored; None for the dtype.
@@ -102,7 +96,7 @@ def plan_step(
         whole = weights - sum(layers) if layers_alone else 0
         gathered = 0 if shards == 1 else 2 * max(layers)
         unpacked = 0 if quantize is None else max(weight.nbytes for weight in _linear_weights(model))
-        objective = ImportanceObjective(Lookahead(model, settings), far, checkpoints, cuts)
+        objective = make(model)
         trained = objective.trained_parameters()
         for weight in trained:
             weight.grad = torch.zeros_like(weight)

@@ -235,6 +235,8 @@ class FinetuneSettings:
         uniform_share: Probability that a batch's loss is at a selection in which every head keeps the same number, by a
             coin that the seed, the samples and their turn decide: above 0, one module serves `selection=shared` and
             `selection=uniform`.
+        gradient_checkpointing: Recompute each layer's activations in the backward pass: long prompts take less memory,
+            and steps more time.
         head_weights_rate: Peak learning rate of the weights of heads; by default 0.015, or 0.06 where the module is
             frozen.
         train: Optimisation; `train.learning_rate` is the module's.
@@ -246,6 +248,7 @@ class FinetuneSettings:
     )
     temperature: Annotated[float, Ge(SHARPEST), Le(1e6)] = 0.5
     uniform_share: Share = 0.0
+    gradient_checkpointing: bool = False
     head_weights_rate: Annotated[float, Gt(0), Le(100)] | None = None
     train: TrainSettings = field(
         default_factory=lambda: TrainSettings(

@@ -23,6 +23,7 @@ from keepsight.commands.config_shared import (
     Training,
     UsesMethods,
     one_of,
+    shared_selection,
 )
 from keepsight.models.lookahead_settings import SELECTIONS, LookaheadSettings
 from keepsight.train.settings import (
@@ -36,11 +37,6 @@ from keepsight.train.settings import (
 Selection = Annotated[str, one_of(*SELECTIONS)]
 LOOKAHEAD_STAGES = ("answers", "importance", "eviction", "evaluation", "card")
 RETRIEVAL_STAGES = ("answers", "distillation", "evaluation", "card")
-
-
-def shared() -> LookaheadSettings:
-    """A lookahead module's settings where neither recipe nor arguments give them."""
-    return LookaheadSettings().selecting("shared")
 
 
 @dataclass
@@ -125,7 +121,7 @@ class Train(CardKeys):
     init: str | None = None
     max_prompt_tokens: NonNegativeInt = 0
     selection: Selection = "shared"
-    lookahead: LookaheadSettings = field(default_factory=shared)
+    lookahead: LookaheadSettings = field(default_factory=shared_selection)
     train: LookaheadTrainSettings = field(default_factory=LookaheadTrainSettings)
 
 
@@ -397,7 +393,7 @@ class Fit(DataKeys, EvalKeys):
     max_prompt_tokens: NonNegativeInt = 0
     retrieval: str | None = None
     draft: DraftConfig = field(default_factory=DraftConfig)
-    lookahead: LookaheadSettings = field(default_factory=shared)
+    lookahead: LookaheadSettings = field(default_factory=shared_selection)
     train: LookaheadTrainSettings = field(default_factory=LookaheadTrainSettings)
     finetune: FinetuneSettings = field(default_factory=FinetuneSettings)
     retrieval_head: RetrievalHeadSettings = field(default_factory=RetrievalHeadSettings)

@@ -5,9 +5,17 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PositiveInt
 
-from keepsight.commands.config_shared import Counts, NonEmpty, TaskKeys, UsesMethods, UsesModel
+from keepsight.commands.config_shared import (
+    Counts,
+    NonEmpty,
+    TaskKeys,
+    UsesMethods,
+    UsesModel,
+    one_of,
+    shared_selection,
+)
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.train.settings import LookaheadTrainSettings, RetrievalHeadSettings
+from keepsight.train.settings import FinetuneSettings, LookaheadTrainSettings, RetrievalHeadSettings
 
 COMPARED = ("lookaheadkv", "snapkv", "pyramidkv", "adakv", "tova", "streamingllm")
 """Methods that the benchmarks compare by default."""
@@ -50,12 +58,14 @@ class PlanTrain(UsesModel):
         keepsight plan train recipe=llama3.1-70b tokens=16384 gpus=8 gpu=80GB shard=true
         keepsight plan train recipe=llama3.1-70b model.device_map=fsdp2 tokens=16384 gpus=8 gpu=80GB
         keepsight plan train recipe=llama3.3-70b model.quantize=nf4 tokens=8192 gpu=80GB
+        keepsight plan train recipe=llama3.1-8b stage=eviction finetune.gradient_checkpointing=true
 
     The step itself runs on tensors without storage, which gives its peak memory: within 10 % of what torch's allocator
     measures on small models. What a GPU's libraries and a fragmented allocator add, often one or two GiB, is not in it.
     The times divide the counted operations by an assumed share of the GPU's peak. model.dtype=auto means bfloat16.
 
     Attributes:
+        stage: Which training: importance (`keepsight train`) or eviction (`keepsight finetune`, the module included).
         tokens: Longest prompt in tokens; by default 16384, or the model's context where it is shorter.
         answer: Longest answer in tokens, at most 16384: a plan takes time for each of them.
         gpus: Number of GPUs.
@@ -66,6 +76,7 @@ class PlanTrain(UsesModel):
         utilisation: Share of the peak that is assumed to be reached.
     """
 
+    stage: Annotated[str, one_of("importance", "eviction")] = "importance"
     tokens: PositiveInt | None = None
     answer: Annotated[PositiveInt, Field(le=1 << 14)] = 512
     gpus: PositiveInt = 1
@@ -74,8 +85,9 @@ class PlanTrain(UsesModel):
     samples: PositiveInt = 86000
     flops: Annotated[float, Field(gt=0, le=1e6)] = 989.0
     utilisation: Annotated[float, Field(gt=0, le=1)] = 0.4
-    lookahead: LookaheadSettings = field(default_factory=LookaheadSettings)
+    lookahead: LookaheadSettings = field(default_factory=shared_selection)
     train: LookaheadTrainSettings = field(default_factory=LookaheadTrainSettings)
+    finetune: FinetuneSettings = field(default_factory=FinetuneSettings)
 
 
 @dataclass

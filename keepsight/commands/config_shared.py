@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, FiniteFloat, NonNegativeInt, Positiv
 from keepsight.endpoint import ServerSettings
 from keepsight.eval.judge import Judge
 from keepsight.eval.tasks.registry import Benchmarks
+from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.train.settings import ReplaySettings
 
 
@@ -23,6 +24,11 @@ def one_of(*known: str) -> AfterValidator:
         return text
 
     return AfterValidator(check)
+
+
+def shared_selection() -> LookaheadSettings:
+    """A lookahead module's settings where neither recipe nor arguments give them."""
+    return LookaheadSettings().selecting("shared")
 
 
 NonEmpty = Field(min_length=1)

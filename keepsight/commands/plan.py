@@ -1,5 +1,7 @@
 """keepsight plan: memory of a method that keeps KV entries on the CPU, and of training a lookahead module."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,11 +16,17 @@ from keepsight.errors import UserError
 from keepsight.eval.report.figures import GRID, STYLES, look
 from keepsight.files import read_bytes, require_writable, size_text, write_png
 from keepsight.models.decoder import context_of
+from keepsight.models.lookahead import Lookahead
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import QUANTIZE
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.methods.lookaheadkv import selecting_parts
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for
 from keepsight.train.distributed import DIVIDED
+from keepsight.train.eviction import EvictionObjective, TokensInTraining
+from keepsight.train.importance import ImportanceObjective
 from keepsight.train.plan import StepPlan, plan_step
+from keepsight.train.settings import TrainSettings
 
 
 def run(config: Config) -> None:
@@ -124,12 +132,9 @@ def run_training(config: PlanTrain) -> None:
     plan = plan_step(
         model.config,
         model.dtype,
-        config.lookahead,
-        config.train.far,
+        partial(_objective, config),
         tokens,
         config.answer,
-        checkpoints=config.train.gradient_checkpointing,
-        cuts=config.train.cuts,
         quantize=quantize,
         shards=config.gpus if config.shard or by_layer else 1,
         layers_alone=by_layer,
@@ -139,12 +144,31 @@ def run_training(config: PlanTrain) -> None:
     print("\n".join([*_training_memory(plan, memory, config), "", *_time(plan, config)]))
 
 
+def _objective(config: PlanTrain, model: PreTrainedModel) -> ImportanceObjective | EvictionObjective:
+    lookahead, train = Lookahead(model, config.lookahead), config.train
+    if config.stage == "importance":
+        return ImportanceObjective(lookahead, train.far, train.gradient_checkpointing, train.cuts)
+    parts = selecting_parts(replace(config.lookahead, sharing="model"))  # as `keepsight finetune` trains
+    allocate = parts.pop("allocate")
+    method = Evict(1, TokensInTraining(lookahead), **parts)
+    return EvictionObjective(model, method, allocate, config.finetune, lookahead)
+
+
+def _training(config: PlanTrain) -> TrainSettings:
+    return config.train if config.stage == "importance" else config.finetune.train
+
+
 def _check(config: PlanTrain) -> None:
     placed, quantize = config.model.device_map, config.model.quantize
+    if config.stage == "eviction" and (placed or config.shard):
+        raise UserError("stage=eviction: this training needs the whole model on each GPU; leave out shard, device_map")
+    if config.stage == "eviction" and config.finetune.freeze_module:
+        raise UserError("finetune.freeze_module=true: a plan is for a module in training; leave it out")
     if quantize not in (None, *QUANTIZE):
         raise UserError(f"model.quantize={quantize} is unknown; choose one of {', '.join(QUANTIZE)}, or null")
-    if config.train.batch_size > 1:
-        raise UserError(f"train.batch_size={config.train.batch_size}: a plan is for one sample a GPU at a time")
+    if (size := _training(config).batch_size) > 1:
+        key = "train" if config.stage == "importance" else "finetune.train"
+        raise UserError(f"{key}.batch_size={size}: a plan is for one sample a GPU at a time")
     if placed == "auto":
         raise UserError("model.device_map=auto: where layers go is decided when the model is loaded; leave it out")
     if placed not in (None, DIVIDED):
@@ -158,7 +182,8 @@ def _check(config: PlanTrain) -> None:
 
 def _training_memory(plan: StepPlan, memory: int, config: PlanTrain) -> list[str]:
     divided = f", divided over {config.gpus} GPUs" if config.shard or config.model.device_map else ""
-    fits = "fits" if plan.peak <= memory else "does not fit: lower tokens=, or try shard=true or model.quantize=nf4"
+    tries = "shard=true" if config.stage == "importance" else "finetune.gradient_checkpointing=true"
+    fits = "fits" if plan.peak <= memory else f"does not fit: lower tokens=, or try {tries} or model.quantize=nf4"
     rows = {
         f"model's weights{divided}": plan.weights,
         "module, its gradients and Adam's moments": plan.module,
@@ -171,9 +196,9 @@ def _training_memory(plan: StepPlan, memory: int, config: PlanTrain) -> list[str
 
 
 def _time(plan: StepPlan, config: PlanTrain) -> list[str]:
-    reached, uses = config.flops * 1e12 * config.utilisation, config.train.replays
+    reached, uses = config.flops * 1e12 * config.utilisation, _training(config).replays
     first, second = plan.first_flops / reached, plan.second_flops / reached
-    step = max(1, config.train.samples_per_step or config.gpus)
+    step = max(1, _training(config).samples_per_step or config.gpus)
     gpus = f"{config.gpus} GPU{'s' if config.gpus > 1 else ''}"
     times = {
         f"first pass, {plan.first_flops / 1e12:.1f} TFLOP": first,

@@ -81,12 +81,16 @@ class LookaheadKV(Evict):
 def parts_of(artifact: LookaheadAdapter, selection: str | None = None) -> dict[str, Any]:
     """The observer of an adapter, and the reduction, weighting, pooling and allocation of a selection or its own."""
     settings = artifact.settings if selection is None else artifact.settings.selecting(selection)
+    return {"observer": SoftTokens(artifact), **selecting_parts(settings, artifact.head_weights)}
+
+
+def selecting_parts(settings: LookaheadSettings, weights: HeadWeights | None = None) -> dict[str, Any]:
+    """The reduction, weighting, pooling and allocation that settings name, with weights of heads where they count."""
     return {
-        "observer": SoftTokens(artifact),
         "reduce": Reduce(settings.queries, settings.group),
         "value_norm": settings.value_norm,
         "pool": Pool(settings.pooling, settings.kernel),
-        "allocate": _allocation(settings, artifact.head_weights),
+        "allocate": _allocation(settings, weights),
     }
 
 

@@ -7,8 +7,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan
+from keepsight.train.importance import ImportanceObjective
 from keepsight.train.plan import plan_step
 from tests.commands.commands import CommandLine, tree
 
@@ -150,11 +152,28 @@ def test_the_time_is_told_by_part(keepsight: CommandLine, here: Path) -> None:
         assert whole == pytest.approx(86000 / 8 * (first + replays * second), rel=0.15)
 
 
+def test_the_eviction_stage_has_a_plan_of_its_own(keepsight: CommandLine, here: Path) -> None:
+    """Recomputing leaves its memory to a layer; sharded targets are refused, as by the training."""
+    (here / "8b" / "config.json").write_text(json.dumps(SMALL | {"num_attention_heads": 8, "num_hidden_layers": 8}))
+    given = ["plan", "train", "model.id=8b", "stage=eviction", "tokens=2048", "answer=128", "lookahead.tokens=8"]
+
+    def second(*more: str) -> float:
+        line = next(each for each in keepsight(*given, *more).splitlines() if each.startswith("  second pass and"))
+        number, unit = line.split()[-2:]
+        return float(number) * {"MiB": 2**20, "GiB": 2**30}[unit]
+
+    assert second("finetune.gradient_checkpointing=true") < 0.5 * second()
+    assert keepsight.fails(*given, "shard=true").startswith("stage=eviction: this training needs the whole model on")
+
+
 def test_flops_are_those_of_the_matrices(here: Path) -> None:
     """Of the first pass over N + T tokens, and of n soft tokens with gradients; attention aside."""
     config = LlamaConfig.from_dict(SMALL | {"num_attention_heads": 8})
     settings = LookaheadSettings(tokens=8)
-    plans = [plan_step(config, torch.bfloat16, settings, 0.0, tokens, 64) for tokens in (192, 448)]
+    plans = [
+        plan_step(config, torch.bfloat16, lambda model: ImportanceObjective(Lookahead(model, settings)), tokens, 64)
+        for tokens in (192, 448)
+    ]
     flops = [plan.first_flops + plan.second_flops for plan in plans]
     width, inner, kv = 256, 512, 8 * 32
     layer = 2 * (2 * width * width + 2 * width * kv + 3 * width * inner)

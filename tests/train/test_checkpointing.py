@@ -15,8 +15,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from keepsight.models.decoder import decoder_of
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime import observe
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.methods.lookaheadkv import selecting_parts
 from keepsight.train.dataset import Batch
+from keepsight.train.eviction import EvictionObjective, TokensInTraining
 from keepsight.train.importance import ImportanceObjective
+from keepsight.train.settings import FinetuneSettings
 from tests.close import assert_close
 from tests.families import fresh_model
 from tests.models.modules import random_on
@@ -93,6 +97,33 @@ def test_no_layers_attention_is_kept() -> None:
         known = [*each.parameters(), *tensors_of(outputs)]
         bytes_of[checkpoints] = kept_bytes(partial(each.compared, outputs, batch), known)
     assert bytes_of[True] < 0.2 * bytes_of[False], bytes_of
+
+
+@pytest.mark.parametrize(
+    ("family", "group", "floor"),
+    [("Llama 3", "max", 0.25), ("Gemma 3 (text)", "mean", 0.25), ("GPT-OSS", "mean", None)],
+)
+def test_the_eviction_stage_recomputes_soft_tokens_and_answers(family: str, group: str, floor: float | None) -> None:
+    """Loss and gradients are the same, of weights of heads too, and a fraction is kept for them."""
+    kept, losses, gradients = [], [], []
+    for checkpoints in (False, True):
+        lookahead = random_on(fresh_model(family), replace(SHAPE, group=group))
+        parts = selecting_parts(replace(SHAPE.selecting("shared"), group=group, floor=floor))
+        allocate = parts.pop("allocate")
+        given = FinetuneSettings(budgets=[12], gradient_checkpointing=checkpoints)
+        method = Evict(1, TokensInTraining(lookahead), **parts)
+        each = EvictionObjective(lookahead.model, method, allocate, given, lookahead)
+        batch = padded()
+        outputs = each.run_teacher(batch)
+        kept.append(kept_bytes(partial(each.loss_of, outputs, batch), [*each.parameters(), *tensors_of(outputs)]))
+        loss = each.loss_of(outputs, batch)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append({name: value.grad for name, value in each.named_parameters() if value.grad is not None})
+    assert torch.equal(*losses) and losses[0] > 0
+    assert len(gradients[0]) > 2
+    assert_close(gradients[1], gradients[0])
+    assert kept[1] < 0.6 * kept[0], kept
 
 
 @pytest.mark.parametrize(("family", "checkpoints"), [("GPT-OSS", False), ("DeepSeek-V3", False), ("Llama 3", True)])
