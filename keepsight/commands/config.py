@@ -138,7 +138,8 @@ class Finetune(Training):
     predictions with the full cache trains the soft tokens, the LoRA and one weight per KV head, by which the head's
     importance is multiplied before the heads compete for the budget; with finetune.freeze_module=true the weights
     alone, in minutes. The answer's attention to the whole prompt is stored for gradients: max_prompt_tokens= bounds
-    the memory. selection=uniform trains for equally many entries in every head, finetune.uniform_share=0.5 for both. A
+    the memory, and so does finetune.gradient_checkpointing=true (`keepsight plan train stage=eviction` says by how
+    much). selection=uniform trains for equally many entries in every head, finetune.uniform_share=0.5 for both. A
     training that was stopped resumes from its last checkpoint when the same command is run again.
 
     Attributes:
