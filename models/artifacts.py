@@ -5,6 +5,7 @@ card. Files are fetched by name, so that a repository decides neither what is wr
 that the Hub's client finds, HF_TOKEN or that of `hf auth login`; it is neither printed nor stored.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -202,15 +203,16 @@ def check_digest(path: Path, expected: str, source: str) -> None:
         raise UserError(f"{path}: its digest is {found}, {source} says {expected}; fetch it again, or train it again")
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file by name, on the CPU.
+def read_tensors(path: Path, names: str = ".*") -> dict[str, Tensor]:
+    """The tensors of a safetensors file by name, those that the pattern `names` matches, on the CPU.
 
     Raises:
         UserError: it is no safetensors file.
     """
     try:
         with safe_open(path, framework="pt") as tensors:
-            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+            named = [name for name in tensors.keys() if re.fullmatch(names, name)]  # noqa: SIM118
+            return {name: tensors.get_tensor(name) for name in named}
     except OSError:  # it cannot be opened, which its message says
         raise
     except Exception as error:  # dtypes and shapes that torch does not have raise anything

@@ -4,9 +4,11 @@ A file is read as it was published: safetensors, or a pickle whose tensors are r
 runs nothing that the file names. B batch, q tokens, D hidden size, H query heads, K KV heads, d head dimension.
 """
 
+import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +19,7 @@ from torch.nn import functional
 from typing_extensions import Self, override
 
 from keepsight.errors import UserError, one_line
+from keepsight.models.adapters import tensor_bytes
 from keepsight.models.artifacts import as_weights, check_repo_id, hub_errors, read_tensors, unpickled
 
 _SAFE, _PICKLED = ("*.safetensors",), ("*.pt", "*.pth", "*.bin")
@@ -54,6 +57,16 @@ class Scorer(ABC):
             raise UserError(f"{source}: holds no tensor of a {type(self).__name__}; name the file that was published")
         self._ready: dict[tuple[int, torch.dtype, torch.device], dict[str, Tensor]] = {}
 
+    @cached_property
+    def digest(self) -> str:
+        """Digest of what it scores by."""
+        digest = hashlib.sha256(type(self).__name__.encode())
+        for layer, tensors in sorted(self._layers.items()):
+            for name, tensor in sorted(tensors.items()):
+                digest.update(f"{layer}.{name} {[*tensor.shape]}".encode())
+                digest.update(tensor_bytes(tensor))
+        return f"sha256:{digest.hexdigest()}"
+
     @classmethod
     def from_pretrained(cls, reference: str | Path) -> Self:
         """The scorer in a file or a folder, or on the Hub as `user/name` or `user/name/FOLDER`.
@@ -62,7 +75,7 @@ class Scorer(ABC):
             UserError: it cannot be had, or its files hold no tensors, or other ones.
         """
         files = _files(str(reference))
-        read = [read_tensors(each) if each.suffix == ".safetensors" else unpickled(each) for each in files]
+        read = [read_tensors(each, cls.names) if each.suffix == ".safetensors" else unpickled(each) for each in files]
         return cls(files[0], {name: tensor for tensors in read for name, tensor in tensors.items()})
 
     def __call__(self, index: int, place: int, attention: nn.Module, hidden: Tensor, start: int) -> Tensor:

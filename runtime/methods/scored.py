@@ -34,6 +34,11 @@ class TrainedScores(LayerObserver):
 
     scorer: Scorer
 
+    @property
+    def digest(self) -> str:
+        """Digest of the scorer, by which results are told apart."""
+        return self.scorer.digest
+
     @override
     def needs(self) -> Needs:
         return Needs(scorers=(self.scorer,))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from keepsight import generate
 from keepsight.errors import UserError
+from keepsight.eval.reuse import method_text
 from keepsight.models.scorers import FastKVzipScorer, KVzapScorer, LocretScorer, TrimKVScorer
 from keepsight.runtime.methods import DBTrimKV, FastKVzip, KVzap, Locret, TrimKV, make_method
 from keepsight.runtime.methods.scored import TrainedScores
@@ -211,6 +212,14 @@ def test_what_does_not_fit_is_refused(tmp_path):
     (tmp_path / "bad.pt").write_bytes(pickle.dumps({"layers.0.weight": Path("trap")}, 2))
     with pytest.raises(UserError, match=r"bad\.pt: not a pickle of tensors alone"):
         KVzap.from_pretrained(tmp_path / "bad.pt", 64)
+
+
+def test_results_of_other_weights_are_told_apart():
+    model = tiny_model()
+    tensors = tiny_tensors(KVzapScorer, model)
+    same, other = ({name: each * factor for name, each in tensors.items()} for factor in (1, 2))
+    texts = [method_text(KVzap(64, TrainedScores(KVzapScorer("tiny", each)))) for each in (tensors, same, other)]
+    assert texts[0] == texts[1] != texts[2] and all(texts)
 
 
 def test_a_gate_of_zeros_is_one_against_its_16_sinks():
