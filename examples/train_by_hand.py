@@ -22,7 +22,7 @@ text = topics["pass"] + "\n\nWhat is the pass statement good for?"
 chat = chat_text(target.tokenizer, [{"role": "user", "content": text}])
 ids = target.tokenizer(chat, add_special_tokens=False, return_tensors="pt")["input_ids"]
 
-# The target answers, and is read once: the prompt's cache, and how much each of its entries is attended to.
+# The base model answers, and is read once: the prompt's cache, and how much each of its entries is attended to.
 answer = generate(target.model, ids, max_new_tokens=24)
 cache, wanted = target_importance(target.model, Batch(ids, answer))
 
@@ -30,7 +30,7 @@ module = Lookahead(target.model, LookaheadSettings(tokens=8, rank=8))
 weights = [weight for weight in module.parameters() if weight.requires_grad]
 optimizer = torch.optim.AdamW(weights, lr=3e-3)
 print(
-    f"{sum(weight.numel() for weight in weights):,} weights to train, of a target of {target.model.num_parameters():,}"
+    f"{sum(weight.numel() for weight in weights):,} weights to train, of a base model of {target.model.num_parameters():,}"
 )
 for step in range(12):
     with module.active():  # its LoRA is on for the soft tokens alone

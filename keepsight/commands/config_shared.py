@@ -42,9 +42,9 @@ class ModelConfig:
     Attributes:
         id: Hub id or local folder.
         revision: Branch, tag or commit on the Hub.
-        packaged: PACKAGE/FILE.gguf of an installed Python package, used when the Hub cannot be reached.
-        packaged_id: Hub id of the model in the packaged file; the file is used for no other model.
-        packaged_digest: Expected digest of the packaged file, sha256:...
+        packaged: Bundled weights, PACKAGE/FILE.gguf of an installed Python package, used when the Hub cannot be reached.
+        packaged_id: Hub id of the bundled model; the file is used for no other model.
+        packaged_digest: Expected digest of the bundled file, sha256:...
         dtype: auto, float32, bfloat16 or float16.
         device: auto, cpu, cuda, cuda:1, ...
         attention: auto, sdpa, eager, or flash_attention_2, _3 or _4 (experimental).
