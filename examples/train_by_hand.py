@@ -30,7 +30,8 @@ module = Lookahead(target.model, LookaheadSettings(tokens=8, rank=8))
 weights = [weight for weight in module.parameters() if weight.requires_grad]
 optimizer = torch.optim.AdamW(weights, lr=3e-3)
 print(
-    f"{sum(weight.numel() for weight in weights):,} weights to train, of a base model of {target.model.num_parameters():,}"
+    f"{sum(weight.numel() for weight in weights):,} weights to train; the base model has "
+    f"{target.model.num_parameters():,}"
 )
 for step in range(12):
     with module.active():  # its LoRA is on for the soft tokens alone

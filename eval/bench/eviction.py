@@ -167,9 +167,10 @@ def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[
     )
     heads = f"{'observe ms':>11}{'select ms':>11}{'of prefill':>12}{'peak MiB':>10}{'KV MiB':>9}"
     yield f"{'tokens':>7}  {'method':<14}{heads}"
-    for length in tqdm(lengths, desc="lengths"):
-        for line in _lines(target.model, methods, random_ids(target.model, 1, length), repeats):
-            yield f"{length:>7}  {line}"
+    with tqdm(total=len(lengths) * (repeats + 1), desc="turns") as progress:
+        for length in lengths:
+            for line in _lines(target.model, methods, random_ids(target.model, 1, length), repeats, progress):
+                yield f"{length:>7}  {line}"
 
 
 class _Seconds(NamedTuple):
@@ -180,7 +181,9 @@ class _Seconds(NamedTuple):
     steps: dict[str, tuple[float, float]]
 
 
-def _lines(model: PreTrainedModel, methods: Mapping[str, Evict], ids: Tensor, repeats: int) -> Iterator[str]:
+def _lines(
+    model: PreTrainedModel, methods: Mapping[str, Evict], ids: Tensor, repeats: int, progress: Any
+) -> Iterator[str]:
     """A line for the prefill, one for H2O's sums where they are needed, and one for each method."""
     needs = functools.reduce(operator.or_, (method.needs() for method in methods.values()))
 
@@ -197,9 +200,10 @@ def _lines(model: PreTrainedModel, methods: Mapping[str, Evict], ids: Tensor, re
         for name, method in methods.items():
             observe, select = (median_seconds(step, 1, _LEAST_SECONDS) for step in _steps(model, method, states[0]))
             steps[name] = observe, select
+        progress.update()
         return _Seconds(taken, summing, steps)
 
-    turns = [turn() for _ in tqdm(range(repeats + 1), desc="turns", leave=False)][1:]
+    turns = [turn() for _ in range(repeats + 1)][1:]
     state, peak = read(needs.accumulated), peak_bytes(read) / 2**20
     entries, taken = peak_kv_bytes(model, read) / 2**20, statistics.median(each.prefill for each in turns)
     yield f"{'prefill':<14}{taken * 1000:>11.0f}{'':>11}{'':>12}{peak:>10.1f}{entries:>9.1f}"

@@ -24,6 +24,7 @@ from keepsight.commands.variants import import_plugins, variants_of
 from keepsight.errors import BadRow, UserError, printable
 from keepsight.eval.answers import default_batch_tokens
 from keepsight.eval.kept_tokens import KeptTokens, first_of_each
+from keepsight.eval.report.findings import findings
 from keepsight.eval.report.pages import write_outputs
 from keepsight.eval.report.summary import summarize, summary_table
 from keepsight.eval.results import EARLIER, Measured, Row, finished, key_of, merge, part_of, read_run
@@ -149,7 +150,8 @@ def write_all(out: Path) -> None:
     """Summary, plots and report of the run in a folder; prints the table."""
     run = read_run(out)
     write_outputs([run], out)
-    print(f"{summary_table(summarize(run.rows))}\n\nreport: {out / 'report.html'}")
+    summary = summarize(run.rows)
+    print("\n\n".join([summary_table(summary), *map(printable, findings(summary)), f"report: {out / 'report.html'}"]))
 
 
 def samples_of(config: TaskKeys, target: Target) -> tuple[list[RenderedSample], dict[str, str]]:

@@ -1,6 +1,7 @@
 """keepsight inspect: an HTML page of the prompt tokens that a method keeps."""
 
 from pathlib import Path
+from textwrap import shorten
 
 import numpy as np
 import torch
@@ -8,7 +9,7 @@ import torch
 from keepsight.commands.config import Inspect as Config
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.commands.variants import require_evict
-from keepsight.errors import UserError
+from keepsight.errors import UserError, printable
 from keepsight.eval.report.kept_pages import write_inspect_page
 from keepsight.eval.results import FULL
 from keepsight.files import require_writable
@@ -51,6 +52,8 @@ def run(config: Config) -> None:
     }
     title = f"{Path(target.name).name}: {config.method} at budget {config.budget}"
     write_inspect_page(out, tokens, kept, title, settings, answers)
+    width = max(map(len, answers))
+    print(*(printable(f"{name:<{width}}  {shorten(answer, 100)}") for name, answer in answers.items()), sep="\n")
     print(f"{len(tokens)} tokens, {config.budget} kept per layer and KV head: {config.out}")
 
 

@@ -31,4 +31,4 @@ def push(config: Push) -> None:
     """Print the files, then upload them."""
     upload = plan_upload(Path(config.folder), config.repo, public=config.public, revision=config.revision)
     print(upload.describe())
-    print("dry run: nothing was uploaded" if config.dry_run else upload_to_hub(upload))
+    print("dry run: nothing was uploaded; without --dry-run it will be" if config.dry_run else upload_to_hub(upload))

@@ -386,7 +386,9 @@ def test_push_shows_what_it_would_send(keepsight: CommandLine, here: Path) -> No
     (here / "adapter" / "notes.txt").write_text("mine")
     printed = keepsight("push", "adapter", "ada/x", "--dry-run")
     assert printed == keepsight("push", "folder=adapter", "repo=ada/x", "dry_run=true")
-    assert printed.startswith("to https://") and printed.endswith("\ndry run: nothing was uploaded\n")
+    assert printed.startswith("to https://") and printed.endswith(
+        "\ndry run: nothing was uploaded; without --dry-run it will be\n"
+    )
     for name in ("adapter_model.safetensors", "lookahead_config.json", "README.md"):
         size = (here / "adapter" / name).stat().st_size
         assert f"{size:,} bytes" in next(line for line in printed.splitlines() if line.endswith(f"adapter/{name}"))
