@@ -24,6 +24,8 @@ Key = tuple[str, int, str]
 EARLIER = "earlier.jsonl"
 """Rows from before a run was extended, which are used again where they depend on the same inputs."""
 _MAY_CHANGE = ("command", "versions", "notes")
+_IN_ROWS = ("tasks", "lengths", "methods", "budgets", "bits")
+"""Settings that each row of a table shows."""
 MAX_LABEL = 48
 """A longer list of differing settings is no label."""
 
@@ -210,7 +212,8 @@ def labels_of(runs: Sequence[Run]) -> list[str]:
 
     Of the only setting that differs the value is enough where it is a word.
     """
-    settings = [flatten({key: run.settings[key] for key in run.settings if key not in _MAY_CHANGE}) for run in runs]
+    left_out = (*_MAY_CHANGE, *_IN_ROWS)
+    settings = [flatten({key: run.settings[key] for key in run.settings if key not in left_out}) for run in runs]
     keys = dict.fromkeys(key for each in settings for key in each if not key.endswith(("digest", "sha256")))
     found = {key: [each.get(key, "") for each in settings] for key in keys}
     differing = {key: values for key, values in found.items() if len(set(values)) > 1 and key.split(".")[0] != "target"}

@@ -45,7 +45,7 @@ def test_methods_within_the_noise_are_level() -> None:
         ([{"samples": 5}, {"samples": 20}], ["samples=5", "samples=20"]),
         ([{"model": {"dtype": "float32"}}, {"model": {"dtype": "bfloat16"}}], ["float32", "bfloat16"]),
         ([{"a": 1, "command": "x"}, {"a": 1, "command": "y"}], ["first", "second"]),
-        ([{"methods": ["snapkv"] * 9}, {"methods": ["full"] * 20}], ["first", "second"]),
+        ([{"methods": ["snapkv"]}, {"methods": ["full"]}], ["first", "second"]),
     ],
 )
 def test_runs_are_labelled_by_what_differs(settings: list[dict[str, Any]], labels: list[str]) -> None:
