@@ -196,12 +196,14 @@ class PrefixStore:
         """
         self.path(digest)
         if digest not in self._tensors:
-            self._read(digest)
+            self._tensors[digest] = self._read(digest)
+            while len(self._tensors) > self.kept:
+                self._tensors.popitem(last=False)
         self._tensors.move_to_end(digest)
         return self._tensors[digest]
 
-    def _read(self, digest: str) -> None:
-        """Read a file once, so that what is checked is what is used."""
+    def _read(self, digest: str) -> dict[str, Tensor]:
+        """The tensors of a file, which is read once, so that what is checked is what is used; keeps its header."""
         path = self.path(digest)
         try:
             data = path.read_bytes()
@@ -217,11 +219,10 @@ class PrefixStore:
         except (SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path.name}: not a prefix file ({one_line(error)}); make it anew") from None
         _check(path, header, tensors)
-        self._headers[digest], self._tensors[digest] = header, tensors
-        while len(self._tensors) > self.kept:
-            self._tensors.popitem(last=False)
+        self._headers[digest] = header
         if len(self._headers) > _HEADERS:
             self._headers.pop(next(iter(self._headers)))
+        return tensors
 
 
 def _metadata(data: bytes) -> Any:

@@ -206,7 +206,7 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
     def _load(self, load: Load) -> None:
         if not load.digest:
             raise UserError("no such prefix, a part of its placeholders, no token after them, or a request with LoRA")
-        header, tensors = self.store.header(load.digest), self.store.tensors(load.digest)
+        tensors, header = self.store.tensors(load.digest), self.store.header(load.digest)
         if header.page:
             module = self._modules[next(iter(self._caches))]
             ragged.load(module, header, tensors, load.blocks, load.first, self.dtype)

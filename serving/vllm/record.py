@@ -210,7 +210,7 @@ class EvictingConnector(KeepsightConnector):
     `kv_connector_extra_config` holds `evict` too: a method's name, budget and options.
 
     Raises:
-        UserError: at start-up, one line: as of `KeepsightConnector`; a method that cannot run so; several processes; a
+        UserError: at start-up, one line: as of `KeepsightConnector`; a method that cannot run so; several workers; a
             model whose keys cannot be turned.
     """
 
@@ -241,8 +241,8 @@ class EvictingConnector(KeepsightConnector):
             return
         try:
             method, first = self._method_for(request, wanted)
-        except UserError as error:
-            self._refused[request.request_id] = str(error)
+        except Exception as error:  # one request must not end the engine
+            self._refused[request.request_id] = one_line(error)
             return
         request.skip_reading_prefix_cache = not first  # every key has to pass through the backend
         self._asked[request.request_id] = request, method, first
@@ -375,7 +375,7 @@ class EvictingConnector(KeepsightConnector):
         before = part.before
         if part.first:
             whole = str(digest_in(part.tokens, self.alphabet))
-            before, read = self.store.header(whole).before, _whole_state(self.store.tensors(whole))
+            read, before = _whole_state(self.store.tensors(whole)), self.store.header(whole).before
             kept = method.compress_state(model, read, functools.partial(_looked_back, state))
         else:
             kept = method.compress_state(model, state)

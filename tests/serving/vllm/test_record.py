@@ -1,11 +1,15 @@
-"""Eviction inside vLLM: the entries that keepsight keeps itself, and its answers; in an engine in this process."""
+"""Eviction inside vLLM: the entries that keepsight keeps itself, and its answers; engines in this process, a server."""
 
+import dataclasses
 import gc
+import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
 import torch
 
@@ -20,6 +24,7 @@ from keepsight.serving.export import export
 from keepsight.serving.prefix import PrefixStore, alphabet_of, placeholders
 from keepsight.serving.vllm.soft_tokens import lora_for_vllm, observing_prompt
 from tests.close import assert_close
+from tests.serving.vllm.stock import CONNECTOR, TOPICS, Library, chatted, serving, stock_target
 from tests.tiny import save_tiny_target
 
 BUDGET, PAGE, NEW = 160, 32, 8
@@ -216,3 +221,33 @@ def test_soft_tokens_look_back_in_a_second_request(tmp_path: Path):
         cut: Any = {name: value[:-1] for name, value in short.items()}
         (reply,) = world.engine.generate([cut], asked, use_tqdm=False)
         assert "not the soft tokens" in reply.kv_transfer_params["keepsight_error"]
+
+
+def test_a_server_evicts_from_a_message_and_answers_the_next(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("KEEPSIGHT_EVICT", "1")
+    library = Library(stock_target(tmp_path / "model"), tmp_path / "own")
+    documents = [TOPICS[n][:1500] for n in range(8)]
+    cases = [library.cases(document, 128) for document in documents]
+    evict = {"root": str(tmp_path / "made"), "evict": {"name": "snapkv", "budget": 128, "window": 8}}
+    connector = {"kv_connector": "EvictingConnector", "kv_connector_module_path": "keepsight.serving.vllm.record"}
+    config = json.dumps(CONNECTOR | connector | {"kv_connector_extra_config": evict})
+    log = tmp_path / "server.log"
+    with serving(tmp_path / "model", tmp_path / "made", log, ragged=False, kv_transfer_config=config) as server:
+
+        def asked(document: str, wanted: Any = True) -> httpx.Response:
+            turns = [{"role": "user", "content": document}]
+            body = {"model": "tiny", "messages": turns, "kv_transfer_params": {"keepsight_evict": wanted}}
+            return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=300)
+
+        with ThreadPoolExecutor(8) as pool:
+            said = [reply.json()["kv_transfer_params"] for reply in pool.map(asked, documents)]
+        made = [
+            dataclasses.replace(case, digest=each["keepsight"])
+            for each, both in zip(said, cases, strict=True)
+            for case in both
+        ]
+        with ThreadPoolExecutor(16) as pool:
+            answers = [*pool.map(lambda case: chatted(server, case), made)]
+        assert answers == [case.answer for case in made]
+        assert asked(documents[0], "all").status_code == 400
+        assert "spell an id" in asked(documents[0], 20).json()["kv_transfer_params"]["keepsight_error"]
