@@ -45,13 +45,13 @@ class Rotary:
 
     def turned(self, heads: Tensor, positions: Tensor) -> Tensor:
         """Heads [B, h, n, d] float32 without positions -> at positions [B or 1, n]."""
-        return heads if self._embedding is None else self._by(heads, *self._embedding(heads, positions, *self._kind))
+        return heads if self._embedding is None else self._by(heads, *self._angles(heads, positions))
 
     def undone(self, heads: Tensor, positions: Tensor) -> Tensor:
         """Heads [B, h, n, d] float32 at positions [B or 1, n] -> without."""
         if self._embedding is None:
             return heads
-        cos, sin = self._embedding(heads, positions, *self._kind)
+        cos, sin = self._angles(heads, positions)
         scale = cos**2 + sin**2  # of YaRN's attention factor
         return self._by(heads, cos / scale, -sin / scale)
 
@@ -59,17 +59,23 @@ class Rotary:
         """Heads [B, h, n, d] float32 without positions -> the mean of each over positions [m]."""
         if self._embedding is None:
             return heads
-        cos, sin = self._embedding(heads, positions[None], *self._kind)
+        cos, sin = self._angles(heads, positions[None])
         return self._by(heads, cos.mean(dim=1, keepdim=True), sin.mean(dim=1, keepdim=True))
 
     def pair_norms(self, heads: Tensor) -> Tensor:
         """The norm of the pair that each dimension is turned in, [B, h, n, d]; 0 for those that are not turned."""
         if self._embedding is None:
             return torch.zeros_like(heads)
-        cos, sin = self._embedding(heads, torch.zeros(1, 1, dtype=torch.long, device=heads.device), *self._kind)
+        cos, sin = self._angles(heads, torch.zeros(1, 1, dtype=torch.long))
         quarter = torch.zeros_like(cos), torch.ones_like(sin)
         ramp = torch.arange(1.0, heads.shape[-1] + 1, device=heads.device)[None, None, None]
         return torch.hypot(heads, self._by(heads, *quarter)) * (self._by(ramp, *quarter) != ramp)
+
+    def _angles(self, heads: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines at positions [B or 1, n], on the device of heads; the embedding is on one of the model."""
+        device = next((each.device for each in self._embedding.buffers()), heads.device)
+        cos, sin = self._embedding(heads.new_empty(0, device=device), positions.to(device), *self._kind)
+        return cos.to(heads.device), sin.to(heads.device)
 
     def _by(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Heads turned by cosines and sines [B or 1, n or 1, r]."""

@@ -106,8 +106,9 @@ def _nearest(directions: Tensor, centroids: Tensor) -> Tensor:
     """[B, K, n, d] and [B, K, c, d], of length 1 -> [B, K, n] int64, the centroid of the largest cosine."""
     if not centroids.shape[2]:
         return torch.zeros(directions.shape[:3], dtype=torch.long, device=directions.device)
-    blocks = directions.split(_BLOCK, dim=2)
-    return torch.cat([(block @ centroids.mT).argmax(dim=3) for block in blocks], dim=2)
+    with torch.autocast(directions.device.type, enabled=False):
+        blocks = directions.split(_BLOCK, dim=2)
+        return torch.cat([(block @ centroids.mT).argmax(dim=3) for block in blocks], dim=2)
 
 
 class TopClusters(LayerSelector):

@@ -108,7 +108,8 @@ class MemoryLayer(OwnAttention, KeptLayer):
         """
         assert self._blocks is not None
         sizes, count, device = self.sizes, self._blocks.shape[2], query.device
-        scores = torch.einsum("bhd,bhnd->bn", query.float().mean(dim=2), self._blocks.float())
+        with torch.autocast(device.type, enabled=False):
+            scores = torch.einsum("bhd,bhnd->bn", query.float().mean(dim=2), self._blocks.float())
         chosen = top_indices(scores, min(sizes.top, count), signed=True)
         within = torch.arange(sizes.block, device=device)
         tokens = (sizes.sinks + chosen[..., None] * sizes.block + within).flatten(1)

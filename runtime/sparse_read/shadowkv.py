@@ -63,15 +63,18 @@ class LowRankKeys:
         plain = rotary.undone(keys.float(), positions).transpose(1, 2).flatten(2)
         if real is not None:
             plain = plain * real[..., None]
-        gram = plain.mT.double() @ plain.double()
-        vectors = torch.linalg.eigh(gram).eigenvectors[..., -rank:].to(plain.dtype)
+        with torch.autocast(keys.device.type, enabled=False):
+            gram = plain.mT.double() @ plain.double()
+            vectors = torch.linalg.eigh(gram).eigenvectors[..., -rank:].to(plain.dtype)
+            left = plain @ vectors
         right = vectors.mT.unflatten(2, (keys.shape[1], -1)).transpose(1, 2)
-        return cls((plain @ vectors).to(keys.dtype), right.to(keys.dtype), rotary)
+        return cls(left.to(keys.dtype), right.to(keys.dtype), rotary)
 
     def at(self, tokens: Tensor) -> Tensor:
         """Keys [B, K, k, d] after RoPE of tokens [B, K, k] int64."""
         rows = torch.arange(len(self.left), device=tokens.device)[:, None, None]
-        plain = self.left[rows, tokens].float() @ self.right.float()
+        with torch.autocast(tokens.device.type, enabled=False):
+            plain = self.left[rows, tokens].float() @ self.right.float()
         turned = self.rotary.turned(plain.flatten(0, 1)[:, None], tokens.flatten(0, 1))
         return turned.view_as(plain).to(self.left.dtype)
 

@@ -21,7 +21,7 @@ from tests.tiny import prompt_ids
 
 FAMILY = "Llama 3"
 IDS, MASK = prompt_ids(60, 44)
-UNPADDED = {"kivi", "specache"}
+UNPADDED = {"infllm", "kivi", "specache"}
 OTHERS = ["GPT-OSS", "Granite 4 (Mamba-2)"]
 
 
