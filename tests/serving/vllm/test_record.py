@@ -43,7 +43,7 @@ class Case(NamedTuple):
 class World:
     """An engine that evicts, and the same prompts read and evicted from by keepsight."""
 
-    def __init__(self, folder: Path, kind: str, executor: str) -> None:
+    def __init__(self, folder: Path, kind: str, executor: str, **options: Any) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
         from vllm.v1.attention import selector
@@ -53,7 +53,7 @@ class World:
         model = save_tiny_target(folder / "model", hidden_size=64, head_dim=32)
         self.target = load_target(str(model), device="cpu", dtype="float32")
         self.alphabet = alphabet_of(self.target.tokenizer)
-        self.page, self.folder, evict, options = 0, folder, {"name": "snapkv", "budget": BUDGET}, dict[str, Any]()
+        self.page, self.folder, evict = 0, folder, {"name": "snapkv", "budget": BUDGET}
         self.method: Any = SnapKV(BUDGET)
         if kind == "ragged":
             self.page, self.method = PAGE, SnapKV(BUDGET, allocate=Global(page=PAGE))
@@ -62,7 +62,7 @@ class World:
             random_adapter(self.target, folder / "adapter")
             self.method = LookaheadKV.from_pretrained(folder / "adapter", BUDGET)
             evict = {"name": "lookaheadkv", "budget": BUDGET, "adapter": str(folder / "adapter")}
-            options = {"enable_lora": True, "max_lora_rank": 8, "enable_prompt_embeds": True}
+            options |= {"enable_lora": True, "max_lora_rank": 8, "enable_prompt_embeds": True}
         self.own, self.made = PrefixStore(folder / "own"), PrefixStore(folder / "made")
         self.cases = [self._case(length) for length in LENGTHS]
         register()
@@ -76,8 +76,8 @@ class World:
         )
         self.engine = LLM(
             model=str(model), dtype="float32", enforce_eager=True, block_size=32, max_model_len=1024, max_num_seqs=16,
-            max_num_batched_tokens=128, distributed_executor_backend=executor,
-            kv_cache_memory_bytes=2**26, kv_transfer_config=transfer, **options,
+            distributed_executor_backend=executor, kv_transfer_config=transfer,
+            **({"max_num_batched_tokens": 128, "kv_cache_memory_bytes": 2**26} | options),
         )  # fmt: skip
 
     def _case(self, length: int) -> Case:
@@ -131,12 +131,12 @@ def random_adapter(target: Any, folder: Path) -> None:
 
 
 @contextmanager
-def running(folder: Path, kind: str) -> Iterator[World]:
+def running(folder: Path, kind: str, **options: Any) -> Iterator[World]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("KEEPSIGHT_EVICT", "1")
         patch.setenv("KEEPSIGHT_RAGGED", str(int(kind == "ragged")))
-        made = World(folder, kind, "mp" if kind == "ragged" else "uni")
+        made = World(folder, kind, "mp" if kind == "ragged" else "uni", **options)
         yield made
         made.engine.llm_engine.engine_core.shutdown()
         del made.engine
@@ -197,6 +197,24 @@ def test_nothing_is_left_of_a_client_that_has_left(world):
     world.ask([world.cases[0].prompt], [None], 1)
     assert {*world.made.root.glob("*.safetensors")} == files
     assert not record._READING and not [*(world.made.root / record.TICKETS).iterdir()]
+
+
+def test_prompts_that_are_preempted_are_recorded_anew(tmp_path: Path, monkeypatch):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempted = list[int]()
+    preempt = Scheduler._preempt_request
+
+    def counted(self: Any, request: Any, *given: Any, **named: Any) -> None:
+        preempted.append(request.num_computed_tokens - request.num_prompt_tokens)
+        preempt(self, request, *given, **named)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", counted)
+    tight = {"kv_cache_memory_bytes": 2**21, "max_num_batched_tokens": 48, "scheduler_reserve_full_isl": False}
+    with running(tmp_path, "uniform", **tight) as world:  # 1,365 tokens
+        replies = world.ask([case.prompt for case in world.cases], [{"keepsight_evict": True}] * len(LENGTHS), 200)
+        world.check([reply.kv_transfer_params for reply in replies])
+    assert min(preempted) < 0 < max(preempted)  # some in the middle of their prompts
 
 
 def test_soft_tokens_look_back_in_a_second_request(tmp_path: Path):
