@@ -1,7 +1,7 @@
 """keepsight bench: speed and memory on this machine. Each prints medians of repeated timings, and writes nothing."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from tqdm import tqdm
@@ -23,6 +23,7 @@ from keepsight.commands.variants import require_evict, variants_of
 from keepsight.data_gen.store import read_training_samples
 from keepsight.errors import UserError, printable
 from keepsight.eval.bench.decoding import bench_decode, bench_speculate
+from keepsight.eval.bench.engine import bench_vllm
 from keepsight.eval.bench.eviction import bench_evict, bench_operators
 from keepsight.eval.bench.measure import require_room
 from keepsight.eval.bench.offload import bench_specache, size_lines, step_lines, text_prompts, traffic_lines
@@ -33,8 +34,10 @@ from keepsight.models.decoder import context_of
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_sources import DraftHeadSource
 from keepsight.models.lookahead import Lookahead
+from keepsight.models.model_files import located
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import Target
+from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
 from keepsight.runtime.methods import SpeCache
 from keepsight.train.plan import bench_step
@@ -57,11 +60,14 @@ def sweep(config: BenchEval) -> None:
 def evict(config: BenchEvict) -> None:
     """Measure scoring and selecting."""
     target, methods = _methods(config)
-    evicting = {
+    _print(bench_evict(target, _evicting(methods), config.lengths, config.repeats))
+
+
+def _evicting(methods: Mapping[str, Method]) -> dict[str, Evict]:
+    return {
         name: require_evict(method, f"method {name.split()[0]!r} evicts nothing from the cache; name methods that do")
         for name, method in methods.items()
     }
-    _print(bench_evict(target, evicting, config.lengths, config.repeats))
 
 
 def decode(config: BenchDecode) -> None:
@@ -73,7 +79,12 @@ def decode(config: BenchDecode) -> None:
 def serve(config: BenchServe) -> None:
     """Measure batched serving."""
     target, methods = _methods(config)
-    _print(bench_serve(target.model, methods, config.tokens, config.answer_tokens, config.requests, config.rows))
+    numbers = config.tokens, config.answer_tokens, config.requests, config.rows
+    if config.vllm:
+        source, _, _ = located(config.model.id, config.model.revision, config.model.own_file)
+        _print(bench_vllm(target, source, _evicting(methods), *numbers))
+    else:
+        _print(bench_serve(target.model, methods, *numbers))
 
 
 def ops(config: BenchOps) -> None:

@@ -114,13 +114,15 @@ class BenchServe(Benched):
         keepsight bench serve tokens=4096 requests=32 rows=16 methods=snapkv budgets=128
 
     The engine is that of `keepsight serve`. All requests arrive at once. Prints requests a second, the median time to
-    the first token, milliseconds of a decoding step with all rows filled, and memory of the batch's entries.
+    the first token, milliseconds of a decoding step with all rows filled, and memory of the batch's entries. With
+    vllm=true the engine is vLLM's, and prompts were read and evicted from before, as by `keepsight prefix`.
 
     Attributes:
         tokens: Length of the prompts in tokens.
         answer_tokens: Length of the answers in tokens.
         requests: Number of requests.
         rows: Answers that are decoded at once.
+        vllm: Measure vLLM's engine.
     """
 
     methods: Annotated[list[Any], Field(min_length=1)] = field(default_factory=lambda: ["lookaheadkv", "snapkv"])
@@ -129,3 +131,4 @@ class BenchServe(Benched):
     answer_tokens: PositiveInt = 64
     requests: PositiveInt = 16
     rows: PositiveInt = 8
+    vllm: bool = False

@@ -52,11 +52,10 @@ def run(config: Config) -> None:
         at = Path(made, "worker.sock")
         threading.Thread(target=asyncio.run, args=(worker.serve(at),), name="worker", daemon=True).start()
         port = config.port or _free_port(config.host)
-        environment = _environment(config, target, root, at)
+        source, _, _ = located(config.model.id, config.model.revision, config.model.own_file)
+        command = [*_command(config, target, source, root, Path(made, "tokenizer")), f"--port={port}"]
         try:
-            with _child(
-                [*_command(config, target, root, Path(made, "tokenizer")), f"--port={port}"], environment
-            ) as child:
+            with _child(command, _environment(config, target, source, root, at)) as child:
                 _wait_for(child, config.host, port)
                 name, url = config.name or target.public_name, f"http://{config.host}:{port}/v1"
                 print(printable(f"{name} at {url} by vLLM, {method} from {_least(config, target)} tokens"), flush=True)
@@ -94,9 +93,9 @@ def _least(config: Config, target: Target) -> int:
     return config.min_prompt_tokens or int(twice)
 
 
-def _command(config: Config, target: Target, root: Path, tokenizer: Path) -> list[str]:
-    target.tokenizer.save_pretrained(str(tokenizer))  # with the template's arguments of model.template
-    source, _, where = located(config.model.id, config.model.revision, config.model.own_file)
+def _command(config: Config, target: Target, source: str | Path, root: Path, tokenizer: Path) -> list[str]:
+    target.tokenizer.save_pretrained(str(tokenizer))  # with the arguments of model.template
+    target.model.config.save_pretrained(str(tokenizer))
     transfer = {
         "kv_connector": "KeepsightConnector",
         "kv_connector_module_path": "keepsight.serving.vllm.connector",
@@ -117,7 +116,7 @@ def _command(config: Config, target: Target, root: Path, tokenizer: Path) -> lis
         "enforce_eager": target.model.device.type == "cpu",  # compiling takes minutes there
         "trust_remote_code": config.model.trust_remote_code,
     }
-    given |= {"revision": where["revision"]} if where.get("revision") else {}
+    given |= {"revision": config.model.revision} if config.model.revision and isinstance(source, str) else {}
     given |= {"block_size": config.page} if config.page else {}
     given |= {"max_model_len": config.max_prompt_tokens + config.max_new_tokens} if config.max_prompt_tokens else {}
     given |= {name.replace("-", "_"): value for name, value in config.vllm_options.items()}
@@ -131,8 +130,7 @@ def _option(name: str, value: Any) -> str:
     return f"{flag}={json.dumps(value) if isinstance(value, dict | list) else value}"
 
 
-def _environment(config: Config, target: Target, root: Path, at: Path) -> dict[str, str]:
-    source, _, _ = located(config.model.id, config.model.revision, config.model.own_file)
+def _environment(config: Config, target: Target, source: str | Path, root: Path, at: Path) -> dict[str, str]:
     own = {
         "KEEPSIGHT_ROOT": str(root),
         "KEEPSIGHT_MODEL": str(source),

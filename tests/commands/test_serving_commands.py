@@ -2,18 +2,23 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 
+from keepsight.commands import cli
 from keepsight.files import from_json, write_lines, write_text
 from keepsight.serving.prefix import PrefixStore
 from tests.commands.commands import CommandLine
+from tests.typed import text_of
 
 LONG = "The ship sailed on. " * 60
 TINY = ("model.id=tiny", "model.device=cpu", "model.dtype=float32", "adapter=adapter", "budget=160")
@@ -82,6 +87,29 @@ def test_values_that_cannot_be_served_end_in_one_line(keepsight: CommandLine) ->
     assert "whole number" in keepsight.fails("serve", *TINY, "budget=12.5")
     assert "cannot answer in a batch" in keepsight.fails("serve", *TINY, "method=specache", "port=0")
     assert "host=nowhere.invalid" in keepsight.fails("serve", *TINY, "host=nowhere.invalid")
+    assert "page= is for vLLM" in keepsight.fails("serve", *TINY, "page=32")
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_vllm_is_asked_for_where_it_is_missing(keepsight: CommandLine) -> None:
+    assert "make setup-vllm" in keepsight.fails("serve", *TINY, "vllm=true")
+    assert "make setup-vllm" in keepsight.fails(
+        "bench", "serve", *TINY[:-1], "vllm=true", "methods=[snapkv]", "tokens=300"
+    )
+
+
+def test_the_page_says_what_the_commands_take() -> None:
+    """Its blocks name their language, and are typed with vLLM: tests/serving/vllm/test_page.py."""
+    blocks = dict[str, list[str]]()
+    for language, block in re.findall(r"^```(\w+)\n(.*?)^```", text_of("docs/serving.md"), re.DOTALL | re.MULTILINE):
+        blocks.setdefault(language, []).append(block.replace("\\\n", " "))
+    unit = re.findall("^ExecStart=(.*)", blocks["ini"][0], re.MULTILINE)[0]
+    compose = yaml.safe_load(blocks["yaml"][0])["services"]["keepsight"]["command"]
+    typed = [words for block in blocks["bash"] if (words := shlex.split(block))[0] == "keepsight"]
+    for _, *words in (shlex.split(unit), compose, *typed):
+        name, arguments = cli.command_of(words)
+        cli.configuration(name, arguments)
+    assert len(typed) == 3
 
 
 def test_requests_from_evicted_caches_against_full_ones(keepsight: CommandLine) -> None:

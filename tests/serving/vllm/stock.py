@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -22,8 +23,10 @@ from keepsight import SnapKV, generate, load_state, save_state
 from keepsight.models.chat import chat_text
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.allocate import Global, Uniform
+from keepsight.runtime.state import State
 from keepsight.serving.export import export
 from keepsight.serving.prefix import MARK, alphabet_of, placeholders
+from tests.package_files import ROOT
 from tests.tiny import tiny_model, tiny_tokenizer
 
 BLOCK, TOKENS = 32, 24
@@ -83,20 +86,24 @@ class Library:
 
     @torch.no_grad()
     def cases(self, document: str, budget: int, page: int = 0, tokens: int = TOKENS) -> list[Case]:
-        """One case for each question; the references come from a state that was saved and loaded."""
+        """One case for each question."""
         model = self.target.model
         method = SnapKV(budget, window=8, allocate=Global(page=page) if page else Uniform())
         state = method.start(model, self.ids(self.before + document))
         digest, header = export(model, state, self.root, page=page, before=self.before)
-        saved = save_state(state.unrecorded(), self.root / "state.safetensors", model=model)
         made = []
         for question in QUESTIONS:
             asked = self.ids(question + self.after)
-            answer = generate(model, asked, load_state(saved, model), max_new_tokens=tokens)[0].tolist()
             prompt = placeholders(digest, header.entries, self.alphabet) + asked[0].tolist()
-            made.append(Case(digest, question, prompt, answer))
-        saved.unlink()
+            made.append(Case(digest, question, prompt, self.answer(state, asked, tokens)))
         return made
+
+    def answer(self, state: State, asked: torch.Tensor, tokens: int) -> list[int]:
+        """The greedy answer to `asked` [1, n] after a state, which is saved and loaded."""
+        model = self.target.model
+        with TemporaryDirectory() as folder:
+            saved = save_state(state.unrecorded(), Path(folder), model=model)
+            return generate(model, asked, load_state(saved, model), max_new_tokens=tokens)[0].tolist()
 
     def ordinary(self, text: str, tokens: int = TOKENS) -> Case:
         """A prompt without a prefix."""
@@ -150,11 +157,9 @@ def free_port() -> int:
 @contextmanager
 def process(url: str, log: Path, *command: str, **environment: str) -> Iterator[Server]:
     """A command that serves at a URL, once it answers; all of its group is killed at the end."""
-    given = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(), "VLLM_LOGGING_LEVEL": "INFO", **environment}
+    given = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
     with log.open("ab") as out:
-        child = subprocess.Popen(
-            [sys.executable, "-m", *command], stdout=out, stderr=out, env=os.environ | given, start_new_session=True
-        )
+        child = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | given, start_new_session=True)
     server = Server(url, child, log)
     try:
         server.wait()
@@ -182,23 +187,23 @@ def serving(model: Path, root: Path, log: Path, ragged: bool = True, **options: 
     port = free_port()
     arguments = vllm_arguments(model, root, host="127.0.0.1", port=port, **options)
     environment = {"KEEPSIGHT_ROOT": str(root), "KEEPSIGHT_MODEL": str(model), "KEEPSIGHT_RAGGED": str(int(ragged))}
-    command = ["vllm.entrypoints.openai.api_server", *arguments]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
     with process(f"http://127.0.0.1:{port}", log, *command, **environment) as server:
         yield server
 
 
-def completed(server: Server, case: Case, tokens: int = TOKENS, **options: Any) -> list[int]:
+def completed(server: Server, case: Case, tokens: int = TOKENS, key: str = "any", **options: Any) -> list[int]:
     """The ids that `/v1/completions` answers."""
     extra = {"return_token_ids": True, **options.pop("extra_body", {})}
     asked = {"model": "tiny", "prompt": case.prompt, "max_tokens": tokens, "temperature": 0} | options
-    create: Any = server.client().completions.create
+    create: Any = server.client(key).completions.create
     return create(**asked, extra_body=extra).choices[0].model_dump()["token_ids"]
 
 
-def chatted(server: Server, case: Case, tokens: int = TOKENS, **options: Any) -> list[int]:
+def chatted(server: Server, case: Case, tokens: int = TOKENS, key: str = "any", **options: Any) -> list[int]:
     """The ids that `/v1/chat/completions` streams for a message that names the prefix."""
     content = f"[[keepsight:{case.digest}]]{case.question}" if case.digest else case.question
     asked = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": tokens}
-    create: Any = server.client().chat.completions.create
+    create: Any = server.client(key).chat.completions.create
     chunks = create(**asked | {"temperature": 0, "stream": True} | options, extra_body={"return_token_ids": True})
     return [id for chunk in chunks for choice in chunk.choices for id in choice.model_dump().get("token_ids") or []]

@@ -1,0 +1,115 @@
+"""`keepsight serve vllm=true`: ordinary chat requests with long prompts, answered from evicted caches by vLLM."""
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+
+import httpx
+import openai
+import pytest
+
+from keepsight import SnapKV
+from keepsight.runtime.allocate import Global
+from tests.serving.vllm.stock import (
+    BLOCK,
+    TOKENS,
+    TOPICS,
+    Case,
+    Library,
+    Server,
+    chatted,
+    completed,
+    free_port,
+    process,
+    stock_target,
+)
+
+BUDGET, KEY, ASK = 96, "a-secret", (completed, chatted)
+TEXTS = [text[:1200] for text in TOPICS[:6]]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    folder = tmp_path_factory.mktemp("serve")
+    return Library(stock_target(folder / "model"), folder / "prefixes")
+
+
+@contextmanager
+def started(library: Library, port: int) -> Iterator[Server]:
+    """The command, which also answers the library's prefixes."""
+    folder = library.root.parent
+    command = [sys.executable, "-m", "keepsight", "serve", f"model.id={folder / 'model'}", "model.device=cpu"]
+    command += ["model.dtype=float32", "method=snapkv", f"budget={BUDGET}", "options={window: 8}", f"page={BLOCK}"]
+    command += [f"prefixes={library.root}", f"port={port}", "name=tiny", "vllm=true", "max_new_tokens=400"]
+    command += ["vllm_options={kv_cache_memory_bytes: 134217728}"]
+    log = folder / "serve.log"
+    with process(f"http://127.0.0.1:{port}", log, *command, KEEPSIGHT_API_KEY=KEY) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(library: Library) -> Iterator[Server]:
+    with started(library, free_port()) as running:
+        yield running
+
+
+def long_case(library: Library, text: str) -> Case:
+    """What `generate` answers for the last token of a prompt from which the rest was evicted."""
+    ids = library.ids(library.before + text + library.after)
+    method = SnapKV(BUDGET, window=8, allocate=Global(page=BLOCK))
+    state = method.start(library.target.model, ids[:, :-1])
+    return Case("", text, ids[0].tolist(), library.answer(state, ids[:, -1:], TOKENS))
+
+
+def test_long_prompts_short_ones_and_prefixes_by_sixteen_clients(server, library):
+    long, short = [long_case(library, text) for text in TEXTS], [library.ordinary(text[:150]) for text in TEXTS]
+    named = [each for text in TEXTS[:3] for each in library.cases(text, 64, BLOCK)]
+    mixed = [*long, *short, *named] * 2
+    with ThreadPoolExecutor(16) as pool:
+        answers = [*pool.map(lambda place: ASK[place % 2](server, mixed[place], key=KEY), range(len(mixed)))]
+    assert answers == [case.answer for case in mixed]
+    assert server.metric("keepsight_prompts_total") == 2 * len(long)
+    assert server.metric("keepsight_read_seconds_count") == len(long)  # each is read once
+    assert server.metric("keepsight_kept_entries_total") == BUDGET * len(long)
+    usage = server.client(KEY).completions.create(model="tiny", prompt=long[0].prompt, max_tokens=1).usage
+    assert usage is not None and usage.prompt_tokens == BUDGET + 1
+
+
+def test_what_is_refused_before_anything_is_read(server, library):
+    read = server.metric("keepsight_read_seconds_count")
+    text = TEXTS[0] + " and then?"
+    body = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
+    url, key = f"{server.url}/v1/chat/completions", {"authorization": f"Bearer {KEY}"}
+    assert httpx.post(url, json=body).status_code == 401
+    assert httpx.post(url, json=body | {"model": "other"}, headers=key).status_code == 404
+    reply = httpx.post(url, json=body | {"prompt_logprobs": 1}, headers=key)
+    assert reply.status_code == 400 and "prompt_logprobs" in reply.json()["error"]["message"]
+    with pytest.raises(openai.BadRequestError, match="of 4096"):
+        server.client(KEY).completions.create(model="tiny", prompt="the ship " * 5000)
+    assert server.metric("keepsight_read_seconds_count") == read
+    with pytest.raises(httpx.ReadTimeout):  # a client that leaves while its prompt is read
+        httpx.post(url, json=body, headers=key, timeout=0.01)
+    assert chatted(server, library.ordinary("Hello"), key=KEY) == library.ordinary("Hello").answer
+
+
+def test_vllm_ends_with_the_worker_beside_it(server, library):
+    """Killed in mid-answer: vLLM ends as well, and frees its port."""
+    client = server.client(KEY)
+    chunks = client.completions.create(model="tiny", prompt=TEXTS[1], max_tokens=400, stream=True)
+    next(iter(chunks))
+    server.process.send_signal(signal.SIGKILL)
+    with suppress(openai.APIError, httpx.HTTPError):  # it may have the time to end this answer
+        for _ in chunks:
+            pass
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        with suppress(httpx.TimeoutException, httpx.RemoteProtocolError, httpx.ReadError):
+            try:
+                httpx.get(f"{server.url}/health", timeout=1)
+            except httpx.ConnectError:
+                return
+        time.sleep(0.2)
+    raise AssertionError("vLLM's server outlives keepsight")
