@@ -14,11 +14,10 @@ import torch
 
 from keepsight.errors import UserError
 from keepsight.eval.bench.measure import random_ids
-from keepsight.models.decoder import cached_kv_heads
+from keepsight.models.decoder import cached_kv_heads, context_of
 from keepsight.models.targets import Target
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.state import context_of
 from keepsight.serving.export import export
 from keepsight.serving.prefix import alphabet_of, placeholders
 
