@@ -141,6 +141,12 @@ def cut(samples: Sequence[TrainingSample], max_tokens: int) -> Chosen:
     return Chosen(samples, range(len(samples)), max_tokens)
 
 
+def require_more(samples: Sequence[TrainingSample], held_out: int, key: str) -> None:
+    """Raise a UserError unless there are more samples than are held out; `key` names the settings in a recipe."""
+    if len(samples) <= held_out:
+        raise UserError(f"{key}.held_out={held_out} needs more than the {len(samples)} samples of the data; lower it")
+
+
 def hold_out(
     samples: Sequence[TrainingSample], held_out: int, key: str = "train", trained: Prompts | None = None
 ) -> tuple[SampleDataset, SampleDataset]:
@@ -155,8 +161,7 @@ def hold_out(
     Raises:
         UserError: too few samples for both.
     """
-    if len(samples) <= held_out:
-        raise UserError(f"{key}.held_out={held_out} needs more than the {len(samples)} samples of the data; lower it")
+    require_more(samples, held_out, key)
     new = [place for place, each in enumerate(samples) if prompt_digest(each) not in trained] if trained else []
     among = new or range(len(samples))
     step = math.ceil(len(among) / held_out) if held_out else len(among) + 1

@@ -115,6 +115,13 @@ def unpack(packed: TeacherOutputs, devices: TeacherOutputs) -> TeacherOutputs:
     return _map(unpacked, packed, devices)
 
 
+def require_replays_alone(folder: Path, processes: str = "process-*") -> None:
+    """Raise a UserError if a folder of `replay.dir`, by the pattern of its name, holds files that no training wrote."""
+    for each in folder.glob(processes):
+        if not each.is_dir() or (not (each / _MARK).exists() and any(each.iterdir())):
+            raise UserError(f"replay.dir: {each} holds files that no training wrote; choose another folder")
+
+
 @contextmanager
 def _own_folder(folder: Path) -> Iterator[None]:
     """Within the block, a folder for this process alone, without what a killed training has left; it is then deleted.
@@ -124,8 +131,7 @@ def _own_folder(folder: Path) -> Iterator[None]:
     """
     mark = folder / _MARK
     folder.mkdir(parents=True, exist_ok=True)
-    if not mark.exists() and any(folder.iterdir()):
-        raise UserError(f"replay.dir: {folder} holds files that no training wrote; choose another folder")
+    require_replays_alone(folder.parent, folder.name)
     mark.touch()
 
     def clear() -> None:

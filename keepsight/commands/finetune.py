@@ -10,7 +10,7 @@ from transformers import set_seed
 
 from keepsight.commands.config import Finetune as Config
 from keepsight.commands.from_recipe import training_target
-from keepsight.commands.training import check_paths, ending, read_samples, require_finished, run_of
+from keepsight.commands.training import check_inputs, ending, read_samples, require_finished, run_of
 from keepsight.errors import UserError
 from keepsight.models.card import FINETUNING, HEAD_WEIGHTS, with_eviction
 from keepsight.models.distributed import launched
@@ -27,13 +27,13 @@ from keepsight.train.trainer import ModuleTrainer
 def run(config: Config) -> None:
     """Train, then write the adapter, its card and the curves."""
     settings = config.finetune
-    check_paths(config)
+    samples = check_inputs(config, "finetune.train", settings.train)
     artifact, method, allocate = _start(config)
-    target = training_target(config)
-    keep_gradients(target.model)
-    samples, manifest = read_samples(config, target, config.max_prompt_tokens)
     if (longest := max(len(each.prompt_ids) for each in samples)) <= min(settings.budgets):
         raise UserError(f"finetune.budgets={settings.budgets}: the longest prompt has {longest} tokens; lower them")
+    target = training_target(config)
+    keep_gradients(target.model)
+    samples, manifest = read_samples(config, target)
     set_seed(settings.train.seed)
     lookahead = None if settings.freeze_module else artifact.module(target.model)
     objective = EvictionObjective(target.model, method, allocate, settings, lookahead)

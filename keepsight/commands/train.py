@@ -11,10 +11,10 @@ from transformers import set_seed
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from keepsight.commands.config import Train as Config
-from keepsight.commands.from_recipe import training_dtype, training_target
+from keepsight.commands.from_recipe import outline_of, training_dtype, training_target
 from keepsight.commands.training import (
     basics_of,
-    check_paths,
+    check_inputs,
     ending,
     length_summary,
     read_samples,
@@ -27,6 +27,7 @@ from keepsight.eval.report.tables import Column, Table
 from keepsight.files import write_png
 from keepsight.models.distributed import created_divided, launched
 from keepsight.models.lookahead import CONFIG, Lookahead, LookaheadAdapter
+from keepsight.models.lora import chosen_targets
 from keepsight.models.targets import Target, keep_gradients
 from keepsight.train.ablation import AblationTrainer, Cell
 from keepsight.train.distributed import DIVIDED, divide_layers
@@ -49,7 +50,7 @@ def run(config: Config | Cells) -> None:
         return
     initial = check(config)
     target = placed_target(config)
-    samples, manifest = read_samples(config, target, config.max_prompt_tokens)
+    samples, manifest = read_samples(config, target)
     objective = new_objective(config, target, initial)
     trainer = ModuleTrainer(objective, config.train, run_of(config, target, samples, "init", CONFIG))
     finished = trainer.fit()
@@ -64,7 +65,7 @@ def _run_cells(cells: Cells) -> None:
     configs = {name: config for name, (_, config) in cells.items()}
     (first, *_), (initial, *_) = configs.values(), [check(each) for each in configs.values()]
     out, target = Path(first.out), placed_target(first)
-    samples, manifest = read_samples(first, target, first.max_prompt_tokens)
+    samples, manifest = read_samples(first, target)
     modules = [Cell(name, new_objective(each, target, initial), each.train) for name, each in configs.items()]
     trainer = AblationTrainer(modules, run_of(first, target, samples, "init", CONFIG))
     finished = trainer.fit()
@@ -85,9 +86,12 @@ def check(config: Config) -> LookaheadAdapter | None:
     """Check what is read and written before the base model is loaded; the adapter of `init`, if it names one.
 
     Raises:
-        UserError: see `check_paths`; or the adapter cannot be read, or has another shape.
+        UserError: see `check_inputs`; a target of the LoRA is unknown; or the adapter cannot be read, or has another
+            shape.
     """
-    check_paths(config)
+    check_inputs(config, "train", config.train)
+    if config.lookahead.rank and config.lookahead.targets[0] not in ("all", "none"):
+        chosen_targets(outline_of(config), config.lookahead.targets)
     if config.init is None:
         return None
     artifact = LookaheadAdapter.from_pretrained(config.init)

@@ -10,7 +10,7 @@ from keepsight.commands.config import TrainDraftHead as Config
 from keepsight.commands.from_recipe import target_of
 from keepsight.commands.training import (
     basics_of,
-    check_paths,
+    check_inputs,
     ending,
     length_summary,
     read_samples,
@@ -38,7 +38,7 @@ from keepsight.train.trainer import ModuleTrainer
 def run(config: Config) -> None:
     """Train, then write the head, its card and the training curves."""
     settings = config.draft_head
-    check_paths(config)
+    check_inputs(config, "draft_head.train", settings.train)
     if config.features is not None:
         require_writable(Path(config.features), key="features")
     if config.init is not None:

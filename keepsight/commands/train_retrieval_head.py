@@ -8,7 +8,7 @@ from transformers import set_seed
 
 from keepsight.commands.config import TrainRetrievalHead as Config
 from keepsight.commands.from_recipe import next_command, training_target
-from keepsight.commands.training import basics_of, check_paths, read_samples, require_finished, run_of
+from keepsight.commands.training import basics_of, check_inputs, read_samples, require_finished, run_of
 from keepsight.errors import UserError
 from keepsight.models.artifacts import fetch
 from keepsight.models.card import CardBasics
@@ -32,7 +32,7 @@ from keepsight.train.trainer import ModuleTrainer
 def run(config: Config) -> None:
     """Prune, distil, then write the head, its card and the training curves."""
     settings = config.retrieval_head
-    check_paths(config)
+    check_inputs(config, "retrieval_head.train", settings.train)
     initial = _initial(config) if config.head is not None else None
     target = training_target(config)
     samples, manifest = read_samples(config, target)

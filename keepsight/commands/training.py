@@ -7,7 +7,7 @@ from typing import Any
 from keepsight import __version__
 from keepsight.commands.config_shared import CardKeys, Training
 from keepsight.commands.from_recipe import next_command
-from keepsight.data_gen.store import TrainingSample, finished_manifest, read_training_samples
+from keepsight.data_gen.store import TrainingSample, finished_manifest, finished_samples, read_training_samples
 from keepsight.errors import UserError
 from keepsight.files import file_digest, read_json, require_writable
 from keepsight.models.artifacts import check_repo_id, fetch
@@ -17,41 +17,59 @@ from keepsight.models.draft_head import ORIGIN
 from keepsight.models.lookahead import CONFIG
 from keepsight.models.retrieval_head import CONFIG as RETRIEVAL_CONFIG
 from keepsight.models.targets import Target
-from keepsight.train.dataset import Prompts, no_longer_than, prompts_as_text, prompts_from_text
+from keepsight.train.dataset import Prompts, no_longer_than, prompts_as_text, prompts_from_text, require_more
+from keepsight.train.replay import require_replays_alone
+from keepsight.train.settings import TrainSettings
 from keepsight.train.trainer import ModuleTrainer, Trained, TrainingRun, numbers
 
 
-def check_paths(config: Training) -> None:
+def check_inputs(config: Training, key: str, settings: TrainSettings) -> Sequence[TrainingSample]:
     """Check the folders, the data and the Hub id that a training names, before anything is loaded.
 
+    Args:
+        config: The command's configuration.
+        key: Name of the optimisation's settings in a recipe.
+        settings: The optimisation.
+
+    Returns:
+        The samples, as `read_samples` gives them.
+
     Raises:
-        UserError: a folder cannot be written to, `base` is no Hub id, there is no finished data, or another model has
-            answered it.
+        UserError: a folder cannot be written to, `base` is no Hub id, there is no finished data, another model has
+            answered it, or it has too few samples.
     """
     require_writable(Path(config.out))
     if config.replay.dir is not None:
         require_writable(Path(config.replay.dir), key="replay.dir")
+        if settings.replays > 1:
+            require_replays_alone(Path(config.replay.dir))
     if isinstance(config, CardKeys) and config.base is not None:
         check_repo_id(config.base)
-    made = finished_manifest(Path(config.data)).settings
-    if made.model != (own := config.model.id):
-        raise UserError(f"{config.data}: this data was answered by {made.model!r}, not by {own!r}; make it again")
+    manifest = finished_manifest(Path(config.data))
+    if (made := manifest.settings.model) != (own := config.model.id):
+        raise UserError(f"{config.data}: this data was answered by {made!r}, not by {own!r}; make it again")
+    samples = _short_enough(config, finished_samples(Path(config.data), manifest))
+    require_more(samples, settings.held_out, key)
+    return samples
 
 
-def read_samples(
-    config: Training, target: Target, max_prompt_tokens: int = 0
-) -> tuple[Sequence[TrainingSample], dict[str, Any]]:
-    """The data's samples without those with longer prompts (0 keeps all), and the data's manifest.
+def read_samples(config: Training, target: Target) -> tuple[Sequence[TrainingSample], dict[str, Any]]:
+    """The data's samples without those with longer prompts than `max_prompt_tokens`, and the data's manifest.
 
     Raises:
         UserError: no sample is left, or another model has answered.
     """
     samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
-    if max_prompt_tokens:
-        samples = no_longer_than(samples, max_prompt_tokens)
+    return _short_enough(config, samples), manifest
+
+
+def _short_enough(config: Training, samples: Sequence[TrainingSample]) -> Sequence[TrainingSample]:
+    """Without those with more tokens than `max_prompt_tokens`, where the command has that key; 0 keeps all."""
+    if longest := getattr(config, "max_prompt_tokens", 0):
+        samples = no_longer_than(samples, longest)
     if not samples:
-        raise UserError(f"max_prompt_tokens={max_prompt_tokens} leaves no sample of {config.data}; raise it")
-    return samples, manifest
+        raise UserError(f"max_prompt_tokens={longest} leaves no sample of {config.data}; raise it")
+    return samples
 
 
 def run_of(config: Training, target: Target, samples: Sequence[TrainingSample], key: str, *weights: str) -> TrainingRun:

@@ -11,6 +11,7 @@ from typing import Any
 from keepsight.errors import UserError
 from keepsight.eval.results import FULL
 from keepsight.eval.sweep import Variant
+from keepsight.runtime.allocate import Budget
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
 from keepsight.runtime.methods import METHODS, Resources, make_method
@@ -24,6 +25,8 @@ def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resourc
         UserError: nothing is named, something twice, or a method cannot be made; one line says which.
     """
     variants: list[Variant] = []
+    for budget in budgets:
+        Budget(budget).check(f"budgets={budgets}")
     for given in methods:
         if given == FULL or given == {"name": FULL}:
             continue  # the sweep always answers from the full cache first

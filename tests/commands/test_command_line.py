@@ -244,6 +244,7 @@ WRONG = {
     "eval out=out methods=[full]": "methods= and budgets= must name at least one method that evicts, and one budget",
     "eval out=out methods=[{name:snapkv,windw:8}]": "method 'snapkv': there is no option 'windw'; it takes observer, ",
     "eval out=out methods=[{name:snapkv,label:full}]": "methods={'name': 'snapkv', 'label': 'full'}: 'full' is the ",
+    "eval out=out methods=[oracle] budgets=[64,0]": "budgets=[64, 0]: budget 0 is below 1; give the entries to keep",
     "eval out=out methods=[snapkv,snapkv]": "methods= and budgets= name 'snapkv' at budget 64 twice; name it once",
     "eval out=out methods=[speckv]": "method 'speckv': needs a draft: set draft.layers=[...] ",
     "eval out=out methods=[lookaheadkv]": "method 'lookaheadkv': needs adapter=FOLDER_OR_HUB_ID; ",
@@ -298,7 +299,7 @@ BEFORE_WEIGHTS = {
     "fit out=o tasks=niah_one": "task 'niah_one' is unknown",
     "fit out=o methods=snapkw": "method 'snapkw' is unknown",
     "fit out=o 'methods=[{name: lookaheadkv, windw: 3}]'": "method 'lookaheadkv': there is no option 'windw'",
-    "fit out=o budgets=0.1,many": "Oracle: budget 'many' must be",
+    "fit out=o budgets=0.1,many": "budgets=[0.1, 'many']: budget 'many' must be",
     "fit out=o adapter=mine": "'adapter' is no key of this command",
     "fit out=/dev/null": "out=/dev/null is a device or pipe; name a folder",
     "train data=answered out=/dev/null": "out=/dev/null is a device or pipe; name a folder",
@@ -311,7 +312,7 @@ BEFORE_WEIGHTS = {
 def test_keys_files_and_folders_are_checked_before_weights_are_read(
     keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_data(here / "answered", load_target("tiny", device="cpu"))
+    write_data(here / "answered", load_target("tiny", device="cpu"), count=20)
     before = tree(here)
     monkeypatch.setattr(model_files, "located", lambda *_: pytest.fail("the model is located"))
     monkeypatch.setattr(targets, "located", lambda *_: pytest.fail("the model is located"))

@@ -114,7 +114,6 @@ def test_a_finished_training_is_not_done_again_and_another_is_refused(keepsight:
 
 
 def test_bad_input_is_one_line(keepsight: CommandLine, adapter: Path) -> None:
-    assert "the longest prompt has 31 tokens" in keepsight.fails(*TUNE, "finetune.budgets=[64]")
     for wrong in (f"budgets=[{10**9}]", "budgets=[]", "temperature=0"):
         said = keepsight.fails(*TUNE, f"finetune.{wrong}")
         assert said.startswith(f"finetune.{wrong.partition('=')[0]}=") and " must " in said, said
@@ -177,3 +176,25 @@ def test_weights_for_another_model_are_refused_where_they_are_used(adapter: Path
     model = load_target("tiny", device="cpu").model
     with pytest.raises(UserError, match=r"weights has shape \[1, 2\], this model's layers and KV heads are \[3, 2\]$"):
         LookaheadKV.from_pretrained(adapter, budget=8).start(model, prompt_ids(60)[0])
+
+
+EARLY = {
+    "train.held_out=2 lookahead.targets=[q_prj]": "lookahead.targets: no module that can get a LoRA is 'q_prj'",
+    "train.held_out=99": "train.held_out=99 needs more than the",
+    "train.held_out=2 max_prompt_tokens=1": "max_prompt_tokens=1 leaves no sample of data; raise it",
+    "train.replays=2 replay.dir=.": "replay.dir: process-0 holds files that no training wrote",
+}
+
+
+@pytest.mark.parametrize("arguments", EARLY)
+def test_keys_are_found_bad_before_weights_are_read(
+    keepsight: CommandLine, adapter: Path, arguments: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("process-0").mkdir()
+    Path("process-0", "mine.txt").touch()
+    monkeypatch.setattr("keepsight.commands.from_recipe.load_target", None)
+    assert keepsight.fails("train", *TARGET, "out=new", *arguments.split()).startswith(EARLY[arguments])
+    assert keepsight.fails(*TUNE, "finetune.budgets=[64]").startswith(
+        "finetune.budgets=[64]: the longest prompt has 31"
+    )
+    assert not Path("new", "training").exists()
