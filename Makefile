@@ -124,7 +124,7 @@ $(VLLM_STAMP):
 
 # One process: a server and its engine keep both cores busy.
 test-vllm:
-	@test -f $(VLLM_STAMP) || { echo "$(VLLM_VENV) holds no vLLM for this folder: run make setup-vllm"; exit 2; }
+	@test -f $(VLLM_STAMP) || { echo "$(VLLM_VENV) is missing, or was made from other settings: run make setup-vllm"; exit 2; }
 	OMP_NUM_THREADS=1 $(VLLM_PYTHON) -m pytest -m vllm tests/serving/vllm
 
 # Every family with every method: a change of the attention, of a cache layer or of transformers' version wants them all.
