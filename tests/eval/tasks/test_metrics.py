@@ -1,5 +1,6 @@
 """Each metric against values worked out by hand."""
 
+import math
 from typing import Any
 
 import pytest
@@ -107,6 +108,15 @@ CASES: list[tuple[Any, ...]] = [
     ("exact_label", " Label: 12\nmore", ["12"], 1.0),
     ("exact_label", "The LABEL: label: 12", ["12"], 1.0),
     ("exact_label", "\n12", ["12"], 0.0),
+    ("ndcg_10", " 12 > 5 > 12 > 7\n5 > 12", ["7 0, 12 3, 5 1"], 1.0),
+    ("ndcg_10", "[ID: 7] > ID12", ["7 0, 12 1"], 1 / math.log2(3)),
+    ("ndcg_10", "7 > 12", ["7 0, 12 0"], 0.0),
+    (
+        "passes_tests",
+        "int main() {}",
+        ['[[["2"], ["2"]]]'],
+        0.0,
+    ),  # no code block; programs: test_longproc_and_helmet.py
     # Twice the words: 1 - (2 - 1) / 3; half of them: 1 - (2 - 1) / 2; four times or a third: nothing.
     ("wanted_length", "one two three four", ["2"], 2 / 3),
     ("wanted_length", "one", ["2"], 0.5),
