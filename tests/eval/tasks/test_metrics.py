@@ -116,7 +116,7 @@ CASES: list[tuple[Any, ...]] = [
         "int main() {}",
         ['[[["2"], ["2"]]]'],
         0.0,
-    ),  # no code block; programs: test_longproc_and_helmet.py
+    ),  # no code block
     # Twice the words: 1 - (2 - 1) / 3; half of them: 1 - (2 - 1) / 2; four times or a third: nothing.
     ("wanted_length", "one two three four", ["2"], 2 / 3),
     ("wanted_length", "one", ["2"], 0.5),
