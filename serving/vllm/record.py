@@ -16,7 +16,6 @@ its keys and values are in memory twice. One worker; CPU backend.
 """
 
 import functools
-import json
 import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +31,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
 from keepsight.errors import UserError, one_line
-from keepsight.files import write_json
+from keepsight.files import read_json, write_json
 from keepsight.models.decoder import FULL, decoder_of, layer_kinds
 from keepsight.runtime.allocate import Global, Uniform
 from keepsight.runtime.attention import Softmax
@@ -48,6 +47,7 @@ from keepsight.serving.prefix import BEFORE, EVICT, FAILED, digest_in, letters_o
 from keepsight.serving.turn import Rotation, rotations_of, turned_by
 from keepsight.serving.vllm import ragged
 from keepsight.serving.vllm.connector import KeepsightConnector, Step
+from keepsight.serving.vllm.weights import fingerprints
 
 logger = init_logger("vllm.keepsight")
 TICKETS = ".evicted"
@@ -225,7 +225,8 @@ class EvictingConnector(KeepsightConnector):
         if looks_back(self.method) and not (vllm_config.lora_config and vllm_config.model_config.enable_prompt_embeds):
             raise UserError("keepsight: soft tokens need --enable-lora, --max-lora-rank and --enable-prompt-embeds")
         self.page = self.method.allocate.page if isinstance(self.method.allocate, Global) else 0
-        self.config, self.context = vllm_config.model_config.hf_config, vllm_config.model_config.max_model_len
+        model, self.weights = vllm_config.model_config, ""
+        self.name, self.config, self.context = model.model, model.hf_config, model.max_model_len
         self.rotations = rotations_from(self.config)
         self._asked: dict[str, tuple[Any, Evict, int]] = {}  # requests whose prompt is being read, and `Part.first`
         self._refused: dict[str, str] = {}
@@ -297,7 +298,7 @@ class EvictingConnector(KeepsightConnector):
         path = self._said(self._tickets.pop(name, None))
         if path is None or not path.is_file():  # nothing was asked, or the client left
             return False, None
-        said = json.loads(path.read_bytes())
+        said = read_json(path)
         path.unlink(missing_ok=True)
         return False, said
 
@@ -314,6 +315,7 @@ class EvictingConnector(KeepsightConnector):
             UserError: the engine rotates keys in another way than the model's configuration says.
         """
         super().register_kv_caches(kv_caches)
+        self.weights = min(fingerprints(self.name), default="")  # one of those that the middleware accepts
         rotated = [each for each in self.rotations if each is not None]  # all by the same frequencies
         ropes = rotary_embedding._ROPE_DICT.values()
         if (rotated and not any(_agree(rotated[0], rope) for rope in ropes)) or len(self.rotations) != len(kv_caches):
@@ -379,7 +381,7 @@ class EvictingConnector(KeepsightConnector):
             kept = method.compress_state(model, read, functools.partial(_looked_back, state))
         else:
             kept = method.compress_state(model, state)
-        about = {"before": before, "method": repr(method)}
+        about = {"before": before, "method": repr(method), "weights": self.weights}
         after = turned_by(self.rotations, kept, placeholders_of(kept, self.page))
         digest, header = write_state(self.config, kept, after, self.store.root, page=self.page, **about)
         if part.first:

@@ -23,6 +23,7 @@ from keepsight.runtime.state import read
 from keepsight.serving.export import export
 from keepsight.serving.prefix import PrefixStore, alphabet_of, placeholders
 from keepsight.serving.vllm.soft_tokens import lora_for_vllm, observing_prompt
+from keepsight.serving.vllm.weights import fingerprints
 from tests.close import assert_close
 from tests.serving.vllm.stock import CONNECTOR, TOPICS, Library, chatted, serving, stock_target
 from tests.tiny import save_tiny_target
@@ -52,7 +53,7 @@ class World:
 
         model = save_tiny_target(folder / "model", hidden_size=64, head_dim=32)
         self.target = load_target(str(model), device="cpu", dtype="float32")
-        self.alphabet = alphabet_of(self.target.tokenizer)
+        self.alphabet, self.weights = alphabet_of(self.target.tokenizer), fingerprints(str(model))
         self.page, self.folder, evict = 0, folder, {"name": "snapkv", "budget": BUDGET}
         self.method: Any = SnapKV(BUDGET)
         if kind == "ragged":
@@ -107,7 +108,8 @@ class World:
     def check(self, said: list[dict[str, Any]]) -> None:
         """Compare entries and answers with keepsight's own."""
         for case, each in zip(self.cases, said, strict=True):
-            assert each["seen"] == len(case.prompt)
+            assert each.keys() == {"keepsight", "entries", "seen"} and each["seen"] == len(case.prompt)
+            assert self.made.header(each["keepsight"]).weights in self.weights
             made, own = self.made.tensors(each["keepsight"]), self.own.tensors(case.digest)
             assert made.keys() == own.keys()
             for name in own:
