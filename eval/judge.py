@@ -144,7 +144,7 @@ class Judge:
                 changed = self._without_refused(body, error.body) if error.status in (400, 422) else body
                 if changed == body:
                     raise UserError(
-                        f"judge.url={self.url}: no judgment ({error}); run the same command again to go on"
+                        f"judge.url={self.url}: no judgment ({error}); run the same command again to continue"
                     ) from None
                 body = changed
 

@@ -285,7 +285,7 @@ def comparable(runs: Sequence[Run], allow: Collection[str] = ()) -> list[Run]:
         if "targets" not in allow and run.target != first.target:
             raise UserError(
                 f"{run.folder}: its model is {run.target}, that of {first.folder} is {first.target}; "
-                "allow=[targets] compares them all the same"
+                "allow=[targets] compares them anyway"
             )
     samples = [{(key_of(row), row.get("sample_digest") or str(row["references"])) for row in run.rows} for run in runs]
     common = set.intersection(*samples)

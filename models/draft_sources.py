@@ -57,7 +57,7 @@ class LayerSubset:
         plain = (each.item() if getattr(each, "ndim", None) == 0 else each for each in given)
         object.__setattr__(self, "layers", tuple(plain))
         if not self.layers:
-            raise UserError("draft layers [] keep nothing; name the layers of the target to keep, such as [0,1,5]")
+            raise UserError("draft layers [] keep nothing; name the layers of the base model to keep, such as [0,1,5]")
         if any(type(layer) is not int or layer < 0 for layer in self.layers):
             raise UserError(f"draft layers {list(self.layers)} must be whole numbers, counted from 0")
         if list(self.layers) != sorted(set(self.layers)):
@@ -81,7 +81,7 @@ class LayerSubset:
         if self.layers not in made:
             last, count = self.layers[-1], target.config.get_text_config().num_hidden_layers
             if last >= count:
-                raise UserError(f"draft layer {last} is out of range: the target's layers are 0 to {count - 1}")
+                raise UserError(f"draft layer {last} is out of range: the base model's layers are 0 to {count - 1}")
             made[self.layers] = keep_layers(target, self.layers)
         return made[self.layers]
 
@@ -180,6 +180,6 @@ def _check_vocabulary(draft: Target, target: Target) -> None:
         token = min(odd, key=numbers.__getitem__)
         there, here = (f"id {each[token]}" if token in each else "missing" for each in (own, wanted))
         raise UserError(
-            f"draft {draft.name!r} has another vocabulary than the target {target.name!r}: token {token!r} is {there} "
-            f"there and {here} in the target; choose a draft of its family"
+            f"draft {draft.name!r} has another vocabulary than the base model {target.name!r}: token {token!r} is "
+            f"{there} there and {here} in the base model; choose a draft of its family"
         )

@@ -26,7 +26,7 @@ def kind_of(folder: Path) -> type[Artifact]:
     found = [sum((folder / name).is_file() for name in kind.files) for kind in ARTIFACTS]
     if not any(found):
         kinds = "; ".join(f"{kind.kind}: {', '.join(kind.files)}" for kind in ARTIFACTS)
-        raise UserError(f"{folder}: holds nothing that can be pushed ({kinds}); name the folder that training wrote")
+        raise UserError(f"{folder}: has nothing that can be pushed ({kinds}); name the folder that training wrote")
     return ARTIFACTS[found.index(max(found))]
 
 

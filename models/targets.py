@@ -368,5 +368,5 @@ def processor_of(target: Target) -> Any:
             f"{target.name!r}: its processor of images cannot be loaded ({one_line(error, 200)}); {remedy}"
         ) from error
     if not hasattr(processor, "image_processor"):
-        raise UserError(f"model {target.name!r} comes without a preprocessor_config.json; fetch it again, whole")
+        raise UserError(f"model {target.name!r} comes without a preprocessor_config.json; download it again")
     return processor

@@ -98,5 +98,5 @@ def _require_single(ids: Tensor) -> None:
     if ids.dim() != 2 or len(ids) != 1:
         raise UserError(
             f"conversation: ids of shape {list(ids.shape)} are not one sequence [1, n]; "
-            "hold one conversation for each row, and give neither beams nor num_return_sequences"
+            "use one conversation per row, and give neither beams nor num_return_sequences"
         )

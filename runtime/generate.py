@@ -295,7 +295,7 @@ class CustomGenerate(ABC):
     def _require_continued(self, model: PreTrainedModel, past: Past, input_ids: Tensor) -> None:
         """Refuse ids that do not continue what an earlier answer has read, and a past of another method's form."""
         if len(input_ids) != 1:
-            raise UserError("custom_generate: past_key_values go on with one sequence at a time; give [1, n] ids")
+            raise UserError("custom_generate: past_key_values continue one sequence at a time; give [1, n] ids")
         read = past.ids.shape[1]
         if not torch.equal(input_ids[:, :read], past.ids):
             raise UserError(

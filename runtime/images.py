@@ -89,7 +89,7 @@ class Images:
             return self.positions
         if "mm_token_type_ids" not in self.inputs:
             raise UserError(
-                "mm_token_type_ids, which say where images are, are missing; give all that the processor made"
+                "mm_token_type_ids, which say where images are, are missing; pass everything that the processor returns"
             )
         named = {name: value for name, value in self.inputs.items() if name not in PIXELS}
         positions: Tensor = inner.get_rope_index(input_ids, attention_mask=mask, **named)[0]
@@ -106,7 +106,9 @@ class Images:
                 kinds: Tensor = self.inputs[name]
                 return kinds.bool()
         if (token := getattr(model.config, "image_token_id", None)) is None:
-            raise UserError("mm_token_type_ids, which say where images are, are missing; give all the processor made")
+            raise UserError(
+                "mm_token_type_ids, which say where images are, are missing; pass all that the processor returns"
+            )
         return input_ids == token
 
     def require_read_by(self, model: PreTrainedModel) -> None:

@@ -61,8 +61,8 @@ def sealing(checkpoint: Path, kept: int, is_main: bool = True) -> Iterator[None]
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own
         shutil.rmtree(checkpoint, ignore_errors=True)
         raise UserError(
-            f"{checkpoint}: the checkpoint cannot be written ({one_line(error, 200)}); once that is mended, the same "
-            "command goes on from the checkpoint before"
+            f"{checkpoint}: the checkpoint cannot be written ({one_line(error, 200)}); fix that, then the "
+            "same command resumes from the checkpoint before"
         ) from error
 
 

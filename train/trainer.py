@@ -142,7 +142,7 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         self._trained_prompts = None if run.trained is None else run.trained | prompts_of(train.samples)
         self._held_out, is_new = held_out_text(held_out.samples, run.trained)
         if not is_new and self.is_world_process_zero():
-            logger.warning("held-out samples: %s, so that their fidelity may flatter the module", self._held_out)
+            logger.warning("held-out samples: %s; their fidelity may be too high", self._held_out)
         self.callback_handler.callbacks.insert(0, Throughput(objective, settings))  # before what sends the logs
         self._replay, self._held_out_kept = run.replay if settings.replays > 1 else None, 0
         if self._replay is not None:

@@ -357,7 +357,7 @@ class Speculative(CacheMethod):
         if request.do_sample:
             raise UserError("speculative decoding is greedy: give do_sample=False")
         if request.past is not None:
-            raise UserError("speculative decoding: leave out past_key_values, or go on with the inner method")
+            raise UserError("speculative decoding: leave out past_key_values, or continue with the inner method")
         self.check(request.input_ids.shape[1], context_of(model))
         needs = self.inner.needs() | Needs(features=self.head.layers_of(model))
         state = prefill(model, request.input_ids, request.mask, chunk=request.chunk, needs=needs)

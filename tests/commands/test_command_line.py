@@ -223,7 +223,7 @@ WRONG = {
     "data limit=3": "out= is required; see --help",
     "data out=": "out= is required; see --help",
     "push adapter ada/x more": "'more' is not understood; ",
-    "push none ada/x": "none: holds nothing that can be pushed ",
+    "push none ada/x": "none: has nothing that can be pushed ",
     "data out=data limit=many": "limit=many: Value 'many' of type 'str' could not be converted to Integer",
     "data out=data limit=1,2": "limit=1,2: this key takes one value",
     "data out=data limit=0": "limit=0 must be greater than 0",
@@ -329,7 +329,7 @@ def test_a_key_is_given_once() -> None:
 
 def test_no_text_steers_the_terminal(keepsight: CommandLine) -> None:
     assert printable("\x1b[2Ja\u202eb\ud800\r\tc\n", lines=True) == "\\x1b[2Ja\\u202eb\\ud800\\r\tc\n"
-    assert keepsight.fails("push", "\x1b[2J", "ada/x").startswith("\\x1b[2J: holds nothing")
+    assert keepsight.fails("push", "\x1b[2J", "ada/x").startswith("\\x1b[2J: has nothing")
 
 
 def test_samples_are_not_counted_twice(keepsight: CommandLine) -> None:

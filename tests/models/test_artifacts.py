@@ -309,7 +309,7 @@ def test_push_needs_a_token_and_a_hub(
     for repo_id in ("adapter", "ada/../x", "https://hub/ada/x"):
         with pytest.raises(UserError, match="user/name"):
             plan_upload(saved, repo_id)
-    with pytest.raises(UserError, match=r"holds nothing that can be pushed .*draft head: model\.safetensors, config"):
+    with pytest.raises(UserError, match=r"has nothing that can be pushed .*draft head: model\.safetensors, config"):
         plan_upload(tmp_path, REPO)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match="cannot push") as caught:

@@ -105,7 +105,7 @@ WRONG_LAYERS: dict[tuple[Any, ...], str] = {
     (): "draft layers [] keep nothing; ",
     (0, 1.5): "draft layers [0, 1.5] must be whole numbers, counted from 0",
     (2, 1): "draft layers [2, 1] must ascend, each named once",
-    (0, 5): "draft layer 5 is out of range: the target's layers are 0 to 4",
+    (0, 5): "draft layer 5 is out of range: the base model's layers are 0 to 4",
 }
 
 
@@ -146,8 +146,8 @@ def test_vocabularies_are_compared_token_by_token(folder: Path, loaded: Target) 
     with pytest.raises(UserError) as caught:
         load_draft(str(folder), other, device="cpu")
     assert str(caught.value) == (
-        f"draft {str(folder)!r} has another vocabulary than the target 'big': token '<|think|>' is missing there and "
-        f"id {size} in the target; choose a draft of its family"
+        f"draft {str(folder)!r} has another vocabulary than the base model 'big': token '<|think|>' is missing "
+        f"there and id {size} in the base model; choose a draft of its family"
     )
 
 

@@ -94,7 +94,7 @@ def test_stages_on_the_same_data_share_their_held_out_samples(
         given = settings(steps=1, held_out=1)
         said, seen = stage(place, tmp_path / "third", place / "first", max_prompt_tokens=12, train=given)
         assert said == "1, 1 of them trained on before"
-    assert caplog.messages == [f"held-out samples: {said}, so that their fidelity may flatter the module"]
+    assert caplog.messages == [f"held-out samples: {said}; their fidelity may be too high"]
     assert seen == first
 
 
