@@ -47,16 +47,14 @@ class Probe(NamedTuple):
     Attributes:
         ids: [B, q] int64: instruction, carried tokens, beginning of the answer and chunk, padded on the right.
         mask: [B, q] bool, False for that padding.
-        places: [B, s + n] int64, where the s sinks and the chunk's n tokens stand among the tokens read.
-        valid: [B, s + n] bool, False where a row has no such token.
-        sinks: s.
+        places: [B, 4 + n] int64, where the sinks and the chunk's n tokens stand among the tokens read.
+        valid: [B, 4 + n] bool, False for tokens that a row lacks, and for sinks in the chunk itself.
     """
 
     ids: Tensor
     mask: Tensor
     places: Tensor
     valid: Tensor
-    sinks: int
 
 
 class Replayed(ViewedLayer):
@@ -91,9 +89,9 @@ class Reconstruction(Observer):
     An entry's score is its largest attention from the tokens that repeat its chunk, by a softmax over the first 4
     entries, the chunk and those tokens themselves. Other entries take no part in it, though they are seen.
 
-    The authors neither repeat nor evict the tokens before the context (the chat template's); here all tokens read are
-    context, except that a method protects the first 4. From a cache that was evicted from before, whose entries no
-    longer tell their places, the softmax is over all that is left.
+    What the chat template puts before a user's words is not repeated, and scores 0, as in kvpress; the authors never
+    evict it. From a cache that was evicted from before, whose entries no longer tell their places, the softmax is over
+    all that is left.
 
     Attributes:
         tokenizer: The base model's.
@@ -127,24 +125,24 @@ class Reconstruction(Observer):
     def probes(self, state: State) -> Iterator[Probe]:
         """What repeats each chunk; rows with fewer chunks get one of padding alone."""
         tokens, lengths, device = state.tokens, state.lengths[:, None], state.tokens.device
-        first = tokens.shape[1] - lengths
-        longest = int(lengths.max())
+        first, before = tokens.shape[1] - lengths, self._before_context(tokens, lengths)
+        context, last, sinks = lengths - before, tokens.shape[1] - 1, torch.arange(_SINKS, device=device)
+        longest = int(context.max())
         for start in range(0, longest, self.chunk):
             own = torch.arange(start, min(start + self.chunk, longest), device=device)
-            sinks = min(_SINKS, start)
-            order = torch.cat([torch.arange(sinks, device=device), own])
-            places, valid = (first + order).clamp(max=tokens.shape[1] - 1), order < lengths
-            carried = torch.arange(max(start - _CARRIED, 0), start, device=device)
-            before, after = self._asked(start > 0)
+            chunk = own < context
+            places = torch.cat([first + sinks, first + before + own], dim=1).clamp(max=last)
+            valid = torch.cat([(sinks < before + start) & chunk[:, :1], chunk], dim=1)
+            carried = first + before + torch.arange(max(start - _CARRIED, 0), start, device=device)
+            text, answer = self._asked(start > 0)
             parts = [
-                before.to(device).expand(len(tokens), -1),
-                tokens.gather(1, (first + carried).clamp(max=tokens.shape[1] - 1)),
-                after.to(device).expand(len(tokens), -1),
+                text.to(device).expand(len(tokens), -1),
+                tokens.gather(1, carried.clamp(max=last)),
+                answer.to(device).expand(len(tokens), -1),
             ]
-            asked, chunk = torch.cat(parts, dim=1), valid[:, sinks:]
-            real = chunk[:, :1].expand(-1, asked.shape[1])
-            ids = torch.cat([asked, tokens.gather(1, places[:, sinks:])], dim=1)
-            yield Probe(ids, torch.cat([real, chunk], dim=1), places, valid & chunk[:, :1], sinks)
+            asked = torch.cat(parts, dim=1)
+            real = torch.cat([chunk[:, :1].expand(-1, asked.shape[1]), chunk], dim=1)
+            yield Probe(torch.cat([asked, tokens.gather(1, places[:, _SINKS:])], dim=1), real, places, valid)
 
     def longest(self, length: int) -> int:
         """Positions that the observers take after a prompt of `length` tokens."""
@@ -153,7 +151,17 @@ class Reconstruction(Observer):
 
     def _asked(self, later: bool) -> tuple[Tensor, Tensor]:
         """The instruction, and what begins an answer by the chat template; int64."""
-        return tuple(map(torch.tensor, _instruction(self.tokenizer, later)))  # type: ignore[return-value]
+        texts = _LATER if later else _FIRST, _around(self.tokenizer)[1]
+        instruction, answer = (torch.tensor(_encoded(self.tokenizer, each)) for each in texts)
+        return instruction, answer
+
+    def _before_context(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """[B, 1] int64: how many of a row's first tokens are what the chat template puts before a user's words."""
+        before = torch.tensor(_encoded(self.tokenizer, _around(self.tokenizer)[0]), dtype=torch.long)
+        count = len(before)
+        places = tokens.shape[1] - lengths + torch.arange(count, device=tokens.device)
+        same = tokens.gather(1, places.clamp(max=tokens.shape[1] - 1)) == before.to(tokens.device)
+        return count * (same.all(dim=1, keepdim=True) & (lengths > count))
 
     def _replayed(self, model: PreTrainedModel, state: State, probe: Probe) -> Iterator["Observed"]:
         """What each layer observed while a probe was read."""
@@ -190,12 +198,19 @@ class Observed(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)
-def _instruction(tokenizer: Any, later: bool) -> tuple[list[int], list[int]]:
-    text, mark = "\n", "#####"
-    if tokenizer.chat_template:
-        text = chat_text(tokenizer, [{"role": "user", "content": f"text{mark}"}]).rpartition(mark)[2]
-    ids = [tokenizer.encode(each, add_special_tokens=False) for each in (_LATER if later else _FIRST, text)]
-    return ids[0], ids[1]
+def _around(tokenizer: Any) -> tuple[str, str]:
+    """What the chat template puts before a user's words and behind them."""
+    mark = "#####"
+    if not tokenizer.chat_template:
+        return "", "\n"
+    before, _, after = chat_text(tokenizer, [{"role": "user", "content": mark}]).rpartition(mark)
+    return before, after
+
+
+@functools.lru_cache(maxsize=16)
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
 
 
 def _read(model: PreTrainedModel, state: State, probe: Probe, embeddings: Tensor) -> list[Replayed]:
@@ -239,7 +254,7 @@ def _add(scores: Tensor, layer: KeptLayer, probe: Probe | None, mask: Tensor, re
         places = torch.arange(keys.shape[2], device=keys.device).expand(len(keys), -1)
         valid = torch.ones_like(places, dtype=torch.bool)[:, None] if real is None else real
     else:
-        places, valid, sinks = probe.places.to(keys.device), probe.valid[:, None].to(keys.device), probe.sinks
+        places, valid, sinks = probe.places.to(keys.device), probe.valid[:, None].to(keys.device), _SINKS
         keys = keys.gather(2, places[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3]))
     observing = mask.to(keys.device)
     attention = observed_attention(

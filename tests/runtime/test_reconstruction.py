@@ -18,6 +18,7 @@ from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer
 
 BUDGET, CHUNK, GROUP, WIDTH = 16, 20, 2, 8
 TOKENIZER = tiny_tokenizer()
+USER = TOKENIZER.encode("<|user|>")[0]
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +27,13 @@ def tiny():
 
 
 def probes(prompt):
-    """What repeats each chunk: its first place, and the ids."""
-    for start in range(0, len(prompt), CHUNK):
+    """What repeats each chunk: its first place, and the ids. The template's <|user|> is not repeated."""
+    first = int(prompt[0] == USER)
+    for start in range(first, len(prompt), CHUNK):
         text = "\n\nRepeat the previous context exactly."
-        if start:
+        if start > first:
             text = "\n\nRepeat the part of the previous context exactly, starting with"
-        asked = TOKENIZER.encode(text) + (prompt[start - 8 : start] if start else [])
+        asked = TOKENIZER.encode(text) + (prompt[start - 8 : start] if start > first else [])
         yield start, asked + TOKENIZER.encode("<|end|><|assistant|>") + prompt[start : start + CHUNK]
 
 
@@ -90,7 +92,7 @@ def reference(name, model, prompt, budget=BUDGET):
                         at = layer, head // GROUP, entry
                         if entry >= start:
                             scores[at] = max(scores.get(at, 0.0), score)
-    sinks = [at for at in scores if at[2] < 4]
+    sinks = [(layer, head, entry) for layer in range(3) for head in range(2) for entry in range(4)]
     best = sorted((at for at in scores if at[2] >= 4), key=lambda at: (-scores[at], at))
     chosen = {*sinks, *best[: 6 * budget - len(sinks)]}
     return [[[e for e in range(len(prompt)) if (layer, head, e) in chosen] for head in range(2)] for layer in range(3)]
@@ -117,6 +119,9 @@ def test_methods_keep_what_their_definitions_say(name, tiny):
     """Alone, and in a batch with padding, in which the shortest prompt fits the budget."""
     ids, mask = prompt_ids(53, 38, 9, seed=1)
     batch = kept(method_of(name), tiny, ids, mask)
+    chat = torch.cat([torch.tensor([[USER]]), ids[:1, 1:]], dim=1)
+    beside = torch.cat([ids[1:2], chat])
+    assert kept(method_of(name), tiny, beside, mask[[1, 0]])[1] == reference(name, tiny, chat[0].tolist())
     for row, length in enumerate((53, 38)):
         alone = ids[row : row + 1, 53 - length :]
         expected = reference(name, tiny, alone[0].tolist())
