@@ -13,7 +13,7 @@ import httpx
 import pytest
 import torch
 
-from keepsight import LookaheadKV, SnapKV
+from keepsight import H2O, LookaheadKV, SnapKV
 from keepsight.models.card import Provenance
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
@@ -59,6 +59,8 @@ class World:
         if kind == "ragged":
             self.page, self.method = PAGE, SnapKV(BUDGET, allocate=Global(page=PAGE))
             evict |= {"allocate": {"name": "global", "page": PAGE}}
+        elif kind == "h2o":
+            self.method, evict = H2O(BUDGET), evict | {"name": "h2o"}
         elif kind == "soft tokens":
             random_adapter(self.target, folder / "adapter")
             self.method = LookaheadKV.from_pretrained(folder / "adapter", BUDGET)
@@ -199,6 +201,11 @@ def test_nothing_is_left_of_a_client_that_has_left(world):
     world.ask([world.cases[0].prompt], [None], 1)
     assert {*world.made.root.glob("*.safetensors")} == files
     assert not record._READING and not [*(world.made.root / record.TICKETS).iterdir()]
+
+
+def test_attention_is_accumulated_over_the_parts_of_a_prompt(tmp_path: Path):
+    with running(tmp_path, "h2o") as world:
+        world.check(world.evicted(world.cases))
 
 
 def test_prompts_that_are_preempted_are_recorded_anew(tmp_path: Path, monkeypatch):
