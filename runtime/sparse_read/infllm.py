@@ -172,7 +172,8 @@ class InfLLM(SparseRead):
     on the device, where the authors move blocks to the CPU. What does not fill a block yet is read besides the budget.
 
     Attributes:
-        block: Entries of a block; a 49th of the budget by default.
+        block: Entries of a block; a 49th of the budget by default. A block is represented by a key of every query head:
+            of small budgets, whose blocks have one entry or two, these take more bytes than the entries.
         sinks: First entries, in blocks.
         window: Last entries, in blocks.
         representatives: Entries that represent a block, per query head.
