@@ -4,9 +4,10 @@ Scoring the full cache's answer from a state in one pass tells at each token wha
 A state that agrees with all of it answers the same; the others are decoded from where the first of them disagrees.
 States that cannot be joined, and methods that evict while decoding, are decoded one by one. Under greedy decoding this
 is exact up to rounding: in bfloat16, where two tokens are often equally likely, one pass over many tokens and one token
-at a time can choose differently.
+at a time can choose differently. The full cache's answer may be sampled: then a state's own answer is its greedy one.
 """
 
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,13 @@ import psutil
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
 from typing_extensions import override
 
 from keepsight.models.decoder import cached_kv_heads, head_width
@@ -69,6 +76,35 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How the full cache's answers are decoded, with which the methods are compared; theirs are greedy.
+
+    Attributes:
+        temperature: 0 decodes greedily.
+        top_p: Sampling is from the likeliest tokens that together have this probability.
+        seed: Decides on the draws, together with the tokens that were read.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def drawn(self, model: PreTrainedModel, state: State, limits: Limits) -> Tensor:
+        """A sampled answer [1, T] int64; the state's cache grows."""
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature))])
+        if self.top_p < 1:
+            warpers.append(TopPLogitsWarper(self.top_p))
+        criteria, device = stop_after(limits.max_new_tokens, limits.end_tokens), model.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(random.Random(f"{self.seed}:{state.tokens.tolist()}").getrandbits(31))
+            end = limits.end_tokens[0]
+            return decode(model, state, criteria, pad_token=end, logits_processor=warpers, do_sample=True).ids
+
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True)
 class _Written:
     """An answer [T] int64, the speed of the batch that it was decoded in, and the number of rows of that."""
 
@@ -91,11 +127,18 @@ def free_tokens(model: PreTrainedModel) -> int:
     return int(free / _entry_bytes(model))
 
 
-def answer_full(model: PreTrainedModel, state: State, question: Tensor, limits: Limits) -> tuple[Tensor, Answered]:
-    """The full cache's greedy answer [1, T] int64, and the same with its likelihood; arguments as for `answer_all`."""
+def answer_full(
+    model: PreTrainedModel, state: State, question: Tensor, limits: Limits, sampling: Sampling = GREEDY
+) -> tuple[Tensor, Answered]:
+    """The full cache's answer [1, T] int64, and the same with its likelihood; arguments as for `answer_all`."""
     start = time.perf_counter()
     state = _read(model, state.copy(), question)
     asking, start = time.perf_counter() - start, time.perf_counter()
+    if sampling.temperature:
+        ids = sampling.drawn(model, state.copy(), limits)
+        speed = ids.shape[1] / (time.perf_counter() - start)
+        nll, hits = (each[0] for each in score(model, state, ids))
+        return ids, Answered(ids[0], nll, hits, speed, question=asking)
     likelihood = _Likelihood()
     criteria, processors = stop_after(limits.max_new_tokens, limits.end_tokens), LogitsProcessorList([likelihood])
     ids = decode(model, state, criteria, pad_token=limits.end_tokens[0], logits_processor=processors).ids
@@ -113,7 +156,7 @@ def answer_all(
         model: The base model.
         states: One-row states that can be joined; they are not changed.
         question: [1, q] int64, what is read before the answer; empty when the states have read it.
-        answer: [1, T] int64, the full cache's greedy answer under the same limits.
+        answer: [1, T] int64, the full cache's answer under the same limits.
         limits: See `Limits`.
     """
     scored: dict[int, tuple[Tensor, Tensor, float]] = {}

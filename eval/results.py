@@ -60,6 +60,7 @@ class Measured(TypedDict):
     agreement: FiniteFloat
     kept: FiniteFloat
     kv_bytes: FiniteFloat
+    kv_peak_bytes: NotRequired[FiniteFloat | None]
     seconds: Phases
     time_to_first_token: FiniteFloat
     tokens_per_second: FiniteFloat | None

@@ -24,8 +24,10 @@ from torch import Tensor
 
 from keepsight.errors import UserError
 from keepsight.eval.answers import (
+    GREEDY,
     Answered,
     Limits,
+    Sampling,
     answer_all,
     answer_alone,
     answer_each,
@@ -103,6 +105,9 @@ def row_of(
     sample, state = asked.sample, compressed.state
     seconds = asdict(replace(compressed.seconds, question=answered.question))
     text = str(target.tokenizer.decode(answered.ids, skip_special_tokens=True))
+    evicts_again = variant.method.reapply(target.model) is not None
+    appended = [asked.question.shape[1], *[1] * (len(answered.ids) - 1)]
+    peak = None if evicts_again else state.copy().kv_peak_bytes(appended)
     row = {
         "task": sample.task,
         "length": sample.length,
@@ -117,6 +122,7 @@ def row_of(
         "first_difference": first_difference(answered.ids, asked.full.ids),
         "kept": round(state.counts().float().mean().item(), 3),
         "kv_bytes": state.kv_bytes,
+        "kv_peak_bytes": peak,
         "seconds": seconds,
         "time_to_first_token": sum(seconds.values()),
         "tokens_per_second": answered.tokens_per_second,
@@ -248,6 +254,7 @@ def run_samples(
     question: str = "seen",
     note: Note = lambda *_: None,
     refused: Refused | None = None,
+    sampling: Sampling = GREEDY,
 ) -> list[list[Row]]:
     """All rows of samples that share a context, or of one sample: the full cache first, then every variant.
 
@@ -259,6 +266,7 @@ def run_samples(
         question: What the methods see: `seen`, `unseen` or `multi`. The samples come split for all but `seen`.
         note: Is told which entries of the prompt each variant keeps, where that is known.
         refused: Gets the error of each variant that raises a UserError, which then has no rows; None to raise it.
+        sampling: How the full cache answers.
 
     Raises:
         UserError: as `check_samples`.
@@ -272,7 +280,7 @@ def run_samples(
     start = time.perf_counter()
     state = prefill(target.model, prompt, needs=needs, images=images)
     seconds = since(start) - state.seconds
-    asked = _ask(target, state, samples, batch_tokens)
+    asked = _ask(target, state, samples, batch_tokens, sampling)
     whole = asked[-1:] if asked[-1].sample.earlier else asked  # a conversation's last question holds all before it
     answers = DraftIds(torch.cat([ids for each in whole for ids in (each.question, each.answer)], dim=1))
     decoding = sum(len(each.full.ids) / (each.full.tokens_per_second or 1.0) for each in asked)
@@ -341,7 +349,9 @@ def _rows_of_group(
     return rows
 
 
-def _ask(target: Target, state: State, samples: Sequence[RenderedSample], batch_tokens: int) -> list[Asked]:
+def _ask(
+    target: Target, state: State, samples: Sequence[RenderedSample], batch_tokens: int, sampling: Sampling
+) -> list[Asked]:
     """Every sample put to the full cache; a later turn of a conversation after the answers to the ones before."""
     asked = list[Asked]()
     for sample in samples:
@@ -349,7 +359,7 @@ def _ask(target: Target, state: State, samples: Sequence[RenderedSample], batch_
         if sample.earlier:
             rest = _next_question(target, asked[-1].question, asked[-1].answer[0], sample)
         limits = Limits(sample.max_new_tokens, target.end_tokens, batch_tokens)
-        asked.append(Asked(sample, rest, limits, *answer_full(target.model, state, rest, limits)))
+        asked.append(Asked(sample, rest, limits, *answer_full(target.model, state, rest, limits, sampling)))
     return asked
 
 
@@ -363,6 +373,7 @@ def sweep(
     earlier: Mapping[str, Row] | None = None,
     note: Note = lambda *_: None,
     refused: Refused | None = None,
+    sampling: Sampling = GREEDY,
 ) -> Iterator[list[Row]]:
     """The rows of each sample whose key is not in `done`, with what they depend on as digests.
 
@@ -373,7 +384,7 @@ def sweep(
     Raises:
         UserError: as `run_samples`, and where every variant was refused.
     """
-    of_target, digest_of = target_digest(target), {}
+    of_target, digest_of = target_digest(target) + (str(sampling) if sampling.temperature else ""), {}
     for variant in (columns := [FULL_CACHE, *evicting(variants)]):
         digest_of[variant.cell] = method_text(variant.method)
     for group in groups_of(samples, question):
@@ -391,7 +402,14 @@ def sweep(
         ]
         columns = [variant for variant in columns if variant.cell in inputs[0]]
         run = functools.partial(
-            run_samples, target, group, batch_tokens=batch_tokens, question=question, note=note, refused=refused
+            run_samples,
+            target,
+            group,
+            batch_tokens=batch_tokens,
+            question=question,
+            note=note,
+            refused=refused,
+            sampling=sampling,
         )
         rows = _completed(run, columns, find_rows(earlier or {}, [[*each.values()] for each in inputs]))
         for sample, content, made, digests, missing in zip(group, contents, rows, inputs, wanted, strict=True):

@@ -7,7 +7,7 @@ its *physical* length counts the entries in memory. KV heads with different numb
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -83,6 +83,15 @@ class Recorded:
 def spare(count: int, least: int = ROOM) -> int:
     """Entries to make room for beyond `count`: a share of them, so that they are not copied again and again."""
     return max(least, int(count * GROWTH))
+
+
+def room_after(count: int, room: int, appended: Iterable[int]) -> int:
+    """Entries that there is room for once so many more were appended, one number after another; see `_append`."""
+    for more in appended:
+        count += more
+        if count > room:
+            room = count + spare(count)
+    return room
 
 
 class KeptLayer(DynamicLayer):
@@ -199,6 +208,15 @@ class KeptLayer(DynamicLayer):
         """Bytes of the keys and values, without padding of ragged heads and room for more."""
         return self.keys.nbytes + self.values.nbytes if self.is_initialized else 0
 
+    def held_bytes(self, appended: Iterable[int]) -> int:
+        """Bytes of its tensors, marks and room included, once more was appended; see `room_after`."""
+        if not self.is_initialized:
+            return 0
+        count = self.keys.shape[2]
+        room = room_after(count, count if self._room is None else self._room[0].shape[2], appended)
+        marks = 0 if self.real is None else self.real.shape[0] * self.real.shape[1] * self.real.element_size()
+        return room * (_entry_bytes(self.keys) + _entry_bytes(self.values) + marks)
+
     def share(self) -> "KeptLayer":
         """An independent layer over the same tensors."""
         self._shared = self.keys.shape[2]
@@ -294,6 +312,17 @@ class RaggedLayer(KeptLayer):
         return int(self.counts.sum()) * row + self.keys.nbytes + self.values.nbytes
 
     @override
+    def held_bytes(self, appended: Iterable[int]) -> int:
+        if isinstance(self._stored, KeptLayer):
+            return self._stored.held_bytes(appended)
+        if not (steps := [*appended]):
+            return self.nbytes
+        count = int(self.counts.max()) + self.keys.shape[2]
+        return room_after(count, count, steps) * (
+            _entry_bytes(self.keys) + _entry_bytes(self.values) + math.prod(self.counts.shape)
+        )
+
+    @override
     def _append(self, keys: Tensor, values: Tensor) -> None:
         if not isinstance(self._stored, KeptLayer):
             padded, of_values, real = self.entries()
@@ -342,6 +371,11 @@ class RaggedLayer(KeptLayer):
         if isinstance(self._stored, KeptLayer):
             twin._stored = self._stored.share()
         return twin
+
+
+def _entry_bytes(entries: Tensor) -> int:
+    """Bytes of one place of entries [B, K, C, d], in all rows and KV heads."""
+    return entries.shape[0] * entries.shape[1] * entries.shape[3] * entries.element_size()
 
 
 def _unpack(packed: Tensor, places: Tensor, shape: tuple[int, ...]) -> Tensor:

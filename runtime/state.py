@@ -119,6 +119,24 @@ class State:
         """Bytes of all keys and values."""
         return cache_bytes(self.cache)
 
+    def kv_peak_bytes(self, appended: Sequence[int]) -> int | None:
+        """Bytes of all tensors that the cache of an answer holds in the end, which is when they are most.
+
+        Unlike `kv_bytes` it counts the padding of ragged layers, their marks, and room for tokens to come. While a
+        layer grows, its former tensors lie beside the new ones for a moment. Bounded layers count as they are.
+
+        Args:
+            appended: Number of tokens of each reading, such as a question of 20 and an answer token by token:
+                [20, 1, 1].
+
+        Returns:
+            None for states of subclasses, which store entries in their own form.
+        """
+        if not self.joins:
+            return None
+        layers = self.cache.layers
+        return sum(each.held_bytes(appended) if isinstance(each, KeptLayer) else _bytes(each) for each in layers)
+
     @property
     def joins(self) -> bool:
         """Whether it can be read together with others; states of subclasses store entries in their own form."""

@@ -184,6 +184,7 @@ _MEANS = (
     Column("rows", "batch size", digits=1),
     Column("kept", "KV entries kept", digits=1),
     Column("kv_mib", "KV cache (MiB)", digits=2),
+    Column("kv_peak_mib", "held while answering (MiB)", digits=2),
 )
 
 
@@ -222,7 +223,7 @@ def cost_table(rows: Sequence[Row]) -> Table:
         variants[row["budget"] or 0, order.index(row["method"])].append(row)
     cells: list[Cells] = []
     for _, group in sorted(variants.items()):
-        made = [{**row, **row["seconds"], "kv_mib": row["kv_bytes"] / 2**20} for row in group]
+        made = [{**row, **row["seconds"], **_memory(row)} for row in group]
         known = {column.name: [row[column.name] for row in made if row[column.name] is not None] for column in _MEANS}
         means = {name: statistics.fmean(values) if values else None for name, values in known.items()}
         cells.append({"budget": group[0]["budget"], "method": group[0]["method"]} | means)
@@ -231,6 +232,12 @@ def cost_table(rows: Sequence[Row]) -> Table:
         "from where it leaves the full cache's; the batch size is the number of its answers."
     )
     return Table("costs", caption, (*VARIANT, *_MEANS), cells)
+
+
+def _memory(row: Row) -> dict[str, float | None]:
+    """MiB of the entries that were kept, and of all that their cache held in the end; None where that is not known."""
+    held = row.get("kv_peak_bytes")
+    return {"kv_mib": row["kv_bytes"] / 2**20, "kv_peak_mib": None if held is None else held / 2**20}
 
 
 def _score_rows(rows: Sequence[SummaryRow]) -> list[Cells]:

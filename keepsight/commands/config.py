@@ -8,7 +8,7 @@ help shows first. Keys are checked against the annotated types (pydantic's) when
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from keepsight.commands import config_bench as benchmarks
 from keepsight.commands import config_serving as serving
@@ -227,6 +227,9 @@ class Eval(TaskKeys):
     same command is run again; with more samples, tasks, lengths, methods or budgets only what is missing is run.
 
     Attributes:
+        temperature: Samples the full cache's answers, with which methods are compared (theirs are greedy); 0 decodes
+            greedily. The draws depend on the seed and on the prompt.
+        top_p: Samples from the likeliest tokens that together have this probability.
         max_batch_tokens: Most KV entries per head in one decoding batch over all variants; 0 for a quarter of the free
             memory.
         pages: Samples of each task and length whose kept tokens are stored, and shown on a page of their own.
@@ -238,6 +241,8 @@ class Eval(TaskKeys):
         *("out", "model.id", "adapter", "tasks", "lengths", "samples", "methods", "budgets", "max_new_tokens"),
         *("question", "jsonl.dir", "reuse"),
     )
+    temperature: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     max_batch_tokens: NonNegativeInt = 0
     pages: NonNegativeInt = 1
     reuse: list[str] = field(default_factory=list)

@@ -22,7 +22,7 @@ from keepsight.commands.config_shared import ModelConfig, TaskKeys
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.commands.variants import import_plugins, variants_of
 from keepsight.errors import BadRow, UserError, printable
-from keepsight.eval.answers import default_batch_tokens
+from keepsight.eval.answers import Sampling, default_batch_tokens
 from keepsight.eval.kept_tokens import KeptTokens, first_of_each
 from keepsight.eval.report.findings import findings
 from keepsight.eval.report.pages import write_outputs
@@ -125,10 +125,12 @@ def _measure(
     own = own_share(samples, config.question, processes.process_index, processes.num_processes)
     part = part_of(out, processes.process_index, processes.num_processes)
     most = config.max_batch_tokens or default_batch_tokens(target.model) // processes.num_processes
+    sampling = Sampling(config.temperature, config.top_p, config.seed)
     with tqdm(total=len(own), desc="samples", unit="sample", disable=not processes.is_main_process) as progress:
         progress.update(sum(sample.key in done for sample in own))
         by_key = {sample.key: sample for sample in own}
-        for made in sweep(target, own, variants, done, most, config.question, earlier, kept.note, refused):
+        given = config.question, earlier, kept.note, refused, sampling
+        for made in sweep(target, own, variants, done, most, *given):
             sample = by_key[key_of(made[0])]
             kept.write(made)
             try:

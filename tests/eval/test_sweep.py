@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from keepsight.errors import UserError
 from keepsight.eval import answers as answers_module
 from keepsight.eval import sweep as sweep_module
-from keepsight.eval.sweep import Refused, Variant, check_samples, run_sample, sweep
+from keepsight.eval.answers import Sampling
+from keepsight.eval.sweep import Refused, Variant, check_samples, run_sample, run_samples, sweep
 from keepsight.eval.tasks.samples import Sample, render
 from keepsight.models.card import Provenance
 from keepsight.models.lookahead import Lookahead
@@ -248,3 +249,20 @@ def test_in_bfloat16_no_sample_changes_another(target: Target, variants: list[Va
     together = list(sweep(half, samples, variants[:3], set(), MANY))
     alone = [rows for sample in samples for rows in sweep(half, [sample], variants[:3], set(), MANY)]
     assert [[row | CLOCKS for row in rows] for rows in together] == [[row | CLOCKS for row in rows] for rows in alone]
+
+
+def test_the_full_caches_answer_may_be_sampled(target: Target) -> None:
+    """By the seed and the prompt; a method's own answer stays its greedy one, and one that keeps all has no excess."""
+    variants = [Variant("whole", SnapKV(10_000)), Variant("snapkv", SnapKV(40))]
+    rendered = [render(SAMPLE, target.tokenizer)]
+
+    def made(seed: int) -> list[dict[str, Any]]:
+        return run_samples(target, rendered, variants, MANY, sampling=Sampling(1.5, 0.95, seed))[0]
+
+    full, whole, evicted = made(0)
+    greedy = run(target, SAMPLE, variants)
+    assert full["answer"] != greedy[0]["answer"] and full["agreement"] < 1 == greedy[0]["agreement"]
+    assert whole["excess_nll"] == pytest.approx(0, abs=1e-5) and whole["agreement"] == full["agreement"]
+    assert (whole["answer"], evicted["answer"]) == (greedy[1]["answer"], greedy[2]["answer"])
+    assert [each["answer"] for each in made(0)] == [full["answer"], whole["answer"], evicted["answer"]]
+    assert made(1)[0]["answer"] != full["answer"]

@@ -1,0 +1,52 @@
+"""What a state reports of its memory, against the storages that its cache holds."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from keepsight import AdaKV, FullCache, SnapKV
+from keepsight.runtime.layer import RaggedLayer
+from keepsight.runtime.state import State, prefill, read
+from tests.tiny import prompt_ids, tiny_model
+
+METHODS = {
+    "full": FullCache(),
+    "dense": SnapKV(budget=16, window=4),
+    "ragged": AdaKV(budget=16, window=4),
+}
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """All tensors that a cache refers to, but for what was recorded for scoring."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_of(each)
+    elif hasattr(value, "keys") and hasattr(value, "__dict__"):
+        yield from tensors_of([each for name, each in vars(value).items() if name != "recorded"])
+
+
+def held(state: State) -> int:
+    storages = [each.untyped_storage() for each in tensors_of(state.cache.layers)]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
+@pytest.mark.parametrize("question", [0, 7])
+@pytest.mark.parametrize("name", METHODS)
+def test_both_numbers_are_those_of_the_storages(name: str, question: int) -> None:
+    """Also across the end of the room, and read on from there; a batch of two rows."""
+    model, method, (ids, _) = tiny_model(), METHODS[name], prompt_ids(90, 90)
+    state = method.compress_state(model, prefill(model, ids, needs=method.needs()))
+    assert held(state) == state.kv_bytes == state.kv_peak_bytes([])
+    assert (name == "ragged") == any(isinstance(each, RaggedLayer) for each in state.layers)
+    for tokens in (1, 3, 70, 150):
+        reads = [question, *[1] * tokens] if question else [1] * tokens
+        expected, after = state.copy().kv_peak_bytes(reads), state.copy()
+        for count in reads:
+            after, _ = read(model, after, ids[:, :count])
+        assert held(after) == expected
+        assert after.kv_bytes < expected == after.kv_peak_bytes([])
+    assert state.kv_bytes == state.counts().sum() * 2 * 8 * 4
