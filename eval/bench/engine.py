@@ -137,17 +137,15 @@ def _engine(source: str | Path, dtype: str, root: str, length: int, rows: int, c
     """An engine in this process, so that a step is one of the scheduler's."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "KEEPSIGHT_RAGGED": f"{ragged:d}"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm import LLM
-    from vllm.config import KVTransferConfig
-
-    transfer = KVTransferConfig(
+    vllm: Any = importlib.import_module("vllm")
+    transfer = importlib.import_module("vllm.config").KVTransferConfig(
         kv_connector="KeepsightConnector",
         kv_connector_module_path="keepsight.serving.vllm.connector",
         kv_role="kv_consumer",
         kv_load_failure_policy="fail",
         kv_connector_extra_config={"root": root},
     )
-    return LLM(
+    return vllm.LLM(
         model=str(source),
         dtype=dtype,
         block_size=_BLOCK,
@@ -161,9 +159,9 @@ def _engine(source: str | Path, dtype: str, root: str, length: int, rows: int, c
 
 
 def _answered(engine: Any, prompts: list[list[int]], answer_tokens: int, rows: int) -> Run:
-    from vllm import SamplingParams
-
-    exactly = SamplingParams(temperature=0.0, max_tokens=answer_tokens, ignore_eos=True, detokenize=False)
+    exactly = importlib.import_module("vllm").SamplingParams(
+        temperature=0.0, max_tokens=answer_tokens, ignore_eos=True, detokenize=False
+    )
     run, begun, manager = Run(), set[str](), engine.engine_core.engine_core.scheduler.kv_cache_manager
     start = time.perf_counter()
     for place, ids in enumerate(prompts):

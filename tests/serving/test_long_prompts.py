@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,7 +98,7 @@ class Reads:
         self.asked, self.open = list[list[int]](), 0
 
     @asynccontextmanager
-    async def prefix(self, ids: list[int]) -> Any:
+    async def prefix(self, ids: list[int]) -> AsyncIterator[tuple[str, int]]:
         self.asked.append(ids)
         self.open += 1
         yield "0f" * 16, 130
