@@ -38,6 +38,7 @@ NEEDS = {"zero3": "deepspeed", "nf4": "bitsandbytes"}
 LONG = "The ship sailed on. " * 60
 ADDED = {
     "mixture=paper": "mixture=offline",  # its data sets are on the Hub
+    "mixture=smollm2": "mixture=offline",
     "tasks=[ruler": "tasks=[ruler_vt,longbench] lengths=[800]",
     "milebench.dir": "model.id=runs/vl draft.id=runs/vl-draft draft.layers=null",
 }
