@@ -160,7 +160,12 @@ class KeptLayer(DynamicLayer):
         before, after = self.keys.shape[2], self.keys.shape[2] + keys.shape[2]
         if self._room is None or after > self._room[0].shape[2]:
             grown = 0, 0, 0, after + spare(after) - before
-            self._room, self._shared = (functional.pad(self.keys, grown), functional.pad(self.values, grown)), 0
+            keys_room = functional.pad(self.keys, grown)
+            if self.values.shape[3]:
+                values_room = functional.pad(self.values, grown)
+            else:  # a retrieval head's, which torch 2.7 cannot pad
+                values_room = self.values.new_empty(*keys_room.shape[:3], 0)
+            self._room, self._shared = (keys_room, values_room), 0
             if self.real is not None:
                 self._real_room = functional.pad(self.real, grown[2:], value=True)
         for room, new in zip(self._room, (keys, values), strict=True):

@@ -44,7 +44,8 @@ def training_dtype(model: ModelConfig) -> str:
     if model.dtype != "auto":
         return model.dtype
     on_cpu = model.device == "cpu" or (model.device == "auto" and not torch.cuda.is_available())
-    return "float32" if on_cpu and not torch.cpu.get_capabilities().get("amx_bf16") else "bfloat16"
+    known: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # not in torch 2.7
+    return "float32" if on_cpu and not known.get("amx_bf16") else "bfloat16"
 
 
 def outline_of(config: UsesModel) -> PreTrainedModel:

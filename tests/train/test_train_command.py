@@ -140,6 +140,6 @@ def test_an_adapter_to_start_from_must_have_been_trained_as_this_one_is(place, t
     ],
 )
 def test_a_cpu_that_computes_in_bfloat16_reads_the_target_in_it(place, monkeypatch, capabilities, dtype, expected):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     model = ModelConfig(id=str(place / "target"), device="cpu", dtype=dtype)
     assert training_target(command.Config(model=model)).model.dtype == expected
