@@ -101,9 +101,11 @@ def test_vllm_ends_with_the_worker_beside_it(server, library):
     chunks = client.completions.create(model="tiny", prompt=TEXTS[1], max_tokens=400, stream=True)
     next(iter(chunks))
     server.process.send_signal(signal.SIGKILL)
+    begin = time.monotonic()
     with suppress(openai.APIError, httpx.HTTPError):  # it may have the time to end this answer
         for _ in chunks:
             pass
+    assert time.monotonic() - begin < 60  # and leaves no client waiting
     end = time.monotonic() + 60
     while time.monotonic() < end:
         with suppress(httpx.TimeoutException, httpx.RemoteProtocolError, httpx.ReadError):
