@@ -573,12 +573,22 @@ def generate(
     Returns:
         [B, T] int64: the answers alone, without the prompts, padded on the right. With `return_dict_in_generate=True`,
         the output of `model.generate` as it is, whose `sequences` begin with the prompts.
+
+    Raises:
+        UserError: `method` is something else, such as a state, or `model.generate` was given what cannot be honoured.
     """
-    input_ids = ids_of(model, input_ids, options, not isinstance(method, CustomGenerate) or method.starts_prompts)
+    method = FullCache() if method is None else method
+    if not isinstance(method, CustomGenerate):  # transformers ignores what it cannot call
+        name = method.__name__ if isinstance(method, type) else type(method).__name__
+        raise UserError(
+            f"generate: {name} is no method such as SnapKV(budget=128); to answer from a state, give what load_state "
+            "returns, or call Conversation(model, method, state).say(input_ids)"
+        )
+    input_ids = ids_of(model, input_ids, options, method.starts_prompts)
     own_mask = options.pop("attention_mask", None)
     attention_mask = own_mask if attention_mask is None else attention_mask
     mask = attention_mask if attention_mask is not None else input_ids.new_ones(input_ids.shape)
-    output = model.generate(input_ids=input_ids, attention_mask=mask, custom_generate=method or FullCache(), **options)  # type: ignore[operator]
+    output = model.generate(input_ids=input_ids, attention_mask=mask, custom_generate=method, **options)  # type: ignore[operator]
     return output if isinstance(output, GenerateDecoderOnlyOutput) else output[:, input_ids.shape[1] :]
 
 

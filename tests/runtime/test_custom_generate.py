@@ -159,3 +159,12 @@ def test_a_loaded_state_is_asked_again_by_generate(tmp_path):
     assert torch.equal(further, talk.say(ids, **GREEDY))
     with pytest.raises(UserError, match="2 questions for 1 prompts"):
         generate(model, question.repeat(2, 1), saved, **GREEDY)
+
+
+def test_what_is_no_method_is_refused():
+    """transformers ignores a `custom_generate` that it cannot call: the ids alone would be answered."""
+    model, ids = tiny_model(), prompt_ids(30)[0]
+    wrong: Any
+    for wrong in (SMALL.start(model, ids), DynamicCache(), SnapKV, "snapkv", [], 0):
+        with pytest.raises(UserError, match=r"^generate: \w+ is no method [^\n]*load_state[^\n]*$"):
+            generate(model, ids, wrong, **GREEDY)
