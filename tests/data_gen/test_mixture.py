@@ -1,6 +1,7 @@
 """The sources of training prompts: lengths, determinism, what their questions need, and the mixture's bookkeeping."""
 
 import hashlib
+import json
 import math
 import random
 import re
@@ -17,6 +18,7 @@ from keepsight.corpus import docstrings, document_part, source_documents, topic_
 from keepsight.data_gen import synthetic
 from keepsight.data_gen.mixture import SOURCES, Mixture
 from keepsight.data_gen.prompts import DoesNotFit, Prompt, Request, fit
+from keepsight.data_gen.user_data import on_rows
 from keepsight.errors import UserError
 
 OFFLINE = sorted(set(SOURCES) - {"local_jsonl", "hub_dataset"})
@@ -173,9 +175,11 @@ def test_bad_mixtures(config: dict[str, Any], expected: str) -> None:
 
 
 @pytest.mark.parametrize("path", MIXTURES, ids=lambda path: path.stem)
-def test_shipped_mixtures(path: Path) -> None:
+def test_shipped_mixtures(path: Path, tmp_path: Path) -> None:
     values = yaml.safe_load(path.read_text())
-    made = Mixture.from_config(values)
+    for name in (each["local"]["path"] for each in values["sources"] if "local" in each):
+        (tmp_path / name).write_text(json.dumps({"prompt": "word " * 600, "source": name}) + "\n")
+    made = Mixture.from_config(values | {"sources": on_rows(values["sources"], tmp_path)})
     assert len({made.prompt(0, index, count_tokens).source.split("/")[0] for index in range(40)}) >= 3
     if path.stem == "offline":  # every source that needs no file
         assert sorted(source["kind"] for source in values["sources"]) == OFFLINE

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -36,9 +37,10 @@ def test_prompts_are_read_in_turn_and_too_many_are_refused(tmp_path: Path):
     target = load_target(str(save_tiny_target(tmp_path / "model")), device="cpu")
     worker = Worker(target, SnapKV(140, window=8), tmp_path, page=0, waiting=2)
     socket, read = tmp_path / "socket", list[int]()
-    once = worker.read
+    once, gone = worker.read, threading.Event()
 
     def noted(ids: list[int]) -> dict[str, Any]:
+        gone.wait(60)  # the first prompt is read until the client that leaves has left
         read.append(len(ids))
         return once(ids)
 
@@ -51,6 +53,8 @@ def test_prompts_are_read_in_turn_and_too_many_are_refused(tmp_path: Path):
         first = asyncio.create_task(asked(socket, LONG))
         await asyncio.sleep(0.05)
         await asked(socket, LONG[:-1], leave=True)  # before its turn: it is not read
+        await asyncio.sleep(0.05)
+        gone.set()
         replies = [await first, *await asyncio.gather(*(asked(socket, LONG[:-2]) for _ in range(6)))]
         replies += [await asked(socket, LONG * 20), await asked(socket, LONG[:20]), await asked(socket, "x" * 10)]
         serving.cancel()
