@@ -11,7 +11,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import yaml
 from typing_extensions import override
 
@@ -210,6 +209,8 @@ def _icl(examples: Path, shots: int) -> Fields:
 
 def _demonstrations(own: str, key: str, rows: Sequence[Row]) -> list[Row]:
     """The first of a shuffling seeded by the question, each question once and never the row's own."""
+    import numpy as np  # here, as `--help` reads this file
+
     seed = int(hashlib.sha256(own.encode()).hexdigest(), 16) % 2**31
     others = [row for row in rows if str(row[key]) != own]
     shuffled = (others[place] for place in np.random.default_rng(seed).permutation(len(others)))

@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, ClassVar
 
-import numpy as np
 from typing_extensions import override
 
 from keepsight.errors import UserError
@@ -125,6 +124,8 @@ def _sample(task: str, length: int, name: str, text: RulerText, protocol: Protoc
 def _ready_made(task: str, folder: Path, request: TaskRequest) -> list[RenderedSample]:
     rows = [(where, row) for where, row in _rows(folder) if row["task"] == task]
     if request.protocol.shuffled:
+        import numpy as np  # here, as `--help` reads this file
+
         rows = [rows[place] for place in np.random.RandomState(42).permutation(len(rows))]
     if not rows:
         raise UserError(f"ruler.dir: no row of {task} in the .jsonl files of {folder}; drop ruler.dir to generate it")
