@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from keepsight.errors import UserError
 
 LARGEST = {"tokens": 4096, "rank": 4096, "kernel": 4095}
@@ -20,7 +18,8 @@ _CHOICES = {
 
 HeadWeights = tuple[tuple[float, ...], ...]
 """For each layer with full attention, a weight of each KV head, by which its importance is multiplied."""
-_LARGEST_WEIGHT = float(np.finfo(np.float32).max)
+_WEIGHTS = 2.0**-150, (2 - 2**-23) * 2.0**127
+"""Between these a weight is positive and finite in float32."""
 
 SELECTIONS: dict[str, dict[str, Any]] = {
     "paper": {
@@ -131,4 +130,4 @@ def checked_weights(weights: Any, name: str) -> HeadWeights:
 
 
 def _is_weight(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < _LARGEST_WEIGHT and bool(np.float32(value) > 0)
+    return type(value) in (int, float) and _WEIGHTS[0] < value < _WEIGHTS[1]
