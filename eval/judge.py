@@ -202,10 +202,15 @@ _QUOTED = (
 )
 
 
+_THINKING = r"(?:\w+:)?(?:think|thinking|thought|reasoning)\s*"
+_THOUGHT = re.compile(rf"</{_THINKING}>|\[/think\]|◁/{_THINKING}▷|<\|channel\|>final<\|message\|>", re.IGNORECASE)
+_THINKS = re.compile(rf"<{_THINKING}>|\[think\]|◁{_THINKING}▷|<\|channel\|>analysis<\|message\|>", re.IGNORECASE)
+"""The ends and beginnings of thinking: as most models mark them, Mistral's, Kimi's, and gpt-oss's channels."""
+
+
 def _conclusion(words: str) -> str:
     """The judge's words without its thinking, whose beginning may be part of the prompt and whose end may be cut."""
-    after = re.split(r"</(?:think|thinking|thought|reasoning)>", words)[-1]
-    return re.split(r"<(?:think|thinking|thought|reasoning)>", after)[0]
+    return _THINKS.split(_THOUGHT.split(words)[-1])[0]
 
 
 def _verdict(words: str) -> str:

@@ -145,12 +145,19 @@ def _latest(rows: Iterable[Row]) -> list[Row]:
 
 def _is_extended(out: Path, settings: dict[str, Any], before: dict[str, Any]) -> bool:
     """Whether the settings name more than before; they may not differ otherwise."""
+    settings, before = _without_how_asked(settings), _without_how_asked(before)
     changed = [key for key in settings if key not in _MAY_CHANGE and settings[key] != before.get(key)]
     grown = [key for key in changed if key in before and _grows(key, before[key], settings[key])]
     others = [key for key in changed if key not in grown]
     found, wanted = ({key: values.get(key) for key in others} for values in (before, settings))
     require_same(f"{out}: these results were made", found, wanted, "choose another out=, or delete the folder")
     return bool(grown)
+
+
+def _without_how_asked(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings without those of the judge that no mark depends on."""
+    judge = settings.get("judge") or {}
+    return settings | {"judge": {key: judge[key] for key in judge if key not in ("parallel", "key")}}
 
 
 def _grows(key: str, before: Any, now: Any) -> bool:

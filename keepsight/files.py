@@ -41,7 +41,11 @@ Row = dict[str, Any]
 _UNITS = {"": 1, "B": 1} | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
 _UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)}
 _UNFINISHED = ".unfinished-"
-_FORMULA = re.compile(r"[=@\t\r\n]|[+-](?!\d*\.?\d+(?:e[+-]?\d+)?\Z)", re.IGNORECASE)
+_FORMULA = re.compile(
+    r"[\t\r\n]|[\s\x00-\x1f\u200b\ufeff]*(?:[=@\uff1d\uff20\uff0b\uff0d]|[+-](?!\d*\.?\d+(?:e[+-]?\d+)?\Z))",
+    re.IGNORECASE,
+)
+"""How texts begin that some spreadsheet runs: also in full width (U+FF1D and others), or after what is not seen."""
 _DIGEST = re.compile(rb'\{\s*"_sha256": "([0-9a-f]{16})",\s*')
 _FIRST_KEY = re.compile(rb'\{\s*"(.{7})"')
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -61,8 +65,11 @@ def require_writable(out: Path, folder: bool = True, key: str = "out") -> None:
         key: The command's key that names it, for the message.
 
     Raises:
-        UserError: it is of another kind, such as a device, or lies in a folder that cannot be written to.
+        UserError: it is of another kind, such as a device, lies in a folder that cannot be written to, or leads through
+            a link to nothing.
     """
+    if link := next((each for each in (out, *out.parents) if each.is_symlink() and not each.exists()), None):
+        raise UserError(f"{key}={out}: {link} is a link to nothing; remove it, or choose another {key}=")
     if out.exists() and not (out.is_dir() if folder else out.is_file()):
         kind = "folder" if out.is_dir() else "file" if out.is_file() else "device or pipe"
         raise UserError(f"{key}={out} is a {kind}; name a {'folder' if folder else 'file'}")

@@ -488,6 +488,8 @@ class Method(CustomGenerate):
             state = self.resume(model, request.past.state, request.unread, chunk=request.chunk)
         else:
             ids, mask, context = request.input_ids, request.mask, context_of(model)
+            if not ids.numel():
+                raise UserError("the prompt has no tokens; give at least one")
             for length in {ids.shape[1]} if mask is None else {*mask.sum(dim=1).tolist()}:
                 self.check(length, context)
             state = self.start(model, ids, mask, chunk=request.chunk, images=request.images)
@@ -595,7 +597,8 @@ def generate(
 def ids_of(model: PreTrainedModel, prompts: Any, options: dict[str, Any], special: bool) -> Tensor:
     """The ids of prompts in any form; what else a processor made, and a tokenizer if needed, go into `options`."""
     tokenizer, stop_strings = options.pop("tokenizer", None), options.pop("stop_strings", None)
-    text = isinstance(prompts, str) or (isinstance(prompts, list) and all(isinstance(each, str) for each in prompts))
+    listed = isinstance(prompts, list) and bool(prompts) and all(isinstance(each, str) for each in prompts)
+    text = isinstance(prompts, str) or listed
     if text or stop_strings:
         tokenizer = tokenizer or _tokenizer_of(model)
     if text:
@@ -603,11 +606,13 @@ def ids_of(model: PreTrainedModel, prompts: Any, options: dict[str, Any], specia
         prompts = tokenizer(prompts, return_tensors="pt", add_special_tokens=special, **padded).to(model.device)
     if isinstance(prompts, Mapping):
         options |= {name: value for name, value in prompts.items() if name not in options}
-        prompts = options.pop("input_ids")
+        prompts = options.pop("input_ids", None)
     if "pixel_values" not in options:
         options.pop("token_type_ids", None)  # many tokenizers return them, of no use to a decoder
-    if not isinstance(prompts, Tensor):
-        raise UserError("input_ids must be a tensor [B, N], text, or what a tokenizer makes with return_tensors='pt'")
+    if not isinstance(prompts, Tensor) or prompts.dim() != 2 or prompts.dtype not in (torch.int64, torch.int32):
+        raise UserError(
+            "input_ids must be a tensor [B, N] of int64, text, or what a tokenizer makes with return_tensors='pt'"
+        )
     if stop_strings:
         options |= {"tokenizer": tokenizer, "stop_strings": stop_strings}
     return prompts

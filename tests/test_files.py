@@ -145,6 +145,11 @@ def test_unwritable_paths_are_refused(tmp_path: Path) -> None:
     for path, folder in ((tmp_path / "file", True), (tmp_path, False), (tmp_path / "file" / "x", True)):
         with pytest.raises(UserError, match="out="):
             require_writable(path, folder)
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    for path in (tmp_path / "gone", tmp_path / "gone" / "x" / "y", tmp_path / "loop"):
+        with pytest.raises(UserError, match=r"out=\S+: \S+(gone|loop) is a link to nothing"):
+            require_writable(path)
 
 
 HOLD = "import sys, time, pathlib; from keepsight.files import one_writer\n" + (
@@ -267,6 +272,9 @@ def test_a_table_runs_no_formula(tmp_path: Path) -> None:
     write_csv(tmp_path / "a.csv", ["text"], [{"text": cell} for cell in cells])
     lines = (tmp_path / "a.csv").read_text().splitlines()[1:]
     assert lines == ["'=1+1", "'@x", "'-x", "'+x", "'\tx", "-0.5", "+3", "-.5", "a=b"]
+    hidden = [" =1", "\xa0-x", "\ufeff@x", "\uff1d1", "\x00+x"]
+    write_csv(tmp_path / "a.csv", ["text"], [{"text": cell} for cell in [*hidden, " -2", "a"]])
+    assert (tmp_path / "a.csv").read_text().splitlines()[1:] == [*(f"'{cell}" for cell in hidden), " -2", "a"]
     write_csv(tmp_path / "a.csv", ["=title"], [{"=title": "a\r=1+1"}])  # a bare carriage return would begin a row
     assert (tmp_path / "a.csv").read_bytes() == b'\'=title\n"a\n=1+1"\n'
 

@@ -63,10 +63,20 @@ class Jsonl(Benchmark):
     dir: str | None = None
     files: list[str] = field(default_factory=list)
 
+    def require_folder(self) -> None:
+        """Refuse a `dir` that is no folder, before a model is loaded.
+
+        Raises:
+            UserError: it is none.
+        """
+        if self.dir is not None and not Path(self.dir).is_dir():
+            raise UserError(f"{self.dir}: no such folder; jsonl.dir takes a folder of .jsonl files")
+
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         if self.dir is None:
             raise UserError("tasks=[jsonl] needs jsonl.dir=FOLDER with JSONL files and a tasks.json")
+        self.require_folder()
         made: list[RenderedSample] = []
         for file in _choose_files(Path(self.dir), self.files):
 
@@ -113,8 +123,6 @@ class _File:
 
 def _choose_files(folder: Path, names: Sequence[str] | None) -> list[_File]:
     """The named files in their order, or all that can be scored, sorted by name."""
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; jsonl.dir takes a folder of .jsonl files")
     present = {path.name.removesuffix(".jsonl"): path for path in sorted(folder.glob("*.jsonl"))}
     if not present:
         raise UserError(f"{folder}: holds no .jsonl file")

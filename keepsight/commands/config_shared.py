@@ -180,7 +180,7 @@ class TaskKeys(Benchmarks, EvalKeys, UsesMethods):
 
     out: str = "???"
     bits: list[int] = field(default_factory=list)
-    samples: NonNegativeInt = 20
+    samples: Annotated[int, Field(ge=0, le=1_000_000)] = 20
     seed: int = 1000
     protocol: str = "reference"
     max_tokens: PositiveInt = 2048

@@ -96,11 +96,13 @@ def check(config: TaskKeys) -> None:
     """Import the plugins, and check the tasks and the folder.
 
     Raises:
-        UserError: a task is unknown, or `out` cannot be written to.
+        UserError: a task is unknown, `jsonl.dir` is no folder, or `out` cannot be written to.
     """
     import_plugins(config.plugins)
     for name in config.tasks:
-        tasks_of(config, name, protocol_named(config.protocol))
+        for benchmark, _ in tasks_of(config, name, protocol_named(config.protocol)):
+            if benchmark is config.jsonl:
+                config.jsonl.require_folder()
     require_writable(Path(config.out))
 
 

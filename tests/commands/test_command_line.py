@@ -301,6 +301,8 @@ BEFORE_WEIGHTS = {
     "fit out=o 'methods=[{name: lookaheadkv, windw: 3}]'": "method 'lookaheadkv': there is no option 'windw'",
     "fit out=o budgets=0.1,many": "budgets=[0.1, 'many']: budget 'many' must be",
     "fit out=o adapter=mine": "'adapter' is no key of this command",
+    "eval out=o tasks=jsonl jsonl.dir=none": "none: no such folder; jsonl.dir takes a folder",
+    "eval out=o samples=1000000000000": "samples=1000000000000 must be less than or equal to 1000000",
     "fit out=/dev/null": "out=/dev/null is a device or pipe; name a folder",
     "train data=answered out=/dev/null": "out=/dev/null is a device or pipe; name a folder",
     "plan out=/dev/null": "out=/dev/null is a device or pipe; name a file",

@@ -131,7 +131,7 @@ def test_only_settings_that_answers_depend_on_may_not_change(keepsight: CommandL
     settings = read_json(here / "out" / "settings.json")
     assert not {"head_weights", "finetune", "train", "lookahead", "out", "pages"} & settings.keys()
     write_json(here / "out" / "settings.json", settings | {"head_weights": {"budgets": [1]}, "finetune": {}})
-    keepsight("eval", *TINY, *given, "pages=2")
+    keepsight("eval", *TINY, *given, "pages=2", "judge.parallel=2", "judge.key=MY_KEY")
     assert (here / "out" / "results.jsonl").read_bytes() == before["results.jsonl"]
 
 

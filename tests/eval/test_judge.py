@@ -41,6 +41,9 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
         ("<think>[[3]] <think>[[2]]</think> [[1]]</think> Rating: [[8]] ", 0.8),
         ("<reasoning>[[3]]</reasoning>~~~\n[[2]]\n~~~\nRating: [[8]]\n```\nRating: [[5]]\n```", 0.8),
         ("It isn't '[[10]]', it's “the\nworst”: [[4]]", 0.4),
+        ("[THINK][[3]][/THINK][[8]]<think >[[2]]", 0.8),
+        ("<|channel|>analysis<|message|>[[3]]<|end|><|channel|>final<|message|>[[8]]", 0.8),
+        ("[Reasoning] It is short. Rating: [[8]]", 0.8),
         ("Rating: [6]", 0.6),
         ("of [3], but [[4]]", 0.4),
     ],
@@ -173,7 +176,13 @@ def test_bad_keys_are_refused(judge: Judge, message: str) -> None:
         judge.check()
 
 
-@pytest.mark.parametrize("words", ["[[0]]", "[[11]]", "[[NaN]]", "<think>[[3]]", '"[[7]]"', "```\n[[7]]", "> [[7]]"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("[[0]]", "[[11]]", "[[NaN]]", '"[[7]]"', "```\n[[7]]", "> [[7]]"),
+        *("<think>[[3]]", "[THINK][[3]][/THINK] I can't.", "<seed:think>[[3]]", "<Think>[[3]]</Think>", "◁think▷[[3]]"),
+    ],
+)
 def test_marks_outside_the_scale_thinking_and_quotes_are_no_verdict(words: str) -> None:
     with endpoint(lambda _: words) as heard, pytest.raises(UserError, match="no verdict"):
         Judge(heard.url).score(FIRST, rows("A cod."))

@@ -96,8 +96,13 @@ def test_prompts_in_the_forms_that_tokenizers_give(tmp_path: Path) -> None:
     assert torch.equal(Conversation(model, method).say(texts[0], **GREEDY), expected)
     assert torch.equal(Conversation(model, method).say(alone, **GREEDY), expected)
     assert torch.equal(generate(model, texts[0], method, **GREEDY), expected)
-    with pytest.raises(UserError, match="input_ids must be a tensor"):
-        generate(model, {"input_ids": [[1, 2]]}, method, **GREEDY)
+    ids: Any = expected
+    wrong: Any
+    for wrong in ({"input_ids": [[1, 2]]}, {"attention_mask": ids}, [], ids[0], ids.float()):
+        with pytest.raises(UserError, match="input_ids must be a tensor"):
+            generate(model, wrong, method, **GREEDY)
+    with pytest.raises(UserError, match="the prompt has no tokens"):
+        generate(model, ids[:, :0], method, **GREEDY)
 
 
 def test_stop_strings_end_an_answer() -> None:
