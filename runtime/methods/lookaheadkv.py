@@ -74,8 +74,10 @@ class LookaheadKV(Evict):
         artifact = LookaheadAdapter.from_pretrained(adapter, revision=revision)
         if tokenizer is not None:
             artifact.check_tokenizer(tokenizer)
-        parts: dict[str, Any] = parts_of(artifact, selection)
-        return cls(**parts | options | ({} if budget is None else {"budget": budget}))
+        fields: dict[str, Any] = parts_of(artifact, selection) | options
+        if budget is not None:
+            fields["budget"] = budget
+        return cls(**fields)
 
 
 def parts_of(artifact: LookaheadAdapter, selection: str | None = None) -> dict[str, Any]:

@@ -61,15 +61,15 @@ def rotation(model, position):
 def expected(model, ids, epsilon=0.0):
     """Scores of each layer and KV head."""
     length, scores = ids.shape[1], []
-    ahead = sum(rotation(model, length + each) for each in range(AHEAD)) / AHEAD
+    ahead = torch.stack([rotation(model, length + each) for each in range(AHEAD)]).mean(dim=0)
     for query, key, value in read(model, ids):
         of_layer = []
         for head in range(2):
             shares = [0.0] * length
             for each in range(head * GROUP, head * GROUP + GROUP):
                 used = query[each, SINKS:]
-                mean = sum(used) / len(used)
-                spread = sum(torch.outer(row - mean, row - mean) for row in used) / len(used)
+                mean = used.mean(dim=0)
+                spread = torch.stack([torch.outer(row - mean, row - mean) for row in used]).mean(dim=0)
                 mean, spread = ahead @ mean, ahead @ spread @ ahead.T
                 powers = []
                 for entry in range(SINKS, length):

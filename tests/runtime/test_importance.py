@@ -1,6 +1,7 @@
 """Importance, softmax and selection against written-out definitions."""
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,6 +100,12 @@ def test_observers_attend_to_entries_and_each_other(size, reduction, length, roo
     assert output.is_contiguous() and output.shape == (2, 5, 4, 8)
 
 
+def weights_and_outputs(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, output = look_back(*arguments)
+    assert weights is not None
+    return weights, output
+
+
 @pytest.mark.parametrize("reduction", ["mean", "max"])
 def test_gradients_of_observers(reduction, length=6):
     """Those of plain softmax attention, all in float32."""
@@ -106,7 +113,7 @@ def test_gradients_of_observers(reduction, length=6):
 
     leaves = [torch.randn(1, heads, 3, 4, requires_grad=True) for heads in (4, 2, 2)]
     query, key, value = leaves
-    paid, output = look_back(query, stored, (key, value), Softmax(0.5), reduction)
+    paid, output = weights_and_outputs(query, stored, (key, value), Softmax(0.5), reduction)
     up = torch.randn(paid.shape), torch.randn(output.shape)
     found = torch.autograd.grad([paid, output], leaves, up)
     keys = torch.cat([stored[0], key], dim=2).repeat_interleave(2, 1)
@@ -126,12 +133,12 @@ def test_observers_see_no_padding(reduction):
     leaves = [torch.randn(3, heads, 3, 4, requires_grad=True) for heads in (4, 2, 2)]
     stored = torch.randn(3, 2, length, 4), torch.randn(3, 2, length, 4)
     real = torch.arange(length) >= torch.tensor(pads)[:, None, None]
-    both = look_back(leaves[0], stored, (leaves[1], leaves[2]), Softmax(0.5), reduction, real)
+    both = weights_and_outputs(leaves[0], stored, (leaves[1], leaves[2]), Softmax(0.5), reduction, real)
     up = [torch.randn(each.shape) for each in both]
     found = torch.autograd.grad(both, leaves, up)
     for row, pad in enumerate(pads):
         query, key, value = (leaf.detach()[row : row + 1].requires_grad_() for leaf in leaves)
-        alone = look_back(
+        alone = weights_and_outputs(
             query, [each[row : row + 1, :, pad:] for each in stored], (key, value), Softmax(0.5), reduction
         )
         assert_close(both[0][row, :, pad:], alone[0][0])

@@ -50,7 +50,7 @@ def read(model, prompt, probe):
     for hook in hooks:
         hook.remove()
     *added, last = outputs
-    phi = sum(each.square().sum() for each in last[0, len(prompt) :])
+    phi = last[0, len(prompt) :].square().sum()
     gradients = torch.autograd.grad(phi, added)
     norms = [(each[0].norm(dim=-1), slope[0].norm(dim=-1)) for each, slope in zip(inputs, gradients, strict=True)]
     return [(*map(torch.Tensor.double, pair), *of) for pair, of in zip(seen, norms, strict=True)]

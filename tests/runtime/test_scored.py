@@ -124,7 +124,7 @@ def published(kind: Any, tensors: dict[str, Tensor], path: Path) -> Path:
 def test_scores_and_kept_entries_are_those_of_the_paper(name, tmp_path):
     (kind, deep), model, ids = METHODS[name], tiny_model(), prompt_ids(LENGTH)[0]
     tensors = tiny_tensors(kind.scorer, model, deep=deep)
-    window = {} if issubclass(kind, TrimKV) else {"window": 8}
+    window: dict[str, Any] = {} if issubclass(kind, TrimKV) else {"window": 8}
     method = kind.from_pretrained(published(kind.scorer, tensors, tmp_path), BUDGET, **window)
     state = prefill(model, ids, needs=method.needs())
     scores = method.observer(model, state, method.reduce)
@@ -141,9 +141,10 @@ def test_scores_and_kept_entries_are_those_of_the_paper(name, tmp_path):
     assert sum(int(each.sum()) for each in kept) == BUDGET * sum(each.shape[1] for each in kept)
     free, protected = slice(method.sinks, LENGTH - method.window), method.sinks + method.window
     assert all(bool(each[..., LENGTH - method.window :].all() and each[..., : method.sinks].all()) for each in kept)
-    if "bal" in type(method.allocate).__name__:  # a threshold over all heads, but for what each is promised
+    allocate: Any = method.allocate
+    if "bal" in type(allocate).__name__:  # a threshold over all heads, but for what each is promised
         every = torch.stack(expected)[..., free]
-        promised = every.topk(max(int(BUDGET * method.allocate.floor) - protected, 0), dim=-1).indices
+        promised = every.topk(max(int(BUDGET * allocate.floor) - protected, 0), dim=-1).indices
         ranked = every.scatter(-1, promised, torch.inf)
         least = ranked.flatten().topk((BUDGET - protected) * every[..., 0].numel()).values[-1]
         assert torch.equal(torch.stack(kept)[:, 0, :, free], ranked >= least)
@@ -158,7 +159,7 @@ def test_scores_and_kept_entries_are_those_of_the_paper(name, tmp_path):
 @pytest.mark.parametrize("name", METHODS)
 def test_batches_chunks_and_eviction_while_reading_keep_the_same(name):
     (kind, _), model, (ids, mask) = METHODS[name], tiny_model(), prompt_ids(LENGTH, 43)
-    window = {} if issubclass(kind, TrimKV) else {"window": 8}
+    window: dict[str, Any] = {} if issubclass(kind, TrimKV) else {"window": 8}
     method = kind(BUDGET, TrainedScores(tiny_scorer(kind.scorer, model)), **window)
     whole = method.compress(model, prefill(model, ids, mask, needs=method.needs()))
     for state in (method.start(model, ids, mask), method.start(model, ids, mask, chunk=16)):

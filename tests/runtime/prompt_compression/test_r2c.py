@@ -108,10 +108,8 @@ def slow_read(folder: Path, question: str, chunks: list[str]) -> list[ReadChunk]
         key = module.k(named["key_value_states"])[0].view(-1, 3, 4)
         found.append(torch.einsum("hd,shd->hs", query, key).softmax(dim=-1).sum(dim=0))
 
-    hooks = [
-        block.layer[1].EncDecAttention.register_forward_pre_hook(attend, with_kwargs=True)
-        for block in reader.decoder.block
-    ]
+    blocks: Any = reader.decoder.block
+    hooks = [block.layer[1].EncDecAttention.register_forward_pre_hook(attend, with_kwargs=True) for block in blocks]
     with torch.no_grad():
         states = torch.cat([reader.encoder(torch.tensor([each["input_ids"]]))[0] for each in given], dim=1)
         reader.decoder(torch.tensor([[0]]), encoder_hidden_states=states)
