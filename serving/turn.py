@@ -28,8 +28,8 @@ from keepsight.runtime.state import State, read
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Scalings of rotary positions whose frequencies do not depend on the length of the prompt."""
-_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
-"""Largest difference of two log-probabilities that rounding explains."""
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
+"""Mean difference of two log-probabilities that rounding explains: up to 0.06 in bfloat16, 0.4 where turned wrongly."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def turned(model: PreTrainedModel, state: State, entries: int) -> State:
         )
     after, token = turned_by(rotations_of(model), state, entries), state.logits.argmax(dim=-1, keepdim=True)
     expected, found = (read(model, each, token)[1].log_softmax(-1) for each in (state.unrecorded(), after.copy()))
-    if (difference := float((expected - found).abs().max())) > _TOLERANCE[model.dtype]:
+    if (difference := float((expected.exp() * (expected - found).abs()).sum())) > _TOLERANCE[model.dtype]:
         raise UserError(
             f"{model.config.model_type} depends on positions in a way that the turn of its keys does not keep: "
             f"log-probabilities differ by {difference:.2g}; serve another model"

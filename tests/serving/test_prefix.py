@@ -14,7 +14,7 @@ from keepsight.runtime.allocate import Global
 from keepsight.runtime.state import read
 from keepsight.serving.export import export
 from keepsight.serving.prefix import PrefixStore, digest_in, letters_of, placeholders, write_prefix
-from keepsight.serving.turn import rotations_of, turned
+from keepsight.serving.turn import Rotation, rotations_of, turned
 from tests.close import assert_close
 from tests.families import family_model
 from tests.tiny import prompt_ids, tiny_model
@@ -31,6 +31,18 @@ SCALED = (
         **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
     },
 )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_only_a_wrong_turn_is_refused(dtype, monkeypatch):
+    """What rounding does is accepted, in all dtypes; one position too far is not."""
+    model = tiny_model().to(dtype)
+    state = SnapKV(32, window=8).start(model, *prompt_ids(200))
+    turned(model, state, 32)
+    rightly = Rotation.turn
+    monkeypatch.setattr(Rotation, "turn", lambda self, keys, by: rightly(self, keys, by + 1))
+    with pytest.raises(UserError, match="log-probabilities differ by"):
+        turned(model, state, 32)
 
 
 @pytest.mark.parametrize("method", [SnapKV(40, window=8), AdaKV(40, window=8)], ids=["uniform", "ragged"])
