@@ -204,7 +204,7 @@ def check_digest(path: Path, expected: str, source: str) -> None:
 
 
 def read_tensors(path: Path, names: str = ".*") -> dict[str, Tensor]:
-    """The tensors of a safetensors file by name, those that the pattern `names` matches, on the CPU.
+    """Read the tensors of a safetensors file whose names match the pattern `names`, by name, on the CPU.
 
     Raises:
         UserError: it is no safetensors file.
@@ -231,6 +231,8 @@ def unpickled(path: Path) -> dict[str, Tensor]:
     """
     try:
         tensors = dict(_tensors_in(torch.load(path, map_location="cpu", weights_only=True), ""))
+    except (OSError, MemoryError):  # it cannot be opened or held, which is no fault of its contents
+        raise
     except Exception as error:  # damaged pickles raise anything; the reason is in the message
         raise UserError(f"{path}: not a pickle of tensors alone ({one_line(error, 200)}); it was not read") from None
     size, whole = path.stat().st_size, sum(each.nbytes for each in tensors.values())

@@ -34,7 +34,7 @@ class Scorer(ABC):
 
     Args:
         source: Where the tensors are from, for messages.
-        tensors: The published tensors by name; those that `names` does not match are left out.
+        tensors: The published tensors whose names match `names`, by name.
 
     Attributes:
         names: Matches the name of a tensor; its groups are the layer and the name within it.

@@ -37,7 +37,7 @@ _NOT_THERE = (("travel_planning", "0.5k"), ("pseudo_to_code", "8k"))
 _ITEMS = {
     "countdown": "nums, a list of whole numbers, and target, one",
     "travel_planning": "ground_truth_cities and ground_truth_durations, texts such as Oslo**Rome and 4**3",
-    "pseudo_to_code": "testcases, pairs of the lines that a program reads and those that it must print",
+    "pseudo_to_code": "testcases, pairs of input lines and expected output lines",
 }
 _TOKENS = {"0.5k": 1024, "2k": 3072, "8k": 9216}
 

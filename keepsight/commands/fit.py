@@ -41,7 +41,7 @@ _STAND_IN: dict[str, dict[str, Any]] = {
     "lookahead": {"adapter": "shipped:smollm2-135m-lookahead"},
     "retrieval": {"retrieval": "shipped:smollm2-135m-retrieval"},
 }
-"""Shipped modules for those that are to be trained, to check methods with."""
+"""The bundled module of each kind. Methods are checked with it before there is a trained one."""
 
 
 def run(config: Config) -> None:

@@ -105,7 +105,7 @@ def compose_config(schema: type, overrides: Sequence[str]) -> tuple[DictConfig, 
 
 
 def _preset(kinds: Mapping[str, Any], selection: str | None) -> dict[str, Any]:
-    """What `selection=` says of a module in training; single keys are given after it."""
+    """The `selection=` preset of a module in training. Single keys written after it override it."""
     return {"lookahead": SELECTIONS.get(selection or "", {})} if "lookahead.queries" in kinds else {}
 
 

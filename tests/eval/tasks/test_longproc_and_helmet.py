@@ -56,17 +56,26 @@ def test_longproc(tmp_path: Path, words: Any) -> None:
             make_all(benchmarks, ["longproc_countdown_0.5k"], request)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_programs_are_run_only_where_that_is_allowed(tmp_path: Path, words: Any, monkeypatch: Any) -> None:
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
     cases = [[["2 3"], ["5"]], [["10 -4"], ["6"]]]
     row = {"task": "pseudo_to_code_2k", "prompt": "Add.", "reference_output": "", "item": {"testcases": cases}}
     write_lines(tmp_path / "rows.jsonl", [row, {**row, "item": {"testcases": [[["2"], [5]]]}}])
-    request, name = request_of(words), "longproc_pseudo_to_code_2k"
+    return tmp_path
+
+
+def test_programs_are_run_only_where_that_is_allowed(programs: Path, words: Any) -> None:
+    request = request_of(words)
     with pytest.raises(UserError, match=r"allow it with longproc\.run_programs=true"):
-        make_all(Benchmarks(longproc=LongProc(str(tmp_path))), [name], request)
-    assert LongProc(str(tmp_path)).groups(request.protocol)[""] == []
+        make_all(Benchmarks(longproc=LongProc(str(programs))), ["longproc_pseudo_to_code_2k"], request)
+    assert LongProc(str(programs)).groups(request.protocol)[""] == []
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the programs that are judged are compiled with g++")
+def test_programs_are_judged_by_what_they_print(programs: Path, words: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(longproc, "_SECONDS", 0.5)
-    (sample,) = make_all(Benchmarks(longproc=LongProc(str(tmp_path), run_programs=True)), ["longproc"], request)
+    request = request_of(words)
+    (sample,) = make_all(Benchmarks(longproc=LongProc(str(programs), run_programs=True)), ["longproc"], request)
     assert "item' must hold testcases" in request.skipped[0]
     program = "```c++\nint main() {{ int a, b; cin >> a >> b; cout << a {} b << endl; }}\n```"
     said = [
