@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from keepsight.commands.config_serving import Prefix as Config
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.commands.inspect import read_text
-from keepsight.commands.served_method import prefix_method
+from keepsight.commands.variants import prefix_method
 from keepsight.errors import BadRow, UserError, printable
 from keepsight.files import (
     Row,

@@ -8,7 +8,7 @@ from contextlib import closing
 from keepsight.commands import serve_vllm
 from keepsight.commands.config_serving import Serve as Config
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
-from keepsight.commands.served_method import method_of
+from keepsight.commands.variants import method_of
 from keepsight.errors import UserError, printable
 from keepsight.serving.engine import Engine
 

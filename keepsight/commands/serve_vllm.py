@@ -20,7 +20,7 @@ from typing import Any
 
 from keepsight.commands.config_serving import Serve as Config
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
-from keepsight.commands.served_method import prefix_method
+from keepsight.commands.variants import prefix_method
 from keepsight.errors import UserError, printable
 from keepsight.files import require_writable
 from keepsight.models.model_files import located

@@ -1,4 +1,4 @@
-"""The methods that a command compares: `methods=`, `budgets=`, `bits=` and `plugins=` of the command line."""
+"""The methods that a command compares (`methods=`, `budgets=`, `bits=`, `plugins=`) or serves with (`method=`)."""
 
 import importlib
 import os
@@ -8,10 +8,11 @@ from dataclasses import is_dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
+from keepsight.commands.config_serving import Evicting, Paged
 from keepsight.errors import UserError
 from keepsight.eval.results import FULL
 from keepsight.eval.sweep import Variant
-from keepsight.runtime.allocate import Budget
+from keepsight.runtime.allocate import Budget, Global, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
 from keepsight.runtime.methods import METHODS, Resources, make_method
@@ -115,3 +116,33 @@ def _said(options: dict[str, Any]) -> list[str]:
         else:
             said.append(f"{key}={value}")
     return said
+
+
+def method_of(config: Evicting, resources: Resources, **options: object) -> Method:
+    """The method; `options` take precedence over the configuration's."""
+    budget = config.budget if takes(config.method, "budget") else None
+    return make_method(config.method, budget, resources, **{**config.options, **options})
+
+
+def prefix_method(config: Paged, resources: Resources) -> Evict:
+    """A method whose heads keep the same numbers of entries, or whole pages.
+
+    Raises:
+        UserError: they keep other numbers, or it evicts nothing.
+    """
+    refusal = f"method={config.method} evicts nothing from the cache, so there is no prefix to write"
+    method = require_evict(method_of(config, resources), refusal)
+    if config.page:
+        shared = isinstance(method.allocate, Global)  # keeps what is trained of it, such as weights of heads
+        allocate = {"page": config.page} if shared else {"name": "global", "page": config.page}
+        given = config.options.get("allocate")
+        given = {"name": given} if isinstance(given, str) else given or {}
+        method = require_evict(method_of(config, resources, allocate={**given, **allocate}), refusal)
+    elif not isinstance(method.allocate, Uniform):
+        raise UserError(
+            f"method={config.method} lets heads keep different numbers of entries ({type(method.allocate).__name__}); "
+            "give page=32 for vLLM with KEEPSIGHT_RAGGED=1, or options={allocate: uniform}"
+        )
+    if method.every:
+        raise UserError("a prefix is evicted from once: leave out the option every")
+    return method

@@ -1,12 +1,12 @@
 """`keepsight prefix`, `serve` and `bench serve` as they are typed."""
 
+import importlib.util
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,10 @@ def test_values_that_cannot_be_served_end_in_one_line(keepsight: CommandLine) ->
     assert "page= is for vLLM" in keepsight.fails("serve", *TINY, "page=32")
 
 
-@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
-def test_vllm_is_asked_for_where_it_is_missing(keepsight: CommandLine) -> None:
+def test_vllm_is_asked_for_where_it_is_missing(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "vllm" else find_spec(name, *more)
+    )
     assert "make setup-vllm" in keepsight.fails("serve", *TINY, "vllm=true")
     assert "make setup-vllm" in keepsight.fails(
         "bench", "serve", *TINY[:-1], "vllm=true", "methods=[snapkv]", "tokens=300"
