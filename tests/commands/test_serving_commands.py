@@ -91,9 +91,8 @@ def test_values_that_cannot_be_served_end_in_one_line(keepsight: CommandLine) ->
 
 
 def test_vllm_is_asked_for_where_it_is_missing(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: None if name == "vllm" else find_spec(name, *more)
-    )
+    installed = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "vllm" else installed(name, *of))
     assert "make setup-vllm" in keepsight.fails("serve", *TINY, "vllm=true")
     assert "make setup-vllm" in keepsight.fails(
         "bench", "serve", *TINY[:-1], "vllm=true", "methods=[snapkv]", "tokens=300"
