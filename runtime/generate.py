@@ -11,7 +11,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import (
     EosTokenCriteria,
@@ -28,6 +28,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.models.adapters import adapters_digest
+from keepsight.models.chat import load_tokenizer
 from keepsight.models.decoder import context_of, require_supported
 from keepsight.runtime import registry
 from keepsight.runtime.attention import Reader
@@ -620,6 +621,6 @@ def ids_of(model: PreTrainedModel, prompts: Any, options: dict[str, Any], specia
 
 def _tokenizer_of(model: PreTrainedModel) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(model.config.name_or_path)
+        return load_tokenizer(model.config.name_or_path)
     except Exception as error:  # whatever the Hub's client raises
         raise UserError(f"give tokenizer=; there is none beside the model ({type(error).__name__})") from None
