@@ -621,6 +621,6 @@ def ids_of(model: PreTrainedModel, prompts: Any, options: dict[str, Any], specia
 
 def _tokenizer_of(model: PreTrainedModel) -> Any:
     try:
-        return load_tokenizer(model.config.name_or_path)
+        return load_tokenizer(model.config.name_or_path or "")
     except Exception as error:  # whatever the Hub's client raises
         raise UserError(f"give tokenizer=; there is none beside the model ({type(error).__name__})") from None

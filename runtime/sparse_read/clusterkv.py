@@ -7,23 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import require_whole
 from keepsight.runtime import registry
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.importance import top_indices
-from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.sparse_read.cache import (
-    DenseLayer,
-    LayerSelector,
-    MakeLayer,
-    SelectedLayer,
     Selection,
-    SparseRead,
 )
-from keepsight.runtime.state import State
+from keepsight.runtime.sparse_read.selection import Summaries, SummaryRead
 
 
 class Clusters(NamedTuple):
@@ -111,7 +104,7 @@ def _nearest(directions: Tensor, centroids: Tensor) -> Tensor:
         return torch.cat([(block @ centroids.mT).argmax(dim=3) for block in blocks], dim=2)
 
 
-class TopClusters(LayerSelector):
+class TopClusters(Summaries):
     """Selects whole clusters, the last of them cut to the budget, sinks, and the entries that are in no cluster yet.
 
     A cluster's score is the dot product of query and centroid, neither normalised nor scaled (section III-C). Query
@@ -144,7 +137,7 @@ class TopClusters(LayerSelector):
     @override
     def select(self, query: Tensor, softmax: Softmax, keys: Tensor, padding: Tensor | None) -> Selection:
         length, starts = keys.shape[2] - 1, [0] if padding is None else padding.tolist()
-        self.cluster(keys[:, :, :length], padding)
+        self.summarise(keys[:, :, :length], padding)
         budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,) * len(starts)
         sinks = [min(self.sinks, self._end - start) for start in starts]
         counts = [max(budget - sink, 0) for budget, sink in zip(budgets, sinks, strict=False)]
@@ -181,7 +174,8 @@ class TopClusters(LayerSelector):
             scores = (grouped @ centroids.float().mT).amax(dim=2)
         return scores.masked_fill(sizes == 0, -torch.inf)
 
-    def cluster(self, keys: Tensor, padding: Tensor | None) -> None:
+    @override
+    def summarise(self, keys: Tensor, padding: Tensor | None) -> None:
         """Cluster the keys [B, K, C, d] of a prompt, and then every `window` more; all anew where some were cropped."""
         length, starts = keys.shape[2], [0] if padding is None else padding.tolist()
         if self._clusters is None or length < self._end:
@@ -196,7 +190,7 @@ class TopClusters(LayerSelector):
 
 @registry.method("clusterkv", colour="#999933", marker="X")
 @dataclass(frozen=True)
-class ClusterKV(SparseRead):
+class ClusterKV(SummaryRead):
     """Reads clusters of entries with similar keys, by their centroids (ClusterKV, arXiv 2412.03213, section III).
 
     k-means begins with evenly spaced keys, where the paper draws them: an answer is the same each time, and in a batch.
@@ -226,15 +220,5 @@ class ClusterKV(SparseRead):
         return self.sinks + 1, "sinks + one entry to choose"
 
     @override
-    def layers_for(self, model: PreTrainedModel, state: State) -> MakeLayer:
-        budget = tuple(self.budgets(state))
-
-        def make(index: int, keys: Tensor, values: Tensor, seen: int, padding: Tensor | None) -> KeptLayer:
-            clusters = TopClusters(budget, self.sinks, self.tokens, self.window, self.iterations)
-            layer = SelectedLayer(keys, values, seen, padding, clusters)
-            if index < self.dense_layers:
-                return DenseLayer(keys, values, seen, layer.entries().real)
-            clusters.cluster(keys, padding)
-            return layer
-
-        return make
+    def selector(self, budgets: tuple[int, ...]) -> Summaries:
+        return TopClusters(budgets, self.sinks, self.tokens, self.window, self.iterations)

@@ -1,5 +1,6 @@
 """Selecting what a step reads: exact top-k attention, and Quest (arXiv 2406.10774), which bounds it page by page."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -101,7 +102,39 @@ class ExactTopK(SparseRead):
         return make
 
 
-class TopPages(LayerSelector):
+class Summaries(LayerSelector):
+    """Selects by summaries of the keys, such as the extremes of each page."""
+
+    @abstractmethod
+    def summarise(self, keys: Tensor, padding: Tensor | None) -> None:
+        """Summarise keys [B, K, S, d]; `padding` [B] counts the padding of each row."""
+
+
+class SummaryRead(SparseRead):
+    """Reads what summaries of the keys select, in all layers but the first `dense_layers`."""
+
+    dense_layers: int
+
+    @abstractmethod
+    def selector(self, budgets: tuple[int, ...]) -> Summaries:
+        """A selector for one layer; a budget for each row, or one for all."""
+
+    @override
+    def layers_for(self, model: PreTrainedModel, state: State) -> MakeLayer:
+        budgets = tuple(self.budgets(state))
+
+        def make(index: int, keys: Tensor, values: Tensor, seen: int, padding: Tensor | None) -> KeptLayer:
+            summaries = self.selector(budgets)
+            layer = SelectedLayer(keys, values, seen, padding, summaries)
+            if index < self.dense_layers:
+                return DenseLayer(keys, values, seen, layer.entries().real)
+            summaries.summarise(keys, padding)
+            return layer
+
+        return make
+
+
+class TopPages(Summaries):
     """Selects the pages that can hold the largest dot products, and the entries that do not fill a page yet.
 
     A page is `page` consecutive entries, counted from a row's first real entry. Of its keys after RoPE each channel's
@@ -175,6 +208,7 @@ class TopPages(LayerSelector):
         filled = torch.tensor(self._filled, device=query.device).view(-1, 1, 1)
         return scores.masked_fill(torch.arange(pages, device=query.device) >= filled, -torch.inf)
 
+    @override
     def summarise(self, keys: Tensor, padding: Tensor | None) -> None:
         """Make the pages of keys [B, K, C, d] that have filled since the last step; drop those of cropped entries."""
         starts = _starts(padding)
@@ -203,7 +237,7 @@ def _starts(padding: Tensor | None) -> list[int]:
 
 @registry.method("quest", colour="#882255", marker="p")
 @dataclass(frozen=True)
-class Quest(SparseRead):
+class Quest(SummaryRead):
     """Reads whole pages, selected by the channel-wise extremes of their keys (Quest, arXiv 2406.10774, section 3).
 
     Attributes:
@@ -225,15 +259,5 @@ class Quest(SparseRead):
         return 2 * self.page - 1, "a page to choose and one that is not full"
 
     @override
-    def layers_for(self, model: PreTrainedModel, state: State) -> MakeLayer:
-        budget = tuple(self.budgets(state))
-
-        def make(index: int, keys: Tensor, values: Tensor, seen: int, padding: Tensor | None) -> KeptLayer:
-            pages = TopPages(budget, self.page)
-            layer = SelectedLayer(keys, values, seen, padding, pages)
-            if index < self.dense_layers:
-                return DenseLayer(keys, values, seen, layer.entries().real)
-            pages.summarise(keys, padding)
-            return layer
-
-        return make
+    def selector(self, budgets: tuple[int, ...]) -> Summaries:
+        return TopPages(budgets, self.page)
