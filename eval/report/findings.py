@@ -22,18 +22,19 @@ def findings(summary: Sequence[SummaryRow]) -> list[str]:
     """
     mean = mean_over_tasks(summary)
     full = next((row for row in mean if row.method == FULL), None)
-    evicting = [row for row in mean if row.budget is not None and _kind(row) not in BOUNDS]
+    evicting = [row for row in mean if row.budget is not None and kind_of(row.method) not in BOUNDS]
     return [_finding([*rows], full) for _, rows in groupby(evicting, lambda row: row.budget)][:_MOST]
 
 
-def _kind(row: SummaryRow) -> str:
-    return row.method.partition(" ")[0]
+def kind_of(method: str) -> str:
+    """A method's name without its options."""
+    return method.partition(" ")[0]
 
 
 def _finding(rows: list[SummaryRow], full: SummaryRow | None) -> str:
     rows.sort(key=lambda row: (row.excess_nll, -row.score))
-    best = next((row for row in rows if _kind(row) == OURS), rows[0])
-    other = next((row for row in rows if row is not best and _kind(row) != OURS), None)
+    best = next((row for row in rows if kind_of(row.method) == OURS), rows[0])
+    other = next((row for row in rows if row is not best and kind_of(row.method) != OURS), None)
     budget = best.budget
     place = f"{100 * budget:g} % of the prompt" if isinstance(budget, float) else f"{budget} entries"
     sentence = (

@@ -147,7 +147,8 @@ def _write_card(config: Config, out: Path, source: str) -> None:
         card = written_card(artifact, config.title, command, out, config.data_notes)
         artifact.save(published, artifact.provenance, card)
     else:
-        write_text(published / CARD, with_results((published / CARD).read_text(encoding="utf-8"), evaluated))
+        card = (published / CARD).read_text(encoding="utf-8")
+        write_text(published / CARD, with_results(card, evaluated, "specontext"))
     if (picture := evaluated / "plots" / "overview.png").is_file():
         shutil.copyfile(picture, published / "evaluation.png")
     print(f"{published}: the module, its card and its pictures")

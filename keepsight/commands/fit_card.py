@@ -9,6 +9,7 @@ from typing import Any
 
 from keepsight.commands.training import origins_of
 from keepsight.data_gen.store import finished_manifest
+from keepsight.eval.report.findings import BOUNDS, OURS, kind_of
 from keepsight.files import read_jsonl, whole_lines
 from keepsight.models.card import CardBasics, excess_rows, with_evaluation, with_section
 from keepsight.models.lookahead import LookaheadAdapter
@@ -67,19 +68,19 @@ def _measured(out: Path) -> list[str]:
     return []
 
 
-def with_results(card: str, evaluated: Path) -> str:
-    """A card that ends with an evaluation's table and where other methods lose less, if there is one."""
+def with_results(card: str, evaluated: Path, own: str = OURS) -> str:
+    """A card that ends with an evaluation's table, if there is one, and where other methods lose less than `own`."""
     if not (table := evaluated / "tables" / "overall.md").is_file():
         return card
     card = with_evaluation(card, table.read_text(encoding="utf-8"))
-    found = [*shortcomings([*read_jsonl(evaluated / "results.jsonl")])]
+    found = [*shortcomings([*read_jsonl(evaluated / "results.jsonl")], own)]
     lines = found[:_SHORT] or ["- Nowhere in this evaluation does another method lose less."]
     more = [f"- and in {len(found) - _SHORT} more places"] if len(found) > _SHORT else []
     rest = "- Prompts longer than those it was trained on, and of other kinds, were not measured here."
     return with_section(card, "## Where it falls short\n\n" + "\n".join([*lines, *more, rest]) + "\n")
 
 
-def shortcomings(rows: Sequence[Mapping[str, Any]], own: str = "lookaheadkv") -> Iterator[str]:
+def shortcomings(rows: Sequence[Mapping[str, Any]], own: str) -> Iterator[str]:
     """Lines of Markdown: where a method with the same budget has a lower excess NLL; the largest difference first."""
     values = defaultdict[tuple[Any, ...], dict[str, list[float]]](lambda: defaultdict(list))
     for row in rows:
@@ -87,7 +88,7 @@ def shortcomings(rows: Sequence[Mapping[str, Any]], own: str = "lookaheadkv") ->
             values[row["task"], row["length"], row["budget"]][row["method"]].append(row["excess_nll"])
     found = []
     for (task, length, budget), by_method in values.items():
-        means = {method: fmean(each) for method, each in by_method.items() if not method.startswith("oracle")}
+        means = {method: fmean(each) for method, each in by_method.items() if kind_of(method) not in BOUNDS}
         best = min(means, key=lambda method: means[method], default=own)
         if own in means and (less := means[own] - means[best]) > _MORE_THAN:
             said = f"- {task}, {length or 'all lengths'}, budget {budget}: {best} loses {means[best]:.3f} nats, "

@@ -13,6 +13,7 @@ import torch
 
 from keepsight.commands import data, finetune, from_recipe, train
 from keepsight.commands import eval as evaluation
+from keepsight.commands.fit_card import shortcomings
 from keepsight.data_gen.store import ShardWriter, finished_manifest, finished_samples
 from keepsight.files import file_digest, read_json, read_jsonl, write_lines
 from keepsight.models.hub import plan_upload
@@ -147,6 +148,18 @@ def test_a_retrieval_head_has_its_own_stages_and_other_ones_are_refused(keepsigh
     assert plan_upload(here / "fitted/head", "ada/head").files
     said = keepsight.fails(*given, "stages=[eviction]")
     assert said == "stages: module=retrieval has no stage eviction; choose from answers, distillation, evaluation, card"
+
+
+def test_a_card_says_where_another_method_loses_less_than_its_own_module() -> None:
+    """The full cache and bounds, whatever their options, are no competitors."""
+    losses = {"full": 0.0, "exact_topk": 0.0, "oracle mean 3": 0.0, "specontext": 0.2, "quest": 0.1}
+    place = {"task": "niah_single", "length": 1024}
+    rows = [
+        {**place, "method": name, "budget": None if name == "full" else 64, "excess_nll": loss}
+        for name, loss in losses.items()
+    ]
+    said = "- niah_single, 1024, budget 64: quest loses 0.100 nats, this module 0.200"
+    assert [*shortcomings(rows, "specontext")] == [said] and not [*shortcomings(rows, "quest")]
 
 
 @pytest.mark.slow
