@@ -28,12 +28,15 @@ Summaries = Sequence[Sequence[SummaryRow]]
 _LABELS = {"score": "Score", "excess_nll": "Excess NLL (nats/token)", "agreement": "Top-1 agreement"}
 
 
-def write_outputs(runs: Sequence[Run], folder: Path) -> None:
+def write_outputs(runs: Sequence[Run], folder: Path) -> list[SummaryRow]:
     """Write `summary.csv`, the plots, the tables, a page a sample, and `report.html` that shows all of it.
 
     Args:
         runs: One run, or several of the same base model that no sample and variant is in twice.
         folder: Where all of it goes.
+
+    Returns:
+        The rows of `summary.csv`.
     """
     rows = [row for run in runs for row in run.rows]
     write_csv(folder / "summary.csv", COLUMNS, summary_rows(summary := summarize(rows)))
@@ -42,7 +45,8 @@ def write_outputs(runs: Sequence[Run], folder: Path) -> None:
         plot.save(folder / "plots")
     for table in made:
         table.save(folder / "tables")
-    write_report(runs, folder, write_sample_pages(runs, folder / "samples"), drawn, made)
+    write_report(runs, folder, write_sample_pages(runs, folder / "samples"), drawn, made, findings(summary))
+    return summary
 
 
 def plots_of(rows: Sequence[Row], summary: Sequence[SummaryRow]) -> list[Plot]:
@@ -59,12 +63,17 @@ def tables_of(rows: Sequence[Row], summary: Sequence[SummaryRow]) -> list[Table]
 
 
 def write_report(
-    runs: Sequence[Run], folder: Path, pages: Mapping[Key, str], drawn: Sequence[Plot], made: Sequence[Table]
+    runs: Sequence[Run],
+    folder: Path,
+    pages: Mapping[Key, str],
+    drawn: Sequence[Plot],
+    made: Sequence[Table],
+    found: Sequence[str],
 ) -> None:
-    """Write `report.html`, with plots and tables, into `folder`; `pages` are those of samples, relative to it."""
+    """Write `report.html` with plots, tables and findings into `folder`; `pages` of samples are relative to it."""
     rows = [row for run in runs for row in run.rows]
     more: dict[str, Any] = {"examples": choose_examples(rows), "place_of": place_of, "pages": pages}
-    more |= {"findings": findings(summarize(rows)), "samples_a_cell": plots.SAMPLES_A_CELL}
+    more |= {"findings": found, "samples_a_cell": plots.SAMPLES_A_CELL}
     page = render_results("report.html.j2", runs, folder, drawn, made, **more)
     write_text(folder / "report.html", page)
 

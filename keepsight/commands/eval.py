@@ -26,7 +26,7 @@ from keepsight.eval.answers import Sampling, default_batch_tokens
 from keepsight.eval.kept_tokens import KeptTokens, first_of_each
 from keepsight.eval.report.findings import findings
 from keepsight.eval.report.pages import write_outputs
-from keepsight.eval.report.summary import summarize, summary_table
+from keepsight.eval.report.summary import summary_table
 from keepsight.eval.results import EARLIER, Measured, Row, finished, key_of, merge, part_of, read_run
 from keepsight.eval.reuse import by_digest, rows_of_runs
 from keepsight.eval.sweep import Refused, Variant, check_samples, groups_of, sweep
@@ -153,8 +153,7 @@ def own_share(samples: list[RenderedSample], question: str, process: int, proces
 def write_all(out: Path) -> None:
     """Summary, plots and report of the run in a folder; prints the table."""
     run = read_run(out)
-    write_outputs([run], out)
-    summary = summarize(run.rows)
+    summary = write_outputs([run], out)
     print("\n\n".join([summary_table(summary), *map(printable, findings(summary)), f"report: {out / 'report.html'}"]))
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from keepsight.eval.report.findings import findings
 from keepsight.eval.report.pages import plots_of, tables_of, write_report
 from keepsight.eval.report.summary import summarize
 from keepsight.eval.results import Key, Row, Run
@@ -61,4 +62,4 @@ def write_page(runs: Sequence[Run], folder: Path, pages: Mapping[Key, str] | Non
     """`report.html` alone, without the files beside it."""
     rows = [each for run in runs for each in run.rows]
     summary = summarize(rows)
-    write_report(runs, folder, pages or {}, plots_of(rows, summary), tables_of(rows, summary))
+    write_report(runs, folder, pages or {}, plots_of(rows, summary), tables_of(rows, summary), findings(summary))
