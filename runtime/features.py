@@ -71,13 +71,12 @@ class RecordFeatures:
         return keep
 
 
-def in_this_thread(hook: Callable[..., None]) -> Callable[..., None]:
+def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
     """A hook of a module that does nothing in other threads, which may use the model too."""
     mine = threading.get_ident()
 
-    def only(*args: Any) -> None:
-        if threading.get_ident() == mine:
-            hook(*args)
+    def only(*args: Any) -> Any:
+        return hook(*args) if threading.get_ident() == mine else None
 
     return only
 

@@ -1,7 +1,6 @@
 """Prompts with images: what a model takes beside their tokens, and the positions that it gives these."""
 
 import inspect
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import decoder_of
+from keepsight.runtime.features import in_this_thread
 
 PIXELS = ("pixel_values", "mm_encoder_outputs")
 """Either of them holds the images: as the processor made them, or as `model.generate` has encoded them before."""
@@ -137,11 +137,10 @@ class _Embeddings(Exception):
 @torch.no_grad()
 def _embedded(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor:
     """What a model's decoder reads of a prompt with images: [1, N, hidden]."""
-    mine = threading.get_ident()
 
+    @in_this_thread
     def stop(module: Any, args: Any, options: dict[str, Any]) -> None:
-        if threading.get_ident() == mine:  # another thread may use the model
-            raise _Embeddings(options)
+        raise _Embeddings(options)
 
     hook = decoder_of(model).register_forward_pre_hook(stop, with_kwargs=True)
     options: dict[str, Any] = {}

@@ -1,6 +1,5 @@
 """FastV (arXiv 2403.06764): tokens of images that receive little attention leave the prefill after a few layers."""
 
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import FULL, decoder_of, layer_kinds
 from keepsight.runtime import registry
 from keepsight.runtime.allocate import Budget
+from keepsight.runtime.features import in_this_thread
 from keepsight.runtime.generate import Method
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import top_mask
@@ -116,20 +116,17 @@ class _Pruning:
         return cut
 
     def _cutting(self, first: bool) -> Callable[..., Any]:
-        mine = threading.get_ident()
-
-        def cut(module: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            if threading.get_ident() != mine:  # another thread may use the model
-                return None
-            kept, given = self._kept, dict(named)
+        @in_this_thread
+        def cut(module: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            kept, named = self._kept, dict(named)
             if first and inputs:
                 inputs = inputs[0][:, kept], *inputs[1:]
             elif first:
-                given["hidden_states"] = given["hidden_states"][:, kept]
-            given["attention_mask"] = _cut_mask(given.get("attention_mask"), kept)
-            given["position_embeddings"] = tuple(each[..., kept, :] for each in given["position_embeddings"])
-            given["position_ids"] = None  # read by flash attention alone, which would take the gaps for other prompts
-            return inputs, given
+                named["hidden_states"] = named["hidden_states"][:, kept]
+            named["attention_mask"] = _cut_mask(named.get("attention_mask"), kept)
+            named["position_embeddings"] = tuple(each[..., kept, :] for each in named["position_embeddings"])
+            named["position_ids"] = None  # read by flash attention alone, which would take the gaps for other prompts
+            return inputs, named
 
         return cut
 
