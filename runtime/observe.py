@@ -9,7 +9,7 @@ side by side, as further queries of that row: [R, H, q, d] is taken as [B, H, (R
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -218,9 +218,8 @@ def observe(
         For each layer with full attention, what is kept of [R, H, N] float32, the observers' attention. Gradients flow
         to `embeddings` and to the model's trainable parameters; without gradients the result may be inference tensors.
     """
-    batch, count, _ = embeddings.shape
     if first is None:
-        seen = torch.full((batch,), cache.get_seq_length(), device=embeddings.device)
+        seen = torch.full((len(embeddings),), cache.get_seq_length(), device=embeddings.device)
         first = seen if mask is None else mask.sum(dim=1)
     stored = full_layers(cache)
     kinds = [ObservedLayer] * len(stored)
@@ -230,17 +229,28 @@ def observe(
         kind(layer, mask, observer_mask, reduction, functools.partial(keep, place))
         for place, (kind, layer) in enumerate(zip(kinds, stored, strict=True))
     ]
-    # Layers with full attention know their padding; it is the bounded ones that need a mask.
-    padded = None if mask is None or len(stored) == len(cache.layers) else functional.pad(mask, (0, count), value=True)
     with torch.inference_mode(not torch.is_grad_enabled()), suppress(AllObserved):  # saves 3 % of the time on a CPU
-        run(
-            decoder_of(model),
-            as_observed(cache, observed),
-            inputs_embeds=embeddings,
-            position_ids=first[:, None] + torch.arange(count, device=embeddings.device),
-            attention_mask=padded,
-        )
+        read_with(model, cache, observed, mask, embeddings, first)
     return [layer.taken() for layer in observed]
+
+
+def read_with(
+    model: PreTrainedModel, cache: Cache, layers: Sequence[Any], mask: Tensor | None, embeddings: Tensor, first: Tensor
+) -> None:
+    """Read observers [R, n, hidden] from positions `first` [R] on, with `layers` in place of those with full attention.
+
+    `mask` is as in `observe`.
+    """
+    count = embeddings.shape[1]
+    # Layers with full attention know their padding; it is the bounded ones that need a mask.
+    padded = None if mask is None or len(layers) == len(cache.layers) else functional.pad(mask, (0, count), value=True)
+    run(
+        decoder_of(model),
+        as_observed(cache, layers),
+        inputs_embeds=embeddings,
+        position_ids=first[:, None] + torch.arange(count, device=embeddings.device),
+        attention_mask=padded,
+    )
 
 
 def as_observed(cache: Cache, layers: Any) -> Cache:

@@ -20,16 +20,16 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.models.chat import chat_text
-from keepsight.models.decoder import decoder_of, output_projection
+from keepsight.models.decoder import decoder_of, full_attention_layers, output_projection
 from keepsight.runtime import registry
 from keepsight.runtime.allocate import Allocation, Global
-from keepsight.runtime.attention import Softmax, grouped_attention, is_bounded, run, visible
+from keepsight.runtime.attention import Softmax, grouped_attention, visible
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.features import RecordFeatures, WatchInputs, in_this_thread
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce, observed_attention, reduce_group
 from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.methods.critical import output_norms
-from keepsight.runtime.observe import Observer, ViewedLayer, as_observed
+from keepsight.runtime.observe import Observer, ViewedLayer, read_with
 from keepsight.runtime.state import State, full_layers
 
 _FIRST, _LATER = (
@@ -168,7 +168,7 @@ class Reconstruction(Observer):
         read = list[Tensor]()
         watch = WatchInputs(model, lambda *given: read.append(given[2])) if self.normalized else nullcontext()
         with torch.inference_mode(), watch:
-            layers = _read(model, state, probe, model.get_input_embeddings()(probe.ids))
+            layers = _read(model, state, model.get_input_embeddings()(probe.ids))
         for place, layer in enumerate(layers):
             weights = _reciprocal(read[place].float().norm(dim=-1)) if self.normalized else None
             yield Observed(*layer.seen, weights, self.normalized)
@@ -213,19 +213,11 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def _read(model: PreTrainedModel, state: State, probe: Probe, embeddings: Tensor) -> list[Replayed]:
-    """The layers with full attention, after a probe was read from the position of the state's next token."""
-    mask, count = state.tokens_mask, probe.ids.shape[1]
+def _read(model: PreTrainedModel, state: State, embeddings: Tensor) -> list[Replayed]:
+    """The layers with full attention, after a probe [B, q, hidden] was read from the state's next position on."""
+    mask = state.tokens_mask
     layers = [Replayed(_usable(layer), mask) for layer in full_layers(state.cache)]
-    # Layers with full attention know their padding; it is the bounded ones that need a mask.
-    padded = None if mask is None or len(layers) == len(state.cache.layers) else mask
-    run(
-        decoder_of(model),
-        as_observed(state.cache, layers),
-        inputs_embeds=embeddings,
-        position_ids=state.next_position[:, None] + torch.arange(count, device=embeddings.device),
-        attention_mask=None if padded is None else functional.pad(padded, (0, count), value=True),
-    )
+    read_with(model, state.cache, layers, mask, embeddings, state.next_position)
     return layers
 
 
@@ -295,16 +287,17 @@ class Attribution(Reconstruction):
 
     @override
     def _replayed(self, model: PreTrainedModel, state: State, probe: Probe) -> Iterator[Observed]:
-        index = [place for place, each in enumerate(state.cache.layers) if not is_bounded(each)]
         last = len(decoder_of(model).layers) - 1
         with torch.inference_mode(False), torch.enable_grad():
             with torch.no_grad():
                 embeddings = model.get_input_embeddings()(probe.ids.clone()).clone()
             added = list[Tensor]()
-            hooks = [_on_output(output_projection(model, place), added) for place in index]
+            hooks = [
+                _on_output(output_projection(model, place), added) for place in full_attention_layers(model.config)
+            ]
             try:
                 with RecordFeatures(model, [last]) as recorded:
-                    layers = _read(model, state, probe, embeddings.requires_grad_())
+                    layers = _read(model, state, embeddings.requires_grad_())
             finally:
                 for hook in hooks:
                     hook.remove()

@@ -12,13 +12,17 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
+from keepsight.models.decoder import full_attention_layers
 from keepsight.runtime import registry
-from keepsight.runtime.attention import OwnAttention, Reader, Softmax, is_bounded
+from keepsight.runtime.attention import OwnAttention, Reader, Softmax
 from keepsight.runtime.importance import top_indices
 from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.rotary import Rotary
 from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedState, SparseRead
 from keepsight.runtime.state import State, empty_cache, read, with_full_layers
+
+_PARTS = 49
+"""Blocks in the authors' budget of 6272 entries."""
 
 
 @dataclass(frozen=True)
@@ -231,8 +235,8 @@ class InfLLM(SparseRead):
         rows, length = input_ids.shape
         self._check_budget(self.budget_for(length))
         sizes, cache = self.sizes(length), empty_cache(model)
-        full = [index for index, layer in enumerate(cache.layers) if not is_bounded(layer)]
-        cache = with_full_layers(cache, [MemoryLayer(sizes, Rotary(model, index)) for index in full])
+        layers = [MemoryLayer(sizes, Rotary(model, index)) for index in full_attention_layers(model.config)]
+        cache = with_full_layers(cache, layers)
         lengths = input_ids.new_zeros(rows)
         state: State = SelectedState(cache, torch.empty(0), input_ids[:, :0], lengths, padded=False)
         chunk = max((options.get("chunk") or length) // sizes.step, 1) * sizes.step
@@ -246,7 +250,3 @@ class InfLLM(SparseRead):
         raise UserError(
             "InfLLM makes its blocks while it reads a prompt, which this state has read densely; give it the prompt"
         )
-
-
-_PARTS = 49
-"""What the authors' budget of 6272 entries is in blocks."""

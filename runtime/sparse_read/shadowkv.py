@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
+from keepsight.models.decoder import full_attention_layers
 from keepsight.runtime import registry
-from keepsight.runtime.attention import Softmax, grouped_attention, is_bounded
+from keepsight.runtime.attention import Softmax, grouped_attention
 from keepsight.runtime.importance import attention_weights, reduce_group, top_indices
 from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.offload import FullEntries, Traffic
@@ -315,7 +316,7 @@ class ShadowKV(SparseRead):
     @override
     def layers_for(self, model: PreTrainedModel, state: State) -> MakeLayer:
         counts, traffic = self.counts(state), Traffic()
-        indices = [index for index, layer in enumerate(state.cache.layers) if not is_bounded(layer)]
+        indices = full_attention_layers(model.config)
         local = [length - chunks * self.chunk for length, chunks in zip(counts.tokens, counts.chunks, strict=True)]
 
         def make(index: int, keys: Tensor, values: Tensor, seen: int, padding: Tensor | None) -> KeptLayer:
