@@ -166,10 +166,11 @@ class TrimKVScorer(Scorer):
     @override
     def score(self, weights: Weights, attention: nn.Module, hidden: Tensor, start: int) -> Tensor:
         inner = functional.silu(functional.linear(hidden, weights["linear1.weight"], weights["linear1.bias"]))
+        last = "linear2.weight"
         if "linear3.weight" in weights:
             inner = functional.silu(functional.linear(inner, weights["linear2.weight"], weights["linear2.bias"]))
-        last = weights["linear3.weight"] if "linear3.weight" in weights else weights["linear2.weight"]
-        kept = functional.logsigmoid(functional.linear(inner, last).float() + weights["bias"].float()).mT
+            last = "linear3.weight"
+        kept = functional.logsigmoid(functional.linear(inner, weights[last]).float() + weights["bias"].float()).mT
         positions = torch.arange(start, start + kept.shape[2], dtype=torch.float32, device=kept.device)
         return torch.stack([kept, positions.expand_as(kept)], dim=2).flatten(1, 2)
 

@@ -209,8 +209,9 @@ def _attention(name: str, device: str) -> str | None:
         raise UserError(f"attention {name!r} is unknown; choose auto or one of {', '.join(ATTENTION)}")
     if name in FLASH and (device == "cpu" or not FLASH[name]()):
         raise UserError(f"attention {name!r} needs a GPU and its package of flash-attn; choose auto")
-    flash = name == "auto" and device != "cpu" and is_flash_attn_2_available() and is_on("flash")
-    return "flash_attention_2" if flash else None if name == "auto" else name
+    if name != "auto":
+        return name
+    return "flash_attention_2" if device != "cpu" and is_flash_attn_2_available() and is_on("flash") else None
 
 
 def _devices(name: str) -> list[str]:

@@ -64,7 +64,8 @@ def with_queries(
     if mask is not None:
         mask = mask.to(query.device)
         counted = (mask & (mask.long().cumsum(dim=1) > SINKS))[:, -query.shape[2] :]
-    plain, norms = rotary.undone(query.float(), columns[None]), rotary.pair_norms(query.float())
+    query = query.float()
+    plain, norms = rotary.undone(query, columns[None]), rotary.pair_norms(query)
     weights = counted[:, None, :, None].float()
     weighted = plain * weights
     sums = [counted.sum(dim=1).float(), weighted.sum(dim=2), weighted.mT @ plain, (norms * weights).sum(dim=2)]

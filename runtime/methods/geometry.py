@@ -70,10 +70,11 @@ class Leverage(LayerObserver):
 
     def _share(self, squares: Tensor, real: Tensor) -> Tensor:
         """[B, K, C], each divided by the sum of its block; blocks are counted from the first real entry on."""
-        if not self.block:
-            return squares / squares.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        blocks = (real.long().cumsum(dim=-1) - 1).clamp(min=0) // self.block
-        sums = torch.zeros_like(squares).scatter_add_(-1, blocks, squares).gather(-1, blocks)
+        if self.block:
+            blocks = (real.long().cumsum(dim=-1) - 1).clamp(min=0) // self.block
+            sums = torch.zeros_like(squares).scatter_add_(-1, blocks, squares).gather(-1, blocks)
+        else:
+            sums = squares.sum(dim=-1, keepdim=True)
         return squares / sums.clamp(min=torch.finfo(torch.float32).tiny)
 
 

@@ -8,6 +8,7 @@ or be a class of one's own with the same interface: `compression_ratio` and
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -104,14 +105,15 @@ def to_kvpress(method: Evict) -> Any:
     """
     name = type(method).__name__
     if type(method) not in _MADE:
-        raise UserError(f"{name}: kvpress has no press of the same scores; it has {', '.join(_names())}")
+        known = ", ".join(kind.__name__ for kind in _MADE)
+        raise UserError(f"{name}: kvpress has no press of the same scores; it has {known}")
     if not isinstance(method.budget, float):
         raise UserError(f"{name}: presses take a share of the prompt; give compression_ratio= in place of budget=")
     press_name, fields_of = _MADE[type(method)]
     if type(method) is SnapKV and method.pool.kind != "avg":
         raise UserError(f'{name}: kvpress pools by the average; give pool=Pool("avg", {method.pool.kernel})')
     options = fields_of(method)
-    again = _TAKEN[press_name](method.budget, _Fields(options))
+    again = _TAKEN[press_name](method.budget, SimpleNamespace(**options))
     sharing = method.allocate if isinstance(method.allocate, Adaptive) else None
     shares = sharing is not None and not sharing.blend and not sharing.normalize
     if again != replace(method, allocate=Uniform() if shares else method.allocate):
@@ -122,14 +124,3 @@ def to_kvpress(method: Evict) -> Any:
         raise UserError(f"kvpress cannot be imported ({error}); version 0.5.5 takes transformers below 5.3") from error
     press = getattr(kvpress, press_name)(compression_ratio=1.0 - method.budget, **options)
     return kvpress.AdaKVPress(press, alpha_safeguard=sharing.floor) if sharing else press
-
-
-class _Fields:
-    """Options as attributes."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        vars(self).update(options)
-
-
-def _names() -> list[str]:
-    return [kind.__name__ for kind in _MADE]

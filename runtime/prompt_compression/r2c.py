@@ -1,6 +1,7 @@
 """R2C (arXiv 2410.04139): a multi-document reader's cross-attention chooses chunks, then sentences, of the prompt."""
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, T5Config, T5ForConditionalGeneration
 from typing_extensions import override
 
-from keepsight.errors import UserError, one_line
+from keepsight.errors import UserError, one_line, require_whole
 from keepsight.models.artifacts import unpickled
 from keepsight.runtime import registry
 from keepsight.runtime.images import Images
@@ -54,7 +55,7 @@ class Fusion:
         """The attention of the decoder's first token, summed over layers and heads (section 3.2)."""
         tokenizer, reader = _loaded(self.model)
         prefix = f"question: {question} title:  context: "
-        given = tokenizer(
+        encoding = tokenizer(
             [prefix + chunk for chunk in chunks],
             truncation=True,
             max_length=_LONGEST_INPUT,
@@ -62,9 +63,9 @@ class Fusion:
             return_offsets_mapping=True,
             return_tensors="pt",
         )
-        mask = given["attention_mask"]
+        mask = encoding["attention_mask"]
         with torch.inference_mode():
-            parts = zip(given["input_ids"].split(_AT_ONCE), mask.split(_AT_ONCE), strict=True)
+            parts = zip(encoding["input_ids"].split(_AT_ONCE), mask.split(_AT_ONCE), strict=True)
             encoded = torch.cat([reader.encoder(ids, attention_mask=real)[0] for ids, real in parts])
             looked = reader.decoder(
                 torch.tensor([[reader.config.decoder_start_token_id]]),
@@ -73,7 +74,7 @@ class Fusion:
                 output_attentions=True,
             ).cross_attentions
         attention = torch.stack(looked).float().sum(dim=(0, 1, 2, 3)).view(mask.shape)
-        rows = zip(attention, mask.bool(), given["offset_mapping"], strict=True)
+        rows = zip(attention, mask.bool(), encoding["offset_mapping"], strict=True)
         return [_read(row[real], places[real].tolist(), len(prefix)) for row, real, places in rows]
 
 
@@ -128,8 +129,7 @@ class R2C(ShortenText):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.chunk) is not int or self.chunk < 1:
-            raise UserError(f"R2C: chunk {self.chunk!r} must be a whole number of tokens, at least 1")
+        require_whole("R2C", 1, chunk=self.chunk)
         if not 0 <= self.sentences <= 1:
             raise UserError(f"R2C: sentences {self.sentences!r} must be a share from 0 to 1")
 
@@ -207,7 +207,7 @@ def _by_score(texts: list[str], read: ReadChunk) -> list[list[int]]:
     ends = [*accumulate(map(len, sentences))]
     weights: list[list[float]] = [[] for _ in sentences]
     for start, weight in read.tokens:
-        weights[next((place for place, end in enumerate(ends) if start < end), -1)].append(weight)
+        weights[min(bisect_right(ends, start), len(ends) - 1)].append(weight)
     score = [sum(each) / len(each) if each else float("inf") for each in weights]
     tokens: list[list[int]] = [[] for _ in sentences]
     for token, owner in enumerate(owners):

@@ -13,10 +13,8 @@ from keepsight.errors import require_whole
 from keepsight.runtime import registry
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.importance import top_indices
-from keepsight.runtime.sparse_read.cache import (
-    Selection,
-)
-from keepsight.runtime.sparse_read.selection import Summaries, SummaryRead
+from keepsight.runtime.sparse_read.cache import Selection
+from keepsight.runtime.sparse_read.selection import Summaries, SummaryRead, row_starts
 
 
 class Clusters(NamedTuple):
@@ -136,7 +134,7 @@ class TopClusters(Summaries):
 
     @override
     def select(self, query: Tensor, softmax: Softmax, keys: Tensor, padding: Tensor | None) -> Selection:
-        length, starts = keys.shape[2] - 1, [0] if padding is None else padding.tolist()
+        length, starts = keys.shape[2] - 1, row_starts(padding)
         self.summarise(keys[:, :, :length], padding)
         budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,) * len(starts)
         sinks = [min(self.sinks, self._end - start) for start in starts]
@@ -177,7 +175,7 @@ class TopClusters(Summaries):
     @override
     def summarise(self, keys: Tensor, padding: Tensor | None) -> None:
         """Cluster the keys [B, K, C, d] of a prompt, and then every `window` more; all anew where some were cropped."""
-        length, starts = keys.shape[2], [0] if padding is None else padding.tolist()
+        length, starts = keys.shape[2], row_starts(padding)
         if self._clusters is None or length < self._end:
             first = [min(start + self.sinks, length) for start in starts]
             self._clusters, self._end = Clusters.of(keys, first, length, self.tokens, self.iterations), length

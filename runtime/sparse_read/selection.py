@@ -172,7 +172,7 @@ class TopPages(Summaries):
     @override
     def select(self, query: Tensor, softmax: Softmax, keys: Tensor, padding: Tensor | None) -> Selection:
         length = keys.shape[2] - 1
-        starts = _starts(padding)
+        starts = row_starts(padding)
         self.summarise(keys[:, :, :length], padding)
         open_entries = [(length - start) % self.page for start in starts]
         budgets = self.budget if isinstance(self.budget, tuple) else [self.budget] * len(starts)
@@ -211,7 +211,7 @@ class TopPages(Summaries):
     @override
     def summarise(self, keys: Tensor, padding: Tensor | None) -> None:
         """Make the pages of keys [B, K, C, d] that have filled since the last step; drop those of cropped entries."""
-        starts = _starts(padding)
+        starts = row_starts(padding)
         wanted = [(keys.shape[2] - start) // self.page for start in starts]
         known = self._filled or [0] * len(starts)
         if self._bounds is None:
@@ -230,7 +230,7 @@ class TopPages(Summaries):
         self._filled = wanted
 
 
-def _starts(padding: Tensor | None) -> list[int]:
+def row_starts(padding: Tensor | None) -> list[int]:
     """First real entry of each row, or of all rows."""
     return [0] if padding is None else padding.tolist()
 
