@@ -56,7 +56,7 @@ def full_attention_layers(config: Any) -> list[int]:
 
 
 def context_of(model: PreTrainedModel) -> int:
-    """Context length of a model: its number of positions, or that to which YaRN stretches them; huge without either."""
+    """Context length of a model in tokens, as extended by YaRN; huge where its configuration names none."""
     config = model.config.get_text_config(decoder=True)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     rope = rope.get(FULL) or rope  # by kind of layer in models that have several

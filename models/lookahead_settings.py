@@ -37,14 +37,14 @@ SELECTIONS: dict[str, dict[str, Any]] = {
 pooling, one budget for the heads of all layers, weights of heads where they were learned, norms of values.
 """
 SELECTIONS["uniform"] = SELECTIONS["shared"] | {"floor": None, "sharing": "layer"}
-"""What serving engines can hold: every head of every layer keeps the same number, within a head as in `shared`."""
+"""For serving engines: every head of every layer keeps the same number of entries, chosen as in `shared`."""
 
 
 @dataclass
 class LookaheadSettings:
     """The shape of a lookahead module, and how it is used: its selection, the fields from `queries` on.
 
-    The defaults are the paper's; those of the commands are the selection `shared`, see `SELECTIONS`.
+    The defaults are the paper's; the commands default to the selection `shared`, see `SELECTIONS`.
 
     Attributes:
         tokens: Number of soft tokens, n.

@@ -20,7 +20,7 @@ class Rotary:
     Args:
         model: The base model.
         index: Index of the layer among all of the decoder's.
-        latent: Whether heads may be those that are expanded from latents (MLA), whose last dimensions are turned.
+        latent: Whether heads may be expanded from latents (MLA); their last dimensions alone are turned.
 
     Raises:
         UserError: the model's latents, or angles that follow the prompt's length, cannot be undone.
@@ -63,7 +63,7 @@ class Rotary:
         return self._by(heads, cos.mean(dim=1, keepdim=True), sin.mean(dim=1, keepdim=True))
 
     def pair_norms(self, heads: Tensor) -> Tensor:
-        """The norm of the pair that each dimension is turned in, [B, h, n, d]; 0 for those that are not turned."""
+        """The norm of the pair that each dimension is turned in, [B, h, n, d]; 0 for dimensions without RoPE."""
         if self._embedding is None:
             return torch.zeros_like(heads)
         cos, sin = self._angles(heads, torch.zeros(1, 1, dtype=torch.long))

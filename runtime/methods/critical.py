@@ -42,8 +42,8 @@ def output_norms(layer: KeptLayer, order: int, places: Tensor | None = None) -> 
 class CriticalKV(SnapKV):
     """SnapKV, of which half is chosen by importance times the L1 norm of v W_O (arXiv 2502.03805, algorithm 1).
 
-    The first part of a head's budget, the window among it, goes to the most important entries, the second to those of
-    the others that add most to the layer's output. As in kvpress, the norm is the mean over a KV head's query heads,
+    The first part of a head's budget, window included, goes to the most important entries, the second to the others
+    that add most to the layer's output. As in kvpress, the norm is the mean over a KV head's query heads,
     and 0.0001 is added to the importance. Any observer of attention can take the place of SnapKV's.
 
     Attributes:
@@ -72,7 +72,7 @@ class CriticalKV(SnapKV):
 
 
 def _by_output(layer: KeptLayer, importance: Tensor, chosen: Tensor) -> Tensor:
-    """Importance [B, K, C] times the norms of what entries add; +inf for those chosen already."""
+    """Importance [B, K, C] times the norms of what entries add; +inf for entries chosen already."""
     weighted = (importance + _LEAST) * reduce_group(output_norms(layer, 1), importance.shape[1])
     weighted = torch.where(importance.isinf(), importance, weighted)  # protected entries and padding
     return weighted.masked_fill(chosen, torch.inf)

@@ -1,6 +1,6 @@
-"""Expected Attention and TriAttention: what queries to come are expected to attend to, from those that have come.
+"""Expected Attention and TriAttention: the attention of future queries, estimated from past ones.
 
-Without RoPE the queries of a head point in much the same direction wherever they stand. Their statistics, turned to the
+Before RoPE the queries of a head point in much the same direction at all positions. Their statistics, turned to the
 positions of the answer, stand for its queries; no attention is computed. Both work before the question is known.
 """
 
@@ -96,7 +96,7 @@ class ExpectedQueries(LayerObserver):
 @registry.method("expected_attention", label="Expected Attention")
 @dataclass(frozen=True)
 class ExpectedAttention(Evict):
-    """Keeps 4 sinks and what the next 512 tokens are expected to attend to, by the norm of its value (2510.00636)."""
+    """Keeps 4 sinks and what the next 512 tokens should attend to, weighted by the values' norms (arXiv 2510.00636)."""
 
     observer: Observer = ExpectedQueries()
     pool: Pool = NO_POOL
@@ -117,10 +117,11 @@ class ExpectedAdaKV(ExpectedAttention):
 @registry.observer("trigonometric")
 @dataclass(frozen=True)
 class Trigonometric(Observer):
-    """The logit of the mean query, averaged over distances from 1 to 65,536, and what it leaves of norms.
+    """The logit of the mean query, averaged over distances from 1 to 65,536, plus a term of norms.
 
-    TriAttention, arXiv 2604.04921, section 4. The norms are of pairs of dimensions: a key's, times what the mean norm
-    of the queries has beyond the norm of their mean. Scores are standardised over the entries of each query head.
+    TriAttention, arXiv 2604.04921, section 4. For each pair of dimensions that RoPE turns, the term is the key's norm
+    times the difference between the queries' mean norm and the norm of their mean. Scores are standardised over the
+    entries of each query head.
 
     The published code takes the statistics of the queries from another text, once for a model. Here they are those of
     the tokens read so far, without the first 4: nothing has to be calibrated.

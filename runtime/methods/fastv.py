@@ -29,8 +29,8 @@ from keepsight.runtime.state import Needs, State, prefill
 class FastV(Method):
     """Leaves out, from a layer on, the tokens of images that the prompt's last token attends to least (section 4.1).
 
-    Their hidden states go no further, so that the layers from there on compute less and hold fewer entries; those
-    before keep all. Tokens stay at their positions. Only those of images are chosen from, once (the form with a cache).
+    Their hidden states go no further, so that the layers from there on compute less and hold fewer entries; earlier
+    layers keep all. Tokens stay at their positions. Only those of images are chosen from, once (the form with a cache).
 
     Attributes:
         budget: Tokens of the prompt's images that stay, or their share, 1 - R in the paper.
@@ -95,7 +95,7 @@ class _Pruning:
         self._kept = of_images  # [C] int64, once they are chosen
 
     def attached(self, model: PreTrainedModel) -> ExitStack:
-        """Hooks that cut what the layers from the first one on are given; they come off at the end."""
+        """Hooks that cut the inputs of the layers from the first one on; they are removed on exit."""
         hooks, layers = ExitStack(), decoder_of(model).layers
         for index in range(self._layer, len(layers)):
             hook = layers[index].register_forward_pre_hook(self._cutting(index == self._layer), with_kwargs=True)
@@ -103,7 +103,7 @@ class _Pruning:
         return hooks
 
     def after(self, cache: Cache, place: int, layer: KeptLayer) -> KeptLayer:
-        """Chooses after the last layer that reads all; those that follow hold fewer entries than they have seen."""
+        """Choose after the last layer that reads all; later layers hold fewer entries than they have seen."""
         if place == self._layer - 1:
             attention = window_attention(layer, 1, "mean")[0].mean(dim=0)
             images = self._of_images.to(attention.device)

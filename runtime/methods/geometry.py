@@ -49,7 +49,7 @@ class KeyDiff(Evict):
 class Leverage(LayerObserver):
     """Squared norm of each key times that of its value, each as a share of its block (CurDKV, arXiv 2509.15038).
 
-    Squared norms stand in for leverage scores: those of the paper's random projection to 20 dimensions on average.
+    Squared norms stand in for leverage scores: the paper's, after a random projection to 20 dimensions, on average.
 
     Attributes:
         block: Number of consecutive entries whose norms are compared; 0 for all.

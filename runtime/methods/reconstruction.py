@@ -1,7 +1,7 @@
 """KVzip, KVzip+ and KVgrad: what the base model needs to repeat the context stays, whatever will be asked about it.
 
 After the prefill the context is repeated chunk by chunk, as if a user had asked for it: an instruction, the last tokens
-of the chunk before, what begins an answer by the chat template, and the chunk itself. These tokens are given, not
+of the chunk before, what begins an answer by the chat template, and the chunk itself. These tokens are read, not
 generated; they look back at the whole cache, which does not change. The question need not be known: in the evaluation
 `question=unseen` compresses before it, as the papers do.
 """
@@ -230,7 +230,7 @@ def _usable(layer: KeptLayer) -> LayerEntries:
 
 
 def _add(scores: Tensor, layer: KeptLayer, probe: Probe | None, mask: Tensor, reduce: Reduce, of: Observed) -> None:
-    """Raise the scores [B, K, C] of a layer to those that its entries have from a probe.
+    """Raise the scores [B, K, C] of a layer to the scores that a probe gives, where these are larger.
 
     Args:
         scores: What is changed.
@@ -274,7 +274,7 @@ class Attribution(Reconstruction):
     to what the attention of p adds to the residual stream.
 
     Attributes:
-        chunk: As above; smaller, since the gradient tells more of fewer tokens.
+        chunk: See `Reconstruction`; smaller here, since one gradient is shared by the tokens of a chunk.
     """
 
     chunk: int = 512

@@ -21,15 +21,15 @@ from keepsight.runtime.state import Needs
 class Redundancy(LayerObserver):
     """Attention of the last tokens minus how much an entry's key is like the others' (R-KV, section 3).
 
-    The softmax of the attention is over the entries before the window alone, of each KV head's largest logits. The
-    published code also forgives each key without a likeness above the threshold that with the first key; the paper does
-    not, nor does this.
+    The softmax of the attention is over the entries before the window alone, of each KV head's largest logits. For a
+    key that is like no other, the published code ignores its likeness to the first key; the paper does not, nor does
+    this.
 
     Attributes:
         share: Weight of the attention, lambda; the redundancy has the rest. 0.1 in the paper, 0.07 in its code.
         window: Number of last tokens that observe; None for the method's window.
-        threshold: Cosine above which two keys are alike. Of the keys that are like an entry's, the last one is not held
-            against it.
+        threshold: Cosine above which two keys are alike. Of the keys that are like a key, the last one is not penalised
+            for it.
         kernel: Of the max pooling of the attention.
     """
 
@@ -104,7 +104,7 @@ class Redundancy(LayerObserver):
 @registry.method("rkv", label="R-KV")
 @dataclass(frozen=True)
 class RKV(Evict):
-    """Keeps the last 8 entries and those that they attend to and that no later one repeats (R-KV, arXiv 2505.24133).
+    """Keeps the last 8 entries, and what they attend to and no later entry repeats (R-KV, arXiv 2505.24133).
 
     Evicts once after the prompt, which the published code does for the first prompt alone; `every=128` evicts while
     decoding, as the paper does.

@@ -83,8 +83,8 @@ class ScoredEvict(Evict):
 class KVzap(ScoredEvict):
     """Keeps what the repetition of the prompt would attend to, as a network predicts it (KVzap, arXiv 2601.07891).
 
-    The paper evicts what scores below a threshold, but for the last 128 tokens (section 3.3). One budget for the heads
-    of all layers keeps what the threshold would that keeps as many; the window is one that small budgets have room for.
+    The paper evicts entries that score below a threshold, except for the last 128 tokens (section 3.3). One budget for
+    the heads of all layers is such a threshold, set so that it keeps as many; the window leaves room in small budgets.
     """
 
     scorer = KVzapScorer

@@ -1,6 +1,6 @@
 """InfLLM (arXiv 2402.04617): a window, and blocks before it that are looked up by tokens which represent them.
 
-Prompts are read so from their first token on, and may be longer than the model's context.
+Prompts are read this way from their first token on, and may be longer than the model's context.
 """
 
 from dataclasses import dataclass
@@ -49,8 +49,8 @@ class Sizes:
 class MemoryLayer(OwnAttention, KeptLayer):
     """A cache layer of keys without positions, and of the blocks' representatives.
 
-    Between sinks and blocks on one side and the window on the other lie fewer tokens than a block has. All that is not
-    in a token's window is read as if it were as far away as the window is long.
+    Between sinks and blocks on one side and the window on the other lie fewer tokens than a block has. Everything
+    outside a token's window is read at one distance, the length of the window.
 
     Args:
         sizes: What a token reads.
@@ -171,9 +171,9 @@ class InfLLM(SparseRead):
     """Reads sinks, a window, and the blocks that fit the queries best, while a prompt is read as well.
 
     InfLLM (arXiv 2402.04617), section 3, with the authors' sizes in proportion: of 6272 entries 128 are sinks, 4096 the
-    window, and 2048 in 16 blocks of 128. Where their code departs from the paper it is followed: a token represents its
-    block by the attention weights that it gets in the window, and the keys of those that do are averaged. Entries stay
-    on the device, where the authors move blocks to the CPU. What does not fill a block yet is read besides the budget.
+    window, and 2048 in 16 blocks of 128. Where their code departs from the paper, the code is followed: the tokens of a
+    block that got most attention in the window represent it, and their keys are averaged. Entries stay on the device,
+    where the authors move blocks to the CPU. What does not fill a block yet is read besides the budget.
 
     Attributes:
         block: Entries of a block; a 49th of the budget by default. A block is represented by a key of every query head:

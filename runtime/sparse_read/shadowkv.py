@@ -24,7 +24,7 @@ from keepsight.runtime.state import State
 
 
 class Counts(NamedTuple):
-    """Of each row, or of all rows.
+    """Numbers of tokens and chunks, one for each row, or one for all rows.
 
     Attributes:
         tokens: Tokens of the prompt.
