@@ -124,7 +124,7 @@ def free_tokens(model: PreTrainedModel) -> int:
         free = torch.cuda.mem_get_info(model.device)[0]
     else:
         free = psutil.virtual_memory().available
-    return int(free / _entry_bytes(model))
+    return int(free / entry_bytes(model))
 
 
 def answer_full(
@@ -263,7 +263,7 @@ def joined_by_length(model: PreTrainedModel, states: Sequence[State], more: int,
         more: Maximum number of tokens read after each.
         most: Maximum KV entries per head of a batch, padding included; a single state may exceed it.
     """
-    most_padding = sum(weight.nbytes for weight in model.parameters()) / _entry_bytes(model)
+    most_padding = sum(weight.nbytes for weight in model.parameters()) / entry_bytes(model)
     lengths = [state.length for state in states]
 
     def together(batch: Sequence[int]) -> bool:
@@ -332,7 +332,7 @@ def _length(answer: Sequence[int], end_tokens: Sequence[int]) -> int:
     return next((place + 1 for place, token in enumerate(answer) if token in end_tokens), len(answer))
 
 
-def _entry_bytes(model: PreTrainedModel) -> int:
+def entry_bytes(model: PreTrainedModel) -> int:
     """Bytes of the keys and values of one token in all layers."""
     config = model.config.get_text_config()
     return 2 * config.num_hidden_layers * cached_kv_heads(model) * head_width(config) * model.dtype.itemsize

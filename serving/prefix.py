@@ -33,7 +33,8 @@ ID = re.compile("[0-9a-f]{32}")
 MAX_LETTERS = 16
 MARK = "\u2063keepsight\u2063"
 """Stands for the document while a chat template is rendered."""
-EVICT, BEFORE, FAILED = "keepsight_evict", "keepsight_before", "keepsight_error"
+EVICT, BEFORE = "keepsight_evict", "keepsight_before"
+MADE, WHOLE, FAILED = "keepsight", "keepsight_whole", "keepsight_error"
 """What requests and replies call eviction inside vLLM; see `keepsight.serving.vllm.record`."""
 _KEY, _VERSION = "keepsight_prefix", 1
 _HEADERS = 4096
@@ -142,9 +143,25 @@ def write_prefix(root: Path, header: Header, tensors: dict[str, Tensor]) -> str:
     data = save(tensors, metadata={_KEY: json.dumps(asdict(header), sort_keys=True)})
     digest = _digest(data)
     root.mkdir(parents=True, exist_ok=True)
-    with atomic_file(root / f"{digest}.safetensors") as unfinished:
+    with atomic_file(file_of(root, digest)) as unfinished:
         unfinished.write_bytes(data)
     return digest
+
+
+def file_of(root: Path, digest: str) -> Path:
+    """Where the file of a digest is, or would be."""
+    return root / f"{digest}.safetensors"
+
+
+def transfer_config(root: str | Path) -> dict[str, Any]:
+    """VLLM's `--kv-transfer-config` for the prefixes of a folder."""
+    return {
+        "kv_connector": "KeepsightConnector",
+        "kv_connector_module_path": "keepsight.serving.vllm.connector",
+        "kv_role": "kv_consumer",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"root": str(root)},
+    }
 
 
 def _digest(data: bytes) -> str:
@@ -172,7 +189,7 @@ class PrefixStore:
         """
         if not ID.fullmatch(digest):
             raise UserError(f"keepsight: {digest[:64]!r} is no prefix id; give the 32 hex digits that were printed")
-        path = self.root / f"{digest}.safetensors"
+        path = file_of(self.root, digest)
         if path.is_symlink() or not path.is_file():
             raise UserError(f"keepsight: there is no prefix {digest}; make it with `keepsight prefix`")
         return path

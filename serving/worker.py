@@ -17,7 +17,7 @@ from keepsight.models.decoder import context_of
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.serving.export import export
-from keepsight.serving.prefix import alphabet_of, placeholders
+from keepsight.serving.prefix import alphabet_of, file_of, placeholders
 
 _LONGEST_LINE = 2**26
 
@@ -37,16 +37,15 @@ class Worker:
         self.target, self.method, self.root, self.page, self.waiting = target, method, root, page, waiting
         self.alphabet = alphabet_of(target.tokenizer)
         self._load, self._thread = 0, ThreadPoolExecutor(1, "keepsight-worker")
-        self._made = set[str]()
+        self._made, self._turn = set[str](), asyncio.Lock()
 
     def remove_made(self) -> None:
         """Remove the prefixes that are still there."""
         for digest in self._made:
-            (self.root / f"{digest}.safetensors").unlink(missing_ok=True)
+            file_of(self.root, digest).unlink(missing_ok=True)
 
     async def serve(self, socket: Path) -> None:
         """Answer at a socket until cancelled."""
-        self._turn = asyncio.Lock()
         async with await asyncio.start_unix_server(self._connected, socket, limit=_LONGEST_LINE) as server:
             await server.serve_forever()
 

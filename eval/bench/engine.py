@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from keepsight.errors import UserError
-from keepsight.eval.bench.measure import random_ids
-from keepsight.models.decoder import cached_kv_heads, context_of
+from keepsight.eval.answers import entry_bytes
+from keepsight.eval.bench.measure import random_ids, require_room
 from keepsight.models.targets import Target
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.evict import Evict
 from keepsight.serving.export import export
-from keepsight.serving.prefix import alphabet_of, placeholders
+from keepsight.serving.prefix import alphabet_of, placeholders, transfer_config
 
 _BLOCK = 32
 """Tokens of a block of the engine, and entries of a page."""
@@ -66,12 +66,11 @@ def bench_vllm(
         rows: Answers that are decoded at once.
 
     Raises:
-        UserError: vLLM is not installed, or a prompt does not fit the context.
+        UserError: vLLM is not installed, or a prompt does not fit the context or the free memory.
     """
     rows, model = min(rows, requests), target.model
     length = tokens + _QUESTION + answer_tokens
-    if length > context_of(model):
-        raise UserError(f"{length} tokens do not fit the context of {context_of(model)}; lower tokens=")
+    require_room(model, length)
     if importlib.util.find_spec("vllm") is None:
         raise UserError("vllm=true needs vLLM; run `make setup-vllm`")
     ids = random_ids(model, _DOCUMENTS, tokens)
@@ -83,8 +82,7 @@ def bench_vllm(
             prompts[name] = [_prefix(target, method, each[None], Path(folder)) for each in ids]
             reading[name] = (time.perf_counter() - start) / _DOCUMENTS
         ragged = any(isinstance(method.allocate, Global) for method in methods.values())
-        entry = 2 * len(model.model.layers) * cached_kv_heads(model) * _width(model) * model.dtype.itemsize
-        cache = -(-length // _BLOCK + 2) * _BLOCK * (rows + 1) * entry
+        cache = -(-length // _BLOCK + 2) * _BLOCK * (rows + 1) * entry_bytes(model)
         engine = _engine(source, str(model.dtype).removeprefix("torch."), folder, length, rows, cache, ragged)
         yield (
             f"{requests} requests of {tokens} tokens and {answer_tokens} of the answer, {rows} at once, "
@@ -128,23 +126,12 @@ def _prefix(target: Target, method: Evict, ids: torch.Tensor, root: Path) -> lis
     return placeholders(digest, header.entries, alphabet_of(target.tokenizer))
 
 
-def _width(model: Any) -> int:
-    config = model.config.get_text_config(decoder=True)
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
 def _engine(source: str | Path, dtype: str, root: str, length: int, rows: int, cache: int, ragged: bool) -> Any:
     """An engine in this process, so that a step is one of the scheduler's."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "KEEPSIGHT_RAGGED": f"{ragged:d}"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     vllm: Any = importlib.import_module("vllm")
-    transfer = importlib.import_module("vllm.config").KVTransferConfig(
-        kv_connector="KeepsightConnector",
-        kv_connector_module_path="keepsight.serving.vllm.connector",
-        kv_role="kv_consumer",
-        kv_load_failure_policy="fail",
-        kv_connector_extra_config={"root": root},
-    )
+    transfer = importlib.import_module("vllm.config").KVTransferConfig(**transfer_config(root))
     return vllm.LLM(
         model=str(source),
         dtype=dtype,

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from keepsight.commands.config_serving import Prefix as Config
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.commands.inspect import read_text
-from keepsight.commands.variants import prefix_method
+from keepsight.commands.variants import letters_for, prefix_method
 from keepsight.errors import BadRow, UserError, printable
 from keepsight.files import (
     Row,
@@ -31,7 +31,7 @@ from keepsight.models.decoder import context_of
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.serving.export import export, placeholders_of
-from keepsight.serving.prefix import MARK, PrefixStore, alphabet_of, around_mark, letters_of
+from keepsight.serving.prefix import MARK, PrefixStore, around_mark
 
 INDEX, LOCKS = "index.jsonl", ".locks"
 
@@ -104,12 +104,8 @@ class Writer:
 
     def __init__(self, config: Config, target: Target, method: Evict) -> None:
         self.out, self.page, self.target, self.method = Path(config.out), config.page, target, method
-        self.store, self.letters = PrefixStore(self.out), letters_of(len(alphabet_of(target.tokenizer)))
+        self.store, self.letters = PrefixStore(self.out), letters_for(target, method.budget)
         self._rows, self._read_to = dict[str, list[Row]](), 0
-        if isinstance(method.budget, int) and method.budget < self.letters:
-            raise UserError(
-                f"budget={method.budget} entries cannot spell an id of {self.letters} letters; raise budget="
-            )
         system = [] if config.system is None else [{"role": "system", "content": config.system}]
         text = chat_text(target.tokenizer, [*system, {"role": "user", "content": f"{MARK}?"}])
         if (parts := around_mark(text)) is None:

@@ -1,7 +1,6 @@
 """keepsight serve: an OpenAI server over batched decoding from evicted caches."""
 
 import os
-import socket
 import sys
 from contextlib import closing
 
@@ -31,7 +30,7 @@ def run(config: Config) -> None:
         raise UserError(f"keepsight serve needs {error.name}; run `pip install 'keepsight[serving]'`") from None
     method_of(config, resources_later(config))  # bad values end here, before anything loads
     key = os.environ.get(config.key) or None
-    with closing(_listening(config.host, config.port)) as listening:
+    with closing(serve_vllm.listening(config.host, config.port)) as listening:
         target = target_of(config)
         method = method_of(config, resources_of(config, target))
         batch = {"rows": config.rows, "waiting": config.waiting, "max_prompt_tokens": config.max_prompt_tokens}
@@ -47,12 +46,3 @@ def run(config: Config) -> None:
                 uvicorn.Server(settings).run(sockets=[listening])
             except KeyboardInterrupt:
                 print("stopped", file=sys.stderr)
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    """A socket that listens already, so that a port in use is known before the model is loaded."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"host={host} port={port}: {error}; choose others") from None

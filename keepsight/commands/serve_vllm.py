@@ -13,19 +13,19 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from keepsight.commands.config_serving import Serve as Config
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
-from keepsight.commands.variants import prefix_method
+from keepsight.commands.variants import letters_for, prefix_method
 from keepsight.errors import UserError, printable
 from keepsight.files import require_writable
 from keepsight.models.model_files import located
 from keepsight.models.targets import Target
-from keepsight.serving.prefix import alphabet_of, letters_of
+from keepsight.serving.prefix import transfer_config
 from keepsight.serving.worker import Worker
 
 KEYS = "page", "min_prompt_tokens", "prefixes", "vllm_options"
@@ -44,21 +44,21 @@ def run(config: Config) -> None:
     _check(config)
     prefix_method(config, resources_later(config))  # bad values end here, before anything loads
     target = target_of(config)
-    method = prefix_method(config, resources_of(config, target))
+    method, least = prefix_method(config, resources_of(config, target)), _least(config, target)
     with TemporaryDirectory(prefix="keepsight-") as made:
-        root = Path(config.prefixes or made, *(() if config.prefixes else ("prefixes",)))
+        root = Path(config.prefixes or Path(made, "prefixes"))
         root.mkdir(parents=True, exist_ok=True)
         worker = Worker(target, method, root, page=config.page, waiting=config.waiting)
         at = Path(made, "worker.sock")
         threading.Thread(target=asyncio.run, args=(worker.serve(at),), name="worker", daemon=True).start()
-        port = config.port or _free_port(config.host)
+        port = _port_of(config)
         source, _, _ = located(config.model.id, config.model.revision, config.model.own_file)
         command = [*_command(config, target, source, root, Path(made, "tokenizer")), f"--port={port}"]
         try:
-            with _child(command, _environment(config, target, source, root, at)) as child:
+            with _child(command, _environment(config, least, source, root, at)) as child:
                 _wait_for(child, config.host, port)
                 name, url = config.name or target.public_name, f"http://{config.host}:{port}/v1"
-                print(printable(f"{name} at {url} by vLLM, {method} from {_least(config, target)} tokens"), flush=True)
+                print(printable(f"{name} at {url} by vLLM, {method} from {least} tokens"), flush=True)
                 raise UserError(f"vLLM's server ended with status {child.wait()}; its last lines tell why")
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
@@ -76,19 +76,12 @@ def _check(config: Config) -> None:
             raise UserError(f"vllm_options={{{name}: ...}} is set by keepsight itself; leave it out")
     if config.prefixes is not None:
         require_writable(Path(config.prefixes))
-    with socket.socket() as trial:
-        try:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind((config.host, config.port))
-        except OSError as error:
-            raise UserError(f"host={config.host} port={config.port}: {error}; choose others") from None
+    _port_of(config)
 
 
 def _least(config: Config, target: Target) -> int:
     """Shortest prompt that is evicted from; its entries spell an id."""
-    letters, budget = letters_of(len(alphabet_of(target.tokenizer))), config.budget
-    if isinstance(budget, int) and budget < letters:
-        raise UserError(f"budget={budget} entries cannot spell an id of {letters} letters; raise budget=")
+    letters, budget = letters_for(target, config.budget), config.budget
     twice = 2 * budget if isinstance(budget, int) else math.ceil(2 * letters / budget)
     return config.min_prompt_tokens or int(twice)
 
@@ -96,13 +89,6 @@ def _least(config: Config, target: Target) -> int:
 def _command(config: Config, target: Target, source: str | Path, root: Path, tokenizer: Path) -> list[str]:
     target.tokenizer.save_pretrained(str(tokenizer))  # with the arguments of model.template
     target.model.config.save_pretrained(str(tokenizer))
-    transfer = {
-        "kv_connector": "KeepsightConnector",
-        "kv_connector_module_path": "keepsight.serving.vllm.connector",
-        "kv_role": "kv_consumer",
-        "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {"root": str(root)},
-    }
     given: dict[str, Any] = {
         "model": source,
         "tokenizer": tokenizer,
@@ -112,7 +98,7 @@ def _command(config: Config, target: Target, source: str | Path, root: Path, tok
         "max_num_seqs": config.rows,
         "override_generation_config": json.dumps({"max_new_tokens": config.max_new_tokens}),
         "middleware": "keepsight.serving.vllm.middleware.Prefixes",
-        "kv_transfer_config": json.dumps(transfer),
+        "kv_transfer_config": json.dumps(transfer_config(root)),
         "enforce_eager": target.model.device.type == "cpu",  # compiling takes minutes there
         "trust_remote_code": config.model.trust_remote_code,
     }
@@ -130,12 +116,12 @@ def _option(name: str, value: Any) -> str:
     return f"{flag}={json.dumps(value) if isinstance(value, dict | list) else value}"
 
 
-def _environment(config: Config, target: Target, source: str | Path, root: Path, at: Path) -> dict[str, str]:
+def _environment(config: Config, least: int, source: str | Path, root: Path, at: Path) -> dict[str, str]:
     own = {
         "KEEPSIGHT_ROOT": str(root),
         "KEEPSIGHT_MODEL": str(source),
         "KEEPSIGHT_WORKER": str(at),
-        "KEEPSIGHT_LEAST": str(_least(config, target)),
+        "KEEPSIGHT_LEAST": str(least),
         "KEEPSIGHT_MAX_BYTES": str(config.max_bytes),
         "KEEPSIGHT_RAGGED": str(int(config.page > 0)),
         "VLLM_API_KEY": os.environ.get(config.key, ""),  # not in the arguments, which every user sees
@@ -154,16 +140,11 @@ def _child(arguments: list[str], environment: dict[str, str]) -> Iterator["subpr
     finally:
         child.terminate()
         try:
-            child.wait(_GRACE)
-        except subprocess.TimeoutExpired:
-            pass
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(_GRACE)
         finally:
-            _end_group(child.pid)
-
-
-def _end_group(group: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
 
 
 def _wait_for(child: "subprocess.Popen[bytes]", host: str, port: int) -> None:
@@ -185,6 +166,24 @@ def _wait_for(child: "subprocess.Popen[bytes]", host: str, port: int) -> None:
             time.sleep(0.2)
 
 
-def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as listening:
-        return int(listening.getsockname()[1])
+def _port_of(config: Config) -> int:
+    """The port, or a free one in place of 0.
+
+    Raises:
+        UserError: it is in use, or the host is unknown.
+    """
+    with closing(listening(config.host, config.port)) as found:
+        return int(found.getsockname()[1])
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens already, so that a port in use is known before the model is loaded.
+
+    Raises:
+        UserError: the port is in use, or the host is unknown.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"host={host} port={port}: {error}; choose others") from None

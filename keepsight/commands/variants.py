@@ -12,11 +12,13 @@ from keepsight.commands.config_serving import Evicting, Paged
 from keepsight.errors import UserError
 from keepsight.eval.results import FULL
 from keepsight.eval.sweep import Variant
+from keepsight.models.targets import Target
 from keepsight.runtime.allocate import Budget, Global, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
 from keepsight.runtime.methods import METHODS, Resources, make_method
 from keepsight.runtime.methods.make import takes
+from keepsight.serving.prefix import alphabet_of, letters_of
 
 
 def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resources: Resources) -> list[Variant]:
@@ -122,6 +124,18 @@ def method_of(config: Evicting, resources: Resources, **options: object) -> Meth
     """The method; `options` take precedence over the configuration's."""
     budget = config.budget if takes(config.method, "budget") else None
     return make_method(config.method, budget, resources, **{**config.options, **options})
+
+
+def letters_for(target: Target, budget: int | float) -> int:
+    """Letters of the id of a prefix, which a budget of entries has to spell.
+
+    Raises:
+        UserError: the budget is too small, or the tokenizer has no special tokens to spare.
+    """
+    letters = letters_of(len(alphabet_of(target.tokenizer)))
+    if isinstance(budget, int) and budget < letters:
+        raise UserError(f"budget={budget} entries cannot spell an id of {letters} letters; raise budget=")
+    return letters
 
 
 def prefix_method(config: Paged, resources: Resources) -> Evict:

@@ -7,14 +7,14 @@ import sys
 import threading
 import time
 
-GRACE = 10
+_GRACE = 10
 """Seconds that the server has to end in."""
 
 
 def _end_with_parent() -> None:
     sys.stdin.buffer.read()
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(GRACE)  # vLLM may wait for clients whose answers its engine, which is gone, will not end
+    time.sleep(_GRACE)  # vLLM may wait for clients whose answers its engine, which is gone, will not end
     os.killpg(0, signal.SIGKILL)
 
 

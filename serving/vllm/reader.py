@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from keepsight.errors import UserError
+from keepsight.serving.prefix import file_of
 
 KEPT = 1024
 """Prefixes that stay for prompts that come again."""
@@ -91,7 +92,7 @@ class Reader:
         unused = [each for each in self._made if each not in self._uses] if len(self._made) > self.kept else []
         for old in unused[: len(self._made) - self.kept]:
             digest, _ = self._made.pop(old).result()
-            (self.root / f"{digest}.safetensors").unlink(missing_ok=True)
+            file_of(self.root, digest).unlink(missing_ok=True)
 
     async def _ask(self, ids: list[int]) -> tuple[str, int]:
         start = time.perf_counter()

@@ -43,7 +43,7 @@ from keepsight.runtime.methods.make import make_method
 from keepsight.runtime.observe import LayerObserver
 from keepsight.runtime.state import Needs, Recorder, State
 from keepsight.serving.export import placeholders_of, write_state
-from keepsight.serving.prefix import BEFORE, EVICT, FAILED, digest_in, letters_of
+from keepsight.serving.prefix import BEFORE, EVICT, FAILED, MADE, WHOLE, digest_in, letters_of
 from keepsight.serving.turn import Rotation, rotations_of, turned_by
 from keepsight.serving.vllm import ragged
 from keepsight.serving.vllm.connector import KeepsightConnector, Step
@@ -295,16 +295,15 @@ class EvictingConnector(KeepsightConnector):
         self._asked.pop(name, None)
         if name in self._refused:
             return False, {FAILED: self._refused.pop(name)}
-        path = self._said(self._tickets.pop(name, None))
-        if path is None or not path.is_file():  # nothing was asked, or the client left
-            return False, None
+        if (ticket := self._tickets.pop(name, None)) is None or not (path := self._file_of(ticket)).is_file():
+            return False, None  # nothing was asked, or the client left
         said = read_json(path)
         path.unlink(missing_ok=True)
         return False, said
 
-    def _said(self, ticket: str | None) -> Path | None:
+    def _file_of(self, ticket: str) -> Path:
         """The file in which the worker, which may be another process, says what became of a prompt."""
-        return None if ticket is None else self.store.root / TICKETS / f"{ticket}.json"
+        return self.store.root / TICKETS / f"{ticket}.json"
 
     # The worker's side
 
@@ -353,8 +352,7 @@ class EvictingConnector(KeepsightConnector):
             self._say(part, said)
 
     def _say(self, part: Part, said: dict[str, Any]) -> None:
-        path = self._said(part.ticket)
-        assert path is not None
+        path = self._file_of(part.ticket)
         try:
             path.parent.mkdir(exist_ok=True, parents=True)
             write_json(path, said)
@@ -368,12 +366,10 @@ class EvictingConnector(KeepsightConnector):
         model: Any = None  # nothing more is run
         method = replace(self.method, budget=part.budget)
         if looks_back(method) and not part.first:
-            about: dict[str, Any] = {
-                "before": part.before,
-                "method": f"whole: {part.ticket}",
-            }  # removed later: a name of its own
+            # The ticket sets this file, which is removed later, apart from those of other requests.
+            about: dict[str, Any] = {"before": part.before, "method": f"whole: {part.ticket}"}
             digest, header = write_state(self.config, state, state, self.store.root, **about)
-            return {"keepsight_whole": digest, "entries": header.entries, "seen": header.seen}
+            return {WHOLE: digest, "entries": header.entries, "seen": header.seen}
         before = part.before
         if part.first:
             whole = str(digest_in(part.tokens, self.alphabet))
@@ -386,7 +382,7 @@ class EvictingConnector(KeepsightConnector):
         digest, header = write_state(self.config, kept, after, self.store.root, page=self.page, **about)
         if part.first:
             self.store.path(whole).unlink(missing_ok=True)
-        return {"keepsight": digest, "entries": header.entries, "seen": header.seen}
+        return {MADE: digest, "entries": header.entries, "seen": header.seen}
 
 
 def looks_back(method: Evict) -> bool:

@@ -22,7 +22,7 @@ from keepsight.errors import UserError
 from keepsight.files import read_json, write_json
 from keepsight.models.artifacts import write_tensors
 from keepsight.models.lookahead import ADAPTER, PEFT_CONFIG, LookaheadAdapter
-from keepsight.serving.prefix import placeholders
+from keepsight.serving.prefix import WHOLE, placeholders
 
 
 def lora_for_vllm(adapter: LookaheadAdapter, folder: Path) -> Path:
@@ -53,7 +53,7 @@ def observing_prompt(
     count, soft = reply["entries"], adapter.tokens.to(dtype)
     return {
         "prompt_embeds": torch.cat([soft.new_zeros(count, soft.shape[1]), soft]),
-        "prompt_token_ids": [*placeholders(reply["keepsight_whole"], count, alphabet), *[0] * len(soft)],
+        "prompt_token_ids": [*placeholders(reply[WHOLE], count, alphabet), *[0] * len(soft)],
         "prompt_is_token_ids": [True] * count + [False] * len(soft),
         "cache_salt": uuid.uuid4().hex,  # or a pass that is repeated would find some soft tokens in vLLM's cache
     }
