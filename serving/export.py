@@ -59,7 +59,7 @@ def write_state(
         after: The state after it.
         root: Folder of the prefixes.
         page: Entries of a page; 0 for uniform heads.
-        about: Further fields of the header.
+        about: Other fields of the header.
     """
     keys, values = _packed(after, ragged=bool(page))
     counts = state.counts()[:, 0].cpu()  # [L, K]
@@ -78,7 +78,7 @@ def write_state(
 
 
 def placeholders_of(state: State, page: int) -> int:
-    """How many placeholder tokens hold the entries of all heads.
+    """Number of placeholder tokens that hold the entries of all heads.
 
     Raises:
         UserError: heads keep different numbers of entries, or parts of pages.

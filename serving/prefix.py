@@ -35,7 +35,7 @@ MARK = "\u2063keepsight\u2063"
 """Stands for the document while a chat template is rendered."""
 EVICT, BEFORE = "keepsight_evict", "keepsight_before"
 MADE, WHOLE, FAILED = "keepsight", "keepsight_whole", "keepsight_error"
-"""What requests and replies call eviction inside vLLM; see `keepsight.serving.vllm.record`."""
+"""Fields of requests and replies for eviction inside vLLM; see `keepsight.serving.vllm.record`."""
 _KEY, _VERSION = "keepsight_prefix", 1
 _HEADERS = 4096
 """Headers that a store keeps in memory."""
@@ -220,7 +220,7 @@ class PrefixStore:
         return self._tensors[digest]
 
     def _read(self, digest: str) -> dict[str, Tensor]:
-        """The tensors of a file, which is read once, so that what is checked is what is used; keeps its header."""
+        """The tensors of a file; keeps its header. One read serves check and use: nothing changes in between."""
         path = self.path(digest)
         try:
             data = path.read_bytes()
@@ -243,12 +243,12 @@ class PrefixStore:
 
 
 def _metadata(data: bytes) -> Any:
-    """What safetensors stores beside the tensors."""
+    """The metadata that safetensors stores beside the tensors."""
     return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
 
 
 def _check(path: Path, header: Header, tensors: dict[str, Tensor]) -> None:
-    """Refuse tensors that are not what the header says."""
+    """Refuse tensors that do not match the header."""
     layers, kv_heads, width = header.shape
     expected: dict[str, Any] = dict.fromkeys(("keys", "values"), (layers, kv_heads, header.entries, width))
     pages = tensors.get("pages", torch.zeros(1, dtype=torch.long))

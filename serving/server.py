@@ -387,7 +387,7 @@ class Reply:
 
 
 class Stream(StreamingResponse):
-    """Server-sent events; the request is cancelled when the client leaves, be it before the first of them."""
+    """Server-sent events; the request is cancelled when the client leaves, even before the first event."""
 
     def __init__(self, job: Job, events: AsyncIterator[str]) -> None:
         super().__init__(events, media_type="text/event-stream")

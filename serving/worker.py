@@ -1,7 +1,7 @@
 """Reads prompts for an engine beside it: each is evicted from by one method and written as a prefix.
 
-It listens at a Unix socket. A connection sends one line, {"ids": [...]}, and gets one: {"id": ..., "entries": ...}, or
-{"error": ..., "status": ...} with an HTTP status. Prompts are read one at a time, in the order in which they came.
+It listens on a Unix socket. A connection sends one line, {"ids": [...]}, and gets one: {"id": ..., "entries": ...}, or
+{"error": ..., "status": ...} with an HTTP status. Prompts are read one at a time, in order of arrival.
 """
 
 import asyncio
@@ -56,12 +56,12 @@ class Worker:
                 writer.write(json.dumps(reply).encode() + b"\n")
                 await writer.drain()
         except (OSError, ValueError, KeyError):
-            pass  # who asked has left
+            pass  # the client has left, or sent no such line
         finally:
             writer.close()
 
     async def _reply(self, ids: list[int], reader: asyncio.StreamReader) -> dict[str, Any] | None:
-        """The reply; None where who asked has left before its turn came."""
+        """The reply; None if the client left before its turn came."""
         if self._load > self.waiting:
             return {"error": f"keepsight: {self.waiting} long prompts are waiting; try again later", "status": 429}
         self._load += 1
@@ -83,7 +83,7 @@ class Worker:
             # The method's name sets these files apart from those of `keepsight prefix`, which are never removed.
             digest, header = export(model, state, self.root, page=self.page, method=f"serve: {self.method!r}")
             self._made.add(digest)
-            placeholders(digest, header.entries, self.alphabet)  # whether there are enough
+            placeholders(digest, header.entries, self.alphabet)  # raises if there are too few
         except UserError as error:
             return {"error": f"keepsight: {one_line(error)}", "status": 400}
         except Exception as error:  # such as a lack of memory: the next prompt may be shorter

@@ -24,13 +24,13 @@ from keepsight.serving.prefix import alphabet_of, placeholders, transfer_config
 _BLOCK = 32
 """Tokens of a block of the engine, and entries of a page."""
 _DOCUMENTS, _QUESTION = 4, 16
-"""Different prompts, which requests take in turn, and tokens of a request's own after each."""
+"""Number of prompts, which requests take in turn, and tokens that each request adds to its prompt."""
 _WARM = 2
 
 
 @dataclass
 class Run:
-    """What answering all requests took.
+    """Measurements of answering all requests.
 
     Attributes:
         seconds: From the first request to the last answer.
@@ -105,13 +105,13 @@ def _lines(
     yield f"{'method':<{width}}{columns}{'KV MiB':>9}"
     full = 0.0
     for name, documents in prompts.items():
-        given = [documents[place % len(documents)] + own for place, own in enumerate(asked)]
-        _answered(engine, given[:rows], _WARM, rows)
-        run = _answered(engine, given, answer_tokens, rows)
+        whole = [documents[place % len(documents)] + own for place, own in enumerate(asked)]
+        _answered(engine, whole[:rows], _WARM, rows)
+        run = _answered(engine, whole, answer_tokens, rows)
         step = statistics.median(run.steps)
         full = full or step
         yield (
-            f"{name:<{width}}{reading[name]:>8.2f}{len(given) / run.seconds:>12.3f}{statistics.median(run.first):>9.2f}"
+            f"{name:<{width}}{reading[name]:>8.2f}{len(whole) / run.seconds:>12.3f}{statistics.median(run.first):>9.2f}"
             f"{step * 1000:>11.1f}{rows / step:>10.1f}{full / step:>12.2f}{run.usage * cache / 2**20:>9.1f}"
         )
 

@@ -213,7 +213,7 @@ FLOORS = ("first_s", "step_s", "batch_s")
 COLUMNS = ("card", *(each.name for each in fields(Row)), *(each.name for each in fields(Figures)))
 COLUMNS += (*(f"{name}_roofline" for name in FLOORS), "flops", "bandwidth", "torch", "date", "attempts", "note")
 _ATTEMPTS = 2
-"""Times that a row is begun at most: one that ended the process, or ran into a limit of time, may do so again."""
+"""Attempts at a row at most: one that ended the process, or ran out of time, may do so again."""
 
 
 class Results:

@@ -37,11 +37,11 @@ SHAPES: dict[str, Any] = {
 TOKENS, TRAINED_TOKENS = (8192, 32768, 131072), (16384, 32768)
 BUDGET, ANSWER = 1024, 128
 MOST_ROWS = 256
-"""In a batch at most: with more of them a row is no faster."""
+"""Rows of a batch at most; larger batches decode no faster per row."""
 CARDS = {"A100": (2.04, 80), "H100": (3.35, 80), "H100 NVL": (3.9, 94), "H200": (4.8, 141), "B200": (7.7, 180)}
 """Of Nvidia's GPUs, bandwidth in 1e12 bytes a second and memory in 1e9 bytes (its data sheets)."""
 _HOST = 128 * 2**30
-"""Bytes of CPU memory that are assumed beside a card that is not here."""
+"""Bytes of CPU memory that a host is assumed to have, for a card that is not here."""
 
 METHODS = (
     *("full", "full, flash-attn", "snapkv", "adakv", "lookaheadkv, uniform", "lookaheadkv, shared"),
@@ -129,7 +129,7 @@ def measured_card(device: torch.device, size: int = 8192) -> Card:
 
 
 def all_rows() -> list[Row]:
-    """All of them, those of short prompts first."""
+    """All measurements, short prompts first."""
     rows = list[Row]()
     for tokens in sorted({*TOKENS, *TRAINED_TOKENS}):
         if tokens in TOKENS:

@@ -72,7 +72,7 @@ class Serve(Paged):
         keepsight serve recipe=smollm2-135m adapter=shipped:smollm2-135m budget=256 page=32 vllm=true
 
     Serves /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics until it is interrupted. With
-    vllm=true vLLM's server does, and long prompts are read and evicted from here, beside it.
+    vllm=true vLLM's server answers, and a worker beside it reads long prompts and evicts from them.
 
     Attributes:
         host: Address to listen at; 0.0.0.0 for all.
@@ -84,7 +84,7 @@ class Serve(Paged):
         max_prompt_tokens: Longest prompt in tokens; 0 for the model's context.
         max_new_tokens: Longest answer in tokens.
         max_bytes: Largest body of a request in bytes.
-        vllm: Start vLLM's server, whose endpoints answer, and read long prompts for it.
+        vllm: Start vLLM's server and a worker that reads long prompts for it.
         min_prompt_tokens: Shortest prompt that is evicted from with vllm=true; vLLM alone answers shorter ones. 0 for
             twice the budget.
         prefixes: Folder of `keepsight prefix`, whose ids vLLM's server then answers too.
@@ -115,7 +115,7 @@ class BenchServe(Benched):
 
     The engine is that of `keepsight serve`. All requests arrive at once. Prints requests a second, the median time to
     the first token, milliseconds of a decoding step with all rows filled, and memory of the batch's entries. With
-    vllm=true the engine is vLLM's, and prompts were read and evicted from before, as by `keepsight prefix`.
+    vllm=true the engine is vLLM's, and prompts are made prefixes beforehand, as by `keepsight prefix`.
 
     Attributes:
         tokens: Length of the prompts in tokens.

@@ -4,11 +4,11 @@ r"""An ASGI middleware of vLLM's server: any OpenAI client names a prefix in its
         --middleware keepsight.serving.vllm.middleware.Prefixes
 
 A chat message that begins with `[[keepsight:ID]]` stands for the document; what follows it is read after the prefix. In
-completions, `prompt` is a text that begins so, or token ids that begin with the placeholders. What cannot be answered
-rightly is refused with HTTP 4xx and one line; so are other endpoints, which would read placeholders unchecked.
+completions, `prompt` is a text that begins so, or token ids that begin with the placeholders. A request that cannot be
+answered rightly is refused with HTTP 4xx and one line; so are other endpoints, which would read placeholders unchecked.
 
 Where `KEEPSIGHT_WORKER` names the socket of a `Worker`, prompts of `KEEPSIGHT_LEAST` tokens or more that name no prefix
-are read and evicted from there, and answered from what stays; `keepsight serve vllm=true` starts both.
+are sent there, and answered from the entries that it keeps; `keepsight serve vllm=true` starts both.
 
 With `kv_transfer_params` {"keepsight_evict": true}, or a budget, the last message is the document of a prefix that the
 engine is to make (`keepsight.serving.vllm.record`): it is read without what the chat template puts after it, and the
@@ -76,10 +76,10 @@ class Rewriter:
         self.weights = weights
 
     def rewritten(self, path: str, request: Any) -> Any:
-        """The request as vLLM is to see it; itself where it names no prefix, or gives its placeholders.
+        """The request that vLLM receives: unchanged if it names no prefix, or spells it in placeholders.
 
         Raises:
-            UserError: with what the client is told.
+            UserError: the request is refused; the client gets the message.
         """
         if not isinstance(request, dict):
             return request
@@ -247,24 +247,25 @@ class Prefixes:
     """
 
     def __init__(self, app: Any, rewriter: Rewriter | None = None, reader: Reader | None = None) -> None:
-        given = os.environ
         if rewriter is None:
-            missing = [name for name in ("KEEPSIGHT_ROOT", "KEEPSIGHT_MODEL") if not given.get(name)]
+            missing = [name for name in ("KEEPSIGHT_ROOT", "KEEPSIGHT_MODEL") if not os.environ.get(name)]
             if missing:
                 raise UserError(f"{missing[0]} is not set; give KEEPSIGHT_ROOT=PREFIXES and KEEPSIGHT_MODEL=MODEL")
-            model = given["KEEPSIGHT_MODEL"]
-            rewriter = Rewriter(given["KEEPSIGHT_ROOT"], model, fingerprints(model))
+            root, model = os.environ["KEEPSIGHT_ROOT"], os.environ["KEEPSIGHT_MODEL"]
+            rewriter = Rewriter(root, model, fingerprints(model))
             if not rewriter.weights:
-                logger.warning("keepsight: weights of %s have other names; others' prefixes are not noticed", model)
-            if socket := given.get("KEEPSIGHT_WORKER"):
-                reader = Reader(socket, Path(given["KEEPSIGHT_ROOT"]), int(given["KEEPSIGHT_LEAST"]))
+                logger.warning(
+                    "keepsight: %s names its weights otherwise; prefixes of other models are not refused", model
+                )
+            if socket := os.environ.get("KEEPSIGHT_WORKER"):
+                reader = Reader(socket, Path(root), int(os.environ["KEEPSIGHT_LEAST"]))
         self.app, self.rewriter, self.reader = app, rewriter, reader
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """See ASGI."""
         path = str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
         if scope["type"] != "http" or scope["method"] != "POST" or path in HARMLESS or not _has_key(scope):
-            await self.app(scope, receive, send)  # which asks for the key
+            await self.app(scope, receive, send)  # vLLM itself refuses a missing key
         elif path not in PATHS:
             await _refuse(
                 send, 404, f"keepsight: {path} does not read prefixes and is closed; use {' or '.join(PATHS)}"
@@ -283,7 +284,7 @@ class Prefixes:
             request = None  # vLLM itself says what is wrong with it
         changed = self.rewriter.rewritten(path, request)
         async with AsyncExitStack() as using:
-            reads = self.reader is not None and len(body) >= self.reader.least  # a token has at least one byte
+            reads = self.reader is not None and len(body) >= self.reader.least  # a token takes at least one byte
             if changed is request and isinstance(request, dict) and (reads or bypasses(request)):
                 tokens = await _unless_gone(self._tokens(path, request, scope), receive)
                 if isinstance(tokens, _Reply):
@@ -297,7 +298,7 @@ class Prefixes:
             await self.app(_at(scope, len(data)), _again(data, receive), send)
 
     async def _tokens(self, path: str, request: dict[str, Any], scope: Message) -> "list[list[int]] | _Reply":
-        """Token ids of each prompt of a request, as vLLM makes them; else what vLLM says is wrong."""
+        """Token ids of each prompt of a request, as vLLM makes them; or vLLM's reply that refuses them."""
         given, found = [_as_tokenized(request)], list[list[int]]()
         if path != PATHS[0]:
             prompt = request.get("prompt")
@@ -316,7 +317,7 @@ class Prefixes:
     async def _shortened(
         self, path: str, request: dict[str, Any], ids: list[list[int]], using: AsyncExitStack
     ) -> dict[str, Any]:
-        """A request whose long prompts are placeholders and their last token; the prefixes are kept while it runs."""
+        """The request with placeholders and the last token for each long prompt; prefixes are kept while it runs."""
         spelled = [digest_in(each, self.rewriter.alphabet) is not None for each in ids]
         if any(spelled):
             require_no_bypass(request)  # also where they were spelled as text
@@ -415,7 +416,7 @@ async def _body_of(receive: Receive) -> bytes | None:
 
 
 def _has_key(scope: Message) -> bool:
-    """Whether a request has a key of vLLM's, or none is asked for; vLLM itself looks only after this middleware."""
+    """Whether a request has a valid API key, or needs none; vLLM itself checks only after this middleware."""
     arguments = getattr(getattr(scope.get("app"), "state", None), "args", None)
     keys = [key for key in getattr(arguments, "api_key", None) or [os.environ.get("VLLM_API_KEY")] if key]
     headers = [value for name, value in scope["headers"] if name == b"authorization"]

@@ -76,7 +76,7 @@ def is_asked_for() -> bool:
 
 
 def records() -> bool:
-    """Whether it asks for the backend of `keepsight.serving.vllm.record`."""
+    """Whether the environment asks for the backend of `keepsight.serving.vllm.record`."""
     return os.environ.get(RECORDS) == "1"
 
 

@@ -1,4 +1,4 @@
-"""In vLLM's server: long prompts become prefixes. A `Worker` reads them; old ones are removed here."""
+"""In vLLM's server: long prompts become prefixes. A `Worker` reads them; old prefixes are removed here."""
 
 import asyncio
 import hashlib
@@ -16,11 +16,11 @@ from keepsight.errors import UserError
 from keepsight.serving.prefix import file_of
 
 KEPT = 1024
-"""Prefixes that stay for prompts that come again."""
+"""Prefixes that are kept in case their prompts come again."""
 
 
 class Metrics:
-    """What vLLM's `/metrics` tells of long prompts, beside its own."""
+    """Metrics of long prompts, which vLLM's `/metrics` shows beside its own."""
 
     def __init__(self) -> None:
         from prometheus_client import Counter, Histogram  # a part of vLLM
@@ -53,8 +53,8 @@ class Reader:
     Args:
         socket: Of the worker.
         root: Folder of the prefixes.
-        least: Shortest prompt that is read so, in tokens.
-        kept: Prefixes that stay when no request uses them.
+        least: Length in tokens from which a prompt is read by the worker.
+        kept: Number of prefixes above which unused ones are removed.
     """
 
     def __init__(self, socket: str, root: Path, least: int, kept: int = KEPT) -> None:

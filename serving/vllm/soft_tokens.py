@@ -9,7 +9,7 @@ their queries, writes the evicted prefix and removes the whole one:
     prompt = observing_prompt(adapter, first.kv_transfer_params, alphabet, dtype)
     (second,) = llm.generate([prompt], sampling, lora_request=lora)
 
-The engine needs `enable_lora`, `max_lora_rank` and `enable_prompt_embeds`. Over HTTP it was not built.
+The engine needs `enable_lora`, `max_lora_rank` and `enable_prompt_embeds`. It does not work over HTTP.
 """
 
 import uuid
@@ -26,7 +26,7 @@ from keepsight.serving.prefix import WHOLE, placeholders
 
 
 def lora_for_vllm(adapter: LookaheadAdapter, folder: Path) -> Path:
-    """Write an adapter's LoRA as vLLM loads it, which is not as an activated one; returns the folder, which exists.
+    """Write an adapter's LoRA to an existing folder, as an ordinary LoRA, which vLLM loads; returns the folder.
 
     Raises:
         UserError: the adapter was never saved.
@@ -46,7 +46,7 @@ def observing_prompt(
 
     Args:
         adapter: The lookahead adapter.
-        reply: What the first reply's `kv_transfer_params` held.
+        reply: The first reply's `kv_transfer_params`.
         alphabet: See `keepsight.serving.prefix.alphabet_of`.
         dtype: The engine's.
     """

@@ -1,4 +1,4 @@
-"""Which prefixes are of the model that an engine serves: fingerprints of its weights, from its files alone."""
+"""Fingerprints of a served model's weights, from its files alone, by which prefixes of other models are refused."""
 
 import math
 from pathlib import Path
@@ -15,7 +15,7 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
 def fingerprints(model: str) -> frozenset[str]:
-    """`weights_digest` of a model in each dtype that it may have been loaded in; none where names of its files differ.
+    """`weights_digest` of a model in each dtype that it may be loaded in; none if its files name weights otherwise.
 
     Args:
         model: Folder or Hub id, whose files are on this machine.
