@@ -36,9 +36,9 @@ _BUFFER = 1000
 _COMMIT = re.compile(r"(.*@)?[0-9a-f]{40}")
 _START = re.compile(r"[0-9a-f]{7,39}")  # as the Hub's pages show commits; its files are fetched by whole ones alone
 _SOURCES = 512
-"""Sources of a mixture whose rows, counted and shuffled, are kept; those of further ones are read again and again."""
+"""So many sources of a mixture keep their rows, counted and shuffled; rows of further sources are read each time."""
 _TRIES = 10
-"""A data set is refused where the first so many rows that are drawn are all bad."""
+"""A data set is refused if this many rows are drawn first and all are bad."""
 
 
 class _OtherTurns(BadRow):

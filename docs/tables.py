@@ -166,7 +166,7 @@ def time_table() -> str:
 def front_table() -> str:
     """README's table: excess NLL at 64 / 128 / 256 entries with the question seen and unseen, and the cost.
 
-    A row or column of which no file knows anything is left out.
+    Rows and columns without any value are left out.
     """
     columns = ["question seen", "question unseen", "cost in prefills"]
     shares = [row for row in rows_of("time") if row["what"] == SHARE]

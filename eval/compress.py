@@ -30,7 +30,7 @@ from keepsight.runtime.prompt_compression.method import ShortenPrompt
 from keepsight.runtime.state import Needs, State, prefill
 
 _RANKED = 512
-"""Entries that Kendall's tau is computed of at most, evenly spaced over a longer prompt."""
+"""Kendall's tau is computed over at most so many entries, evenly spaced over a longer prompt."""
 
 
 def recall(kept: Tensor | None, ranks: Tensor) -> float | None:

@@ -155,7 +155,7 @@ def _is_extended(out: Path, settings: dict[str, Any], before: dict[str, Any]) ->
 
 
 def _without_how_asked(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings without those of the judge that no mark depends on."""
+    """Settings without the judge's keys that no mark depends on."""
     judge = settings.get("judge") or {}
     return settings | {"judge": {key: judge[key] for key in judge if key not in ("parallel", "key")}}
 

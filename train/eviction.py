@@ -78,7 +78,7 @@ class EvictionObjective(ReplayedObjective):
             multiplied before heads are compared.
 
     Raises:
-        UserError: no layer has full attention, those that have cache latents, a budget can leave a head without
+        UserError: no layer has full attention, such layers cache latents, a budget can leave a head without
             entries, or nothing would learn.
     """
 
@@ -321,7 +321,7 @@ def soft_gates(importance: Tensor, log_weights: Tensor, budget: int, floor: floa
 
     An entry's score is the logarithm of its importance, with a floor weighted by its head's; its gate is
     sigmoid((score - threshold) / temperature), and 1 for the entries that `floor` guarantees their head, the same ones
-    as in `Global`. The threshold is where the gates of those that share a budget (the heads of a row, or without a
+    as in `Global`. The threshold is where the gates of entries that share a budget (the heads of a row, or without a
     floor the entries of a head) sum to it; gradients account for how it moves with the scores. Where there are no more
     real entries than the budget, all are kept.
 
@@ -377,5 +377,5 @@ def _threshold(scores: Tensor, free: Tensor, wanted: Tensor, temperature: float,
 
 
 def _sum(gates: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Sums over those that share a budget; `dims` have length 1."""
+    """Sums over entries that share a budget; `dims` have length 1."""
     return gates.sum(dim=dims, keepdim=True)

@@ -181,7 +181,7 @@ def look(axes: Axes) -> None:
 
 
 def mark_break(axes: Axes, value: float) -> None:
-    """Two strokes across the y-axis at a value, above which its scale goes on otherwise than below."""
+    """Mark a value of the y-axis with two strokes: its scale changes there, or leaves out zero."""
     stroke: dict[str, Any] = {
         "marker": [(-1, -0.4), (1, 0.4)],
         "markersize": 8,

@@ -184,7 +184,7 @@ _MEANS = (
     Column("rows", "batch size", digits=1),
     Column("kept", "KV entries kept", digits=1),
     Column("kv_mib", "KV cache (MiB)", digits=2),
-    Column("kv_peak_mib", "held while answering (MiB)", digits=2),
+    Column("kv_peak_mib", "peak while answering (MiB)", digits=2),
 )
 
 
@@ -235,9 +235,9 @@ def cost_table(rows: Sequence[Row]) -> Table:
 
 
 def _memory(row: Row) -> dict[str, float | None]:
-    """MiB of the entries that were kept, and of all that their cache held in the end; None where that is not known."""
-    held = row.get("kv_peak_bytes")
-    return {"kv_mib": row["kv_bytes"] / 2**20, "kv_peak_mib": None if held is None else held / 2**20}
+    """MiB of the entries that were kept, and of their cache at the answer's end; None where that is not known."""
+    peak = row.get("kv_peak_bytes")
+    return {"kv_mib": row["kv_bytes"] / 2**20, "kv_peak_mib": None if peak is None else peak / 2**20}
 
 
 def _score_rows(rows: Sequence[SummaryRow]) -> list[Cells]:

@@ -209,7 +209,7 @@ def _icl(examples: Path, shots: int) -> Fields:
 
 def _demonstrations(own: str, key: str, rows: Sequence[Row]) -> list[Row]:
     """The first of a shuffling seeded by the question, each question once and never the row's own."""
-    import numpy as np  # here, as `--help` reads this file
+    import numpy as np  # not at the top: `--help` imports this module
 
     seed = int(hashlib.sha256(own.encode()).hexdigest(), 16) % 2**31
     others = [row for row in rows if str(row[key]) != own]

@@ -107,7 +107,7 @@ class LongBench(Benchmark):
         if entry.metric.endswith("_zh"):
             METRICS[entry.metric]("", Sample("", task, 0, "", ("",), entry.metric, 1))  # fails here without jieba
         if request.protocol.shuffled:  # as datasets' shuffle(seed=42)
-            import numpy as np  # here, as `--help` reads this file
+            import numpy as np  # not at the top: `--help` imports this module
 
             all_rows = [*rows]
             rows = (all_rows[place] for place in np.random.default_rng(42).permutation(len(all_rows)))

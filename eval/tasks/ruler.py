@@ -124,7 +124,7 @@ def _sample(task: str, length: int, name: str, text: RulerText, protocol: Protoc
 def _ready_made(task: str, folder: Path, request: TaskRequest) -> list[RenderedSample]:
     rows = [(where, row) for where, row in _rows(folder) if row["task"] == task]
     if request.protocol.shuffled:
-        import numpy as np  # here, as `--help` reads this file
+        import numpy as np  # not at the top: `--help` imports this module
 
         rows = [rows[place] for place in np.random.RandomState(42).permutation(len(rows))]
     if not rows:

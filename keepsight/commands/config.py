@@ -146,7 +146,7 @@ class Finetune(Training):
         adapter: The lookahead adapter to start from: a folder, a Hub id, or shipped:NAME.
         max_prompt_tokens: Leaves out longer prompts; 0 keeps all.
         selection: How the module selects in training and afterwards: shared, paper or uniform; by default as the
-            adapter says, with one budget for the heads of all layers where those of each layer share one.
+            adapter says, but if the heads of each layer share a budget, the heads of all layers share one.
     """
 
     COMMON: ClassVar = (
@@ -368,7 +368,7 @@ class Fit(DataKeys, EvalKeys):
 
     Attributes:
         out: Folder for everything.
-        module: What is trained: lookahead or retrieval.
+        module: Kind of module: lookahead or retrieval.
         stages: The stages to run, in their order; all by default.
         title: Title of the model card.
         base: Hub id of the base model for the card, where model.id is a folder.

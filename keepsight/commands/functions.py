@@ -13,7 +13,7 @@ def fit(*model: str, **keys: Any) -> Path:
 
     Args:
         model: A Hub id or a folder; none with `recipe=`.
-        keys: Keys of the command; those of a section as a dict, such as `train={"steps": 100}`.
+        keys: Keys of the command; a section is a dict, such as `train={"steps": 100}`.
 
     Returns:
         The folder `out`, in which the command has written everything.
