@@ -45,7 +45,7 @@ _FORMULA = re.compile(
     r"[\t\r\n]|[\s\x00-\x1f\u200b\ufeff]*(?:[=@\uff1d\uff20\uff0b\uff0d]|[+-](?!\d*\.?\d+(?:e[+-]?\d+)?\Z))",
     re.IGNORECASE,
 )
-"""Beginnings of texts that a spreadsheet may run, also in full width (U+FF1D and others) or after invisible characters."""
+"""Beginnings of texts that a spreadsheet may run, also in full width (such as U+FF1D) or after invisible characters."""
 _DIGEST = re.compile(rb'\{\s*"_sha256": "([0-9a-f]{16})",\s*')
 _FIRST_KEY = re.compile(rb'\{\s*"(.{7})"')
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
