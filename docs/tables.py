@@ -103,7 +103,6 @@ SELECTION = {
 ORACLE = alike("oracle attention (mean over 3)", "oracle attention (unpooled)")
 RULER = alike("full", "exact_topk", "oracle", "specontext", "lookaheadkv before fine-tuning", "laq", "speckv", "quest")
 RULER |= alike("snapkv", "kivi", "streamingllm", "random")
-BITS = alike("kivi", "specache, topk 0", "specache, topk 16", "specache, topk 128")
 READING = alike("exact_topk", "specontext (shipped head)", "quest")
 SHARE = "observing and selecting, share of the prefill"
 SCORE = "{score} / {excess_nll}"
@@ -143,14 +142,8 @@ TABLES = {
     ),
     "needle-tasks": Table("needle_tasks", "samples", cell=SCORE, head="{} samples", where={"budget": ("64", "")}),
     "ruler": Table("ruler", "length", cell=SCORE, rows=RULER, head="{} tokens"),
-    "bits": Table(
-        "fewer_bits",
-        "bits",
-        cell="{needles_score} / {needles_excess_nll} / {real_excess_nll} / {real_bytes}",
-        rows=BITS,
-        head="{} bit",
-    ),
     "reading": Table("reading_needles", "budget", cell=SCORE, rows=READING, head="{} entries"),
+    "serving": Table("serving", "caches", cell="{value}", by="what", title="16 requests at once"),
     "hits": Table("reading_hits", "budget", cell="{hit_rate} / {mass}", head="{} entries"),
 }
 
