@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from transformers import AutoTokenizer
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -90,7 +91,7 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
 
     Raises:
         UserError: at start-up, one line: an untested vLLM, no root, a policy under which placeholders would be read as
-            text, or a model whose layers are of several kinds.
+            text, a second engine in the process, or a model whose layers are of several kinds.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -101,6 +102,11 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
             raise UserError("keepsight: kv_load_failure_policy=recompute would read placeholders as text; give fail")
         if not (root := transfer.kv_connector_extra_config.get("root")):
             raise UserError("keepsight: kv_connector_extra_config needs root, the folder of the prefixes")
+        if role == KVConnectorRole.SCHEDULER and has_kv_transfer_group():
+            # The worker in this process: vLLM leaves a second engine's the connector of the first.
+            workers: Any = get_kv_transfer_group()
+            if workers._vllm_config.kv_transfer_config.engine_id != transfer.engine_id:
+                raise UserError("keepsight: this process has an engine already; start another in a process of its own")
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise UserError("keepsight: the model's layers are of several kinds; serve one with full attention alone")
         self.store = PrefixStore(root)
@@ -111,6 +117,7 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
         self._pending: list[Load] = []
         self._requests: dict[str, tuple[int, str]] = {}  # first block and digest of each that runs
         self._caches: dict[str, torch.Tensor] = {}
+        self._shared: ragged.Shared | None = None
         self._failed: set[int] = set()
 
     # The scheduler's side
@@ -176,21 +183,22 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take note of the caches, by layer."""
         self._caches = kv_caches
-        if ragged.is_active():
-            ragged.describe(kv_caches)
+        self._shared = ragged.shared_by(self._modules, kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Tell the attention backend which requests of the step have prefixes of ragged heads."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, Step)
-        found = {first: self._pages(digest) for first, digest in connector_metadata.prefixes.items()}
-        ragged.begin({first: pages for first, pages in found.items() if pages is not None})
-
-    def _pages(self, digest: str) -> "ragged.Pages | None":
-        header = self._header(digest)
-        if header is None or not header.page or not ragged.is_active():
-            return None  # its load fails, and with it the request
-        return ragged.Pages(self.store.tensors(digest)["pages"])
+        if self._shared is None:
+            return
+        self._shared.prefixes.clear()
+        for first, digest in connector_metadata.prefixes.items():
+            try:
+                if self.store.header(digest).page:
+                    self._shared.prefixes[first] = ragged.Pages(self.store.tensors(digest)["pages"])
+            except UserError as error:  # of a file that was lost, perhaps after its entries were loaded
+                logger.warning("%s", error)
+                self._failed.add(first)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Write the entries of all prefixes that the step needs."""
@@ -208,8 +216,13 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
             raise UserError("no such prefix, a part of its placeholders, no token after them, or a request with LoRA")
         tensors, header = self.store.tensors(load.digest), self.store.header(load.digest)
         if header.page:
+            if self._shared is None:
+                raise UserError(
+                    "the prefix has heads of different lengths; install keepsight beside vLLM and start it with "
+                    f"{ragged.SWITCH}=1"
+                )
             module = self._modules[next(iter(self._caches))]
-            ragged.load(module, header, tensors, load.blocks, load.first, self.dtype)
+            ragged.load(module, self._shared.layout, header, tensors, load.blocks, load.first, self.dtype)
             return
         places = torch.arange(load.first, load.stop)
         blocks = torch.tensor(load.blocks)

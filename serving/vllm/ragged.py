@@ -9,7 +9,8 @@ Experimental: it has run on vLLM's CPU backend alone. It is used where `KEEPSIGH
 """
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -63,11 +64,17 @@ class Pages:
         self.blocks = -(-int(counts.sum()) // counts.numel())
 
 
-_STEP: dict[int, Pages] = {}
-"""The prefixes of the current step's requests, by the request's first block."""
-_LAYOUT: list[Layout] = []
-_IMPLS: list[Any] = []
-"""What computes attention in this process, one for each layer."""
+@dataclass
+class Shared:
+    """What the layers of an engine share.
+
+    Attributes:
+        layout: The buffer of their caches.
+        prefixes: Of the current step's requests, by the request's first block.
+    """
+
+    layout: Layout
+    prefixes: dict[int, Pages] = field(default_factory=dict)
 
 
 def is_asked_for() -> bool:
@@ -80,23 +87,15 @@ def records() -> bool:
     return os.environ.get(RECORDS) == "1"
 
 
-def is_active() -> bool:
-    """Whether the engine of this process attends by the backend."""
-    return bool(_IMPLS)
-
-
-def begin(step: dict[int, Pages]) -> None:
-    """Set the prefixes of the step that follows."""
-    _STEP.clear()
-    _STEP.update(step)
-
-
-def describe(kv_caches: dict[str, Tensor]) -> None:
-    """Take note of the buffer.
+def shared_by(modules: Mapping[str, Any], kv_caches: dict[str, Tensor]) -> Shared | None:
+    """What the layers with these caches share from now on; None where they do not attend by the backend.
 
     Raises:
         UserError: the layers' caches are not adjacent parts of one buffer.
     """
+    impls = [impl for name in kv_caches if isinstance(impl := modules[name].impl, RaggedImpl)]
+    if not impls:
+        return None
     names, (first, *_) = [*kv_caches], kv_caches.values()
     blocks, heads, size, width = first.shape
     step = first.stride(0) * first.element_size() * blocks
@@ -105,22 +104,27 @@ def describe(kv_caches: dict[str, Tensor]) -> None:
         raise UserError(f"keepsight: the caches of the layers do not lie in one buffer; start without {SWITCH}=1")
     shape = len(names) * blocks * heads, 1, size, width
     pages = torch.as_strided(first, shape, (size * width, size * width, width, 1))
-    _LAYOUT[:] = [Layout(len(names), blocks, heads, size, pages, {name: place for place, name in enumerate(names)})]
+    places = {name: place for place, name in enumerate(names)}
+    shared = Shared(Layout(len(names), blocks, heads, size, pages, places))
+    for impl in impls:
+        impl.shared = shared
+    return shared
 
 
 def load(
-    module: Any, header: Header, tensors: dict[str, Tensor], blocks: list[int], first: int, dtype: torch.dtype
+    module: Any,
+    layout: Layout,
+    header: Header,
+    tensors: dict[str, Tensor],
+    blocks: list[int],
+    first: int,
+    dtype: torch.dtype,
 ) -> None:
     """Write the pages of a prefix into a request's blocks; those before entry `first` are there already.
 
     Raises:
-        UserError: the engine's blocks are of another size, or the backend is not in use.
+        UserError: the engine's blocks are of another size.
     """
-    if not is_active():
-        raise UserError(
-            f"the prefix has heads of different lengths; install keepsight beside vLLM and start it with {SWITCH}=1"
-        )
-    (layout,) = _LAYOUT
     if header.page != layout.size or header.shape[:2] != (layout.layers, layout.heads):
         raise UserError(
             f"the prefix has pages of {header.page} entries, {header.shape[0]} layers and {header.shape[1]} heads, the "
@@ -157,9 +161,7 @@ class Folded:
 class RaggedImpl(CPUAttentionBackendImpl):
     """vLLM's CPU attention; steps in which a request has ragged heads run with the heads folded into the batch."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        _IMPLS.append(self)
+    shared: Shared | None = None
 
     def forward(
         self,
@@ -174,11 +176,12 @@ class RaggedImpl(CPUAttentionBackendImpl):
         output_block_scale: Any = None,
     ) -> Tensor:
         """See vLLM's `AttentionImpl`; queries [tokens, H, d]."""
-        if attn_metadata is None or not any(first in _STEP for first in attn_metadata.block_table[:, 0].tolist()):
+        firsts = [] if attn_metadata is None else attn_metadata.block_table[:, 0].tolist()
+        if self.shared is None or not any(first in self.shared.prefixes for first in firsts):
             given = query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             return super().forward(layer, *given)
-        (layout,) = _LAYOUT
-        folded, place = self._folded(attn_metadata, layer, layout), layout.places[layer.layer_name]
+        layout = self.shared.layout
+        folded, place = self._folded(attn_metadata, layer, self.shared), layout.places[layer.layer_name]
         rows = attn_metadata.num_actual_tokens * self.num_kv_heads
         queries = query[: attn_metadata.num_actual_tokens].reshape(rows, -1, self.head_size)[folded.order].contiguous()
         answers = torch.empty_like(queries)
@@ -206,13 +209,14 @@ class RaggedImpl(CPUAttentionBackendImpl):
         output[: attn_metadata.num_actual_tokens].view(rows, -1, self.head_size)[folded.order] = answers
         return output
 
-    def _folded(self, metadata: Any, layer: Any, layout: Layout) -> Folded:
+    def _folded(self, metadata: Any, layer: Any, shared: Shared) -> Folded:
         """The step's sequences; made in its first layer."""
+        layout = shared.layout
         if (made := getattr(metadata, "keepsight", None)) is not None:
             return made
         starts, table, lengths = metadata.query_start_loc.long(), metadata.block_table.long(), metadata.seq_lens.long()
         order, counts = _order(starts, layout.heads)
-        tables, of_heads = _tables(table, lengths, layout)
+        tables, of_heads = _tables(table, lengths, shared)
         folded_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
         plans = [
             ops.cpu_attn_get_scheduler_metadata(
@@ -243,10 +247,11 @@ def _order(starts: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     return torch.cat(order), (starts[1:] - starts[:-1]).repeat_interleave(heads)
 
 
-def _tables(table: Tensor, lengths: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def _tables(table: Tensor, lengths: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
     """`Folded.tables` and `Folded.lengths` of requests with block tables [R, n] and lengths [R]."""
+    layout = shared.layout
     layers, heads, size = layout.layers, layout.heads, layout.size
-    prefixes = [_STEP.get(first) for first in table[:, 0].tolist()]
+    prefixes = [shared.prefixes.get(first) for first in table[:, 0].tolist()]
     longest = table.shape[1] + 1 + max(0 if prefix is None else int(prefix.counts.max()) for prefix in prefixes)
     tables = torch.zeros(layers, len(prefixes) * heads, longest, dtype=torch.long)
     of_heads = torch.zeros(layers, len(prefixes) * heads, dtype=torch.int32)

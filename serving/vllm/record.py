@@ -132,14 +132,10 @@ def _state(cache: Cache, tokens: list[int], needs: Needs) -> State:
     return State(cache, torch.zeros(1, 1), torch.tensor([tokens]), torch.tensor([len(tokens)]), needs, padded=False)
 
 
-_READING: dict[str, Reading] = {}
-"""Prompts that are being read, by the request's name."""
-_STEP: dict[int, Part] = {}
-"""What the current step reads of them, by the block of its last token."""
-
-
 class Recording:
     """Records the marked requests of a batch; goes before a backend's implementation."""
+
+    connector: "EvictingConnector | None" = None
 
     def forward(
         self,
@@ -155,9 +151,9 @@ class Recording:
     ) -> Tensor:
         """See vLLM's `AttentionImpl`; queries [tokens, H, d], keys and values [tokens, K, d], after RoPE."""
         of: Any = self
-        if _STEP and attn_metadata is not None:
+        if self.connector is not None and self.connector.parts and attn_metadata is not None:
             if not hasattr(attn_metadata, "keepsight_parts"):
-                attn_metadata.keepsight_parts = _parts_of(attn_metadata, kv_cache.shape[2])
+                attn_metadata.keepsight_parts = self.connector.recorded(attn_metadata)
             for rows, reading in attn_metadata.keepsight_parts:
                 softmax = Softmax(of.scale, of.logits_soft_cap or None, of.sinks)
                 reading.add(extract_layer_index(layer.layer_name), softmax, query[rows], key[rows], value[rows])
@@ -166,16 +162,6 @@ class Recording:
             layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
         )
         return answer
-
-
-def _parts_of(metadata: Any, block_size: int) -> list[tuple[slice, Reading]]:
-    """Rows of a batch that are recorded."""
-    starts, lengths, found = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist(), []
-    for row, length in enumerate(lengths):
-        part = _STEP.get(int(metadata.block_table[row, (length - 1) // block_size]))
-        if part is not None and (length, starts[row + 1] - starts[row]) == (part.stop, part.stop - part.start):
-            found.append((slice(starts[row], starts[row + 1]), _READING[part.name]))
-    return found
 
 
 class RecordingImpl(Recording, CPUAttentionBackendImpl):
@@ -231,7 +217,10 @@ class EvictingConnector(KeepsightConnector):
         self._asked: dict[str, tuple[Any, Evict, int]] = {}  # requests whose prompt is being read, and `Part.first`
         self._refused: dict[str, str] = {}
         self._tickets: dict[str, str] = {}
-        self._written: dict[str, Path] = {}  # by the worker, what it says of each request
+        # The worker's: prompts that are read, what the step reads by the block of its last token, what was said of each
+        self.readings: dict[str, Reading] = {}
+        self.parts: dict[int, Part] = {}
+        self._written: dict[str, Path] = {}
 
     # The scheduler's side
 
@@ -314,6 +303,8 @@ class EvictingConnector(KeepsightConnector):
             UserError: the engine rotates keys in another way than the model's configuration says.
         """
         super().register_kv_caches(kv_caches)
+        for name in kv_caches:
+            self._modules[name].impl.connector = self
         self.weights = min(fingerprints(self.name), default="")  # one of those that the middleware accepts
         rotated = [each for each in self.rotations if each is not None]  # all by the same frequencies
         ropes = rotary_embedding._ROPE_DICT.values()
@@ -324,25 +315,33 @@ class EvictingConnector(KeepsightConnector):
         """Tell the attention backend what to record in the step."""
         super().bind_connector_metadata(connector_metadata)
         for name in connector_metadata.finished:
-            _READING.pop(name, None)
+            self.readings.pop(name, None)
             if (path := self._written.pop(name, None)) is not None:
                 path.unlink(missing_ok=True)  # of a client that left; the others are read before
         for part in connector_metadata.parts:
             if part.start == part.first:  # also of a request that was preempted
                 needs = Needs(window=self.method.bound_observer.positions()) if part.first else self.method.needs()
-                _READING[part.name] = Reading(len(self._caches), needs)
-        _STEP.clear()
-        _STEP.update({part.block: part for part in connector_metadata.parts})
+                self.readings[part.name] = Reading(len(self._caches), needs)
+        self.parts = {part.block: part for part in connector_metadata.parts}
+
+    def recorded(self, metadata: Any) -> list[tuple[slice, Reading]]:
+        """Rows of a batch that are recorded, from the attention's metadata."""
+        starts, lengths, found = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist(), []
+        for row, length in enumerate(lengths):
+            part = self.parts.get(int(metadata.block_table[row, (length - 1) // self.block_size]))
+            if part is not None and (length, starts[row + 1] - starts[row]) == (part.stop, part.stop - part.start):
+                found.append((slice(starts[row], starts[row + 1]), self.readings[part.name]))
+        return found
 
     def wait_for_save(self) -> None:
         """Evict from the prompts whose last token was read in the step."""
         step: Any = self._get_connector_metadata()
-        _STEP.clear()
+        self.parts = {}
         for part in step.parts:
             if part.tokens is None:
                 continue
             try:
-                reading = _READING.pop(part.name, None)
+                reading = self.readings.pop(part.name, None)
                 if reading is None:
                     raise UserError("soft tokens were in vLLM's prefix cache; give each pass a cache_salt of its own")
                 said = self._evicted(reading.state(part.tokens[part.first :]), part)

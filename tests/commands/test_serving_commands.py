@@ -7,7 +7,9 @@ import shlex
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import httpx
@@ -15,7 +17,8 @@ import pytest
 import yaml
 
 from keepsight.commands import cli
-from keepsight.files import from_json, write_lines, write_text
+from keepsight.commands.prefix import Document, Writer
+from keepsight.files import Row, from_json, write_lines, write_text
 from keepsight.serving.prefix import PrefixStore
 from tests.commands.commands import CommandLine
 from tests.typed import text_of
@@ -64,6 +67,25 @@ def test_bad_documents_are_skipped_and_counted(keepsight: CommandLine, monkeypat
     assert "one of them" in keepsight.fails("prefix", *TINY, "out=prefixes")
     assert "raise budget=" in keepsight.fails(*given, "budget=64")
     assert "evicts nothing" in keepsight.fails(*given, "method=full")
+
+
+def test_two_that_read_the_same_documents_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads in the place of processes: the locks are of open files, not of processes."""
+    write_lines(Path("docs.jsonl"), [{"text": f"{number} {LONG}"} for number in range(4)])
+    read, both, own = list[str](), Barrier(2), Writer._read
+
+    def counted(self: Writer, key: str, document: Document) -> Row:
+        read.append(document.source)
+        if len(read) <= 2:
+            both.wait(300)  # until the other reads a document too
+        return own(self, key, document)
+
+    monkeypatch.setattr(Writer, "_read", counted)
+    with ThreadPoolExecutor(2) as pool:
+        codes = pool.map(cli.main, [["prefix", *TINY, "documents=docs.jsonl", "out=prefixes"]] * 2)
+    assert [*codes] == [0, 0]
+    assert sorted(read) == [f"docs.jsonl:{line}" for line in range(1, 5)], "each is read once"
+    assert len(Path("prefixes", "index.jsonl").read_bytes().splitlines()) == 4
 
 
 def test_a_server_answers_until_it_is_interrupted() -> None:

@@ -4,7 +4,8 @@
 
 Prefixes of uniform and of ragged heads, ordinary prompts short and long, streamed and whole, chat and completions, on a
 tiny random model; 5 percent are bad, and must end in a 4xx with a reason. It goes on until both the seconds have passed
-and the requests are done, prints a line a minute, and ends with status 1 if anything was wrong.
+and the requests are done, so that a slow machine takes longer, prints a line a minute, and ends with status 1 if
+anything was wrong.
 """
 
 import random
@@ -81,7 +82,7 @@ def main(seconds: int = 600, requests: int = 1000, clients: int = 32) -> int:
         "uniform": [each for text in texts[:6] for each in library.cases(text, 70)],
         "ragged": [each for text in texts[:6] for each in library.cases(text, 64, BLOCK)],
         "ordinary": [library.ordinary(text[:150]) for text in texts],
-        "long": [long_case(library, text) for text in texts],
+        "long": [long_case(library, text[at : at + 1200]) for text in TOPICS[:24] for at in (0, 900, 1800, 2700)],
     }
     (folder / "tenant").mkdir()
     bad = [*bad_requests(library, cases["uniform"][0], folder / "tenant", "0" * 32)]

@@ -1,11 +1,11 @@
 """Eviction inside vLLM: the entries that keepsight keeps itself, and its answers; engines in this process, a server."""
 
+import copy
 import dataclasses
 import gc
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from keepsight import H2O, LookaheadKV, SnapKV
+from keepsight.errors import UserError
 from keepsight.models.card import Provenance
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
@@ -44,7 +45,7 @@ class Case(NamedTuple):
 class World:
     """An engine that evicts, and the same prompts read and evicted from by keepsight."""
 
-    def __init__(self, folder: Path, kind: str, executor: str, **options: Any) -> None:
+    def __init__(self, folder: Path, kind: str, executor: str) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
         from vllm.v1.attention import selector
@@ -56,6 +57,7 @@ class World:
         self.alphabet, self.weights = alphabet_of(self.target.tokenizer), fingerprints(str(model))
         self.page, self.folder, evict = 0, folder, {"name": "snapkv", "budget": BUDGET}
         self.method: Any = SnapKV(BUDGET)
+        options: dict[str, Any] = {"kv_cache_memory_bytes": 2**26, "max_num_batched_tokens": 128}
         if kind == "ragged":
             self.page, self.method = PAGE, SnapKV(BUDGET, allocate=Global(page=PAGE))
             evict |= {"allocate": {"name": "global", "page": PAGE}}
@@ -66,6 +68,12 @@ class World:
             self.method = LookaheadKV.from_pretrained(folder / "adapter", BUDGET)
             evict = {"name": "lookaheadkv", "budget": BUDGET, "adapter": str(folder / "adapter")}
             options |= {"enable_lora": True, "max_lora_rank": 8, "enable_prompt_embeds": True}
+        elif kind == "little room":  # for 1,365 tokens
+            options |= {
+                "kv_cache_memory_bytes": 2**21,
+                "max_num_batched_tokens": 48,
+                "scheduler_reserve_full_isl": False,
+            }
         self.own, self.made = PrefixStore(folder / "own"), PrefixStore(folder / "made")
         self.cases = [self._case(length) for length in LENGTHS]
         register()
@@ -79,8 +87,7 @@ class World:
         )
         self.engine = LLM(
             model=str(model), dtype="float32", enforce_eager=True, block_size=32, max_model_len=1024, max_num_seqs=16,
-            distributed_executor_backend=executor, kv_transfer_config=transfer,
-            **({"max_num_batched_tokens": 128, "kv_cache_memory_bytes": 2**26} | options),
+            distributed_executor_backend=executor, kv_transfer_config=transfer, **options,
         )  # fmt: skip
 
     def _case(self, length: int) -> Case:
@@ -134,23 +141,24 @@ def random_adapter(target: Any, folder: Path) -> None:
     lookahead.adapter().save(folder, Provenance(base_model=target.name))
 
 
-@contextmanager
-def running(folder: Path, kind: str, **options: Any) -> Iterator[World]:
+@pytest.fixture(scope="module", params=["uniform", "ragged"])
+def world(request, tmp_path_factory) -> Iterator[World]:
+    """One engine after another: a process has one KV connector."""
+    kind = request.param
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("KEEPSIGHT_EVICT", "1")
         patch.setenv("KEEPSIGHT_RAGGED", str(int(kind == "ragged")))
-        made = World(folder, kind, "mp" if kind == "ragged" else "uni", **options)
+        made = World(tmp_path_factory.mktemp("world"), kind, "mp" if kind == "ragged" else "uni")
         yield made
         made.engine.llm_engine.engine_core.shutdown()
         del made.engine
         gc.collect()
 
 
-@pytest.fixture(scope="module", params=["uniform", "ragged"])
-def world(request, tmp_path_factory):
-    with running(tmp_path_factory.mktemp("world"), request.param) as made:
-        yield made
+def only(kind: str) -> Any:
+    """A test of one kind of engine."""
+    return pytest.mark.parametrize("world", [kind], indirect=True)
 
 
 def test_the_entries_and_answers_of_a_batch_read_in_chunks_are_keepsights(world):
@@ -190,8 +198,9 @@ def test_a_part_of_the_placeholders_is_not_read_as_text(world):
 
 def test_nothing_is_left_of_a_client_that_has_left(world):
     from vllm import SamplingParams
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from keepsight.serving.vllm import record
+    from keepsight.serving.vllm.record import TICKETS
 
     engine, files = world.engine.llm_engine, {*world.made.root.glob("*.safetensors")}
     asked = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": {"keepsight_evict": True}})
@@ -200,15 +209,17 @@ def test_nothing_is_left_of_a_client_that_has_left(world):
     engine.abort_request(["left"])
     world.ask([world.cases[0].prompt], [None], 1)
     assert {*world.made.root.glob("*.safetensors")} == files
-    assert not record._READING and not [*(world.made.root / record.TICKETS).iterdir()]
+    (readings,) = world.engine.collective_rpc(lambda _: len(get_kv_transfer_group().readings))
+    assert not readings and not [*world.made.root.glob(f"{TICKETS}/*")]
 
 
-def test_attention_is_accumulated_over_the_parts_of_a_prompt(tmp_path: Path):
-    with running(tmp_path, "h2o") as world:
-        world.check(world.evicted(world.cases))
+@only("h2o")
+def test_attention_is_accumulated_over_the_parts_of_a_prompt(world):
+    world.check(world.evicted(world.cases))
 
 
-def test_prompts_that_are_preempted_are_recorded_anew(tmp_path: Path, monkeypatch):
+@only("little room")
+def test_prompts_that_are_preempted_are_recorded_anew(world, monkeypatch):
     from vllm.v1.core.sched.scheduler import Scheduler
 
     preempted = list[int]()
@@ -219,35 +230,74 @@ def test_prompts_that_are_preempted_are_recorded_anew(tmp_path: Path, monkeypatc
         preempt(self, request, *given, **named)
 
     monkeypatch.setattr(Scheduler, "_preempt_request", counted)
-    tight = {"kv_cache_memory_bytes": 2**21, "max_num_batched_tokens": 48, "scheduler_reserve_full_isl": False}
-    with running(tmp_path, "uniform", **tight) as world:  # 1,365 tokens
-        replies = world.ask([case.prompt for case in world.cases], [{"keepsight_evict": True}] * len(LENGTHS), 200)
-        world.check([reply.kv_transfer_params for reply in replies])
+    replies = world.ask([case.prompt for case in world.cases], [{"keepsight_evict": True}] * len(LENGTHS), 200)
+    world.check([reply.kv_transfer_params for reply in replies])
     assert min(preempted) < 0 < max(preempted)  # some in the middle of their prompts
 
 
-def test_soft_tokens_look_back_in_a_second_request(tmp_path: Path):
+@only("soft tokens")
+def test_soft_tokens_look_back_in_a_second_request(world, tmp_path: Path):
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    with running(tmp_path, "soft tokens") as world:
-        adapter = world.method.observer.artifact
-        (tmp_path / "lora").mkdir()
-        lora = LoRARequest("lookahead", 1, str(lora_for_vllm(adapter, tmp_path / "lora")))
-        asked = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"keepsight_evict": True}})
+    adapter = world.method.observer.artifact
+    lora = LoRARequest("lookahead", 1, str(lora_for_vllm(adapter, tmp_path)))
+    asked = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"keepsight_evict": True}})
 
-        def passed(whole: list[dict[str, Any]]) -> list[dict[str, Any]]:
-            prompts: Any = [observing_prompt(adapter, each, world.alphabet, torch.float32) for each in whole]
-            replies = world.engine.generate(prompts, asked, lora_request=lora, use_tqdm=False)
-            return [reply.kv_transfer_params for reply in replies]
+    def passed(whole: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        prompts: Any = [observing_prompt(adapter, each, world.alphabet, torch.float32) for each in whole]
+        replies = world.engine.generate(prompts, asked, lora_request=lora, use_tqdm=False)
+        return [reply.kv_transfer_params for reply in replies]
 
-        world.check(passed(world.evicted(world.cases)))
-        assert len([*world.made.root.glob("*.safetensors")]) == len(world.cases)  # the whole ones are removed
-        (whole,) = world.evicted(world.cases[:1])
-        short = observing_prompt(adapter, whole, world.alphabet, torch.float32)
-        cut: Any = {name: value[:-1] for name, value in short.items()}
-        (reply,) = world.engine.generate([cut], asked, use_tqdm=False)
-        assert "not the soft tokens" in reply.kv_transfer_params["keepsight_error"]
+    world.check(passed(world.evicted(world.cases)))
+    assert len([*world.made.root.glob("*.safetensors")]) == len(world.cases)  # the whole ones are removed
+    (whole,) = world.evicted(world.cases[:1])
+    short = observing_prompt(adapter, whole, world.alphabet, torch.float32)
+    cut: Any = {name: value[:-1] for name, value in short.items()}
+    (reply,) = world.engine.generate([cut], asked, use_tqdm=False)
+    assert "not the soft tokens" in reply.kv_transfer_params["keepsight_error"]
+
+
+@only("uniform")
+@pytest.mark.parametrize(
+    "changes, why",
+    [
+        ({"engine_id": "another"}, "has an engine already"),
+        ({"kv_load_failure_policy": "recompute"}, "placeholders as text"),
+        ({"kv_connector_extra_config": {}}, "needs root"),
+        ({}, "not tested with keepsight; install 0.31"),
+    ],
+)
+def test_an_engine_that_would_answer_wrongly_does_not_start(world, monkeypatch, changes, why):
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+
+    worker: Any = get_kv_transfer_group()
+    config = copy.copy(worker._vllm_config)
+    config.kv_transfer_config = dataclasses.replace(config.kv_transfer_config, **changes)
+    if not changes:
+        monkeypatch.setattr("keepsight.serving.vllm.connector.TESTED", ("0.31",))
+    with pytest.raises(UserError, match=why):
+        type(worker)(config, KVConnectorRole.SCHEDULER, worker._kv_cache_config)
+
+
+@only("ragged")
+def test_a_prefix_that_is_lost_fails_its_own_requests_alone(world):
+    """Its entries are in vLLM's prefix cache, and where its pages lie is read again."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    said = world.evicted(world.cases[:2])
+    prompts = [
+        placeholders(each["keepsight"], each["entries"], world.alphabet) + case.asked
+        for case, each in zip(world.cases[:2], said, strict=True)
+    ]
+    answers = [case.answer for case in world.cases[:2]]
+    path = world.made.path(said[0]["keepsight"])
+    whole = path.read_bytes()
+    for data, expected in ((whole, answers), (whole[:-100], [[], answers[1]]), (whole, answers)):
+        path.write_bytes(data)
+        world.engine.collective_rpc(lambda _: get_kv_transfer_group().store._tensors.clear())
+        assert [list(each.outputs[0].token_ids) for each in world.ask(prompts, [None] * 2)] == expected
 
 
 def test_a_server_evicts_from_a_message_and_answers_the_next(tmp_path: Path, monkeypatch):
