@@ -2,9 +2,9 @@
 
 Scoring the full cache's answer from a state in one pass tells at each token what the state itself would have written.
 A state that agrees with all of it answers the same; the others are decoded from where the first of them disagrees.
-States that cannot be joined, and methods that evict while decoding, are decoded one by one. Under greedy decoding this
-is exact up to rounding: in bfloat16, where two tokens are often equally likely, one pass over many tokens and one token
-at a time can choose differently. The full cache's answer may be sampled: then a state's own answer is its greedy one.
+States that cannot be joined, and methods that evict while decoding, are decoded one by one, and so are sampled answers,
+which have the draws of the full cache's. Under greedy decoding this is exact up to rounding: in bfloat16, where two
+tokens are often equally likely, one pass over many tokens and one token at a time can choose differently.
 """
 
 import random
@@ -43,7 +43,7 @@ class Answered:
     """The answer of one variant.
 
     Attributes:
-        ids: [T] int64, its own greedy answer.
+        ids: [T] int64, its own answer.
         nll: [T'] float32, negative log-likelihood of the full cache's answer in nats.
         hits: [T'] bool, whether each token of the full cache's answer is the arg-max.
         tokens_per_second: Decoding speed of its whole batch; None where nothing was decoded, because the answer is the
@@ -77,7 +77,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the full cache's answers are decoded, with which the methods are compared; theirs are greedy.
+    """How answers are decoded, the full cache's and the methods'.
 
     Attributes:
         temperature: 0 decodes greedily.
@@ -89,16 +89,18 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
 
-    def drawn(self, model: PreTrainedModel, state: State, limits: Limits) -> Tensor:
-        """A sampled answer [1, T] int64; the state's cache grows."""
+    def drawn(self, model: Reader, state: State, limits: Limits, reapply: Reapply | None = None) -> Tensor:
+        """A sampled answer [1, T] int64; the state's cache grows. The draws depend on the seed and the prompt alone."""
         warpers = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature))])
         if self.top_p < 1:
             warpers.append(TopPLogitsWarper(self.top_p))
-        criteria, device = stop_after(limits.max_new_tokens, limits.end_tokens), model.device
+        criteria, device = stop_after(limits.max_new_tokens, limits.end_tokens), state.logits.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(random.Random(f"{self.seed}:{state.tokens.tolist()}").getrandbits(31))
             end = limits.end_tokens[0]
-            return decode(model, state, criteria, pad_token=end, logits_processor=warpers, do_sample=True).ids
+            return decode(
+                model, state, criteria, pad_token=end, logits_processor=warpers, do_sample=True, reapply=reapply
+            ).ids
 
 
 GREEDY = Sampling()
@@ -148,7 +150,12 @@ def answer_full(
 
 
 def answer_all(
-    model: PreTrainedModel, states: Sequence[State], question: Tensor, answer: Tensor, limits: Limits
+    model: PreTrainedModel,
+    states: Sequence[State],
+    question: Tensor,
+    answer: Tensor,
+    limits: Limits,
+    sampling: Sampling = GREEDY,
 ) -> list[Answered]:
     """Every state's answer, and its likelihood of the full cache's.
 
@@ -158,6 +165,7 @@ def answer_all(
         question: [1, q] int64, what is read before the answer; empty when the states have read it.
         answer: [1, T] int64, the full cache's answer under the same limits.
         limits: See `Limits`.
+        sampling: How the states' own answers are decoded.
     """
     scored: dict[int, tuple[Tensor, Tensor, float]] = {}
     more = question.shape[1] + limits.max_new_tokens
@@ -167,14 +175,15 @@ def answer_all(
         asking = time.perf_counter() - start
         for index, nll, hits in zip(batch, *score(model, state, answer), strict=True):
             scored[index] = nll, hits, asking
-    agreed = [int(scored[index][1].long().cumprod(dim=0).sum()) for index in range(len(states))]
-    differing = [index for index, count in enumerate(agreed) if count < answer.shape[1]]
-    written = dict[int, _Written]()
-    for batch in joined_by_length(model, [states[index] for index in differing], more, limits.batch_tokens):
+    draws = sampling.temperature > 0
+    agreed = [0 if draws else int(scored[index][1].long().cumprod(dim=0).sum()) for index in range(len(states))]
+    differing = [index for index, count in enumerate(agreed) if draws or count < answer.shape[1]]
+    written, most = dict[int, _Written](), 0 if draws else limits.batch_tokens
+    for batch in joined_by_length(model, [states[index] for index in differing], more, most):
         rows = [differing[place] for place in batch]
         known = answer[:, : min(agreed[row] for row in rows)]
         state = _read(model, join([states[row] for row in rows]), torch.cat([question, known], dim=1))
-        written.update(zip(rows, _write(model, state, known, limits), strict=True))
+        written.update(zip(rows, _write(model, state, known, limits, sampling=sampling), strict=True))
     same = _Written(answer[0], None, 0)
     answers = []
     for index in range(len(states)):
@@ -184,14 +193,13 @@ def answer_all(
 
 
 def answer_each(
-    model: PreTrainedModel, states: Sequence[State], questions: Sequence[Tensor], limits: Limits
+    model: PreTrainedModel, states: Sequence[State], limits: Limits, sampling: Sampling = GREEDY
 ) -> list[Tensor]:
-    """The answer [T] int64 of each state to a question [1, q] of its own; other arguments as for `answer_all`."""
-    asked = [_read(model, state.copy(), question) for state, question in zip(states, questions, strict=True)]
-    answers = dict[int, Tensor]()
-    for batch in joined_by_length(model, asked, limits.max_new_tokens, limits.batch_tokens):
-        state = join([asked[index] for index in batch])
-        written = _write(model, state, state.tokens[:1, :0], limits)
+    """The answer [T] int64 of each state, of prompts of their own; arguments as for `answer_all`."""
+    answers, most = dict[int, Tensor](), 0 if sampling.temperature else limits.batch_tokens
+    for batch in joined_by_length(model, states, limits.max_new_tokens, most):
+        state = join([states[index] for index in batch])
+        written = _write(model, state, state.tokens[:1, :0], limits, sampling=sampling)
         answers.update(zip(batch, (each.ids for each in written), strict=True))
     return [answers[index] for index in range(len(states))]
 
@@ -203,6 +211,7 @@ def answer_alone(
     answer: Tensor,
     limits: Limits,
     reapply: Reapply | None,
+    sampling: Sampling = GREEDY,
 ) -> Answered:
     """`answer_all` for one state that cannot be joined, or whose method evicts while decoding.
 
@@ -214,6 +223,7 @@ def answer_alone(
         answer: As for `answer_all`.
         limits: See `Limits`.
         reapply: The method's eviction while decoding; the answer is scored between evictions.
+        sampling: How the state's own answer is decoded.
     """
     start = time.perf_counter()
     state, (asker, model) = state.copy(), readers
@@ -222,7 +232,7 @@ def answer_alone(
         # The question has filled what was spared for generated tokens.
         state = reapply.compress(state) if reapply is not None else state
     asking = time.perf_counter() - start
-    (own,) = _write(model, state.copy(), answer[:, :0], limits, reapply)
+    (own,) = _write(model, state.copy(), answer[:, :0], limits, reapply, sampling)
     nll, hits = score(model, state, answer, reapply)
     return Answered(own.ids, nll[0], hits[0], own.tokens_per_second, question=asking)
 
@@ -314,13 +324,21 @@ def _read(model: PreTrainedModel, state: State, tokens: Tensor) -> State:
 
 
 def _write(
-    model: Reader, state: State, known: Tensor, limits: Limits, reapply: Reapply | None = None
+    model: Reader,
+    state: State,
+    known: Tensor,
+    limits: Limits,
+    reapply: Reapply | None = None,
+    sampling: Sampling = GREEDY,
 ) -> list[_Written]:
-    """The greedy answer of each row, whose first tokens [1, t] are known and have been read."""
+    """The answer of each row, whose first tokens [1, t] are known and have been read; of a single row where sampled."""
     rows, start = len(state.lengths), time.perf_counter()
-    criteria = stop_after(limits.max_new_tokens, limits.end_tokens)
-    prompt = known.expand(rows, -1)
-    ids = decode(model, state, criteria, pad_token=limits.end_tokens[0], prompt_ids=prompt, reapply=reapply).ids
+    if sampling.temperature:
+        ids = sampling.drawn(model, state, limits, reapply)
+    else:
+        criteria = stop_after(limits.max_new_tokens, limits.end_tokens)
+        prompt = known.expand(rows, -1)
+        ids = decode(model, state, criteria, pad_token=limits.end_tokens[0], prompt_ids=prompt, reapply=reapply).ids
     answers = [row[: _length(row.tolist(), limits.end_tokens)] for row in ids]
     tokens = sum(map(len, answers)) - known.numel() * rows
     speed = tokens / (time.perf_counter() - start)

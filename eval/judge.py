@@ -3,7 +3,9 @@
 MT-Bench (arXiv:2306.05685; lm-sys/FastChat, `llm_judge`): `single` rates an answer from 1 to 10, here divided by 10;
 `pairwise` compares it with the full cache's in both orders: 1 where both games are won, 0 where both are lost, else
 1/2, so that the mean is FastChat's adjusted win rate. LongBench-Write (arXiv:2408.07055; THUDM/LongWriter): six marks
-from 1 to 5, whose mean is shown as 0 to 1.
+from 1 to 5, whose mean is shown as 0 to 1. HELMET (arXiv:2410.02694, section 2.2): an answer's fluency, 0 or 1, times
+its correctness of 0 to 3; a summary's fluency times the F1 of the key points that it holds and of its sentences that
+the reference supports. The rubrics are its paper's, in our words.
 """
 
 import json
@@ -21,7 +23,7 @@ import yaml
 from keepsight.endpoint import Endpoint, EndpointError, check_url, refuse_filtered
 from keepsight.errors import BadRow, UserError
 from keepsight.eval.tasks.benchmark import fill_in
-from keepsight.eval.tasks.samples import Sample
+from keepsight.eval.tasks.samples import HELMET_JUDGED, Sample
 from keepsight.files import from_json
 
 MODES = ("single", "pairwise")
@@ -83,7 +85,8 @@ class Judge:
             return [dict(row) for row in rows]
         full, *_ = talks = [_talk(row) for row in rows]
         asked = dict.fromkeys(talk for talk, row in zip(talks, rows, strict=True) if math.isnan(row["score"]))
-        judging = self._compare if self.mode == "pairwise" else self._rate
+        pairwise = self.mode == "pairwise" and sample.metric not in HELMET_JUDGED
+        judging = self._compare if pairwise else self._mark if sample.metric in HELMET_JUDGED else self._rate
         with ThreadPoolExecutor(self.parallel) as pool:
             found = dict(zip(asked, pool.map(lambda talk: judging(sample, talk, full), asked), strict=True))
         return [dict(row) | found.get(talk, {}) for talk, row in zip(talks, rows, strict=True)]
@@ -93,6 +96,23 @@ class Judge:
         name, read = (LONGBENCH_WRITE, _mean_mark) if writing else (_prompt_name("single", sample), _rating)
         value, words = self._ask(name, sample, talk, talk, read)
         return {"score": value, "judgments": [words]}
+
+    def _mark(self, sample: Sample, talk: tuple[str, ...], _: tuple[str, ...]) -> dict[str, Any]:
+        """HELMET's score of an answer or a summary."""
+        if sample.metric == "helmet-answer":
+            value, words = self._ask(sample.metric, sample, talk, talk, lambda said: _share(said, "correctness", 3))
+            return {"score": value, "judgments": [words]}
+        points = len(sample.references) - 1
+        readers: dict[str, Any] = {
+            "fluency": lambda said: _share(said, None, 1),
+            "recall": lambda said: _share(said, "recall", points),
+            "precision": lambda said: _share(said, "precision", None),
+        }
+        found = {name: self._ask(f"helmet-{name}", sample, talk, talk, read) for name, read in readers.items()}
+        fluency, recall, precision = (value for value, _ in found.values())
+        both = recall + precision
+        score = fluency * (2 * recall * precision / both if both else 0.0)
+        return {"score": score, "judgments": [words for _, words in found.values()]}
 
     def _compare(self, sample: Sample, talk: tuple[str, ...], full: tuple[str, ...]) -> dict[str, Any]:
         if talk == full:
@@ -115,6 +135,8 @@ class Judge:
             )
             for turn, text in enumerate(texts, start=1)
         }
+        fields |= {"asked": sample.question.strip(), "answers": "; ".join(sample.references)}
+        fields["points"] = "\n".join(f"{number}. {text}" for number, text in enumerate(sample.references[1:], start=1))
         messages = [{"role": "user", "content": fill_in(prompt["user"], fields)}]
         if prompt["system"]:
             messages.insert(0, {"role": "system", "content": prompt["system"]})
@@ -232,6 +254,18 @@ def _winner(words: str) -> float | None:
     """The last verdict: 1 for assistant A, -1 for B, 0 for a tie."""
     found = re.findall(r"\[\[([ABC])\]\]", _verdict(words))
     return {"A": 1.0, "B": -1.0, "C": 0.0}[found[-1]] if found else None
+
+
+def _share(words: str, name: str | None, most: int | None) -> float | None:
+    """What the last JSON object says: fluency times a count as a share of `most`, or of the sentences it counts."""
+    found = re.findall(r"\{[^{}]*\}", _conclusion(words))
+    try:
+        given = from_json(found[-1].encode(), dict[str, int])
+        fluency = given["fluency"] if name in (None, "correctness") else 1
+        share = 1.0 if name is None else given[name] / (given["sentences"] if most is None else most)
+        return fluency * share if 0 <= share <= 1 and fluency in (0, 1) else None
+    except (ValueError, KeyError, TypeError, IndexError, ZeroDivisionError):
+        return None
 
 
 def _mean_mark(words: str) -> float | None:

@@ -101,8 +101,10 @@ def encode_counts(kept: NDArray[np.bool_]) -> str:
 
 
 def first_of_each(samples: Iterable[Sample], count: int) -> list[Key]:
-    """`Sample.key` of the first `count` samples of each task and length."""
+    """`Sample.key` of the first `count` samples of each task and length; no later turns, as their prompts follow."""
     places: dict[tuple[str, int], list[Key]] = defaultdict(list)
     for sample in samples:
+        if sample.earlier:
+            continue
         places[sample.task, sample.length].append(sample.key)
     return [key for keys in places.values() for key in keys[:count]]

@@ -23,7 +23,7 @@ Key = tuple[str, int, str]
 """Task, length and id of a sample."""
 EARLIER = "earlier.jsonl"
 """Rows from before a run was extended, which are used again where they depend on the same inputs."""
-_MAY_CHANGE = ("command", "versions", "notes")
+_MAY_CHANGE = ("command", "versions", "notes", "preset", "table")
 _IN_ROWS = ("tasks", "lengths", "methods", "budgets", "bits")
 """Settings that each row of a table shows."""
 MAX_LABEL = 48

@@ -77,7 +77,7 @@ def inputs_digest(target: str, contents: Sequence[str], place: int, question: st
         target: `target_digest`.
         contents: `sample_digest` of the samples that share the compressed cache.
         place: Which of them the row is about.
-        question: What the method sees, one of `keepsight.runtime.saved.QUESTIONS`.
+        question: What the method sees, one of `keepsight.runtime.saved.QUESTIONS`; or `turns` of a conversation.
         method: `method_text`; where it is empty, there is no digest.
     """
     return text_digest(json.dumps([target, *contents, place, question, method])) if method else None

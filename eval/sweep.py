@@ -6,9 +6,9 @@ that an earlier run has measured on the same inputs are used again (`keepsight.e
 
 `question` says what a method sees while it compresses: `seen`, the whole prompt; `unseen`, only the part before the
 question, which is read from the compressed cache; `multi`, the same, and all samples with one context are asked of one
-compressed cache. The turns of a conversation are always answered from one compressed cache, the first turn's. In a
-later turn each variant continues from its own answers; `excess_nll` and `agreement` are measured in the full cache's
-conversation, which is the same for all.
+compressed cache. In a conversation each turn's prompt is the whole conversation so far, read and compressed anew: a
+variant's own answer follows its own earlier ones; all else is measured in the full cache's conversation, which is the
+same for all.
 """
 
 import functools
@@ -143,59 +143,44 @@ def row_of(
     return row
 
 
-def _next_question(target: Target, question: Tensor, answer: Tensor, sample: RenderedSample) -> Tensor:
-    """[1, q + T + n] int64, read after the compressed prompt for a later turn of a conversation.
-
-    It is the question [1, q] and the answer [T] of the turn before, whose end token the sample's own tokens begin with.
-    """
-    said = answer[:-1] if answer[-1:].tolist()[0] in target.end_tokens else answer
-    return torch.cat([question, said[None], sample.question_ids[None].to(answer.device)], dim=1)
+Conversations = dict[Cell, Tensor]
+"""By variant, what its conversation has had so far: [1, M] int64, up to the last answer without its end token."""
 
 
 def _answers(
-    target: Target, asked: Asked, methods: Sequence[Method], compressed: Sequence[Compressed]
+    target: Target, asked: Asked, methods: Sequence[Method], compressed: Sequence[Compressed], sampling: Sampling
 ) -> list[Answered]:
     """Methods that evict while decoding and states that cannot be joined answer alone, all others in batches."""
     states = [each.state for each in compressed]
-    alone = [_alone(target, asked, *pair, asked.question) for pair in zip(methods, states, strict=True)]
+    alone = [_alone(target, asked, *pair, sampling) for pair in zip(methods, states, strict=True)]
     rest = [state for state, answered in zip(states, alone, strict=True) if answered is None]
-    batched = iter(answer_all(target.model, rest, asked.question, asked.answer, asked.limits))
+    batched = iter(answer_all(target.model, rest, asked.question, asked.answer, asked.limits, sampling))
     return [answered or next(batched) for answered in alone]
 
 
-def _own_conversations(
-    target: Target,
-    asked: Asked,
-    methods: Sequence[Method],
-    compressed: Sequence[Compressed],
-    answers: Sequence[Answered],
-    questions: Sequence[Tensor],
-) -> list[Answered]:
-    """The answers of variants, each in its own conversation where its earlier answers differ from the full cache's.
-
-    `answers` are those in the full cache's conversation, `questions` the variants' own; see `_next_question`.
-    """
-    own, batch = dict[int, Tensor](), list[int]()
-    for index, question in enumerate(questions):
-        if not torch.equal(question, asked.question):
-            alone = _alone(target, asked, methods[index], compressed[index].state, question)
-            if alone is None:
-                batch.append(index)
-            else:
-                own[index] = alone.ids
-    states, rest = [compressed[index].state for index in batch], [questions[index] for index in batch]
-    own.update(zip(batch, answer_each(target.model, states, rest, asked.limits), strict=True))
-    return [replace(answer, ids=own.get(index, answer.ids)) for index, answer in enumerate(answers)]
+def _own_answers(
+    target: Target, asked: Asked, methods: Sequence[Method], prompts: Sequence[Tensor], sampling: Sampling
+) -> list[Tensor]:
+    """The answers [T] int64 of methods to prompts [1, N] of their own."""
+    states = [method.start(target.model, prompt) for method, prompt in zip(methods, prompts, strict=True)]
+    alone = [_alone(target, asked, *pair, sampling) for pair in zip(methods, states, strict=True)]
+    rest = [state for state, answered in zip(states, alone, strict=True) if answered is None]
+    batched = iter(answer_each(target.model, rest, asked.limits, sampling))
+    return [answered.ids if answered else next(batched) for answered in alone]
 
 
-def _alone(target: Target, asked: Asked, method: Method, state: State, question: Tensor) -> Answered | None:
+def _alone(target: Target, asked: Asked, method: Method, state: State, sampling: Sampling) -> Answered | None:
     """The answer of a method that evicts while decoding, or from a state that cannot be joined; None for others."""
     model, reapply = target.model, method.reapply(target.model)
     if reapply is None and can_join(state):
         return None
-    return answer_alone(
-        (method.turn_reader(model), method.reader(model)), state, question, asked.answer, asked.limits, reapply
-    )
+    readers = method.turn_reader(model), method.reader(model)
+    return answer_alone(readers, state, asked.question, asked.answer, asked.limits, reapply, sampling)
+
+
+def _without_end(target: Target, answer: Tensor) -> Tensor:
+    """[T] int64, without its end token, which the next turn begins with."""
+    return answer[:-1] if answer[-1:].tolist()[0] in target.end_tokens else answer
 
 
 def _add_earlier_answers(samples: Sequence[RenderedSample], rows: Sequence[list[Row]]) -> None:
@@ -266,13 +251,35 @@ def run_samples(
         question: What the methods see: `seen`, `unseen` or `multi`. The samples come split for all but `seen`.
         note: Is told which entries of the prompt each variant keeps, where that is known.
         refused: Gets the error of each variant that raises a UserError, which then has no rows; None to raise it.
-        sampling: How the full cache answers.
+        sampling: How all answer.
 
     Raises:
         UserError: as `check_samples`.
     """
-    check_samples(target, samples, variants)
-    compared = evicting(variants)
+    said, rows = Conversations(), list[list[Row]]()
+    for part in [[each] for each in samples] if samples[-1].earlier else [samples]:
+        if part[0].earlier:
+            whole = torch.cat([said[FULL_CACHE.cell][0].cpu(), part[0].question_ids])
+            part = [replace(part[0], prompt_ids=whole, question_ids=whole[:0])]
+        rows += _run_prompt(target, part, variants, batch_tokens, question, note, refused, sampling, said)
+    _add_earlier_answers(samples, rows)
+    return rows
+
+
+def _run_prompt(
+    target: Target,
+    samples: Sequence[RenderedSample],
+    variants: Sequence[Variant],
+    batch_tokens: int,
+    question: str,
+    note: Note,
+    refused: Refused | None,
+    sampling: Sampling,
+    said: Conversations,
+) -> list[list[Row]]:
+    """`run_samples` of samples with one prompt, or of one turn of a conversation, after which `said` has it too."""
+    compared = [each for each in evicting(variants) if not samples[0].earlier or each.cell in said]
+    check_samples(target, samples, compared)
     prompt = samples[0].prompt_ids[None].to(target.model.device)
     pictures = samples[0].pictures.inputs() if samples[0].pictures else {}
     images = Images.among({name: each.to(target.model.device) for name, each in pictures.items()})
@@ -280,19 +287,24 @@ def run_samples(
     start = time.perf_counter()
     state = prefill(target.model, prompt, needs=needs, images=images)
     seconds = since(start) - state.seconds
-    asked = _ask(target, state, samples, batch_tokens, sampling)
-    whole = asked[-1:] if asked[-1].sample.earlier else asked  # a conversation's last question holds all before it
-    answers = DraftIds(torch.cat([ids for each in whole for ids in (each.question, each.answer)], dim=1))
+    asked = [_ask(target, state, each, batch_tokens, sampling) for each in samples]
+    answers = DraftIds(torch.cat([ids for each in asked for ids in (each.question, each.answer)], dim=1))
     decoding = sum(len(each.full.ids) / (each.full.tokens_per_second or 1.0) for each in asked)
     shared = SharedPrompt(target.model, state, answers, seconds, decoding, images)
     attended = shared.attention(), shared.ranks()
     full = FULL_CACHE, Compressed(state, Seconds(prefill=seconds), None)
     kept = {"recall": 1.0, "mass": 1.0, "tau": None}
     rows = [[row_of(target, each, *full, each.full, kept)] for each in asked]
+    before = said.get(FULL_CACHE.cell)
+    said[FULL_CACHE.cell] = torch.cat([prompt, _without_end(target, asked[0].full.ids)[None]], dim=1)
 
     def run(group: Sequence[Variant]) -> None:
-        for made, found in zip(rows, _rows_of_group(target, shared, attended, asked, group, note), strict=True):
-            made += found
+        own = [_own_prompt(prompt, before, said.get(variant.cell)) for variant in group]
+        found = _rows_of_group(target, shared, attended, asked, group, own, note, sampling)
+        for made, (of_group, _) in zip(rows, found, strict=True):
+            made += of_group
+        for variant, whole, ids in zip(group, own, found[0][1], strict=True):
+            said[variant.cell] = torch.cat([whole, _without_end(target, ids)[None]], dim=1)
 
     length = prompt.shape[1]
 
@@ -313,8 +325,12 @@ def run_samples(
     for each, made in zip(asked, rows, strict=True):
         more = {"prompt_tokens": length + each.question.shape[1], "question": question}
         made[:] = [row | more for row in made]
-    _add_earlier_answers(samples, rows)
     return rows
+
+
+def _own_prompt(prompt: Tensor, before: Tensor | None, own: Tensor | None) -> Tensor:
+    """The prompt [1, N] of a turn with a variant's own answers, where `before` are the full cache's and the turns."""
+    return prompt if before is None or own is None else torch.cat([own, prompt[:, before.shape[1] :]], dim=1)
 
 
 def _rows_of_group(
@@ -323,44 +339,40 @@ def _rows_of_group(
     attended: tuple[Tensor, Tensor],
     asked: Sequence[Asked],
     group: Sequence[Variant],
+    own: Sequence[Tensor],
     note: Note,
-) -> list[list[Row]]:
-    """For each question, the rows of variants that are decoded together; `attended`: `attention` and `ranks`."""
+    sampling: Sampling,
+) -> list[tuple[list[Row], list[Tensor]]]:
+    """For each question, the rows of variants that are decoded together, and their answers [T] int64.
+
+    `attended` are `attention` and `ranks`, `own` each variant's prompt [1, N] where its conversation is another one.
+    """
     (attention, ranks), methods = attended, [variant.method for variant in group]
     compressed = [shared.compress(method) for method in methods]
     measured = [
         {"recall": recall(each.kept, ranks), "mass": attention_mass(each.kept, attention), "tau": shared.tau(method)}
         for method, each in zip(methods, compressed, strict=True)
     ]
-    questions, answers, rows = list[Tensor](), list[Answered](), list[list[Row]]()
+    other = [place for place, prompt in enumerate(own) if not torch.equal(prompt, shared.state.tokens)]
+    rows = []
     for each in asked:
-        if each.sample.earlier:
-            before = zip(questions, answers, strict=True)
-            questions = [_next_question(target, question, said.ids, each.sample) for question, said in before]
-            answers = _answers(target, each, methods, compressed)
-            answers = _own_conversations(target, each, methods, compressed, answers, questions)
-        else:
-            questions, answers = [each.question] * len(group), _answers(target, each, methods, compressed)
+        answers = _answers(target, each, methods, compressed, sampling)
+        of_own = _own_answers(target, each, [methods[at] for at in other], [own[at] for at in other], sampling)
+        for place, ids in zip(other, of_own, strict=True):
+            answers[place] = replace(answers[place], ids=ids)
         columns = zip(group, compressed, answers, measured, strict=True)
-        rows.append([row_of(target, each, *column) for column in columns])
+        rows.append(([row_of(target, each, *column) for column in columns], [answered.ids for answered in answers]))
     for variant, state in zip(group, compressed, strict=True):
         if state.kept is not None:
             note([each.sample for each in asked], variant, state.kept)
     return rows
 
 
-def _ask(
-    target: Target, state: State, samples: Sequence[RenderedSample], batch_tokens: int, sampling: Sampling
-) -> list[Asked]:
-    """Every sample put to the full cache; a later turn of a conversation after the answers to the ones before."""
-    asked = list[Asked]()
-    for sample in samples:
-        rest = sample.question_ids[None].to(target.model.device)
-        if sample.earlier:
-            rest = _next_question(target, asked[-1].question, asked[-1].answer[0], sample)
-        limits = Limits(sample.max_new_tokens, target.end_tokens, batch_tokens)
-        asked.append(Asked(sample, rest, limits, *answer_full(target.model, state, rest, limits, sampling)))
-    return asked
+def _ask(target: Target, state: State, sample: RenderedSample, batch_tokens: int, sampling: Sampling) -> Asked:
+    """A sample put to the full cache."""
+    rest = sample.question_ids[None].to(target.model.device)
+    limits = Limits(sample.max_new_tokens, target.end_tokens, batch_tokens)
+    return Asked(sample, rest, limits, *answer_full(target.model, state, rest, limits, sampling))
 
 
 def sweep(
@@ -384,17 +396,17 @@ def sweep(
     Raises:
         UserError: as `run_samples`, and where every variant was refused.
     """
-    of_target, digest_of = target_digest(target) + (str(sampling) if sampling.temperature else ""), {}
+    of_target, digest_of = target_digest(target) + (f"all {sampling}" if sampling.temperature else ""), {}
     for variant in (columns := [FULL_CACHE, *evicting(variants)]):
         digest_of[variant.cell] = method_text(variant.method)
     for group in groups_of(samples, question):
         wanted = [sample.key not in done for sample in group]
         if not any(wanted):
             continue
-        contents = [sample_digest(sample) for sample in group]
+        contents, asks = [sample_digest(sample) for sample in group], "turns" if group[-1].earlier else question
         inputs = [
             {
-                cell: inputs_digest(of_target, contents, place, question, method)
+                cell: inputs_digest(of_target, contents, place, asks, method)
                 for cell, method in digest_of.items()
                 if cell not in (refused or ())
             }

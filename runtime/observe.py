@@ -186,6 +186,29 @@ def look_back(
     )
 
 
+def look_back_with_window(
+    model: PreTrainedModel,
+    state: State,
+    embeddings: Tensor,
+    window: int,
+    *,
+    reduce: Reduce,
+    observer_mask: Tensor | None = None,
+) -> list[Tensor]:
+    """`look_back`, where the last `window` tokens that the state has read observe too; 0 for none."""
+    look = functools.partial(look_back, model, state, embeddings, reduce=reduce, observer_mask=observer_mask)
+    if not window:
+        return look()
+    layers = state.layers
+    rows = min((recorded_queries(each, window).queries.shape[2] for each in layers), default=0)
+    real = observer_mask if observer_mask is not None else embeddings.new_ones(embeddings.shape[:2], dtype=torch.bool)
+
+    def with_window(place: int, observed: Tensor) -> Tensor:
+        return combine(window_attention(layers[place], rows, reduce.queries), observed, rows, real, reduce.queries)
+
+    return look(combined=with_window)
+
+
 def observe(
     model: PreTrainedModel,
     cache: Cache,

@@ -52,6 +52,7 @@ SMALL = {
     "compare": "",
     "plan": _MODEL,
     "plan train": f"{_MODEL} tokens=300 answer=8",
+    "plan ttft": f"{_MODEL} draft.id=null",
     "bench draft": f"{_MODEL} keep=[2] prompt_tokens=[100,300] samples=2 held_out=2 answer_tokens=4",
     "bench train": f"{_MODEL} tokens=60 answer_tokens=4 repeats=1",
     "bench eval": f"{_BENCH} tokens=320 answer_tokens=3 samples=1 methods=[snapkv] budgets=[48]",

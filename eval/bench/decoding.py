@@ -6,27 +6,34 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+import psutil
 import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.generation import StoppingCriteriaList
 
+from keepsight.eval.answers import entry_bytes, free_tokens
 from keepsight.eval.bench.measure import random_ids, read_greedily, require_room, seconds_of
+from keepsight.eval.bench.offload import random_state
 from keepsight.models.decoder import context_of
 from keepsight.models.draft_head import EagleHead
 from keepsight.models.targets import Target
+from keepsight.runtime.attention import Reader
 from keepsight.runtime.drafting.speculative import (
     Speculated,
     acceptance_by_position,
     acceptance_length,
     decode_speculatively,
 )
-from keepsight.runtime.generate import FullCache, Method, decode, end_ids, stop_after
-from keepsight.runtime.state import Needs, prefill
+from keepsight.runtime.generate import CacheMethod, FullCache, Method, decode, end_ids, stop_after
+from keepsight.runtime.join import can_join, join
+from keepsight.runtime.layer import GROWTH
+from keepsight.runtime.state import Needs, State, prefill
 
 _WARM_UP = 3
 """Steps that are not timed: the first ones make room for more entries and load kernels."""
+_MOST_ROWS = 1024
 
 
 def bench_decode(
@@ -42,7 +49,8 @@ def bench_decode(
     for method in methods.values():
         method.check(tokens, context_of(model))
     compared = {"full cache": FullCache(), **methods}
-    decoding = {name: _Decoding(model, each, ids) for name, each in tqdm(compared.items(), desc="prompts")}
+    prompts = tqdm(compared.items(), desc="prompts")
+    decoding = {name: _Decoding(each.reader(model), each.start(model, ids)) for name, each in prompts}
     for _ in tqdm(range(steps), desc="steps"):
         for each in decoding.values():
             each.step()
@@ -55,13 +63,57 @@ def bench_decode(
         yield f"{name:<{width}}{each.seconds * 1000:>11.1f}{batch / each.seconds:>10.1f}{ratios}{each.kv_mib:>9.1f}"
 
 
+def bench_largest(model: PreTrainedModel, methods: Mapping[str, Method], tokens: int, steps: int) -> Iterator[str]:
+    """A line for each method, in the largest batch that fits the free memory with it, and no more than `_MOST_ROWS`."""
+    require_room(model, tokens + _WARM_UP + steps)
+    ids = random_ids(model, 1, tokens)
+    for method in methods.values():
+        method.check(tokens, context_of(model))
+    compared, full = {"full cache": FullCache(), **methods}, 0.0
+    width = max(18, *(len(name) + 2 for name in methods))
+    yield f"rows of {tokens} tokens, median of {steps} steps, {torch.get_num_threads()} threads, {model.dtype}"
+    yield f"{'method':<{width}}{'rows':>6}{'ms a step':>11}{'tokens/s':>10}{'of full':>9}{'KV MiB':>9}"
+    for name, method in compared.items():
+        rows, decoding = _in_largest_batch(model, method, ids)
+        for _ in range(steps):
+            decoding.step()
+        speed = rows / decoding.seconds
+        full = full or speed
+        timed = f"{decoding.seconds * 1000:>11.1f}{speed:>10.1f}{speed / full:>9.2f}{decoding.kv_mib:>9.1f}"
+        yield f"{name:<{width}}{rows:>6}{timed}"
+        del decoding  # before the next batch is made
+
+
+@torch.no_grad()
+def _in_largest_batch(model: PreTrainedModel, method: Method, ids: Tensor) -> tuple[int, "_Decoding"]:
+    """The number of rows and their decoding: of copies of a prompt [1, N], or of random entries where none can join."""
+    alone, length, config = method.start(model, ids), ids.shape[1], model.config.get_text_config()
+    each = alone.kv_bytes * (1 + GROWTH + 2 / config.num_hidden_layers) + 8 * config.vocab_size  # and room to grow
+    rows = int(min(free_tokens(model) * entry_bytes(model) * 0.9 / each, _MOST_ROWS))
+    if not can_join(alone):  # it may hold entries in CPU memory, which come in powers of two
+        rows = min(rows, int(psutil.virtual_memory().available * 0.4 / (entry_bytes(model) * length)))
+    while True:
+        try:
+            return max(rows, 1), _Decoding(method.reader(model), _of_rows(model, method, alone, max(rows, 1), length))
+        except torch.OutOfMemoryError:
+            if rows < 2:
+                raise
+            rows //= 2
+
+
+def _of_rows(model: PreTrainedModel, method: Method, alone: State, rows: int, length: int) -> State:
+    if can_join(alone):
+        return join([alone] * rows)
+    assert isinstance(method, CacheMethod)
+    return method.compress(model, random_state(model, method.needs(), rows, length))
+
+
 class _Decoding:
-    """Greedy decoding after prompts [B, N], with the seconds that each step took."""
+    """Greedy decoding from a state, with the seconds that each step took."""
 
     @torch.no_grad()
-    def __init__(self, model: PreTrainedModel, method: Method, ids: Tensor) -> None:
-        self.reader = method.reader(model)
-        self.state = read_greedily(self.reader, method.start(model, ids), _WARM_UP)
+    def __init__(self, reader: Reader, state: State) -> None:
+        self.reader, self.state = reader, read_greedily(reader, state, _WARM_UP)
         self.taken: list[float] = []
 
     @torch.no_grad()

@@ -81,6 +81,7 @@ def _facts(rows: Sequence[Row], runs: Sequence[Settings]) -> dict[str, str]:
     prompts = [row["prompt_tokens"] for row in rows if "prompt_tokens" in row]
     versions = [(each.get("versions") or {}).items() for each in runs]
     facts = {
+        "table": _joined(each.get("table") for each in runs),
         "model": _joined(_named(_target(each).get("name"), _target(each).get("version")) for each in runs),
         "adapter": _joined(_named(_used(each, "adapter"), each.get("adapter_digest")) for each in runs),
         "retrieval head": _joined(_named(_used(each, "retrieval"), each.get("retrieval_digest")) for each in runs),

@@ -221,6 +221,17 @@ class Benchmark(ABC):
         """Tasks by the name that stands for them; the empty name is the benchmark's own."""
         return {"": self.TASKS}
 
+    def require(self, task: str, judge: str) -> None:
+        """Refuse a task whose files or judge are not named or cannot be had, before a model is loaded.
+
+        Args:
+            task: Its name in `TASKS`.
+            judge: As in `TaskRequest`.
+
+        Raises:
+            UserError: something is missing; one line says what to name.
+        """
+
     @abstractmethod
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         """The samples of one task, by its name in `TASKS`."""

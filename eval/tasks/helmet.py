@@ -1,4 +1,4 @@
-"""HELMET (arXiv:2410.02694): its recall, RAG, reranking and ICL tasks, from a folder with HELMET's own data."""
+"""HELMET (arXiv:2410.02694): recall, RAG, citations, reranking, ICL, long questions and summaries, from its data."""
 
 import hashlib
 import math
@@ -16,9 +16,9 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, fill_in, rows_of, text_field
-from keepsight.eval.tasks.metrics import metric, normalise
-from keepsight.eval.tasks.samples import RenderedSample, Sample, render
-from keepsight.files import Row
+from keepsight.eval.tasks.metrics import METRICS, metric, normalise
+from keepsight.eval.tasks.samples import HELMET_JUDGED, RenderedSample, Sample, render
+from keepsight.files import Row, read_json
 
 _SHOTS = 2
 _SEED = 42
@@ -36,6 +36,9 @@ class HelmetTask:
         metric: A key of `keepsight.eval.tasks.metrics.METRICS`.
         tokens: Generation length.
         examples: The file of the demonstrations.
+        demo: A demonstration of a long text's task.
+        shown: What stands around the demonstrations, with {demos}.
+        chat: Whether the prompt goes through the chat template.
     """
 
     prompt: str
@@ -44,6 +47,9 @@ class HelmetTask:
     metric: str
     tokens: int
     examples: str = ""
+    demo: str = ""
+    shown: str = ""
+    chat: bool = False
 
 
 _TABLE = yaml.safe_load((files("keepsight.eval.tasks") / "helmet.yaml").read_text(encoding="utf-8"))
@@ -56,14 +62,16 @@ Fields = Callable[[str, Row], tuple[dict[str, str], Any]]
 
 @dataclass
 class Helmet(Benchmark):
-    """HELMET: helmet_recall, _rag, _rerank and _icl, without the chat template, as its configurations have it.
+    """HELMET: helmet_recall, _rag, _cite, _rerank, _icl, _longqa and _summ, with the chat template where it has one.
 
-    Its long questions and summaries are missing: they take a model's verdicts and Llama 2's tokenizer. So are its
-    citations, which another model checks.
+    narrativeqa and the summaries need `judge.url`. Of citations the answers alone are scored: whether passages support
+    them is another model's verdict in HELMET. Long texts are cut by the base model's tokenizer, not by Llama 2's.
 
     Attributes:
-        dir: HELMET's `data` folder with ruler/, json_kv/, kilt/ and msmarco/; for ICL also icl/NAME/train.jsonl and
-            test.jsonl, rows of text and label (a whole number).
+        dir: HELMET's `data` folder with ruler/, json_kv/, kilt/, msmarco/ and alce/, `prompts` beside it. Further files
+            are rows from the Hub: of ICL icl/NAME/train.jsonl and test.jsonl with text and label (a whole number); of
+            long texts those in longqa/ and summ/ that an error names, with context, question, answer (a text or
+            several), options of choices, keypoints of summaries.
     """
 
     TASKS: ClassVar[tuple[str, ...]] = tuple(HELMET_TASKS)
@@ -72,15 +80,21 @@ class Helmet(Benchmark):
 
     @override
     def groups(self, protocol: Protocol) -> Mapping[str, Sequence[str]]:
-        kinds = ("recall", "rag", "rerank", "icl")
+        kinds = ("recall", "rag", "cite", "rerank", "icl", "longqa", "summ")
         return {"": self.TASKS, **{kind: [task for task in self.TASKS if task.startswith(kind)] for kind in kinds}}
 
     @override
-    def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
+    def require(self, task: str, judge: str) -> None:
         if self.dir is None:
             raise UserError(
                 "helmet tasks need helmet.dir=FOLDER, the `data` folder that HELMET's download script makes"
             )
+        if HELMET_TASKS[task].metric in HELMET_JUDGED and not judge:
+            raise UserError(f"task helmet_{task} needs a judge: judge.url=http://HOST:PORT/v1 judge.model=NAME")
+
+    @override
+    def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
+        self.require(task, request.judge)
         if wrong := [length for length in request.lengths if length not in _LENGTHS]:
             raise UserError(
                 f"helmet: lengths={wrong[0]} is none of {', '.join(map(str, _LENGTHS))}, its data's lengths"
@@ -99,6 +113,10 @@ class Helmet(Benchmark):
             fields_of = _rerank([row for _, row in _rows(examples)])
         elif task.startswith("rag"):
             fields_of = _rag([row for _, row in _rows(examples)])
+        elif task.startswith("cite"):
+            fields_of = _cited(examples, size)
+        elif entry.demo:
+            fields_of = _long(entry, [row for _, row in _rows(examples)], size, request.tokenizer)
         else:
             fields_of = _key_value if task == "recall_json_kv" else _needle
         question = entry.prompt.partition("{context}")[2]
@@ -114,7 +132,8 @@ class Helmet(Benchmark):
                 references=_texts(answers),
                 metric=entry.metric,
                 max_new_tokens=entry.tokens,
-                chat=False,
+                chat=entry.chat,
+                judge=request.judge if entry.metric in HELMET_JUDGED else "",
             )
             return [render(sample, request.tokenizer)]
 
@@ -123,6 +142,8 @@ class Helmet(Benchmark):
 
 @lru_cache(maxsize=2)
 def _rows(path: Path) -> list[tuple[str, Row]]:
+    if path.suffix == ".json" and path.is_file():
+        return [(f"{path}: {number}", row) for number, row in enumerate(read_json(path, list[Row]))]
     return list(rows_of(path, "helmet.dir must hold HELMET's data in its own layout"))
 
 
@@ -207,6 +228,65 @@ def _icl(examples: Path, shots: int) -> Fields:
     return fields
 
 
+def _cited(examples: Path, size: int) -> Fields:
+    """Questions about numbered passages (ALCE, arXiv:2305.14627); an answer of several aliases is one reference."""
+    if not examples.is_file():
+        raise UserError(f"{examples}: no such file; HELMET's `prompts` folder must lie beside helmet.dir")
+    texts = read_json(examples, dict[str, Any])
+    rng = random.Random(_SEED)
+
+    def passages(docs: Sequence[Row]) -> str:
+        return "\n\n".join(_filled(texts["doc_prompt"], each | {"ID": place}) for place, each in enumerate(docs, 1))
+
+    def fields(where: str, row: Row) -> tuple[dict[str, str], Any]:
+        shown = [
+            _filled(
+                texts["demo_prompt"], each | {"instruction": texts["instruction"], "context": passages(each["docs"])}
+            )
+            for each in rng.sample(texts["demos"], _SHOTS)
+        ]
+        given = {"demos": "".join(f"{each}\n\n\n" for each in shown), "instruction": texts["instruction"]}
+        given |= {"question": text_field(where, row, "question"), "context": passages(row["docs"][:size])}
+        aliases = [each["short_answers"] for each in row["qa_pairs"]] if "qa_pairs" in row else row["answers"]
+        return given, ["\n".join(each) for each in aliases]
+
+    return fields
+
+
+def _filled(template: str, row: Row) -> str:
+    return fill_in(template, {name: str(value) for name, value in row.items()})
+
+
+def _long(entry: HelmetTask, examples: Sequence[Row], size: int, tokenizer: Any) -> Fields:
+    """Questions about a long text, or its summary, of which `size` tokens stay; the answer, and a summary's points."""
+    end = " ... [the rest of the text is omitted]"
+    spare = len(tokenizer(end, add_special_tokens=False)["input_ids"])
+
+    def fields(where: str, row: Row) -> tuple[dict[str, str], Any]:
+        text = text_field(where, row, "context")
+        places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        others = [each for each in examples if each is not row]
+        shown = [_filled(entry.demo, _options(each)[0]) for each in random.Random(_SEED).sample(others, _SHOTS)]
+        given, answers = _options(row)
+        given["demos"] = fill_in(entry.shown, {"demos": "\n\n".join(shown)})
+        given["context"] = text if len(places) <= size else text[: places[size - spare - 1][1]] + end
+        return given, [*answers, *row.get("keypoints", [])]
+
+    return fields
+
+
+def _options(row: Row) -> tuple[dict[str, str], list[str]]:
+    """The question, its options and the first answer of a row as texts; and the answers."""
+    answers = [*_texts(row["answer"])]
+    given = {"question": str(row.get("question", "")), "answer": answers[0].strip()}
+    if "options" in row:
+        lettered = {letter: f"{letter}. {option}" for letter, option in zip("ABCD", row["options"], strict=True)}
+        right = "ABCD"[row["options"].index(answers[0])]
+        given |= {"options": "\n".join(lettered.values()), "answer": right}
+        answers = [right, lettered[right]]
+    return given, answers
+
+
 def _demonstrations(own: str, key: str, rows: Sequence[Row]) -> list[Row]:
     """The first of a shuffling seeded by the question, each question once and never the row's own."""
     import numpy as np  # not at the top: `--help` imports this module
@@ -267,3 +347,33 @@ def _ndcg(prediction: str, reference: str) -> float:
 
 def _discounted(gains: list[int]) -> float:
     return sum(gain / math.log2(place + 2) for place, gain in enumerate(gains[:10]))
+
+
+@metric("letter_or_option")
+def _letter_or_option(prediction: str, reference: str) -> float:
+    """Whether the prediction is the letter, after `Answer:` where it says that, or holds the option with its letter."""
+    if len(reference) > 1:
+        return float(reference.lower() in prediction.lower())
+    line = re.sub(r"^.*?answer:", "", prediction.replace("\n", " "), flags=re.IGNORECASE)
+    return float(reference.lower() in (normalise(prediction), normalise(line)))
+
+
+def _found(prediction: str, sample: Sample) -> float:
+    """The share of the references of which an alias, one a line, occurs in the prediction (ALCE's STR-EM)."""
+    text = normalise(prediction)
+    hits = [any(normalise(alias) in text for alias in each.split("\n")) for each in sample.references]
+    return sum(hits) / len(hits)
+
+
+METRICS["short_answers"] = _found
+
+
+def _listed(prediction: str, sample: Sample) -> float:
+    """How many of 5 references, or of all where they are fewer, a list with commas holds (QAMPARI's recall of 5)."""
+    parts = re.sub(r"\[\d+\]", "", prediction.split("\n")[0]).rstrip(". ").split(",")
+    items = {normalise(each) for each in parts}
+    hits = sum(any(normalise(alias) in items for alias in each.split("\n")) for each in sample.references)
+    return min(1.0, hits / min(5, len(sample.references)))
+
+
+METRICS["listed_answers"] = _listed

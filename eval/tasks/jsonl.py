@@ -63,20 +63,17 @@ class Jsonl(Benchmark):
     dir: str | None = None
     files: list[str] = field(default_factory=list)
 
-    def require_folder(self) -> None:
-        """Refuse a `dir` that is no folder, before a model is loaded.
-
-        Raises:
-            UserError: it is none.
-        """
-        if self.dir is not None and not Path(self.dir).is_dir():
+    @override
+    def require(self, task: str, judge: str) -> None:
+        if self.dir is None:
+            raise UserError("tasks=[jsonl] needs jsonl.dir=FOLDER with JSONL files and a tasks.json")
+        if not Path(self.dir).is_dir():
             raise UserError(f"{self.dir}: no such folder; jsonl.dir takes a folder of .jsonl files")
 
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
-        if self.dir is None:
-            raise UserError("tasks=[jsonl] needs jsonl.dir=FOLDER with JSONL files and a tasks.json")
-        self.require_folder()
+        self.require(task, request.judge)
+        assert self.dir is not None
         made: list[RenderedSample] = []
         for file in _choose_files(Path(self.dir), self.files):
 

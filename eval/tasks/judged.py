@@ -21,7 +21,7 @@ _LONGEST_ANSWER = 32768
 
 @dataclass
 class MtBench(Benchmark):
-    """MT-Bench (arXiv:2306.05685): questions in two turns, answered greedily from one cache; needs `judge.url`.
+    """MT-Bench (arXiv:2306.05685): questions in two turns, each compressed with all before it; needs `judge.url`.
 
     Attributes:
         file: FastChat's question.jsonl; else the Hub's copy.
@@ -33,8 +33,13 @@ class MtBench(Benchmark):
     references: str | None = None
 
     @override
+    def require(self, task: str, judge: str) -> None:
+        _require_judge("mt_bench", judge)
+        next(self._rows(), None)
+
+    @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
-        _require_judge("mt_bench", request)
+        self.require(task, request.judge)
         answers = dict(_reference_answers(Path(self.references))) if self.references else {}
 
         def make(where: str, row: Row, _: int) -> list[RenderedSample]:
@@ -114,11 +119,16 @@ class LongWriter(Benchmark):
         return {}
 
     @override
-    def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
+    def require(self, task: str, judge: str) -> None:
         if self.file is None:
             raise UserError("longwriter tasks need longwriter.file=FILE, LongWriter's longbench_write.jsonl")
         if not task:
-            _require_judge("longwriter", request)
+            _require_judge("longwriter", judge)
+
+    @override
+    def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
+        self.require(task, request.judge)
+        assert self.file is not None
 
         def make(where: str, row: Row, number: int) -> list[RenderedSample]:
             return [self._sample(task, where, row, number + 1, request)]
@@ -157,6 +167,6 @@ def _wanted_length(prediction: str, reference: str) -> float:
     return max(0.0, 1 - (wanted / words - 1) / 2) if words else 0.0
 
 
-def _require_judge(task: str, request: TaskRequest) -> None:
-    if not request.judge:
+def _require_judge(task: str, judge: str) -> None:
+    if not judge:
         raise UserError(f"task {task} needs a judge: judge.url=http://HOST:PORT/v1 judge.model=NAME")

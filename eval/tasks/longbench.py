@@ -101,6 +101,11 @@ class LongBench(Benchmark):
         return {name: available(tasks) for name, tasks in {"": _ENGLISH, "zh": _CHINESE, "e": _BY_LENGTH}.items()}
 
     @override
+    def require(self, task: str, judge: str) -> None:
+        if self.dir is None:
+            _archive()
+
+    @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         name, rows = task.removeprefix("e_"), self._rows(task)
         entry = longbench_tasks()[name]
@@ -123,7 +128,7 @@ class LongBench(Benchmark):
         if self.dir is not None:
             yield from rows_of(Path(self.dir) / _file_name(task), "without longbench.dir it is taken from the Hub")
             return
-        archive = hub_file("THUDM/LongBench", "data.zip", "name a folder with its files: longbench.dir=FOLDER")
+        archive = _archive()
         with zipfile.ZipFile(archive) as members, members.open(f"data/{_file_name(task)}") as lines:
             yield from json_rows(f"{archive}:{task}", enumerate(lines, start=1))
 
@@ -158,6 +163,10 @@ class LongBench(Benchmark):
             clean=protocol.clean,
         )
         return replace(render(sample, tokenizer), is_cut=prompt != whole)
+
+
+def _archive() -> Path:
+    return hub_file("THUDM/LongBench", "data.zip", "name a folder with its files: longbench.dir=FOLDER")
 
 
 def without_middle(prompt: str, limit: int, tokenizer: Any) -> str:
@@ -289,9 +298,16 @@ class LongBenchV2(Benchmark):
     max_tokens: int = 0
 
     @override
-    def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
+    def require(self, task: str, judge: str) -> None:
+        self._path()
+
+    def _path(self) -> Path:
         advice = "name its data.json: longbench_v2.file=FILE"
-        path = hub_file("THUDM/LongBench-v2", "data.json", advice) if self.file is None else Path(self.file)
+        return hub_file("THUDM/LongBench-v2", "data.json", advice) if self.file is None else Path(self.file)
+
+    @override
+    def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
+        path = self._path()
         limit = self.max_tokens or request.context - _V2_TOKENS - _TEMPLATE_TOKENS
         rows = ((f"{path}: {row.get('_id')}", row) for row in _v2_rows(path) if row.get("length") == task)
 

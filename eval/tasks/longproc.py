@@ -67,7 +67,7 @@ class LongProc(Benchmark):
         return {"": [task for task in self.TASKS if task in allowed]}
 
     @override
-    def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
+    def require(self, task: str, judge: str) -> None:
         if self.dir is None:
             raise UserError("longproc tasks need longproc.dir=FOLDER with what LongProc's load_longproc_data returns")
         if task.startswith("pseudo_to_code") and not (self.run_programs and shutil.which("g++")):
@@ -75,6 +75,10 @@ class LongProc(Benchmark):
                 f"longproc_{task} compiles and runs what the model writes: install g++, and allow it with "
                 "longproc.run_programs=true"
             )
+
+    @override
+    def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
+        self.require(task, request.judge)
         rows = ((where, row) for where, row in self._rows() if row.get("task") == task)
 
         def make(where: str, row: Row, number: int) -> list[RenderedSample]:

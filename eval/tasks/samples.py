@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+HELMET_JUDGED = ("helmet-answer", "helmet-summary")
+"""The metrics of samples that HELMET's prompts for a judge are for: answers to questions, and summaries."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """A prompt with its references.
@@ -72,7 +76,7 @@ class RenderedSample(Sample):
     Attributes:
         prompt_ids: [N] int64, the compressed part of the input: the whole prompt, or the text before the question.
         question_ids: [q] int64, read with the compressed cache; empty when the prompt is whole. A later turn of a
-            conversation has the prompt of the first, and as its question the text between two answers.
+            conversation has the prompt of the first, and here what stands between the answer before and its own.
         pictures: The images in the prompt, a `keepsight.eval.tasks.milebench.Pictures`; None for none.
         is_cut: Whether the prompt was too long and lost its middle, as in LongBench.
     """
@@ -141,7 +145,7 @@ def render_apart(sample: RenderedSample, tokenizer: Any) -> RenderedSample:
 
 
 def render_turns(samples: Sequence[Sample], tokenizer: Any) -> list[RenderedSample]:
-    """The turns of one conversation in order; all have the prompt of the first, which alone is compressed."""
+    """The turns of one conversation in order; a later one's prompt is whole once the answers before it are known."""
     first, answer = render(samples[0], tokenizer), "\N{OBJECT REPLACEMENT CHARACTER}"
     rendered = [first]
     for sample in samples[1:]:

@@ -22,7 +22,7 @@ from keepsight.commands.from_recipe import draft_of, resources_of, target_of
 from keepsight.commands.variants import require_evict, variants_of
 from keepsight.data_gen.store import read_training_samples
 from keepsight.errors import UserError, printable
-from keepsight.eval.bench.decoding import bench_decode, bench_speculate
+from keepsight.eval.bench.decoding import bench_decode, bench_largest, bench_speculate
 from keepsight.eval.bench.engine import bench_vllm
 from keepsight.eval.bench.eviction import bench_evict, bench_operators
 from keepsight.eval.bench.measure import require_room
@@ -73,7 +73,10 @@ def _evicting(methods: Mapping[str, Method]) -> dict[str, Evict]:
 def decode(config: BenchDecode) -> None:
     """Measure decoding steps."""
     target, methods = _methods(config)
-    _print(bench_decode(target.model, methods, config.tokens, config.batch, config.answer_tokens))
+    if config.batch:
+        _print(bench_decode(target.model, methods, config.tokens, config.batch, config.answer_tokens))
+    else:
+        _print(bench_largest(target.model, methods, config.tokens, config.answer_tokens))
 
 
 def serve(config: BenchServe) -> None:

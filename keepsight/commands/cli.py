@@ -71,12 +71,15 @@ def command_of(given: Sequence[str]) -> tuple[str, list[str]]:
 def execute(name: str, arguments: Sequence[str]) -> None:
     """Run a command, and say how long it took."""
     from keepsight.commands.config import COMMANDS
+    from keepsight.commands.recipe import table_of
 
     logging.basicConfig(format="%(message)s")
     start, config = time.perf_counter(), configuration(name, arguments)
     module, _, function = COMMANDS[name][1].partition(":")
     getattr(importlib.import_module(f"keepsight.commands.{module}"), function)(config)
     seconds = time.perf_counter() - start
+    if (table := table_of(config)) and os.environ.get("RANK", "0") == "0":
+        print(f"table: {table}")
     if seconds > 5 and os.environ.get("RANK", "0") == "0":
         took = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
         print(f"keepsight {name} took {took}", file=sys.stderr)
@@ -156,7 +159,7 @@ def _help(name: str, arguments: list[str], whole: bool) -> str:
     from keepsight.commands.arguments import overrides_of
     from keepsight.commands.config import COMMANDS
     from keepsight.commands.parse import compose_config, keys_of
-    from keepsight.commands.recipe import recipes
+    from keepsight.commands.recipe import presets_of, recipes
 
     schema = COMMANDS[name][0]
     notes = {key.name: key.note for key in keys_of(schema)}
@@ -178,6 +181,9 @@ def _help(name: str, arguments: list[str], whole: bool) -> str:
     if hidden:
         listed = f"--help all shows these too: {', '.join(dict.fromkeys(hidden))}"
         lines += textwrap.wrap(listed, width, subsequent_indent="  ")
+    if "preset" in notes:
+        listed = ", ".join(presets_of(schema)) or "none for this command"
+        lines += textwrap.wrap(f"presets: {listed}", width, subsequent_indent="  ", break_on_hyphens=False)
     if "recipe" in shown:
         lines += textwrap.wrap(f"recipes: {', '.join(recipes())}", width, subsequent_indent="  ")
     return "\n".join(lines)

@@ -19,6 +19,7 @@ from keepsight.commands.config_shared import (
     DraftConfig,
     EvalKeys,
     NonEmpty,
+    OfTable,
     TaskKeys,
     Training,
     UsesMethods,
@@ -213,12 +214,13 @@ class TrainRetrievalHead(CardKeys):
 
 
 @dataclass
-class Eval(TaskKeys):
+class Eval(OfTable, TaskKeys):
     """keepsight eval: score methods and KV budgets from one prefill per sample.
 
         keepsight eval adapter=runs/adapter tasks=niah_single lengths=512,1024 budgets=64,128 samples=20 out=runs/eval
         keepsight eval tasks=jsonl jsonl.dir=DIR max_tokens=2048 methods=full,snapkv,lookaheadkv out=runs/real
         keepsight eval "methods=[snapkv,{name: snapkv, allocate: adakv},{name: evict, observer: short_keys}]" ...
+        keepsight eval recipe=llama8b preset=lookaheadkv-longbench adapter=DIR draft.id=ID out=DIR    # a paper's table
         accelerate launch -m keepsight eval ...                    # samples divided over processes, results merged once
 
     A method is a name (see docs/methods.md), or one with options: a field of the method, such as window, sinks,
@@ -227,8 +229,8 @@ class Eval(TaskKeys):
     same command is run again; with more samples, tasks, lengths, methods or budgets only what is missing is run.
 
     Attributes:
-        temperature: Samples the full cache's answers, with which methods are compared (theirs are greedy); 0 decodes
-            greedily. The draws depend on the seed and on the prompt.
+        temperature: Samples the answers, with the same draws for the full cache and the methods; 0 decodes greedily.
+            The draws depend on the seed and on the prompt.
         top_p: Samples from the likeliest tokens that together have this probability.
         max_batch_tokens: Most KV entries per head in one decoding batch over all variants; 0 for a quarter of the free
             memory.
@@ -238,8 +240,8 @@ class Eval(TaskKeys):
     """
 
     COMMON: ClassVar = (
-        *("out", "model.id", "adapter", "tasks", "lengths", "samples", "methods", "budgets", "max_new_tokens"),
-        *("question", "jsonl.dir", "reuse"),
+        *("out", "preset", "model.id", "adapter", "tasks", "lengths", "samples", "methods", "budgets"),
+        *("max_new_tokens", "question", "jsonl.dir", "reuse"),
     )
     temperature: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -422,6 +424,7 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "serve": (serving.Serve, "serve:run"),
     "plan": (benchmarks.Plan, "plan:run"),
     "plan train": (benchmarks.PlanTrain, "plan:run_training"),
+    "plan ttft": (benchmarks.PlanTtft, "plan:run_ttft"),
     "fit": (Fit, "fit:run"),
     "bench train": (benchmarks.BenchTrain, "bench:train"),
     "bench eval": (benchmarks.BenchEval, "bench:sweep"),

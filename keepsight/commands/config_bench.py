@@ -3,11 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from keepsight.commands.config_shared import (
     Counts,
     NonEmpty,
+    OfTable,
     TaskKeys,
     UsesMethods,
     UsesModel,
@@ -91,6 +92,31 @@ class PlanTrain(UsesModel):
 
 
 @dataclass
+class PlanTtft(UsesMethods):
+    """keepsight plan ttft: the time to first token on a GPU, and what methods add to it, by arithmetic.
+
+        keepsight plan ttft recipe=llama3.1-8b draft.id=meta-llama/Llama-3.2-1B-Instruct
+        keepsight plan ttft recipe=qwen3-8b card=A100 lengths=8192,131072 measured=results/gpu.csv
+
+    The model of LookaheadKV (arXiv 2603.10899, appendix B): every pass takes as long as its operations at 0.7 of the
+    card's rate, or its bytes at 0.9 of its bandwidth; soft tokens, a draft's tokens and a window's are 32 each. Only
+    configurations are fetched; model.dtype=auto means bfloat16.
+
+    Attributes:
+        card: The GPU: A100, H100, H100 NVL, H200 or B200.
+        lengths: Prompt lengths in tokens.
+        budget: KV entries of the cache from which LAQ writes its draft.
+        measured: CSV of make bench-gpu, whose times of the same card and model stand beside; none by default.
+    """
+
+    COMMON: ClassVar = ("card", "lengths", "budget", "measured", "model.id", "draft.id", "draft.layers")
+    card: str = "H100"
+    lengths: Counts = field(default_factory=lambda: [4096, 8192, 16384, 32768])
+    budget: PositiveInt = 128
+    measured: str | None = None
+
+
+@dataclass
 class Lengths:
     """The size of what is timed.
 
@@ -104,7 +130,7 @@ class Lengths:
 
 
 @dataclass
-class Benched(UsesMethods):
+class Benched(OfTable, UsesMethods):
     """Keys of benchmarks of methods.
 
     Attributes:
@@ -178,16 +204,16 @@ class BenchDecode(Lengths, Benched):
 
     Prints for each method: milliseconds a step, tokens per second, the ratio to the full cache's step and to that of
     the first method named, and the memory of the KV entries. Methods take turns, so that ratios are right on a machine
-    whose speed varies; all caches are in memory at once. The prefill and the eviction are not timed.
+    whose speed varies; all caches are in memory at once, unless batch=0. The prefill and the eviction are not timed.
 
     Attributes:
-        batch: Batch size.
+        batch: Batch size; 0 for the largest that fits the free memory with each method, one method after the other.
         answer_tokens: Decoding steps that are timed, after three to warm up.
     """
 
     tokens: PositiveInt = 4096
     budgets: Counts = field(default_factory=lambda: [128])
-    batch: PositiveInt = 1
+    batch: NonNegativeInt = 1
     answer_tokens: PositiveInt = 32
 
 

@@ -113,6 +113,17 @@ class UsesMethods(UsesModel):
 
 
 @dataclass
+class OfTable:
+    """Key of every command that measures a table of a paper.
+
+    Attributes:
+        preset: Table of a paper, whose values the keys have that are not given; see below.
+    """
+
+    preset: str | None = None
+
+
+@dataclass
 class DataKeys(UsesModel):
     """Which training data is made, and who answers.
 

@@ -20,7 +20,8 @@ from keepsight import __version__
 from keepsight.commands.config import Eval as Config
 from keepsight.commands.config_shared import ModelConfig, TaskKeys
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
-from keepsight.commands.variants import import_plugins, variants_of
+from keepsight.commands.recipe import table_of
+from keepsight.commands.variants import ALL, import_plugins, variants_of
 from keepsight.errors import BadRow, UserError, printable
 from keepsight.eval.answers import Sampling, default_batch_tokens
 from keepsight.eval.kept_tokens import KeptTokens, first_of_each
@@ -84,7 +85,9 @@ def run(config: Config) -> None:
     if unjudged:
         first = printable(str(unjudged[0]))
         print(f"{len(unjudged)} samples have no verdict, such as {first}; run the command again to ask again")
-    if refused:
+    if said and ALL in config.methods:
+        print(printable("; ".join(f"{variant} was {why}" for variant, why in said.items())))
+    elif refused:
         (name, budget), error = next(iter(refused.items()))
         raise UserError(
             f"{name} at budget {budget} was left out: {error}; the rows of the other methods are in {out}"
@@ -96,13 +99,12 @@ def check(config: TaskKeys) -> None:
     """Import the plugins, and check the tasks and the folder.
 
     Raises:
-        UserError: a task is unknown, `jsonl.dir` is no folder, or `out` cannot be written to.
+        UserError: a task is unknown or lacks its files or judge, or `out` cannot be written to.
     """
     import_plugins(config.plugins)
     for name in config.tasks:
-        for benchmark, _ in tasks_of(config, name, protocol_named(config.protocol)):
-            if benchmark is config.jsonl:
-                config.jsonl.require_folder()
+        for benchmark, task in tasks_of(config, name, protocol_named(config.protocol)):
+            benchmark.require(task, config.judge.name)
     require_writable(Path(config.out))
 
 
@@ -225,6 +227,7 @@ def settings_of(config: Config, target: Target, variants: list[Variant]) -> dict
         "retrieval": config.retrieval,
         "retrieval_digest": ", ".join(_head_digests(config, variants)) or None,
         "versions": versions,
+        "table": table_of(config),
         "command": shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "keepsight"), *sys.argv[1:]]),
     }
 

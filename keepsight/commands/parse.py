@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
 from keepsight.commands.arguments import Key, texts_of, unknown_key, value_of
-from keepsight.commands.recipe import Choice, chosen, say_once, values_of
+from keepsight.commands.recipe import Choice, chosen, preset_values, say_once, values_of
 from keepsight.errors import UserError
 from keepsight.models.lookahead_settings import SELECTIONS
 
@@ -82,7 +82,7 @@ def _several(text: str, is_list: bool) -> list[str]:
 
 
 def compose_config(schema: type, overrides: Sequence[str]) -> tuple[DictConfig, Choice]:
-    """The values of a configuration's keys: the arguments', else the recipe's, else the defaults; and the recipe.
+    """The values of a configuration's keys: the arguments', the preset's, the recipe's, the defaults; and the recipe.
 
     Types are checked.
     """
@@ -94,8 +94,9 @@ def compose_config(schema: type, overrides: Sequence[str]) -> tuple[DictConfig, 
     if unknown := [name for name in given if name not in kinds]:
         raise UserError(unknown_key(unknown[0], kinds))
     values = values_of(choice)
-    presets = [_preset(kinds, each.get("selection")) for each in (values, given)]
-    composed: Any = OmegaConf.merge(OmegaConf.structured(schema), presets[0], values, presets[1])
+    of_recipe, of_arguments = (_selecting(kinds, each.get("selection")) for each in (values, given))
+    table = preset_values(schema, given.get("preset"))
+    composed: Any = OmegaConf.merge(OmegaConf.structured(schema), of_recipe, values, table, of_arguments)
     for name, text in given.items():
         try:
             OmegaConf.update(composed, name, value_of(name, kinds[name], text))
@@ -104,8 +105,8 @@ def compose_config(schema: type, overrides: Sequence[str]) -> tuple[DictConfig, 
     return composed, choice
 
 
-def _preset(kinds: Mapping[str, Any], selection: str | None) -> dict[str, Any]:
-    """The `selection=` preset of a module in training. Single keys written after it override it."""
+def _selecting(kinds: Mapping[str, Any], selection: str | None) -> dict[str, Any]:
+    """What `selection=` stands for in training. Single keys written after it override it."""
     return {"lookahead": SELECTIONS.get(selection or "", {})} if "lookahead.queries" in kinds else {}
 
 

@@ -1,4 +1,4 @@
-"""keepsight plan: memory of a method that keeps KV entries on the CPU, and of training a lookahead module."""
+"""keepsight plan: memory of entries on the CPU and of training a lookahead module; time to the first token."""
 
 from dataclasses import replace
 from functools import partial
@@ -10,12 +10,15 @@ from matplotlib.ticker import MaxNLocator
 from transformers import PreTrainedModel
 
 from keepsight.commands.config_bench import Plan as Config
-from keepsight.commands.config_bench import PlanTrain
+from keepsight.commands.config_bench import PlanTrain, PlanTtft
+from keepsight.commands.config_shared import ModelConfig, UsesModel
 from keepsight.commands.from_recipe import outline_of
 from keepsight.errors import UserError
+from keepsight.eval.bench.first_token import measured_on, table_lines
+from keepsight.eval.bench.roofline import CARDS, known_card
 from keepsight.eval.report.figures import GRID, STYLES, look
 from keepsight.files import read_bytes, require_writable, size_text, write_png
-from keepsight.models.decoder import context_of
+from keepsight.models.decoder import context_of, decoder_of
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import QUANTIZE
@@ -118,6 +121,25 @@ def _figure(plan: MemoryPlan, name: str, context: int) -> Figure:
     panel.yaxis.set_major_locator(MaxNLocator(integer=True))
     look(panel)
     return figure
+
+
+def run_ttft(config: PlanTtft) -> None:
+    """Print the table."""
+    if config.card not in CARDS:
+        raise UserError(f"card={config.card} is unknown; choose one of {', '.join(CARDS)}")
+    measured = measured_on(Path(config.measured), config.card, config.model.id) if config.measured else {}
+    model, draft = outline_of(config), None
+    if config.draft.id is not None:
+        given = ModelConfig(config.draft.id, config.draft.revision, dtype=config.model.dtype)
+        draft = outline_of(UsesModel(given))
+    elif config.draft.layers is not None:
+        draft = outline_of(config)
+        draft.config.get_text_config(decoder=True).num_hidden_layers = len(config.draft.layers)
+        layers = decoder_of(draft).layers
+        del layers[len(config.draft.layers) :]
+    print("\n".join(table_lines(model, draft, known_card(config.card), config.lengths, config.budget, measured)))
+    if draft is None:
+        print("speckv needs a draft: draft.id= or draft.layers=")
 
 
 def run_training(config: PlanTrain) -> None:

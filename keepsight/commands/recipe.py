@@ -1,15 +1,16 @@
-"""Recipes: the values of keys that the arguments do not give, and how they follow from the model."""
+"""Recipes and presets: the values of keys that the arguments do not give, by model and by table of a paper."""
 
 import functools
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
@@ -67,6 +68,61 @@ def values_of(choice: Choice) -> DictConfig:
     GlobalHydra.instance().clear()
     with initialize_config_module("keepsight.recipes", version_base="1.3"):
         return OmegaConf.masked_copy(compose(f"recipe/{choice.name}"), list(choice.sections))
+
+
+class Preset(NamedTuple):
+    """A table of a paper: what it is called, the command that measures it, and the values of the command's keys."""
+
+    table: str
+    command: str
+    values: dict[str, Any]
+
+
+@functools.cache
+def presets() -> dict[str, Preset]:
+    """Every file in recipes/preset/, by name."""
+    found = sorted(Path(str(path)) for path in (files("keepsight.recipes") / "preset").iterdir())
+    read = {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in found if path.suffix == ".yaml"}
+    return {name: Preset(content.pop("table"), content.pop("command"), content) for name, content in read.items()}
+
+
+def presets_of(schema: type) -> dict[str, Preset]:
+    """The presets of the command with this schema, which its docstring names."""
+    return {
+        name: each for name, each in presets().items() if str(schema.__doc__).startswith(f"keepsight {each.command}:")
+    }
+
+
+def preset_values(schema: type, name: str | None) -> dict[str, Any]:
+    """The values of a preset; none without a name.
+
+    Raises:
+        UserError: the command has no such preset.
+    """
+    known = presets_of(schema)
+    if name is None:
+        return {}
+    if name not in known:
+        others = f"; keepsight {presets()[name].command} has it" if name in presets() else ""
+        raise UserError(f"preset={name} is unknown here{others}; choose one of {', '.join(known) or 'no preset'}")
+    return known[name].values
+
+
+def table_of(config: Any) -> str | None:
+    """The table that a configuration measures by `preset=`, with the keys whose values are not the table's."""
+    if not (name := getattr(config, "preset", None)):
+        return None
+    changed = [*_differing(presets()[name].values, config)]
+    return presets()[name].table + (f"; with other {', '.join(changed)}" if changed else "")
+
+
+def _differing(values: Mapping[str, Any], config: Any, prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        own = getattr(config, name)
+        if is_dataclass(own):
+            yield from _differing(value, own, f"{prefix}{name}.")
+        elif own != value:
+            yield prefix + name
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from keepsight.commands.config_serving import Evicting, Paged
+from keepsight.commands.recipe import say_once
 from keepsight.errors import UserError
 from keepsight.eval.results import FULL
 from keepsight.eval.sweep import Variant
@@ -24,13 +25,16 @@ from keepsight.serving.prefix import alphabet_of, letters_of
 def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resources: Resources) -> list[Variant]:
     """Every method at every budget; the arguments are the command's keys of these names.
 
+    Among the methods `all` stands for every one that can be made from what there is, with its defaults; a line names
+    the others.
+
     Raises:
         UserError: nothing is named, something twice, or a method cannot be made; one line says which.
     """
     variants: list[Variant] = []
     for budget in budgets:
         Budget(budget).check(f"budgets={budgets}")
-    for given in methods:
+    for given in _with_all(methods, budgets, resources):
         if given == FULL or given == {"name": FULL}:
             continue  # the sweep always answers from the full cache first
         for name, label, options in _by_bits(*_read_method(given), bits):
@@ -41,6 +45,29 @@ def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resourc
     if not variants:
         raise UserError("methods= and budgets= must name at least one method that evicts, and one budget")
     return variants
+
+
+ALL = "all"
+
+
+def _with_all(methods: list[Any], budgets: list[Any], resources: Resources) -> list[Any]:
+    """The methods, with names in place of `all`."""
+    if ALL not in methods:
+        return methods
+    made, left = list[str](), dict[str, list[str]]()
+    for name in METHODS:
+        if name in (FULL, "evict"):  # a composition has no defaults
+            continue
+        try:
+            for budget in budgets if takes(name, "budget") else [None]:
+                make_method(name, budget, resources)
+            made.append(name)
+        except UserError as error:
+            left.setdefault(str(error).partition(": ")[2], []).append(name)
+    said = "; ".join(f"{', '.join(names)}: {why}" for why, names in left.items())
+    say_once(f"methods=all leaves out {said}" if said else "")
+    others = [given for given in methods if given != ALL]
+    return [*(name for name in made if name not in others), *others]
 
 
 def import_plugins(names: Iterable[str]) -> None:

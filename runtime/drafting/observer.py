@@ -1,6 +1,5 @@
 """Draft tokens observe the prompt from the positions of the answer: the observer of SpecKV, DapQ and the oracle."""
 
-import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
@@ -13,7 +12,7 @@ from keepsight.errors import require_whole
 from keepsight.runtime import registry
 from keepsight.runtime.generate import decode, end_ids, stop_after
 from keepsight.runtime.importance import Reduce
-from keepsight.runtime.observe import Observer, combine, look_back, recorded_queries, window_attention
+from keepsight.runtime.observe import Observer, look_back_with_window
 from keepsight.runtime.state import Needs, State
 
 
@@ -82,18 +81,8 @@ class DraftObserver(Observer):
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
         draft = self.drafter(model, state)
         embeddings = model.get_input_embeddings()(draft.ids)
-        look = functools.partial(look_back, model, state, embeddings, reduce=reduce, observer_mask=draft.mask)
-        if not self.window:
-            return look()
-        layers = state.layers
-        rows = min((recorded_queries(each, self.window).queries.shape[2] for each in layers), default=0)
-        real = draft.mask if draft.mask is not None else torch.ones_like(draft.ids, dtype=torch.bool)
-
-        def with_window(place: int, of_draft: Tensor) -> Tensor:
-            of_window = window_attention(layers[place], rows, reduce.queries)
-            return combine(of_window, of_draft, rows, real, reduce.queries)
-
-        return look(combined=with_window)
+        mask, window = draft.mask, self.window or 0
+        return look_back_with_window(model, state, embeddings, window, reduce=reduce, observer_mask=mask)
 
     @override
     def needs(self) -> Needs:

@@ -8,14 +8,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
+from keepsight.errors import require_whole
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.lookahead_settings import HeadWeights, LookaheadSettings
 from keepsight.runtime import registry
 from keepsight.runtime.allocate import Adaptive, Allocation, Global, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce
-from keepsight.runtime.observe import Observer, look_back
-from keepsight.runtime.state import State
+from keepsight.runtime.observe import Observer, look_back_with_window
+from keepsight.runtime.state import Needs, State
 
 
 @registry.observer("soft_tokens")
@@ -25,15 +26,25 @@ class SoftTokens(Observer):
 
     Attributes:
         artifact: The adapter.
+        window: Number of last prompt tokens that observe too, without the LoRA (appendix E.2).
     """
 
     artifact: LookaheadAdapter
+    window: int = 0
     signed = False
+
+    def __post_init__(self) -> None:
+        require_whole("soft tokens", window=self.window)
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
         with self.artifact.attached(model) as tokens:
-            return look_back(model, state, tokens.expand(len(state.logits), -1, -1), reduce=reduce)
+            embeddings = tokens.expand(len(state.logits), -1, -1)
+            return look_back_with_window(model, state, embeddings, self.window, reduce=reduce)
+
+    @override
+    def needs(self) -> Needs:
+        return Needs(window=self.window)
 
     @override
     def positions(self) -> int:

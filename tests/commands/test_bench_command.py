@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from keepsight.eval.bench import eviction
+from keepsight.eval.bench import decoding, eviction
 from keepsight.models.card import Provenance
 from keepsight.models.retrieval_head import RetrievalHead
 from tests.commands.commands import DATA, CommandLine
@@ -77,6 +77,20 @@ def test_decoding_steps_against_the_full_cache(keepsight: CommandLine) -> None:
         assert of_full == pytest.approx(milliseconds / full[0], rel=0.2)
         assert of_first == pytest.approx(milliseconds / snapkv[0], rel=0.2)  # printed with few digits
     assert snapkv[4] == adakv[4] < full[4], "KV MiB held"
+
+
+def test_decoding_in_the_largest_batch_of_each_method(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "_MOST_ROWS", 6)
+    monkeypatch.setattr(decoding, "free_tokens", lambda _: 700)
+    given = ("tokens=90", "methods=[snapkv,{name: specache, group: 8}]", "answer_tokens=2", "batch=0")
+    title, names, *lines = keepsight("bench", "decode", *METHODS, *given).splitlines()
+    assert title.startswith("rows of 90 tokens, median of 2 steps, ") and names.split()[:2] == ["method", "rows"]
+    rows = {line[:18].strip(): [float(each) for each in line[18:].split()] for line in lines}
+    assert list(rows) == ["full cache", "snapkv 48", "specache group=8"]
+    assert [each[0] for each in rows.values()] == [3, 6, 2], "SpeCache: 64 whole, 64 fetched"
+    for count, milliseconds, speed, of_full, _ in rows.values():
+        assert speed == pytest.approx(count * 1000 / milliseconds, rel=0.2)
+        assert of_full == pytest.approx(speed / rows["full cache"][2], rel=0.2)
 
 
 def test_operators_of_methods(keepsight: CommandLine) -> None:

@@ -14,6 +14,7 @@ import pytest
 from keepsight.commands import eval as evaluation
 from keepsight.commands import variants
 from keepsight.commands.cli import main
+from keepsight.commands.recipe import say_once
 from keepsight.eval.tasks.jsonl import RULER_METRIC
 from keepsight.files import append_lines, one_writer, read_json, read_jsonl, write_json, write_lines
 from keepsight.models.chat import chat_text
@@ -80,6 +81,29 @@ def test_every_method_and_budget_has_a_row_and_a_mean(
     assert printed.startswith(shown) and head.startswith("<|user|>A special magic number is hidden")
     assert tail.partition("\n---\n")[0].endswith("mentioned in the provided text is")
     assert len(plots) == 4 and all((here / "out" / name).read_bytes().startswith(b"\x89PNG") for name in plots)
+
+
+def test_all_methods_are_those_that_can_be_made(
+    keepsight: CommandLine, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What lacks trained weights is named before the model is loaded, what refuses the model at the end."""
+    say_once.cache_clear()
+    small = ("lengths=[320]", "samples=1", "budgets=[80]", "max_new_tokens=3", "pages=0", "question=unseen")
+    given = (*TINY, *NEEDLES, "draft.layers=[0,2]", *small)
+    assert main(last_of_each_key(["eval", *given, "methods=[all,{name: kivi, group: 8}]"])) == 0
+    printed, said = capsys.readouterr()
+    (line,) = [each for each in said.splitlines() if each.startswith("methods=all leaves out ")]
+    scored = "kvzap, fastkvzip, trimkv, dbtrimkv, locret: needs scorer=FILE_FOLDER_OR_HUB_ID, its published weights"
+    assert scored in line and "r2c: option 'relevance' is missing" in line
+    assert "specontext: needs retrieval=FOLDER_OR_HUB_ID; train one with train_retrieval_head.py" in line
+    ran = {row["method"] for row in rows_of(here / "out")}
+    (ending,) = [each for each in printed.splitlines() if "fastv at budget 80 was left out: FastV leaves out" in each]
+    refused = {each.split(" at budget ")[0] for each in re.split(r"; (?=\S+ at budget )", ending)}
+    left = set(
+        re.findall(r"[\w+]+(?=[,:] )", re.sub(r": [^;]*(;|$)", ": ;", line.removeprefix("methods=all leaves out ")))
+    )
+    assert ran | refused | left | {"evict"} == {*known.METHODS, "kivi group=8"} and not ran & (refused | left)
+    assert len(ran) > 30
 
 
 def test_a_stopped_evaluation_goes_on(

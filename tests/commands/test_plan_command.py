@@ -179,3 +179,30 @@ def test_flops_are_those_of_the_matrices(here: Path) -> None:
     layer = 2 * (2 * width * width + 2 * width * kv + 3 * width * inner)
     attention = 2 * (512**2 - 256**2) * 32 * 8
     assert flops[1] - flops[0] == pytest.approx(4 * (256 * layer + attention), rel=0.1)
+
+
+def test_the_time_to_the_first_token_is_that_of_the_passes(keepsight: CommandLine, here: Path) -> None:
+    """Llama 3.1 8B on an H100, by hand: 989 TFLOP/s and 3.35 TB/s, of which 0.7 and 0.9 are reached."""
+    from keepsight.eval.bench.roofline import SHAPES
+
+    SHAPES["llama-3.1-8b"].save_pretrained(here / "llama-3.1-8b")
+    columns = "card,kind,model,tokens,method,first_s\n"
+    rows = ("full,0.2", '"lookaheadkv, uniform",0.21', "snapkv,")
+    lines = [f"NVIDIA H100 80GB HBM3,generate,llama-3.1-8b,8192,{row}" for row in rows]
+    (here / "gpu.csv").write_text(columns + "\n".join(lines))
+    given = ("model.id=llama-3.1-8b", "lengths=[8192]", "measured=gpu.csv", "draft.layers=[0,1,2,3]")
+    _, names, *found = keepsight("plan", "ttft", *given).splitlines()
+    assert names.split()[:2] == ["tokens", "method"]
+    cells = {line[9:27].strip(): line[27:].split() for line in found}
+    assert list(cells) == ["forward pass only", "lookaheadkv", "snapkv", "speckv", "laq"]
+    weights, attention = 6_979_321_856, 4 * 8192 * 4096 * 32 * 4096
+    flops = 2 * 8192 * weights + attention + 2 * 128256 * 4096
+    assert float(cells["forward pass only"][0]) == pytest.approx(flops / 1e12, abs=0.01)
+    assert float(cells["forward pass only"][2]) == pytest.approx(flops / (989e12 * 0.7) * 1e3, abs=0.1)
+    overhead = {name: float(each[3]) for name, each in cells.items() if name != "forward pass only"}
+    step = (8_030_261_248 * 2 + 2 * 32 * 8 * 128 * 2 * 160) / (3.35e12 * 0.9) * 1e3  # reads the weights
+    assert overhead["laq"] == pytest.approx(32 * step + 2 * overhead["snapkv"], rel=0.01)
+    assert overhead["snapkv"] < overhead["lookaheadkv"] < 3 < overhead["speckv"] < overhead["laq"]
+    assert (cells["forward pass only"][-1], cells["lookaheadkv"][-1]) == ("200.0", "210.0")
+    assert keepsight.fails("plan", "ttft", *given[:1], "card=H1").startswith("card=H1 is unknown; choose one of A100")
+    assert keepsight.fails("plan", "ttft", *given[:1], "measured=no.csv").startswith("measured=no.csv: no such file")

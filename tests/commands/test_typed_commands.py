@@ -40,6 +40,8 @@ ADDED = {
     "mixture=paper": "mixture=offline",  # its data sets are on the Hub
     "mixture=smollm2": "mixture=offline",
     "tasks=[ruler": "tasks=[ruler_vt,longbench] lengths=[800]",
+    "preset=lookaheadkv-longbench": "longbench.dir=data/longbench draft.id=null",
+    "preset=specache-throughput": "methods=[{name: specache, group: 32}] batch=2",
     "milebench.dir": "model.id=runs/vl draft.id=runs/vl-draft draft.layers=null",
 }
 """What else a test adds to lines with these words."""

@@ -217,3 +217,32 @@ def test_a_judge_that_refuses_parameters_is_asked_without_them() -> None:
         and len(heard.bodies) == 6
         and heard.bodies[-1].keys() == {"model", "messages", "max_completion_tokens"}
     )
+
+
+def test_helmets_answers_and_summaries_are_marked() -> None:
+    """Fluency times correctness; a summary's fluency times the F1 of its points and sentences."""
+    question = "\n\nQuestion: Who?"
+    answer = Sample("1", "t", 1, f"text{question}", ("Ada", "A."), "helmet-answer", 9, question=question, judge="j")
+    with endpoint(lambda _: 'So {"fluency": 1, "correctness": 2}') as heard:
+        (judged,) = Judge(heard.url, mode="pairwise").score(answer, rows("Bob"))
+    assert judged["score"] == pytest.approx(2 / 3)
+    (message,) = heard.bodies[0]["messages"]
+    assert message["content"].endswith("\n\nQuestion: Who?\nCorrect answers: Ada; A.\nAnswer: Bob")
+    said = {"key points": '{"recall": 1}', "sentences": '{"precision": 3, "sentences": 4}', "fluency": '{"fluency": 1}'}
+
+    def say(body: dict[str, Any]) -> str:
+        text = body["messages"][0]["content"].split("\n")[0]
+        return next(words for part, words in said.items() if part in text)
+
+    summary = Sample("1", "t", 1, "text", ("expert's", "one", "two"), "helmet-summary", 9, judge="j")
+    with endpoint(say) as heard:
+        (judged,) = Judge(heard.url).score(summary, rows("short"))
+        assert judged["score"] == pytest.approx(2 * 0.5 * 0.75 / 1.25) and len(judged["judgments"]) == 3
+        asked = [body["messages"][0]["content"] for body in heard.bodies]
+        assert any("Key points:\n1. one\n2. two\n" in each for each in asked)
+        assert any("Expert's summary: expert's\n" in each for each in asked)
+        said["fluency"] = '{"fluency": 0}'
+        assert Judge(heard.url).score(summary, rows("short"))[0]["score"] == 0
+        said["key points"] = '{"recall": 3}'  # of two
+        with pytest.raises(BadRow, match="no verdict on t/1 in 5 tries"):
+            Judge(heard.url).score(summary, rows("short"))

@@ -251,18 +251,20 @@ def test_in_bfloat16_no_sample_changes_another(target: Target, variants: list[Va
     assert [[row | CLOCKS for row in rows] for rows in together] == [[row | CLOCKS for row in rows] for rows in alone]
 
 
-def test_the_full_caches_answer_may_be_sampled(target: Target) -> None:
-    """By the seed and the prompt; a method's own answer stays its greedy one, and one that keeps all has no excess."""
-    variants = [Variant("whole", SnapKV(10_000)), Variant("snapkv", SnapKV(40))]
+def test_answers_may_be_sampled(target: Target) -> None:
+    """By the seed and the prompt: a method that keeps all answers as the full cache does, and has no excess."""
+    every = SnapKV(10_000, window=8, every=4)  # answers alone
+    variants = [Variant("whole", SnapKV(10_000)), Variant("snapkv", SnapKV(40)), Variant("every", every)]
     rendered = [render(SAMPLE, target.tokenizer)]
 
     def made(seed: int) -> list[dict[str, Any]]:
         return run_samples(target, rendered, variants, MANY, sampling=Sampling(1.5, 0.95, seed))[0]
 
-    full, whole, evicted = made(0)
+    full, whole, evicted, alone = made(0)
     greedy = run(target, SAMPLE, variants)
     assert full["answer"] != greedy[0]["answer"] and full["agreement"] < 1 == greedy[0]["agreement"]
     assert whole["excess_nll"] == pytest.approx(0, abs=1e-5) and whole["agreement"] == full["agreement"]
-    assert (whole["answer"], evicted["answer"]) == (greedy[1]["answer"], greedy[2]["answer"])
-    assert [each["answer"] for each in made(0)] == [full["answer"], whole["answer"], evicted["answer"]]
+    assert whole["answer"] == alone["answer"] == full["answer"] and whole["first_difference"] is None
+    assert evicted["answer"] not in (full["answer"], greedy[2]["answer"])
+    assert [each["answer"] for each in made(0)] == [each["answer"] for each in (full, whole, evicted, alone)]
     assert made(1)[0]["answer"] != full["answer"]

@@ -1,4 +1,4 @@
-"""Conversations: the first turn's prompt is compressed once, and each variant goes on from its own answers."""
+"""Conversations: every turn's prompt is compressed, and each variant goes on from its own answers."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,9 +10,9 @@ from torch import Tensor
 from keepsight.eval.sweep import Variant, groups_of, run_samples, sweep
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render_turns
 from keepsight.models.targets import Target
-from keepsight.runtime.generate import decode, stop_after
+from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.methods import AdaKV, KeyNorm, Kivi, SnapKV, StreamingLLM, Truncation
-from keepsight.runtime.state import State, prefill, read
+from keepsight.runtime.state import State, prefill
 from tests.eval.rows import CLOCKS, comparable
 from tests.runtime.scoring import score_answer
 
@@ -63,40 +63,48 @@ def test_turns_are_what_the_chat_template_makes_of_the_conversation(
     assert all(turn.prompt_ids is turns[0].prompt_ids for turn in turns)
 
 
-def test_every_variant_goes_on_from_what_it_has_said(target: Target, turns: list[RenderedSample]) -> None:
+def test_every_variant_goes_on_from_what_it_has_said_and_evicts_from_it(
+    target: Target, turns: list[RenderedSample]
+) -> None:
     rows = run_samples(target, turns, VARIANTS, MANY)
-    prompt = turns[0].prompt_ids[None]
     texts = []
     for place, variant in enumerate([None, *VARIANTS]):
-        method = variant.method if variant else None
-        state = method.start(target.model, prompt) if method else prefill(target.model, prompt)
-        model = method.reader(target.model) if method and not state.joins else target.model
-        said, before = list[Tensor](), list[str]()
+        method, whole, before = variant.method if variant else FullCache(), turns[0].prompt_ids[None], list[str]()
         for turn, made in zip(turns, rows, strict=True):
-            question = torch.cat([*said, turn.question_ids[None]], dim=1)
-            state, said = read(model, state, question)[0] if question.shape[1] else state, []
-            answer = decoded(target, model, state)
+            whole = torch.cat([whole, turn.question_ids[None]], dim=1)
+            answer = decoded(target, method.reader(target.model), method.start(target.model, whole))
             text: Any = target.tokenizer.decode(answer[0], skip_special_tokens=True)
             assert made[place]["answer"] == text, (variant, turn.task)
             assert made[place].get("before", []) == before
             before.append(text)
-            said.append(without_end(target, answer))
+            whole = torch.cat([whole, without_end(target, answer)], dim=1)
         texts.append(tuple(before))
     assert len(set(texts)) > 4
+    assert [made[1]["kept"] for made in rows] == [40, 40, 40]
+    assert all(made[0]["prompt_tokens"] > 100 + place for place, made in enumerate(rows))
 
 
 def test_later_turns_are_measured_in_the_full_caches_conversation(target: Target, turns: list[RenderedSample]) -> None:
     rows = [made[1] for made in run_samples(target, turns, VARIANTS[:1], MANY)]
     prompt = turns[0].prompt_ids[None]
-    state, whole, question = SnapKV(40).start(target.model, prompt), prefill(target.model, prompt), prompt[:, :0]
     for turn, row in zip(turns, rows, strict=True):
-        question = torch.cat([question, turn.question_ids[None]], dim=1)
-        if question.shape[1]:
-            state, whole = (read(target.model, each, question)[0] for each in (state, whole))
+        prompt = torch.cat([prompt, turn.question_ids[None]], dim=1)
+        whole, state = prefill(target.model, prompt), SnapKV(40).start(target.model, prompt)
         answer = decoded(target, target.model, whole)
         (nll, _), (base, _) = (score_answer(target.model, each.copy(), answer) for each in (state, whole))
         assert row["excess_nll"] == pytest.approx((nll - base).mean().item(), abs=1e-4)
-        question = without_end(target, answer)
+        prompt = torch.cat([prompt, without_end(target, answer)], dim=1)
+
+
+def test_a_short_first_turn_leaves_a_later_one_to_evict_from(target: Target) -> None:
+    """As in MT-Bench: of most questions nothing is evicted before the first answer."""
+    samples = [
+        Sample("0", f"turn_{place}", 128, turn, ("fox",), "qa_f1", 12, earlier=("Who?",)[:place])
+        for place, turn in enumerate(("Who?", TURNS[0]))
+    ]
+    turns = render_turns(samples, target.tokenizer)
+    first, second = (made[1] for made in run_samples(target, turns, VARIANTS[:1], MANY))
+    assert first["kept"] == len(turns[0].prompt_ids) < 40 == second["kept"] < second["prompt_tokens"]
 
 
 def test_small_batches_and_blocks_change_nothing(

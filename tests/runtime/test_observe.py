@@ -16,11 +16,12 @@ from keepsight.runtime.attention import run
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.features import RecordFeatures
-from keepsight.runtime.importance import NO_POOL
+from keepsight.runtime.importance import NO_POOL, Reduce
 from keepsight.runtime.methods import LAQ, DapQ, LAQPlus, Oracle, SnapKV, laq
 from keepsight.runtime.methods.drafts import PromptEnds
-from keepsight.runtime.methods.lookaheadkv import LookaheadKV
+from keepsight.runtime.methods.lookaheadkv import LookaheadKV, SoftTokens
 from keepsight.runtime.methods.positions import RandomScores
+from keepsight.runtime.methods.window import PromptWindow
 from keepsight.runtime.observe import as_observed
 from keepsight.runtime.state import Needs, State, prefill, read
 from keepsight.train.eviction import GatedLayer
@@ -169,3 +170,17 @@ def test_a_module_says_whether_its_importance_is_weighed(tmp_path: Any) -> None:
     assert LookaheadAdapter.load(folder).settings.value_norm
     assert LookaheadKV.from_pretrained(folder, 12).value_norm
     assert not LookaheadKV.from_pretrained(folder, 12, value_norm=False).value_norm
+
+
+@torch.no_grad()
+def test_a_window_beside_the_soft_tokens_counts_by_its_rows(tmp_path: Path) -> None:
+    """LookaheadKV's appendix E.2: five soft tokens and the last six of the prompt."""
+    alone = LookaheadKV.from_pretrained(save(random_module(), tmp_path), 40)
+    assert isinstance(alone.observer, SoftTokens)
+    model, (ids, _) = tiny_model(), prompt_ids(LENGTH)
+    state = prefill(model, ids, needs=Needs(window=6))
+    both = replace(alone.observer, window=6)
+    assert both.needs().window == 6
+    observed = (each(model, state, Reduce()) for each in (alone.observer, PromptWindow(6), both))
+    for soft, window, together in zip(*observed, strict=True):
+        assert_close(together, (5 * soft + 6 * window) / 11)

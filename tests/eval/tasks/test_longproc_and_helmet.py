@@ -1,5 +1,6 @@
 """LongProc and HELMET from files in their own layouts."""
 
+import json
 import math
 import shutil
 from collections import Counter
@@ -203,7 +204,77 @@ def test_what_is_missing(tmp_path: Path, words: Any) -> None:
         made(tmp_path, "helmet_rag", words)
     with pytest.raises(UserError, match="helmet: lengths=1000 is none of 4096, 8192"):
         made(tmp_path, "helmet", words, lengths=[1000])
-    assert len(Helmet().groups(request_of(words).protocol)[""]) == 14
+    assert len(Helmet().groups(request_of(words).protocol)[""]) == 21
     put(tmp_path, "icl/nlu/train.jsonl", [{"text": "t", "label": None}])
     with pytest.raises(UserError, match=r"train\.jsonl: expected rows of text and label"):
         made(tmp_path, "helmet_icl_nlu", words)
+
+
+def test_questions_about_a_long_text_are_cut_and_show_two_others(tmp_path: Path, words: Any) -> None:
+    rows = [{"context": f"story {n}", "question": f"Who {n}?", "answer": [f"Ada {n}"]} for n in range(3)]
+    rows[0]["context"] = "word " * 9000
+    put(tmp_path, "longqa/infbench_qa.jsonl", rows)
+    first, second, _ = made(tmp_path, "helmet_longqa_infbench_qa", words, lengths=[8192])
+    demos = sorted(f"[story text]\nQuestion: Who {n}?\nAnswer: Ada {n}" for n in (1, 2))
+    head, _, rest = first.prompt.partition("For example:\n\n")
+    assert head.endswith("using a single phrase if possible.\n\n")
+    shown, _, text = rest.partition("\n\nNow, read the following story:\n\n")
+    assert sorted(shown.split("\n\n")) == demos
+    context, _, question = text.partition(" ... [the rest of the text is omitted]")
+    assert (context.count("word"), question) == (7982 - 8, "\n\nQuestion: Who 0?") and first.question == question
+    assert second.prompt.endswith("story 1\n\nQuestion: Who 1?")
+    assert (first.chat, first.length, first.max_new_tokens) == (True, 8192, 10)
+    assert score(first, "Ada 0") == pytest.approx(1)
+    assert made(tmp_path, "helmet_longqa_infbench_qa", words) == []  # HELMET has none at 4096
+
+
+def test_choices_are_lettered(tmp_path: Path, words: Any) -> None:
+    row = {"context": "story", "question": "Who?", "options": ["Ada", "Bob", "Cy", "Di"]}
+    put(tmp_path, "longqa/infbench_choice.jsonl", [{**row, "answer": [name]} for name in ("Bob", "Di", "Ada")])
+    sample = made(tmp_path, "helmet_longqa_infbench_choice", words, lengths=[8192])[0]
+    assert sample.prompt.endswith("story\n\nQuestion: Who?\nOptions:\nA. Ada\nB. Bob\nC. Cy\nD. Di")
+    assert "A. Ada\nB. Bob\nC. Cy\nD. Di\nAnswer: D" in sample.prompt and sample.references == ("B", "B. Bob")
+    scores = {said: score(sample, said) for said in ("B", "b.", "Answer: B", "It is B. Bob, I think", "Bob", "A or B")}
+    assert list(scores.values()) == [1, 1, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("task", "fields", "answers"),
+    [
+        ("asqa", {"qa_pairs": [{"short_answers": ["1999", "99"]}, {"short_answers": ["Rome"]}]}, ["In Rome [1].", 0.5]),
+        ("qampari", {"answers": [["Ada", "A. L."], ["Bob"], ["Cy"]]}, ["ada [1], Bob [2][3], Zed [4].", 2 / 3]),
+    ],
+)
+def test_citations_show_numbered_passages(
+    tmp_path: Path, words: Any, task: str, fields: dict[str, Any], answers: list[Any]
+) -> None:
+    docs = [{"title": f"T{n}", "text": f"text {n}"} for n in range(40)]
+    put(tmp_path, f"data/alce/{task}_eval_gtr_top2000.json", [])
+    (tmp_path / f"data/alce/{task}_eval_gtr_top2000.json").write_text(
+        json.dumps([{"question": "Q?", "docs": docs, **fields}])
+    )
+    prompts = {
+        "instruction": "Cite.",
+        "demo_prompt": "{instruction}|{question}|{context}|{answer}",
+        "doc_prompt": "[{ID}](Title: {title}): {text}",
+        "demos": [{"question": f"D{n}?", "answer": "A [1].", "docs": docs[:1]} for n in range(3)],
+    }
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts" / f"{task}_revised.json").write_text(json.dumps(prompts))
+    (sample,) = made(tmp_path / "data", f"helmet_cite_{task}", words, lengths=[8192])
+    assert sample.prompt.count("Cite.|D") == 2 and "|[1](Title: T0): text 0|A [1].\n\n\n" in sample.prompt
+    assert "Cite.\n\nQuestion: Q?\n\n[1](Title: T0): text 0\n\n[2]" in sample.prompt
+    assert sample.prompt.endswith("[30](Title: T29): text 29") and sample.chat
+    assert score(sample, answers[0]) == pytest.approx(answers[1])
+
+
+def test_summaries_and_answers_are_for_a_judge(tmp_path: Path, words: Any) -> None:
+    rows = [{"context": f"papers {n}", "answer": f"Summary {n}", "keypoints": ["one", "two"]} for n in range(2)]
+    put(tmp_path, "summ/multi_lexsum.jsonl", rows)
+    put(tmp_path, "summ/multi_lexsum_train.jsonl", rows)
+    sample, _ = made(tmp_path, "helmet_summ_multi_lexsum", words, lengths=[8192], judge="gpt-4 single")
+    assert sample.references == ("Summary 0", "one", "two") and sample.judge == "gpt-4 single"
+    assert sample.prompt.endswith("Legal documents:\npapers 0\n\nNow please summarize the case.")
+    for task in ("summ_multi_lexsum", "longqa_narrativeqa"):
+        with pytest.raises(UserError, match=f"task helmet_{task} needs a judge"):
+            made(tmp_path, f"helmet_{task}", words, lengths=[8192])
