@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: every key of every command, from the configuration; `results/` beside the pages."""
+"""Hooks of mkdocs: every key of every command, `results/` beside the pages, a search that works from disk."""
 
 import functools
 import json
@@ -43,3 +43,9 @@ def on_files(files: Files, config: Any) -> None:
     """Called by mkdocs once: the page of results links to the files of `results/`."""
     for path in sorted((Path(__file__).parents[1] / "results").iterdir()):
         files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
+
+
+def on_post_build(config: Any) -> None:
+    """Called by mkdocs at the end: the search's index as a script too, as a page opened from disk can fetch no JSON."""
+    index = Path(config.site_dir) / "search" / "search_index.json"
+    index.with_suffix(".js").write_text(f"var __index = {index.read_text('utf-8')}", "utf-8")

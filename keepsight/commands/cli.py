@@ -171,9 +171,11 @@ def _help(name: str, arguments: list[str], whole: bool) -> str:
     if "model.id" in notes:
         shown.insert(shown.index("model.id") if "model.id" in shown else len(shown), "recipe")
         values["recipe"], notes["recipe"] = choice.name or "none", "A model with its settings, see below."
-    lines = inspect.cleandoc(str(schema.__doc__)).partition("\nAttributes:")[0].splitlines()
-    lines += ["", "keys (key=value) with the values that they have now:"]
-    width = min(shutil.get_terminal_size().columns, 120)
+    width, lines = min(shutil.get_terminal_size().columns, 100), list[str]()
+    for part in inspect.cleandoc(str(schema.__doc__)).partition("\nAttributes:")[0].strip().split("\n\n"):
+        example = part.startswith("    ")
+        lines += [*(part.splitlines() if example else textwrap.wrap(" ".join(part.split()), width)), ""]
+    lines += ["keys (key=value), with the values that will be used:"]
     for key in shown:
         value = functools.reduce(operator.getitem, key.split("."), values)
         note = notes[key] if whole else notes[key].partition(". ")[0].removesuffix(".")

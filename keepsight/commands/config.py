@@ -46,7 +46,7 @@ class Data(DataKeys):
 
         keepsight data recipe=smollm2-135m out=runs/data limit=200
         keepsight data recipe=llama8b mixture=my_mixture.yaml out=runs/data limit=20000
-        keepsight data recipe=llama8b backend=server server.url=http://localhost:8000/v1 out=runs/data limit=20000
+        keepsight data recipe=llama8b backend=server server.url=http://localhost:8000/v1 out=runs/data
         keepsight data stats runs/data
 
     Writes shards; a run that was killed resumes when the same command is run again.
@@ -92,8 +92,8 @@ class Train(CardKeys):
     """keepsight train: train a lookahead module to predict which prompt entries the model's answers attend to.
 
         accelerate launch train_lookahead.py recipe=smollm2-135m data=runs/data out=runs/adapter
-        python train_lookahead.py recipe=smollm2-135m data=runs/data out=runs/adapter train.steps=50 train.held_out=4
-        keepsight train data=runs/data out=runs/ablation 'lookahead.tokens=[8,16,32]' 'lookahead.rank=[8,32]'
+        python train_lookahead.py data=runs/data out=runs/adapter train.steps=50 train.held_out=4
+        keepsight train data=runs/data out=runs/sizes 'lookahead.tokens=[8,16]' 'lookahead.rank=[8,32]'
 
     Writes the adapter, its model card and training curves to `out`. A training that was stopped resumes from its last
     checkpoint when the same command is run again.
@@ -133,7 +133,7 @@ class Finetune(Training):
         keepsight finetune recipe=smollm2-135m adapter=runs/adapter data=runs/data out=runs/finetuned
         accelerate launch -m keepsight finetune recipe=llama3.1-8b adapter=DIR data=DIR out=DIR
         keepsight finetune adapter=runs/adapter data=runs/data out=runs/finetuned max_prompt_tokens=4096
-        keepsight finetune adapter=runs/adapter data=runs/data out=runs/weighted finetune.freeze_module=true
+        keepsight finetune adapter=runs/adapter data=runs/data out=runs/new finetune.freeze_module=true
 
     The base model reads its own answer behind a soft form of the selection. The gradient of the KL divergence from its
     predictions with the full cache trains the soft tokens, the LoRA and one weight per KV head, by which the head's
@@ -165,7 +165,7 @@ class TrainDraftHead(CardKeys):
     """keepsight train_draft_head: train an EAGLE-3 draft head.
 
         accelerate launch train_draft_head.py recipe=smollm2-135m data=runs/data out=runs/draft_head
-        python train_draft_head.py recipe=smollm2-135m data=runs/data out=runs/draft_head model.dtype=bfloat16
+        python train_draft_head.py data=runs/data out=runs/draft_head model.dtype=bfloat16
 
     Writes the head, its model card and training curves to `out`. A training that was stopped resumes from its last
     checkpoint when the same command is run again.
@@ -190,9 +190,9 @@ class TrainDraftHead(CardKeys):
 class TrainRetrievalHead(CardKeys):
     """keepsight train_retrieval_head: prune a draft head to a retrieval head, and distil the model's attention into it.
 
-        accelerate launch train_retrieval_head.py recipe=smollm2-135m head=runs/head data=runs/data out=runs/retrieval
-        python train_retrieval_head.py head=runs/head data=runs/data out=runs/retrieval retrieval_head.features=none
-        python train_retrieval_head.py head=runs/retrieval data=runs/data out=runs/further retrieval_head.groups=2
+        accelerate launch train_retrieval_head.py head=runs/head data=runs/data out=runs/retrieval
+        python train_retrieval_head.py head=runs/head data=DIR out=DIR retrieval_head.features=none
+        python train_retrieval_head.py head=runs/retrieval data=DIR out=DIR retrieval_head.groups=2
 
     Writes the head, its model card and training curves to `out`. A training that was stopped resumes from its last
     checkpoint when the same command is run again. A retrieval head as head= is distilled further, and may get groups
@@ -217,11 +217,11 @@ class TrainRetrievalHead(CardKeys):
 class Eval(OfTable, TaskKeys):
     """keepsight eval: score methods and KV budgets from one prefill per sample.
 
-        keepsight eval adapter=runs/adapter tasks=niah_single lengths=512,1024 budgets=64,128 samples=20 out=runs/eval
-        keepsight eval tasks=jsonl jsonl.dir=DIR max_tokens=2048 methods=full,snapkv,lookaheadkv out=runs/real
-        keepsight eval "methods=[snapkv,{name: snapkv, allocate: adakv},{name: evict, observer: short_keys}]" ...
-        keepsight eval recipe=llama8b preset=lookaheadkv-longbench adapter=DIR draft.id=ID out=DIR    # a paper's table
-        accelerate launch -m keepsight eval ...                    # samples divided over processes, results merged once
+        keepsight eval adapter=runs/adapter tasks=niah lengths=512,1024 budgets=64,128 out=runs/eval
+        keepsight eval tasks=jsonl jsonl.dir=DIR methods=full,snapkv,lookaheadkv out=runs/real
+        keepsight eval "methods=[full,{name: evict, observer: short_keys, allocate: adakv}]" ...
+        keepsight eval recipe=llama8b preset=lookaheadkv-longbench adapter=DIR draft.id=ID out=DIR
+        accelerate launch -m keepsight eval ...     # divides the samples over processes
 
     A method is a name (see docs/methods.md), or one with options: a field of the method, such as window, sinks,
     every (evict while decoding too), or a part: observer, reduce, pool, allocate. `out` gets results.jsonl (a row per
@@ -360,7 +360,7 @@ class Fit(DataKeys, EvalKeys):
 
         keepsight fit HuggingFaceTB/SmolLM2-135M-Instruct out=runs/smollm2
         keepsight fit recipe=llama3.1-8b mixture=paper limit=20000 max_new_tokens=512 out=runs/llama8b
-        keepsight fit recipe=smollm2-135m module=retrieval methods=full,specontext,quest out=runs/retrieval
+        keepsight fit recipe=smollm2-135m module=retrieval methods=full,specontext out=runs/retrieval
         keepsight fit recipe=demo          # the demo: SmolLM2-135M, less than ten minutes on two cores
         accelerate launch -m keepsight fit recipe=llama3.1-8b out=runs/llama8b
 

@@ -219,7 +219,7 @@ class BenchDecode(Lengths, Benched):
 
 @dataclass
 class BenchOps(Benched):
-    """keepsight bench ops: operators and device syncs of each method, counted on any device as a GPU would see them.
+    """keepsight bench ops: operators and device syncs of each method, counted on any device, as on a GPU.
 
         keepsight bench ops methods=snapkv,lookaheadkv,adakv
 
@@ -275,7 +275,7 @@ class BenchRetrieve(UsesMethods):
     """keepsight bench retrieve: a retrieval head's size, its decoding steps by part, and the bytes that it loads.
 
         keepsight bench retrieve retrieval=HEAD
-        keepsight bench retrieve retrieval=null retrieval_head.features=none      # a head with random weights
+        keepsight bench retrieve retrieval=null retrieval_head.features=none  # a random head
 
     Without `retrieval=` only size and speed are measured: the entries that random weights choose say nothing.
 
@@ -339,8 +339,8 @@ class BenchDraft(UsesModel):
 class BenchHits(TaskKeys):
     """keepsight bench hits: top-k hit rate of the methods that read a part of the cache, step by step.
 
-        keepsight bench hits retrieval=runs/retrieval tasks=niah_single lengths=2048 budgets=64,256,1024 out=runs/hits
-        keepsight bench hits tasks=jsonl jsonl.dir=DIR max_tokens=4096 methods=specontext,quest,exact_topk out=runs/hits
+        keepsight bench hits retrieval=runs/retrieval tasks=niah_single lengths=2048 out=runs/hits
+        keepsight bench hits tasks=jsonl jsonl.dir=DIR methods=specontext,quest,exact_topk out=runs/hits
 
     The full cache answers; at each token of the answer a method selects the entries that it would read. `hit` is the
     top-k hit rate: the share of the layer's k entries with the most attention that are read, k being the budget. `mass`

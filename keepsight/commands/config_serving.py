@@ -42,7 +42,7 @@ class Paged(Evicting):
 class Prefix(Paged):
     """keepsight prefix: read documents once, and write what stays of their caches for vLLM to load.
 
-        keepsight prefix recipe=smollm2-135m adapter=shipped:smollm2-135m prompt=@doc.txt page=32 out=prefixes
+        keepsight prefix recipe=smollm2-135m prompt=@doc.txt page=32 out=prefixes
         keepsight prefix recipe=smollm2-135m method=snapkv documents=docs.jsonl out=prefixes
 
     Prints for each document its id and the message that asks about it. A run that was stopped goes on when the same
@@ -68,8 +68,8 @@ class Prefix(Paged):
 class Serve(Paged):
     """keepsight serve: an OpenAI server that answers every request from an evicted cache, in batches.
 
-        keepsight serve recipe=smollm2-135m adapter=shipped:smollm2-135m budget=256 port=8000
-        keepsight serve recipe=smollm2-135m adapter=shipped:smollm2-135m budget=256 page=32 vllm=true
+        keepsight serve recipe=smollm2-135m budget=256 port=8000
+        keepsight serve recipe=llama3.1-8b adapter=runs/llama8b/adapter budget=256 page=32 vllm=true
 
     Serves /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics until it is interrupted. With
     vllm=true vLLM's server answers, and a worker beside it reads long prompts and evicts from them.

@@ -39,7 +39,9 @@ def run(config: Config) -> None:
             limits = {"answer_tokens": config.max_new_tokens, "max_bytes": config.max_bytes}
             app = Service(engine, target, name=name, key=key, **limits).app()
             host, port = listening.getsockname()[:2]
-            print(printable(f"{name} at http://{host}:{port}/v1, {method}, {'a key' if key else 'no key'} asked"))
+            asks = f"requests need the key in {config.key}" if key else "requests need no key"
+            how = f"{config.method}, budget {config.budget}"
+            print(printable(f"serving {name} at http://{host}:{port}/v1 with {how}; {asks}"))
             sys.stdout.flush()
             settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE, lifespan="off")
             try:

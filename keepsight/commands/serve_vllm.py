@@ -58,7 +58,8 @@ def run(config: Config) -> None:
             with _child(command, _environment(config, least, source, root, at)) as child:
                 _wait_for(child, config.host, port)
                 name, url = config.name or target.public_name, f"http://{config.host}:{port}/v1"
-                print(printable(f"{name} at {url} by vLLM, {method} from {least} tokens"), flush=True)
+                how = f"{config.method}, budget {config.budget}, for prompts of {least} tokens or more"
+                print(printable(f"vLLM serves {name} at {url} with {how}"), flush=True)
                 raise UserError(f"vLLM's server ended with status {child.wait()}; its last lines tell why")
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)

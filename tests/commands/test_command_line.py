@@ -28,6 +28,7 @@ from tests.train.runs import write_data
 
 pytestmark = pytest.mark.usefixtures("here")
 ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = [path.parent.name for path in (ROOT / "checkpoints").glob("*/README.md")]
 TINY = ("model.id=tiny", "model.device=cpu")
 RECIPES = {path.stem: path for path in sorted((Path(recipes.__file__).parent / "recipe").glob("*.yaml"))}
 
@@ -51,7 +52,8 @@ def test_help_explains_every_key_and_fits_a_screen(
     notes = {key.name: key.note for key in keys_of(schema)}
     assert all(notes.values())
     whole, short = (keepsight(*command.split(), "--help", *more) for more in (["all"], []))
-    assert whole.startswith(f"keepsight {command}: ") and max(map(len, whole.splitlines())) <= 120
+    assert whole.startswith(f"keepsight {command}: ") and max(map(len, whole.splitlines())) <= 100
+    assert {*re.findall(r"shipped:([\w.-]+)", short)} <= {"NAME", *SHIPPED}
     assert [name for name in notes if f"\n  {name}=" not in whole] == []
     shown = re.findall(r"^  ([\w.]+)=", short, flags=re.MULTILINE)
     assert {*shown} <= {*notes, "recipe"} and len(short.splitlines()) <= 48
