@@ -69,7 +69,7 @@ def require_writable(out: Path, folder: bool = True, key: str = "out") -> None:
             a link to nothing.
     """
     if link := next((each for each in (out, *out.parents) if each.is_symlink() and not each.exists()), None):
-        raise UserError(f"{key}={out}: {link} is a link to nothing; remove it, or choose another {key}=")
+        raise UserError(f"{key}={out}: {link} is a broken link; remove it, or choose another {key}=")
     if out.exists() and not (out.is_dir() if folder else out.is_file()):
         kind = "folder" if out.is_dir() else "file" if out.is_file() else "device or pipe"
         raise UserError(f"{key}={out} is a {kind}; name a {'folder' if folder else 'file'}")
@@ -331,7 +331,7 @@ def read_yaml(path: Path) -> str:
     with path.open("rb") as stream:
         content = stream.read(_YAML_BYTES + 1)
     if len(content) > _YAML_BYTES:
-        raise UserError(f"{path}: larger than {size_text(_YAML_BYTES)}, which no configuration is")
+        raise UserError(f"{path}: larger than {size_text(_YAML_BYTES)}, too large for a configuration")
     try:
         text = content.decode("utf-16" if content.startswith(_UTF_16) else "utf-8-sig")
         root = yaml.compose(text, yaml.SafeLoader)
@@ -456,7 +456,7 @@ def read_bytes(text: str) -> int:
     """
     written = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if written is None or written[2] not in _UNITS or not (size := int(float(written[1]) * _UNITS[written[2]])):
-        raise UserError(f"{text!r} is no amount of memory; write it as 24GiB, 24GB or a number of bytes")
+        raise UserError(f"{text!r} is not an amount of memory; write it as 24GiB, 24GB or a number of bytes")
     return size
 
 

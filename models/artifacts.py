@@ -156,7 +156,7 @@ def fetch(reference: str, revision: str | None = None) -> Path:
     if Path(reference).exists():
         raise UserError(f"{reference} is a file; name the folder of an artifact")
     check_repo_id(reference)
-    with hub_errors(f"{reference!r} is no folder here and cannot be fetched from the Hub"):
+    with hub_errors(f"{reference!r} is not a folder here and cannot be fetched from the Hub"):
         folder = Path(snapshot_download(reference, revision=revision, allow_patterns=[*sorted(_FETCHED), CARD]))
         if {path.name for path in folder.iterdir()} & _FETCHED == {"config.json"}:  # a public draft head as a pickle
             snapshot_download(reference, revision=revision, allow_patterns=["config.json", _PICKLE])

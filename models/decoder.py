@@ -134,7 +134,7 @@ def output_weight(model: PreTrainedModel, index: int) -> Tensor:
     projection = output_projection(model, index)
     weight = getattr(projection, "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dtype.itemsize < 2 or weight.is_meta:
-        raise UserError(f"the output projection of layer {index} is no plain matrix; load the model unquantized")
+        raise UserError(f"the output projection of layer {index} is not a plain matrix; load the model unquantized")
     return weight.detach()
 
 

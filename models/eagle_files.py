@@ -45,7 +45,7 @@ def read_config(path: Path) -> LlamaConfig:
         raise UserError(f"{path}: rms_norm_eps={eps} must be above 0 and below 1; fetch it again")
     for name in SIZES:
         if type(size := values.get(name)) is not int or not 0 < size <= LARGEST_SIZE:
-            raise UserError(f"{path}: {name} is missing or no possible size; this is no EAGLE head's configuration")
+            raise UserError(f"{path}: {name} is missing or not a size; this configures no EAGLE head")
     if (layers := values.get("num_hidden_layers", 1)) != 1:
         raise UserError(f"{path}: num_hidden_layers is {layers}; an EAGLE head has 1, this is another model")
     if unknown := [name for name in _UNKNOWN_NORMS if values.get(name)]:

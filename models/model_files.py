@@ -68,7 +68,7 @@ def located(
     if packaged is None:
         silent = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else "the Hub does not answer"
         raise UserError(
-            f"model {model_id!r} is no folder, is not in the Hub's cache, and {silent}; give a folder with its "
+            f"model {model_id!r} is not a folder, is not in the Hub's cache, and {silent}; give a folder with its "
             "config.json as model.id="
         )
     path = packaged_file(packaged)

@@ -98,11 +98,11 @@ class RetrievalConfig:
         if self.features not in VARIANTS:
             raise UserError(f"features={self.features!r} is unknown; choose one of {', '.join(VARIANTS)}")
         if (heads := self.num_attention_heads) % (kv_heads := self.num_key_value_heads):
-            raise UserError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
+            raise UserError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
         if not {"rope_type", "rope_theta"} <= self.rope_parameters.keys():
             raise UserError(f"rope_parameters={self.rope_parameters} must name rope_type and rope_theta")
         if type(self.trained) is not int or not 0 < self.trained <= LARGEST_SIZE:
-            raise UserError(f"rope_parameters: original_max_position_embeddings={self.trained} is no possible size")
+            raise UserError(f"rope_parameters: original_max_position_embeddings={self.trained} is not a possible size")
 
     def group_of(self, place: int, layers: int) -> int:
         """The group of the layer at a place among the model's `layers` layers with full attention."""

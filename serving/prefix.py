@@ -188,7 +188,7 @@ class PrefixStore:
             UserError: it is no digest, or there is no such file.
         """
         if not ID.fullmatch(digest):
-            raise UserError(f"keepsight: {digest[:64]!r} is no prefix id; give the 32 hex digits that were printed")
+            raise UserError(f"keepsight: {digest[:64]!r} is not a prefix id; give the 32 hex digits that were printed")
         path = file_of(self.root, digest)
         if path.is_symlink() or not path.is_file():
             raise UserError(f"keepsight: there is no prefix {digest}; make it with `keepsight prefix`")
@@ -225,16 +225,16 @@ class PrefixStore:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise UserError(f"{path.name}: {error.strerror}; make the prefix anew") from None
+            raise UserError(f"{path.name}: {error.strerror}; make the prefix again") from None
         if _digest(data) != digest:
-            raise UserError(f"{path.name}: its contents are not those it is named by; make the prefix anew")
+            raise UserError(f"{path.name}: its contents are not those it is named by; make the prefix again")
         try:
             header = from_json(_metadata(data)[_KEY].encode(), Header)
             if header.version != _VERSION:
                 raise ValueError(f"version {header.version}, this keepsight reads {_VERSION}")
             tensors = load(data)
         except (SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path.name}: not a prefix file ({one_line(error)}); make it anew") from None
+            raise UserError(f"{path.name}: not a prefix file ({one_line(error)}); make it again") from None
         _check(path, header, tensors)
         self._headers[digest] = header
         if len(self._headers) > _HEADERS:
@@ -256,10 +256,10 @@ def _check(path: Path, header: Header, tensors: dict[str, Tensor]) -> None:
         total = int(pages.sum())
         expected = dict.fromkeys(("keys", "values"), (total * header.page, width)) | {"pages": (layers, kv_heads)}
     if (found := {name: tuple(tensor.shape) for name, tensor in tensors.items()}) != expected:
-        raise UserError(f"{path.name}: holds {found} in place of {expected}; make the prefix anew")
+        raise UserError(f"{path.name}: holds {found} in place of {expected}; make the prefix again")
     floats = tensors["keys"].is_floating_point() and tensors["values"].is_floating_point()
     if header.page:
         blocks = -(-total // (layers * kv_heads))
         floats &= pages.dtype == torch.int64 and bool((pages > 0).all()) and header.entries == blocks * header.page
     if not floats:
-        raise UserError(f"{path.name}: its tensors are not those of a prefix; make it anew")
+        raise UserError(f"{path.name}: its tensors are not those of a prefix; make it again")

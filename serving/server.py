@@ -242,7 +242,7 @@ class Service:
         if isinstance(prompt, str):
             prompt = await self._encoded(prompt, special=True)
         elif wrong := [token for token in prompt if not 0 <= token < self.target.vocabulary]:
-            raise UserError(f"prompt: {wrong[0]} is no token id of this model, which has {self.target.vocabulary}")
+            raise UserError(f"prompt: {wrong[0]} is not a token id; the vocabulary has {self.target.vocabulary}")
         return await self._answer(request, asked, prompt, asked.max_tokens or COMPLETION_TOKENS, chat=False)
 
     async def _encoded(self, text: str, special: bool) -> list[int]:

@@ -247,7 +247,7 @@ def prompts_from_text(text: str) -> Prompts | None:
     try:
         joined = base64.b64decode(text, validate=True)
     except ValueError:
-        raise UserError(f"trained_on={text[:20]!r}... is no base64; fetch the artifact again") from None
+        raise UserError(f"trained_on={text[:20]!r}... is not base64; fetch the artifact again") from None
     return frozenset(joined[start : start + _DIGEST] for start in range(0, len(joined), _DIGEST)) or None
 
 

@@ -169,7 +169,7 @@ class TaskRequest:
                 faults.append(_fault(where, error))
                 self.skipped.append(str(faults[-1]))
                 if self.skip is not None and len(self.skipped) > self.skip:
-                    raise UserError(f"{faults[-1]}; mend the row, or raise skip={self.skip}") from None
+                    raise UserError(f"{faults[-1]}; fix the row, or raise skip={self.skip}") from None
                 continue
             if _tokens(samples, answers=most is None) > (most or self.context):
                 too_long += 1

@@ -191,7 +191,7 @@ def _load_image(path: Path) -> Any:
         return load_image(str(path))
     except (OSError, ValueError) as error:
         reason = "no such file" if not path.is_file() else one_line(error, 100)
-        raise UserError(f"{path}: the image cannot be read ({reason}); fetch the images again") from None
+        raise UserError(f"{path}: the image cannot be read ({reason}); download the images again") from None
 
 
 # The metrics keep the oddities of the reference, since published tables have them.

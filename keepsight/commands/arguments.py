@@ -65,7 +65,7 @@ def texts_of(overrides: Sequence[str]) -> dict[str, str]:
     for override in overrides:
         key, _, value = override.partition("=")
         if key in given:
-            raise UserError(f"{key}= is given twice: {given[key]!r} and {value!r}; give it once")
+            raise UserError(f"{key}= is set twice: {given[key]!r} and {value!r}; set it once")
         given[key] = value
     return given
 
@@ -82,7 +82,7 @@ def value_of(name: str, kind: Any, text: str) -> Any:
     """The value of a key's text; where the key's type is a text it stands for itself, and a list needs no brackets."""
     kinds = _parts(kind)
     if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise UserError(f"{name}= is no UTF-8 text: {text!r}")
+        raise UserError(f"{name}= is not UTF-8 text: {text!r}")
     if bool in kinds and text.lower() not in ("true", "false", "null"):
         raise UserError(f"{name}={text} must be true or false")  # OmegaConf takes any number for one of them
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"

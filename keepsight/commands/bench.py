@@ -138,7 +138,7 @@ def retrieve(config: BenchRetrieve) -> None:
 
 def _retrieval_lines(config: BenchRetrieve, target: Target) -> Iterator[str]:
     if config.retrieval is None:
-        yield "retrieval= is not given: this head has random weights, and takes as long as a trained one"
+        yield "retrieval= is not set: this head has random weights, which take as long as trained ones"
         context, shape, prompts = context_of(target.model), config.retrieval_head, list[list[int]]()
         head = RetrievalHead.untrained(target.model, shape.features, context, shape.groups).to(target.model.dtype)
     else:

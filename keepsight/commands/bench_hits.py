@@ -49,7 +49,7 @@ def run(config: Config) -> None:
     named = config.methods, config.budgets, config.bits
     for variant in variants_of(*named, resources_later(config)):
         if not variant.method.selects_each_step:
-            raise UserError(f"methods= names {variant.name!r}, which does not choose anew at each step; see --help")
+            raise UserError(f"methods= names {variant.name!r}, which does not select entries at each step; see --help")
     target, out = target_of(config), Path(config.out)
     variants = variants_of(*named, resources_of(config, target))
     variants += _further_heads(config, target, variants)

@@ -64,7 +64,7 @@ def command_of(given: Sequence[str]) -> tuple[str, list[str]]:
         if (name := " ".join(words[:count])) in COMMANDS:
             return name, list(given[count:])
     known = [name.removeprefix("bench ") for name in COMMANDS if (words[0] == "bench") == name.startswith("bench ")]
-    named = f"{given[1]!r} is no command of keepsight bench" if words[0] == "bench" else f"{given[0]!r} is no command"
+    named = f"{given[1]!r} is not a benchmark" if words[0] == "bench" else f"{given[0]!r} is not a command"
     raise UserError(f"{named}; choose one of {', '.join(known)}")
 
 
@@ -111,7 +111,7 @@ def _guard(action: Callable[[], None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return STOPPED
     except UnicodeError as error:
-        return _fail(f"a text that is no Unicode cannot be written or read ({error}); look for lone surrogates in it")
+        return _fail(f"a text is not valid Unicode ({error}); look for lone surrogates in it")
     except Exception as error:
         kind = type(error).__name__
         if kind == "OutOfMemoryError" or "can't allocate memory" in str(error) or isinstance(error, MemoryError):

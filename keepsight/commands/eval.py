@@ -157,6 +157,7 @@ def write_all(out: Path) -> None:
     run = read_run(out)
     summary = write_outputs([run], out)
     print("\n\n".join([summary_table(summary), *map(printable, findings(summary)), f"report: {out / 'report.html'}"]))
+    print(f"next: open the report in a browser, or keepsight compare {shlex.quote(str(out))} OTHER_EVALUATION")
 
 
 def samples_of(config: TaskKeys, target: Target) -> tuple[list[RenderedSample], dict[str, str]]:

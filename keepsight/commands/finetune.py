@@ -62,7 +62,7 @@ def _start(config: Config) -> tuple[LookaheadAdapter, LookaheadKV, Global | Unif
     if settings.floor is not None and settings.sharing == "layer":
         settings = replace(settings, sharing="model")
         if launched().is_main_process:
-            print(f"adapter={config.adapter}: from now on the heads of all its layers share one budget")
+            print(f"{config.adapter}: the heads of all layers will share one budget")
     artifact = replace(artifact, settings=settings)
     parts = parts_of(artifact)
     allocate = parts.pop("allocate")

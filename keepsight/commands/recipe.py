@@ -43,7 +43,7 @@ def chosen(schema: type, given: Mapping[str, str]) -> Choice:
     if (model_id := given.get("model.id")) is None:
         if getattr(schema, "NEEDS_MODEL", False):
             return Choice(None, every)
-        return Choice(DEFAULT_RECIPE, every, f"recipe={DEFAULT_RECIPE}, as neither recipe= nor model.id= is given")
+        return Choice(DEFAULT_RECIPE, every, f"recipe={DEFAULT_RECIPE}, as neither recipe= nor model.id= is set")
     ids = {found.model.id: name for name, found in recipes().items() if "model" in found}
     if name := ids.get(model_id):
         return Choice(name, every, f"model.id={model_id}: recipe={name}")

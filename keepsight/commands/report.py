@@ -31,4 +31,7 @@ def push(config: Push) -> None:
     """Print the files, then upload them."""
     upload = plan_upload(Path(config.folder), config.repo, public=config.public, revision=config.revision)
     print(upload.describe())
-    print("dry run: nothing was uploaded; without --dry-run it will be" if config.dry_run else upload_to_hub(upload))
+    if config.dry_run:
+        print("dry run: nothing was uploaded; to upload it, leave out --dry-run")
+    else:
+        print(f"uploaded: {upload_to_hub(upload)}\nnext: use it by its id {config.repo}, as in keepsight eval")

@@ -60,7 +60,7 @@ def run(config: Config) -> None:
                 name, url = config.name or target.public_name, f"http://{config.host}:{port}/v1"
                 how = f"{config.method}, budget {config.budget}, for prompts of {least} tokens or more"
                 print(printable(f"vLLM serves {name} at {url} with {how}"), flush=True)
-                raise UserError(f"vLLM's server ended with status {child.wait()}; its last lines tell why")
+                raise UserError(f"vLLM's server ended with status {child.wait()}; its last lines say why")
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
         finally:
@@ -162,7 +162,7 @@ def _wait_for(child: "subprocess.Popen[bytes]", host: str, port: int) -> None:
         except OSError:
             if (code := child.poll()) is not None:
                 raise UserError(
-                    f"vLLM's server ended with status {code} before it answered; its last lines tell why"
+                    f"vLLM's server ended with status {code} before it answered; its last lines say why"
                 ) from None
             time.sleep(0.2)
 

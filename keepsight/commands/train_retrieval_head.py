@@ -64,7 +64,7 @@ def _first_head(
     settings = config.retrieval_head
     require_layers_for(settings.groups, target.model)
     if initial is None:
-        print("no head= is given: the retrieval head starts from random projections")
+        print("head= is not set: the retrieval head starts from random projections")
         head = RetrievalHead.untrained(target.model, settings.features, longest, settings.groups)
         return head, {"pruned from": "nothing, it began with random projections"}
     assert config.head is not None

@@ -299,7 +299,7 @@ class ModelDrafter(Drafter):
     def write(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None) -> DraftIds:
         """The draft for tokens [B, M] that `model`, the base model, need not have read; `mask` is False for padding."""
         if isinstance(self.draft, DraftHeadSource):
-            raise UserError("SpecKV: a draft head reads what the model has read; give a draft model to write before")
+            raise UserError("SpecKV: a draft head needs the model's features of the prompt; choose a draft model")
         drafting = self.draft.of(model)
         require_draft_fits("SpecKV", tokens.shape[1], self.lookahead, drafting)
         return greedy_draft(drafting, prefill(drafting, tokens, mask, needs=Needs()), self.lookahead)

@@ -324,7 +324,7 @@ class Speculative(CacheMethod):
             raise UserError(f"speculative decoding: {name} shortens prompts; give a method that evicts from the cache")
         if self.inner.selects_each_step:
             raise UserError(
-                f"speculative decoding: {name} chooses anew for each token what it reads; give the full cache, or a "
+                f"speculative decoding: {name} selects what it reads at each step; give the full cache, or a "
                 "method that evicts"
             )
         if self.inner.every:

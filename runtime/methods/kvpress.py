@@ -108,7 +108,7 @@ def to_kvpress(method: Evict) -> Any:
         known = ", ".join(kind.__name__ for kind in _MADE)
         raise UserError(f"{name}: kvpress has no press of the same scores; it has {known}")
     if not isinstance(method.budget, float):
-        raise UserError(f"{name}: presses take a share of the prompt; give compression_ratio= in place of budget=")
+        raise UserError(f"{name}: presses take a share of the prompt; pass compression_ratio= instead of budget=")
     press_name, fields_of = _MADE[type(method)]
     if type(method) is SnapKV and method.pool.kind != "avg":
         raise UserError(f'{name}: kvpress pools by the average; give pool=Pool("avg", {method.pool.kernel})')

@@ -259,7 +259,7 @@ class Kivi(PackedMethod):
         if self.inner is None:
             return
         if not isinstance(self.inner, Evict):
-            raise UserError(f"inner: {self.inner!r} is no method that evicts; give {{name: NAME, budget: BUDGET}}")
+            raise UserError(f"inner: {self.inner!r} is not a method that evicts; give {{name: NAME, budget: BUDGET}}")
         if self.inner.every:
             raise UserError("inner: a method that evicts while decoding cannot be packed; set its every to 0")
         if self.inner.allocate.reads_scores and getattr(self.inner.allocate, "floor", 0) < 1:

@@ -445,14 +445,14 @@ def rotations_from(config: Any) -> list[Rotation | None]:
     text = config.get_text_config(decoder=True)
     parameters = getattr(text, "rope_parameters", None) or {}
     if {*layer_kinds(config)} != {FULL} or getattr(text, "attn_temperature_tuning", False):
-        raise UserError(f"{config.model_type} has other layers than such with full attention; serve another model")
+        raise UserError(f"{config.model_type} has layers without full attention; serve another model")
     if "llama_4_scaling_beta" in parameters:
         raise UserError(f"{config.model_type} scales queries by their position; serve another model")
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except ValueError as error:
-        raise UserError(f"{config.model_type} is no language model of transformers: {one_line(error)}") from None
+        raise UserError(f"{config.model_type} is not a language model of transformers: {one_line(error)}") from None
     decoder = decoder_of(model)
     if hasattr(decoder, "rotary_emb"):
         decoder.rotary_emb = type(decoder.rotary_emb)(text)  # with its frequencies

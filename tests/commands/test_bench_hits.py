@@ -67,5 +67,5 @@ def test_a_head_does_not_take_the_name_of_a_bound(keepsight: CommandLine, here: 
 
 
 def test_bad_input(keepsight: CommandLine, here: Path) -> None:
-    assert "'snapkv', which does not choose anew" in keepsight.fails("bench", "hits", *TINY, "methods=[snapkv]", *SHORT)
+    assert "does not select entries at each step" in keepsight.fails("bench", "hits", *TINY, "methods=[snapkv]", *SHORT)
     assert "budgets=[0.5]" in keepsight.fails("bench", "hits", *TINY, "methods=[quest]", "budgets=[0.5]", *SHORT)

@@ -143,7 +143,7 @@ def test_a_recipe_is_inferred_from_the_model(here: Path, capsys: pytest.CaptureF
     assert parse(Eval, ["out=b", "model.id=mine"]).adapter is None
     parse(Plan, [])
     said = capsys.readouterr().err
-    assert "recipe=smollm2-135m, as neither recipe= nor model.id= is given" in said
+    assert "recipe=smollm2-135m, as neither recipe= nor model.id= is set" in said
     assert "ours: no recipe" in said and "mine: training settings of recipe=smollm2-135m" in said
     with pytest.raises(UserError, match=r"model\.id= is required"):
         parse(Fit, ["out=b"])
@@ -210,8 +210,8 @@ def test_every_combination_of_several_values_is_a_cell() -> None:
 
 
 WRONG = {
-    "dta": "'dta' is no command; choose one of data, ",
-    "bench both": "'both' is no command of keepsight bench; choose one of train, eval, ",
+    "dta": "'dta' is not a command; choose one of data, ",
+    "bench both": "'both' is not a benchmark; choose one of train, eval, ",
     "data outt=data": "'outt' is no key of this command; did you mean 'out'?",
     "data model=a": "'model' is no key of this command; it holds model.id, ",
     "data ~out": "'~out' is not understood; arguments are written key=value",
@@ -233,7 +233,7 @@ WRONG = {
     "data out=data limit=1000000000000": "limit=1000000000000: that many samples take more than ",
     "data out=data model.trust_remote_code=2": "model.trust_remote_code=2 must be true or false",
     "data out=null": "out=null: ",
-    "data out=a\udcff": "out= is no UTF-8 text: 'a\\udcff'",
+    "data out=a\udcff": "out= is not UTF-8 text: 'a\\udcff'",
     "data out=data model.id=nowhere/": "model 'nowhere/' is neither a folder nor a Hub id; ",
     "data out=data backend=none": "backend=none is unknown; choose one of transformers, vllm, server",
     "data out=data model.template={a:[]}": "model.template: a=[] must be a name with a text, a number, true or false",
@@ -327,7 +327,7 @@ def test_keys_files_and_folders_are_checked_before_weights_are_read(
 
 
 def test_a_key_is_given_once() -> None:
-    with pytest.raises(UserError, match=r"limit= is given twice: '3' and '4'"):
+    with pytest.raises(UserError, match=r"limit= is set twice: '3' and '4'"):
         parse(Data, ["out=a", "limit=3", "limit=4"])
 
 
@@ -392,7 +392,7 @@ def test_push_shows_what_it_would_send(keepsight: CommandLine, here: Path) -> No
     printed = keepsight("push", "adapter", "ada/x", "--dry-run")
     assert printed == keepsight("push", "folder=adapter", "repo=ada/x", "dry_run=true")
     assert printed.startswith("to https://") and printed.endswith(
-        "\ndry run: nothing was uploaded; without --dry-run it will be\n"
+        "\ndry run: nothing was uploaded; to upload it, leave out --dry-run\n"
     )
     for name in ("adapter_model.safetensors", "lookahead_config.json", "README.md"):
         size = (here / "adapter" / name).stat().st_size

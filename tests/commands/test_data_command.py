@@ -143,6 +143,6 @@ def test_a_packaged_file_stands_for_its_own_id_alone(
     keys = {"data": ["out=data"], "eval": ["out=eval", "methods=[snapkv]"], "plan": ["memory=24GiB"]}[command]
     complaint = keepsight.fails(command, "model.id=ada/other", *keys)
     assert complaint.startswith(
-        "model 'ada/other' is no folder, is not in the Hub's cache, and the Hub does not answer"
+        "model 'ada/other' is not a folder, is not in the Hub's cache, and the Hub does not answer"
     )
     assert tree(here) == before

@@ -74,7 +74,7 @@ def test_a_plot(keepsight: CommandLine, here: Path) -> None:
 
 WRONG = {
     "memory=8GiB": "a memory limit of 8.00 GiB is below the weights alone: 1.3 x (14.96 GiB base model + ",
-    "memory=24gib": "'24gib' is no amount of memory; write it as 24GiB, 24GB or a number of bytes",
+    "memory=24gib": "'24gib' is not an amount of memory; write it as 24GiB, 24GB or a number of bytes",
     "memory=null": "memory= is required, as this machine has no GPU; give the GPU's memory, such as memory=24GiB",
     "model.dtype=float8": "dtype 'float8' is unknown; choose auto or one of float32, bfloat16, float16",
     "model.id=.": "model '.': its configuration cannot be read: ",

@@ -420,7 +420,7 @@ def test_a_download_that_breaks_leaves_no_half_file(hub: FakeHub, saved: Path) -
     for fault in (("GET|HEAD", 401), ("GET .*/adapter_model.safetensors", None)):
         hub.faults = [fault] * 40
         with pytest.raises(
-            UserError, match=f"'{REPO}' is no folder here and cannot be fetched from the Hub: "
+            UserError, match=f"'{REPO}' is not a folder here and cannot be fetched from the Hub: "
         ) as caught:
             fetch(REPO)
         assert "\n" not in str(caught.value) and TOKEN not in str(caught.value)

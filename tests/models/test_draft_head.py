@@ -221,7 +221,7 @@ def test_tensors_that_do_not_fit_are_named(folder, changes, said):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"hidden_size": None}, "hidden_size is missing or no possible size"),
+        ({"hidden_size": None}, "hidden_size is missing or not a size"),
         ({"norm_before_residual": True}, "norm_before_residual=True is not supported"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}, "expected three whole numbers"),
         ({"num_attention_heads": 5}, "not a Llama layer's configuration"),

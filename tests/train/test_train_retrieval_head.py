@@ -126,7 +126,7 @@ def test_the_first_measurement_is_of_the_pruned_draft_head(place, trained):
 
 def test_without_a_draft_head_the_projections_are_random(place, tmp_path, capsys):
     command.run(config(place, tmp_path / "head", "none", settings(steps=2), head=None))
-    assert "no head= is given: the retrieval head starts from random projections" in capsys.readouterr().out
+    assert "head= is not set: the retrieval head starts from random projections" in capsys.readouterr().out
     head = RetrievalHead.load(tmp_path / "head")
     assert (head.config.features, head.config.trained, head.kv_heads) == ("none", 39, 2)
     assert "began with random projections" in provenance_of(tmp_path / "head").training["pruned from"]

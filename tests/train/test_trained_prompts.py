@@ -29,7 +29,7 @@ def test_what_was_seen_is_written_and_read() -> None:
     assert prompts_from_text(prompts_as_text(seen)) == seen
     assert len(prompts_as_text(seen)) == 14 * 8
     assert prompts_as_text(None) == "" and prompts_from_text("") is None
-    with pytest.raises(UserError, match=r"trained_on='!!'... is no base64"):
+    with pytest.raises(UserError, match=r"trained_on='!!'... is not base64"):
         prompts_from_text("!!")
 
 

@@ -92,7 +92,7 @@ def test_bad_limits_are_refused_before_anything_is_read():
         _method(memory_limit=1000).start(model, prompt_ids(30)[0])
     with pytest.raises(UserError, match="SpeContext: offload -1 must be a whole number"):
         _method(offload=-1)
-    with pytest.raises(UserError, match="'24 gigs' is no amount of memory"):
+    with pytest.raises(UserError, match="'24 gigs' is not an amount of memory"):
         _method(memory_limit="24 gigs")
 
 
