@@ -20,8 +20,8 @@ def test_ours_is_compared_with_the_best_other_one_by_excess_nll() -> None:
         rows.append(row("snapkv", 128, 1.0, sample=str(at), excess_nll=0.25))
     first, second = findings(summarize(rows))
     assert first == (
-        "At 64 entries lookaheadkv loses 0.100 nats per token to the full cache, 0.400 less than snapkv, the best other "
-        "method (95 % interval 0.400 to 0.400). Score 0.50, snapkv 0.50, full cache 1.00; 12 samples."
+        "At 64 entries lookaheadkv loses 0.100 nats per token to the full cache, 0.400 less than snapkv, the best "
+        "other method (95 % interval 0.400 to 0.400). Score 0.50, snapkv 0.50, full cache 1.00; 12 samples."
     )
     assert second == (
         "At 128 entries snapkv loses 0.250 nats per token to the full cache. Score 1.00, full cache 1.00; 12 samples."
