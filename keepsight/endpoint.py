@@ -1,5 +1,6 @@
 """Requests to an OpenAI-compatible endpoint: JSON in, JSON out, sent again while that may help."""
 
+import base64
 import html
 import json
 import os
@@ -172,11 +173,25 @@ class Endpoint:
 
     def _without_key(self, text: str) -> str:
         """The text on one line, without the key, which some servers repeat, also escaped."""
-        codes = ((re.escape(each), html.escape(each), ord(each)) for each in self._secret)
-        forms = (rf"{plain}|{entity}|u{code:04x}|%{code:02x}|&#x?0*({code}|{code:x});" for plain, entity, code in codes)
-        if pattern := "".join(rf"(\\|%5c)*({form})" for form in forms):
-            text = re.sub(pattern, "***", text, flags=re.IGNORECASE)
+        forms = (
+            rf"{re.escape(each)}|{re.escape(html.escape(each))}|(u00|x|%(25){{,9}}){code:02x}|&#x?0*({code}|{code:x});"
+            for each, code in ((each, ord(each)) for each in self._secret)
+        )
+        if pattern := "".join(rf"(\\|%(25){{,9}}5c){{,9}}({form})" for form in forms):
+            text = re.sub("|".join([pattern, *self._in_base64]), "***", text, flags=re.IGNORECASE)
         return " ".join(text.split())
+
+    @property
+    def _in_base64(self) -> list[str]:
+        """Patterns of a word in base64, of either alphabet, that holds the key after 0, 1 or 2 bytes, modulo 3."""
+        secret, forms = self._secret.encode(), list[str]()
+        for skipped in range(3):
+            digits = base64.b64encode(bytes(skipped) + secret).decode()
+            own = digits[-(-skipped * 4 // 3) : (skipped + len(secret)) * 8 // 6]  # the others hold neighbours' bits
+            if len(own) >= 4:
+                own = re.sub(r"\+|/", r"([+/_-]|\\\\/|%2b|%2f)", own)
+                forms.append(rf"(?<![\w+/\\%-])[\w+/\\%-]*{own}[\w+/\\%-]*=*")
+        return forms
 
     @property
     def _secret(self) -> str:

@@ -6,6 +6,7 @@ A method is also a `custom_generate` of transformers: `model.generate(**inputs, 
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
@@ -194,7 +195,7 @@ class GenerateRequest:
 
 
 class _Signature:
-    """What a `custom_generate` takes, which transformers asks when it has dropped a `tokenizer` (5.18 to 5.23).
+    """What a `custom_generate` takes, which transformers asks when it has dropped a `tokenizer` (5.18 to 5.24).
 
     The criteria of `stop_strings` need that: it is put back among the arguments of the running `model.generate`.
     """
@@ -246,6 +247,8 @@ class CustomGenerate(ABC):
         """
         require_supported(model)
         options = _locals_of("generate")
+        if "cache" in model_kwargs:  # its name since transformers 5.24
+            model_kwargs["past_key_values"] = model_kwargs.pop("cache")
         _require_honoured(generation_config, options, model_kwargs)
         if (chunk := generation_config.prefill_chunk_size) is not None:
             require_whole("custom_generate", 1, prefill_chunk_size=chunk)
@@ -256,6 +259,10 @@ class CustomGenerate(ABC):
             self._require_continued(model, past, input_ids)
         if images:
             self._require_images(past)
+        size: Any = model.get_input_embeddings().num_embeddings
+        new = input_ids[:, 0 if past is None else past.ids.shape[1] :]
+        if not images and (wrong := new[(new < 0) | (new >= size)]).numel():  # images have ids of their own
+            raise UserError(f"token id {int(wrong[0])} is not in the vocabulary of {size}; take the model's tokenizer")
         if past is None:
             _require_padded_on_the_left(mask, input_ids, None if images else model_kwargs.get("position_ids"))
         logits, scores = _Recorder(), _Recorder()
@@ -278,7 +285,11 @@ class CustomGenerate(ABC):
             bool(generation_config.return_dict_in_generate),
             images,
         )
-        decoded = self.answer(model, request)
+        place: AbstractContextManager[object] = nullcontext()
+        if torch.get_default_device().type not in ("cpu", model.device.type):  # such as meta
+            place = torch.device("cpu")
+        with place:
+            decoded = self.answer(model, request)
         if not generation_config.return_dict_in_generate:
             return decoded.ids
         output: dict[str, Any] = {"sequences": decoded.ids, "scores": scores.recorded, "logits": logits.recorded}
@@ -330,7 +341,7 @@ def _locals_of(name: str) -> dict[str, Any]:
     """The arguments and variables of a method of `GenerationMixin` that is running; none if it is not.
 
     transformers shows a streamer the prompt but gives it to no callable of ours, and silently drops an assistant
-    model (5.18 to 5.23); the frame of `generate` is the only place where they can be had.
+    model (5.18 to 5.24); the frame of `generate` is the only place where they can be had.
     """
     code, frame = inspect.unwrap(vars(GenerationMixin)[name]).__code__, inspect.currentframe()
     while frame is not None and frame.f_code is not code:
@@ -584,8 +595,8 @@ def generate(
     if not isinstance(method, CustomGenerate):  # transformers ignores what it cannot call
         name = method.__name__ if isinstance(method, type) else type(method).__name__
         raise UserError(
-            f"generate: {name} is not a method such as SnapKV(budget=128); to answer from a state, pass what "
-            "load_state returns, or call Conversation(model, method, state).say(input_ids)"
+            f"generate: {name} is no method such as SnapKV(budget=128); to answer from a state, give what load_state "
+            "returns, or call Conversation(model, method, state).say(input_ids)"
         )
     input_ids = ids_of(model, input_ids, options, method.starts_prompts)
     own_mask = options.pop("attention_mask", None)

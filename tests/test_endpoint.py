@@ -1,5 +1,6 @@
 """Requests to a server that stops listening, takes long, or replies with anything but JSON."""
 
+import base64
 import html
 import json
 import socket
@@ -123,7 +124,7 @@ def test_a_reply_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
         ask(port)
 
 
-@pytest.mark.parametrize("key", ["s3cret-key", "s3cret\"-'<k/y", "s3cret-key\n"])
+@pytest.mark.parametrize("key", ["s3cret-key", "s3cret?+(\"-'<k/y", "s3cret-key\n"])
 @pytest.mark.parametrize("filling", [0, 285, (64 << 10) - 25])
 @pytest.mark.parametrize(
     "escape", [str, html.escape, lambda text: quote(text, safe=""), lambda text: text.replace("/", "\\/")]
@@ -142,6 +143,19 @@ def test_a_key_is_sent_and_never_shown(
         ask(port, key="MY_KEY", tries=3)
     assert f"Authorization: Bearer {key.strip()}\r\n".encode() in requests[0] and len(requests) == 1
     assert "s3c" not in refused.value.body and refused.value.status == 401
+
+
+@pytest.mark.parametrize("key", ["s3cret-key>>>???~~~", "sk-0123456789abcdef"])
+@pytest.mark.parametrize("encode", [base64.b64encode, base64.urlsafe_b64encode])
+@pytest.mark.parametrize("escape", [str, quote, lambda text: text.replace("/", "\\/")])
+def test_a_key_in_base64_is_not_shown(
+    key: str, encode: Callable[[bytes], bytes], escape: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", key)
+    for before in ("", "a", "ab", "Bearer "):
+        word = escape(encode(f"{before}{key}, said it".encode()).decode())
+        said = Endpoint("http://a", "MY_KEY")._without_key(f"no key like auth={word} here, {quote(quote(quote(key)))}")
+        assert said == "no key like auth=*** here, ***"
 
 
 def test_a_redirect_is_refused_and_a_key_with_control_characters_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:

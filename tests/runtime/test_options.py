@@ -177,6 +177,35 @@ def test_another_default_dtype_changes_nothing(name: str, tmp_path: Path) -> Non
         assert torch.equal(generate(double, PROMPT, method, **GREEDY), expected)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_another_default_device_changes_nothing(name: str, tmp_path: Path) -> None:
+    model, method = family_model("Llama 3"), method_of(name, "Llama 3", tmp_path)
+    expected = generate(model, PROMPT, method, **GREEDY)
+    torch.set_default_device("meta")
+    try:
+        assert torch.equal(generate(model, PROMPT, method, **GREEDY), expected)
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("wrong", [-1, 256, 10**9])
+def test_ids_beyond_the_vocabulary(wrong: int) -> None:
+    model, method = tiny_model(vocab_size=256), SnapKV(16, window=4)
+    odd, talk = torch.cat([IDS[:, :9] % 256, torch.tensor([[wrong]])], dim=1), Conversation(model, method)
+    past, options = method.compress(model, input_ids=IDS % 256), GREEDY | {"return_dict_in_generate": True}
+    for ask in (
+        lambda: generate(model, odd, method, **GREEDY),
+        lambda: generate(model, odd, **GREEDY),
+        lambda: method.compress(model, input_ids=odd),
+        lambda: talk.say(odd, **GREEDY),
+        lambda: model.generate(odd, custom_generate=method, **GREEDY),  # type: ignore[operator]
+        lambda: generate(model, torch.cat([past.ids, odd], dim=1), method, past_key_values=past, **options),
+    ):
+        with pytest.raises(UserError, match=f"^token id {wrong} is not in the vocabulary of 256; take the model's t"):
+            ask()
+    assert talk.say(IDS % 256, **GREEDY).shape == (1, 6)
+
+
 def test_value_norms_of_a_float64_model() -> None:
     model, method = tiny_model().double(), SnapKV(12, window=4, value_norm=True)
     assert torch.equal(*(generate(each, IDS, method, **GREEDY) for each in (model, tiny_model())))
