@@ -117,7 +117,7 @@ class OfTable:
     """Key of every command that measures a table of a paper.
 
     Attributes:
-        preset: Table of a paper, whose values the keys have that are not given; see below.
+        preset: A paper's table, which sets the keys that you do not; see below.
     """
 
     preset: str | None = None
@@ -156,10 +156,10 @@ class EvalKeys:
     """What is compared on what.
 
     Attributes:
-        tasks: Benchmarks, such as niah, ruler, longbench, jsonl, or their tasks, such as ruler_vt.
+        tasks: Benchmarks or their tasks: niah, ruler, ruler_vt, longbench, jsonl, ...
         lengths: Prompt lengths of generated tasks, in tokens.
         methods: Names, or {name: NAME, option: value}.
-        budgets: KV budgets: entries per layer and KV head, or ratios of the prompt such as 0.1.
+        budgets: Entries per layer and KV head, or ratios of the prompt such as 0.1.
     """
 
     tasks: Annotated[list[str], NonEmpty] = field(default_factory=lambda: ["niah_single"])
@@ -175,7 +175,7 @@ class TaskKeys(Benchmarks, EvalKeys, UsesMethods):
     Attributes:
         out: Folder for the results.
         bits: Bit widths for the methods that quantize entries, a row for each; the method's default when empty.
-        samples: Number of samples per task and length; per file of tasks that are read from files (0 for all).
+        samples: Samples per task and length, or per file of a task; 0 for all of a file.
         seed: Seed of generated tasks.
         protocol: Whose prompts, truncation and post-processing RULER and LongBench follow: reference, kvcache-factory,
             kvpress or draft-based.
