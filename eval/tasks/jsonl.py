@@ -55,8 +55,8 @@ class Jsonl(Benchmark):
     """Real samples.
 
     Attributes:
-        dir: Folder of JSONL files in LongBench's or RULER's layout. It needs a tasks.json in it or beside it, unless the
-            files are named after LongBench's tasks.
+        dir: Folder of JSONL files in LongBench's or RULER's layout. It needs a tasks.json in it or beside it, unless
+            the files are named after LongBench's tasks.
         files: Names to read, without .jsonl; all that can be scored by default.
     """
 
