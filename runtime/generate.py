@@ -595,8 +595,8 @@ def generate(
     if not isinstance(method, CustomGenerate):  # transformers ignores what it cannot call
         name = method.__name__ if isinstance(method, type) else type(method).__name__
         raise UserError(
-            f"generate: {name} is no method such as SnapKV(budget=128); to answer from a state, give what load_state "
-            "returns, or call Conversation(model, method, state).say(input_ids)"
+            f"generate: {name} is not a method such as SnapKV(budget=128); to answer from a state, pass what "
+            "load_state returns, or call Conversation(model, method, state).say(input_ids)"
         )
     input_ids = ids_of(model, input_ids, options, method.starts_prompts)
     own_mask = options.pop("attention_mask", None)
