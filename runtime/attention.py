@@ -71,6 +71,10 @@ class Softmax(NamedTuple):
         """Scaled dot products -> logits."""
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
 
+    def of_head(self, index: int, kv_heads: int) -> "Softmax":
+        """That of the query heads of one KV head."""
+        return self if self.sinks is None else self._replace(sinks=self.sinks.view(kv_heads, -1)[index])
+
     def sinks_of(self, kv_heads: int, rows: int) -> Tensor | None:
         """[K, (H / K) x q, 1] float32: the sink of each grouped row; None for none."""
         if self.sinks is None:
@@ -89,16 +93,16 @@ class Softmax(NamedTuple):
 
 Recorder = Callable[[int, Tensor, Tensor, Softmax, Tensor | None, Any], None]
 """Called in every layer with full attention, with the layer's index, its queries [B, H, q, d], all keys they may see
-[B, K, S, d] (both after RoPE), its softmax, the keys' padding [B, K, S] bool (False for padding) where it differs by
-head, else None, and the mask that the model made, in the form of the implementation that was loaded. The queries are
-those of the last q of the S positions."""
+[B, K, S, d] (both after RoPE; of a ragged layer the new ones alone), its softmax, the keys' padding [B, K, S] bool
+(False for padding) where it differs by head, else None, and the mask that the model made, in the form of the
+implementation that was loaded. The queries are those of the last q of the S positions."""
 
 
 class OwnAttention(ABC):
     """A cache layer that computes the attention itself, from the new keys and values as they are."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        """See transformers' `CacheLayerMixin`; nothing is appended before `attend`."""
+        """See transformers' `CacheLayerMixin`; by default nothing is appended before `attend`."""
         return key_states, value_states
 
     @abstractmethod
@@ -182,11 +186,11 @@ def _attention(
     layer = None if entries is None else entries.layers[index]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softmax = Softmax(scale, options.get("softcap"), options.get("s_aux"))
-    if isinstance(layer, OwnAttention):
-        return layer.attend(query, key, value, softmax), None
     real = getattr(layer, "real", None)
     if recorder is not None and not (layer is not None and is_bounded(layer)):
         recorder(index, query, key, softmax, real, attention_mask)
+    if isinstance(layer, OwnAttention):
+        return layer.attend(query, key, value, softmax), None
     if real is not None:
         return grouped_attention(query, key, value, visible(query.shape[2], real), softmax), None
     # Under a mask transformers repeats keys and values for every query head; grouping the queries copies none.

@@ -291,11 +291,8 @@ class Evict(CacheMethod):
 
     def _sizes(self, state: State) -> HeadSizes:
         """How many entries each head has; the CPU waits only for padded entries to be counted."""
-        entries = state.entries()
-        whole = all(each.real is None for each in entries)
-        real = (
-            [np.full(each.keys.shape[:2], each.keys.shape[2]) for each in entries] if whole else state.counts().tolist()
-        )
+        sizes = [layer.sizes() for layer in state.layers]
+        real = state.counts().tolist() if any(isinstance(each, Tensor) for each in sizes) else sizes
         return HeadSizes.of(np.array(real), self.sinks + self.window)
 
 

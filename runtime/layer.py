@@ -1,11 +1,12 @@
 """A layer of a cache: its KV entries, room for more, and what was recorded of the queries that read it.
 
 Layers store KV heads, never query heads. A layer's *logical* length counts the tokens seen and determines positions;
-its *physical* length counts the entries in memory. KV heads with different numbers of entries are stored concatenated
-(`RaggedLayer`), and padded on the left once they are read from.
+its *physical* length counts the entries in memory. KV heads with different numbers of entries are stored and read
+without padding (`RaggedLayer`).
 """
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from transformers.cache_utils import DynamicLayer
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.attention import Softmax
+from keepsight.runtime.attention import OwnAttention, Softmax, attend_grouped, visible
 from keepsight.runtime.query_statistics import QueryStatistics
 
 Counts: TypeAlias = NDArray[np.int64]
@@ -209,8 +210,23 @@ class KeptLayer(DynamicLayer):
         return LayerEntries(*((keys, values) if self.expansion is None else self.expansion(keys, values)), real)
 
     @property
+    def kv_heads(self) -> int:
+        """K."""
+        return self.keys.shape[1]
+
+    @property
+    def longest(self) -> int:
+        """Number of entries of the longest KV head, padding included."""
+        return self.entries().keys.shape[2]
+
+    def sizes(self) -> Counts | Tensor:
+        """[B, K] int64: number of real entries; a tensor where the device would have to be waited for."""
+        keys, _, real = self.entries()
+        return np.full(keys.shape[:2], keys.shape[2]) if real is None else real.sum(-1).expand(-1, keys.shape[1])
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values, without padding of ragged heads and room for more."""
+        """Bytes of the keys and values, without room for more."""
         return self.keys.nbytes + self.values.nbytes if self.is_initialized else 0
 
     def held_bytes(self, appended: Iterable[int]) -> int:
@@ -264,118 +280,155 @@ class KeptLayer(DynamicLayer):
         return kept
 
 
-class RaggedLayer(KeptLayer):
-    """Different numbers of entries per KV head, stored without padding; entries appended later have one length.
+class RaggedLayer(OwnAttention, KeptLayer):
+    """Different numbers of entries per KV head, without padding: one head's lie behind the other's.
 
-    From the first update on all entries are in one padded form, to which tokens are appended in place. How many each
-    head has is known without waiting for the device.
+    From the first update on each head has the same room behind its entries, to which tokens are appended in place. How
+    many entries each has is known without waiting for the device. Each head is attended to by itself.
 
     Args:
-        kept_keys: [total, d], concatenated over heads, then rows.
-        kept_values: [total, d].
+        keys: [total, d], concatenated over heads, then rows.
+        values: [total, d].
         counts: [B, K], entries of each head; they sum up to `total`.
         seen: Logical length.
-        appended: Keys and values [B, K, T, d] appended since; none by default.
+
+    Attributes:
+        keys: [1, 1, total, d], from the first update on with the rooms between heads.
+        values: As `keys`.
+        counts: As given: tokens appended since are not in it.
+        appended: Number of tokens appended since.
     """
 
-    def __init__(
-        self,
-        kept_keys: Tensor,
-        kept_values: Tensor,
-        counts: Counts,
-        seen: int,
-        appended: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
-        keys, values = (kept.new_empty(*counts.shape, 0, kept.shape[-1]) for kept in (kept_keys, kept_values))
-        super().__init__(*(appended or (keys, values)), seen)
-        self.counts = counts
-        # Packed, or a padded layer of the kept entries and those appended since.
-        self._stored: tuple[Tensor, Tensor] | KeptLayer = kept_keys, kept_values
+    def __init__(self, keys: Tensor, values: Tensor, counts: Counts, seen: int) -> None:
+        super().__init__(keys[None, None], values[None, None], seen)
+        self.counts, self.appended = counts, 0
+        self._kept = _one_after_another(counts, 0)
+        self._writable = 0  # how many tokens each head's room takes; 0 while the memory is another layer's
+        self._ends: Tensor | None = None  # [B x K] int64: where the appended tokens of each head begin
 
     @property
-    def kept_keys(self) -> Tensor:
-        """[total, d], concatenated over heads, then rows."""
-        return self._packed(0)
+    @override
+    def kv_heads(self) -> int:
+        return self.counts.shape[1]
 
     @property
-    def kept_values(self) -> Tensor:
-        """[total, d]."""
-        return self._packed(1)
+    @override
+    def longest(self) -> int:
+        return int(self.counts.max()) + self.appended
 
-    def _packed(self, part: int) -> Tensor:
-        if not isinstance(self._stored, KeptLayer):
-            return self._stored[part]
-        entries = self._stored.entries()
-        kept = slice(None, entries.keys.shape[2] - self.keys.shape[2])
-        assert entries.real is not None
-        return (entries.keys, entries.values)[part][:, :, kept][entries.real[..., kept]]
+    @override
+    def sizes(self) -> Counts:
+        return self.counts + self.appended
+
+    def _spans(self) -> list[tuple[int, int]]:
+        """Where each head's entries begin, and how many there are."""
+        return [(first, count + self.appended) for first, count in self._kept]
+
+    def packed(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [total, d] without room."""
+        spans = self._spans()
+        keys, values = (torch.cat([each[0, 0].narrow(0, *span) for span in spans]) for each in (self.keys, self.values))
+        return keys, values
 
     @property
     @override
     def nbytes(self) -> int:
-        row = self.keys.shape[-1] * self.keys.element_size() + self.values.shape[-1] * self.values.element_size()
-        return int(self.counts.sum()) * row + self.keys.nbytes + self.values.nbytes
+        return (int(self.counts.sum()) + self.appended * self.counts.size) * self._row_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        return _entry_bytes(self.keys) + _entry_bytes(self.values)
 
     @override
     def held_bytes(self, appended: Iterable[int]) -> int:
-        if isinstance(self._stored, KeptLayer):
-            return self._stored.held_bytes(appended)
-        if not (steps := [*appended]):
-            return self.nbytes
-        count = int(self.counts.max()) + self.keys.shape[2]
-        return room_after(count, count, steps) * (
-            _entry_bytes(self.keys) + _entry_bytes(self.values) + math.prod(self.counts.shape)
-        )
+        entries, heads = int(self.counts.sum()), self.counts.size
+        mean = entries // heads
+        room = room_after(mean + self.appended, mean + max(self._writable, self.appended), appended) - mean
+        return (entries + heads * room) * self._row_bytes + (8 * heads if room else 0)
 
     @override
     def _append(self, keys: Tensor, values: Tensor) -> None:
-        if not isinstance(self._stored, KeptLayer):
-            padded, of_values, real = self.entries()
-            self._stored = KeptLayer(padded, of_values, self.seen, real)
-        longest = self._stored.keys.shape[2] - self.keys.shape[2]
-        self._stored._append(keys, values)
-        self.keys, self.values = self._stored.keys[:, :, longest:], self._stored.values[:, :, longest:]
-        self.real = self._stored.real
+        after = self.appended + keys.shape[2]
+        if after > self._writable:
+            self._make_room(after + spare(int(self.counts.mean()) + after))
+        assert self._ends is not None
+        places = self._ends + self.appended
+        if keys.shape[2] > 1:
+            places = (places[:, None] + torch.arange(keys.shape[2], device=places.device)).flatten()
+        self.keys.index_copy_(2, places, keys.reshape(1, 1, -1, keys.shape[3]))
+        self.values.index_copy_(2, places, values.reshape(1, 1, -1, values.shape[3]))
+        self.appended = after
+
+    def _make_room(self, room: int) -> None:
+        """Copy all entries to where there is room for so many tokens behind each head's."""
+        places, spans = _one_after_another(self.counts, room), self._spans()
+        entries, grown = int(self.counts.sum()) + room * self.counts.size, list[Tensor]()
+        for held in (self.keys, self.values):
+            grown.append(held.new_empty(1, 1, entries, held.shape[3]))
+            for (to, _), span in zip(places, spans, strict=True):
+                grown[-1].narrow(2, to, span[1]).copy_(held.narrow(2, *span))
+        self.keys, self.values = grown
+        self._kept, self._writable, self._shared = places, room, 0
+        self._ends = torch.tensor([first + count for first, count in places]).to(self.keys.device, non_blocking=True)
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        super().update(key_states, value_states)
-        keys, values, _ = self.entries()
-        return keys, values
+        self._append(key_states, value_states)
+        self.seen += key_states.shape[2]
+        return key_states, value_states
+
+    @override
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        """See `OwnAttention`; the new keys and values have been appended."""
+        batch, heads, rows, width = query.shape
+        groups, outputs = query.reshape(self.counts.size, 1, -1, rows, width).unbind(), []
+        for index, (group, span) in enumerate(zip(groups, self._spans(), strict=True)):
+            keys, values = self.keys.narrow(2, *span), self.values.narrow(2, *span)
+            if self.expansion is not None:
+                keys, values = self.expansion(keys, values)
+            else:  # query heads are divided over threads
+                keys, values = (each.expand(-1, group.shape[1], -1, -1) for each in (keys, values))
+            mask = None if rows == 1 else visible(rows, keys.new_ones(1, 1, span[1], dtype=torch.bool))
+            of_head = softmax.of_head(index % self.kv_heads, self.kv_heads)
+            outputs.append(attend_grouped(group, keys, values, mask, of_head))
+        return torch.cat(outputs).view(batch, heads, rows, -1).transpose(1, 2).contiguous()
+
+    @override
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.appended + query_length, self.seen - self.appended
 
     @override
     def entries(self) -> LayerEntries:
-        """All entries, padded on the left to the longest head."""
-        if isinstance(self._stored, KeptLayer):
-            return self._stored.entries()
-        longest, device = int(self.counts.max()), self.keys.device
-        marks = np.arange(longest) >= longest - self.counts[..., None]
+        """All entries, copied and padded on the left to the longest head."""
+        device = self.keys.device
+        marks = np.arange(self.longest) >= int(self.counts.max()) - self.counts[..., None]
         places = torch.from_numpy(np.flatnonzero(marks)).to(device, non_blocking=True)
-        keys, values = (
-            torch.cat([_unpack(kept, places, marks.shape), appended], dim=2)
-            for kept, appended in zip(self._stored, (self.keys, self.values), strict=True)
-        )
-        real = torch.from_numpy(marks).to(device, non_blocking=True)
-        return LayerEntries(keys, values, functional.pad(real, (0, self.keys.shape[2]), value=True))
+        keys, values = (_unpack(each, places, marks.shape) for each in self.packed())
+        return LayerEntries(keys, values, torch.from_numpy(marks).to(device, non_blocking=True))
 
     @override
     def crop(self, tokens_to_remove: int) -> None:
-        if -tokens_to_remove > (appended := self.keys.shape[2]):
+        if -tokens_to_remove > self.appended:
             raise UserError(
-                f"crop: cannot remove {-tokens_to_remove} tokens, only the {appended} that were read since the last "
-                "eviction; keep a copy of the state from before instead"
+                f"crop: cannot remove {-tokens_to_remove} tokens, only the {self.appended} that were read since the "
+                "last eviction; keep a copy of the state from before instead"
             )
-        super().crop(tokens_to_remove)
-        if isinstance(self._stored, KeptLayer):
-            self._stored.crop(tokens_to_remove)
-            self.real = self._stored.real
+        self.seen += tokens_to_remove
+        self.appended += tokens_to_remove
+        if self.appended < self._shared:
+            self._writable = 0  # what comes next would overwrite what others hold
 
     @override
     def share(self) -> "RaggedLayer":
-        twin = copy.copy(self)
-        if isinstance(self._stored, KeptLayer):
-            twin._stored = self._stored.share()
+        self._shared, twin = self.appended, copy.copy(self)
+        twin._writable = 0
         return twin
+
+
+def _one_after_another(counts: Counts, room: int) -> list[tuple[int, int]]:
+    """Where each head's entries begin, with so much room behind them, and how many there are."""
+    numbers = counts.ravel().tolist()
+    return [*zip(itertools.accumulate((each + room for each in numbers), initial=0), numbers, strict=False)]
 
 
 def _entry_bytes(entries: Tensor) -> int:

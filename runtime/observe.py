@@ -86,9 +86,7 @@ class LayerObserver(Observer):
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
-        return [
-            reduce_group(self.score(layer, reduce.queries), layer.keys.shape[1], reduce.heads) for layer in state.layers
-        ]
+        return [reduce_group(self.score(layer, reduce.queries), layer.kv_heads, reduce.heads) for layer in state.layers]
 
 
 def window_attention(layer: KeptLayer, wanted: int, reduction: str) -> Tensor:
@@ -172,7 +170,7 @@ def look_back(
     Each layer's attention is reduced to KV heads when it is computed, after `combined`, with which other observers add
     theirs: [B, K, N] float32 for each layer.
     """
-    kv_heads = [layer.keys.shape[1] for layer in state.layers]
+    kv_heads = [layer.kv_heads for layer in state.layers]
     return observe(
         model,
         state.cache,

@@ -288,11 +288,13 @@ def layer_tensors(layer: Any) -> dict[str, Tensor | None]:
     if not isinstance(layer, DynamicLayer):
         states = ("conv", layer.conv_states), ("recurrent", layer.recurrent_states)
         return {f"{kind}.{place}": tensor for kind, held in states for place, tensor in held.items()}
-    of_layer: dict[str, Tensor | None] = {"keys": layer.keys, "values": layer.values}
     if isinstance(layer, RaggedLayer):
-        counts = torch.from_numpy(layer.counts)
-        of_layer |= {"kept_keys": layer.kept_keys, "kept_values": layer.kept_values, "counts": counts}
-    elif isinstance(layer, KeptLayer):
+        keys, values = layer.packed()
+        none = (each.new_empty(*layer.counts.shape, 0, each.shape[1]) for each in (keys, values))
+        kept = {"kept_keys": keys, "kept_values": values, "counts": torch.from_numpy(layer.sizes())}
+        return kept | dict(zip(("keys", "values"), none, strict=True))
+    of_layer: dict[str, Tensor | None] = {"keys": layer.keys, "values": layer.values}
+    if isinstance(layer, KeptLayer):
         of_layer |= {"real": layer.real}
     return of_layer
 
@@ -371,7 +373,9 @@ def layer_of_tensors(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
     layer = KeptLayer(keys, values, seen, tensors.get("real"))
     if "counts" in tensors:
         counts = tensors["counts"].cpu().numpy()
-        layer = RaggedLayer(tensors["kept_keys"], tensors["kept_values"], counts, seen, (keys, values))
+        layer = RaggedLayer(tensors["kept_keys"], tensors["kept_values"], counts, seen - keys.shape[2])
+        if keys.shape[2]:  # earlier releases stored tokens that were read after the eviction apart
+            layer.update(keys, values)
     elif "real" not in tensors:
         layer.token_mask = empty.token_mask
     layer.expansion, layer.origin = empty.expansion, empty.origin

@@ -30,7 +30,7 @@ from keepsight.runtime.features import RecordFeatures, WatchInputs
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import observed_attention, seen_ahead
 from keepsight.runtime.latents import expansions
-from keepsight.runtime.layer import KeptLayer, LayerEntries, Recorded
+from keepsight.runtime.layer import KeptLayer, LayerEntries, RaggedLayer, Recorded
 from keepsight.runtime.query_statistics import QueryStatistics, with_queries
 from keepsight.runtime.rotary import Rotary
 
@@ -107,7 +107,7 @@ class State:
     @property
     def length(self) -> int:
         """Number of entries of the longest KV head, padding included; 0 where every layer is bounded by itself."""
-        return max((layer.entries().keys.shape[2] for layer in self.layers), default=0)
+        return max((layer.longest for layer in self.layers), default=0)
 
     @property
     def next_position(self) -> Tensor:
@@ -122,8 +122,8 @@ class State:
     def kv_peak_bytes(self, appended: Sequence[int]) -> int | None:
         """Bytes of all tensors that the cache of an answer holds in the end, which is when they are most.
 
-        Unlike `kv_bytes` it counts the padding of ragged layers, their marks, and room for tokens to come. While a
-        layer grows, its former tensors lie beside the new ones for a moment. Bounded layers count as they are.
+        Unlike `kv_bytes` it counts room for tokens to come, and the marks of padded rows. While a layer grows, its
+        former tensors lie beside the new ones for a moment. Bounded layers count as they are.
 
         Args:
             appended: Number of tokens of each reading, such as a question of 20 and an answer token by token:
@@ -156,12 +156,7 @@ class State:
 
     def counts(self) -> Tensor:
         """[L, B, K] int64: number of real entries per layer, row and KV head."""
-        counts = []
-        for keys, _, real in self.entries():
-            batch, kv_heads, length, _ = keys.shape
-            found = torch.full((batch, kv_heads), length) if real is None else real.sum(dim=-1).expand(-1, kv_heads)
-            counts.append(found.to(self.lengths.device))
-        return torch.stack(counts)
+        return torch.stack([torch.as_tensor(layer.sizes()).to(self.lengths.device) for layer in self.layers])
 
     def select_all(self) -> list[Tensor]:
         """For each layer, a selection [B, K, C] bool of all real entries."""
@@ -248,6 +243,8 @@ class Recorder:
         before, rows, window = layer.recorded or Recorded(softmax), query.shape[2], self.needs.window
         if not self.places and mask is not None:  # layers with full attention have one mask
             self._ahead = seen_ahead(mask, rows if self.needs.accumulated else min(rows, window))
+        if isinstance(layer, RaggedLayer) and self.needs.accumulated:
+            key, _, real = layer.attended()  # `key` is of the new tokens
         queries = query_mask = ahead = accumulated = None
         if window:
             recent = query[:, :, -window:]
@@ -498,8 +495,7 @@ def roll_back(cache: Cache, count: int) -> None:
 def cache_bytes(cache: Cache) -> int:
     """Bytes of all keys and values: entries of all layers, rows and KV heads x head dimension x 2 x item size.
 
-    The windows and states of bounded layers are in it; the padding of a ragged layer that is being read from, and the 8
-    bytes a head of its counts, are not.
+    The windows and states of bounded layers are in it; room for tokens to come is not.
     """
     return sum(_bytes(layer) for layer in cache.layers)
 

@@ -149,6 +149,6 @@ def _turned(layer: KeptLayer, rotation: Rotation | None, by: int, entries: int) 
         return keys if rotation is None else rotation.turn(keys, by)
 
     if isinstance(layer, RaggedLayer):
-        appended = turn(layer.keys), layer.values
-        return RaggedLayer(turn(layer.kept_keys), layer.kept_values, layer.counts, entries, appended)
+        keys, values = layer.packed()
+        return RaggedLayer(turn(keys), values, layer.sizes(), entries)
     return KeptLayer(turn(layer.keys), layer.values, entries, layer.real)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
 
-from keepsight.runtime.attention import Softmax, grouped_attention
+from keepsight.runtime.attention import Softmax
 from keepsight.runtime.drafting.speckv import by_blocks, by_flex
 from keepsight.runtime.importance import observed_attention, top_indices, top_mask
 from keepsight.runtime.layer import RaggedLayer
@@ -142,11 +142,7 @@ def test_heads_of_different_lengths_attend_as_each_does_alone(dtype: torch.dtype
     keys, values = (drawn(counts.sum(), 64, seed=seed, dtype=dtype) for seed in (1, 2))
     new, query = drawn(2, 2, rows, 64, seed=3, dtype=dtype), drawn(2, 8, rows, 64, seed=4, dtype=dtype)
     layer = RaggedLayer(there(keys), there(values), counts, 200)
-    padded, of_values = layer.update(there(new), there(new))
-    assert layer.real is not None
-    seen = layer.real[:, :, None].expand(-1, -1, rows, -1).clone()
-    seen[..., -rows:] &= there(torch.ones(rows, rows, dtype=torch.bool)).tril()
-    found = grouped_attention(there(query), padded, of_values, seen, Softmax(1 / math.sqrt(64))).cpu()
+    found = layer.attend(there(query), *layer.update(there(new), there(new)), Softmax(1 / math.sqrt(64))).cpu()
     start = 0
     for row in range(2):
         for head in range(2):

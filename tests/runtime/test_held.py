@@ -1,10 +1,11 @@
-"""What a state reports of its memory, against the storages that its cache holds."""
+"""What a state reports of its memory, against the storages that its cache holds and what the allocator gave out."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from keepsight import AdaKV, FullCache, SnapKV
 from keepsight.runtime.layer import RaggedLayer
@@ -34,19 +35,29 @@ def held(state: State) -> int:
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
+def allocated(allocator: Any) -> int:
+    """Bytes that were given out meanwhile, and not taken back."""
+    events = allocator.profiler.kineto_results.events()
+    return sum(each.nbytes() for each in events if each.name() == "[memory]")
+
+
 @pytest.mark.parametrize("question", [0, 7])
 @pytest.mark.parametrize("name", METHODS)
 def test_both_numbers_are_those_of_the_storages(name: str, question: int) -> None:
     """Also across the end of the room, and read on from there; a batch of two rows."""
     model, method, (ids, _) = tiny_model(), METHODS[name], prompt_ids(90, 90)
-    state = method.compress_state(model, prefill(model, ids, needs=method.needs()))
+    state = method.compress_state(model, prefill(model, ids, needs=method.needs())).unrecorded()
     assert held(state) == state.kv_bytes == state.kv_peak_bytes([])
     assert (name == "ragged") == any(isinstance(each, RaggedLayer) for each in state.layers)
     for tokens in (1, 3, 70, 150):
         reads = [question, *[1] * tokens] if question else [1] * tokens
-        expected, after = state.copy().kv_peak_bytes(reads), state.copy()
-        for count in reads:
-            after, _ = read(model, after, ids[:, :count])
+        expected, after = state.copy().kv_peak_bytes(reads), state  # what was read before is freed
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as allocator:
+            after = state.copy()
+            for count in reads:
+                after = read(model, after, ids[:, :count])[0]
         assert held(after) == expected
+        others = after.logits, after.tokens, after.lengths
+        assert allocated(allocator) == expected + sum(each.nbytes for each in others)
         assert after.kv_bytes < expected == after.kv_peak_bytes([])
     assert state.kv_bytes == state.counts().sum() * 2 * 8 * 4

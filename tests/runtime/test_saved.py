@@ -38,10 +38,10 @@ def of_cache(state):
     """Every tensor of the cache as it lies in memory."""
     found = list[Any]()
     for layer in state.cache.layers:
-        ragged = isinstance(layer, RaggedLayer)  # whose padded form is made when it is read from
-        names = ["keys", "values", *(["kept_keys", "kept_values"] if ragged else ["real"])]
-        found += [getattr(layer, name, None) for name in names]
-        found += [torch.from_numpy(layer.counts)] if ragged else []
+        if isinstance(layer, RaggedLayer):
+            found += [*layer.packed(), torch.from_numpy(layer.sizes())]
+        else:
+            found += [getattr(layer, name, None) for name in ("keys", "values", "real")]
     return found
 
 
