@@ -291,7 +291,7 @@ class Evict(CacheMethod):
 
     def _sizes(self, state: State) -> HeadSizes:
         """How many entries each head has; the CPU waits only for padded entries to be counted."""
-        sizes = [layer.sizes() for layer in state.layers]
+        sizes = [layer.head_sizes() for layer in state.layers]
         real = state.counts().tolist() if any(isinstance(each, Tensor) for each in sizes) else sizes
         return HeadSizes.of(np.array(real), self.sinks + self.window)
 

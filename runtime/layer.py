@@ -219,7 +219,7 @@ class KeptLayer(DynamicLayer):
         """Number of entries of the longest KV head, padding included."""
         return self.entries().keys.shape[2]
 
-    def sizes(self) -> Counts | Tensor:
+    def head_sizes(self) -> Counts | Tensor:
         """[B, K] int64: number of real entries; a tensor where the device would have to be waited for."""
         keys, _, real = self.entries()
         return np.full(keys.shape[:2], keys.shape[2]) if real is None else real.sum(-1).expand(-1, keys.shape[1])
@@ -317,7 +317,7 @@ class RaggedLayer(OwnAttention, KeptLayer):
         return int(self.counts.max()) + self.appended
 
     @override
-    def sizes(self) -> Counts:
+    def head_sizes(self) -> Counts:
         return self.counts + self.appended
 
     def _spans(self) -> list[tuple[int, int]]:

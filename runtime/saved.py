@@ -291,9 +291,9 @@ def layer_tensors(layer: Any) -> dict[str, Tensor | None]:
     if isinstance(layer, RaggedLayer):
         keys, values = layer.packed()
         none = (each.new_empty(*layer.counts.shape, 0, each.shape[1]) for each in (keys, values))
-        kept = {"kept_keys": keys, "kept_values": values, "counts": torch.from_numpy(layer.sizes())}
-        return kept | dict(zip(("keys", "values"), none, strict=True))
-    of_layer: dict[str, Tensor | None] = {"keys": layer.keys, "values": layer.values}
+        of_layer = dict[str, Tensor | None](zip(("keys", "values"), none, strict=True))
+        return of_layer | {"kept_keys": keys, "kept_values": values, "counts": torch.from_numpy(layer.head_sizes())}
+    of_layer = {"keys": layer.keys, "values": layer.values}
     if isinstance(layer, KeptLayer):
         of_layer |= {"real": layer.real}
     return of_layer

@@ -156,7 +156,7 @@ class State:
 
     def counts(self) -> Tensor:
         """[L, B, K] int64: number of real entries per layer, row and KV head."""
-        return torch.stack([torch.as_tensor(layer.sizes()).to(self.lengths.device) for layer in self.layers])
+        return torch.stack([torch.as_tensor(layer.head_sizes()).to(self.lengths.device) for layer in self.layers])
 
     def select_all(self) -> list[Tensor]:
         """For each layer, a selection [B, K, C] bool of all real entries."""

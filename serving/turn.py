@@ -150,5 +150,5 @@ def _turned(layer: KeptLayer, rotation: Rotation | None, by: int, entries: int) 
 
     if isinstance(layer, RaggedLayer):
         keys, values = layer.packed()
-        return RaggedLayer(turn(keys), values, layer.sizes(), entries)
+        return RaggedLayer(turn(keys), values, layer.head_sizes(), entries)
     return KeptLayer(turn(layer.keys), layer.values, entries, layer.real)

@@ -39,7 +39,7 @@ def of_cache(state):
     found = list[Any]()
     for layer in state.cache.layers:
         if isinstance(layer, RaggedLayer):
-            found += [*layer.packed(), torch.from_numpy(layer.sizes())]
+            found += [*layer.packed(), torch.from_numpy(layer.head_sizes())]
         else:
             found += [getattr(layer, name, None) for name in ("keys", "values", "real")]
     return found
