@@ -192,13 +192,14 @@ def test_another_default_device_changes_nothing(name: str, tmp_path: Path) -> No
 def test_ids_beyond_the_vocabulary(wrong: int) -> None:
     model, method = tiny_model(vocab_size=256), SnapKV(16, window=4)
     odd, talk = torch.cat([IDS[:, :9] % 256, torch.tensor([[wrong]])], dim=1), Conversation(model, method)
-    past, options = method.compress(model, input_ids=IDS % 256), GREEDY | {"return_dict_in_generate": True}
+    past = method.compress(model, input_ids=IDS % 256)
+    options: dict[str, Any] = GREEDY | {"return_dict_in_generate": True}
     for ask in (
         lambda: generate(model, odd, method, **GREEDY),
         lambda: generate(model, odd, **GREEDY),
         lambda: method.compress(model, input_ids=odd),
         lambda: talk.say(odd, **GREEDY),
-        lambda: model.generate(odd, custom_generate=method, **GREEDY),  # type: ignore[operator]
+        lambda: model.generate(odd, custom_generate=method, **GREEDY),
         lambda: generate(model, torch.cat([past.ids, odd], dim=1), method, past_key_values=past, **options),
     ):
         with pytest.raises(UserError, match=f"^token id {wrong} is not in the vocabulary of 256; take the model's t"):
