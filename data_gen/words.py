@@ -6,16 +6,15 @@ import string
 import uuid
 from collections.abc import Callable
 from functools import lru_cache
-from importlib.resources import files
 from typing import Any
 
-import yaml
+from keepsight.files import own_yaml
 
 
 @lru_cache(maxsize=1)
 def texts() -> dict[str, Any]:
     """The content of wordings.yaml."""
-    return dict(yaml.safe_load((files("keepsight.data_gen") / "wordings.yaml").read_text(encoding="utf-8")))
+    return own_yaml("keepsight.data_gen", "wordings")
 
 
 def wordings(name: str) -> list[Any]:

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -320,6 +321,12 @@ def read_json(path: Path, kind: Any = Any) -> Any:
         raise UserError(f"{path}: no such file") from None
     except ValueError as error:
         raise UserError(f"{path}: {error}; restore the file or make it again") from None
+
+
+def own_yaml(package: str, name: str) -> dict[str, Any]:
+    """The content of the file NAME.yaml of a package of this project, read by libyaml where that is installed."""
+    text = (files(package) / f"{name}.yaml").read_text(encoding="utf-8")
+    return dict(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
 
 
 def read_yaml(path: Path) -> str:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
@@ -259,10 +259,6 @@ class CustomGenerate(ABC):
             self._require_continued(model, past, input_ids)
         if images:
             self._require_images(past)
-        size: Any = model.get_input_embeddings().num_embeddings
-        new = input_ids[:, 0 if past is None else past.ids.shape[1] :]
-        if not images and (wrong := new[(new < 0) | (new >= size)]).numel():  # images have ids of their own
-            raise UserError(f"token id {int(wrong[0])} is not in the vocabulary of {size}; take the model's tokenizer")
         if past is None:
             _require_padded_on_the_left(mask, input_ids, None if images else model_kwargs.get("position_ids"))
         logits, scores = _Recorder(), _Recorder()
@@ -285,6 +281,9 @@ class CustomGenerate(ABC):
             bool(generation_config.return_dict_in_generate),
             images,
         )
+        new, size = request.unread, int(cast(Any, model.get_input_embeddings()).num_embeddings)
+        if not images and (wrong := new[(new < 0) | (new >= size)]).numel():  # images have ids of their own
+            raise UserError(f"token id {int(wrong[0])} is not in the vocabulary of {size}; take the model's tokenizer")
         place: AbstractContextManager[object] = nullcontext()
         if torch.get_default_device().type not in ("cpu", model.device.type):  # such as meta
             place = torch.device("cpu")
@@ -369,11 +368,10 @@ def _require_honoured(config: GenerationConfig, options: dict[str, Any], inputs:
                 f"custom_generate: {name} is not supported; leave it out, or call generate without a method"
             )
     past = inputs.get("past_key_values")
-    foreign = past if not isinstance(past, Past) else None
-    if foreign is not None and (foreign.get_seq_length() or getattr(foreign, "_is_user_defined", False)):
+    if not isinstance(past, Past | None) and (past.get_seq_length() or getattr(past, "_is_user_defined", False)):
         raise UserError(
             "custom_generate: past_key_values must be those of a keepsight answer with "
-            f"return_dict_in_generate=True, not a {type(foreign).__name__} of another origin"
+            f"return_dict_in_generate=True, not a {type(past).__name__} of another origin"
         )
 
 

@@ -5,15 +5,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import yaml
-
 from keepsight.errors import UserError
 from keepsight.eval.tasks.samples import RenderedSample
-from keepsight.files import Row, from_json, text_lines
+from keepsight.files import Row, from_json, own_yaml, text_lines
 
 _HUB_SECONDS = 5.0
 """Timeout of the first request to the Hub; its own client tries for half a minute."""
@@ -72,7 +69,7 @@ class Protocol:
         return any(part in model.lower() for part in parts)
 
 
-_TABLE = yaml.safe_load((files("keepsight.eval.tasks") / "protocols.yaml").read_text(encoding="utf-8"))
+_TABLE = own_yaml("keepsight.eval.tasks", "protocols")
 PROTOCOLS = {name: Protocol(**fields) for name, fields in _TABLE.items()}
 REFERENCE = PROTOCOLS["reference"]
 

@@ -7,18 +7,16 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar
 
-import yaml
 from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, fill_in, rows_of, text_field
 from keepsight.eval.tasks.metrics import METRICS, metric, normalise
 from keepsight.eval.tasks.samples import HELMET_JUDGED, RenderedSample, Sample, render
-from keepsight.files import Row, read_json
+from keepsight.files import Row, own_yaml, read_json
 
 _SHOTS = 2
 _SEED = 42
@@ -52,7 +50,7 @@ class HelmetTask:
     chat: bool = False
 
 
-_TABLE = yaml.safe_load((files("keepsight.eval.tasks") / "helmet.yaml").read_text(encoding="utf-8"))
+_TABLE = own_yaml("keepsight.eval.tasks", "helmet")
 HELMET_TASKS = {name: HelmetTask(**entry) for name, entry in _TABLE["tasks"].items()}
 _LENGTHS: list[int] = _TABLE["lengths"]
 

@@ -10,12 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.resources import files
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-import yaml
 from typing_extensions import override
 
 from keepsight.errors import UserError
@@ -32,7 +30,7 @@ from keepsight.eval.tasks.benchmark import (
 )
 from keepsight.eval.tasks.metrics import METRICS, f1, integers, metric, of_first_line, rouge_l
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
-from keepsight.files import Row, read_json
+from keepsight.files import Row, own_yaml, read_json
 
 _TEMPLATE_TOKENS = 64
 """Tokens that a chat template may add to a prompt."""
@@ -70,8 +68,7 @@ class LongBenchTask:
 @lru_cache(maxsize=1)
 def longbench_tasks() -> dict[str, LongBenchTask]:
     """All tasks by name, the 16 English ones first."""
-    text = (files("keepsight.eval.tasks") / "longbench.yaml").read_text(encoding="utf-8")
-    return {name: LongBenchTask(**entry) for name, entry in yaml.safe_load(text).items()}
+    return {name: LongBenchTask(**entry) for name, entry in own_yaml("keepsight.eval.tasks", "longbench").items()}
 
 
 _ENGLISH, _CHINESE = tuple(longbench_tasks())[:16], tuple(longbench_tasks())[16:]

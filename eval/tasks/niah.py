@@ -8,19 +8,18 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import yaml
 from typing_extensions import override
 
 from keepsight.corpus import evaluation_paragraphs, sentences
 from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, read_text
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
+from keepsight.files import own_yaml
 
-TEXTS = yaml.safe_load((files("keepsight.eval.tasks") / "niah.yaml").read_text(encoding="utf-8"))
+TEXTS = own_yaml("keepsight.eval.tasks", "niah")
 """The words of keys, the sentence of a needle, and the prompt and the answer's prefix for one value and for several."""
 _LONGEST_PIECE = 60
 """Words; needles stand between pieces of the haystack of at most this length."""

@@ -159,7 +159,7 @@ def _help(name: str, arguments: list[str], whole: bool) -> str:
     from keepsight.commands.arguments import overrides_of
     from keepsight.commands.config import COMMANDS
     from keepsight.commands.parse import compose_config, keys_of
-    from keepsight.commands.recipe import presets_of, recipes
+    from keepsight.commands.recipe import presets_of, recipe_files
 
     schema = COMMANDS[name][0]
     notes = {key.name: key.note for key in keys_of(schema)}
@@ -187,7 +187,7 @@ def _help(name: str, arguments: list[str], whole: bool) -> str:
         listed = ", ".join(presets_of(schema)) or "none for this command"
         lines += textwrap.wrap(f"presets: {listed}", width, subsequent_indent="  ", break_on_hyphens=False)
     if "recipe" in shown:
-        lines += textwrap.wrap(f"recipes: {', '.join(recipes())}", width, subsequent_indent="  ")
+        lines += textwrap.wrap(f"recipes: {', '.join(recipe_files('recipe'))}", width, subsequent_indent="  ")
     return "\n".join(lines)
 
 

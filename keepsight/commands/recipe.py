@@ -10,12 +10,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from keepsight.errors import UserError
+from keepsight.files import own_yaml
 
 DEFAULT_RECIPE = "smollm2-135m"
 _SETTINGS = ("lookahead", "train", "replay", "finetune", "draft_head", "retrieval_head")
@@ -63,7 +63,7 @@ def values_of(choice: Choice) -> DictConfig:
     """
     if choice.name is None:
         return OmegaConf.create()
-    if choice.name not in (known := recipes()):
+    if choice.name not in (known := recipe_files("recipe")):
         raise UserError(f"recipe={choice.name} is unknown; choose one of {', '.join(known)}")
     GlobalHydra.instance().clear()
     with initialize_config_module("keepsight.recipes", version_base="1.3"):
@@ -81,8 +81,7 @@ class Preset(NamedTuple):
 @functools.cache
 def presets() -> dict[str, Preset]:
     """Every file in recipes/preset/, by name."""
-    found = sorted(Path(str(path)) for path in (files("keepsight.recipes") / "preset").iterdir())
-    read = {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in found if path.suffix == ".yaml"}
+    read = {name: own_yaml("keepsight.recipes", f"preset/{name}") for name in recipe_files("preset")}
     return {name: Preset(content.pop("table"), content.pop("command"), content) for name, content in read.items()}
 
 
@@ -99,10 +98,9 @@ def preset_values(schema: type, name: str | None) -> dict[str, Any]:
     Raises:
         UserError: the command has no such preset.
     """
-    known = presets_of(schema)
     if name is None:
         return {}
-    if name not in known:
+    if name not in (known := presets_of(schema)):
         others = f"; keepsight {presets()[name].command} has it" if name in presets() else ""
         raise UserError(f"preset={name} is unknown here{others}; choose one of {', '.join(known) or 'no preset'}")
     return known[name].values
@@ -135,8 +133,13 @@ def say_once(line: str) -> None:
 @functools.cache
 def recipes() -> dict[str, DictConfig]:
     """The plain content of every file in recipes/recipe/, by name."""
-    found = [Path(str(path)) for path in (files("keepsight.recipes") / "recipe").iterdir()]
-    return {path.stem: cast(DictConfig, OmegaConf.load(path)) for path in sorted(found) if path.suffix == ".yaml"}
+    return {name: cast(DictConfig, OmegaConf.load(path)) for name, path in recipe_files("recipe").items()}
+
+
+def recipe_files(kind: str) -> dict[str, Path]:
+    """The files of a folder of recipes/, by name."""
+    found = sorted(Path(str(path)) for path in (files("keepsight.recipes") / kind).iterdir())
+    return {path.stem: path for path in found if path.suffix == ".yaml"}
 
 
 def _shape(model_id: str, revision: str | None) -> list[Any] | None:
