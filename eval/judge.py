@@ -15,16 +15,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib.resources import files
 from typing import Any
-
-import yaml
 
 from keepsight.endpoint import Endpoint, EndpointError, check_url, refuse_filtered
 from keepsight.errors import BadRow, UserError
 from keepsight.eval.tasks.benchmark import fill_in
 from keepsight.eval.tasks.samples import HELMET_JUDGED, Sample
-from keepsight.files import from_json
+from keepsight.files import from_json, own_yaml
 
 MODES = ("single", "pairwise")
 LONGBENCH_WRITE = "longbench-write"
@@ -215,7 +212,7 @@ def _prompt_name(kind: str, sample: Sample) -> str:
 
 @lru_cache(maxsize=1)
 def _prompts() -> dict[str, dict[str, str]]:
-    return dict(yaml.safe_load((files("keepsight.eval") / "judge.yaml").read_text(encoding="utf-8")))
+    return own_yaml("keepsight.eval", "judge")
 
 
 _QUOTED = (
@@ -274,7 +271,7 @@ def _mean_mark(words: str) -> float | None:
     fenced = re.findall(r"```json\n(.*?)\n```", words, re.DOTALL)
     try:
         given = from_json((fenced[-1] if fenced else words).replace("\n", "").encode(), dict[str, Any])
-        marks = [(float(given[dimension]) - 1) / 4 for dimension in _MARKS]
+        marks = [(float(str(given[dimension])) - 1) / 4 for dimension in _MARKS]  # True is no mark
     except (ValueError, KeyError, TypeError):
         return None
     return sum(marks) / len(marks) if all(0 <= mark <= 1 for mark in marks) else None  # NaN is neither

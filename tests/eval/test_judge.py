@@ -118,7 +118,8 @@ def test_pairs_are_compared_in_both_orders(verdicts: str, expected: float) -> No
 
 
 def test_texts_get_six_marks() -> None:
-    said = iter(["no JSON", json.dumps({"Relevance": 5}), f"So:\n```json\n{json.dumps(MARKS, indent=1)}\n```"])
+    odd = dict.fromkeys(MARKS, True)
+    said = iter([json.dumps(odd), json.dumps({"Relevance": 5}), f"So:\n```json\n{json.dumps(MARKS, indent=1)}\n```"])
     with endpoint(lambda _: next(said)) as heard:
         (judged,) = Judge(heard.url).score(TEXT, rows("Words."))
     assert judged["score"] == pytest.approx((4 + 3 + 2 + 1 + 0 + 2) / 4 / 6)
