@@ -161,14 +161,18 @@ def _read(
     tokenizer = _tokenizer(source, shared, template)
     config = AutoConfig.from_pretrained(source, **shared)
     require_supported_config(config)
-    kind = type(config)
-    with_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
-    loader: Any = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
-    loaded: Any = loader.from_pretrained(source, output_loading_info=True, use_safetensors=True, **options)
+    loaded: Any = _loader(config).from_pretrained(source, output_loading_info=True, use_safetensors=True, **options)
     model, report = loaded
     if missing := report["missing_keys"]:  # transformers would go on with random weights
         raise ValueError(f"its weight files lack {min(missing)} and {len(missing) - 1} more; fetch it again")
     return tokenizer, model
+
+
+def _loader(config: Any) -> Any:
+    """The class of transformers that makes the model of a configuration."""
+    kind = type(config)
+    with_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
 
 
 def _tokenizer(
@@ -328,7 +332,7 @@ def outline_target(
 def _on_meta(model_id: str, source: str | Path, options: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
     with _reading(model_id, "configuration"), torch.device("meta"):
         config = AutoConfig.from_pretrained(source, **options)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: PreTrainedModel = _loader(config).from_config(config, dtype=dtype)
         return model
 
 

@@ -18,7 +18,7 @@ from keepsight.commands.config_bench import (
     BenchTrain,
 )
 from keepsight.commands.config_serving import BenchServe
-from keepsight.commands.from_recipe import draft_of, resources_of, target_of
+from keepsight.commands.from_recipe import draft_named, draft_of, resources_later, resources_of, target_of
 from keepsight.commands.variants import require_evict, variants_of
 from keepsight.data_gen.store import read_training_samples
 from keepsight.errors import UserError, printable
@@ -107,6 +107,7 @@ def speculate(config: BenchSpeculate) -> None:
     """Measure speculative decoding."""
     if config.draft.head is None:
         raise UserError("bench speculate measures a draft head; name it: draft.head=FOLDER_OR_HUB_ID draft.layers=null")
+    draft_named(config)
     target = target_of(config)
     draft = draft_of(config, target)
     assert isinstance(draft, DraftHeadSource)
@@ -162,8 +163,10 @@ def _pruned_draft(config: BenchRetrieve, target: Target) -> DraftHead | None:
 
 def _methods(config: Benched) -> tuple[Target, dict[str, Method]]:
     """The base model, and every method at every budget by `LABEL BUDGET`."""
+    named = config.methods, config.budgets, list[int]()
+    variants_of(*named, resources_later(config))  # bad values end here, before anything loads
     target = target_of(config)
-    variants = variants_of(config.methods, config.budgets, [], resources_of(config, target))
+    variants = variants_of(*named, resources_of(config, target))
     named = {each.name if each.budget is None else f"{each.name} {each.budget}": each.method for each in variants}
     return target, named
 

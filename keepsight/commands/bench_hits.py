@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from keepsight.commands.config_bench import BenchHits as Config
 from keepsight.commands.eval import check, print_notes, samples_of
-from keepsight.commands.from_recipe import resources_later, resources_of, target_of
+from keepsight.commands.from_recipe import resources_later, resources_of, target_of, without_weights
 from keepsight.commands.variants import variants_of
 from keepsight.errors import UserError, require_same
 from keepsight.eval.hits import SHARED, Hits, answering, best_shared, choices, compare
@@ -50,10 +50,10 @@ def run(config: Config) -> None:
     for variant in variants_of(*named, resources_later(config)):
         if not variant.method.selects_each_step:
             raise UserError(f"methods= names {variant.name!r}, which does not select entries at each step; see --help")
+    samples, notes = samples_of(config, without_weights(config))
     target, out = target_of(config), Path(config.out)
     variants = variants_of(*named, resources_of(config, target))
     variants += _further_heads(config, target, variants)
-    samples, notes = samples_of(config, target)
     check_samples(target, samples, variants)
     with one_writer(out):
         _check_same(out, config, target)

@@ -15,7 +15,7 @@ from yaml import YAMLError
 from keepsight import recipes
 from keepsight.commands.config import Data as Config
 from keepsight.commands.config import DataStats
-from keepsight.commands.from_recipe import answered_elsewhere, next_command, training_dtype, training_target
+from keepsight.commands.from_recipe import next_command, training_dtype, training_target, without_weights
 from keepsight.data_gen.backends import Backend, InThisProcess, Server, VllmEngine
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
@@ -91,9 +91,9 @@ def _answering(config: Config) -> Iterator[tuple[Target, Backend]]:
         target = training_target(config)
         yield target, InThisProcess(target, config.batch_tokens)
     elif config.backend == "server":
-        yield (target := answered_elsewhere(config)), Server(target, config.server)
+        yield (target := without_weights(config)), Server(target, config.server)
     else:
-        model, target = config.model, answered_elsewhere(config)
+        model, target = config.model, without_weights(config)
         dtype = training_dtype(model)
         options = {"revision": model.revision, "dtype": dtype, "trust_remote_code": model.trust_remote_code}
         with closing(VllmEngine(target, options | config.vllm)) as engine:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from keepsight import __version__
 from keepsight.commands.config import Eval as Config
 from keepsight.commands.config_shared import ModelConfig, TaskKeys
-from keepsight.commands.from_recipe import resources_later, resources_of, target_of
+from keepsight.commands.from_recipe import resources_later, resources_of, target_of, without_weights
 from keepsight.commands.recipe import table_of
 from keepsight.commands.variants import ALL, import_plugins, variants_of
 from keepsight.errors import BadRow, UserError, printable
@@ -52,9 +52,9 @@ def run(config: Config) -> None:
     named = config.methods, config.budgets, config.bits
     variants_of(*named, resources_later(config))
     processes, out = PartialState(cpu=not torch.cuda.is_available()), Path(config.out)
+    samples, notes = samples_of(config, without_weights(config))
     target = target_of(config)
     variants = variants_of(*named, resources_of(config, target))
-    samples, notes = samples_of(config, target)
     settings = settings_of(config, target, variants) | {"notes": notes}
     earlier = rows_of_runs(config.reuse)
     if config.question != "seen":

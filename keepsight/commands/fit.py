@@ -27,7 +27,7 @@ from keepsight.commands.config import (
 from keepsight.commands.config import Fit as Config
 from keepsight.commands.config_shared import DataKeys, EvalKeys, UsesMethods
 from keepsight.commands.fit_card import with_results, written_card
-from keepsight.commands.from_recipe import resources_later
+from keepsight.commands.from_recipe import resources_later, without_weights
 from keepsight.commands.parse import compose_config, keys_of
 from keepsight.commands.variants import variants_of
 from keepsight.errors import UserError
@@ -55,6 +55,8 @@ def run(config: Config) -> None:
     answers = Data(**_values(config, DataKeys), out=str(out / "data"))
     tests = _tests(config, out / source)
     check(config, answers, tests)
+    if "evaluation" in chosen:
+        evaluation.samples_of(tests, without_weights(tests))  # what cannot be read ends here, not after hours
     stages: dict[str, Callable[[], None]] = {
         "answers": lambda: data.run(answers),
         "importance": lambda: train.run(_importance(config, out)),

@@ -13,6 +13,7 @@ from keepsight.commands.config_shared import ModelConfig, UsesMethods, UsesModel
 from keepsight.errors import UserError
 from keepsight.models.artifacts import fetch
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource, LayerSubset, load_draft, load_head
+from keepsight.models.model_files import located
 from keepsight.models.targets import Target, load_target, outline_model, outline_target
 from keepsight.runtime.methods.resources import Later, Resources, ResourcesLater
 
@@ -53,8 +54,8 @@ def outline_of(config: UsesModel) -> PreTrainedModel:
     return outline_model(**_files_of(config.model), dtype=config.model.dtype)
 
 
-def answered_elsewhere(config: UsesModel) -> Target:
-    """The base model without its weights, for answers that another process gives."""
+def without_weights(config: UsesModel) -> Target:
+    """The base model without its weights: to check with, or for answers that another process gives."""
     return outline_target(**_files_of(config.model), template=config.model.template)
 
 
@@ -69,13 +70,13 @@ def _files_of(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def draft_of(config: UsesMethods, target: Target) -> DraftSource | DraftHeadSource | None:
-    """The draft, checked to fit the base model; None if the configuration names none.
+def draft_named(config: UsesMethods) -> Later | None:
+    """Stands for the draft before the base model is loaded: its files are located; None where none is named.
 
     Raises:
-        UserError: several kinds of draft are named, or the draft does not fit the base model.
+        UserError: several kinds of draft are named, or it cannot be had.
     """
-    named, model = config.draft, config.model
+    named = config.draft
     kinds = {"draft.layers": named.layers, "draft.id": named.id, "draft.head": named.head}
     given = [key for key, value in kinds.items() if value is not None]
     if len(given) > 1:
@@ -84,13 +85,29 @@ def draft_of(config: UsesMethods, target: Target) -> DraftSource | DraftHeadSour
             f"{given[0]} and {second}={kinds[second]} name two drafts; add {given[0]}=null or {second}=null"
         )
     if named.head is not None:
+        fetch(named.head, named.revision)
+    if named.id is not None:
+        located(named.id, named.revision)
+    if named.layers is not None:
+        LayerSubset(tuple(named.layers))
+    return Later("draft") if given else None
+
+
+def draft_of(config: UsesMethods, target: Target) -> DraftSource | DraftHeadSource | None:
+    """The draft, checked to fit the base model; None if the configuration names none.
+
+    Raises:
+        UserError: see `draft_named`; or the draft does not fit the base model.
+    """
+    named, model = config.draft, config.model
+    if draft_named(config) is None:
+        return None
+    if named.head is not None:
         return load_head(named.head, fetch(named.head, named.revision), target.model)
     if named.id is not None:
         options = {"dtype": model.dtype, "device": model.device, "attention": model.attention}
         return load_draft(named.id, target, revision=named.revision, **options)
-    if named.layers is None:
-        return None
-    draft = LayerSubset(tuple(named.layers))
+    draft = LayerSubset(tuple(named.layers or ()))
     draft.of(target.model)
     return draft
 
@@ -103,8 +120,7 @@ def resources_of(config: UsesMethods, target: Target) -> Resources:
 
 def resources_later(config: UsesMethods) -> Resources:
     """The same before the base model is loaded, to check methods with."""
-    named = config.draft
-    draft = Later("draft") if any(each is not None for each in (named.layers, named.id, named.head)) else None
+    draft = functools.cache(lambda: draft_named(config))
     return ResourcesLater(config.adapter, draft, Later("tokenizer"), config.retrieval)
 
 

@@ -36,7 +36,7 @@ class Resources:
     """
 
     adapter: str | Path | None = None
-    draft: DraftSource | DraftHeadSource | Callable[[], DraftSource | DraftHeadSource | None] | Later | None = None
+    draft: DraftSource | DraftHeadSource | Callable[[], DraftSource | DraftHeadSource | Later | None] | None = None
     tokenizer: PreTrainedTokenizerBase | Later | None = None
     retrieval: str | Path | None = None
     target: PreTrainedModel | None = None

@@ -1,5 +1,6 @@
 """The command line: commands, keys, help and errors; every text arrives as it was typed, and errors are one line."""
 
+import json
 import os
 import re
 import resource
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from keepsight import __version__, recipes
+from keepsight.commands import from_recipe
 from keepsight.commands.arguments import overrides_of
 from keepsight.commands.cli import configuration
 from keepsight.commands.config import COMMANDS, Data, Eval, Fit, Inspect, Push, Train
@@ -318,11 +320,44 @@ def test_keys_files_and_folders_are_checked_before_weights_are_read(
 ) -> None:
     write_data(here / "answered", load_target("tiny", device="cpu"), count=20)
     before = tree(here)
-    monkeypatch.setattr(model_files, "located", lambda *_: pytest.fail("the model is located"))
-    monkeypatch.setattr(targets, "located", lambda *_: pytest.fail("the model is located"))
+    for module in (from_recipe, model_files, targets):
+        monkeypatch.setattr(module, "located", lambda *_: pytest.fail("the model is located"))
     for line, expected in BEFORE_WEIGHTS.items():
         tiny = [key for key in TINY if "stats" not in line and key.partition("=")[0] not in line]
         assert keepsight.fails(*shlex.split(line), *tiny).startswith(expected), line
+    assert tree(here) == before
+
+
+TASKS = "'tasks=[jsonl]' jsonl.dir=rated"
+WITH_CONFIGURATION = {
+    "eval out=o methods=snapkv lengths=5000": "lengths=5000 is more than the context of 4096 tokens; lower lengths=",
+    f"eval out=o methods=snapkv {TASKS}": "rated/tasks.json: none of rated can be read; supported layouts: ",
+    f"eval out=o methods=snapkv {TASKS} 'jsonl.files=[rated]'": "jsonl.files: rated cannot be read: metric 'stars' is",
+    "eval out=o methods=speckv draft.id=none": "method 'speckv': model 'none' is not a folder",
+    "eval out=o methods=speckv draft.layers=[2,1]": "method 'speckv': draft layers [2, 1] must ascend, each named once",
+    "eval out=o methods=specpc draft.head=none": "method 'specpc': 'none' is neither a folder nor a Hub id",
+    "bench hits out=o methods=quest budgets=64 lengths=5000": "lengths=5000 is more than the context of 4096 tokens",
+    "bench evict methods=snapkw": "method 'snapkw' is unknown",
+    "bench decode methods=speckv draft.id=none": "method 'speckv': model 'none' is not a folder",
+    "bench speculate draft.head=none draft.layers=null": "'none' is neither a folder nor a Hub id",
+    "serve method=speckv draft.id=none": "method 'speckv': model 'none' is not a folder",
+    "inspect prompt=Hello out=p.html method=speckv draft.id=none": "method 'speckv': model 'none' is not a folder",
+    "fit out=o mixture=demo lengths=5000": "lengths=5000 is more than the context of 4096 tokens",
+}
+
+
+@pytest.mark.parametrize("line", WITH_CONFIGURATION)
+def test_tasks_and_drafts_are_checked_before_weights_are_read(
+    keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    (here / "rated").mkdir()
+    (here / "rated/rated.jsonl").write_text("{}\n")
+    entry = {"layout": "longbench", "prompt": "{context}{input}", "metric": "stars", "max_new_tokens": 4}
+    (here / "rated/tasks.json").write_text(json.dumps({"rated": entry}))
+    before = tree(here)
+    monkeypatch.setattr(targets, "_read", lambda *_: pytest.fail("weights are read"))
+    monkeypatch.setattr(model_files, "hub_answers", lambda: False)
+    assert keepsight.fails(*shlex.split(line), *TINY).startswith(WITH_CONFIGURATION[line])
     assert tree(here) == before
 
 
@@ -332,6 +367,7 @@ def test_a_key_is_given_once() -> None:
 
 
 def test_no_text_steers_the_terminal(keepsight: CommandLine) -> None:
+    assert printable("a\u200fb\u061c\u200e") == "a\\u200fb\\u061c\\u200e"
     assert printable("\x1b[2Ja\u202eb\ud800\r\tc\n", lines=True) == "\\x1b[2Ja\\u202eb\\ud800\\r\tc\n"
     assert keepsight.fails("push", "\x1b[2J", "ada/x").startswith("\\x1b[2J: has nothing")
 

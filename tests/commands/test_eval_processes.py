@@ -1,5 +1,7 @@
 """`keepsight eval` in several processes: samples divided over processes, parts merged, stopped and gone on with."""
 
+import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 
 from keepsight.commands.eval import own_share
 from keepsight.eval.tasks.samples import Sample, render
-from keepsight.files import append_lines, read_jsonl, write_lines
+from keepsight.files import append_lines, one_writer, read_jsonl, write_lines
 from tests.commands.commands import RUN_FILES, CommandLine, files_of_run
 from tests.eval.rows import CLOCKS, comparable
 from tests.launch import launch
@@ -52,6 +54,17 @@ def test_two_processes_give_what_one_gives_and_go_on_where_others_stopped(keepsi
     keepsight("eval", *GIVEN, *TASK, "out=two")
     assert files_of_run(here / "two") == RUN_FILES
     assert rows_of(here / "two") == comparable(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("refused", ["by both", "by the first"])
+def test_a_refusal_is_one_line_of_a_process_and_ends_both(here: Path, refused: str) -> None:
+    methods = {"by both": "methods=[snapkw]", "by the first": "methods=[snapkv]"}[refused]
+    with one_writer(here / "two") if refused == "by the first" else nullcontext():
+        result = launch(here, "-m", "keepsight", "eval", *GIVEN[:2], methods, *GIVEN[3:], *TASK, "out=two")
+    (line,) = {line for line in result.stderr.splitlines() if line.startswith("keepsight: error: ")}
+    assert re.search("method 'snapkw' is unknown" if refused == "by both" else "two: .*is writing here", line)
+    assert result.returncode == 1 and re.search(r"exitcode +: 2 ", result.stderr), result.stderr  # torchrun's own is 1
 
 
 @pytest.mark.parametrize("process", [0, 1])
