@@ -281,7 +281,8 @@ class CustomGenerate(ABC):
             bool(generation_config.return_dict_in_generate),
             images,
         )
-        new, size = request.unread, int(cast(Any, model.get_input_embeddings()).num_embeddings)
+        new = input_ids if past is None else input_ids[:, past.ids.shape[1] :]
+        size = int(cast(Any, model.get_input_embeddings()).num_embeddings)
         if not images and (wrong := new[(new < 0) | (new >= size)]).numel():  # images have ids of their own
             raise UserError(f"token id {int(wrong[0])} is not in the vocabulary of {size}; take the model's tokenizer")
         place: AbstractContextManager[object] = nullcontext()

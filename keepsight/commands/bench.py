@@ -163,10 +163,10 @@ def _pruned_draft(config: BenchRetrieve, target: Target) -> DraftHead | None:
 
 def _methods(config: Benched) -> tuple[Target, dict[str, Method]]:
     """The base model, and every method at every budget by `LABEL BUDGET`."""
-    named = config.methods, config.budgets, list[int]()
-    variants_of(*named, resources_later(config))  # bad values end here, before anything loads
+    asked = config.methods, config.budgets, list[int]()
+    variants_of(*asked, resources_later(config))  # bad values end here, before anything loads
     target = target_of(config)
-    variants = variants_of(*named, resources_of(config, target))
+    variants = variants_of(*asked, resources_of(config, target))
     named = {each.name if each.budget is None else f"{each.name} {each.budget}": each.method for each in variants}
     return target, named
 

@@ -245,7 +245,7 @@ def test_bad_values_are_named(name: str, budget: Any, options: dict[str, Any], s
 def test_a_method_is_checked_before_what_it_needs_is_loaded(name: str, tmp_path: Path) -> None:
     Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2)).adapter().save(tmp_path, Provenance("tiny"), "# Card")
     tiny_retrieval_head().save(tmp_path, Provenance("tiny"), "# Card\n")
-    later = ResourcesLater(tmp_path, Later("draft"), Later("tokenizer"), tmp_path)
+    later = ResourcesLater(tmp_path, lambda: Later("draft"), Later("tokenizer"), tmp_path)
     options: dict[str, Any] = {
         "evict": {"observer": {"name": "draft_tokens", "drafter": "draft_model"}},
         "r2c": {"relevance": {"name": "fusion", "model": "t5"}},
