@@ -12,6 +12,12 @@ from omegaconf import OmegaConf
 from keepsight.commands.config import COMMANDS
 from keepsight.commands.parse import keys_of
 
+_WORKER = """if (location.protocol === "file:") {
+  const source = URL.createObjectURL(new Blob([%s]));
+  window.Worker = class extends Worker { constructor() { super(source); } };
+}
+"""
+
 
 def keys_page() -> str:
     """A section per command: its sentence, and a table of its keys with defaults and meanings."""
@@ -46,6 +52,9 @@ def on_files(files: Files, config: Any) -> None:
 
 
 def on_post_build(config: Any) -> None:
-    """Called by mkdocs at the end: the search's index as a script too, as a page opened from disk can fetch no JSON."""
-    index = Path(config.site_dir) / "search" / "search_index.json"
+    """Called by mkdocs at the end: the search's index and worker as scripts, as a page from disk can load neither."""
+    site = Path(config.site_dir)
+    index = site / "search" / "search_index.json"
     index.with_suffix(".js").write_text(f"var __index = {index.read_text('utf-8')}", "utf-8")
+    (worker,) = (site / "assets" / "javascripts" / "workers").glob("search.*.js")
+    (site / "search" / "worker.js").write_text(_WORKER % json.dumps(worker.read_text("utf-8")), "utf-8")
