@@ -24,8 +24,6 @@ PAGES = [ROOT / "README.md", ROOT / "RESULTS.md", *sorted((ROOT / "checkpoints")
 PLACE = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 EXCESS = "{excess_nll} ({low} to {high})"
 OURS = "LookaheadKV (shipped)"
-NOT_YET_MEASURED = ("KVzip", "KVgrad")
-"""Rows of README's and the first table of RESULTS.md that appear once their file has them."""
 Row = dict[str, str]
 
 
@@ -57,10 +55,8 @@ class Table:
         lines.append(["---"] * len(lines[0]))
         for name, label in shown.items():
             own = {row[self.across]: row for row in found if row[self.by] == name}
-            if not own and name not in NOT_YET_MEASURED:
-                raise KeyError(f"results/{self.file}.csv has no {self.by} {name!r}")
             if not own:
-                continue
+                raise KeyError(f"results/{self.file}.csv has no {self.by} {name!r}")
             cells = [filled(self.cell, own[place]) if place in own else "–" for place in places]
             ends = [", ".join(dict.fromkeys(row[key] for row in own.values() if row[key])) for key in self.columns]
             lines.append([f"**{label}**" if name == OURS else label, *cells, *ends])
@@ -91,7 +87,7 @@ def alike(*names: str) -> dict[str, str]:
 
 
 SNAPKV = alike("SnapKV, mean over 3", "SnapKV, max over 7", "SnapKV, unpooled")
-BASELINES = alike(*NOT_YET_MEASURED, "LAQ", "SpecKV (26-layer draft)", "DapQ") | SNAPKV
+BASELINES = alike("LAQ", "SpecKV (26-layer draft)", "DapQ") | SNAPKV
 REST = alike("StreamingLLM", "untrained soft tokens")
 SELECTION = {
     "LookaheadKV before fine-tuning": "before fine-tuning on what eviction costs",
@@ -101,10 +97,7 @@ SELECTION = {
     "LookaheadKV, the paper's selection": "the shipped module with the paper's selection",
 }
 ORACLE = alike("oracle attention (mean over 3)", "oracle attention (unpooled)")
-RULER = alike("full", "exact_topk", "oracle", "specontext", "lookaheadkv before fine-tuning", "laq", "speckv", "quest")
-RULER |= alike("snapkv", "kivi", "streamingllm", "random")
 READING = alike("exact_topk", "specontext (shipped head)", "quest")
-SHARE = "observing and selecting, share of the prefill"
 SCORE = "{score} / {excess_nll}"
 TABLES = {
     "real": Table(
@@ -129,7 +122,7 @@ TABLES = {
         head="{} entries",
         title="LookaheadKV minus",
     ),
-    "unseen": Table("question_unseen", "budget", head="{} entries", columns=("prefills", "date", "processor", "run")),
+    "unseen": Table("question", "budget", head="{} entries", where={"question": ("unseen",), "samples": ("33",)}),
     "kvpress": Table("kvpress", "budget", head="{} entries"),
     "needles": Table(
         "needles",
@@ -141,7 +134,6 @@ TABLES = {
         head="{} tokens",
     ),
     "needle-tasks": Table("needle_tasks", "samples", cell=SCORE, head="{} samples", where={"budget": ("64", "")}),
-    "ruler": Table("ruler", "length", cell=SCORE, rows=RULER, head="{} tokens"),
     "reading": Table("reading_needles", "budget", cell=SCORE, rows=READING, head="{} entries"),
     "serving": Table("serving", "caches", cell="{value}", by="what", title="16 requests at once"),
     "hits": Table("reading_hits", "budget", cell="{hit_rate} / {mass}", head="{} entries"),
@@ -157,26 +149,22 @@ def time_table() -> str:
 
 
 def front_table() -> str:
-    """README's table: excess NLL at 64 / 128 / 256 entries with the question seen and unseen, and the cost.
-
-    Rows and columns without any value are left out.
-    """
-    columns = ["question seen", "question unseen", "cost in prefills"]
-    shares = [row for row in rows_of("time") if row["what"] == SHARE]
-    found = [["full cache", "0", "0", "1"]]
-    for name in (OURS, *NOT_YET_MEASURED, "LAQ", "SnapKV, mean over 3"):
+    """README's table: excess NLL at 64 / 128 / 256 entries with the question seen and unseen, and costs of runs."""
+    shares = {row["method"]: row["values"].split(" / ") for row in rows_of("time") if row["run"] == "question_seen"}
+    lines = [
+        ["method", "question seen", "question unseen", "cost in prefills"],
+        ["---", "---", "---", "---"],
+        ["full cache", "0", "0", "1"],
+    ]
+    for name in (OURS, "KVgrad", "KVzip", "LAQ", "SnapKV, mean over 3"):
+        means: dict[str, list[str]] = {"seen": [], "unseen": []}
+        for row in rows_of("question"):
+            if row["method"] == name and row["samples"] == "33":
+                means[row["question"]].append(row["excess_nll"])
         label = name.partition(" (")[0].partition(",")[0]
-        seen, unseen = (
-            " / ".join(row["excess_nll"] for row in rows_of(file) if row["method"] == name and row["budget"] != "512")
-            for file in ("real_prompts", "question_unseen")
-        )
-        percents = [float(each) for row in shares if row["method"] == label for each in row["values"].split(" / ")]
-        cost = f"{1 + max(percents) / 100:.2f}" if percents else ""
-        found.append([f"**{label}**" if name == OURS else label, seen, unseen, cost])
-    rows = [row for row in found if any(row[1:])]
-    known = [at for at in (1, 2, 3) if any(row[at] for row in rows[1:])]
-    lines = [["method", *(columns[at - 1] for at in known)], ["---"] * (len(known) + 1)]
-    lines += [[row[0], *(row[at] or "not measured" for at in known)] for row in rows]
+        costs = [f"{1 + float(each) / 100:.2f}" for each in shares[label]]
+        shown = [" / ".join(each) for each in means.values()]
+        lines.append([f"**{label}**" if name == OURS else label, *shown, " to ".join(dict.fromkeys(costs))])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
