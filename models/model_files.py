@@ -72,7 +72,7 @@ def located(
             "config.json as model.id="
         )
     path = packaged_file(packaged)
-    logger.warning("%s cannot be fetched from the Hub; using the packaged file %s instead", model_id, path.name)
+    logger.warning("%s cannot be fetched from the Hub; using the bundled file %s instead", model_id, path.name)
     return *dequantised(path, packaged_digest), {}
 
 

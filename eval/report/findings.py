@@ -38,7 +38,7 @@ def _finding(rows: list[SummaryRow], full: SummaryRow | None) -> str:
     budget = best.budget
     place = f"{100 * budget:g} % of the prompt" if isinstance(budget, float) else f"{budget} entries"
     sentence = (
-        f"At {place} {label_of(best.method)} loses {number_text(best.excess_nll, 3)} nats per token to the full cache"
+        f"At {place} {label_of(best.method)} has an excess NLL of {number_text(best.excess_nll, 3)} nats per token"
     )
     if pair := difference(best, other):
         sentence += _compared(pair.estimates["excess_nll"], f"{label_of(pair.against)}, the best other method")

@@ -20,11 +20,11 @@ def test_ours_is_compared_with_the_best_other_one_by_excess_nll() -> None:
         rows.append(row("snapkv", 128, 1.0, sample=str(at), excess_nll=0.25))
     first, second = findings(summarize(rows))
     assert first == (
-        "At 64 entries lookaheadkv loses 0.100 nats per token to the full cache, 0.400 less than snapkv, the best "
+        "At 64 entries lookaheadkv has an excess NLL of 0.100 nats per token, 0.400 less than snapkv, the best "
         "other method (95 % interval 0.400 to 0.400). Score 0.50, snapkv 0.50, full cache 1.00; 12 samples."
     )
     assert second == (
-        "At 128 entries snapkv loses 0.250 nats per token to the full cache. Score 1.00, full cache 1.00; 12 samples."
+        "At 128 entries snapkv has an excess NLL of 0.250 nats per token. Score 1.00, full cache 1.00; 12 samples."
     )
 
 
@@ -33,7 +33,7 @@ def test_methods_within_the_noise_are_level() -> None:
     rows += [row("snapkv", 0.1, 1.0, sample=f"{at:02}", excess_nll=0.05) for at in range(20)]
     (sentence,) = findings(summarize(rows))
     assert sentence.startswith(
-        "At 10 % of the prompt lookaheadkv loses 0.000 nats per token to the full cache: level with "
+        "At 10 % of the prompt lookaheadkv has an excess NLL of 0.000 nats per token: level with "
     )
     assert "(0.050 less, 95 % interval -0." in sentence
 
