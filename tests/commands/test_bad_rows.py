@@ -35,7 +35,7 @@ def test_bad_rows_are_counted_at_the_end(keepsight: CommandLine, here: Path) -> 
     assert read_json(here / "out" / "settings.json")["notes"]["rows skipped"].startswith("2, such as real/facts")
     keepsight("eval", *keys, "skip=2")  # no other results
     for skip in (0, 1):
-        assert keepsight.fails("eval", *keys, f"skip={skip}").endswith(f"mend the row, or raise skip={skip}")
+        assert keepsight.fails("eval", *keys, f"skip={skip}").endswith(f"fix the row, or raise skip={skip}")
     assert keepsight.fails("eval", *write_facts(here, None), "out=other") == fault.replace(":2:", ":1:")
 
 

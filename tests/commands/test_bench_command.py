@@ -113,7 +113,7 @@ def test_retrieval_with_a_head_and_without(keepsight: CommandLine) -> None:
     assert [line.split()[0] for line in lines[9:]] == ["budget", "40", "64"]
     random = ("retrieval_head.features=none", "retrieval_head.groups=2", "batch=2")
     lines = keepsight(*RETRIEVE, *random).splitlines()
-    assert lines[0].startswith("retrieval= is not given: this head has random weights")
+    assert lines[0].startswith("retrieval= is not set: this head has random weights")
     assert lines[2].startswith("2 rows of random entries, budget 64, ")
     assert lines[-1].startswith("bytes moved are not measured: ")
 

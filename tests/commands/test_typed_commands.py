@@ -29,11 +29,13 @@ from tests.typed import ROOT, SMALL, command_of, lines, small, text_of, type_in
 
 GUIDES = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").glob("*.md"))]
 START = lines("docs/quickstart.md")
-CLONE, DEMO, *QUICK_START = START
+SETUP, DEMO, *QUICK_START = START
 LAUNCHED = [line for line in lines("docs/cluster.md") if "model.id=runs/model" in line]
 """Those with several processes, DeepSpeed, nf4 and a server: tests/train/test_launched_commands.py runs them too."""
 OTHERS = [each for page in ("README.md", *GUIDES) for each in lines(page)]
 FROM_GUIDES = [each for each in dict.fromkeys(OTHERS) if each not in (*START, *LAUNCHED)]
+TYPED = [each for each in FROM_GUIDES if command_of(each) and command_of(each)[0] != "serve"]
+"""tests/commands/test_serving_commands.py and tests/serving/vllm/test_page.py serve."""
 NEEDS = {"zero3": "deepspeed", "nf4": "bitsandbytes"}
 LONG = "The ship sailed on. " * 60
 ADDED = {
@@ -41,7 +43,7 @@ ADDED = {
     "mixture=smollm2": "mixture=offline",
     "tasks=[ruler": "tasks=[ruler_vt,longbench] lengths=[800]",
     "preset=lookaheadkv-longbench": "longbench.dir=data/longbench draft.id=null",
-    "preset=specache-throughput": "methods=[{name: specache, group: 32}] batch=2",
+    "preset=specache-throughput": "methods=[{name:specache,group:32}] batch=2",
     "milebench.dir": "model.id=runs/vl draft.id=runs/vl-draft draft.layers=null",
 }
 """What else a test adds to lines with these words."""
@@ -78,7 +80,7 @@ def make_models() -> None:
     save_tiny_target(Path("runs/model"), num_hidden_layers=7, head_dim=32)
     target = load_target("runs/model", device="cpu", dtype="float32")
     shape = replace(SHAPE, floor=0.25, sharing="model")
-    for adapter in ("runs/adapter", "runs/weighted"):
+    for adapter in ("runs/adapter", "runs/weighted", "runs/smollm2/adapter"):
         save(random_on(target.model, shape), Path(adapter), "runs/model")
     size = {"vocab_size": target.model.config.vocab_size, "max_position_embeddings": 4096}
     tiny_draft_head(**size).save(Path("runs/draft-head"), Provenance("runs/model"), "# Card\n")
@@ -95,6 +97,7 @@ def text_files() -> dict[str, str]:
     (mixture,) = re.findall(r"```yaml\n(.*?)```", text_of("docs/data.md"), re.DOTALL)
     return {
         "file.txt": LONG,
+        "docs/images/inspect.txt": LONG,
         "my_methods.py": own_method.rstrip("\n").rpartition("\n")[0],
         "mine/contracts.jsonl": rows,
         "mine/tasks.json": tasks,
@@ -182,7 +185,7 @@ def marked(line: str) -> object:
     return pytest.param(line, marks=marks)
 
 
-@pytest.mark.parametrize("line", [marked(line) for line in FROM_GUIDES if command_of(line)])
+@pytest.mark.parametrize("line", [marked(line) for line in TYPED])
 def test_a_line_of_a_guide(line: str, keepsight: CommandLine, place: Path, servers: dict[str, str]) -> None:
     if command_of(line)[0] in ("report", "compare"):
         keepsight(*f"eval tasks=niah_single methods=snapkv out=runs/eval {SMALL['eval']}".split())
@@ -201,8 +204,8 @@ def test_lm_eval(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_these_are_not_typed() -> None:
     """They install something, or start a server that needs a GPU."""
-    typed = {*QUICK_START, *LAUNCHED, *(line for line in FROM_GUIDES if command_of(line))}
+    typed = {*QUICK_START, *LAUNCHED, *TYPED}
     rest = {*START, *FROM_GUIDES} - typed - {DEMO}
-    commands = {"git", "make", "vllm", "python", "keepsight-lm-eval"}
-    assert {line.split()[0] for line in rest} == commands and CLONE in rest
+    commands = {"curl", "make", "vllm", "python", "keepsight-lm-eval", "keepsight"}
+    assert {line.split()[0] for line in rest} == commands and SETUP in rest
     assert len(LAUNCHED) == 6

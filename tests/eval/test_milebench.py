@@ -180,7 +180,7 @@ def test_faults_of_the_folder_are_one_line(target: Target, folder: Path, tmp_pat
     refused(r"data\[0\]: its image .*gone\.png is missing; unpack all of MileBench's archives")
     (folder / "IEdit" / "images" / "z.png").write_bytes(b"no image")
     with_row()
-    refused(r"z\.png: the image cannot be read \(.*\); fetch the images again")
+    refused(r"z\.png: the image cannot be read \(.*\); download the images again")
     path.write_text(json.dumps({"meta_data": {"question_type": "other", "task_instruction": []}, "data": []}))
     refused("expected data, and meta_data with task_instruction and a question_type of multi-choice or open-ended")
     write_data_set(folder, "SceneTransition", "multi-choice", [{**SCENES[0], "response": "green"}])

@@ -166,5 +166,5 @@ def test_what_is_no_method_is_refused():
     model, ids = tiny_model(), prompt_ids(30)[0]
     wrong: Any
     for wrong in (SMALL.start(model, ids), DynamicCache(), SnapKV, "snapkv", [], 0):
-        with pytest.raises(UserError, match=r"^generate: \w+ is no method [^\n]*load_state[^\n]*$"):
+        with pytest.raises(UserError, match=r"^generate: \w+ is not a method [^\n]*load_state[^\n]*$"):
             generate(model, ids, wrong, **GREEDY)

@@ -154,7 +154,8 @@ def test_rouge_l_gives_up_on_a_sentence_too_long_to_recurse_over() -> None:
 
 
 def test_every_metric_is_tried() -> None:
-    assert {case[0] for case in CASES} | {"classification", "milebench_choice"} == set(METRICS)
+    elsewhere = {"classification", "milebench_choice", "listed_answers", "short_answers", "letter_or_option"}
+    assert {case[0] for case in CASES} | elsewhere == set(METRICS)
 
 
 def test_unknown_metric_names_the_known_ones() -> None:

@@ -100,7 +100,7 @@ def test_specpc_scores_are_the_heads_attention(reduction, lookahead):
 def test_what_a_head_cannot_do():
     with pytest.raises(UserError, match="a draft that is a model: a draft head reads what the model has read"):
         SpecKV.with_draft(HEAD, 20, 5, window=8, sparse=SparsePrefill(16, 64))
-    with pytest.raises(UserError, match="give a draft model to write before"):
+    with pytest.raises(UserError, match="choose a draft model"):
         ModelDrafter(HEAD).write(tiny_model(), prompt_ids(20)[0])
     with pytest.raises(UserError, match="SpecPC: a draft head has one layer; leave out first_layer"):
         SpecPC(20, 4, draft=HEAD, first_layer=0).look(tiny_model(), prompt_ids(50)[0][0])

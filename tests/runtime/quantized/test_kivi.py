@@ -129,8 +129,8 @@ def test_what_a_method_keeps_can_be_packed(inner):
     ("options", "words"),
     [
         ({"residual": 16}, "residual 16 must be a multiple of the group of 32"),
-        ({"inner": Kivi()}, "no method that evicts"),
-        ({"inner": Quest(32)}, "no method that evicts"),
+        ({"inner": Kivi()}, "not a method that evicts"),
+        ({"inner": Quest(32)}, "not a method that evicts"),
         ({"inner": AdaKV(20, window=4)}, "different numbers of entries"),
         ({"inner": SnapKV(32, window=4, every=8)}, "every"),
     ],
