@@ -19,11 +19,12 @@ EXAMPLES = 10
 
 
 class Answer(NamedTuple):
-    """A row's answer: the beginning that it shares with the full cache's answer, and the rest."""
+    """A row's answer: the beginning that it shares with the full cache's, the rest, and whether it ends early."""
 
     row: Row
     same: str
     own: str
+    early: bool
 
 
 class Example(NamedTuple):
@@ -43,7 +44,8 @@ def answers_of(rows: Sequence[Row]) -> list[Answer]:
     whole = rows[0]["answer"] if rows and rows[0]["method"] == FULL else ""
     pairs = [zip(whole, row["answer"], strict=False) for row in rows]
     ends = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], each)) for each in pairs]
-    return [Answer(row, row["answer"][:end], row["answer"][end:]) for row, end in zip(rows, ends, strict=True)]
+    found = [(row, row["answer"][:end], row["answer"][end:]) for row, end in zip(rows, ends, strict=True)]
+    return [Answer(*each, early=not each[2] and len(each[1]) < len(whole)) for each in found]
 
 
 def place_of(row: Row) -> str:

@@ -291,7 +291,7 @@ class Compare:
     """
 
     POSITIONAL_LIST: ClassVar = "runs"
-    runs: Annotated[list[str], Field(min_length=2)] = field(default_factory=list)
+    runs: list[str] = field(default_factory=list)
     allow: list[Annotated[str, one_of("targets", "samples")]] = field(default_factory=list)
     out: str = "runs/compare"
 

@@ -55,6 +55,7 @@ def run(config: Config) -> None:
     width = max(map(len, answers))
     print(*(printable(f"{name:<{width}}  {shorten(answer, 100)}") for name, answer in answers.items()), sep="\n")
     print(f"{len(tokens)} tokens, {config.budget} kept per layer and KV head: {config.out}")
+    print("next: open the page in a browser")
 
 
 def _method(name: str, config: Config, resources: Resources) -> Evict:

@@ -3,28 +3,34 @@
 from pathlib import Path
 
 from keepsight.commands.config import Compare, Push, Report
-from keepsight.errors import UserError
+from keepsight.errors import UserError, printable
+from keepsight.eval.report.findings import findings
 from keepsight.eval.report.pages import write_comparison, write_outputs
 from keepsight.eval.results import comparable, parts_of_one, read_run
 from keepsight.models.hub import plan_upload
 from keepsight.models.hub import push as upload_to_hub
+
+OPEN = "next: open the page in a browser"
+"""The last line of a command that has written one."""
 
 
 def report(config: Report) -> None:
     """Write the page, plots and tables."""
     runs = parts_of_one([read_run(folder) for folder in config.runs])
     out = Path(config.out or (config.runs[0] if len(runs) == 1 else "runs/report"))
-    write_outputs(runs, out)
-    print(f"report: {out / 'report.html'}")
+    found = findings(write_outputs(runs, out))
+    print("\n\n".join([*map(printable, found), f"report: {out / 'report.html'}\n{OPEN}"]))
 
 
 def compare(config: Compare) -> None:
     """Print a table for each measure, and write the page."""
+    if len(config.runs) < 2:
+        raise UserError(f"runs={config.runs}: name at least two evaluations, such as keepsight compare runs/a runs/b")
     if len(set(config.runs)) < len(config.runs):
         raise UserError(f"runs={config.runs}: a folder is named twice")
     runs = comparable([read_run(folder) for folder in config.runs], config.allow)
     tables = write_comparison(runs, Path(config.out))
-    print("\n".join([*(table.markdown() for table in tables), f"report: {Path(config.out) / 'compare.html'}"]))
+    print("\n".join([*(table.markdown() for table in tables), f"report: {Path(config.out) / 'compare.html'}", OPEN]))
 
 
 def push(config: Push) -> None:

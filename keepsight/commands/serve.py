@@ -42,6 +42,8 @@ def run(config: Config) -> None:
             asks = f"requests need the key in {config.key}" if key else "requests need no key"
             how = f"{config.method}, budget {config.budget}"
             print(printable(f"serving {name} at http://{host}:{port}/v1 with {how}; {asks}"))
+            request = serve_vllm.request_line(f"http://{host}:{port}/v1", name, config.key if key else None)
+            print(printable(f"next: {request}"))
             sys.stdout.flush()
             settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE, lifespan="off")
             try:

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -59,12 +60,21 @@ def run(config: Config) -> None:
                 _wait_for(child, config.host, port)
                 name, url = config.name or target.public_name, f"http://{config.host}:{port}/v1"
                 how = f"{config.method}, budget {config.budget}, for prompts of {least} tokens or more"
-                print(printable(f"vLLM serves {name} at {url} with {how}"), flush=True)
+                print(printable(f"vLLM serves {name} at {url} with {how}"))
+                key = config.key if os.environ.get(config.key) else None
+                print(printable(f"next: {request_line(url, name, key)}"), flush=True)
                 raise UserError(f"vLLM's server ended with status {child.wait()}; its last lines say why")
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
         finally:
             worker.remove_made()
+
+
+def request_line(url: str, name: str, key: str | None) -> str:
+    """A command that asks the server something; `key` names the variable that holds the key, None without one."""
+    asked = json.dumps({"model": name, "messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 16})
+    secret = f' -H "Authorization: Bearer ${key}"' if key else ""
+    return f"curl {url}/chat/completions{secret} -H 'Content-Type: application/json' -d {shlex.quote(asked)}"
 
 
 def _check(config: Config) -> None:

@@ -265,7 +265,7 @@ def test_all_methods_of_the_papers(keepsight: CommandLine, here: Path) -> None:
 def test_every_eviction_can_be_inspected(keepsight: CommandLine, here: Path, method: str) -> None:
     given = [f"method={method}", "budget=48", "draft.layers=[0,1]", "adapter=null", "out=page.html"]
     printed = keepsight("inspect", *TINY[:2], "prompt=" + "Ada wrote it. " * 20, *given)
-    tokens = int(printed.splitlines()[-1].split()[0])
+    tokens = int(printed.splitlines()[-2].split()[0])
     data = json.loads(re.findall(r">(\{.*\})</script>", (here / "page.html").read_text("utf-8"))[0])
     kept = {each["name"]: zlib.decompress(base64.b64decode(each["counts"])) for each in data["methods"]}
     assert set(kept) == {method, "snapkv"} and len(data["tokens"]) == tokens
@@ -278,8 +278,8 @@ def test_inspect_writes_its_page(keepsight: CommandLine, here: Path) -> None:
     (here / "text.txt").write_text(text)
     given = ["inspect", *TINY[:3], "budget=40"]
     printed = keepsight(*given, "prompt=@text.txt", "out=pages/kept.html")
-    assert printed.endswith(" tokens, 40 kept per layer and KV head: pages/kept.html\n")
-    assert [line.split()[0] for line in printed.splitlines()[-4:-1]] == ["full", "lookaheadkv", "snapkv"]
+    assert " tokens, 40 kept per layer and KV head: pages/kept.html\nnext: " in printed
+    assert [line.split()[0] for line in printed.splitlines()[-5:-2]] == ["full", "lookaheadkv", "snapkv"]
     page = (here / "pages" / "kept.html").read_text("utf-8")
     assert "lookaheadkv" in page and "snapkv" in page and "<title>tiny: lookaheadkv at budget 40</title>" in page
     answers = page.partition("<h2>Answers</h2>")[2].partition("<h2>")[0]

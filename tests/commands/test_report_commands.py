@@ -60,9 +60,11 @@ def test_other_inputs_are_measured(keepsight: CommandLine, runs: Path, here: Pat
 def test_a_report_again_and_of_two_runs(keepsight: CommandLine, runs: Path, here: Path) -> None:
     before = (here / "a" / "report.html").read_text("utf-8")
     (here / "a" / "report.html").unlink()
-    assert keepsight("report", "a") == "report: a/report.html\n"
+    said, _, ended = keepsight("report", "a").rpartition("\n\n")
+    assert ended == "report: a/report.html\nnext: open the page in a browser\n"
+    assert said.startswith("At 40 entries ")
     assert (here / "a" / "report.html").read_text("utf-8") == before
-    assert keepsight("report", "a", "b", "out=both") == "report: both/report.html\n"
+    assert "\n\nreport: both/report.html\nnext: " in keepsight("report", "a", "b", "out=both")
     page = (here / "both" / "report.html").read_text("utf-8")
     assert all(name in page for name in ("KV-cache eviction on tiny", "snapkv", "streamingllm", "settings of b"))
     assert files_of_run(here / "both") == RUN_FILES - {"results.jsonl", "settings.json", "kept/SAMPLE.json"}
@@ -82,7 +84,7 @@ def test_a_report_of_runs_that_do_not_go_together(keepsight: CommandLine, runs: 
 
 def test_runs_side_by_side(keepsight: CommandLine, runs: Path, here: Path) -> None:
     printed = keepsight("compare", "a", "b", "out=side")
-    assert printed.endswith("report: side/compare.html\n")
+    assert printed.endswith("report: side/compare.html\nnext: open the page in a browser\n")
     assert "Score, mean over tasks" in printed and " b - a |" in printed
     page = (here / "side" / "compare.html").read_text("utf-8")
     assert "<title>a against b" in page and "methods" in page
@@ -120,5 +122,5 @@ def test_runs_that_cannot_be_compared(keepsight: CommandLine, runs: Path, here: 
     keepsight("compare", "a", "half", "allow=[targets,samples]", "out=common")
     lines = (here / "common" / "tables" / "score.csv").read_text("utf-8").splitlines()[1:]
     assert [line.split(",")[-1] for line in lines] == ["2", "2"]
-    assert keepsight.fails("compare", "a").startswith("runs=['a'] must have at least 2 items")
+    assert keepsight.fails("compare", "a").startswith("runs=['a']: name at least two evaluations, ")
     assert keepsight.fails("compare", "a", "b", "allow=[seeds]").startswith("allow=['seeds'] is unknown; ")
