@@ -1,4 +1,4 @@
-"""Tokenizers: loading, chat templates, and the digests by which artifacts recognise them."""
+"""Tokenizers: loading, prompts as ids, chat templates, and the digests by which artifacts recognise them."""
 
 import json
 import math
@@ -13,7 +13,8 @@ from keepsight.errors import UserError, one_line
 from keepsight.files import text_digest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def load_tokenizer(source: str | Path, **options: Any) -> "PreTrainedTokenizerBase":
@@ -29,6 +30,43 @@ def load_tokenizer(source: str | Path, **options: Any) -> "PreTrainedTokenizerBa
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer("word")
     return tokenizer
+
+
+def ids_of(model: "PreTrainedModel", prompts: Any, options: dict[str, Any], special: bool) -> "Tensor":
+    """The ids [B, N] of prompts: text, a tokenizer's output or ids; a tokenizer if needed and the rest go to `options`.
+
+    Raises:
+        UserError: they are something else, or text without a tokenizer.
+    """
+    from torch import Tensor, int32, int64
+
+    tokenizer, stop_strings = options.pop("tokenizer", None), options.pop("stop_strings", None)
+    listed = isinstance(prompts, list) and bool(prompts) and all(isinstance(each, str) for each in prompts)
+    text = isinstance(prompts, str) or listed
+    if text or stop_strings:
+        tokenizer = tokenizer or _tokenizer_of(model)
+    if text:
+        padded = {"padding": isinstance(prompts, list), "padding_side": "left"}
+        prompts = tokenizer(prompts, return_tensors="pt", add_special_tokens=special, **padded).to(model.device)
+    if isinstance(prompts, Mapping):
+        options |= {name: value for name, value in prompts.items() if name not in options}
+        prompts = options.pop("input_ids", None)
+    if "pixel_values" not in options:
+        options.pop("token_type_ids", None)  # many tokenizers return them, of no use to a decoder
+    if not isinstance(prompts, Tensor) or prompts.dim() != 2 or prompts.dtype not in (int64, int32):
+        raise UserError(
+            "input_ids must be a tensor [B, N] of int64, text, or what a tokenizer makes with return_tensors='pt'"
+        )
+    if stop_strings:
+        options |= {"tokenizer": tokenizer, "stop_strings": stop_strings}
+    return prompts
+
+
+def _tokenizer_of(model: "PreTrainedModel") -> Any:
+    try:
+        return load_tokenizer(model.config.name_or_path or "")
+    except Exception as error:  # whatever the Hub's client raises
+        raise UserError(f"give tokenizer=; there is none beside the model ({type(error).__name__})") from None
 
 
 def chat_text(tokenizer: Any, turns: Sequence[dict[str, Any]], chat_template: str | None = None) -> str:

@@ -6,7 +6,7 @@ A method is also a `custom_generate` of transformers: `model.generate(**inputs, 
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast, overload
 
@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.models.adapters import adapters_digest
-from keepsight.models.chat import load_tokenizer
+from keepsight.models.chat import ids_of
 from keepsight.models.decoder import context_of, require_supported
 from keepsight.runtime import registry
 from keepsight.runtime.attention import Reader
@@ -262,6 +262,9 @@ class CustomGenerate(ABC):
         if past is None:
             _require_padded_on_the_left(mask, input_ids, None if images else model_kwargs.get("position_ids"))
         logits, scores = _Recorder(), _Recorder()
+        processors = [*logits_processor, *([scores] if generation_config.output_scores else [])]
+        if generation_config.output_logits:
+            processors.insert(0, logits)
         request = GenerateRequest(
             input_ids,
             mask if past is None else None,
@@ -269,13 +272,7 @@ class CustomGenerate(ABC):
             chunk,
             int(generation_config.pad_token_id or 0),
             stopping_criteria,
-            LogitsProcessorList(
-                [
-                    *([logits] if generation_config.output_logits else []),
-                    *logits_processor,
-                    *([scores] if generation_config.output_scores else []),
-                ]
-            ),
+            LogitsProcessorList(processors),
             bool(generation_config.do_sample),
             options.get("streamer"),
             bool(generation_config.return_dict_in_generate),
@@ -285,10 +282,8 @@ class CustomGenerate(ABC):
         size = int(cast(Any, model.get_input_embeddings()).num_embeddings)
         if not images and (wrong := new[(new < 0) | (new >= size)]).numel():  # images have ids of their own
             raise UserError(f"token id {int(wrong[0])} is not in the vocabulary of {size}; take the model's tokenizer")
-        place: AbstractContextManager[object] = nullcontext()
-        if torch.get_default_device().type not in ("cpu", model.device.type):  # such as meta
-            place = torch.device("cpu")
-        with place:
+        elsewhere = torch.get_default_device().type not in ("cpu", model.device.type)  # such as meta
+        with torch.device("cpu") if elsewhere else nullcontext():
             decoded = self.answer(model, request)
         if not generation_config.return_dict_in_generate:
             return decoded.ids
@@ -603,34 +598,3 @@ def generate(
     mask = attention_mask if attention_mask is not None else input_ids.new_ones(input_ids.shape)
     output = model.generate(input_ids=input_ids, attention_mask=mask, custom_generate=method, **options)  # type: ignore[operator]
     return output if isinstance(output, GenerateDecoderOnlyOutput) else output[:, input_ids.shape[1] :]
-
-
-def ids_of(model: PreTrainedModel, prompts: Any, options: dict[str, Any], special: bool) -> Tensor:
-    """The ids of prompts in any form; what else a processor made, and a tokenizer if needed, go into `options`."""
-    tokenizer, stop_strings = options.pop("tokenizer", None), options.pop("stop_strings", None)
-    listed = isinstance(prompts, list) and bool(prompts) and all(isinstance(each, str) for each in prompts)
-    text = isinstance(prompts, str) or listed
-    if text or stop_strings:
-        tokenizer = tokenizer or _tokenizer_of(model)
-    if text:
-        padded = {"padding": isinstance(prompts, list), "padding_side": "left"}
-        prompts = tokenizer(prompts, return_tensors="pt", add_special_tokens=special, **padded).to(model.device)
-    if isinstance(prompts, Mapping):
-        options |= {name: value for name, value in prompts.items() if name not in options}
-        prompts = options.pop("input_ids", None)
-    if "pixel_values" not in options:
-        options.pop("token_type_ids", None)  # many tokenizers return them, of no use to a decoder
-    if not isinstance(prompts, Tensor) or prompts.dim() != 2 or prompts.dtype not in (torch.int64, torch.int32):
-        raise UserError(
-            "input_ids must be a tensor [B, N] of int64, text, or what a tokenizer makes with return_tensors='pt'"
-        )
-    if stop_strings:
-        options |= {"tokenizer": tokenizer, "stop_strings": stop_strings}
-    return prompts
-
-
-def _tokenizer_of(model: PreTrainedModel) -> Any:
-    try:
-        return load_tokenizer(model.config.name_or_path or "")
-    except Exception as error:  # whatever the Hub's client raises
-        raise UserError(f"give tokenizer=; there is none beside the model ({type(error).__name__})") from None

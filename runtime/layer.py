@@ -189,7 +189,7 @@ class KeptLayer(DynamicLayer):
         super().crop(tokens_to_remove)
         self.seen += tokens_to_remove
         if self.keys.shape[2] < self._shared:
-            self._room = None  # what comes next would overwrite what others hold
+            self._room = None  # appending in place would overwrite entries that other layers share
         if self.real is not None:
             self.real = self.real[..., : self.keys.shape[-2]]
 
@@ -416,7 +416,7 @@ class RaggedLayer(OwnAttention, KeptLayer):
         self.seen += tokens_to_remove
         self.appended += tokens_to_remove
         if self.appended < self._shared:
-            self._writable = 0  # what comes next would overwrite what others hold
+            self._writable = 0  # appending in place would overwrite entries that other layers share
 
     @override
     def share(self) -> "RaggedLayer":
