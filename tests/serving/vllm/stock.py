@@ -85,8 +85,8 @@ class Library:
         return self.target.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
 
     @torch.no_grad()
-    def cases(self, document: str, budget: int, page: int = 0, tokens: int = TOKENS) -> list[Case]:
-        """One case for each question."""
+    def cases(self, document: str, budget: int, page: int = 0, tokens: int = TOKENS, **options: Any) -> list[Case]:
+        """One case for each question; `options` are those of `generate`."""
         model = self.target.model
         method = SnapKV(budget, window=8, allocate=Global(page=page) if page else Uniform())
         state = method.start(model, self.ids(self.before + document))
@@ -95,15 +95,15 @@ class Library:
         for question in QUESTIONS:
             asked = self.ids(question + self.after)
             prompt = placeholders(digest, header.entries, self.alphabet) + asked[0].tolist()
-            made.append(Case(digest, question, prompt, self.answer(state, asked, tokens)))
+            made.append(Case(digest, question, prompt, self.answer(state, asked, tokens, **options)))
         return made
 
-    def answer(self, state: State, asked: torch.Tensor, tokens: int) -> list[int]:
+    def answer(self, state: State, asked: torch.Tensor, tokens: int, **options: Any) -> list[int]:
         """The greedy answer to `asked` [1, n] after a state, which is saved and loaded."""
         model = self.target.model
         with TemporaryDirectory() as folder:
             saved = save_state(state.unrecorded(), Path(folder), model=model)
-            return generate(model, asked, load_state(saved, model), max_new_tokens=tokens)[0].tolist()
+            return generate(model, asked, load_state(saved, model), max_new_tokens=tokens, **options)[0].tolist()
 
     def ordinary(self, text: str, tokens: int = TOKENS) -> Case:
         """A prompt without a prefix."""

@@ -70,6 +70,16 @@ def test_sixteen_clients_at_once_with_ordinary_requests_among_them(server, cases
     assert answers == [case.answer for case in mixed]
 
 
+def test_placeholders_do_not_count_in_a_repetition_penalty(server, library):
+    penalty = {"repetition_penalty": 1.5}
+    for budget, page in ((70, 0), (64, BLOCK)):
+        cases = library.cases(TOPICS[0][:1500], budget, page, **penalty)
+        assert [completed(server, case, extra_body=penalty) for case in cases] == [case.answer for case in cases]
+        assert [case.answer for case in cases] != [
+            case.answer for case in library.cases(TOPICS[0][:1500], budget, page)
+        ]
+
+
 PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
