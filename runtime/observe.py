@@ -164,24 +164,48 @@ def look_back(
     observer_mask: Tensor | None = None,
     combined: OfLayer = all_heads,
     stops: bool = True,
+    start: int = 0,
 ) -> list[Tensor]:
-    """Let observers look back from the position of a state's next token; see `observe`.
+    """Let observers look back from the position of a state's next token, or `start` tokens after it; see `observe`.
 
     Each layer's attention is reduced to KV heads when it is computed, after `combined`, with which other observers add
     theirs: [B, K, N] float32 for each layer.
+
+    Raises:
+        UserError: `start` is not 0, and entries were evicted before, or a layer sees only some of them; or it is before
+            the prompt.
     """
-    kv_heads = [layer.kv_heads for layer in state.layers]
+    kv_heads, hidden = [layer.kv_heads for layer in state.layers], max(-start, 0)
+    seen = _before(state, start) if start else state
+
+    def keep(place: int, observed: Tensor) -> Tensor:
+        attention = functional.pad(observed, (0, hidden))
+        return reduce_group(combined(place, attention), kv_heads[place], reduce.heads)
+
     return observe(
         model,
-        state.cache,
-        state.tokens_mask,
+        seen.cache,
+        seen.tokens_mask,
         embeddings,
-        first=state.next_position,
+        first=seen.next_position + max(start, 0),
         observer_mask=observer_mask,
         reduction=reduce.queries,
-        keep=lambda place, observed: reduce_group(combined(place, observed), kv_heads[place], reduce.heads),
+        keep=keep,
         stops=stops,
     )
+
+
+def _before(state: State, start: int) -> State:
+    """A copy of a state as it was `-start` tokens ago, or as it is where `start` is not below 0."""
+    width = state.tokens.shape[1]
+    if len(state.layers) < len(state.cache.layers) or any(layer.keys.shape[2] != width for layer in state.layers):
+        raise UserError(
+            f"draft tokens: start {start} needs full attention in all layers and a prompt from which nothing was "
+            "evicted yet; leave it at 0"
+        )
+    if -start >= int(state.lengths.min()):
+        raise UserError(f"draft tokens: start {start} is before a prompt of {int(state.lengths.min())} tokens")
+    return state.copy().crop(max(-start, 0), state.logits)
 
 
 def look_back_with_window(
@@ -192,9 +216,12 @@ def look_back_with_window(
     *,
     reduce: Reduce,
     observer_mask: Tensor | None = None,
+    start: int = 0,
 ) -> list[Tensor]:
     """`look_back`, where the last `window` tokens that the state has read observe too; 0 for none."""
-    look = functools.partial(look_back, model, state, embeddings, reduce=reduce, observer_mask=observer_mask)
+    look = functools.partial(
+        look_back, model, state, embeddings, reduce=reduce, observer_mask=observer_mask, start=start
+    )
     if not window:
         return look()
     layers = state.layers

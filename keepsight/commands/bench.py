@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from keepsight.commands.config_bench import (
@@ -12,6 +13,7 @@ from keepsight.commands.config_bench import (
     BenchEval,
     BenchEvict,
     BenchOps,
+    BenchQueries,
     BenchRetrieve,
     BenchSpeCache,
     BenchSpeculate,
@@ -29,6 +31,8 @@ from keepsight.eval.bench.measure import require_room
 from keepsight.eval.bench.offload import bench_specache, size_lines, step_lines, text_prompts, traffic_lines
 from keepsight.eval.bench.serving import bench_serve
 from keepsight.eval.bench.sweep import bench_sweep
+from keepsight.eval.query_similarity import query_similarity
+from keepsight.eval.report.tables import Column, Table
 from keepsight.eval.tasks.niah import make_samples
 from keepsight.models.decoder import context_of
 from keepsight.models.draft_head import DraftHead
@@ -41,6 +45,8 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
 from keepsight.runtime.methods import SpeCache
 from keepsight.train.plan import bench_step
+
+_SIMILARITIES = ("position", "after RoPE", "before RoPE")
 
 
 def train(config: BenchTrain) -> None:
@@ -111,17 +117,17 @@ def speculate(config: BenchSpeculate) -> None:
     target = target_of(config)
     draft = draft_of(config, target)
     assert isinstance(draft, DraftHeadSource)
-    if config.data:
-        prompts = _data_prompts(config, config.data, target)
-    else:
-        require_room(target.model, config.tokens)
-        samples = make_samples("single", config.tokens, config.samples, 0, target.tokenizer)
-        prompts = [sample.prompt_ids.tolist() for sample in samples]
+    prompts = _prompts(config, target)
     _print(bench_speculate(target, draft.head, prompts, config.answer_tokens, config.draft_tokens))
 
 
-def _data_prompts(config: BenchSpeculate, data: str, target: Target) -> list[list[int]]:
-    """The last prompts of a data folder that are short enough."""
+def _prompts(config: BenchSpeculate | BenchQueries, target: Target) -> list[list[int]]:
+    """The last prompts of a data folder that are short enough, or needles in a haystack."""
+    data = config.data
+    if data is None:
+        require_room(target.model, config.tokens)
+        needles = make_samples("single", config.tokens, config.samples, 0, target.tokenizer)
+        return [sample.prompt_ids.tolist() for sample in needles]
     samples, _ = read_training_samples(Path(data), target.name, target.template_digest, target.vocabulary)
     prompts = [sample.prompt_ids for sample in samples if len(sample.prompt_ids) <= config.tokens]
     if len(prompts) < config.samples:
@@ -130,6 +136,24 @@ def _data_prompts(config: BenchSpeculate, data: str, target: Target) -> list[lis
             f"{config.samples}; lower it, or raise tokens="
         )
     return prompts[-config.samples :]
+
+
+def queries(config: BenchQueries) -> None:
+    """Compare queries by content and position."""
+    target = target_of(config)
+    asked = query_similarity(target.model, _prompts(config, target), config.answer_tokens, config.seed)
+    found = list(tqdm(asked, total=config.samples, desc="prompts", unit="prompt"))
+    columns = (
+        Column("content", "content", is_text=True),
+        *(Column(name, name, digits=2 + 2 * (name != "position")) for name in _SIMILARITIES),
+    )
+    rows = [
+        {"content": content}
+        | dict(zip(_SIMILARITIES, (share, *np.mean([each[content, share] for each in found], axis=0)), strict=True))
+        for content, share in found[0]
+    ]
+    caption = "Cosine similarity with the answer's queries; position is a share of the prompt, 1 the answer's place."
+    _print(Table("queries", caption, columns, rows).markdown().splitlines())
 
 
 def retrieve(config: BenchRetrieve) -> None:

@@ -434,6 +434,7 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "bench ops": (benchmarks.BenchOps, "bench:ops"),
     "bench specache": (benchmarks.BenchSpeCache, "bench:specache"),
     "bench speculate": (benchmarks.BenchSpeculate, "bench:speculate"),
+    "bench queries": (benchmarks.BenchQueries, "bench:queries"),
     "bench retrieve": (benchmarks.BenchRetrieve, "bench:retrieve"),
     "bench draft": (benchmarks.BenchDraft, "bench_draft:run"),
     "bench hits": (benchmarks.BenchHits, "bench_hits:run"),

@@ -271,6 +271,32 @@ class BenchSpeculate(Lengths, UsesMethods):
 
 
 @dataclass
+class BenchQueries(UsesModel):
+    """keepsight bench queries: how much the queries of pseudo tokens are like the answer's, by content and position.
+
+        keepsight bench queries tokens=2048 samples=10
+        keepsight bench queries recipe=qwen3-8b data=runs/data tokens=8192 samples=100
+
+    The comparison of DapQ (arXiv 2603.11564, tables 1, 5 and 6, figure 2b): the answer's own tokens, and tokens drawn
+    at random, are read after the prompt, at the answer's positions or at earlier ones. Prints the cosine similarity of
+    their queries with the answer's own after and before RoPE, mean over samples, layers, heads and tokens.
+
+    Attributes:
+        tokens: Prompt length in tokens; the longest one where prompts come from `data`.
+        answer_tokens: Longest answer in tokens.
+        data: Folder made by `keepsight data`, whose last prompts are taken; needles in a haystack by default.
+        samples: Number of prompts.
+        seed: Seed of the random tokens.
+    """
+
+    tokens: PositiveInt = 1024
+    answer_tokens: PositiveInt = 32
+    data: str | None = None
+    samples: PositiveInt = 10
+    seed: int = 0
+
+
+@dataclass
 class BenchRetrieve(UsesMethods):
     """keepsight bench retrieve: a retrieval head's size, its decoding steps by part, and the bytes that it loads.
 

@@ -68,21 +68,27 @@ class DraftObserver(Observer):
     Attributes:
         drafter: Writes the draft.
         window: Number of last prompt tokens that observe too; None for the method's window.
+        start: Position of the draft, in tokens after the prompt's end (DapQ, arXiv 2603.11564, section 6.3). Below 0 it
+            stands within the prompt, and sees what comes before it; the rest scores 0.
     """
 
     drafter: Drafter
     window: int | None = 0
+    start: int = 0
     signed = False
 
     def __post_init__(self) -> None:
         require_whole("draft tokens", window=0 if self.window is None else self.window)
+        require_whole("draft tokens", -(2**31), start=self.start)
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
         draft = self.drafter(model, state)
         embeddings = model.get_input_embeddings()(draft.ids)
         mask, window = draft.mask, self.window or 0
-        return look_back_with_window(model, state, embeddings, window, reduce=reduce, observer_mask=mask)
+        return look_back_with_window(
+            model, state, embeddings, window, reduce=reduce, observer_mask=mask, start=self.start
+        )
 
     @override
     def needs(self) -> Needs:
@@ -90,7 +96,7 @@ class DraftObserver(Observer):
 
     @override
     def positions(self) -> int:
-        return self.drafter.longest()
+        return self.drafter.longest() + max(self.start, 0)
 
     @override
     def bound(self, budget: int | float, sinks: int, window: int) -> Observer:

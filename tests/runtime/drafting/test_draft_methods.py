@@ -198,3 +198,38 @@ def test_dot_products_beyond_float16():
     wide, narrow = kept(method, model, ids)[0], kept(method, model.half(), ids)[0]
     assert [len(head) for head in narrow] == [20, 20]
     assert all(len(one & other) >= 18 for one, other in zip(wide, narrow, strict=True))
+
+
+def test_a_draft_within_the_prompt_sees_what_comes_before_it():
+    model, (ids, mask) = tiny_model("qwen3"), prompt_ids(40, 29)
+    text = ConstantText((5, 9, 77))
+    state = prefill(model, ids, mask)
+    within = DraftObserver(text, start=-12)(model, state, Reduce())
+    before = DraftObserver(text)(model, prefill(model, ids[:, :-12], mask[:, :-12]), Reduce())
+    for ours, expected in zip(within, before, strict=True):
+        assert_close(ours[..., :-12], expected)
+        assert not ours[..., -12:].any()
+
+
+def test_a_draft_further_ahead_has_later_positions():
+    model, (ids, mask) = tiny_model("llama"), prompt_ids(40)
+    draft = torch.tensor([[5, 9, 77]])
+    observer = DraftObserver(GivenDraft(DraftIds(draft)), start=100)
+    assert observer.positions() == 103
+    ahead = observer(model, prefill(model, ids, mask), Reduce())
+    positions = torch.cat([torch.arange(40), torch.arange(140, 143)])[None]
+    model.set_attn_implementation("eager")
+    attention = model(torch.cat([ids, draft], 1), position_ids=positions, output_attentions=True).attentions
+    for ours, of_layer in zip(ahead, attention, strict=True):
+        heads = of_layer[:, :, 40:, :40].mean(dim=2)
+        assert_close(ours, heads.view(1, ours.shape[1], -1, 40).mean(dim=2))
+
+
+def test_a_draft_elsewhere_needs_all_entries_and_a_place_in_the_prompt():
+    model, (ids, mask) = tiny_model("llama"), prompt_ids(40)
+    method = DapQ(16, DraftObserver(PromptEnds(), start=-8))
+    state = method.start(model, ids, mask)
+    with pytest.raises(UserError, match=r"start -8 needs full attention in all layers and a prompt from which nothing"):
+        method.importance(model, state)
+    with pytest.raises(UserError, match="start -40 is before a prompt of 40 tokens"):
+        DraftObserver(PromptEnds(), start=-40)(model, prefill(model, ids, mask), Reduce())

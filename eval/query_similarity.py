@@ -1,0 +1,90 @@
+"""How much the queries of pseudo tokens are like the answer's own: by content, and by position.
+
+DapQ (arXiv 2603.11564, section 3, tables 1, 5 and 6, figure 2b): tokens are read after the prompt, at the answer's
+positions or earlier ones, and their queries in each layer and head are compared with those of the answer.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.runtime.attention import Softmax
+from keepsight.runtime.drafting.observer import greedy_draft
+from keepsight.runtime.observe import ObservedLayer, read_with
+from keepsight.runtime.rotary import Rotary
+from keepsight.runtime.state import full_layers, prefill
+
+POSITIONS = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""Where the tokens stand, as shares of the prompt's length; 1 is the answer's place."""
+
+
+class _QueriedLayer(ObservedLayer):
+    """A layer that keeps the queries [1, H, T, d] of the tokens that observe it."""
+
+    queries: Tensor
+
+    @override
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        self.queries = query
+        return super().attend(query, key, value, softmax)
+
+
+@torch.no_grad()
+def query_similarity(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], answer_tokens: int, seed: int = 0
+) -> Iterator[dict[tuple[str, float], tuple[float, float]]]:
+    """Compare the queries of tokens after a prompt with those of the model's own greedy answer.
+
+    Args:
+        model: The base model; all its layers have full attention.
+        prompts: Token ids of each prompt.
+        answer_tokens: Length of the answer in tokens, at most.
+        seed: Seed of the tokens of other content, which are drawn uniformly from the vocabulary (appendix A.1.2).
+
+    Yields:
+        For each prompt, by content (`same` or `other`) and position (one of `POSITIONS`): the cosine similarity after
+        and before RoPE, mean over layers, heads and tokens.
+
+    Raises:
+        UserError: some layer has no full attention, or its RoPE cannot be undone.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+    for prompt in prompts:
+        state = prefill(model, torch.tensor([list(prompt)], device=model.device))
+        if len(state.layers) < len(state.cache.layers):
+            raise UserError("bench queries compares layers with full attention, and this model has others too")
+        draft = greedy_draft(model, state.copy(), answer_tokens)
+        ids = draft.ids if draft.mask is None else draft.ids[:, draft.mask[0]]
+        other = torch.randint(vocabulary, ids.shape, generator=generator).to(ids.device)
+        length = int(state.lengths[0])
+        own = _queries(model, state.cache, ids, length)
+        yield {
+            (content, share): _similarity(own, _queries(model, state.cache, tokens, round(share * length)))
+            for content, tokens in (("same", ids), ("other", other))
+            for share in POSITIONS
+        }
+
+
+def _queries(model: PreTrainedModel, cache: Any, ids: Tensor, first: int) -> list[tuple[Tensor, Tensor]]:
+    """Queries [1, H, T, d] float32 of tokens at positions from `first` on, by layer: after RoPE, and before."""
+    layers = [_QueriedLayer(each, None, None, "mean", lambda attention: attention) for each in full_layers(cache)]
+    embeddings = model.get_input_embeddings()(ids)
+    read_with(model, cache, layers, None, embeddings, torch.tensor([first], device=ids.device))
+    positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
+    after = [layer.queries.float() for layer in layers]
+    return [(each, Rotary(model, index).undone(each, positions)) for index, each in enumerate(after)]
+
+
+def _similarity(own: list[tuple[Tensor, Tensor]], others: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+    """Mean cosine similarity after and before RoPE."""
+    layers = [*zip(own, others, strict=True)]
+    after = [functional.cosine_similarity(mine[0], its[0], dim=-1) for mine, its in layers]
+    before = [functional.cosine_similarity(mine[1], its[1], dim=-1) for mine, its in layers]
+    return float(torch.stack(after).mean()), float(torch.stack(before).mean())
