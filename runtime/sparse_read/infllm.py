@@ -134,14 +134,16 @@ class MemoryLayer(OwnAttention, KeptLayer):
         before = self._far
         if self._far < sizes.sinks:
             self._far += max(min(sizes.sinks - self._far, since - sizes.window), 0)
-        while self.seen - self._far - sizes.block >= sizes.window:
-            own = slice(self._far - before, self._far - before + sizes.block)
-            best = top_indices(scores[..., own].contiguous(), min(sizes.representatives, sizes.block))
-            keys = self.keys[:, :, self._far : self._far + sizes.block]
+        count = max(self.seen - self._far - sizes.window, 0) // sizes.block
+        if count:
+            first, end = self._far, self._far + count * sizes.block
+            of_blocks = scores[..., first - before : end - before].unflatten(2, (count, sizes.block)).contiguous()
+            best = top_indices(of_blocks, min(sizes.representatives, sizes.block))
+            keys = self.keys[:, :, first:end].unflatten(2, (count, sizes.block))
             keys = keys.repeat_interleave(best.shape[1] // keys.shape[1], dim=1)
-            mean = keys.gather(2, best[..., None].expand(-1, -1, -1, keys.shape[3])).mean(dim=2, keepdim=True)
-            self._blocks = torch.cat([self._blocks, mean], dim=2)
-            self._far += sizes.block
+            means = keys.gather(3, best[..., None].expand(-1, -1, -1, -1, keys.shape[4])).mean(dim=3)
+            self._blocks = torch.cat([self._blocks, means], dim=2)
+            self._far = end
         self._scores = scores[..., self._far - before :].contiguous()
 
     @override
