@@ -10,6 +10,7 @@ import importlib.util
 import json
 import logging
 import os
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -27,6 +28,9 @@ from keepsight.files import atomic_folder, file_digest, free_bytes, read_json, s
 from keepsight.models.chat import template_digest, vocabulary_digest
 
 logger = logging.getLogger("keepsight")
+
+LOADING = threading.RLock()
+"""Held while transformers reads weights: it unties weights in the whole process, and two at a time leave them so."""
 
 _RECORDED = "_keepsight_version"
 _BLOCKS, _BLOCK = 256, 4096
@@ -158,7 +162,8 @@ def _dequantise(path: Path, folder: Path) -> None:
                 "space, or name another folder by KEEPSIGHT_CACHE="
             )
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        with LOADING:
+            read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     except UserError:
         raise
     except Exception as error:  # damaged files raise anything

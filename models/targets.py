@@ -31,7 +31,7 @@ from keepsight.experimental import is_on
 from keepsight.models.chat import load_tokenizer, template_digest, with_arguments
 from keepsight.models.decoder import require_supported, require_supported_config, values_of
 from keepsight.models.distributed import gathered
-from keepsight.models.model_files import hub_answers, located, published_name, record_version, version_of
+from keepsight.models.model_files import LOADING, hub_answers, located, published_name, record_version, version_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FLASH = {
@@ -161,8 +161,9 @@ def _read(
     tokenizer = _tokenizer(source, shared, template)
     config = AutoConfig.from_pretrained(source, **shared)
     require_supported_config(config)
-    loaded: Any = _loader(config).from_pretrained(source, output_loading_info=True, use_safetensors=True, **options)
-    model, report = loaded
+    loader: Any = _loader(config)
+    with LOADING:
+        model, report = loader.from_pretrained(source, output_loading_info=True, use_safetensors=True, **options)
     if missing := report["missing_keys"]:  # transformers would go on with random weights
         raise ValueError(f"its weight files lack {min(missing)} and {len(missing) - 1} more; fetch it again")
     return tokenizer, model

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, one_line, require_whole
 from keepsight.models.artifacts import unpickled
+from keepsight.models.model_files import LOADING
 from keepsight.runtime import registry
 from keepsight.runtime.images import Images
 from keepsight.runtime.prompt_compression.text import ShortenText, split_sentences, token_texts
@@ -98,7 +99,8 @@ def _loaded(model: str) -> Any:
             weights = {name.replace(".module.", "."): each for name, each in named.items()}
             reader.load_state_dict({**reader.state_dict(), **weights})
         else:
-            reader = T5ForConditionalGeneration.from_pretrained(model, use_safetensors=True)
+            with LOADING:
+                reader = T5ForConditionalGeneration.from_pretrained(model, use_safetensors=True)
     except (OSError, RuntimeError, ValueError) as error:
         reason = one_line(error, 200)
         raise UserError(f"R2C: reader {model!r} cannot be loaded; give a folder or Hub id of T5: {reason}") from None

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.files import read_json, text_digest, write_json
@@ -69,6 +70,16 @@ def test_a_folder_is_loaded_frozen_and_pads_on_the_left(tmp_path: Path, family: 
     assert target.tokenizer.padding_side == "left"
     assert (target.end_tokens, target.pad_token) == ([2], 0)
     assert target.template_digest == text_digest(str(tiny_tokenizer().chat_template))
+
+
+def test_threads_that_load_at_the_same_time_leave_weights_tied(tmp_path: Path) -> None:
+    """transformers switches tying off for the whole process while it loads, and two that overlapped left it off."""
+    folder = str(save_tiny_target(tmp_path / "tied", tie_word_embeddings=True))
+    for _ in range(3):
+        with ThreadPoolExecutor(4) as pool:
+            loaded = [*pool.map(lambda _: load_target(folder, device="cpu"), range(4))]
+        assert all(each.model.lm_head.weight is each.model.model.embed_tokens.weight for each in loaded)
+    assert PreTrainedModel.tie_weights.__name__ == "tie_weights"
 
 
 def test_a_tokenizer_without_special_tokens_pads_with_the_models_end(folder: Path) -> None:
