@@ -53,7 +53,7 @@ class SideBySide(ReplayedObjective):
     """
 
     weights_file = "cells.safetensors"
-    launchers = ("zero3",)  # ZeRO-2 would clip the gradients of all cells by one norm
+    launchers = ("zero3", "fsdp2")  # ZeRO-2 would clip the gradients of all cells by one norm
 
     def __init__(self, cells: Sequence[Cell]) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,13 +11,13 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
-from keepsight.models.decoder import decoder_of
+from keepsight.models.decoder import decoder_of, full_attention_layers
 from keepsight.models.distributed import launched, whole_shape
 
 DIVIDED = "fsdp2"
@@ -78,14 +79,33 @@ def divide_layers(model: PreTrainedModel) -> None:
     model.tie_weights()
 
 
+def gather_for_gradients(model: PreTrainedModel, predicted: list[Tensor]) -> None:
+    """Where FSDP2 shards the layers, gather a layer's weights when the gradient of its prediction arrives.
+
+    FSDP2 itself waits for the gradient of the layer's output, which arrives later, and at the last layer never.
+    """
+
+    def gather(layer: FSDPModule, gradient: Tensor) -> None:
+        layer.unshard()
+
+    layers = decoder_of(model).layers
+    for place, importance in zip(full_attention_layers(model.config), predicted, strict=True):
+        if importance.requires_grad and isinstance(layer := layers[place], FSDPModule):
+            importance.register_hook(partial(gather, layer))
+
+
 def leave_to_fsdp(module: nn.Module) -> None:
     """Tell DDP to ignore the parameters that `divide_layers` has sharded."""
     divided = [name for name, each in module.named_parameters() if isinstance(each, DTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, divided)
 
 
-def model_is_divided(accelerator: Accelerator, module: nn.Module) -> bool:
-    """Whether the base model is sharded over the processes, so that it runs on all of them or on none."""
+def launcher_of(accelerator: Accelerator, module: nn.Module) -> str:
+    """The file of recipes/accelerate/ that a training was started with: `ddp`, `zero2`, `zero3` or `fsdp2`.
+
+    With `zero3` and `fsdp2` the base model is sharded over the processes, so that it runs on all of them or on none.
+    """
     plugin = accelerator.state.deepspeed_plugin
-    is_zero3 = plugin is not None and plugin.zero_stage == 3
-    return is_zero3 or any(isinstance(each, DTensor) for each in module.parameters())
+    if plugin is not None:
+        return "zero3" if plugin.zero_stage == 3 else "zero2"
+    return "fsdp2" if any(isinstance(each, DTensor) for each in module.parameters()) else "ddp"

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import cached_kv_heads, full_attention_layers, has_latents, require_full_attention
-from keepsight.models.distributed import divided
+from keepsight.models.distributed import divided, gathered
 from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.allocate import Global, HeadSizes, Uniform
 from keepsight.runtime.attention import Softmax, grouped_attention, later, run
@@ -32,6 +32,7 @@ from keepsight.runtime.layer import LayerEntries
 from keepsight.runtime.observe import Observer, ViewedLayer, as_observed, look_back
 from keepsight.runtime.state import State, entries, prefill
 from keepsight.train.dataset import Batch
+from keepsight.train.distributed import gather_for_gradients
 from keepsight.train.importance import load_module_weights, module_weights
 from keepsight.train.objective import ReplayedObjective
 from keepsight.train.recompute import recomputed
@@ -54,9 +55,11 @@ class TokensInTraining(Observer):
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
-        lookahead, stops = self.lookahead, not (self.checkpoints and torch.is_grad_enabled())
-        with lookahead.active(), recomputed(model, self.checkpoints, lookahead.active):
-            return look_back(model, state, lookahead.observers(len(state.tokens)), reduce=reduce, stops=stops)
+        embeddings, active = self.lookahead.observers(len(state.tokens)), self.lookahead.active
+        with active(), recomputed(model, self.checkpoints, active):
+            scores = look_back(model, state, embeddings, reduce=reduce, stops=False)  # hooks gather a sharded model
+        gather_for_gradients(model, scores)
+        return scores
 
     @override
     def positions(self) -> int:
@@ -68,7 +71,8 @@ class EvictionObjective(ReplayedObjective):
 
     Args:
         model: The base model; frozen.
-        method: How entries are scored, with importance that is not negative; its budget and allocation are not used.
+        method: How entries are scored, with importance that is not negative, and which are always kept; its allocation
+            is not used, its budget by observers that take it.
         allocate: `Global`, whose floor counts and whose weights are the initial ones, or `Uniform`.
         settings: Samples and turn decide which of its budgets a loss is at.
         lookahead: The module in training, whose soft tokens then score in place of the method's observer.
@@ -99,7 +103,7 @@ class EvictionObjective(ReplayedObjective):
             raise UserError(f"{model.config.model_type} caches latents: heads that share a budget need keys and values")
         model.requires_grad_(False).eval()
         for budget in settings.budgets:
-            allocate.check(budget, 0)
+            allocate.check(budget, method.sinks + method.window)
         shared = allocate if isinstance(allocate, Global) else Global(weights=None)
         self.floor = shared.floor if shared is allocate else None
         if lookahead is None and (self.floor is None or settings.uniform_share):
@@ -114,8 +118,6 @@ class EvictionObjective(ReplayedObjective):
             raise UserError(f"weights of heads have shape {[*start.shape]}, this model's is {[*shape]}")
         self.log_weights = nn.Parameter(start.log().to(model.device))
         self.lookahead = lookahead
-        # With a module in training, ZeRO-2 gave the last of the weights of heads other gradients in a test.
-        self.launchers = () if lookahead else ("zero2",)
 
     @override
     def decisive(self) -> dict[str, Any]:
@@ -191,10 +193,9 @@ class EvictionObjective(ReplayedObjective):
 
     @override
     def loss_of(self, outputs: TeacherOutputs, batch: Batch) -> Tensor:
-        longer = [budget for budget in self.settings.budgets if budget < batch.prompt_ids.shape[1]]
-        if not longer or batch.answer_ids.shape[1] < 2:
-            return self._zero()  # nothing is evicted, or no token is read after the eviction
-        budget = random.Random(f"{[*batch.indices]}:{batch.turn}").choice(longer)
+        batch, budgets = _with_second_token(batch), self.settings.budgets
+        longer = [budget for budget in budgets if budget < batch.prompt_ids.shape[1]]
+        budget = random.Random(f"{[*batch.indices]}:{batch.turn}").choice(longer or budgets)
         importance = torch.stack([each.to(self.log_weights.device) for each in self.importance(outputs, batch)])
         floor = self._floor_of(batch)
         gates = soft_gates(importance, self.log_weights, budget, floor, self.settings.temperature)
@@ -202,8 +203,10 @@ class EvictionObjective(ReplayedObjective):
             full = self._log_probabilities(outputs, batch, _hard_gates(~torch.isneginf(importance)))
         gated = self._log_probabilities(outputs, batch, gates)
         nats = functional.kl_div(gated, full, reduction="none", log_target=True).sum(dim=-1)
-        loss = _answer_means(nats, batch).mean()
-        return loss + self._zero() if floor is None else loss
+        # Where nothing is evicted there is no loss. The model has run all the same, as it must where processes share it
+        # or fill DeepSpeed's buckets with gradients in the same order.
+        loss = _answer_means(nats, batch).mean() * bool(longer)
+        return loss + 0 * self.log_weights.sum() if floor is None else loss  # DDP awaits a gradient of every parameter
 
     def _floor_of(self, batch: Batch) -> float | None:
         """The floor of a batch's selection, None for a uniform one: a coin's choice, of the same side when resumed."""
@@ -213,7 +216,7 @@ class EvictionObjective(ReplayedObjective):
     @override
     def measure(self, batches: Iterable[dict[str, Any]], budget: int) -> dict[str, Any]:
         floors = {"": self.floor} | ({"_uniform": None} if self.settings.uniform_share else {})
-        with self.measuring():
+        with self.measuring(), gathered(self):
             by_batch = divided(lambda values: self.excess_nll(Batch(**values), [*floors.values()]), batches)
         return {
             f"eval_excess_nll{name}_at_{budget}": fmean(each for batch in by_batch for each in batch[budget][place])
@@ -227,8 +230,7 @@ class EvictionObjective(ReplayedObjective):
         Of an answer's tokens after the first, which follows the whole prompt. 0 where a prompt is within the budget, or
         an answer has one token.
         """
-        if batch.answer_ids.shape[1] < 2:
-            return {budget: [[0.0] * len(batch.answer_ids)] * len(floors) for budget in self.settings.budgets}
+        batch = _with_second_token(batch)
         outputs = self.teacher_outputs(batch)
         importance = self.importance(outputs, batch)
         full = self._cross_entropy(outputs, batch, [~torch.isneginf(each) for each in importance])
@@ -238,11 +240,6 @@ class EvictionObjective(ReplayedObjective):
             return (self._cross_entropy(outputs, batch, kept) - full).tolist()
 
         return {budget: [excess(budget, floor) for floor in floors] for budget in self.settings.budgets}
-
-    def _zero(self) -> Tensor:
-        """A loss whose gradients are 0; processes that train together expect one of every parameter."""
-        device = self.log_weights.device
-        return torch.stack([each.sum().to(device) for each in self.trained_parameters()]).sum() * 0
 
     def _cross_entropy(self, outputs: TeacherOutputs, batch: Batch, kept: list[Tensor]) -> Tensor:
         """[B], in nats: the mean over an answer's tokens but the first, after the entries that are kept."""
@@ -266,6 +263,15 @@ class EvictionObjective(ReplayedObjective):
         return output.logits.float().log_softmax(dim=-1)
 
 
+def _with_second_token(batch: Batch) -> Batch:
+    """A batch whose answers have one token, with one more of padding: none is read after the eviction otherwise."""
+    answer, mask = batch.answer_ids, batch.answer_mask
+    if answer.shape[1] > 1:
+        return batch
+    first = torch.ones_like(answer, dtype=torch.bool) if mask is None else mask
+    return replace(batch, answer_ids=answer.expand(-1, 2), answer_mask=functional.pad(first, (0, 1)))
+
+
 def _answer_means(nats: Tensor, batch: Batch) -> Tensor:
     """[B]: the mean of [B, T - 1] over the real tokens."""
     real = torch.ones_like(nats) if batch.answer_mask is None else batch.answer_mask[:, 1:]
@@ -277,10 +283,13 @@ def selected(importance: Sequence[Tensor], weights: Tensor, budget: int, floor: 
 
     Without a floor every head keeps the same number of entries.
     """
-    real = np.array([(~torch.isneginf(each)).sum(dim=-1).tolist() for each in importance])
-    allocate = Uniform() if floor is None else Global(floor, tuple(map(tuple, weights.tolist())))
     layers = [*importance]
-    return select_top(layers, allocate(HeadSizes.of(real, 0), [budget] * real.shape[1], layers))
+    real, always = (
+        np.array([each.sum(dim=-1).tolist() for each in masks])
+        for masks in ([~torch.isneginf(each) for each in layers], [torch.isposinf(each) for each in layers])
+    )
+    allocate = Uniform() if floor is None else Global(floor, tuple(map(tuple, weights.tolist())))
+    return select_top(layers, allocate(HeadSizes(real, always), [budget] * real.shape[1], layers))
 
 
 def _hard_gates(kept: Tensor) -> Tensor:
@@ -326,7 +335,8 @@ def soft_gates(importance: Tensor, log_weights: Tensor, budget: int, floor: floa
     real entries than the budget, all are kept.
 
     Args:
-        importance: [L, B, K, N] float32, not negative, -inf for padding, whose gates are closed.
+        importance: [L, B, K, N] float32, not negative; +inf for what a method always keeps, whose gates are open, and
+            -inf for padding, whose gates are closed.
         log_weights: [L, K] float32, logarithms of the weights of heads.
         budget: Entries per layer and KV head on average.
         floor: See `Global`; None for the same number in every head.
@@ -338,16 +348,15 @@ def soft_gates(importance: Tensor, log_weights: Tensor, budget: int, floor: floa
     """
     if temperature < SHARPEST:
         return _hard_gates(torch.stack(selected([*importance], log_weights.detach().exp(), budget, floor)))
-    real = ~torch.isneginf(importance)
-    least, tiny = torch.finfo(importance.dtype).min, torch.finfo(importance.dtype).tiny
-    scores = importance.clamp(min=tiny).log()
-    if floor is None:
-        dims, free, wanted = _HEAD, real, importance.new_full((), budget)
-    else:
-        dims, scores = _ROW, scores + log_weights[:, None, :, None]
-        guaranteed = top_mask(importance.detach(), min(int(budget * floor), importance.shape[-1])) & real
-        free = real & ~guaranteed
-        wanted = budget * scores.shape[0] * scores.shape[2] - _sum(guaranteed, dims)
+    real, guaranteed = ~torch.isneginf(importance), torch.isposinf(importance)
+    limits = torch.finfo(importance.dtype)
+    scores = importance.clamp(limits.tiny, limits.max).log()
+    dims, heads = _HEAD, 1
+    if floor is not None:
+        dims, heads, scores = _ROW, scores.shape[0] * scores.shape[2], scores + log_weights[:, None, :, None]
+        guaranteed |= top_mask(importance.detach(), min(int(budget * floor), importance.shape[-1])) & real
+    free = real & ~guaranteed
+    wanted = budget * heads - _sum(guaranteed, dims)
     with torch.no_grad():
         threshold = _threshold(scores, free, wanted, temperature, dims)
     opened = torch.sigmoid((scores - threshold) / temperature) * free
@@ -356,7 +365,7 @@ def soft_gates(importance: Tensor, log_weights: Tensor, budget: int, floor: floa
     threshold = threshold + (kept - kept.detach()) / slope  # the value stays; its gradient is the implicit function's
     gates = functional.logsigmoid((scores - threshold) / temperature)
     whole = _sum(free, dims) <= wanted
-    return gates.masked_fill((real & ~free) | whole, 0.0).masked_fill(~real, least)
+    return gates.masked_fill((real & ~free) | whole, 0.0).masked_fill(~real, limits.min)
 
 
 _ROW: tuple[int, ...] = (0, 2, 3)

@@ -12,12 +12,10 @@ depend on nothing else: replays and resumed trainings use the same ones.
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from typing_extensions import override
@@ -27,7 +25,6 @@ from keepsight.models.decoder import (
     FULL,
     cached_kv_heads,
     decoder_of,
-    full_attention_layers,
     layer_kinds,
     on_each,
     require_full_attention,
@@ -38,6 +35,7 @@ from keepsight.runtime.importance import observed_attention
 from keepsight.runtime.observe import observe
 from keepsight.runtime.state import empty_cache, full_layers, has_recurrent, positions_of, record_past, share
 from keepsight.train.dataset import Batch
+from keepsight.train.distributed import gather_for_gradients
 from keepsight.train.fidelity import Importances, far_divergence, importance_divergence, measure_fidelity
 from keepsight.train.objective import ReplayedObjective
 from keepsight.train.recompute import recomputed
@@ -246,8 +244,7 @@ class ImportanceObjective(ReplayedObjective):
         embeddings = lookahead.observers(len(batch.prompt_ids) * self.cuts)
         with lookahead.active(), recomputed(lookahead.model, self.checkpoints, lookahead.active):
             predicted = observe(lookahead.model, cache, cuts.mask, embeddings)
-        if torch.is_grad_enabled():
-            _unshard_for_gradients(lookahead.model, predicted)
+        gather_for_gradients(lookahead.model, predicted)
         return outputs.importance, predicted
 
 
@@ -259,18 +256,3 @@ def module_weights(lookahead: Lookahead) -> dict[str, Tensor]:
 def load_module_weights(lookahead: Lookahead, weights: dict[str, Tensor]) -> None:
     """The inverse of `module_weights`."""
     lookahead.load_state(weights, weights.pop(_TOKENS).to(lookahead.tokens.device))
-
-
-def _unshard_for_gradients(model: PreTrainedModel, predicted: list[Tensor]) -> None:
-    """Where FSDP2 shards the layers, gather a layer's weights when the gradient of its prediction arrives.
-
-    FSDP2 itself waits for the gradient of the layer's output, which arrives later, and at the last layer never.
-    """
-
-    def gather(layer: FSDPModule, gradient: Tensor) -> None:
-        layer.unshard()
-
-    layers = decoder_of(model).layers
-    for place, importance in zip(full_attention_layers(model.config), predicted, strict=True):
-        if isinstance(layer := layers[place], FSDPModule):
-            importance.register_hook(partial(gather, layer))

@@ -21,13 +21,13 @@ class Objective(nn.Module, ABC):
     Attributes:
         weights_file: Name of the module's weights in a checkpoint.
         settings_key: Name of the optimisation's settings in a recipe.
-        launchers: What it may be trained with beside DDP: `zero2`, `zero3`, which here stands for FSDP2 too.
+        launchers: What it may be trained with beside DDP: files of recipes/accelerate/.
         measures_autocast: Whether it is measured under the mixed precision of the training.
     """
 
     weights_file: ClassVar[str]
     settings_key: ClassVar[str] = "train"
-    launchers: tuple[str, ...] = ("zero2", "zero3")
+    launchers: tuple[str, ...] = ("zero2", "zero3", "fsdp2")
     measures_autocast: ClassVar[bool] = False
 
     def forward(self, **values: Any) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ from keepsight.train.dataset import (
     prompts_of,
     samples_digest,
 )
-from keepsight.train.distributed import gather_weights, gathered, leave_to_fsdp, model_is_divided
+from keepsight.train.distributed import gather_weights, gathered, launcher_of, leave_to_fsdp
 from keepsight.train.objective import Objective, ReplayedObjective
 from keepsight.train.replay import ReplayBuffer, ReplaySampler
 from keepsight.train.settings import ReplaySettings, TrainSettings
@@ -155,22 +155,18 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
             raise UserError(f"the launcher's FSDP would divide what is trained; {fsdp2}")
         if self.args.world_size > 1 and is_spread(self.objective):
             raise UserError(f"model.device_map=auto is for one process; for several {fsdp2}")
-        launchers = self.objective.launchers
-        if "zero2" not in launchers and self.is_deepspeed_enabled:
-            raise UserError(f"{self._key}: this training is not for DeepSpeed; take recipes/accelerate/ddp.yaml")
-        if "zero3" not in launchers and model_is_divided(self.accelerator, self.objective):
-            files = " or ".join(f"recipes/accelerate/{name}.yaml" for name in ("ddp", *launchers))
-            raise UserError(
-                f"{self._key}: this training needs the whole model on each process, not ZeRO-3 or FSDP2: take {files}, "
-                "or where no GPU holds it model.device_map=auto in one process"
-            )
+        launchers, launcher = ("ddp", *self.objective.launchers), launcher_of(self.accelerator, self.objective)
+        if launcher not in launchers:
+            files = " or ".join(f"recipes/accelerate/{name}.yaml" for name in launchers)
+            alone = "" if "fsdp2" in launchers else ", or where no GPU holds the model model.device_map=auto alone"
+            raise UserError(f"{self._key}: this training is not for {launcher}; take {files}{alone}")
 
     def _check_replay(self, replay: ReplaySettings) -> None:
         setting = f"{self._key}.replays={self.settings.replays}"
         if not isinstance(self.objective, ReplayedObjective):
             raise UserError(f"{setting}: this training keeps no teacher outputs, use 1")
         replay.check()
-        if model_is_divided(self.accelerator, self.objective):
+        if launcher_of(self.accelerator, self.objective) in ("zero3", "fsdp2"):
             raise UserError(
                 f"{setting}: with ZeRO-3 or FSDP2 all processes run the base model at the same time, so that none can "
                 "reuse its outputs; use 1, or recipes/accelerate/zero2.yaml"

@@ -127,36 +127,41 @@ class Train(CardKeys):
 
 
 @dataclass
-class Finetune(Training):
+class Finetune(Training, UsesMethods):
     """keepsight finetune: train a lookahead module further, on the loss that evicting with it causes in answers.
 
         keepsight finetune recipe=smollm2-135m adapter=runs/adapter data=runs/data out=runs/finetuned
         accelerate launch -m keepsight finetune recipe=llama3.1-8b adapter=DIR data=DIR out=DIR
         keepsight finetune adapter=runs/adapter data=runs/data out=runs/finetuned max_prompt_tokens=4096
         keepsight finetune adapter=runs/adapter data=runs/data out=runs/new finetune.freeze_module=true
+        keepsight finetune method=snapkv options={allocate:global} data=runs/data out=runs/weights
 
     The base model reads its own answer behind a soft form of the selection. The gradient of the KL divergence from its
     predictions with the full cache trains the soft tokens, the LoRA and one weight per KV head, by which the head's
     importance is multiplied before the heads compete for the budget; with finetune.freeze_module=true the weights
     alone, in minutes. The answer's attention to the whole prompt is stored for gradients: max_prompt_tokens= bounds
     the memory, and so does finetune.gradient_checkpointing=true (`keepsight plan train stage=eviction` says by how
-    much). selection=uniform trains for equally many entries in every head, finetune.uniform_share=0.5 for both. A
-    training that was stopped resumes from its last checkpoint when the same command is run again.
+    much). selection=uniform trains for equally many entries in every head, finetune.uniform_share=0.5 for both. For
+    another method, whose heads share a budget, weights of heads are learned in the same way. A training that was
+    stopped resumes from its last checkpoint when the same command is run again.
 
     Attributes:
         adapter: The lookahead adapter to start from: a folder, a Hub id, or shipped:NAME.
         max_prompt_tokens: Leaves out longer prompts; 0 keeps all.
         selection: How the module selects in training and afterwards: shared, paper or uniform; by default as the
             adapter says, but if the heads of each layer share a budget, the heads of all layers share one.
+        method: lookaheadkv, or another method that evicts, for which weights of heads alone are learned.
+        options: Options of the other method, such as {value_norm: true, allocate: {name: global, floor: 0.2}}.
     """
 
     COMMON: ClassVar = (
         *("data", "out", "adapter", "model.id", "max_prompt_tokens", "finetune.freeze_module", "finetune.budgets"),
         *("finetune.train.steps", "finetune.train.epochs", "finetune.train.learning_rate", "finetune.train.replays"),
     )
-    adapter: str | None = None
     max_prompt_tokens: NonNegativeInt = 0
     selection: Selection | None = None
+    method: str = "lookaheadkv"
+    options: dict[str, Any] = field(default_factory=dict)
     finetune: FinetuneSettings = field(default_factory=FinetuneSettings)
 
 

@@ -6,47 +6,88 @@ from shlex import quote
 from typing import Any
 
 import torch
+import yaml
+from matplotlib.figure import Figure
 from transformers import set_seed
 
 from keepsight.commands.config import Finetune as Config
-from keepsight.commands.from_recipe import training_target
+from keepsight.commands.from_recipe import resources_later, resources_of
+from keepsight.commands.train import placed_target
 from keepsight.commands.training import check_inputs, ending, read_samples, require_finished, run_of
+from keepsight.commands.variants import require_evict
 from keepsight.errors import UserError
+from keepsight.files import write_json, write_png
 from keepsight.models.card import FINETUNING, HEAD_WEIGHTS, with_eviction
 from keepsight.models.distributed import launched
 from keepsight.models.lookahead import CONFIG, LookaheadAdapter
-from keepsight.models.targets import keep_gradients
+from keepsight.models.lookahead_settings import HeadWeights
 from keepsight.runtime.allocate import Global, Uniform
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
 from keepsight.train.dataset import prompts_as_text
 from keepsight.train.eviction import EvictionObjective
 from keepsight.train.plots import eviction_figure
 from keepsight.train.trainer import ModuleTrainer
 
+METHOD = "lookaheadkv"
+"""The method whose module is trained; of others, the weights of heads alone are."""
+
 
 def run(config: Config) -> None:
     """Train, then write the adapter, its card and the curves."""
     settings = config.finetune
     samples = check_inputs(config, "finetune.train", settings.train)
-    artifact, method, allocate = _start(config)
+    artifact = _adapter(config) if config.method == METHOD else None
+    method = _method(config, artifact, resources_later(config))
     if (longest := max(len(each.prompt_ids) for each in samples)) <= min(settings.budgets):
         raise UserError(f"finetune.budgets={settings.budgets}: the longest prompt has {longest} tokens; lower them")
-    target = training_target(config)
-    keep_gradients(target.model)
+    target = placed_target(config)
     samples, manifest = read_samples(config, target)
     set_seed(settings.train.seed)
-    lookahead = None if settings.freeze_module else artifact.module(target.model)
+    if artifact is None:
+        settings, method = replace(settings, freeze_module=True), _method(config, None, resources_of(config, target))
+    lookahead = None if artifact is None or settings.freeze_module else artifact.module(target.model)
+    allocate = method.allocate
+    assert isinstance(allocate, Global | Uniform)
     objective = EvictionObjective(target.model, method, allocate, settings, lookahead)
-    trainer = ModuleTrainer(objective, settings.train, run_of(config, target, samples, "adapter", CONFIG))
+    run = run_of(config, target, samples, "adapter", CONFIG)
+    run = replace(run, start={**run.start, "method": config.method, "options": config.options})
+    trainer = ModuleTrainer(objective, settings.train, run)
     finished = trainer.fit()
     if trainer.is_world_process_zero():
-        _write(Path(config.out), artifact, trainer, manifest["digest"])
-        print(ending(trainer, config, "adapter", f"eval adapter={quote(config.out)} out=runs/eval"))
+        if artifact is None:
+            print(ending(trainer, config, "weights of heads", _write_weights(config, trainer)))
+        else:
+            _write(Path(config.out), artifact, trainer, manifest["digest"])
+            print(ending(trainer, config, "adapter", f"eval adapter={quote(config.out)} out=runs/eval"))
     require_finished(finished, config, trainer)
 
 
-def _start(config: Config) -> tuple[LookaheadAdapter, LookaheadKV, Global | Uniform]:
-    """The adapter that the training starts from, the method with it, of any budget, and its allocation.
+def _method(config: Config, artifact: LookaheadAdapter | None, resources: Resources) -> Evict:
+    """The method at the smallest budget, whose allocation is trained.
+
+    Raises:
+        UserError: it cannot be made, has no scores to weight, or its heads share no budget.
+    """
+    budget, name = min(config.finetune.budgets), f"method={config.method}"
+    if artifact is not None:
+        if config.options:
+            raise UserError(f"{name}: options= is for other methods; give selection=")
+        return LookaheadKV(budget, **parts_of(artifact))
+    if config.selection is not None:
+        raise UserError(f"{name}: selection= is for a lookahead module; give options=")
+    made = make_method(config.method, budget, resources, **config.options)
+    method = require_evict(made, f"{name} scores no entries of the cache, so there is nothing to weight")
+    if method.observer.signed is not False:
+        raise UserError(f"{name}: its scores can be negative, which weights cannot multiply; take another method")
+    if not isinstance(method.allocate, Global):
+        raise UserError(f"{name}: its heads share no budget; give options={{allocate: {{name: global, floor: 0.2}}}}")
+    return method
+
+
+def _adapter(config: Config) -> LookaheadAdapter:
+    """The adapter that the training starts from.
 
     How an adapter is used to select entries is no condition, and may change here.
 
@@ -63,10 +104,33 @@ def _start(config: Config) -> tuple[LookaheadAdapter, LookaheadKV, Global | Unif
         settings = replace(settings, sharing="model")
         if launched().is_main_process:
             print(f"{config.adapter}: the heads of all layers will share one budget")
-    artifact = replace(artifact, settings=settings)
-    parts = parts_of(artifact)
-    allocate = parts.pop("allocate")
-    return artifact, LookaheadKV(1, **parts), allocate
+    return replace(artifact, settings=settings)
+
+
+def _weights_of(trainer: ModuleTrainer[EvictionObjective]) -> tuple[HeadWeights, Figure]:
+    """The weights of heads, and the curves of the training.
+
+    Raises:
+        UserError: a weight of a head is infinite or 0.
+    """
+    weights = trainer.objective.head_weights()
+    if not (torch.isfinite(weights) & (weights > 0)).all():
+        raise trainer.not_finite("the weight of a head is infinite or 0 (finetune.head_weights_rate is too high)")
+    figure = eviction_figure(trainer.trained().log, weights, trainer.objective.settings.budgets)
+    return tuple(map(tuple, weights.tolist())), figure
+
+
+def _write_weights(config: Config, trainer: ModuleTrainer[EvictionObjective]) -> str:
+    """Write the weights of another method's heads and the curves; the command that evaluates the method with them."""
+    weights, figure = _weights_of(trainer)
+    path = Path(config.out, "head_weights.json")
+    write_json(path, weights)
+    write_png(path.with_suffix(".png"), figure)
+    allocate = config.options.get("allocate", {})
+    allocate = {"name": allocate} if isinstance(allocate, str) else allocate
+    options = config.options | {"allocate": {**allocate, "weights": str(path)}}
+    named = yaml.safe_dump({"name": config.method, **options}, default_flow_style=True, sort_keys=False, width=1 << 20)
+    return f"eval {quote(f'methods=[full,{named.strip()}]')} out=runs/eval"
 
 
 def _write(out: Path, artifact: LookaheadAdapter, trainer: ModuleTrainer[EvictionObjective], data_digest: str) -> None:
@@ -77,9 +141,8 @@ def _write(out: Path, artifact: LookaheadAdapter, trainer: ModuleTrainer[Evictio
     """
     trained, objective, module = trainer.trained(), trainer.objective, trainer.objective.lookahead
     name, about = ("fine-tuning", FINETUNING) if module else ("head weights", HEAD_WEIGHTS)
-    weights = objective.head_weights()
-    if not (torch.isfinite(weights) & (weights > 0)).all():
-        raise trainer.not_finite("the weight of a head is infinite or 0 (finetune.head_weights_rate is too high)")
+    weights, figure = _weights_of(trainer)
+    numbers = [each for row in weights for each in row]
     described: dict[str, Any] = {
         "steps": trained.steps,
         "samples": trained.samples,
@@ -91,7 +154,7 @@ def _write(out: Path, artifact: LookaheadAdapter, trainer: ModuleTrainer[Evictio
         "budgets": objective.settings.budgets,
         "temperature": objective.settings.temperature,
         "head_weights_rate": objective.settings.weights_rate,
-        "smallest and largest weight of a head": [round(each.item(), 3) for each in (weights.min(), weights.max())],
+        "smallest and largest weight of a head": [round(each, 3) for each in (min(numbers), max(numbers))],
     }
     described = {f"{name}, {key}": value for key, value in described.items()}
     before = {key: value for key, value in artifact.provenance.training.items() if not key.startswith(f"{name}, ")}
@@ -101,6 +164,4 @@ def _write(out: Path, artifact: LookaheadAdapter, trainer: ModuleTrainer[Evictio
     if module:
         artifact = replace(artifact, lora=module.lora_state(), tokens=module.tokens.detach().cpu())
     picture = "finetuning.png" if module else "head_weights.png"
-    figure = eviction_figure(trained.log, weights, objective.settings.budgets)
-    numbers = tuple(map(tuple, weights.tolist()))
-    replace(artifact, head_weights=numbers).save(out, provenance, card, {picture: figure})
+    replace(artifact, head_weights=weights).save(out, provenance, card, {picture: figure})

@@ -36,12 +36,15 @@ from keepsight.models.artifacts import check_repo_id
 from keepsight.models.card import CARD
 from keepsight.models.distributed import launched
 from keepsight.models.lookahead import CONFIG, LookaheadAdapter
+from keepsight.train.distributed import DIVIDED
 
 _STAND_IN: dict[str, dict[str, Any]] = {
     "lookahead": {"adapter": "shipped:smollm2-135m-lookahead"},
     "retrieval": {"retrieval": "shipped:smollm2-135m-retrieval"},
 }
 """The bundled module of each kind. Methods are checked with it before there is a trained one."""
+_DIVISIBLE = "importance", "eviction", "card"
+"""Stages for which the model may be divided over processes."""
 
 
 def run(config: Config) -> None:
@@ -51,6 +54,11 @@ def run(config: Config) -> None:
     if odd := sorted({*config.stages} - {*known}):
         raise UserError(f"stages: module={config.module} has no stage {odd[0]}; choose from {', '.join(known)}")
     chosen = [name for name in known if name in (config.stages or known)]
+    if config.model.device_map == DIVIDED and (whole := [each for each in chosen if each not in _DIVISIBLE]):
+        raise UserError(
+            f"stages: {whole[0]} needs the whole model, not model.device_map={DIVIDED}, which is for "
+            "stages=[importance,eviction]; run it in one process, with model.device_map=auto if no GPU holds the model"
+        )
     source = _source(out, chosen) if config.module == "lookahead" else "head"
     answers = Data(**_values(config, DataKeys), out=str(out / "data"))
     tests = _tests(config, out / source)

@@ -182,8 +182,6 @@ def _training(config: PlanTrain) -> TrainSettings:
 
 def _check(config: PlanTrain) -> None:
     placed, quantize = config.model.device_map, config.model.quantize
-    if config.stage == "eviction" and (placed or config.shard):
-        raise UserError("stage=eviction: this training needs the whole model on each GPU; leave out shard, device_map")
     if config.stage == "eviction" and config.finetune.freeze_module:
         raise UserError("finetune.freeze_module=true: a plan is for a module in training; leave it out")
     if quantize not in (None, *QUANTIZE):

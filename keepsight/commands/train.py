@@ -11,6 +11,7 @@ from transformers import set_seed
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from keepsight.commands.config import Train as Config
+from keepsight.commands.config_shared import UsesModel
 from keepsight.commands.from_recipe import outline_of, training_dtype, training_target
 from keepsight.commands.training import (
     basics_of,
@@ -100,7 +101,7 @@ def check(config: Config) -> LookaheadAdapter | None:
     return artifact
 
 
-def placed_target(config: Config) -> Target:
+def placed_target(config: UsesModel) -> Target:
     """The base model; sharded over the processes of the launch by ZeRO-3 or `model.device_map=fsdp2`.
 
     Raises:

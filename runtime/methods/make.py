@@ -4,15 +4,18 @@
 observer, drafter, reduction, pooling or allocation) is its name, a mapping with its name and options, or a mapping of
 options alone, which change the part that the method has. `adapter`, `retrieval` and `scorer` name a trained module of
 the method's own: `{name: lookaheadkv, adapter: DIR, label: longer}`, `{name: kvzap, scorer: DIR}`; `selection` names
-how a lookahead module selects: `{name: lookaheadkv, selection: paper}`.
+how a lookahead module selects: `{name: lookaheadkv, selection: paper}`. Weights of heads may be a file of
+`keepsight finetune`: `{name: snapkv, allocate: {name: global, weights: DIR/head_weights.json}}`.
 """
 
 import dataclasses
 import difflib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from keepsight.errors import UserError
+from keepsight.files import read_json
 from keepsight.runtime.drafting.minference import MInference
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.drafting.speckv import ModelDrafter, SparsePrefill, SpecKV
@@ -133,6 +136,8 @@ class _OptionReader:
             return make_method(str(options.pop("name", "")), options.pop("budget", None), self.resources, **options)
         if role in ("pool", "first_pool") and isinstance(value, str):
             return NO_POOL if value == "none" else Pool(value)
+        if role == "weights" and isinstance(value, str):
+            return read_json(Path(value))
         if role == "reduce" and isinstance(value, str):
             return Reduce(value, value)
         return self.named(role, value, default) if role in _KINDS else value

@@ -1,6 +1,7 @@
 """`keepsight finetune`: the adapter's tensors and its heads' weights learn, or the weights alone; and bad input."""
 
 import re
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -176,6 +177,43 @@ def test_weights_for_another_model_are_refused_where_they_are_used(adapter: Path
     model = load_target("tiny", device="cpu").model
     with pytest.raises(UserError, match=r"weights has shape \[1, 2\], this model's layers and KV heads are \[3, 2\]$"):
         LookaheadKV.from_pretrained(adapter, budget=8).start(model, prompt_ids(60)[0])
+
+
+SNAPKV = ["method=snapkv", "options={window: 2, value_norm: true, allocate: {name: global, floor: 0.25}}"]
+OTHER = ["finetune", *TARGET, "out=other", "finetune.budgets=[6,9]", "finetune.head_weights_rate=0.5", *LEARN]
+
+
+def test_weights_for_another_method_go_into_an_evaluation(keepsight: CommandLine, adapter: Path) -> None:
+    printed = keepsight(*OTHER, *SNAPKV)
+    assert re.search(r"weights of heads after step 2 in other: excess_nll_at_6 \S+ \(before: \S+\), ", printed)
+    _, *following = shlex.split(printed.splitlines()[-1].removeprefix("next: "))
+    weights = read_json(Path("other/head_weights.json"))
+    assert torch.tensor(weights).shape == (3, 2) and torch.tensor(weights).std() > 0.01
+    assert Path("other/head_weights.png").read_bytes().startswith(b"\x89PNG")
+    used: list[Any] = []
+
+    def seen(self: Global, *given: Any) -> Any:
+        used.append(self.weights)
+        return allocate(self, *given)
+
+    allocate = Global.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Global, "__call__", seen)
+        keepsight(*following, "tasks=niah_single", "lengths=320", "samples=1", "budgets=40", "model.dtype=float32")
+    assert used and {*used} == {tuple(map(tuple, weights))}
+    assert "method" in keepsight.fails(*OTHER, "method=h2o", "options={window: 2, allocate: global}")
+
+
+def test_weights_for_methods_that_cannot_have_any_are_refused(keepsight: CommandLine, adapter: Path) -> None:
+    refused = {
+        "method=full": "method=full scores no entries of the cache, so there is nothing to weight",
+        "method=keydiff": "method=keydiff: its scores can be negative",
+        "method=tova": "method=tova: its heads share no budget; give options={allocate: {name: global, floor: 0.2}}",
+        "method=snapkv selection=paper": "method=snapkv: selection= is for a lookahead module; give options=",
+        "adapter=adapter options={window:2}": "method=lookaheadkv: options= is for other methods; give selection=",
+    }
+    for keys, said in refused.items():
+        assert keepsight.fails(*OTHER, *keys.split()).startswith(said)
 
 
 EARLY = {

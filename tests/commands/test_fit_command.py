@@ -148,6 +148,8 @@ def test_a_retrieval_head_has_its_own_stages_and_other_ones_are_refused(keepsigh
     assert plan_upload(here / "fitted/head", "ada/head").files
     said = keepsight.fails(*given, "stages=[eviction]")
     assert said == "stages: module=retrieval has no stage eviction; choose from answers, distillation, evaluation, card"
+    said = keepsight.fails(*FIT, "out=divided", "model.device_map=fsdp2")
+    assert said.startswith("stages: answers needs the whole model, not model.device_map=fsdp2")
 
 
 def test_a_card_says_where_another_method_loses_less_than_its_own_module() -> None:

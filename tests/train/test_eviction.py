@@ -20,6 +20,7 @@ from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.allocate import Global, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
+from keepsight.runtime.methods import make_method
 from keepsight.runtime.methods.lookaheadkv import parts_of
 from keepsight.runtime.methods.positions import RandomScores
 from keepsight.runtime.observe import Observer
@@ -63,23 +64,26 @@ class Plateaus(Observer):
 
 
 @pytest.mark.parametrize("pooling", [Pool("max", 7), Pool("avg", 3), NO_POOL])
-@pytest.mark.parametrize(("budget", "floor", "weighted"), [(10, 0.1, False), (11, 0.3, True), (7, 1.0, False)])
-def test_at_temperature_0_the_gates_are_what_an_eviction_keeps(pooling, budget, floor, weighted):
+@pytest.mark.parametrize(
+    ("budget", "floor", "weighted", "window"),
+    [(10, 0.1, False, 0), (11, 0.3, True, 0), (7, 1.0, False, 0), (11, 0.5, True, 3), (10, 0.1, True, 4)],
+)
+def test_at_temperature_0_the_gates_are_what_an_eviction_keeps(pooling, budget, floor, weighted, window):
     """Index for index, also of equal entries and beside padding; at a low temperature where none are equal."""
     logarithms = torch.randn(SHAPE[0], SHAPE[2], generator=torch.Generator().manual_seed(5)) * weighted
     weights = tuple(map(tuple, logarithms.exp().tolist())) if weighted else None
-    method = Evict(budget, Plateaus(), pool=pooling, allocate=Global(floor, weights))
+    method = Evict(budget, Plateaus(), pool=pooling, allocate=Global(floor, weights), window=window)
     with torch.no_grad():
         state = prefill(tiny_model(), *prompt_ids(50, 37))
         layers = method.importance(tiny_model(), state)
         kept, importance = (torch.stack(each) for each in (method.select(state, layers), layers))
     assert kept[:, 1].sum() == budget * 6 and not kept[:, 1, :, :13].any()
     assert torch.equal(soft_gates(importance, logarithms, budget, floor, 0.0).exp(), kept.float())
-    untied = scores().exp().masked_fill(torch.isneginf(importance), -torch.inf)
+    untied = torch.where(importance.isinf(), importance, scores().exp())
     soft, hard = (soft_gates(untied, logarithms, budget, floor, each).exp() for each in (1e-3, 0.0))
     assert torch.equal(soft > 0.5, hard > 0.5)
     guaranteed = soft_gates(importance, logarithms, budget, floor, 0.5) == 0
-    assert (guaranteed <= kept).all() and (guaranteed.sum(dim=-1) >= int(budget * floor)).all()
+    assert (guaranteed <= kept).all() and (guaranteed.sum(dim=-1) >= max(int(budget * floor), window)).all()
 
 
 @pytest.mark.parametrize(
@@ -335,6 +339,34 @@ def test_everything_but_the_target_learns_and_the_loss_falls():
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
     assert all(torch.equal(each, target[name]) for name, each in made.model.state_dict().items())
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "snapkv": {"window": 4, "value_norm": True},
+    "laq": {"observer": {"lookahead": 3, "first_window": 4}},
+    "h2o": {"window": 2},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_weights_are_learned_for_other_methods_which_then_evict_by_them(name):
+    """The loss falls; what is measured is what the method costs with the weights, its window kept."""
+    model, rows = tiny_model(), samples((40, 9), (37, 6))
+    method: Any = make_method(name, 12, allocate={"name": "global", "floor": 0.25}, **OTHERS[name])
+    made = EvictionObjective(model, method, method.allocate, FinetuneSettings(budgets=[12], freeze_module=True))
+    optimizer, losses, batch = torch.optim.Adam([made.log_weights], lr=0.2), [], batch_of(rows)
+    for _ in range(15):
+        optimizer.zero_grad()
+        losses.append(made(**batch)["loss"])
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.95 * losses[0]
+    with torch.no_grad():
+        measured = torch.tensor(made.excess_nll(Batch(**batch), [0.25])[12][0])
+    weighted = replace(method, allocate=Global(0.25, tuple(map(tuple, made.head_weights().tolist()))))
+    full = nats(model, replace(METHOD, budget=200), rows)
+    assert_close(measured + full, nats(model, weighted, rows))
+    assert not torch.allclose(measured + full, nats(model, method, rows), atol=1e-4)
 
 
 @pytest.mark.parametrize("lengths", [(10, 5), (40, 1)])

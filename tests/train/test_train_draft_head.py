@@ -70,8 +70,8 @@ def test_mixed_precision_trains_and_measures(tmp_path):
 
 
 def test_a_head_is_not_divided(tmp_path, monkeypatch):
-    monkeypatch.setattr("keepsight.train.trainer.model_is_divided", lambda accelerator, objective: True)
-    with pytest.raises(UserError, match=r"ZeRO-3 .*zero2.yaml, or where no GPU holds it model.device_map=auto"):
+    monkeypatch.setattr("keepsight.train.trainer.launcher_of", lambda accelerator, objective: "zero3")
+    with pytest.raises(UserError, match=r"not for zero3; .*zero2.yaml, or where .* model.device_map=auto alone"):
         ModuleTrainer(head_objective(), head_settings().train, TrainingRun(tmp_path, samples()))
 
 

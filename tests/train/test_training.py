@@ -163,7 +163,7 @@ def test_what_does_not_fit_the_launcher_is_refused(tmp_path, monkeypatch):
         ModuleTrainer(objective(), settings(tf32=True), TrainingRun(tmp_path, samples()))
     # Kept teacher outputs where the model is divided: one process would run it where another does not.
     with monkeypatch.context() as patch:
-        patch.setattr(module, "model_is_divided", lambda accelerator, objective: True)
+        patch.setattr(module, "launcher_of", lambda accelerator, objective: "fsdp2")
         with pytest.raises(UserError, match=r"train.replays=2: with ZeRO-3 .*zero2"):
             ModuleTrainer(objective(), settings(replays=2), TrainingRun(tmp_path, samples()))
         ModuleTrainer(objective(), settings(), TrainingRun(tmp_path, samples()))
