@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.pool import ThreadPool
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 from typing_extensions import NotRequired, TypedDict
@@ -23,8 +23,8 @@ from keepsight.models.targets import Target
 
 _UNKNOWN_FORM = (400, 404, 422)
 """Statuses with which servers refuse prompts in a form that they do not know; 404 is also an unknown model."""
-_ENDED = ("stop", "eos", "eos_token", "stop_token", "stop_sequence", "end_turn", "complete")
-_FULL = ("length", "max_tokens", "max_length")
+_ENDED = ("stop", "eos", "eos_token", "stop_token", "stop_sequence", "stop_str", "end_turn", "end_of_turn", "complete")
+_FULL = ("length", "max_tokens", "max_length", "max_output_tokens", "model_length")
 _AGAIN = "run the same command again to go on"
 
 
@@ -144,7 +144,7 @@ def _until(ends: list[int], ids: list[int]) -> list[int]:
 
 class _Choice(TypedDict):
     text: str
-    token_ids: NotRequired[TokenIds | None]
+    token_ids: NotRequired[TokenIds | Annotated[list[Any], Field(max_length=0)] | None]
     finish_reason: NotRequired[str | None]
 
 
@@ -211,6 +211,8 @@ class Server:
                 made = self._post(prompt, decoding, form, stopped)
                 self._forms = [form]
                 return made
+            except BadRow as error:
+                return error
             except EndpointError as error:
                 if error.is_filter:
                     return BadRow(f"prompt {prompt.index} ({prompt.source}): {error}")
@@ -235,9 +237,10 @@ class Server:
             room = f"{said} has {len(prompt.ids)} tokens, which leaves no room for {longest} more"
             raise UserError(f"{self._name}: {room}; serve it with a longer context")
         ids = choice.get("token_ids") or self._tokenised(choice["text"], reason)
-        if not ids or max(ids) >= self._target.vocabulary:
-            fault = f"its answer to {said} is empty or has tokens outside the vocabulary"
-            raise UserError(f"{self._name}: {fault}; {serve}")
+        if not ids:
+            raise BadRow(f"{said}: {self._name}: its answer is empty")
+        if max(ids) >= self._target.vocabulary:
+            raise UserError(f"{self._name}: its answer to {said} has tokens outside the vocabulary; {serve}")
         return ids[:longest]
 
     def _tokenised(self, text: str, reason: str) -> list[int]:
@@ -259,7 +262,7 @@ class Server:
             text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
             if list(tokenizer(text)["input_ids"]) == prompt.ids:
                 return {"prompt": text}
-        raise UserError(
+        raise BadRow(
             f"{self._name}: it takes no token ids, and no text stands for the ids of prompt {prompt.index}; use a "
             "server that takes ids, such as vLLM's"
         )

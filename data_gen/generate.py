@@ -62,7 +62,7 @@ def generate_data(
 
     Raises:
         UserError: prompts and answers do not fit the model's context, the samples do not fit the disk, more rows than
-            `skip` are bad, or `out` has other data or is being written to.
+            `skip` or all are bad, or `out` has other data or is being written to.
     """
     sources = Mixture.from_config(mixture)
     clock = "strftime_now" in str(target.tokenizer.chat_template)
@@ -90,6 +90,8 @@ def generate_data(
     if processes.is_main_process and (skipped := manifest["skipped"]):
         shown = printable(f"such as {skipped[0]['index']}: {skipped[0]['reason']}")
         logger.warning("%s: %d of %d samples were skipped, %s; see manifest.json", out, len(skipped), limit, shown)
+        if not manifest["samples"]:
+            raise UserError(f"{out}: no sample could be made, {shown}")
     return dict(manifest)
 
 
@@ -156,7 +158,7 @@ def render_prompt(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase
         day: Date (ISO 8601) for a chat template with a clock; today by default.
 
     Raises:
-        BadRow: the chat template refuses it, or its response is empty.
+        BadRow: the chat template refuses it, or it or its response has no tokens.
     """
     text = prompt.messages[0]["content"]
     if prompt.template:
@@ -168,6 +170,8 @@ def render_prompt(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase
                 raise
             raise BadRow(f"prompt {index} ({prompt.source}): {error}") from None
     ids = tokenizer(text + prompt.answer_prefix, add_special_tokens=not prompt.template)["input_ids"]
+    if not ids:
+        raise BadRow(f"prompt {index} ({prompt.source}): it has no tokens")
     response = None
     if prompt.response is not None:
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -90,7 +90,7 @@ class LocalJsonl:
         response, source = row.get(self.response_field), str(row.get("source") or Path(self.path).stem)
         if response is not None and not isinstance(response, str):
             raise BadRow(f"{self.response_field} must be a string, got {type(response).__name__}")
-        if "messages" in row:
+        if row.get("messages") is not None:
             turns = _turns(row["messages"])
             if turns[-1]["role"] != "user":
                 raise BadRow(f"messages must end with the user's turn, not with the {turns[-1]['role']}'s")

@@ -34,9 +34,14 @@ _BUSY = (408, 425, 429)
 _LARGEST, _LARGEST_REFUSAL = 64 << 20, 64 << 10
 """Bytes of a reply and of a refusal that are read at most."""
 
-_FILTERED = ("content_filter", "safety", "guardrail_intervened")
-"""`finish_reason`, in lower case, of answers that a content filter stopped."""
-_FILTER = re.compile(r"content.?(filter|policy|management)|responsible.?ai", re.IGNORECASE)
+_FILTERED = re.compile(r"filter|safety|guardrail|sensitive|prohibited|recitation|refus|block|moderat", re.IGNORECASE)
+"""`finish_reason` of answers that a content filter stopped."""
+_FILTER = re.compile(
+    r"content.?(filter|policy|management)|responsible.?ai|guardrail|safety.?(system|filter|polic)|data.?inspection"
+    r"|inappropriate content|content exists risk|(prompt|input|output) was (flagged|blocked)|敏感|\\u654f\\u611f",
+    re.IGNORECASE,
+)
+"""What refusals for a prompt's content say: OpenAI's, Azure's, Bedrock's, DeepSeek's, OpenRouter's, Alibaba's."""
 
 Reply = TypeVar("Reply")
 
@@ -67,7 +72,7 @@ def refuse_filtered(choice: Mapping[str, Any]) -> None:
     Raises:
         EndpointError: a filter stopped it, as `is_filter` tells.
     """
-    if str(choice.get("finish_reason")).lower() in _FILTERED:
+    if _FILTERED.search(str(choice.get("finish_reason"))):
         raise EndpointError("the server's content filter refuses it", 200)
 
 
@@ -111,7 +116,7 @@ class Endpoint:
         data, error = json.dumps(body).encode(), EndpointError("not asked")
         for attempt in range(self.tries):
             try:
-                return read(pydantic_core.from_json(self._reply(path, data)))
+                return read(self._read(self._reply(path, data)))
             except EndpointError as refused:
                 error = refused
                 if error.status:
@@ -150,6 +155,14 @@ class Endpoint:
                 return reply
         except HTTPError as refusal:
             raise self._refused(refusal) from None
+
+    def _read(self, reply: bytes) -> Any:
+        """The JSON of a reply; some servers report an error with status 200."""
+        value = pydantic_core.from_json(reply)
+        if isinstance(value, dict) and value.get("error") and not value.get("choices"):
+            said = self._without_key(json.dumps(value["error"], ensure_ascii=False))
+            raise EndpointError(said, 200 if _FILTER.search(said) else 0)
+        return value
 
     def _check_listens(self) -> None:
         host = urlsplit(self.url)

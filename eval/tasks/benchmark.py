@@ -238,7 +238,7 @@ def rows_of(path: Path, missing: str = "name an existing file") -> Iterator[tupl
     """The rows of a JSON Lines file, UTF-8 or UTF-16, plain or gzipped; each with its place (`FILE:LINE`) for messages.
 
     Raises:
-        UserError: the file is missing, for which `missing` is the advice, or a line is not a JSON object.
+        UserError: the file is missing, for which `missing` is the advice.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file; {missing}")
@@ -248,14 +248,13 @@ def rows_of(path: Path, missing: str = "name an existing file") -> Iterator[tupl
 def json_rows(source: str, lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[str, Row]]:
     """The objects in numbered lines, each with its place; `source` names the file.
 
-    Raises:
-        UserError: a line is not a JSON object.
+    A line that is no JSON object is an empty row, from which no sample can be made; its place says why.
     """
     for number, line in lines:
         try:
             yield f"{source}:{number}", from_json(line, Row)
         except ValueError as error:
-            raise UserError(f"{source}:{number}: {error}") from None
+            yield f"{source}:{number}: {error}", {}
 
 
 def text_field(where: str, row: Mapping[str, Any], name: str) -> str:

@@ -306,7 +306,7 @@ class LongBenchV2(Benchmark):
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         path = self._path()
         limit = self.max_tokens or request.context - _V2_TOKENS - _TEMPLATE_TOKENS
-        rows = ((f"{path}: {row.get('_id')}", row) for row in _v2_rows(path) if row.get("length") == task)
+        rows = ((where, row) for where, row in _v2_rows(path) if row.get("length", task) == task)
 
         def make(where: str, row: Row, _: int) -> list[RenderedSample]:
             return [_v2_sample(task, where, row, limit, request.tokenizer)]
@@ -315,8 +315,10 @@ class LongBenchV2(Benchmark):
 
 
 @lru_cache(maxsize=1)
-def _v2_rows(path: Path) -> list[Row]:
-    return [row for _, row in rows_of(path)] if path.suffix == ".jsonl" else read_json(path, list[Row])
+def _v2_rows(path: Path) -> list[tuple[str, Row]]:
+    if path.suffix == ".jsonl":
+        return [*rows_of(path)]
+    return [(f"{path}: {row.get('_id')}", row) for row in read_json(path, list[Row])]
 
 
 def _v2_sample(task: str, where: str, row: Row, limit: int, tokenizer: Any) -> RenderedSample:

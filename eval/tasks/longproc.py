@@ -79,7 +79,7 @@ class LongProc(Benchmark):
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         self.require(task, request.judge)
-        rows = ((where, row) for where, row in self._rows() if row.get("task") == task)
+        rows = ((where, row) for where, row in self._rows() if row.get("task", task) == task)
 
         def make(where: str, row: Row, number: int) -> list[RenderedSample]:
             return [render_in_bucket(_sample(task, where, row, number), request.tokenizer)]

@@ -200,6 +200,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "null": ({"prompt": None}, "expected a text in prompt"),
     "template": ({"messages": [{"role": "user", "content": "refused"}]}, "the chat template of .* refuses the turns"),
     "division": ({"prompt": "zero"}, "the chat template of .* refuses the turns user: .*division by zero"),
+    "empty": ({"prompt": "none"}, "it has no tokens"),
     "long": ({"prompt": "x", "response": "fine"}, "more than the context of 4096; lower the mixture's max_tokens"),
 }
 
@@ -212,7 +213,7 @@ def test_a_bad_row_is_skipped_counted_and_named(
     target, good = load(folder), [{"prompt": f"Say {number}."} for number in range(5)]
     target.tokenizer.chat_template = (
         "{% if 'refused' in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
-        + str(target.tokenizer.chat_template)
+        + f"{{% if messages[0].content != 'none' %}}{target.tokenizer.chat_template}{{% endif %}}"
         + "{% if messages[0].content == 'zero' %}{{ 1 / 0 }}{% endif %}"
         + ("{% if messages[0].content == 'x' %}{{ ' long' * 4100 }}{% endif %}" if kind == "long" else "")
     )
@@ -229,6 +230,15 @@ def test_a_bad_row_is_skipped_counted_and_named(
     with pytest.raises(UserError, match=rf"{reason}.*; fix it, or raise skip=0"):
         make(target, values, tmp_path / "strict", **made, skip=0)
     assert make(target, values, tmp_path / "strict", **made, skip=1) == manifest
+
+
+def test_data_of_which_every_row_is_refused_is_an_error(folder: Path, tmp_path: Path) -> None:
+    target, rows = load(folder), tmp_path / "rows.jsonl"
+    target.tokenizer.chat_template = "{{ raise_exception('no') }}"
+    write_lines(rows, [{"prompt": f"Say {number}."} for number in range(3)])
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"no sample could be made, such as 0: .* refuses the turns user: no"):
+            make(target, mixture_of(rows), tmp_path / "data", limit=3, max_new_tokens=4)
 
 
 def test_a_template_with_a_clock_tells_the_date_on_which_the_data_was_begun(

@@ -144,9 +144,10 @@ def test_encodings_and_forms_of_conversations(tmp_path: Path) -> None:
     rows = [
         {"messages": [{"from": "human", "value": "Hé"}, {"from": "gpt", "value": "Ho"}, user("?")]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
+        {"messages": None, "prompt": "c"},
     ]
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    expected = [(user("Hé"), assistant("Ho"), user("?")), (user("ab"),)]
+    expected = [(user("Hé"), assistant("Ho"), user("?")), (user("ab"),), (user("c"),)]
     path, zipped = tmp_path / "rows.jsonl", gzip.compress(text.encode())
     for data in (text.encode(), text.encode("utf-8-sig"), text.encode("utf-16"), zipped):
         path.write_bytes(data)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -221,20 +222,27 @@ def test_encodings(tmp_path: Path, words: Any, data: bytes) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (TEXT.encode()[:-20], "3: not valid JSON"),
         (b"[3]", "1: expected a valid dictionary|1: expected"),
         (b"[" * 100_000, "1: not valid JSON"),
         (b'{"context": "\\ud800"}', "1: not valid JSON"),
         (b"\xff\xfe\x00", " neither text nor gzip"),
         (gzip.compress(TEXT.encode())[:-9], " neither text nor gzip"),
     ],
-    ids=["cut", "list", "deep", "surrogate", "half UTF-16", "cut gzip"],
+    ids=["list", "deep", "surrogate", "half UTF-16", "cut gzip"],
 )
 def test_files_that_are_no_json_lines(tmp_path: Path, words: Any, data: bytes, message: str) -> None:
     write(tmp_path, {"a": QA})
     (tmp_path / "a.jsonl").write_bytes(data)
     with pytest.raises(UserError, match=rf"a\.jsonl:({message})"):
         made(tmp_path, asked(words))
+
+
+def test_a_line_that_is_cut_is_skipped(tmp_path: Path, words: Any) -> None:
+    write(tmp_path, {"a": QA})
+    (tmp_path / "a.jsonl").write_bytes(TEXT.encode()[:-20])
+    request = asked(words)
+    assert [each.id for each in made(tmp_path, request)] == ["é"]
+    assert re.match(r"1 rows were skipped, such as .*a\.jsonl:3: not valid JSON", request.notes["a"])
 
 
 def test_files_that_cannot_be_scored(tmp_path: Path, words: Any, caplog: pytest.LogCaptureFixture) -> None:
