@@ -110,7 +110,7 @@ FILTERED: list[Reply] = [
     (200, {"error": {"code": 403, "message": "x requires moderation. Your input was flagged."}}),
     (400, {"error": {"message": "Invalid prompt: your prompt was flagged as potentially violating our usage policy."}}),
     *(choice(finish_reason=reason) for reason in ("sensitive", "PROHIBITED_CONTENT", "refusal", "content-filter")),
-    *(choice(text="", token_ids=ids, finish_reason="length") for ids in (None, [])),
+    *(choice(text="", token_ids=ids, finish_reason="length") for ids in (None, list[int]())),
 ]
 
 
