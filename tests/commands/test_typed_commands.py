@@ -1,5 +1,6 @@
 """What README and the guides tell a reader to type runs as it stands, on a tiny model and with the values of SMALL."""
 
+import json
 import re
 import shlex
 import shutil
@@ -44,6 +45,7 @@ ADDED = {
     "tasks=[ruler": "tasks=[ruler_vt,longbench] lengths=[800]",
     "preset=lookaheadkv-longbench": "longbench.dir=data/longbench draft.id=null",
     "preset=specache-throughput": "methods=[{name:specache,group:32}] batch=2",
+    "finetune method=snapkv": "options={window:2,allocate:{name:global,floor:0.2}}",
     "milebench.dir": "model.id=runs/vl draft.id=runs/vl-draft draft.layers=null",
 }
 """What else a test adds to lines with these words."""
@@ -102,6 +104,7 @@ def text_files() -> dict[str, str]:
         "mine/contracts.jsonl": rows,
         "mine/tasks.json": tasks,
         "my_mixture.yaml": mixture,
+        "runs/snapkv/head_weights.json": json.dumps([[1.5, 0.5]] * 7),
         "gsm8k.jsonl": '{"question": "1 + 1?", "answer": "2"}\n',
         "gsm8k.yaml": "task: gsm8k\ndataset_path: json\ndataset_kwargs: {data_files: {test: gsm8k.jsonl}}\n"
         'test_split: test\ndoc_to_text: "{{question}}"\ndoc_to_target: "{{answer}}"\noutput_type: generate_until\n'
