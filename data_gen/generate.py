@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight.data_gen.backends import Answers, Backend, Decoding, Rendered
 from keepsight.data_gen.mixture import Mixture
@@ -72,8 +72,7 @@ def generate_data(
         temperature=temperature,
         top_p=top_p,
     )
-    _check_lengths(target, sources, max_new_tokens)
-    _check_disk(out, sources, limit)
+    check_sizes(target.model, sources, out, limit, max_new_tokens)
     processes = launched()
     with one_writer(out) if processes.is_main_process else nullcontext():
         with processes.main_process_first():
@@ -190,9 +189,20 @@ def answers(backend: Backend, prompts: list[Rendered], decoding: Decoding) -> It
         yield from backend(asked, decoding)
 
 
-def _check_lengths(target: Target, mixture: Mixture, max_new_tokens: int) -> None:
-    """Refuse prompts that are filled to lengths which do not fit the context with their answers."""
-    context = context_of(target.model)
+def check_sizes(model: PreTrainedModel, mixture: Mixture, out: Path, limit: int, max_new_tokens: int) -> None:
+    """Refuse what would not fit the model's context or the disk; arguments as of `generate_data`.
+
+    Args:
+        model: The base model, also without its weights.
+        mixture: Whose prompts are filled to certain lengths.
+        out: Where the samples are to be.
+        limit: Number of samples.
+        max_new_tokens: Longest answer in tokens.
+
+    Raises:
+        UserError: a prompt with its answer would not fit the context, or the samples, if all were short, the disk.
+    """
+    context = context_of(model)
     for entry in mixture.entries:
         longest = entry.lengths.max_tokens if entry.fills else entry.lengths.min_tokens
         if longest + max_new_tokens > context:
@@ -200,10 +210,6 @@ def _check_lengths(target: Target, mixture: Mixture, max_new_tokens: int) -> Non
                 f"{entry.kind}: prompts of {longest} tokens with max_new_tokens={max_new_tokens} are more than the "
                 f"context of {context}; lower the mixture's max_tokens, or max_new_tokens="
             )
-
-
-def _check_disk(out: Path, mixture: Mixture, limit: int) -> None:
-    """Refuse a limit that would fill the disk even if every prompt were as short as the mixture allows."""
     lengths = [entry.lengths for entry in mixture.entries]
     shortest = sum(each.weight * each.min_tokens for each in lengths) / sum(each.weight for each in lengths)
     needed, there = limit * shortest * _BYTES_A_TOKEN, sum(path.stat().st_size for path in out.glob("shard-*"))

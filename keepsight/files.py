@@ -148,8 +148,18 @@ def atomic_file(path: Path) -> Iterator[Path]:
 def _require_regular(*paths: Path) -> None:
     """Refuse devices, pipes and sockets, which a rename would replace and an open file could wait for."""
     for path in paths:
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise UserError(f"{path}: not a regular file; choose another path")
+        regular(path)
+
+
+def regular(path: Path) -> Path:
+    """A path that is read or written; a device, a pipe or a socket, which might have no end, is refused.
+
+    Raises:
+        UserError: so it is.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UserError(f"{path}: not a regular file; choose another path")
+    return path
 
 
 @contextmanager
@@ -316,7 +326,7 @@ def read_json(path: Path, kind: Any = Any) -> Any:
         UserError: the file is missing, is not JSON, is not of that type, or was changed.
     """
     try:
-        return from_json(path.read_bytes(), kind)
+        return from_json(regular(path).read_bytes(), kind)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except ValueError as error:
@@ -380,7 +390,7 @@ def sound_lines(path: Path, kind: Any = Row) -> tuple[list[Any], list[UserError]
 
 def _lines(path: Path, kind: Any) -> Iterator[Any]:
     """The value of each line that is not empty, or its error."""
-    with path.open("rb") as lines:
+    with regular(path).open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:

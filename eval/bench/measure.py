@@ -22,15 +22,17 @@ from keepsight.runtime.state import State, cache_bytes, full_layers, read
 def require_room(model: PreTrainedModel, tokens: int, rows: int = 1, beyond_context: bool = False) -> None:
     """Refuse `rows` prompts that do not fit the context or the free memory, before anything is allocated for them.
 
+    Of a model without weights only the context is known.
+
     Raises:
         UserError: with one line that names the length and what there is room for.
     """
-    context, free = context_of(model), free_tokens(model)
+    context = context_of(model)
     if tokens > context and not beyond_context:
         raise UserError(
             f"{tokens} tokens do not fit the context of {context}; lower tokens=, lengths= or answer_tokens="
         )
-    if tokens * rows > free:
+    if model.device.type != "meta" and tokens * rows > (free := free_tokens(model)):
         raise UserError(f"{rows} x {tokens} tokens: the free memory has room for the KV entries of {free}; lower them")
 
 

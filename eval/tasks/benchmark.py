@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from keepsight.errors import UserError
 from keepsight.eval.tasks.samples import RenderedSample
-from keepsight.files import Row, from_json, own_yaml, text_lines
+from keepsight.files import Row, from_json, own_yaml, regular, text_lines
 
 _HUB_SECONDS = 5.0
 """Timeout of the first request to the Hub; its own client tries for half a minute."""
@@ -301,7 +301,7 @@ def read_text(path: Path) -> str:
         UserError: it cannot be read, is not UTF-8, or is empty.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = regular(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text ({error}); name a text file") from None
     if not text.strip():

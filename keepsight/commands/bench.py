@@ -20,7 +20,15 @@ from keepsight.commands.config_bench import (
     BenchTrain,
 )
 from keepsight.commands.config_serving import BenchServe
-from keepsight.commands.from_recipe import draft_named, draft_of, resources_later, resources_of, target_of
+from keepsight.commands.from_recipe import (
+    draft_named,
+    draft_of,
+    outline_of,
+    resources_later,
+    resources_of,
+    target_of,
+    without_weights,
+)
 from keepsight.commands.variants import require_evict, variants_of
 from keepsight.data_gen.store import read_training_samples
 from keepsight.errors import UserError, printable
@@ -51,6 +59,7 @@ _SIMILARITIES = ("position", "after RoPE", "before RoPE")
 
 def train(config: BenchTrain) -> None:
     """Measure a training step."""
+    require_room(outline_of(config), config.tokens + config.answer_tokens)
     model = target_of(config).model
     require_room(model, config.tokens + config.answer_tokens, config.train.batch_size)
     cells = [Lookahead(model, config.lookahead) for _ in range(config.cells)]
@@ -59,13 +68,13 @@ def train(config: BenchTrain) -> None:
 
 def sweep(config: BenchEval) -> None:
     """Measure the sweep of an evaluation."""
-    target, methods = _methods(config)
+    target, methods = _methods(config, config.tokens)
     _print(bench_sweep(target, methods, config.tokens, config.answer_tokens, config.samples))
 
 
 def evict(config: BenchEvict) -> None:
     """Measure scoring and selecting."""
-    target, methods = _methods(config)
+    target, methods = _methods(config, max(config.lengths))
     _print(bench_evict(target, _evicting(methods), config.lengths, config.repeats))
 
 
@@ -78,7 +87,7 @@ def _evicting(methods: Mapping[str, Method]) -> dict[str, Evict]:
 
 def decode(config: BenchDecode) -> None:
     """Measure decoding steps."""
-    target, methods = _methods(config)
+    target, methods = _methods(config, config.tokens)
     if config.batch:
         _print(bench_decode(target.model, methods, config.tokens, config.batch, config.answer_tokens))
     else:
@@ -87,7 +96,7 @@ def decode(config: BenchDecode) -> None:
 
 def serve(config: BenchServe) -> None:
     """Measure batched serving."""
-    target, methods = _methods(config)
+    target, methods = _methods(config, config.tokens)
     numbers = config.tokens, config.answer_tokens, config.requests, config.rows
     if config.vllm:
         source, _, _ = located(config.model.id, config.model.revision, config.model.own_file)
@@ -98,12 +107,13 @@ def serve(config: BenchServe) -> None:
 
 def ops(config: BenchOps) -> None:
     """Count operators and syncs."""
-    target, methods = _methods(config)
+    target, methods = _methods(config, config.tokens)
     _print(bench_operators(target.model, methods, config.tokens))
 
 
 def specache(config: BenchSpeCache) -> None:
     """Measure decoding steps of SpeCache."""
+    require_room(outline_of(config), config.tokens)
     target = target_of(config)
     for bits in config.bits:
         _print(bench_specache(target, SpeCache(bits), config.tokens, config.batch, config.answer_tokens))
@@ -114,10 +124,9 @@ def speculate(config: BenchSpeculate) -> None:
     if config.draft.head is None:
         raise UserError("bench speculate measures a draft head; name it: draft.head=FOLDER_OR_HUB_ID draft.layers=null")
     draft_named(config)
-    target = target_of(config)
+    prompts, target = _prompts(config, without_weights(config)), target_of(config)
     draft = draft_of(config, target)
     assert isinstance(draft, DraftHeadSource)
-    prompts = _prompts(config, target)
     _print(bench_speculate(target, draft.head, prompts, config.answer_tokens, config.draft_tokens))
 
 
@@ -140,8 +149,8 @@ def _prompts(config: BenchSpeculate | BenchQueries, target: Target) -> list[list
 
 def queries(config: BenchQueries) -> None:
     """Compare queries by content and position."""
-    target = target_of(config)
-    asked = query_similarity(target.model, _prompts(config, target), config.answer_tokens, config.seed)
+    prompts, target = _prompts(config, without_weights(config)), target_of(config)
+    asked = query_similarity(target.model, prompts, config.answer_tokens, config.seed)
     found = list(tqdm(asked, total=config.samples, desc="prompts", unit="prompt"))
     columns = (
         Column("content", "content", is_text=True),
@@ -185,10 +194,11 @@ def _pruned_draft(config: BenchRetrieve, target: Target) -> DraftHead | None:
     return draft.head if isinstance(draft, DraftHeadSource) and isinstance(draft.head, DraftHead) else None
 
 
-def _methods(config: Benched) -> tuple[Target, dict[str, Method]]:
-    """The base model, and every method at every budget by `LABEL BUDGET`."""
+def _methods(config: Benched, tokens: int) -> tuple[Target, dict[str, Method]]:
+    """The base model, for prompts of so many tokens, and every method at every budget by `LABEL BUDGET`."""
     asked = config.methods, config.budgets, list[int]()
     variants_of(*asked, resources_later(config))  # bad values end here, before anything loads
+    require_room(outline_of(config), tokens)
     target = target_of(config)
     variants = variants_of(*asked, resources_of(config, target))
     named = {each.name if each.budget is None else f"{each.name} {each.budget}": each.method for each in variants}

@@ -15,9 +15,9 @@ from yaml import YAMLError
 from keepsight import recipes
 from keepsight.commands.config import Data as Config
 from keepsight.commands.config import DataStats
-from keepsight.commands.from_recipe import next_command, training_dtype, training_target, without_weights
+from keepsight.commands.from_recipe import next_command, outline_of, training_dtype, training_target, without_weights
 from keepsight.data_gen.backends import Backend, InThisProcess, Server, VllmEngine
-from keepsight.data_gen.generate import generate_data
+from keepsight.data_gen.generate import check_sizes, generate_data
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.stats import stats_figure, stats_of, stats_table
 from keepsight.data_gen.store import earlier_settings, finished_manifest, finished_samples
@@ -31,7 +31,8 @@ from keepsight.models.targets import Target
 def run(config: Config) -> None:
     """Make the data and print its size."""
     values = pinned(check(config), out := Path(config.out))
-    Mixture.from_config(values).check()
+    (mixture := Mixture.from_config(values)).check()
+    check_sizes(outline_of(config), mixture, out, config.limit, config.max_new_tokens)
     if (before := earlier_settings(out)) and any(out.glob("shard-*")):
         now = {key: getattr(config, key) for key in ("seed", "shard_size", "max_new_tokens", "temperature", "top_p")}
         now |= {"model": config.model.id, "mixture": values}

@@ -12,7 +12,7 @@ from keepsight.commands.variants import require_evict
 from keepsight.errors import UserError, printable
 from keepsight.eval.report.kept_pages import write_inspect_page
 from keepsight.eval.results import FULL
-from keepsight.files import require_writable
+from keepsight.files import regular, require_writable
 from keepsight.models.chat import chat_text
 from keepsight.models.decoder import context_of
 from keepsight.models.targets import Target
@@ -69,7 +69,7 @@ def read_text(prompt: str) -> str:
     if not prompt.startswith("@"):
         return prompt
     try:
-        return Path(prompt[1:]).read_text(encoding="utf-8")
+        return regular(Path(prompt[1:])).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prompt={prompt}: cannot be read as UTF-8 text ({error})") from None
 

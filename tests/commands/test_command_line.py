@@ -263,6 +263,7 @@ WRONG = {
     "eval out=out methods=[snapkv] tasks=[niah_one]": "task 'niah_one' is unknown; niah has niah_single, ",
     "eval out=out methods=[snapkv] lengths=[20]": "niah_single: length 20 is too short; its needles alone need ",
     "inspect prompt=Hello method=full out=out": "method 'full' evicts nothing from the cache, so there is nothing ",
+    "inspect prompt=@/dev/zero method=snapkv out=out": "/dev/zero: not a regular file; choose another path",
     "inspect prompt=@none.txt method=snapkv out=out": "prompt=@none.txt: cannot be read as UTF-8 text ",
     "inspect prompt=Hello method=snapkv out=mixture.yaml": "out=mixture.yaml is a file but no page; choose another ",
     "inspect prompt=Hello method=snapkv out=out": "budget=64 keeps all 7 prompt tokens; lower it",
@@ -346,6 +347,15 @@ WITH_CONFIGURATION = {
     "bench speculate draft.head=none draft.layers=null": "'none' is neither a folder nor a Hub id",
     "serve method=speckv draft.id=none": "method 'speckv': model 'none' is not a folder",
     "inspect prompt=Hello out=p.html method=speckv draft.id=none": "method 'speckv': model 'none' is not a folder",
+    "data out=o mixture=demo limit=1000000000000": "limit=1000000000000: that many samples take more than ",
+    "data out=o mixture=demo max_new_tokens=100000": "needles: prompts of 640 tokens with max_new_tokens=100000",
+    "bench train tokens=1000000000": "1000000024 tokens do not fit the context of 4096; lower tokens=",
+    "bench decode methods=snapkv tokens=1000000000": "1000000000 tokens do not fit the context of 4096",
+    "bench evict methods=snapkv lengths=[1000000000]": "1000000000 tokens do not fit the context of 4096",
+    "bench specache tokens=1000000000": "1000000000 tokens do not fit the context of 4096",
+    "bench queries tokens=1000000000": "1000000000 tokens do not fit the context of 4096",
+    "bench queries data=none": "none: no manifest.json; make the data with `keepsight data out=none`",
+    "fit out=o mixture=demo limit=1000000000000": "limit=1000000000000: that many samples take more than ",
     "fit out=o mixture=demo lengths=5000": "lengths=5000 is more than the context of 4096 tokens",
 }
 
