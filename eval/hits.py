@@ -16,8 +16,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from keepsight.runtime.generate import CacheMethod, decode, stop_after
-from keepsight.runtime.importance import attention_weights, reduce_group, top_mask
-from keepsight.runtime.observe import recorded_queries
+from keepsight.runtime.importance import attention_weights, recorded_queries, reduce_group, top_mask
 from keepsight.runtime.retrieval.specontext import RetrievalCache
 from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection
 from keepsight.runtime.state import Needs, State, full_layers, prefill, read

@@ -64,11 +64,6 @@ class HeadSizes(NamedTuple):
     real: Counts
     protected: Counts
 
-    @classmethod
-    def of(cls, real: Counts, protected: int) -> "HeadSizes":
-        """Where up to `protected` entries of every head are protected."""
-        return cls(real, real.clip(max=protected))
-
     @property
     def available(self) -> Counts:
         """[L, B, K], entries to choose from."""
@@ -104,8 +99,8 @@ class Allocation(ABC):
             than its share, others get the rest.
         """
 
-    def check(self, budget: int, protected: int) -> None:
-        """Refuse a budget under which a head could be left without entries.
+    def check(self, budget: int) -> None:
+        """Refuse a budget under which a head could be left without entries, where none is protected.
 
         Raises:
             UserError: with one line that names the values.
@@ -146,8 +141,8 @@ class Pyramid(Allocation):
         require_whole("pyramidkv", 1, beta=self.beta)
 
     @override
-    def check(self, budget: int, protected: int) -> None:
-        if not protected and budget // self.beta < 1:
+    def check(self, budget: int) -> None:
+        if budget < self.beta:
             raise UserError(
                 f"pyramidkv: budget {budget} with beta {self.beta} leaves the last layer without entries; "
                 f"give a budget of at least {self.beta}, or protect a window"
@@ -214,8 +209,8 @@ class Adaptive(Allocation):
         _check_floor("adakv", self.floor)
 
     @override
-    def check(self, budget: int, protected: int) -> None:
-        _check_promise("adakv", budget, self.floor, protected)
+    def check(self, budget: int) -> None:
+        _check_promise("adakv", budget, self.floor)
 
     @override
     def __call__(self, sizes: HeadSizes, budgets: list[int], importance: list[Tensor]) -> Counts:
@@ -293,8 +288,8 @@ class Global(Allocation):
         require_whole("global", 1, page=self.page)
 
     @override
-    def check(self, budget: int, protected: int) -> None:
-        _check_promise("global", budget, self.floor, protected)
+    def check(self, budget: int) -> None:
+        _check_promise("global", budget, self.floor)
 
     @override
     def __call__(self, sizes: HeadSizes, budgets: list[int], importance: list[Tensor]) -> Counts:
@@ -383,8 +378,8 @@ def _check_floor(name: str, floor: float) -> None:
         raise UserError(f"{name}: floor {floor!r} must be between 0 and 1")
 
 
-def _check_promise(name: str, budget: int, floor: float, protected: int) -> None:
-    if not protected and int(budget * floor) < 1:
+def _check_promise(name: str, budget: int, floor: float) -> None:
+    if int(budget * floor) < 1:
         raise UserError(
             f"{name}: budget {budget} with floor {floor} can leave a head without entries; "
             "raise the floor or the budget, or protect a window"

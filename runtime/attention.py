@@ -64,7 +64,14 @@ class Softmax(NamedTuple):
         """
         if keys.dtype == torch.float16 or (keys.dtype == torch.bfloat16 and not torch.is_grad_enabled()):
             grouped, keys = grouped.float(), keys.float()
-        logits = products(grouped * self.scaling, keys).float()
+        rows = grouped * self.scaling
+        if keys.is_cpu and keys.element_size() == 2 and not keys.is_contiguous():
+            # All heads at once, oneDNN makes a transposed copy of keys with room behind them, which takes far longer.
+            by_head = zip(rows.flatten(0, -3), keys.flatten(0, -3), strict=True)
+            products = torch.stack([row @ key.t() for row, key in by_head]).view(*rows.shape[:-1], keys.shape[-2])
+        else:
+            products = rows @ keys.mT
+        logits = products.float()
         return logits if self.softcap is None else self.capped(logits)
 
     def capped(self, logits: Tensor) -> Tensor:
@@ -180,32 +187,26 @@ def _attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if entries is None and recorder is None:  # not a pass of ours
-        return _delegate(loaded, module, query, key, value, attention_mask, scaling=scaling, **options)
-    index: int = module.layer_idx  # type: ignore[assignment]
-    layer = None if entries is None else entries.layers[index]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    softmax = Softmax(scale, options.get("softcap"), options.get("s_aux"))
-    real = getattr(layer, "real", None)
-    if recorder is not None and not (layer is not None and is_bounded(layer)):
-        recorder(index, query, key, softmax, real, attention_mask)
-    if isinstance(layer, OwnAttention):
-        return layer.attend(query, key, value, softmax), None
-    if real is not None:
-        return grouped_attention(query, key, value, visible(query.shape[2], real), softmax), None
-    # Under a mask transformers repeats keys and values for every query head; grouping the queries copies none.
-    few = query.shape[1] * query.shape[2] <= key.shape[2]
-    special = options.get("dropout") or softmax.softcap or options.get("position_bias")
-    if loaded == "sdpa" and attention_mask is not None and few and not special:
-        return grouped_attention(query, key, value, attention_mask, Softmax(scale)), None
-    return _delegate(loaded, module, query, key, value, attention_mask, scaling=scaling, **options)
-
-
-def _delegate(loaded: str, module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """What the implementation that was loaded returns."""
-    default = _eager_of(type(module)) if loaded == "eager" else _none
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(loaded, default)
-    return function(module if loaded in _PLAIN else _under_loaded_name(module, loaded), *args, **options)
+    if entries is not None or recorder is not None:  # a pass of ours
+        index: int = module.layer_idx  # type: ignore[assignment]
+        layer = None if entries is None else entries.layers[index]
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        softmax = Softmax(scale, options.get("softcap"), options.get("s_aux"))
+        real = getattr(layer, "real", None)
+        if recorder is not None and not (layer is not None and is_bounded(layer)):
+            recorder(index, query, key, softmax, real, attention_mask)
+        if isinstance(layer, OwnAttention):
+            return layer.attend(query, key, value, softmax), None
+        if real is not None:
+            return grouped_attention(query, key, value, visible(query.shape[2], real), softmax), None
+        # Under a mask transformers repeats keys and values for every query head; grouping the queries copies none.
+        few = query.shape[1] * query.shape[2] <= key.shape[2]
+        special = options.get("dropout") or softmax.softcap or options.get("position_bias")
+        if loaded == "sdpa" and attention_mask is not None and few and not special:
+            return grouped_attention(query, key, value, attention_mask, Softmax(scale)), None
+    function = ALL_ATTENTION_FUNCTIONS[loaded] if loaded in ALL_ATTENTION_FUNCTIONS else _eager_of(type(module))
+    module = module if loaded in _PLAIN else _under_loaded_name(module, loaded)
+    return function(module, query, key, value, attention_mask, scaling=scaling, **options)
 
 
 def _under_loaded_name(module: nn.Module, loaded: str) -> nn.Module:
@@ -230,19 +231,6 @@ def _eager_of(attention: type[nn.Module]) -> Callable[..., Any]:
         f"{attention.__name__} has an eager attention that cannot be delegated to; load the model with "
         "attn_implementation='sdpa'"
     )
-
-
-def _none(*_: Any) -> Any:
-    raise AssertionError("the implementation is registered")
-
-
-def products(rows: Tensor, keys: Tensor) -> Tensor:
-    """Dot products [..., r, S] of rows [..., r, d] and keys [..., S, d]."""
-    if keys.is_cpu and keys.element_size() == 2 and not keys.is_contiguous():
-        # All heads at once, oneDNN makes a transposed copy of keys that have room behind them, which takes far longer.
-        by_head = zip(rows.flatten(0, -3), keys.flatten(0, -3), strict=True)
-        return torch.stack([row @ key.t() for row, key in by_head]).view(*rows.shape[:-1], keys.shape[-2])
-    return rows @ keys.transpose(-1, -2)
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:

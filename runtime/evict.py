@@ -11,9 +11,9 @@ the budget.
 """
 
 import functools
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,7 +110,8 @@ class Evict(CacheMethod):
             raise UserError(
                 f"{name}: budget {self.budget} must be above the {protected} protected entries (sinks + window){spared}"
             )
-        self.allocate.check(self.budget_for(0), protected)
+        if not protected:
+            self.allocate.check(self.budget - self.every)
 
     def _require_unweighted(self) -> None:
         """Refuse to multiply scores that can be negative: the larger factor would make them the less important."""
@@ -123,8 +124,10 @@ class Evict(CacheMethod):
 
     @functools.cached_property
     def bound_observer(self) -> Observer:
-        """The observer, with what it leaves open taken from this method."""
-        return self.observer.bound(self.budget, self.sinks, self.window)
+        """The observer, with `budget`, `sinks` and `window` of this method where its own are None."""
+        observer: Any = self.observer
+        missing = [name for name in ("budget", "sinks", "window") if getattr(observer, name, 0) is None]
+        return replace(observer, **{name: getattr(self, name) for name in missing}) if missing else observer
 
     @property
     @override
@@ -147,7 +150,8 @@ class Evict(CacheMethod):
         self._check_room([budget])
         if (window := observer.needs().window) > length:
             raise UserError(f"{name}: a prompt of {length} tokens is shorter than the {window} that observe it")
-        if (positions := observer.positions()) + length > context:
+        positions = 0 if isinstance(observer, LayerObserver) else observer.positions()
+        if positions + length > context:
             raise UserError(
                 f"{name}: {positions} observing tokens after a prompt of {length} do not fit the context of {context}; "
                 "shorten the draft (lookahead) or the prompt"
@@ -157,14 +161,14 @@ class Evict(CacheMethod):
         """A ratio becomes a number only where a prompt is known."""
         if isinstance(self.budget, int):
             return  # checked when the method was made
-        protected = self.sinks + self.window
-        for budget in {*budgets}:
-            if protected and budget <= protected:
-                raise UserError(
-                    f"{type(self).__name__}: budget {self.budget} leaves {budget} entries, which must be above the "
-                    f"{protected} protected ones (sinks + window)"
-                )
-            self.allocate.check(budget, protected)
+        protected, budget = self.sinks + self.window, min(budgets)
+        if not protected:
+            self.allocate.check(budget)
+        elif budget <= protected:
+            raise UserError(
+                f"{type(self).__name__}: budget {self.budget} leaves {budget} entries, which must be above the "
+                f"{protected} protected ones (sinks + window)"
+            )
 
     @override
     @torch.no_grad()
@@ -177,22 +181,16 @@ class Evict(CacheMethod):
         chunk: int | None = None,
         images: Images | None = None,
     ) -> State:
-        evict = self._layer_eviction(input_ids, mask)
+        evict, (batch, width) = None, input_ids.shape
+        waits = self.waits or self.during_prefill is False or self.allocate.across_layers
+        if not waits and isinstance(observer := self.bound_observer, LayerObserver):
+            lengths = [width] * batch if mask is None else mask.sum(dim=1).tolist()
+            budgets = [self.budget_for(length) for length in lengths]
+            if any(length > budget for length, budget in zip(lengths, budgets, strict=True)):
+                self._check_room(budgets)
+                evict = _LayerEviction(self, observer, lengths, budgets, min(lengths) < width)
         state = prefill(model, input_ids, mask, chunk=chunk, needs=self.needs(), after_layer=evict, images=images)
         return self.compress_state(model, state) if evict is None else state
-
-    def _layer_eviction(self, input_ids: Tensor, mask: Tensor | None) -> "_LayerEviction | None":
-        """What evicts during the prefill; None where nothing is to be evicted, or not before its end."""
-        batch, width = input_ids.shape
-        lengths = [width] * batch if mask is None else mask.sum(dim=1).tolist()
-        budgets = [*map(self.budget_for, lengths)]
-        waits = self.waits or self.during_prefill is False or self.allocate.across_layers
-        if waits or all(map(operator.le, lengths, budgets)):
-            return None
-        if not isinstance(observer := self.bound_observer, LayerObserver):
-            return None
-        self._check_room(budgets)
-        return _LayerEviction(self, observer, lengths, budgets, min(lengths) < width)
 
     @override
     @torch.no_grad()
@@ -202,7 +200,7 @@ class Evict(CacheMethod):
         Args:
             model: The base model.
             state: What it has read, evicted from or not.
-            scores: Calls the observer in this method's place; `evict.call` by default.
+            scores: Calls the observer in this method's place; see `Scores`.
         """
         if self.fits(state):
             return self._unevicted(state)
@@ -235,7 +233,7 @@ class Evict(CacheMethod):
         observer, layers = self.bound_observer, state.layers
         if scores is None and isinstance(observer, LayerObserver):
             return [self.layer_importance(observer.score(each, self.reduce.queries), each) for each in layers]
-        found = (scores or call)(observer, model, state, self.reduce)
+        found = scores(observer, model, state, self.reduce) if scores else observer(model, state, self.reduce)
         if len(found) != len(layers):
             name = type(self.observer).__name__
             raise UserError(f"{name} returned scores for {len(found)} layers; there are {len(layers)}")
@@ -293,12 +291,8 @@ class Evict(CacheMethod):
         """How many entries each head has; the CPU waits only for padded entries to be counted."""
         sizes = [layer.head_sizes() for layer in state.layers]
         real = state.counts().tolist() if any(isinstance(each, Tensor) for each in sizes) else sizes
-        return HeadSizes.of(np.array(real), self.sinks + self.window)
-
-
-def call(observer: Observer, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
-    """What an observer scores."""
-    return observer(model, state, reduce)
+        entries = np.array(real)
+        return HeadSizes(entries, entries.clip(max=self.sinks + self.window))
 
 
 @dataclass
@@ -331,7 +325,7 @@ class _LayerEviction:
             full = len(full_layers(cache))
             self._ragged = self.padded and full < len(cache.layers)  # bounded layers need the model's mask of padding
             real = np.broadcast_to(np.array(self.lengths)[:, None], (1 if alone else full, *importance.shape[:2]))
-            sizes = HeadSizes.of(real, method.sinks + method.window)
+            sizes = HeadSizes(real, real.clip(max=method.sinks + method.window))
             self._counts = method.allocate(sizes, self.budgets, [importance] if alone else [])
         marked = alone or bool(self._counts.min() != self._counts.max())
         counts = self._counts[0 if alone else place]

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from keepsight.errors import UserError, as_options
 from keepsight.runtime.attention import Softmax, later
-from keepsight.runtime.layer import Counts
+from keepsight.runtime.layer import Counts, KeptLayer
 
 ROWS_AT_ONCE = 128
 """Bounds the memory of one block of attention weights to B x H x 128 x S float32."""
@@ -157,6 +157,47 @@ def attention_weights(
     return softmax.normalised(logits).flatten(1, 2)
 
 
+def window_attention(layer: KeptLayer, wanted: int, reduction: str) -> Tensor:
+    """Attention of a layer's last queries to all its entries, [B, H, C] float32 (SnapKV, section 4).
+
+    Args:
+        layer: The layer.
+        wanted: Number of observing queries; all that were recorded where they are fewer.
+        reduction: Reduction over the queries; see `observed_attention`.
+
+    Raises:
+        UserError: no query was recorded.
+    """
+    window = recorded_queries(layer, wanted)
+    assert window.queries is not None
+    keys, _, real = layer.attended()
+    return observed_attention(
+        window.queries,
+        keys,
+        window.softmax,
+        keys.shape[2],
+        key_mask=real,
+        query_mask=window.query_mask,
+        ahead=window.ahead,
+        reduction=reduction,
+    )
+
+
+def recorded_queries(layer: KeptLayer, wanted: int) -> Any:
+    """What was recorded of the last `wanted` tokens, or of fewer where no more is left: see `Recorded`.
+
+    Raises:
+        UserError: no query was recorded, or all of their entries may have been evicted.
+    """
+    recorded = layer.recorded
+    if recorded is None or recorded.queries is None or not recorded.queries.shape[2]:
+        raise UserError(
+            f"no query is left of the {wanted} that should observe: prefill with needs=method.needs(), and where an "
+            "evicted cache is evicted again, let the method keep its window"
+        )
+    return recorded.last(wanted)
+
+
 def seen_ahead(mask: Any, rows: int) -> Tensor | None:
     """How many tokens after its own each token sees, as those of an image do in Gemma 3, which see the whole image.
 
@@ -189,15 +230,6 @@ def reduce_group(importance: Tensor, kv_heads: int, reduction: str = "mean") -> 
         return importance
     grouped = importance.unflatten(1, (kv_heads, -1))
     return grouped.amax(dim=2) if reduction == "max" else grouped.mean(dim=2)
-
-
-def pool(importance: Tensor, kernel: int, kind: str = "max") -> Tensor:
-    """Pool [B, K, N] over neighbours; see `Pool`."""
-    if kernel == 1:
-        return importance
-    if kind == "max":
-        return functional.max_pool1d(importance, kernel, stride=1, padding=kernel // 2)
-    return functional.avg_pool1d(importance, kernel, stride=1, padding=kernel // 2)
 
 
 def stacked(layers: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
@@ -294,8 +326,10 @@ def protected(importance: Tensor, real: Tensor | None, pooling: Pool, sinks: int
     free = max(length - window, 0)
     if real is not None:  # padding must not reach its neighbours
         importance = importance.masked_fill(~real, -torch.inf if pooling.kind == "max" else 0.0)
-    if free:
-        pooled[..., :free] = pool(importance[..., :free].contiguous(), pooling.kernel, pooling.kind)
+    if free and pooling.kernel > 1:
+        pool = functional.max_pool1d if pooling.kind == "max" else functional.avg_pool1d
+        before = importance[..., :free].contiguous()
+        pooled[..., :free] = pool(before, pooling.kernel, stride=1, padding=pooling.kernel // 2)
     pooled[..., free:] = torch.inf
     if real is None:
         pooled[..., :sinks] = torch.inf

@@ -24,7 +24,7 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.models.decoder import decoder_of
 from keepsight.runtime.attention import OwnAttention, Softmax, later, run
-from keepsight.runtime.importance import ROWS_AT_ONCE, Reduce, observed_attention, reduce_group
+from keepsight.runtime.importance import ROWS_AT_ONCE, Reduce, recorded_queries, reduce_group, window_attention
 from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.state import Needs, State, full_layers, with_full_layers
 
@@ -34,6 +34,8 @@ RECOMPUTED = 2**24
 
 class Observer(ABC):
     """Scorer of a state's entries. Observers hold no state and change none.
+
+    Where an attribute `budget`, `sinks` or `window` is None, the observer takes that of its method.
 
     Attributes:
         signed: Whether scores can be negative, and so cannot be multiplied by weights; None where that is not known.
@@ -64,10 +66,6 @@ class Observer(ABC):
         """Maximum number of positions after the prompt that the observing tokens take."""
         return 0
 
-    def bound(self, budget: int | float, sinks: int, window: int) -> "Observer":
-        """The observer with whatever it leaves open taken from these fields of its method."""
-        return self
-
     @property
     def adapter_digest(self) -> str | None:
         """Digest of the lookahead adapter that it observes with; None without one."""
@@ -87,47 +85,6 @@ class LayerObserver(Observer):
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
         return [reduce_group(self.score(layer, reduce.queries), layer.kv_heads, reduce.heads) for layer in state.layers]
-
-
-def window_attention(layer: KeptLayer, wanted: int, reduction: str) -> Tensor:
-    """Attention of a layer's last queries to all its entries, [B, H, C] float32 (SnapKV, section 4).
-
-    Args:
-        layer: The layer.
-        wanted: Number of observing queries; all that were recorded where they are fewer.
-        reduction: Reduction over the queries; see `observed_attention`.
-
-    Raises:
-        UserError: no query was recorded.
-    """
-    window = recorded_queries(layer, wanted)
-    assert window.queries is not None
-    keys, _, real = layer.attended()
-    return observed_attention(
-        window.queries,
-        keys,
-        window.softmax,
-        keys.shape[2],
-        key_mask=real,
-        query_mask=window.query_mask,
-        ahead=window.ahead,
-        reduction=reduction,
-    )
-
-
-def recorded_queries(layer: KeptLayer, wanted: int) -> Any:
-    """What was recorded of the last `wanted` tokens, or of fewer where no more is left: see `Recorded`.
-
-    Raises:
-        UserError: no query was recorded, or all of their entries may have been evicted.
-    """
-    recorded = layer.recorded
-    if recorded is None or recorded.queries is None or not recorded.queries.shape[2]:
-        raise UserError(
-            f"no query is left of the {wanted} that should observe: prefill with needs=method.needs(), and where an "
-            "evicted cache is evicted again, let the method keep its window"
-        )
-    return recorded.last(wanted)
 
 
 def combine(of_window: Tensor, of_draft: Tensor, rows: int, real: Tensor, reduction: str) -> Tensor:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import filterfalse
 from typing import Any, TypeVar
 
 import torch
@@ -357,7 +356,7 @@ def prefill(
         features = features if recorded is None else recorded.after(features)
         seconds += recorder.seconds
         layers = full_layers(cache)
-        if recorder.places != len(layers) or not {end}.issuperset(map(KeptLayer.get_seq_length, layers)):
+        if recorder.places != len(layers) or any(layer.seen != end for layer in layers):
             raise UserError(
                 f"{model.config.model_type} attends or caches in a way of its own, so that its queries or entries are "
                 "not seen; load another model, such as Llama, Qwen, Mistral or Gemma"
@@ -441,7 +440,7 @@ def empty_cache(model: PreTrainedModel, mask: Tensor | None = None) -> Cache:
 
 def full_layers(cache: Cache) -> list[Any]:
     """The layers with full attention."""
-    return [*filterfalse(is_bounded, cache.layers)]
+    return [layer for layer in cache.layers if not is_bounded(layer)]
 
 
 def entries(cache: Cache) -> list[LayerEntries]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+_COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 FOLDERS = ("keepsight", "models", "runtime", "train", "data_gen", "eval", "serving", "recipes", "checkpoints")
 
 
@@ -25,9 +26,9 @@ def functions_called(action: Any) -> Counter[tuple[str, str]]:
     files = {str(path.resolve()): path.relative_to(ROOT).as_posix() for path in source_files()}
 
     def count(frame: Any, event: str, _: Any) -> None:
-        name = frame.f_code.co_qualname if hasattr(frame.f_code, "co_qualname") else frame.f_code.co_name
-        if event == "call" and (path := files.get(frame.f_code.co_filename)):
-            called[path, name] += 1
+        code = frame.f_code  # comprehensions are no functions, though Python runs some of them as such
+        if event == "call" and code.co_name not in _COMPREHENSIONS and (path := files.get(code.co_filename)):
+            called[path, getattr(code, "co_qualname", code.co_name)] += 1
 
     sys.setprofile(count)
     try:

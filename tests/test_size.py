@@ -5,4 +5,4 @@ from tests.size import snapkv_functions
 
 def test_few_functions_are_on_snapkvs_way() -> None:
     called = snapkv_functions()
-    assert len({path for path, _ in called}) <= 11 and len(called) <= 69  # comprehensions count before Python 3.12
+    assert len({path for path, _ in called}) <= 10 and len(called) <= 61

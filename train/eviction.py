@@ -103,7 +103,8 @@ class EvictionObjective(ReplayedObjective):
             raise UserError(f"{model.config.model_type} caches latents: heads that share a budget need keys and values")
         model.requires_grad_(False).eval()
         for budget in settings.budgets:
-            allocate.check(budget, method.sinks + method.window)
+            if not method.sinks + method.window:
+                allocate.check(budget)
         shared = allocate if isinstance(allocate, Global) else Global(weights=None)
         self.floor = shared.floor if shared is allocate else None
         if lookahead is None and (self.floor is None or settings.uniform_share):

@@ -20,7 +20,7 @@ from typing_extensions import override
 from keepsight.eval.bench.measure import median_seconds, peak_bytes, peak_kv_bytes, random_ids, require_room, seconds_of
 from keepsight.models.decoder import context_of
 from keepsight.models.targets import Target
-from keepsight.runtime.evict import Evict, call
+from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
 from keepsight.runtime.state import State, prefill, read
 
@@ -104,7 +104,7 @@ def operators_of(model: PreTrainedModel, method: Method, ids: Tensor) -> dict[st
     if isinstance(method, Evict):
         evict, state = method, prefill(model, ids, needs=method.needs())
         evict.compress(model, state)
-        observe = functools.partial(call, evict.bound_observer, model, state, evict.reduce)
+        observe = functools.partial(evict.bound_observer, model, state, evict.reduce)
         scores = observe()
         selected = evict.select(state, evict.importance(model, state, lambda *_: scores))
         counts = {
@@ -221,6 +221,6 @@ def _lines(
 
 def _steps(model: PreTrainedModel, method: Evict, state: State) -> tuple[Callable[[], object], Callable[[], object]]:
     """Observing and selecting, each by itself."""
-    observe = functools.partial(call, method.bound_observer, model, state, method.reduce)
+    observe = functools.partial(method.bound_observer, model, state, method.reduce)
     scores = observe()
     return observe, lambda: method.compress_state(model, state, lambda *_: scores)

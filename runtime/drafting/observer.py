@@ -1,7 +1,7 @@
 """Draft tokens observe the prompt from the positions of the answer: the observer of SpecKV, DapQ and the oracle."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -97,10 +97,6 @@ class DraftObserver(Observer):
     @override
     def positions(self) -> int:
         return self.drafter.longest() + max(self.start, 0)
-
-    @override
-    def bound(self, budget: int | float, sinks: int, window: int) -> Observer:
-        return replace(self, window=window) if self.window is None else self
 
 
 def greedy_draft(model: PreTrainedModel, state: State, tokens: int) -> DraftIds:

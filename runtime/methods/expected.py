@@ -4,7 +4,7 @@ Before RoPE the queries of a head point in much the same direction at all positi
 positions of the answer, stand for its queries; no attention is computed. Both work before the question is known.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -87,10 +87,6 @@ class ExpectedQueries(LayerObserver):
     @override
     def needs(self) -> Needs:
         return Needs(statistics=True)
-
-    @override
-    def bound(self, budget: int | float, sinks: int, window: int) -> Observer:
-        return replace(self, sinks=sinks) if self.sinks is None else self
 
 
 @registry.method("expected_attention", label="Expected Attention")

@@ -18,9 +18,8 @@ from keepsight.runtime.allocate import Budget
 from keepsight.runtime.features import in_this_thread
 from keepsight.runtime.generate import Method
 from keepsight.runtime.images import Images
-from keepsight.runtime.importance import top_mask
+from keepsight.runtime.importance import top_mask, window_attention
 from keepsight.runtime.layer import KeptLayer
-from keepsight.runtime.observe import window_attention
 from keepsight.runtime.state import Needs, State, prefill
 
 

@@ -1,7 +1,7 @@
 """LAQ and LAQ++ (arXiv 2505.20334): the base model drafts the answer from a small cache; the draft's queries score."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,10 +15,17 @@ from keepsight.runtime.allocate import Budget
 from keepsight.runtime.drafting.observer import until_end
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import decode, end_ids, stop_after
-from keepsight.runtime.importance import Pool, Reduce, observed_attention, reduce_group
+from keepsight.runtime.importance import (
+    Pool,
+    Reduce,
+    observed_attention,
+    recorded_queries,
+    reduce_group,
+    window_attention,
+)
 from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.methods.window import SnapKV
-from keepsight.runtime.observe import Observer, combine, recorded_queries, window_attention
+from keepsight.runtime.observe import Observer, combine
 from keepsight.runtime.state import Needs, State, read
 
 _MASKS = ("corrected", "published")
@@ -94,10 +101,6 @@ class QueryCache(Observer):
     @override
     def positions(self) -> int:
         return self.lookahead
-
-    @override
-    def bound(self, budget: int | float, sinks: int, window: int) -> Observer:
-        return replace(self, budget=budget) if self.budget is None else self
 
     def _draft(self, model: PreTrainedModel, state: State) -> tuple[list[Tensor], Tensor]:
         """The draft's queries [B, H, T, d] of each layer, and which of them are real, [B, T] bool."""

@@ -1,7 +1,7 @@
 """Methods that look at no query: StreamingLLM, LaCache, key norms and a random choice."""
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -103,10 +103,6 @@ class Ladder(Observer):
                 score[..., score.shape[-1] - length :][(counts == length).to(score.device)] = ranks
             scores.append(score)
         return scores
-
-    @override
-    def bound(self, budget: int | float, sinks: int, window: int) -> Observer:
-        return replace(self, sinks=sinks) if self.sinks is None else self
 
     def shape(self, layers: int) -> tuple[int, int]:
         """Entries of a ladder, and how many of them each layer keeps (section 3.2)."""

@@ -1,6 +1,6 @@
 """R-KV (arXiv 2505.24133): entries that are attended to and unlike later ones stay while a long answer is decoded."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,9 +10,9 @@ from typing_extensions import override
 from keepsight.errors import UserError, require_whole
 from keepsight.runtime import registry
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.importance import NO_POOL, ROWS_AT_ONCE, Pool, pool
+from keepsight.runtime.importance import NO_POOL, ROWS_AT_ONCE, Pool, recorded_queries
 from keepsight.runtime.layer import KeptLayer
-from keepsight.runtime.observe import LayerObserver, Observer, recorded_queries
+from keepsight.runtime.observe import LayerObserver, Observer
 from keepsight.runtime.state import Needs
 
 
@@ -58,12 +58,6 @@ class Redundancy(LayerObserver):
     def needs(self) -> Needs:
         return Needs(window=self.window or 0)
 
-    @override
-    def bound(self, budget: int | float, sinks: int, window: int) -> Observer:
-        if self.window is None and not window:
-            raise UserError("rkv: no token observes; give the method a window, or the observer")
-        return replace(self, window=window) if self.window is None else self
-
     def _attention(self, layer: KeptLayer, window: int) -> Tensor:
         """[B, K, C - w] float32, pooled, of the w last queries."""
         recorded = recorded_queries(layer, window)
@@ -76,10 +70,12 @@ class Redundancy(LayerObserver):
             logits = logits.masked_fill(~real[:, :, None, :older], torch.finfo(torch.float32).min)
         weights = logits.softmax(dim=-1)
         if recorded.query_mask is None:
-            return pool(weights.mean(dim=2), self.kernel)
-        observing = recorded.query_mask.to(weights.device)
-        total = (weights * observing[:, None, :, None]).sum(dim=2)
-        return pool(total / observing.sum(dim=1).clamp(min=1)[:, None, None], self.kernel)
+            mean = weights.mean(dim=2)
+        else:
+            observing = recorded.query_mask.to(weights.device)
+            total = (weights * observing[:, None, :, None]).sum(dim=2)
+            mean = total / observing.sum(dim=1).clamp(min=1)[:, None, None]
+        return functional.max_pool1d(mean, self.kernel, stride=1, padding=self.kernel // 2)
 
     def _redundancy(self, layer: KeptLayer) -> Tensor:
         """[B, K, C] float32: the softmax over entries of their mean likeness to others; block by block of rows."""

@@ -12,9 +12,9 @@ from keepsight.errors import UserError
 from keepsight.runtime import registry
 from keepsight.runtime.allocate import Adaptive, Allocation, Pyramid
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.importance import NO_POOL, Pool, Reduce
+from keepsight.runtime.importance import NO_POOL, Pool, Reduce, window_attention
 from keepsight.runtime.layer import KeptLayer
-from keepsight.runtime.observe import LayerObserver, Observer, window_attention
+from keepsight.runtime.observe import LayerObserver, Observer
 from keepsight.runtime.state import Needs
 
 
@@ -24,28 +24,24 @@ class PromptWindow(LayerObserver):
     """The last tokens observe (SnapKV, arXiv 2404.14469, section 4); their queries were kept when they were read.
 
     Attributes:
-        size: Number of observing tokens; None for the method's window.
+        window: Number of observing tokens; None for the method's window.
     """
 
-    size: int | None = None
+    window: int | None = None
     signed = False
 
     def __post_init__(self) -> None:
-        if self.size is not None and (type(self.size) is not int or self.size < 1):
-            raise UserError(f"SnapKV: a window of {self.size!r} cannot observe; give a whole number of at least 1")
+        if self.window is not None and (type(self.window) is not int or self.window < 1):
+            raise UserError(f"SnapKV: a window of {self.window!r} cannot observe; give a whole number of at least 1")
 
     @override
     def score(self, layer: KeptLayer, reduction: str) -> Tensor:
-        assert self.size is not None
-        return window_attention(layer, self.size, reduction)
+        assert self.window is not None
+        return window_attention(layer, self.window, reduction)
 
     @override
     def needs(self) -> Needs:
-        return Needs(window=self.size or 0)
-
-    @override
-    def bound(self, budget: int | float, sinks: int, window: int) -> Observer:
-        return PromptWindow(window) if self.size is None else self
+        return Needs(window=self.window or 0)
 
 
 @registry.method("snapkv", colour="#D55E00", marker="s")

@@ -21,8 +21,7 @@ from keepsight.runtime.drafting.speckv import SpecKV, require_draft_fits
 from keepsight.runtime.drafting.speculative import head_answer
 from keepsight.runtime.generate import Method, decode, end_ids, stop_after
 from keepsight.runtime.images import Images
-from keepsight.runtime.importance import observed_attention
-from keepsight.runtime.observe import recorded_queries
+from keepsight.runtime.importance import observed_attention, recorded_queries
 from keepsight.runtime.prompt_compression.method import ShortenPrompt, pad_left, unpadded
 from keepsight.runtime.state import Needs, State, prefill
 

@@ -92,7 +92,7 @@ class Slow:
         if type(method) is StreamingLLM:
             return [torch.arange(self.ids.shape[1]).float().expand(self.kv_heads * self.group, -1)] * self.layers
         if isinstance(observer, PromptWindow):
-            return self._of_window(min(observer.size or method.window, self.own_queries))
+            return self._of_window(min(observer.window or method.window, self.own_queries))
         _, _, keys, values = self._pass(self.visible, input_ids=self.ids)
         if type(method) is Oracle:
             rows = {"input_ids": self._draft(observer.drafter.max_new_tokens)}

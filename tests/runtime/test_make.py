@@ -136,7 +136,7 @@ def test_every_observer_and_drafter_can_be_composed() -> None:
     given: dict[str, dict[str, Any]] = {
         "draft_tokens": {"drafter": "prompt_ends"},
         "query_cache": {"budget": 40},
-        "prompt_window": {"size": 4},
+        "prompt_window": {"window": 4},
         "ladder": {"span": 2},
     }
     drafters: dict[str, dict[str, Any]] = {"constant_text": {"ids": [5, 6]}}
@@ -223,7 +223,7 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("snapkv", 64, {"pool": "min"}, "pool: kind 'min' is unknown"),
     ("snapkv", 64, {"allocate": "ada"}, "allocate: 'ada' is unknown; choose one of adakv, "),
     ("snapkv", 64, {"allocate": {"floor": 1}}, "allocate: there is no option 'floor'; it takes none"),
-    ("adakv", 4, {"window": 0, "observer": {"size": 4}}, "budget 4 with floor 0.2 can leave a head without entries"),
+    ("adakv", 4, {"window": 0, "observer": {"window": 4}}, "budget 4 with floor 0.2 can leave a head without entries"),
     ("evict", 64, {}, "option 'observer' is missing, one of [a-z_]+, "),
     ("evict", 64, {"observer": "draft_tokens"}, "observer: option 'drafter' is missing"),
     ("dapq", 64, {"observer": {"drafter": {"first": "a"}}}, "observer: drafter: DapQ: first 'a' must be a whole"),

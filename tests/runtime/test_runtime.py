@@ -10,7 +10,7 @@ from keepsight.errors import UserError
 from keepsight.runtime.conversation import Conversation
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.drafting.speckv import ModelDrafter
-from keepsight.runtime.evict import Evict, call
+from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.methods import H2O, LAQ, Oracle, SnapKV, StreamingLLM
 from keepsight.runtime.methods.drafts import OwnAnswer
@@ -93,7 +93,7 @@ def test_scores_of_other_shapes_than_the_cache_are_refused(observer, said):
     with pytest.raises(UserError, match=f"^_Ones returned {said}"):
         method.compress(model, state)
     with pytest.raises(UserError, match=f"^_Ones returned {said}"):
-        method.importance(model, state, call)
+        method.importance(model, state, lambda scorer, *given: scorer(*given))
 
 
 @pytest.mark.parametrize("heads", [2, 4])
