@@ -31,27 +31,22 @@ LABELS: dict[str, str] = {}
 """What plots and pages call a method, where that is not its name."""
 STYLES: dict[str, Style] = {}
 """How methods are drawn; those without a style take the colours that are left."""
-PLACES: dict[str, int] = {}
-"""Where methods stand in tables and legends; the others follow by name."""
 
 
 def method(
-    name: str, *, label: str = "", place: int | None = None, colour: str = "", marker: str = "", line: Line = "-"
+    name: str, *, label: str = "", colour: str = "", marker: str = "", line: Line = "-"
 ) -> Callable[[Registered], Registered]:
     """Register a method.
 
     Args:
         name: What `methods=` calls it.
         label: What plots and pages call it; the name by default.
-        place: Where it stands in tables and legends; after all that have a place by default.
         colour: Its colour in every plot, `#RRGGBB`; without one it takes a colour that is left over.
         marker: Its marker, as matplotlib names it.
         line: Its line.
     """
     if label:
         LABELS[name] = label
-    if place is not None:
-        PLACES[name] = place
     if colour:
         STYLES[name] = Style(colour, marker, line)
     return _into(METHODS, name)

@@ -23,7 +23,7 @@ import keepsight.runtime.methods  # noqa: F401 - methods register how they are d
 from keepsight.errors import printable
 from keepsight.files import DPI, atomic_file
 from keepsight.runtime import registry
-from keepsight.runtime.registry import LABELS, PLACES, Line, Style
+from keepsight.runtime.registry import LABELS, Line, Style
 
 SIZE = (3.0, 2.35)
 """Width and height of one panel, in inches."""
@@ -46,18 +46,13 @@ def label_of(method: str) -> str:
     return LABELS.get(method, printable(method))
 
 
-def in_order(methods: Iterable[str]) -> list[str]:
-    """The distinct methods: by their registered place, then, without one, by name."""
-    return sorted(set(methods), key=lambda method: (PLACES.get(method, len(PLACES)), method))
-
-
 def styles_of(methods: Iterable[str]) -> dict[str, Style]:
-    """A style for each of the methods, no two alike, in the order of `in_order`.
+    """A style for each of the methods, no two alike, by name.
 
     Those without a style of their own take the colours that are left over; once every colour is taken, another marker
     and line tell them apart.
     """
-    ordered = in_order(methods)
+    ordered = sorted(set(methods))
     styles = {method: STYLES[method] for method in ordered if method in STYLES}
     taken = {style.colour for style in styles.values()}
     free = [colour for colour in (*_FURTHER, *(style.colour for style in STYLES.values())) if colour not in taken]

@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-from keepsight.eval.report.figures import Plot, glyph, in_order, label_of, styles_of
+from keepsight.eval.report.figures import Plot, glyph, label_of, styles_of
 from keepsight.eval.report.summary import number_text
 from keepsight.eval.report.tables import Table, interval_text, sort_key, value_text
 from keepsight.eval.results import Row, Run, flatten, key_of, names_of
@@ -91,7 +91,7 @@ def _facts(rows: Sequence[Row], runs: Sequence[Settings]) -> dict[str, str]:
         "tasks": ", ".join(sorted({row["task"] for row in rows})),
         "lengths": f"{', '.join(map(str, sorted({row['length'] for row in rows})))} tokens",
         "prompts": f"{min(prompts)} to {max(prompts)} tokens" if prompts else "",
-        "methods": ", ".join(in_order(row["method"] for row in rows)),
+        "methods": ", ".join(sorted({row["method"] for row in rows})),
         "budgets": ", ".join(map(str, budgets)) + " KV entries per layer and KV head" if budgets else "full cache only",
         "samples": "-".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
         + f" for each task and length, {sum(samples.values())} in all",

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepsight.eval.kept_tokens import KeptOfSample, count_key, encode_counts, path_of
-from keepsight.eval.report.figures import in_order, label_of, styles_of
+from keepsight.eval.report.figures import label_of, styles_of
 from keepsight.eval.report.html import headline, render_page
 from keepsight.eval.results import FULL, Key, Row, Run, flatten, key_of
 from keepsight.files import read_json, write_text
@@ -133,9 +133,9 @@ def write_sample_pages(runs: Sequence[Run], folder: Path) -> dict[Key, str]:
 
 
 def _sample_page(rows: list[Row], kept: KeptOfSample, counts: dict[str, str], settings: list[Row]) -> str:
-    order = in_order(row["method"] for row in rows)
-    rows = sorted(rows, key=lambda row: (row["budget"] or 0, order.index(row["method"])))
-    colours, sample = {name: style.colour for name, style in styles_of(order).items()}, rows[0]
+    rows = sorted(rows, key=lambda row: (row["budget"] or 0, row["method"]))
+    styles, sample = styles_of(row["method"] for row in rows), rows[0]
+    colours = {name: style.colour for name, style in styles.items()}
     model, subtitle = headline(rows, settings)
     methods = [
         (_label(row), colours[row["method"]], counts[count_key(row)])

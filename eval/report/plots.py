@@ -17,7 +17,6 @@ from keepsight.eval.report.figures import (
     TEXT,
     Panel,
     Plot,
-    in_order,
     label_of,
     look,
     mark_break,
@@ -113,8 +112,8 @@ def depth_plot(rows: Sequence[Row]) -> Plot | None:
             break
     else:
         return None
-    order, panels = in_order(method for method, _ in cells), []
-    for method, budget in sorted(cells, key=lambda place: (order.index(place[0]), place[1] or 0)):
+    panels = []
+    for method, budget in sorted(cells, key=lambda place: (place[0], place[1] or 0)):
         values = np.full((len(depths), len(lengths)), np.nan)
         for place, scores in cells[method, budget].items():
             values[place] = fmean(scores)
@@ -177,7 +176,7 @@ def _draw_curves(axes: Axes, rows: Curves, measure: Measure, against: Against, s
             if (at := against.value(row)) is not None:
                 axes.plot(at, level, "*", color=style.colour, markersize=8, gid=f"{number}-point")
     placed = [(row, value) for row in rows if row.budget is not None and (value := against.value(row)) is not None]
-    methods = in_order(row.method for row, _ in placed)
+    methods = sorted({row.method for row, _ in placed})
     for place, method in enumerate(methods):
         style, number = styles[method], numbers[method]
         shift = 2 ** (0.04 * (place - (len(methods) - 1) / 2)) if against.apart else 1.0

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from keepsight.errors import printable
-from keepsight.eval.report.figures import in_order
 from keepsight.eval.report.intervals import Estimate
 from keepsight.eval.report.summary import (
     SummaryRow,
@@ -217,10 +216,9 @@ def difference_table(summary: Sequence[SummaryRow]) -> Table:
 
 def cost_table(rows: Sequence[Row]) -> Table:
     """Seconds by phase, decoding speed, KV entries and memory: means over all samples, the full cache first."""
-    order = in_order(row["method"] for row in rows)
-    variants: dict[tuple[float, int], list[Row]] = defaultdict(list)
+    variants: dict[tuple[float, str], list[Row]] = defaultdict(list)
     for row in rows:
-        variants[row["budget"] or 0, order.index(row["method"])].append(row)
+        variants[row["budget"] or 0, row["method"]].append(row)
     cells: list[Cells] = []
     for _, group in sorted(variants.items()):
         made = [{**row, **row["seconds"], **_memory(row)} for row in group]
