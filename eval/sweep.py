@@ -223,13 +223,6 @@ def check_samples(target: Target, samples: Sequence[RenderedSample], variants: S
             variant.method.check(len(sample.prompt_ids), context)
 
 
-def run_sample(
-    target: Target, sample: RenderedSample, variants: Sequence[Variant], batch_tokens: int, question: str = "seen"
-) -> list[Row]:
-    """All rows of one sample; see `run_samples`."""
-    return run_samples(target, [sample], variants, batch_tokens, question)[0]
-
-
 @torch.no_grad()
 def run_samples(
     target: Target,

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from keepsight.eval.answers import default_batch_tokens
 from keepsight.eval.bench.measure import require_room, seconds_of
-from keepsight.eval.sweep import Variant, run_sample, sweep
+from keepsight.eval.sweep import Variant, run_samples, sweep
 from keepsight.eval.tasks.niah import make_samples
 from keepsight.models.targets import Target
 from keepsight.runtime.generate import Method, generate
@@ -38,7 +38,7 @@ def bench_sweep(
             generate(target.model, ids, method, max_new_tokens=answer_tokens, do_sample=False)
 
     with _endless(target.model):
-        run_sample(target, warm_up, variants, most)
+        run_samples(target, [warm_up], variants, most)
         shared = seconds_of(lambda: list(sweep(target, timed, variants, set(), most))) / samples
         separate = seconds_of(one_by_one) / samples
     yield (

@@ -221,14 +221,10 @@ class ShadowLayer(SelectedLayer):
         super().__init__(keys, values, seen, padding, prompt)
         self.prompt, self._local = prompt, keys.shape[2]
 
-    def recent(self) -> LayerEntries:
-        """The layer's own entries."""
-        return LayerEntries(self.keys, self.values, self.real_entries(self.keys.shape[2]))
-
     @override
     def step(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         self.append(key, value)
-        keys, values, real = _followed(self.prompt.read(query, softmax), self.recent())
+        keys, values, real = _followed(self.prompt.read(query, softmax), super().entries())
         return grouped_attention(query, keys, values, None if real is None else real[:, :, None], softmax)
 
     @override
@@ -239,7 +235,7 @@ class ShadowLayer(SelectedLayer):
     @override
     def entries(self) -> LayerEntries:
         """All entries, values copied to the device."""
-        return _followed(self.prompt.entries(), self.recent())
+        return _followed(self.prompt.entries(), super().entries())
 
     @override
     def crop(self, tokens_to_remove: int) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from keepsight.errors import UserError
 from keepsight.eval.reuse import sample_digest
-from keepsight.eval.sweep import Variant, check_samples, run_sample
+from keepsight.eval.sweep import Variant, check_samples, run_samples
 from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.milebench import MileBench
 from keepsight.eval.tasks.registry import Benchmarks, make_all
@@ -121,7 +121,7 @@ def test_answers_equal_generate_with_the_pixels(
     target: Target, variants: list[Variant], folder: Path, place: int
 ) -> None:
     sample = replace(made(target, folder)[place], max_new_tokens=8)
-    rows = run_sample(target, sample, variants, MANY)
+    rows = run_samples(target, [sample], variants, MANY)[0]
     inputs = sample.pictures.inputs()
     for method, one in zip([FullCache(), *(each.method for each in variants)], rows, strict=True):
         answer = generate(target.model, method=method, max_new_tokens=8, **inputs)
@@ -131,7 +131,7 @@ def test_answers_equal_generate_with_the_pixels(
     assert 4 < rows[-1]["kept"] < tokens, "the first layer's entries all stay, and text in the others"
     assert all(each["score"] in (0.0, 1.0) or each["task"] == "milebench_IEdit" for each in rows)
     blind = replace(sample, pictures=None)
-    assert run_sample(target, blind, variants[:1], MANY)[1]["excess_nll"] != rows[1]["excess_nll"]
+    assert run_samples(target, [blind], variants[:1], MANY)[0][1]["excess_nll"] != rows[1]["excess_nll"]
 
 
 def test_what_reads_no_images_is_refused(target: Target, folder: Path, tmp_path: Path) -> None:

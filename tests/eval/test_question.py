@@ -10,7 +10,7 @@ from torch import Tensor
 
 from keepsight.eval import sweep as sweep_module
 from keepsight.eval.compress import SharedPrompt
-from keepsight.eval.sweep import Variant, groups_of, run_sample, sweep
+from keepsight.eval.sweep import Variant, groups_of, run_samples, sweep
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render, render_apart
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.models.targets import Target
@@ -110,7 +110,7 @@ def check_rows(target: Target, rows: list[dict[str, Any]], asked: Sample, group:
 
 def test_unseen_compresses_the_context_and_reads_the_question(target: Target) -> None:
     for asked in SAMPLES:
-        rows = run_sample(target, apart(target, asked), VARIANTS, MANY, "unseen")
+        rows = run_samples(target, [apart(target, asked)], VARIANTS, MANY, "unseen")[0]
         assert {row["question"] for row in rows} == {"unseen"}
         check_rows(target, rows, asked, [asked])
 
@@ -135,7 +135,7 @@ def test_multi_asks_all_questions_of_one_cache(target: Target, monkeypatch: pyte
     for asked, rows in zip(SAMPLES, made, strict=True):
         check_rows(target, rows, asked, SAMPLES)
         same = {"question": "multi"}
-        alone = [row | same for row in run_sample(target, apart(target, asked), VARIANTS[1:], MANY, "unseen")]
+        alone = [row | same for row in run_samples(target, [apart(target, asked)], VARIANTS[1:], MANY, "unseen")[0]]
         # Against what is asked in all; and what it depends on are all questions.
         others = {"recall": None, "mass": None, "tau": None, "sample_digest": "", "inputs_digest": ""}
         recalls = [row | others for row in [rows[0], *rows[2:]]]

@@ -15,7 +15,7 @@ from keepsight.errors import UserError
 from keepsight.eval import answers as answers_module
 from keepsight.eval import sweep as sweep_module
 from keepsight.eval.answers import Sampling
-from keepsight.eval.sweep import Refused, Variant, check_samples, run_sample, run_samples, sweep
+from keepsight.eval.sweep import Refused, Variant, check_samples, run_samples, sweep
 from keepsight.eval.tasks.samples import Sample, render
 from keepsight.models.card import Provenance
 from keepsight.models.lookahead import Lookahead
@@ -65,7 +65,7 @@ def ids_of(target: Target, sample: Sample = SAMPLE) -> Tensor:
 
 
 def run(target: Target, sample: Sample, variants: list[Variant], batch_tokens: int = MANY) -> list[dict[str, Any]]:
-    return run_sample(target, render(sample, target.tokenizer), variants, batch_tokens)
+    return run_samples(target, [render(sample, target.tokenizer)], variants, batch_tokens)[0]
 
 
 def alone(method: Any) -> Any:

@@ -5,7 +5,7 @@ from statistics import fmean
 from keepsight.commands.eval import Config
 from keepsight.commands.from_recipe import resources_of, target_of
 from keepsight.commands.parse import parse
-from keepsight.eval.sweep import Variant, run_sample
+from keepsight.eval.sweep import Variant, run_samples
 from keepsight.eval.tasks.niah import make_samples
 from keepsight.runtime.methods import make_method
 
@@ -16,7 +16,7 @@ def test_on_needles_the_oracle_is_ahead_of_lookaheadkv_and_that_of_snapkv():
     resources = resources_of(config, target)
     variants = [Variant(name, make_method(name, 64, resources)) for name in ("oracle", "lookaheadkv", "snapkv")]
     samples = make_samples("single", 512, 4, 7, target.tokenizer, max_new_tokens=12)
-    rows = [row for sample in samples for row in run_sample(target, sample, variants, 10_000)]
+    rows = [row for sample in samples for row in run_samples(target, [sample], variants, 10_000)[0]]
     score = {
         name: fmean(row["score"] for row in rows if row["method"] == name) for name in ("full", "oracle", "snapkv")
     }
