@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from keepsight.commands.cli import main
-from keepsight.data_gen.stats import stats_of, stats_table
+from keepsight.commands.data import stats_of, stats_table
 from keepsight.data_gen.store import DataSettings, ShardWriter, TrainingSample
 
 END, LIMIT = 2, 4
