@@ -15,6 +15,9 @@ from keepsight import Conversation, Evict, LookaheadKV, SnapKV, StreamingLLM, ge
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.runtime.allocate import Adaptive, Global
+from keepsight.runtime.drafting.minference import MInference
+from keepsight.runtime.drafting.speckv import SparsePrefill
+from keepsight.runtime.drafting.speculative import Speculative
 from keepsight.runtime.importance import Pool
 from keepsight.runtime.methods import KeyNorm, Kivi, Truncation
 from keepsight.runtime.methods.positions import Earliness, RandomScores
@@ -22,6 +25,7 @@ from keepsight.runtime.observe import Observer
 from tests.families import family_model
 from tests.models.modules import random_module, save
 from tests.runtime.family_methods import BUDGET, NAMES, PROMPT, method_of
+from tests.runtime.retrieval.heads import tiny_head
 from tests.tiny import prompt_ids, save_tiny_target, tiny_model, tiny_tokenizer
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
@@ -33,8 +37,13 @@ def test_numbers_of_numpy_and_torch_are_numbers(scalar: Any) -> None:
     made = SnapKV(scalar(40), window=scalar(8), pool=Pool(kernel=scalar(5)), allocate=Adaptive(np.float64(0.5)))
     assert made == SnapKV(40, window=8, pool=Pool(kernel=5), allocate=Adaptive(0.5))
     assert hash(made) == hash(SnapKV(40, window=8, pool=Pool(kernel=5), allocate=Adaptive(0.5)))
-    assert Kivi(scalar(2), scalar(8), scalar(8)) == Kivi(2, 8, 8) and Truncation(scalar(9)) == Truncation(9)
-    assert LayerSubset((scalar(0), scalar(2))) == LayerSubset((0, 2))
+    head = tiny_head()
+
+    def others(number: Any) -> str:
+        parts = LayerSubset((number(0), number(2))), SparsePrefill(number(32), number(64)), MInference(number(40))
+        return repr((*parts, Kivi(number(2), number(8)), Truncation(number(9)), Speculative(head, tokens=number(3))))
+
+    assert others(scalar) == others(int)
     expected = generate(tiny_model(), IDS, SnapKV(40, window=8), **GREEDY, prefill_chunk_size=7)
     options: dict[str, Any] = GREEDY | {"max_new_tokens": np.int64(6), "prefill_chunk_size": np.int64(7)}
     assert torch.equal(generate(tiny_model(), IDS, SnapKV(scalar(40), window=8), **options), expected)
