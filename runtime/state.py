@@ -151,7 +151,7 @@ class State:
 
     def entries(self) -> list[LayerEntries]:
         """Keys, values [B, K, C, d] of each layer, and which of them are real, [B, 1 or K, C] or None for all."""
-        return entries(self.cache)
+        return [layer.entries() for layer in self.layers]
 
     def counts(self) -> Tensor:
         """[L, B, K] int64: number of real entries per layer, row and KV head."""
@@ -441,11 +441,6 @@ def empty_cache(model: PreTrainedModel, mask: Tensor | None = None) -> Cache:
 def full_layers(cache: Cache) -> list[Any]:
     """The layers with full attention."""
     return [layer for layer in cache.layers if not is_bounded(layer)]
-
-
-def entries(cache: Cache) -> list[LayerEntries]:
-    """The entries of each layer with full attention, padded where its heads differ."""
-    return [layer.entries() for layer in full_layers(cache)]
 
 
 def with_full_layers(cache: Cache, layers: Iterable[Any]) -> Cache:

@@ -30,7 +30,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Reduce, select_top, top_mask
 from keepsight.runtime.layer import LayerEntries
 from keepsight.runtime.observe import Observer, ViewedLayer, as_observed, look_back
-from keepsight.runtime.state import State, entries, prefill
+from keepsight.runtime.state import State, full_layers, prefill
 from keepsight.train.dataset import Batch
 from keepsight.train.distributed import gather_for_gradients
 from keepsight.train.importance import load_module_weights, module_weights
@@ -251,7 +251,7 @@ class EvictionObjective(ReplayedObjective):
     def _log_probabilities(self, outputs: TeacherOutputs, batch: Batch, gates: Tensor | list[Tensor]) -> Tensor:
         """[B, T - 1, V] float32: of an answer's tokens but the first, after the prompt behind gates."""
         cache = outputs.cache(self.model, batch.prompt_ids.shape[1])
-        pairs = zip(entries(cache), gates, strict=True)
+        pairs = zip(full_layers(cache), gates, strict=True)
         layers = [GatedLayer(each.keys, each.values, gate.to(each.keys.device)) for each, gate in pairs]
         ids, seen = batch.answer_ids[:, :-1], None
         if batch.prompt_mask is not None and len(layers) < len(cache.layers):  # in the others the gates hide padding

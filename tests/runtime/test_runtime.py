@@ -21,7 +21,7 @@ from keepsight.runtime.observe import Observer
 from keepsight.runtime.quantized.kivi import Kivi
 from keepsight.runtime.quantized.specache import SpeCache
 from keepsight.runtime.saved import save_state
-from keepsight.runtime.state import Needs, entries, prefill
+from keepsight.runtime.state import Needs, full_layers, prefill
 from tests.close import assert_close
 from tests.runtime.prompt_compression.prompts import small_cascade, small_specpc, tiny_draft
 from tests.runtime.recording import recorded
@@ -43,7 +43,7 @@ def test_chunked_prefill_equals_whole(family, chunk):
     for pair in zip(recorded(whole, "accumulated"), recorded(chunked, "accumulated"), strict=True):
         assert_close(*pair)
     real = mask.bool()[:, None, :, None]
-    for (keys, values, _), (keys2, values2, _) in zip(entries(whole.cache), entries(chunked.cache), strict=True):
+    for (keys, values, _), (keys2, values2, _) in zip(whole.entries(), chunked.entries(), strict=True):
         assert_close(keys * real, keys2 * real)
         assert_close(values * real, values2 * real)
 
@@ -59,10 +59,10 @@ def test_full_cache_decodes_as_transformers_does(family):
 def test_observing_leaves_the_prompt_untouched():
     model = tiny_model()
     prefilled = prefill(model, prompt_ids(40)[0])
-    before = [tensor.clone() for each in entries(prefilled.cache) for tensor in each[:2]]
+    before = [tensor.clone() for each in prefilled.entries() for tensor in each[:2]]
     for method in (*SMALL, SnapKV(99, window=4)):  # the last one keeps all
         decode(model, method.compress(model, prefilled), stop_after(4, None), pad_token=0)
-    after = [tensor for each in entries(prefilled.cache) for tensor in each[:2]]
+    after = [tensor for each in prefilled.entries() for tensor in each[:2]]
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
 
 
@@ -165,5 +165,5 @@ def test_ragged_layers_are_cropped_to_their_last_eviction_at_most():
     assert cache.get_seq_length() == 52
     cache.crop(-2)
     assert cache.get_seq_length() == 50
-    held = [each.real for each in entries(cache)]
+    held = [each.entries().real for each in full_layers(cache)]
     assert [None if real is None else real.sum(dim=-1).tolist() for real in held] == [[[3, 1]]] * 2

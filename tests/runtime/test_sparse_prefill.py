@@ -13,7 +13,6 @@ from keepsight.runtime.drafting.minference import MInference
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.drafting.speckv import ModelDrafter, SparsePrefill, SpecKV
 from keepsight.runtime.methods.drafts import PromptEnds
-from keepsight.runtime.state import entries
 from tests.close import assert_close
 from tests.runtime.dense import best, observed, pooled, run_dense
 from tests.runtime.scoring import score_answer
@@ -142,7 +141,7 @@ def test_exactly_vertical_plus_band_is_dense():
         pairs = list(zip(*(state.entries() for state in states), strict=True))
         assert all(torch.equal(one.keys, other.keys) for one, other in pairs) is same
     held, keys, _ = reference(model, ids, ModelDrafter(DRAFT, 7).write(model, ids).ids, 40, 9)
-    for layer, each in enumerate(entries(sparse.start(model, ids).cache)):
+    for layer, each in enumerate(sparse.start(model, ids).entries()):
         assert_close(each.keys[0, 0], keys[layer][0, held[layer][0]])
 
 
