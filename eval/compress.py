@@ -162,7 +162,7 @@ class SharedPrompt:
             observed, seconds = self._observe(method.bound_observer, method.reduce)
             start = time.perf_counter()
             kept = method.select(self.state, method.importance(self.model, self.state, lambda *_: observed))
-            state = method.keep(self.state, kept)
+            state = method.keep(self.model, self.state, kept)
         return Compressed(state, replace(seconds, select=since(start)), None if kept is None else joined(kept))
 
     @torch.no_grad()

@@ -74,7 +74,7 @@ class Scorer(ABC):
         Raises:
             UserError: it cannot be had, or its files hold no tensors, or other ones.
         """
-        files = _files(str(reference))
+        files = published_files(str(reference))
         read = [read_tensors(each, cls.names) if each.suffix == ".safetensors" else unpickled(each) for each in files]
         return cls(files[0], {name: tensor for tensors in read for name, tensor in tensors.items()})
 
@@ -202,8 +202,12 @@ def _rms_norm(states: Tensor, weight: Tensor) -> Tensor:
     return functional.rms_norm(states.float(), (_GATES,), weight.float(), eps=1e-6)
 
 
-def _files(reference: str) -> list[Path]:
-    """The files of a reference; safetensors where there are some."""
+def published_files(reference: str) -> list[Path]:
+    """The weight files of a file, a folder, or `user/name` or `user/name/FOLDER` on the Hub; safetensors first.
+
+    Raises:
+        UserError: there are none, or the Hub cannot be reached.
+    """
     path = Path(reference)
     if path.is_file():
         return [path]
@@ -211,7 +215,7 @@ def _files(reference: str) -> list[Path]:
         repo, inside = "/".join(reference.split("/")[:2]), "/".join(reference.split("/")[2:])
         check_repo_id(repo)
         with hub_errors(f"{reference!r} is no file or folder here and cannot be fetched from the Hub"):
-            wanted = [f"{inside}/{each}" if inside else each for each in (*_SAFE, *_PICKLED)]
+            wanted = [f"{inside}/{each}" if inside else each for each in (*_SAFE, *_PICKLED, "adapter_config.json")]
             path = Path(snapshot_download(repo, allow_patterns=wanted)) / inside
     for kinds in (_SAFE, _PICKLED):
         if found := sorted(each for kind in kinds for each in path.glob(kind)):

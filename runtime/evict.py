@@ -204,7 +204,7 @@ class Evict(CacheMethod):
         """
         if self.fits(state):
             return self._unevicted(state)
-        return self.keep(state, self.select(state, self.importance(model, state, scores)))
+        return self.keep(model, state, self.select(state, self.importance(model, state, scores)))
 
     @override
     def reapply(self, model: PreTrainedModel) -> Reapply | None:
@@ -266,7 +266,7 @@ class Evict(CacheMethod):
         self._check_room(budgets)
         return select_top(importance, self.allocate(self._sizes(state), budgets, importance))
 
-    def keep(self, state: State, selected: list[Tensor]) -> State:
+    def keep(self, model: PreTrainedModel, state: State, selected: list[Tensor]) -> State:
         """The state of the selected entries, [B, K, C] bool for each layer."""
         if self.allocate.reads_scores:  # counted: the CPU waits for it
             counts = np.array(torch.stack([mask.sum(dim=-1).to(selected[0].device) for mask in selected]).tolist())

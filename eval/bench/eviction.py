@@ -110,7 +110,7 @@ def operators_of(model: PreTrainedModel, method: Method, ids: Tensor) -> dict[st
         counts = {
             "observe": count(lambda: evict.fits(state) or observe()),
             "select": count(lambda: evict.select(state, evict.importance(model, state, lambda *_: scores))),
-            "gather": count(lambda: evict.keep(state, selected)),
+            "gather": count(lambda: evict.keep(model, state, selected)),
         }
     reader, token = method.reader(model), ids[:, -1:]
     kept, _ = read(reader, method.start(model, ids).unrecorded(), token)  # makes room for more

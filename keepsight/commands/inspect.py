@@ -91,7 +91,7 @@ def _compressed(method: Evict, target: Target, ids: torch.Tensor) -> tuple[np.nd
     if method.fits(state):
         raise UserError(f"budget={method.budget} keeps all {state.length} prompt tokens; lower it")
     selected = method.select(state, method.importance(target.model, state))
-    return torch.cat(selected).cpu().numpy(), method.keep(state, selected)
+    return torch.cat(selected).cpu().numpy(), method.keep(target.model, state, selected)
 
 
 @torch.no_grad()

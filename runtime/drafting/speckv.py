@@ -370,7 +370,7 @@ class SpecKV(Evict):
             return given.start(model, input_ids)
         score = self._score(draft, length)
         state, importance = self.sparse(model, input_ids, draft.ids, score, needs=self.needs(), window=self.window)
-        return self.keep(state, self.select(state, importance))
+        return self.keep(model, state, self.select(state, importance))
 
     def _drafter(self) -> ModelDrafter | None:
         drafter = self.observer.drafter if isinstance(self.observer, DraftObserver) else None

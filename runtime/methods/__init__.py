@@ -32,6 +32,7 @@ from keepsight.runtime.methods.reconstruction import KVzip as KVzip
 from keepsight.runtime.methods.reconstruction import KVzipPlus as KVzipPlus
 from keepsight.runtime.methods.reconstruction import Reconstruction as Reconstruction
 from keepsight.runtime.methods.resources import Resources as Resources
+from keepsight.runtime.methods.restore import RestoreKV as RestoreKV
 from keepsight.runtime.methods.rkv import RKV as RKV
 from keepsight.runtime.methods.scored import DBTrimKV as DBTrimKV
 from keepsight.runtime.methods.scored import FastKVzip as FastKVzip

@@ -16,6 +16,7 @@ from typing import Any
 
 from keepsight.errors import UserError
 from keepsight.files import read_json
+from keepsight.models.restore import RestoreWeights
 from keepsight.runtime.drafting.minference import MInference
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.drafting.speckv import ModelDrafter, SparsePrefill, SpecKV
@@ -24,6 +25,7 @@ from keepsight.runtime.importance import NO_POOL, Pool, Reduce
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
 from keepsight.runtime.methods.reconstruction import KVzip
 from keepsight.runtime.methods.resources import Resources
+from keepsight.runtime.methods.restore import RestoreKV
 from keepsight.runtime.methods.scored import ScoredEvict, TrainedScores
 from keepsight.runtime.prompt_compression.r2c import Fusion
 from keepsight.runtime.prompt_compression.text import Cosine, Package
@@ -61,7 +63,7 @@ def make_method(name: str, budget: int | float | None, resources: Resources | No
     used = {
         "adapter": method.adapter_digest is not None,
         "retrieval": method.uses_retrieval_head,
-        "scorer": isinstance(method, ScoredEvict),
+        "scorer": isinstance(method, ScoredEvict | RestoreKV),
     }
     if unused := [key for key in named if not used[key]]:
         raise UserError(f"method {name!r}: there is no option {unused[0]!r}, it uses none")
@@ -102,7 +104,8 @@ class _OptionReader:
             draft: Any = self.resources.find("draft")
             return {"observer": DraftObserver(ModelDrafter(draft), window=None)}
         if issubclass(kind, KVzip):
-            return {"observer": kind.observer_of(self.resources.find("tokenizer"))}
+            trained = {"weights": self.resources.scorer_of(RestoreWeights)} if issubclass(kind, RestoreKV) else {}
+            return {"observer": kind.observer_of(self.resources.find("tokenizer"))} | trained
         return {}
 
     def fields(

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
@@ -11,8 +12,11 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
 from keepsight.models.lookahead import LookaheadAdapter
+from keepsight.models.restore import RestoreWeights
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.scorers import Scorer
+
+Published = TypeVar("Published", bound=Scorer | RestoreWeights)
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,8 @@ class Resources:
             head.config = replace(head.config, feature_layers=head.layers_of(self.target) or None)
         return head
 
-    def scorer_of(self, kind: type[Scorer]) -> Scorer:
-        """The trained scorer of a method, loaded.
+    def scorer_of(self, kind: type[Published]) -> Published:
+        """The trained scorer of a method, or other weights that were published for it, loaded.
 
         Raises:
             UserError: there is none, it cannot be had, or it is for another method.
@@ -87,7 +91,7 @@ class Resources:
         return self._scorers[kind]
 
     @cached_property
-    def _scorers(self) -> dict[type[Scorer], Scorer]:
+    def _scorers(self) -> dict[type, Any]:
         return {}
 
     def other(self, **named: str) -> "Resources":

@@ -1,11 +1,15 @@
 """Random stand-ins for the published weights of trained scorers, under their names."""
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from keepsight.models.decoder import attention_of, cached_kv_heads, full_attention_layers
+from keepsight.models.restore import RestoreWeights
 from keepsight.models.scorers import FastKVzipScorer, KVzapScorer, LocretScorer, Scorer, TrimKVScorer
 
 WIDE = 6
@@ -29,6 +33,28 @@ def tiny_tensors(kind: type[Scorer], model: Any, *, deep: bool = False) -> dict[
         for name, shape in shapes.items():
             tensors[f"{prefix}.{name}"] = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
     return tensors
+
+
+def tiny_restore(model: Any, count: int = 2) -> RestoreWeights:
+    """Random learned tokens without a LoRA."""
+    width = model.get_input_embeddings().weight.shape[1]
+    return RestoreWeights("tiny", torch.randn(count, width, generator=torch.Generator().manual_seed(4)), {})
+
+
+def save_restore(folder: Path, model: Any, count: int = 2) -> Path:
+    """Random learned tokens and a random LoRA, as they are published for kvpress."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    adapted = get_peft_model(
+        copy.deepcopy(model),
+        LoraConfig(
+            r=2, lora_alpha=6, init_lora_weights=False, target_modules=["q_proj", "v_proj", "o_proj", "up_proj"]
+        ),
+    )
+    adapted.save_pretrained(str(folder))
+    save_file({"restore_embeddings": tiny_restore(model, count).tokens}, folder / "restore_embeddings.safetensors")
+    return folder
 
 
 def _shapes(kind: type[Scorer], model: Any, index: int, deep: bool) -> dict[str, tuple[int, ...]]:

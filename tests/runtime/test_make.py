@@ -43,11 +43,12 @@ from keepsight.runtime.methods.drafts import PromptEnds
 from keepsight.runtime.methods.laq import QueryCache
 from keepsight.runtime.methods.lookaheadkv import SoftTokens
 from keepsight.runtime.methods.resources import Later, ResourcesLater
+from keepsight.runtime.methods.restore import RestoreKV
 from keepsight.runtime.methods.scored import ScoredEvict
 from keepsight.runtime.methods.window import PromptWindow
 from keepsight.runtime.state import Needs
 from tests.models.retrieval_heads import tiny_retrieval_head
-from tests.models.scorers import tiny_tensors
+from tests.models.scorers import save_restore, tiny_tensors
 from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer
 
 DRAFT = LayerSubset((0, 2))
@@ -253,6 +254,8 @@ def test_a_method_is_checked_before_what_it_needs_is_loaded(name: str, tmp_path:
     if issubclass(kind := METHODS[name], ScoredEvict):
         save_file(tiny_tensors(kind.scorer, tiny_model()), tmp_path / "scorer.safetensors")
         options["scorer"] = tmp_path / "scorer.safetensors"
+    if kind is RestoreKV:
+        options["scorer"] = save_restore(tmp_path / "restore", tiny_model())
     assert type(make_method(name, 96, later, **options)) is METHODS[name]
 
 

@@ -113,7 +113,7 @@ def test_closed_gates_are_evicted_entries_and_open_ones_are_kept(family):
         gates = [torch.zeros_like(each, dtype=torch.float32).masked_fill_(~each, CLOSED) for each in selected]
         behind = said(model, state, gates, tokens)
         whole = said(model, state, [torch.zeros_like(each) for each in gates], tokens)
-        evicted = read(model, method.keep(state, selected), tokens, logits_to_keep=5)[1]
+        evicted = read(model, method.keep(model, state, selected), tokens, logits_to_keep=5)[1]
         full = read(model, state, tokens, logits_to_keep=5)[1]
     assert_close(behind, evicted)
     assert_close(whole, full)

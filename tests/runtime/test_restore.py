@@ -1,0 +1,139 @@
+"""RestoreKV: learned entries against PEFT's pass over the whole cache, and what is kept beside them."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+
+from keepsight.errors import UserError
+from keepsight.models.restore import RestoreWeights
+from keepsight.runtime.methods import Reconstruction, RestoreKV, make_method
+from keepsight.runtime.methods.resources import Resources
+from keepsight.runtime.state import Needs, prefill, read
+from tests.close import assert_close
+from tests.families import family_model
+from tests.models.scorers import save_restore, tiny_restore
+from tests.runtime.test_reconstruction import TOKENIZER
+from tests.tiny import SmallVocabulary, prompt_ids, tiny_model
+
+LENGTH, BUDGET, ADDED = 40, 16, 3
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return tiny_model("qwen3", vocab_size=512, pad_token_id=511)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_restore(tmp_path_factory.mktemp("restore"), tiny, ADDED)
+
+
+def method_from(folder: Path, budget: int | float = BUDGET, **options) -> RestoreKV:
+    made = make_method("restorekv", budget, Resources(tokenizer=TOKENIZER, scorer=folder), **options)
+    assert isinstance(made, RestoreKV)
+    return made
+
+
+def test_learned_entries_are_those_of_pefts_pass_over_the_whole_cache(tiny, folder):
+    ids, mask = prompt_ids(LENGTH, 29)
+    state = method_from(folder).start(tiny, ids, mask)
+    adapted = PeftModel.from_pretrained(copy.deepcopy(tiny), str(folder))
+    tokens = load_file(folder / "restore_embeddings.safetensors")["restore_embeddings"]
+    for row, length in enumerate((LENGTH, 29)):
+        with torch.no_grad():
+            cache = tiny(ids[row : row + 1, LENGTH - length :], use_cache=True).past_key_values
+            positions = torch.arange(length, length + ADDED)[None]
+            adapted(inputs_embeds=tokens[None], past_key_values=cache, position_ids=positions)
+        for ours, layer in zip(state.entries(), cache.layers, strict=True):
+            assert_close(ours.keys[row, :, -ADDED:], layer.keys[0, :, -ADDED:])
+            assert_close(ours.values[row, :, -ADDED:], layer.values[0, :, -ADDED:])
+
+
+def test_they_are_in_the_budget_and_what_follows_stands_behind_them(tiny, folder):
+    ids, mask = prompt_ids(LENGTH)
+    method = method_from(folder)
+    state = method.start(tiny, ids, mask)
+    assert int(state.counts().sum()) == state.counts().numel() * BUDGET
+    kvzip = make_method("kvzip", BUDGET - ADDED, Resources(tokenizer=TOKENIZER))
+    alone = kvzip.start(tiny, ids, mask)
+    assert torch.equal(alone.counts() + ADDED, state.counts())
+    assert state.next_position.tolist() == [LENGTH + ADDED] and state.lengths.tolist() == [LENGTH]
+    ratio = method_from(folder, 0.4).start(tiny, ids, mask)
+    assert torch.equal(ratio.counts(), state.counts())
+    after, _ = read(tiny, state, torch.tensor([[5, 9]]))
+    assert torch.equal(after.counts(), method.start(tiny, ids, mask).counts() + 2)
+
+
+def test_a_token_after_them_attends_to_all(tiny):
+    """With every entry of the prompt kept, and plain tokens as learned ones: as if these had been read."""
+    ids, mask = prompt_ids(LENGTH)
+    tokens = tiny.get_input_embeddings()(torch.tensor([7, 8])).detach()
+    method = RestoreKV(BUDGET, Reconstruction(TOKENIZER), weights=RestoreWeights("given", tokens, {}))
+    state = prefill(tiny, ids, mask, needs=method.needs())
+    everything = [torch.ones(1, layer.kv_heads, LENGTH, dtype=torch.bool) for layer in state.layers]
+    logits = read(tiny, method.keep(tiny, state, everything), torch.tensor([[9]]))[1]
+    with torch.no_grad():
+        expected = tiny(torch.cat([ids, torch.tensor([[7, 8, 9]])], dim=1)).logits[:, -1:]
+    assert_close(logits, expected)
+
+
+@pytest.mark.parametrize("family", ["Gemma 2", "Llama 4 (text)", "DeepSeek-V3", "Qwen3-Next"])
+def test_entries_in_layers_of_any_kind_are_those_of_tokens_read(family):
+    model, (ids, mask) = family_model(family), prompt_ids(LENGTH, 29)
+    more = torch.tensor([[7, 8]])
+    tokens = model.get_input_embeddings()(more)[0].detach()
+    tokenizer: Any = SmallVocabulary()
+    method = RestoreKV(BUDGET, Reconstruction(tokenizer), weights=RestoreWeights("given", tokens, {}))
+    state = method.start(model, ids, mask)
+    after, _ = read(model, prefill(model, ids, mask, needs=Needs()), more.expand(2, -1))
+    assert [layer.keys.shape[-1] for layer in state.layers] and state.next_position.tolist() == [LENGTH + 2, 31]
+    for ours, whole in zip(state.entries(), after.entries(), strict=True):
+        assert_close(ours.keys[:, :, -2:], whole.keys[:, :, -2:])
+        assert_close(ours.values[:, :, -2:], whole.values[:, :, -2:])
+
+
+def test_a_prompt_within_the_budget_is_left_alone(tiny, folder):
+    ids, mask = prompt_ids(BUDGET - ADDED)
+    state = method_from(folder).start(tiny, ids, mask)
+    assert state.next_position.tolist() == [BUDGET - ADDED]
+    assert torch.equal(state.logits, prefill(tiny, ids, mask).logits)
+
+
+def test_what_does_not_fit_is_one_line(tiny, folder, tmp_path):
+    with pytest.raises(UserError, match="budget 7 must be above 7, the 3 learned entries and the protected ones"):
+        method_from(folder, 7)
+    with pytest.raises(UserError, match="leave out every"):
+        method_from(folder, every=4)
+    with pytest.raises(UserError, match=r"does not fit this model \(tokens have 32 dimensions\)"):
+        wide = tiny_model(hidden_size=64)
+        RestoreWeights("given", tiny_restore(tiny).tokens, {}).bound(wide)
+    with pytest.raises(UserError, match=r"up_proj is \[64, 2\], expected \[16, 2\]; take what was trained"):
+        RestoreWeights.from_pretrained(folder).bound(tiny_model("qwen3", intermediate_size=16))
+    save_file({"other": torch.ones(2)}, tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match="holds no restore_embeddings"):
+        RestoreWeights.from_pretrained(tmp_path)
+    with pytest.raises(UserError, match="method 'restorekv': needs scorer=FILE_FOLDER_OR_HUB_ID"):
+        make_method("restorekv", BUDGET, Resources(tokenizer=TOKENIZER))
+
+
+def test_the_authors_pickle_is_read_as_tensors(tiny, tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    down, up = torch.randn(2, 32, generator=generator), torch.randn(32, 2, generator=generator)
+    name = "model.layers.0.self_attn.q_proj"
+    tokens = tiny_restore(tiny).tokens
+    trained = {f"{name}.lora_a": down, f"{name}.lora_b": up}
+    torch.save({"restore": {"state_dict": {"embeddings": tokens}}, "trainable_model_state": trained}, tmp_path / "a.pt")
+    weights = RestoreWeights.from_pretrained(tmp_path / "a.pt")
+    assert torch.equal(weights.tokens, tokens) and weights.alpha == 16
+    bound, lora = weights.bound(tiny)
+    hidden = torch.randn(1, 3, 32, generator=generator)
+    linear = tiny.model.layers[0].self_attn.q_proj
+    assert lora is not None and torch.equal(bound, tokens)
+    with torch.no_grad(), lora.attached():
+        adapted = linear(hidden)
+    assert_close(adapted, linear(hidden) + hidden @ down.T @ up.T * 8)
