@@ -401,7 +401,7 @@ class Fit(DataKeys, EvalKeys):
     data_notes: str = ""
     tasks: Annotated[list[str], NonEmpty] = field(default_factory=lambda: ["niah"])
     lengths: Counts = field(default_factory=lambda: [1024])
-    tests: PositiveInt = 10
+    tests: Annotated[int, Field(ge=1, le=1_000_000)] = 10
     selection: Selection = "shared"
     max_prompt_tokens: NonNegativeInt = 0
     retrieval: str | None = None

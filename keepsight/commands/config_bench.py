@@ -155,7 +155,7 @@ class BenchTrain(Lengths, UsesModel):
         repeats: Timed repetitions, after one to warm up.
     """
 
-    cells: PositiveInt = 1
+    cells: Annotated[int, Field(ge=1, le=1000)] = 1
     repeats: PositiveInt = 5
     lookahead: LookaheadSettings = field(default_factory=LookaheadSettings)
     train: LookaheadTrainSettings = field(default_factory=LookaheadTrainSettings)
