@@ -161,6 +161,8 @@ def _read(
     tokenizer = _tokenizer(source, shared, template)
     config = AutoConfig.from_pretrained(source, **shared)
     require_supported_config(config)
+    if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):  # sdpa, the default of some
+        options = options | {"attn_implementation": options["attn_implementation"] or "eager"}  # versions, has none
     loader: Any = _loader(config)
     with LOADING:
         model, report = loader.from_pretrained(source, output_loading_info=True, use_safetensors=True, **options)

@@ -191,7 +191,8 @@ def _attention(
         index: int = module.layer_idx  # type: ignore[assignment]
         layer = None if entries is None else entries.layers[index]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        softmax = Softmax(scale, options.get("softcap"), options.get("s_aux"))
+        softcap = None if loaded == "sdpa" else options.get("softcap")  # transformers' sdpa leaves it out
+        softmax = Softmax(scale, softcap, options.get("s_aux"))
         real = getattr(layer, "real", None)
         if recorder is not None and not (layer is not None and is_bounded(layer)):
             recorder(index, query, key, softmax, real, attention_mask)

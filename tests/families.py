@@ -156,7 +156,9 @@ def fresh_model(family: str, seed: int = 0, **changes: Any) -> Any:
         others = {key: value for key, value in changes.items() if key not in _TEXT}
         config = AutoConfig.for_model(kind, **whole | text | {"tie_word_embeddings": False} | others)
         return AutoModelForImageTextToText.from_config(config).eval()
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **_SHAPE | special | changes)).eval()
+    config = AutoConfig.for_model(kind, **_SHAPE | special | changes)
+    eager = {"attn_implementation": "eager"} if "attn_logit_softcapping" in special else {}  # as load_target does
+    return AutoModelForCausalLM.from_config(config, **eager).eval()
 
 
 @functools.cache

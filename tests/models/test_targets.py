@@ -25,6 +25,7 @@ from keepsight.models.model_files import folder_version, packaged_file, record_v
 from keepsight.models.targets import load_target
 from keepsight.runtime.methods import LookaheadKV, make_method
 from keepsight.runtime.methods.resources import Resources
+from tests.families import fresh_model
 from tests.tiny import FAMILIES, save_tiny_target, tiny_model, tiny_tokenizer
 
 HUB_ID = "ada/not-there"
@@ -70,6 +71,14 @@ def test_a_folder_is_loaded_frozen_and_pads_on_the_left(tmp_path: Path, family: 
     assert target.tokenizer.padding_side == "left"
     assert (target.end_tokens, target.pad_token) == ([2], 0)
     assert target.template_digest == text_digest(str(tiny_tokenizer().chat_template))
+
+
+def test_bent_logits_are_loaded_with_an_attention_that_bends_them(tmp_path: Path) -> None:
+    """Gemma 2's: transformers' sdpa, its default up to 5.18, leaves softcaps out."""
+    fresh_model("Gemma 2").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(str(tmp_path))
+    target = load_target(str(tmp_path), device="cpu")
+    assert target.model.config._attn_implementation == "eager"
 
 
 def test_threads_that_load_at_the_same_time_leave_weights_tied(tmp_path: Path) -> None:
