@@ -1,7 +1,7 @@
-"""What RestoreKV trains (arXiv 2608.01247): a few tokens and a LoRA, whose KV entries stand for those that are evicted.
+"""RestoreKV's trained weights (arXiv 2608.01247): a few soft tokens and a LoRA that compensate for evicted entries.
 
-Read as it was published: for kvpress a PEFT adapter with `restore_embeddings.safetensors` beside it, from the authors'
-own program one pickle of tensors.
+Both published formats load: kvpress's PEFT adapter with `restore_embeddings.safetensors`, and the authors' checkpoint,
+a pickle of tensors.
 """
 
 import hashlib

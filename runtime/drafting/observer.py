@@ -68,8 +68,8 @@ class DraftObserver(Observer):
     Attributes:
         drafter: Writes the draft.
         window: Number of last prompt tokens that observe too; None for the method's window.
-        start: Position of the draft, in tokens after the prompt's end (DapQ, arXiv 2603.11564, section 6.3). Below 0 it
-            stands within the prompt, and sees what comes before it; the rest scores 0.
+        start: Offset of the draft from the prompt's end, in tokens (DapQ, arXiv 2603.11564, section 6.3). With a
+            negative offset the draft attends only to the entries before it, and the later ones score 0.
     """
 
     drafter: Drafter
