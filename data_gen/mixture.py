@@ -12,7 +12,15 @@ from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat
 
-from keepsight.data_gen.package_text import CodeCompletion, CodeQuestions, Continuation, Documentation, Passages
+from keepsight.data_gen.followed import SecondTurn, StateTracking
+from keepsight.data_gen.package_text import (
+    CodeCompletion,
+    CodeQuestions,
+    Continuation,
+    DescribedPassages,
+    Documentation,
+    Passages,
+)
 from keepsight.data_gen.prompts import CountTokens, DoesNotFit, Prompt, Request, Source
 from keepsight.data_gen.synthetic import Everyday, KeyValues, Needles
 from keepsight.data_gen.user_data import HubDataset, LocalJsonl
@@ -24,7 +32,10 @@ SOURCES: dict[str, type[Any]] = {
     "key_values": KeyValues,
     "documentation": Documentation,
     "passages": Passages,
+    "described_passages": DescribedPassages,
     "everyday": Everyday,
+    "state_tracking": StateTracking,
+    "second_turn": SecondTurn,
     "code_completion": CodeCompletion,
     "code_questions": CodeQuestions,
     "continuation": Continuation,

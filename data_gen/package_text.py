@@ -1,7 +1,7 @@
 """Prompts over the text that comes with Python: its language reference, docstrings and source files."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate
 
@@ -109,14 +109,53 @@ def _numbered(
 
 
 @dataclass(frozen=True)
+class DescribedPassages:
+    """Several numbered passages, and the summary of one of them: which is it? Its number is the response.
+
+    The passages are docstrings without their first paragraphs, one of which is the summary.
+    """
+
+    def sample(self, request: Request) -> Prompt:
+        """Draw one prompt; see `Source`."""
+        rng = request.rng
+        entries = _summarised_entries()
+        chosen = rng.sample(entries, min(2 + request.tokens // 30, len(entries)))
+        place, numbering, opening = rng.random(), rng.choice(wordings("numberings")), rng.choice(wordings("openings"))
+        wording, answers = rng.choice(wordings("described_passage")), dict[str, str]()
+
+        def build(characters: int) -> str:
+            share = max(120, characters // max(1, min(len(chosen), characters // 400)))
+            shown = chosen[: max(2, characters // share)]
+            asked = int(place * len(shown))
+            texts = (numbering.format(number=row, text=text[:share]) for row, (_, text) in enumerate(shown, 1))
+            task = wording.format(summary=shown[asked][0])
+            made = str(opening.format(text="\n\n".join(texts), task=task))
+            answers[made] = f"Passage {asked + 1}"
+            return made
+
+        text = fit(build, request)
+        return replace(user_prompt("documentation/described", text), response=answers[text])
+
+
+@lru_cache(maxsize=1)
+def _summarised_entries() -> Entries:
+    """First paragraph, on one line, and the rest of the training part's longer docstrings."""
+    parts = (text.split("\n\n", 1) for _, text in _rich_entries())
+    named = {" ".join(part[0].split()): part[1].strip() for part in parts if len(part) == 2 and len(part[1]) > 150}
+    return tuple(named.items())
+
+
+@dataclass(frozen=True)
 class CodeCompletion:
     """A file of the library up to a random line, to be continued.
 
     Attributes:
         raw: Share of prompts that are the code alone, without the chat template.
+        imports: Share of prompts that begin with modules that the file imports.
     """
 
     raw: Share = 0.5
+    imports: Share = 0.0
 
     def sample(self, request: Request) -> Prompt:
         """Draw one prompt; see `Source`."""
@@ -124,15 +163,35 @@ class CodeCompletion:
         document = _long_enough(source_documents("training"), request)
         lines = document.text.splitlines()
         place = rng.randrange(_first_cut(lines, request.tokens), len(lines) + 1)
+        before = _imported(document) if self.imports and rng.random() < self.imports else ()
         if rng.random() < self.raw:
-            text = fit(partial(_lines_before, lines, place), request)
+            text = fit(partial(_code_before, document.name, before, lines, place), request)
             return user_prompt("code/completion_raw", text, template=False)
         frame = rng.choice(wordings("complete"))
 
         def build(characters: int) -> str:
-            return str(frame.format(name=document.name, code=_lines_before(lines, place, characters).rstrip("\n")))
+            code = _code_before(document.name, before, lines, place, characters).rstrip("\n")
+            return str(frame.format(name=document.name, code=code))
 
         return user_prompt("code/completion", fit(build, request))
+
+
+def _imported(document: Document) -> tuple[Document, ...]:
+    """The training part's modules that a source file imports, in the order of the file."""
+    names = dict.fromkeys(re.findall(r"^(?:from|import) ([\w.]+)", document.text, re.MULTILINE))
+    by_name = {each.name.removesuffix(".py").removesuffix("/__init__"): each for each in source_documents("training")}
+    found = (by_name.get(name.replace(".", "/")) for name in names)
+    return tuple(each for each in found if each is not None and each != document)
+
+
+def _code_before(name: str, modules: tuple[Document, ...], lines: list[str], place: int, characters: int) -> str:
+    """The lines before line `place` of file `name`, if any after the beginnings of `modules`, half of the text."""
+    if not modules:
+        return _lines_before(lines, place, characters)
+    shown = modules[: max(1, characters // 1500)]
+    share = max(80, characters // 2 // len(shown))
+    heads = (f"# {each.name}\n{_lines_from(each.text.splitlines(), 0, share)[:share]}\n\n" for each in shown)
+    return "".join(heads) + f"# {name}\n" + _lines_before(lines, place, max(characters - len(shown) * share, 80))
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,18 @@ import yaml
 
 from keepsight import recipes
 from keepsight.corpus import docstrings, document_part, source_documents, topic_documents
-from keepsight.data_gen import synthetic
+from keepsight.data_gen import package_text, synthetic
 from keepsight.data_gen.mixture import SOURCES, Mixture
 from keepsight.data_gen.prompts import DoesNotFit, Prompt, Request, fit
 from keepsight.data_gen.user_data import on_rows
+from keepsight.data_gen.words import wordings
 from keepsight.errors import UserError
 
 OFFLINE = sorted(set(SOURCES) - {"local_jsonl", "hub_dataset"})
 MIXTURES = sorted(path for path in Path(recipes.__file__).parent.glob("mixtures/*.yaml") if path.stem != "paper")
 
+TRUTHFUL = {"described_passages", "second_turn"}
+"""Sources whose response is the true one by default."""
 
 DIGESTS = {"needles": "1fffdf9d62623010", "key_values": "a228d00a5c86d45e", "everyday": "60c402c32295fc37"}
 """Of the tree of 2026-11-24."""
@@ -45,10 +48,11 @@ def content(prompt: Prompt) -> str:
 def test_prompts_fill_their_length_and_depend_on_seed_and_index_alone(kind: str) -> None:
     for tokens in (120, 900):
         made = [mixture(kind, tokens, tokens).prompt(1, index, count_tokens) for index in range(12)]
-        lengths = [count_tokens(content(prompt)) for prompt in made]
+        lengths = [count_tokens("\n".join(turn["content"] for turn in prompt.messages)) for prompt in made]
         assert max(lengths) <= tokens and mean(lengths) > 0.7 * tokens
-        assert len({content(prompt) for prompt in made}) == 12
-        assert all(prompt.messages[-1]["role"] == "user" and prompt.response is None for prompt in made)
+        assert len({repr(prompt.messages) for prompt in made}) == 12
+        assert all(prompt.messages[-1]["role"] == "user" for prompt in made)
+        assert kind in TRUTHFUL or all(prompt.response is None for prompt in made)
         assert not any("{" in prompt.answer_prefix for prompt in made)
     fresh = mixture(kind, 900, 900)
     assert made == [fresh.prompt(1, index, count_tokens) for index in reversed(range(12))][::-1]
@@ -101,6 +105,54 @@ def test_options_of_needles() -> None:
         made = [source.prompt(0, index, count_tokens) for index in range(10)]
         assert {bool(prompt.answer_prefix) for prompt in made} == expected
         assert all((prompt.response or "?").split()[-1].rstrip(".") in content(prompt) for prompt in made)
+
+
+def test_described_passages_and_second_questions_have_their_answers() -> None:
+    for index in range(20):
+        prompt = mixture("described_passages", 400, 900).prompt(0, index, count_tokens)
+        summaries = dict(package_text._summarised_entries())
+        asked = max((each for each in summaries if each in content(prompt)), key=len)
+        number = int((prompt.response or "").removeprefix("Passage "))
+        passage = re.split(rf"(?:Passage |\[|Document |\(){number}[\]):]+\s", content(prompt))[1]
+        assert passage.strip()[:60] == summaries[asked][:60]
+        turns = mixture("second_turn", 400, 900, about_all=0.0).prompt(0, index, count_tokens)
+        opening, reply, _ = (turn["content"] for turn in turns.messages)
+        for answer in (reply, turns.response or "?"):
+            assert answer.rstrip(".").split()[-1].lower() in opening.lower()
+        imports = mixture("code_completion", 900, 900, imports=1.0, raw=1.0).prompt(0, index, count_tokens)
+        named = re.findall(r"^# (\S+\.py)$", content(imports), re.MULTILINE)
+        assert all(document_part(name) == "training" for name in named)
+
+
+def test_things_are_where_they_were_carried() -> None:
+    """The response is what a reader of the story finds."""
+    for each_move, form in ((0.0, "last_place"), (1.0, "each_move")):
+        source = mixture("state_tracking", 400, 900, each_move=each_move, truthful=True)
+        moves = 0
+        for index in range(30):
+            prompt = source.prompt(0, index, count_tokens)
+            places = _followed(form, content(prompt))
+            moves += len(places) - 1
+            answer = ", then ".join(places) if each_move else places[-1]
+            assert prompt.source == f"state_tracking/{form}"
+            assert prompt.response == f"{answer[:1].upper()}{answer[1:]}."
+        assert moves > 30
+
+
+def _followed(form: str, text: str) -> list[str]:
+    """Where the thing that a prompt asks about was, read from the sentences alone."""
+    patterns = [re.escape(wording).replace(r"\{thing\}", "([a-z]+-[a-z]+)") for wording in wordings(form)]
+    thing = next(asked[1] for pattern in patterns if (asked := re.search(pattern, text)))
+    places, carrier = list[str](), ""
+    for sentence in re.findall(r"[A-Z][^.?]*\.", text):
+        if first := re.search(rf"The {thing} is in (.*)\.", sentence):
+            places.append(first[1])
+        elif walk := re.search(r"(\w+) (?:walked to|went over to|moved on to|could be found in) (.*)\.", sentence):
+            places += [walk[2]] if walk[1] == carrier else []
+        elif f"the {thing}" in sentence:
+            taken = re.search(r"(\w+) (?:picked|took|was carrying)", sentence)
+            carrier = taken[1] if taken else ""
+    return places
 
 
 @pytest.mark.parametrize("form", sorted(synthetic.FORMATS))
