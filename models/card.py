@@ -261,8 +261,9 @@ def with_eviction(
 def excess_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Rows of a Markdown table: held-out excess NLL at each budget, before and after a training."""
     rows = []
-    for name in (each for each in after if each.startswith("eval_excess_nll")):
+    for name in (each for each in after if "_excess_nll" in each):
         entries = name.rpartition("_")[2] + (" entries in every head" if "_uniform_" in name else " entries")
+        entries += ", question unseen" if "_unseen_" in name else ""
         rows.append(f"| {entries} | {before[name]:.3f} | {after[name]:.3f} |")
     return rows
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
+from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.files import read_bytes
@@ -138,13 +139,21 @@ class LookaheadTrainSettings(TrainSettings):
             which hold most of the mass and are learned at once. 0 is the paper's loss.
         cuts: Number of places in an answer from which the module learns to predict the rest of it, spread evenly, the
             first before the answer: one pass of the base model yields that many training pairs.
+        unseen: Share of the samples, chosen by the seed, that are divided before their question: the module sees what
+            stands before it and learns what question and answer attend to. Above 0, held-out samples are measured both
+            ways.
         gradient_checkpointing: Recompute each layer's activations in the backward pass: long prompts take less memory,
             and steps a little more time.
     """
 
     far: Share = 0.5
     cuts: Annotated[int, Ge(1), Le(64)] = 1
+    unseen: Share = 0.0
     gradient_checkpointing: bool = False
+
+    @override
+    def decisive(self) -> dict[str, Any]:
+        return super().decisive() | {"unseen": self.unseen or None}  # earlier versions had no such setting
 
 
 @dataclass
@@ -235,6 +244,8 @@ class FinetuneSettings:
         uniform_share: Probability that a batch's loss is at a selection in which every head keeps the same number, by a
             coin that the seed, the samples and their turn decide: above 0, one module serves `selection=shared` and
             `selection=uniform`.
+        unseen: Share of the samples, chosen by the seed, that are divided before their question: the prompt is evicted
+            before it, and the loss is over question and answer. Above 0, held-out samples are measured both ways.
         gradient_checkpointing: Recompute each layer's activations in the backward pass: long prompts take less memory,
             and steps more time.
         head_weights_rate: Peak learning rate of the weights of heads; by default 0.015, or 0.06 where the module is
@@ -248,6 +259,7 @@ class FinetuneSettings:
     )
     temperature: Annotated[float, Ge(SHARPEST), Le(1e6)] = 0.5
     uniform_share: Share = 0.0
+    unseen: Share = 0.0
     gradient_checkpointing: bool = False
     head_weights_rate: Annotated[float, Gt(0), Le(100)] | None = None
     train: TrainSettings = field(

@@ -32,6 +32,7 @@ from keepsight.train.dataset import (
     Batch,
     GroupedByLength,
     Prompts,
+    SampleDataset,
     collate,
     held_out_text,
     hold_out,
@@ -43,6 +44,7 @@ from keepsight.train.objective import Objective, ReplayedObjective
 from keepsight.train.replay import ReplayBuffer, ReplaySampler
 from keepsight.train.settings import ReplaySettings, TrainSettings
 from keepsight.train.tracking import Throughput, log_lists
+from keepsight.train.unseen import SomeUnseen, Unseen
 
 logger = logging.getLogger("keepsight")
 ObjectiveT = TypeVar("ObjectiveT", bound=Objective)
@@ -59,6 +61,7 @@ class TrainingRun:
         start: What must be the same when the training is resumed, beside its settings, by recipe key.
         replay: How teacher outputs are kept, where the settings' `replays` is above 1.
         trained: Prompts of earlier stages; None where they are not known.
+        unseen: Which samples are divided before their question; None for none.
     """
 
     work: Path
@@ -66,6 +69,7 @@ class TrainingRun:
     start: Mapping[str, Any] = field(default_factory=dict)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     trained: Prompts | None = frozenset()
+    unseen: Unseen | None = None
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,8 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         arguments._n_gpu = 1  # nn.DataParallel would copy the model to every GPU at each step
         if settings.group_by_length is None:
             settings = replace(settings, group_by_length=arguments.world_size > 1)
-        train, held_out = hold_out(run.samples, settings.held_out, key, run.trained)
+        whole, held_out = hold_out(run.samples, settings.held_out, key, run.trained)
+        train = SampleDataset(SomeUnseen(whole.samples, run.unseen)) if run.unseen else whole
         super().__init__(
             model=objective, args=arguments, data_collator=collate, train_dataset=train, eval_dataset=held_out
         )
@@ -134,12 +139,13 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         self.metrics: dict[str, float] = {}
         self._key, self._indices = key, list[int]()  # numbers of the samples in the latest batch
         self._train_samples, self._held_out_samples, self._sample_count = train, held_out, len(run.samples)
+        self._unseen = SampleDataset(run.unseen.held_out(held_out.samples) if run.unseen else [])
         self._check_launcher()
         leave_to_fsdp(objective)
         data = {"data.samples": len(run.samples), "data.digest": samples_digest(run.samples)}
         start = {**objective.decisive(), **run.start, **data, "launch.processes": self.args.world_size}
         self._decisive = {f"{key}.{name}": value for name, value in settings.decisive().items()} | start
-        self._trained_prompts = None if run.trained is None else run.trained | prompts_of(train.samples)
+        self._trained_prompts = None if run.trained is None else run.trained | prompts_of(whole.samples)
         self._held_out, is_new = held_out_text(held_out.samples, run.trained)
         if not is_new and self.is_world_process_zero():
             logger.warning("held-out samples: %s; their fidelity may be too high", self._held_out)
@@ -234,10 +240,12 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
             self._load_from_checkpoint(str(checkpoint))
             self.state = state
 
-    def held_out_batches(self) -> Iterator[dict[str, Any]]:
-        """The held-out samples in batches made by `collate`, on the model's device."""
-        loader = DataLoader(self._held_out_samples, self.args.per_device_train_batch_size, collate_fn=collate)
-        for number, batch in enumerate(loader):
+    def held_out_batches(self, unseen: bool = False) -> Iterator[dict[str, Any]]:
+        """The held-out samples in batches made by `collate`, on the model's device; or those divided, if `unseen`."""
+        size = self.args.per_device_train_batch_size
+        loader = DataLoader(self._unseen if unseen else self._held_out_samples, size, collate_fn=collate)
+        before = math.ceil(len(self._held_out_samples) / size) if unseen else 0
+        for number, batch in enumerate(loader, before):
             yield self._prepare_inputs(batch | {"last": number >= self._held_out_kept})
 
     def measurements(self) -> list[dict[str, Any]]:
@@ -277,11 +285,12 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
     def _replay_sampler(self, replay: ReplaySettings) -> ReplaySampler:
         """At most half of the memory keeps outputs for held-out samples; training has the rest."""
         assert isinstance(self.objective, ReplayedObjective)
-        lengths, held_out = self._train_samples.lengths(), self._held_out_samples.lengths()
+        lengths = self._train_samples.lengths()
         longest: Any = self._prepare_inputs(collate([self._train_samples[lengths.index(max(lengths))]]))
         token_bytes = self.objective.token_bytes(Batch(**longest))
         memory, size = read_bytes(replay.memory), self.args.per_device_train_batch_size
-        batches = [held_out[start : start + size] for start in range(0, len(held_out), size)]
+        held_out = self._held_out_samples.lengths(), self._unseen.lengths()
+        batches = [each[start : start + size] for each in held_out for start in range(0, len(each), size)]
         taken = [0, *accumulate(math.ceil(token_bytes * len(each) * max(each)) for each in batches)]
         self._held_out_kept = bisect_right(taken, memory // 2) - 1
         left = memory - taken[self._held_out_kept]
@@ -309,6 +318,9 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         try:
             with self.accelerator.autocast() if self.objective.measures_autocast else nullcontext():
                 measured = self.objective.measure(self.held_out_batches(), self.settings.budget)
+                if len(self._unseen):
+                    again = self.objective.measure(self.held_out_batches(unseen=True), self.settings.budget)
+                    measured |= {name.replace("eval_", "eval_unseen_", 1): value for name, value in again.items()}
         except FloatingPointError as error:
             raise self.not_finite(f"{error} after step {self.state.global_step}") from None
         self.metrics = numbers(measured)

@@ -141,9 +141,10 @@ class Finetune(Training, UsesMethods):
     importance is multiplied before the heads compete for the budget; with finetune.freeze_module=true the weights
     alone, in minutes. The answer's attention to the whole prompt is stored for gradients: max_prompt_tokens= bounds
     the memory, and so does finetune.gradient_checkpointing=true (`keepsight plan train stage=eviction` says by how
-    much). selection=uniform trains for equally many entries in every head, finetune.uniform_share=0.5 for both. For
-    another method, whose heads share a budget, weights of heads are learned in the same way. A training that was
-    stopped resumes from its last checkpoint when the same command is run again.
+    much). selection=uniform trains for equally many entries in every head, finetune.uniform_share=0.5 for both;
+    finetune.unseen=0.3 for questions that come after the eviction. For another method, whose heads share a budget,
+    weights of heads are learned in the same way. A training that was stopped resumes from its last checkpoint when the
+    same command is run again.
 
     Attributes:
         adapter: The lookahead adapter to start from: a folder, a Hub id, or shipped:NAME.

@@ -29,6 +29,7 @@ from keepsight.train.dataset import prompts_as_text
 from keepsight.train.eviction import EvictionObjective
 from keepsight.train.plots import eviction_figure
 from keepsight.train.trainer import ModuleTrainer
+from keepsight.train.unseen import Unseen
 
 METHOD = "lookaheadkv"
 """The method whose module is trained; of others, the weights of heads alone are."""
@@ -52,7 +53,8 @@ def run(config: Config) -> None:
     assert isinstance(allocate, Global | Uniform)
     objective = EvictionObjective(target.model, method, allocate, settings, lookahead)
     run = run_of(config, target, samples, "adapter", CONFIG)
-    run = replace(run, start={**run.start, "method": config.method, "options": config.options})
+    unseen = Unseen.of(target.tokenizer, settings.unseen, settings.train.seed)
+    run = replace(run, start={**run.start, "method": config.method, "options": config.options}, unseen=unseen)
     trainer = ModuleTrainer(objective, settings.train, run)
     finished = trainer.fit()
     if trainer.is_world_process_zero():
@@ -153,6 +155,7 @@ def _write(out: Path, artifact: LookaheadAdapter, trainer: ModuleTrainer[Evictio
         **({"learning rate": trained.settings.learning_rate} if module else {}),
         "budgets": objective.settings.budgets,
         "temperature": objective.settings.temperature,
+        **({"share of samples with the question unseen": share} if (share := objective.settings.unseen) else {}),
         "head_weights_rate": objective.settings.weights_rate,
         "smallest and largest weight of a head": [round(each, 3) for each in (min(numbers), max(numbers))],
     }

@@ -34,7 +34,8 @@ from keepsight.train.ablation import AblationTrainer, Cell
 from keepsight.train.distributed import DIVIDED, divide_layers
 from keepsight.train.importance import ImportanceObjective
 from keepsight.train.plots import ablation_figure, lookahead_figure
-from keepsight.train.trainer import ModuleTrainer, Trained
+from keepsight.train.trainer import ModuleTrainer, Trained, TrainingRun
+from keepsight.train.unseen import Unseen
 
 _SHAPE = ("tokens", "rank", "targets", "alpha", "group")
 """Settings of a module that its weights depend on."""
@@ -53,7 +54,7 @@ def run(config: Config | Cells) -> None:
     target = placed_target(config)
     samples, manifest = read_samples(config, target)
     objective = new_objective(config, target, initial)
-    trainer = ModuleTrainer(objective, config.train, run_of(config, target, samples, "init", CONFIG))
+    trainer = ModuleTrainer(objective, config.train, _run_of(config, target, samples))
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         save(config, Path(config.out), target, objective.lookahead, trainer.trained(), samples, manifest)
@@ -68,7 +69,7 @@ def _run_cells(cells: Cells) -> None:
     out, target = Path(first.out), placed_target(first)
     samples, manifest = read_samples(first, target)
     modules = [Cell(name, new_objective(each, target, initial), each.train) for name, each in configs.items()]
-    trainer = AblationTrainer(modules, run_of(first, target, samples, "init", CONFIG))
+    trainer = AblationTrainer(modules, _run_of(first, target, samples))
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         trained = dict(zip(configs, trainer.trained_cells(), strict=True))
@@ -81,6 +82,11 @@ def _run_cells(cells: Cells) -> None:
         write_png(out / "ablation.png", ablation_figure({name: each.log for name, each in trained.items()}))
         print(table.markdown())
     require_finished(finished, first, trainer)
+
+
+def _run_of(config: Config, target: Target, samples: Sequence[TrainingSample]) -> TrainingRun:
+    unseen = Unseen.of(target.tokenizer, config.train.unseen, config.train.seed)
+    return replace(run_of(config, target, samples, "init", CONFIG), unseen=unseen)
 
 
 def check(config: Config) -> LookaheadAdapter | None:
@@ -151,6 +157,8 @@ def save(
     loss: dict[str, Any] = {"share of the loss on far entries": config.train.far}
     if config.train.cuts > 1:
         loss["cuts of each answer"] = config.train.cuts
+    if config.train.unseen:
+        loss["share of samples with the question unseen"] = config.train.unseen
     adapted = {"modules with a LoRA": _counted(lookahead.lora.names) if lookahead.lora else "none"}
     basics = basics_of(config, target, manifest, trained, lengths | loss | adapted)
     adapter = lookahead.adapter()

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("here")
 TRAINING = [
     *("model.id=tiny", "model.device=cpu", "model.dtype=float32", "lookahead.tokens=4"),
     *("train.steps=3", "train.save_every=1", "train.held_out=2", "train.replays=1", "train.report_to=[]"),
+    "train.unseen=0.5",
 ]
 EVICTING = [
     *("finetune.train.steps=3", "finetune.train.save_every=1", "finetune.train.held_out=2", "finetune.train.replays=1"),
@@ -39,6 +40,7 @@ EVICTING = [
         "finetune.train.report_to=[]",
         "finetune.budgets=[40]",
         "finetune.uniform_share=0.5",
+        "finetune.unseen=0.5",
     ),
 ]
 FIT = [
@@ -103,6 +105,7 @@ def test_stopped_in_every_stage_it_ends_as_if_it_had_not_been(
     assert "keepsight fit tiny 'tasks=[niah_single]'" in card and "fitted" not in card and "limit=8" in card
     assert card.index("## Command") < card.index("## Evaluation") < card.index("## Where it falls short")
     assert "importance (what answers attend to): " in card and "| excess NLL (nats), 40 entries in every " in card
+    assert card.count("share of samples with the question unseen 0.5; ") == 2
     assert len(card.splitlines()) < 90
     assert card.count("## Evaluation") == 1 and "| LookaheadKV |" in card.replace("lookaheadkv", "LookaheadKV")
     upload = plan_upload(fitted, "ada/tiny")
