@@ -11,6 +11,7 @@ from keepsight.errors import UserError
 VARIABLE = "KEEPSIGHT_EXPERIMENTAL"
 PATHS = {
     "kernel": "packed entries are read by a Triton kernel, which unpacks them in registers",
+    "ragged": "all heads of a ragged layer are attended to by one Triton kernel",
     "flex": "SpecKV's sparse prefill is one FlexAttention",
     "streams": "entries come from CPU memory on a stream of their own, beside the model",
     "flash": "model.attention=auto takes flash_attention_2 where flash-attn is installed",

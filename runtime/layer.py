@@ -22,6 +22,7 @@ from transformers.cache_utils import DynamicLayer
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.runtime import ragged_kernel
 from keepsight.runtime.attention import OwnAttention, Softmax, attend_grouped, visible
 from keepsight.runtime.query_statistics import QueryStatistics
 
@@ -284,7 +285,8 @@ class RaggedLayer(OwnAttention, KeptLayer):
     """Different numbers of entries per KV head, without padding: one head's lie behind the other's.
 
     From the first update on each head has the same room behind its entries, to which tokens are appended in place. How
-    many entries each has is known without waiting for the device. Each head is attended to by itself.
+    many entries each has is known without waiting for the device. Each head is attended to by itself; a GPU can attend
+    to all of them in one kernel (`keepsight.runtime.ragged_kernel`).
 
     Args:
         keys: [total, d], concatenated over heads, then rows.
@@ -304,7 +306,8 @@ class RaggedLayer(OwnAttention, KeptLayer):
         self.counts, self.appended = counts, 0
         self._kept = _one_after_another(counts, 0)
         self._writable = 0  # how many tokens each head's room takes; 0 while the memory is another layer's
-        self._ends: Tensor | None = None  # [B x K] int64: where the appended tokens of each head begin
+        self._starts: Tensor | None = None  # [B x K] int64: where each head's entries begin
+        self._ends: Tensor | None = None  # [B x K] int64: where its appended tokens begin
 
     @property
     @override
@@ -344,7 +347,7 @@ class RaggedLayer(OwnAttention, KeptLayer):
         entries, heads = int(self.counts.sum()), self.counts.size
         mean = entries // heads
         room = room_after(mean + self.appended, mean + max(self._writable, self.appended), appended) - mean
-        return (entries + heads * room) * self._row_bytes + (8 * heads if room else 0)
+        return (entries + heads * room) * self._row_bytes + (16 * heads if room else 0)
 
     @override
     def _append(self, keys: Tensor, values: Tensor) -> None:
@@ -369,7 +372,10 @@ class RaggedLayer(OwnAttention, KeptLayer):
                 grown[-1].narrow(2, to, span[1]).copy_(held.narrow(2, *span))
         self.keys, self.values = grown
         self._kept, self._writable, self._shared = places, room, 0
-        self._ends = torch.tensor([first + count for first, count in places]).to(self.keys.device, non_blocking=True)
+        spans = torch.tensor([(first, first + count) for first, count in places]).to(
+            self.keys.device, non_blocking=True
+        )
+        self._starts, self._ends = spans.t().contiguous().unbind()
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
@@ -381,6 +387,10 @@ class RaggedLayer(OwnAttention, KeptLayer):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """See `OwnAttention`; the new keys and values have been appended."""
         batch, heads, rows, width = query.shape
+        if self.expansion is None and ragged_kernel.usable(query, self.values):
+            assert self._starts is not None and self._ends is not None
+            entries, ends = (self.keys[0, 0], self.values[0, 0]), self._ends + self.appended
+            return ragged_kernel.attend_ragged(query, *entries, self._starts, ends, self.longest, softmax)
         groups, outputs = query.reshape(self.counts.size, 1, -1, rows, width).unbind(), []
         for index, (group, span) in enumerate(zip(groups, self._spans(), strict=True)):
             keys, values = self.keys.narrow(2, *span), self.values.narrow(2, *span)

@@ -137,11 +137,15 @@ def test_selections_are_the_same_index_for_index_ties_included(count: int) -> No
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rows", [1, 5])
-def test_heads_of_different_lengths_attend_as_each_does_alone(dtype: torch.dtype, rows: int) -> None:
-    counts = np.array([[5, 130], [64, 1]])
+@pytest.mark.parametrize("paths", ["ragged", ""])
+def test_heads_of_different_lengths_attend_as_each_does_alone(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, paths: str
+) -> None:
+    monkeypatch.setenv("KEEPSIGHT_EXPERIMENTAL", paths)
+    counts = np.array([[5, 930], [64, 1]])
     keys, values = (drawn(counts.sum(), 64, seed=seed, dtype=dtype) for seed in (1, 2))
     new, query = drawn(2, 2, rows, 64, seed=3, dtype=dtype), drawn(2, 8, rows, 64, seed=4, dtype=dtype)
-    layer = RaggedLayer(there(keys), there(values), counts, 200)
+    layer = RaggedLayer(there(keys), there(values), counts, 1000)
     key, value = layer.update(there(new), there(new))
     found = layer.attend(there(query), key, value, Softmax(1 / math.sqrt(64))).cpu()
     start = 0

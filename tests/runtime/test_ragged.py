@@ -1,5 +1,8 @@
 """Cache layers whose KV heads hold different numbers of entries: bytes, joining, reading, attention."""
 
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
 
 import numpy as np
@@ -7,8 +10,9 @@ import pytest
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
+from keepsight.runtime import ragged_kernel
 from keepsight.runtime.allocate import Adaptive, Pyramid
-from keepsight.runtime.attention import recording
+from keepsight.runtime.attention import Softmax, recording
 from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.importance import Pool
 from keepsight.runtime.join import join
@@ -16,6 +20,7 @@ from keepsight.runtime.layer import RaggedLayer
 from keepsight.runtime.methods import SnapKV, StreamingLLM
 from keepsight.runtime.state import Needs, prefill, read
 from tests.close import assert_close
+from tests.package_files import ROOT
 from tests.runtime.recording import recorded
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
@@ -90,3 +95,37 @@ def test_the_recording_attention_computes_what_the_model_does(dtype, attention):
         outputs.append([first, rest, single])
     for before, after in zip(*outputs, strict=True):
         assert_close(before, after, dtype)
+
+
+@pytest.mark.skipif(not ragged_kernel.HAS_TRITON, reason="needs triton")
+@pytest.mark.parametrize("softmax", [Softmax(0.3), Softmax(0.3, 5.0, torch.arange(12.0))], ids=["plain", "capped"])
+@pytest.mark.parametrize("rows", [1, 2, 30])
+def test_the_kernel_attends_as_one_head_after_another(monkeypatch, rows, softmax):
+    """Run by Triton's interpreter: heads of one entry and of several parts, in room that more tokens have."""
+    monkeypatch.setattr(ragged_kernel, "PART", 32)
+    monkeypatch.setattr(ragged_kernel, "BLOCK", 16)
+    generator = torch.Generator().manual_seed(1)
+    counts, width = np.array([[1, 40, 7], [90, 3, 32]]), 24
+    keys, values = (torch.randn(counts.sum(), width, generator=generator) for _ in range(2))
+    layer = RaggedLayer(keys, values, counts, 200)
+    for count in (3, rows):
+        key, value = (torch.randn(2, 3, count, width, generator=generator) for _ in range(2))
+        layer.update(key, value)
+    query = torch.randn(2, 12, rows, width, generator=generator)
+    expected = layer.attend(query, key, value, softmax)
+    monkeypatch.setattr(ragged_kernel, "usable", lambda query, values: True)
+    assert_close(layer.attend(query, key, value, softmax), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["packed", "ragged"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_kernels_compile_for_a_gpu(name, dtype):
+    """No GPU is needed for that, but another process: this one's Triton interprets."""
+    command = [sys.executable, "-m", "tests.runtime.compile_kernel", name, dtype]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    on_tensor_cores, has_code, shared = done.stdout.split()
+    assert (on_tensor_cores, has_code) == ("True", "True")
+    assert int(shared) < 99 * 1024, "more bytes of shared memory than a program has"

@@ -1,9 +1,6 @@
 """The CUDA kernel against the operators that it stands for: run by Triton's interpreter, and compiled for GPUs."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -18,7 +15,6 @@ from keepsight.runtime.quantized.kernel import attend_packed
 from keepsight.runtime.quantized.packing import PackedEntries, Quantizer
 from keepsight.runtime.quantized.specache import SpeCache
 from tests.close import assert_close
-from tests.package_files import ROOT
 from tests.runtime.scoring import score_answer
 from tests.tiny import prompt_ids, tiny_model
 
@@ -128,16 +124,3 @@ def test_it_is_not_used_where_triton_is_not_installed(monkeypatch: pytest.Monkey
     without = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(without)
     assert not hasattr(without, "triton") and not without.usable(SimpleNamespace(is_cuda=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_it_compiles_for_a_gpu(dtype: str) -> None:
-    """No GPU is needed for that, but another process: this one's Triton interprets."""
-    command = [sys.executable, "-m", "tests.runtime.quantized.compile_kernel", dtype]
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stderr
-    on_tensor_cores, has_code, shared = done.stdout.split()
-    assert (on_tensor_cores, has_code) == ("True", "True")
-    assert int(shared) < 99 * 1024, "more bytes of shared memory than a program has"

@@ -1,0 +1,152 @@
+"""Attention of ragged heads in one Triton kernel on a GPU (experimental, off by default).
+
+Each KV head is a sequence of its own, at an offset in flattened entries: nothing is padded, and one launch serves all
+heads of a layer, where otherwise each head is attended to by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keepsight.experimental import is_on
+from keepsight.runtime.attention import Softmax
+
+if HAS_TRITON := find_spec("triton") is not None:
+    import triton
+    from triton import language as tl
+
+PART = 256
+"""Entries of a program."""
+BLOCK = 64
+"""Entries that a program reads at a time; it divides `PART`."""
+MOST_ROWS = 32
+"""Most grouped queries of a program."""
+STAGES = 1
+"""Blocks that are loaded ahead: with two, a program in float32 would need more shared memory than some GPUs have."""
+
+
+def usable(query: Tensor, values: Tensor) -> bool:
+    """Whether the kernel is on, and can be compiled for where a query [..., d] and values [..., d] are."""
+    there = query.is_cuda and HAS_TRITON and torch.version.hip is None
+    return there and query.shape[-1] == values.shape[-1] and is_on("ragged")
+
+
+def attend_ragged(
+    query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, longest: int, softmax: Softmax
+) -> Tensor:
+    """Causal attention of the last q tokens of each KV head's entries.
+
+    Args:
+        query: [B, H, q, d].
+        keys: [total, d], of all rows and KV heads.
+        values: [total, d].
+        starts: [B x K] int64, the place of each head's first entry.
+        ends: [B x K] int64, the place behind its last one, which is of the last query.
+        longest: At least the number of entries of the longest head.
+        softmax: The layer's.
+
+    Returns:
+        [B, q, H, d], contiguous.
+    """
+    batch, heads, rows, width = query.shape
+    kv_heads = len(starts) // batch
+    grouped = query.reshape(len(starts), -1, width).contiguous()
+    of_head, parts = grouped.shape[1], -(-longest // PART)
+    padded = min(MOST_ROWS, max(16, triton.next_power_of_2(of_head)))
+    outputs = query.new_empty(len(starts), parts, of_head, width, dtype=torch.float32)
+    totals = outputs.new_empty(outputs.shape[:3])
+    with torch.cuda.device_of(query):
+        _compiled()[len(starts), parts, triton.cdiv(of_head, padded)](
+            grouped,
+            keys,
+            values,
+            starts,
+            ends,
+            outputs,
+            totals,
+            of_head,
+            rows,
+            keys.stride(0),
+            values.stride(0),
+            softmax.scaling,
+            SOFTCAP=softmax.softcap or 0.0,
+            WIDTH=width,
+            COLUMNS=max(16, triton.next_power_of_2(width)),
+            PADDED=padded,
+            PART=PART,
+            BLOCK=BLOCK,
+            num_stages=STAGES,
+        )
+    total = totals.logsumexp(dim=1)
+    if (sinks := softmax.sinks_of(kv_heads, rows)) is not None:
+        total = torch.logaddexp(total, sinks[..., 0].repeat(batch, 1))
+    output = ((totals - total[:, None]).exp()[..., None] * outputs).sum(dim=1).to(query.dtype)
+    return output.view(batch, heads, rows, width).transpose(1, 2).contiguous()
+
+
+@functools.cache
+def _compiled() -> Any:
+    return triton.jit(attend_part)
+
+
+def attend_part(  # type: ignore[no-untyped-def]
+    query,
+    keys,
+    values,
+    starts,
+    ends,
+    outputs,
+    totals,
+    of_head,
+    queries,
+    key_stride,
+    value_stride,
+    scaling,
+    SOFTCAP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PADDED: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Attention to one part of a KV head's entries: the output, and the logarithm of the softmax's denominator."""
+    head, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    rows, columns = tl.program_id(2) * PADDED + tl.arange(0, PADDED), tl.arange(0, COLUMNS)
+    inside = columns < WIDTH
+    of_rows = (rows < of_head)[:, None] & inside[None, :]
+    read = tl.load(query + (head * of_head + rows[:, None]) * WIDTH + columns[None, :], mask=of_rows, other=0.0)
+    first = tl.load(starts + head)
+    length = (tl.load(ends + head) - first).to(tl.int32)
+
+    best = tl.full([PADDED], float("-inf"), tl.float32)
+    total = tl.zeros([PADDED], tl.float32)
+    summed = tl.zeros([PADDED, COLUMNS], tl.float32)
+    for start in range(part * PART, tl.minimum(part * PART + PART, length), BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        exists = tokens < length
+        loaded = inside[:, None] & exists[None, :]
+        block = tl.load(keys + (first + tokens)[None, :] * key_stride + columns[:, None], mask=loaded, other=0.0)
+        scores = tl.dot(read, block, input_precision="tf32x3") * scaling
+        if SOFTCAP > 0:
+            scores = (2 * tl.sigmoid(2 * scores / SOFTCAP) - 1) * SOFTCAP
+        visible = exists[None, :] & (tokens[None, :] <= length - queries + (rows % queries)[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+
+        highest = tl.maximum(best, tl.max(scores, 1))
+        least = tl.where(highest == float("-inf"), 0.0, highest)  # where a query sees no entry yet
+        weights, fade = tl.exp(scores - least[:, None]), tl.exp(best - least)
+        total, best = total * fade + tl.sum(weights, 1), highest
+        loaded = exists[:, None] & inside[None, :]
+        block = tl.load(values + (first + tokens)[:, None] * value_stride + columns[None, :], mask=loaded, other=0.0)
+        summed = summed * fade[:, None] + tl.dot(weights.to(block.dtype), block, input_precision="tf32x3")
+
+    at = (head * tl.num_programs(1) + part) * of_head + rows
+    seen = total > 0
+    shares = summed / tl.where(seen, total, 1.0)[:, None]
+    tl.store(outputs + at[:, None] * WIDTH + columns[None, :], shares, mask=of_rows)
+    tl.store(totals + at, tl.where(seen, best + tl.log(total), float("-inf")), mask=rows < of_head)
