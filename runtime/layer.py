@@ -372,10 +372,8 @@ class RaggedLayer(OwnAttention, KeptLayer):
                 grown[-1].narrow(2, to, span[1]).copy_(held.narrow(2, *span))
         self.keys, self.values = grown
         self._kept, self._writable, self._shared = places, room, 0
-        spans = torch.tensor([(first, first + count) for first, count in places]).to(
-            self.keys.device, non_blocking=True
-        )
-        self._starts, self._ends = spans.t().contiguous().unbind()
+        bounds = torch.tensor([[first for first, _ in places], [sum(each) for each in places]])
+        self._starts, self._ends = bounds.to(self.keys.device, non_blocking=True).unbind()
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
