@@ -34,8 +34,7 @@ from keepsight.runtime.state import State, full_layers, prefill
 from keepsight.train.dataset import Batch
 from keepsight.train.distributed import gather_for_gradients
 from keepsight.train.importance import load_module_weights, module_weights
-from keepsight.train.objective import ReplayedObjective
-from keepsight.train.recompute import recomputed
+from keepsight.train.objective import ReplayedObjective, recomputed
 from keepsight.train.replay import TeacherOutputs
 from keepsight.train.settings import SHARPEST, FinetuneSettings, TrainSettings
 from keepsight.train.tracking import pass_flops, weights_per_token

@@ -37,8 +37,7 @@ from keepsight.runtime.state import empty_cache, full_layers, has_recurrent, pos
 from keepsight.train.dataset import Batch
 from keepsight.train.distributed import gather_for_gradients
 from keepsight.train.fidelity import Importances, far_divergence, importance_divergence, measure_fidelity
-from keepsight.train.objective import ReplayedObjective
-from keepsight.train.recompute import recomputed
+from keepsight.train.objective import ReplayedObjective, recomputed
 from keepsight.train.replay import TeacherOutputs
 from keepsight.train.tracking import pass_flops, weights_per_token
 
