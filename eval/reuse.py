@@ -21,7 +21,7 @@ from keepsight.errors import UserError
 from keepsight.eval.results import Measured, Row
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.files import read_jsonl, text_digest
-from keepsight.models.adapters import weights_digest
+from keepsight.models.model_files import weights_digest
 from keepsight.models.targets import Target
 from keepsight.runtime.generate import Method
 

@@ -18,9 +18,9 @@ from typing_extensions import Self
 
 from keepsight.errors import UserError
 from keepsight.files import read_json
-from keepsight.models.adapters import tensor_bytes
 from keepsight.models.artifacts import as_weights, read_tensors, unpickled
 from keepsight.models.lora import FoldedLora, Lora
+from keepsight.models.model_files import tensor_bytes
 from keepsight.models.scorers import published_files
 
 _TOKENS = re.compile(r"(.*\.)?(restore_)?embeddings")

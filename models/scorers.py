@@ -19,8 +19,8 @@ from torch.nn import functional
 from typing_extensions import Self, override
 
 from keepsight.errors import UserError, one_line
-from keepsight.models.adapters import tensor_bytes
 from keepsight.models.artifacts import as_weights, check_repo_id, hub_errors, read_tensors, unpickled
+from keepsight.models.model_files import tensor_bytes
 
 _SAFE, _PICKLED = ("*.safetensors",), ("*.pt", "*.pth", "*.bin")
 _GATES = 16

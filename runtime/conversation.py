@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.models.adapters import adapters_digest
 from keepsight.models.chat import ids_of
+from keepsight.models.model_files import adapters_digest
 from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, generate
 from keepsight.runtime.state import State
 

@@ -28,9 +28,9 @@ from transformers.generation.streamers import BaseStreamer
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
-from keepsight.models.adapters import adapters_digest
 from keepsight.models.chat import ids_of
 from keepsight.models.decoder import context_of, require_supported
+from keepsight.models.model_files import adapters_digest
 from keepsight.runtime import registry
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.images import IMAGE_INPUTS, Images

@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.files import atomic_files, from_json
-from keepsight.models.adapters import adapters_digest, tensor_bytes, weights_digest
 from keepsight.models.decoder import (
     cached_kv_heads,
     decoder_of,
@@ -30,6 +29,7 @@ from keepsight.models.decoder import (
     head_width,
     running_devices,
 )
+from keepsight.models.model_files import adapters_digest, tensor_bytes, weights_digest
 from keepsight.runtime.attention import Softmax, is_bounded
 from keepsight.runtime.generate import CustomGenerate, Decoded, FullCache, GenerateRequest
 from keepsight.runtime.layer import KeptLayer, RaggedLayer, Recorded

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
-from keepsight.models.adapters import weights_digest
+from keepsight.models.model_files import weights_digest
 from keepsight.runtime.state import State
 from keepsight.serving.prefix import Header, write_prefix
 from keepsight.serving.turn import turned

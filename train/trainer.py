@@ -33,6 +33,8 @@ from keepsight.train.dataset import (
     GroupedByLength,
     Prompts,
     SampleDataset,
+    SomeUnseen,
+    Unseen,
     collate,
     held_out_text,
     hold_out,
@@ -44,7 +46,6 @@ from keepsight.train.objective import Objective, ReplayedObjective
 from keepsight.train.replay import ReplayBuffer, ReplaySampler
 from keepsight.train.settings import ReplaySettings, TrainSettings
 from keepsight.train.tracking import Throughput, log_lists
-from keepsight.train.unseen import SomeUnseen, Unseen
 
 logger = logging.getLogger("keepsight")
 ObjectiveT = TypeVar("ObjectiveT", bound=Objective)

@@ -25,11 +25,10 @@ from keepsight.runtime.allocate import Global, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
-from keepsight.train.dataset import prompts_as_text
+from keepsight.train.dataset import Unseen, prompts_as_text
 from keepsight.train.eviction import EvictionObjective
 from keepsight.train.plots import eviction_figure
 from keepsight.train.trainer import ModuleTrainer
-from keepsight.train.unseen import Unseen
 
 METHOD = "lookaheadkv"
 """The method whose module is trained; of others, the weights of heads alone are."""

@@ -25,9 +25,9 @@ from keepsight.files import (
     text_digest,
     text_lines,
 )
-from keepsight.models.adapters import weights_digest
 from keepsight.models.chat import chat_text
 from keepsight.models.decoder import context_of
+from keepsight.models.model_files import weights_digest
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.serving.export import export, placeholders_of

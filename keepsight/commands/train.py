@@ -31,11 +31,11 @@ from keepsight.models.lookahead import CONFIG, Lookahead, LookaheadAdapter
 from keepsight.models.lora import chosen_targets
 from keepsight.models.targets import Target, keep_gradients
 from keepsight.train.ablation import AblationTrainer, Cell
+from keepsight.train.dataset import Unseen
 from keepsight.train.distributed import DIVIDED, divide_layers
 from keepsight.train.importance import ImportanceObjective
 from keepsight.train.plots import ablation_figure, lookahead_figure
 from keepsight.train.trainer import ModuleTrainer, Trained, TrainingRun
-from keepsight.train.unseen import Unseen
 
 _SHAPE = ("tokens", "rank", "targets", "alpha", "group")
 """Settings of a module that its weights depend on."""

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import cached_file
 
-from keepsight.models.adapters import FIRST, digest_of_first
+from keepsight.models.model_files import FIRST, digest_of_first
 from keepsight.models.targets import outline_model
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16

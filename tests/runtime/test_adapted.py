@@ -15,7 +15,7 @@ from peft import (
 
 from keepsight import Conversation, SnapKV, generate, load_state, save_state
 from keepsight.errors import UserError
-from keepsight.models.adapters import adapters_digest, weights_digest
+from keepsight.models.model_files import adapters_digest, weights_digest
 from tests.tiny import prompt_ids, tiny_model
 
 SMALL = SnapKV(12, window=4)

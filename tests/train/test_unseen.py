@@ -15,11 +15,10 @@ from keepsight.models.card import excess_rows
 from keepsight.models.chat import chat_text
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.methods import make_method
-from keepsight.train.dataset import prompts_of
+from keepsight.train.dataset import QuestionStarts, SomeUnseen, Unseen, prompts_of
 from keepsight.train.eviction import EvictionObjective
 from keepsight.train.settings import FinetuneSettings
 from keepsight.train.trainer import ModuleTrainer, TrainingRun
-from keepsight.train.unseen import QuestionStarts, SomeUnseen, Unseen
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.train.runs import crash, disturbed, objective, same, samples, settings, tensors
 
