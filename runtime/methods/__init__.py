@@ -9,14 +9,14 @@ from pkgutil import iter_modules as _iter_modules
 from keepsight.runtime.drafting.speckv import SpecKV as SpecKV
 from keepsight.runtime.evict import Evict as Evict
 from keepsight.runtime.generate import FullCache as FullCache
-from keepsight.runtime.methods.critical import CriticalAdaKV as CriticalAdaKV
-from keepsight.runtime.methods.critical import CriticalKV as CriticalKV
 from keepsight.runtime.methods.drafts import DapQ as DapQ
 from keepsight.runtime.methods.drafts import Oracle as Oracle
 from keepsight.runtime.methods.expected import ExpectedAdaKV as ExpectedAdaKV
 from keepsight.runtime.methods.expected import ExpectedAttention as ExpectedAttention
 from keepsight.runtime.methods.expected import TriAttention as TriAttention
 from keepsight.runtime.methods.fastv import FastV as FastV
+from keepsight.runtime.methods.geometry import CriticalAdaKV as CriticalAdaKV
+from keepsight.runtime.methods.geometry import CriticalKV as CriticalKV
 from keepsight.runtime.methods.geometry import CurDKV as CurDKV
 from keepsight.runtime.methods.geometry import KeyDiff as KeyDiff
 from keepsight.runtime.methods.laq import LAQ as LAQ

@@ -16,7 +16,6 @@ from typing import Any
 
 from keepsight.errors import UserError
 from keepsight.files import read_json
-from keepsight.models.restore import RestoreWeights
 from keepsight.runtime.drafting.minference import MInference
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.drafting.speckv import ModelDrafter, SparsePrefill, SpecKV
@@ -25,7 +24,7 @@ from keepsight.runtime.importance import NO_POOL, Pool, Reduce
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
 from keepsight.runtime.methods.reconstruction import KVzip
 from keepsight.runtime.methods.resources import Resources
-from keepsight.runtime.methods.restore import RestoreKV
+from keepsight.runtime.methods.restore import RestoreKV, RestoreWeights
 from keepsight.runtime.methods.scored import ScoredEvict, TrainedScores
 from keepsight.runtime.prompt_compression.r2c import Fusion
 from keepsight.runtime.prompt_compression.text import Cosine, Package

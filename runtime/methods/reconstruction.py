@@ -28,7 +28,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.features import RecordFeatures, WatchInputs, in_this_thread
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce, observed_attention, reduce_group
 from keepsight.runtime.layer import KeptLayer, LayerEntries
-from keepsight.runtime.methods.critical import output_norms
+from keepsight.runtime.methods.geometry import output_norms
 from keepsight.runtime.observe import Observer, ViewedLayer, read_with
 from keepsight.runtime.state import State, full_layers
 

@@ -12,9 +12,9 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
 from keepsight.models.lookahead import LookaheadAdapter
-from keepsight.models.restore import RestoreWeights
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.scorers import Scorer
+from keepsight.runtime.methods.restore import RestoreWeights
 
 Published = TypeVar("Published", bound=Scorer | RestoreWeights)
 

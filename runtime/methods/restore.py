@@ -1,20 +1,119 @@
-"""RestoreKV: KVzip, and within its budget the entries of a few learned tokens, which read the whole cache before."""
+"""RestoreKV: KVzip, and within its budget the entries of a few learned tokens, which read the whole cache before.
 
+Their trained weights, soft tokens and a LoRA, load in both published formats: kvpress's PEFT adapter with
+`restore_embeddings.safetensors`, and the authors' checkpoint, a pickle of tensors.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from keepsight.errors import UserError
-from keepsight.models.restore import RestoreWeights
+from keepsight.files import read_json
+from keepsight.models.artifacts import as_weights, read_tensors, unpickled
+from keepsight.models.lora import FoldedLora, Lora
+from keepsight.models.model_files import tensor_bytes
+from keepsight.models.scorers import published_files
 from keepsight.runtime import registry
 from keepsight.runtime.methods.reconstruction import KVzip, Replayed
 from keepsight.runtime.observe import read_with
 from keepsight.runtime.state import State
+
+_TOKENS = re.compile(r"(.*\.)?(restore_)?embeddings")
+_LORA = re.compile(r"(?:base_model\.model\.|trainable_model_state\.)?(.+)\.lora_(a|b)(?:\.weight)?", re.IGNORECASE)
+ALPHA = 16.0
+"""The authors' alpha, where no adapter_config.json names it."""
+
+
+class RestoreWeights:
+    """Learned tokens, and the LoRA with which they are read (RestoreKV, arXiv 2608.01247).
+
+    Args:
+        source: Where the tensors are from, for messages.
+        tokens: [n, D], the input embeddings.
+        lora: A [r, in] and B [out, r] of each linear module, by the module's name and `A` or `B`.
+        alpha: Updates are scaled by alpha / r.
+    """
+
+    def __init__(
+        self, source: Path | str, tokens: Tensor, lora: Mapping[tuple[str, str], Tensor], alpha: float = ALPHA
+    ) -> None:
+        self.source, self.tokens, self.alpha = source, tokens, alpha
+        self._lora = dict(lora)
+        self._bound: WeakKeyDictionary[PreTrainedModel, tuple[Tensor, FoldedLora | None]] = WeakKeyDictionary()
+        digest = hashlib.sha256(f"{alpha}".encode() + tensor_bytes(tokens))
+        for (name, part), tensor in sorted(self._lora.items()):
+            digest.update(f"{name}.{part}".encode() + tensor_bytes(tensor))
+        self.digest = f"sha256:{digest.hexdigest()}"
+
+    @classmethod
+    def from_pretrained(cls, reference: str | Path) -> Self:
+        """The weights in a file or a folder, or on the Hub as `user/name`.
+
+        Raises:
+            UserError: they cannot be had, or their files hold no such tensors.
+        """
+        files = published_files(str(reference))
+        read = [read_tensors(each) if each.suffix == ".safetensors" else unpickled(each) for each in files]
+        tensors = {name: tensor for each in read for name, tensor in each.items()}
+        tokens = [tensor for name, tensor in tensors.items() if _TOKENS.fullmatch(name) and tensor.ndim == 2]
+        if len(tokens) != 1:
+            raise UserError(f"{reference}: holds no restore_embeddings; name what was published for RestoreKV")
+        lora = {
+            (match[1], match[2].upper()): tensor for name, tensor in tensors.items() if (match := _LORA.fullmatch(name))
+        }
+        config = files[0].parent / "adapter_config.json"
+        alpha = read_json(config, dict[str, Any]).get("lora_alpha") if config.is_file() else ALPHA
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+            raise UserError(f"{config}: lora_alpha is {alpha!r}, expected a number; fetch it again")
+        return cls(files[0], tokens[0], lora, float(alpha))
+
+    def bound(self, model: PreTrainedModel) -> tuple[Tensor, FoldedLora | None]:
+        """The tokens [n, D] in a model's dtype and on its device, and their LoRA.
+
+        Raises:
+            UserError: they are for another model.
+        """
+        if model not in self._bound:
+            self._bound[model] = self._bind(model)
+        return self._bound[model]
+
+    def _bind(self, model: PreTrainedModel) -> tuple[Tensor, FoldedLora | None]:
+        embeddings: Any = model.get_input_embeddings()
+        named = {f"{name}.{part}": tensor for (name, part), tensor in self._lora.items()}
+        usable = as_weights(Path(self.source), {"tokens": self.tokens} | named, torch.float32)
+        modules = dict(model.named_modules())
+        linears = {name: modules.get(name) for name, _ in self._lora}
+        missing = sorted(name for name, module in linears.items() if not hasattr(module, "in_features"))
+        if missing or self.tokens.shape[1] != embeddings.weight.shape[1]:
+            what = f"{missing[0]} is no linear module" if missing else f"tokens have {self.tokens.shape[1]} dimensions"
+            raise UserError(f"{self.source}: does not fit this model ({what}); take what was trained for it")
+        tokens = usable.pop("tokens").to(model.device, model.dtype)
+        if not linears:
+            return tokens, None
+        ranks = {self._lora[name, "A"].shape[0] for name in linears if (name, "A") in self._lora}
+        lora = Lora(linears, ranks.pop() if ranks else 0, self.alpha, 0.0)  # type: ignore[arg-type]
+        for name, _, update in lora.parts():
+            for part, own in (("A", update.lora_A), ("B", update.lora_B)):
+                found = usable.get(f"{name}.{part}")
+                if found is None or found.shape != own.shape:
+                    shape = "nothing" if found is None else [*found.shape]
+                    raise UserError(
+                        f"{self.source}: {part} of {name} is {shape}, expected {[*own.shape]}; take what was trained "
+                        "for this model"
+                    )
+                own.data = found.to(own.device)
+        return tokens, FoldedLora(lora, model.dtype)
 
 
 class _RestoringLayer(Replayed):

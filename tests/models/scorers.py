@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from keepsight.models.decoder import attention_of, cached_kv_heads, full_attention_layers
-from keepsight.models.restore import RestoreWeights
 from keepsight.models.scorers import FastKVzipScorer, KVzapScorer, LocretScorer, Scorer, TrimKVScorer
+from keepsight.runtime.methods.restore import RestoreWeights
 
 WIDE = 6
 

@@ -10,9 +10,9 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from keepsight.errors import UserError
-from keepsight.models.restore import RestoreWeights
 from keepsight.runtime.methods import Reconstruction, RestoreKV, make_method
 from keepsight.runtime.methods.resources import Resources
+from keepsight.runtime.methods.restore import RestoreWeights
 from keepsight.runtime.state import Needs, prefill, read
 from tests.close import assert_close
 from tests.families import family_model

@@ -13,7 +13,7 @@ from keepsight.errors import UserError
 from keepsight.runtime.attention import recording
 from keepsight.runtime.generate import Reapply, decode, stop_after
 from keepsight.runtime.methods import RKV, CriticalAdaKV, CriticalKV, CurDKV, Evict, KeyDiff, KeyNorm, SnapKV
-from keepsight.runtime.methods.critical import output_norms
+from keepsight.runtime.methods.geometry import output_norms
 from keepsight.runtime.methods.rkv import Redundancy
 from keepsight.runtime.state import prefill
 from tests.close import assert_close
