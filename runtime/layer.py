@@ -24,7 +24,7 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.runtime import ragged_kernel
 from keepsight.runtime.attention import OwnAttention, Softmax, attend_grouped, visible
-from keepsight.runtime.query_statistics import QueryStatistics
+from keepsight.runtime.rotary import QueryStatistics
 
 Counts: TypeAlias = NDArray[np.int64]
 

@@ -33,7 +33,7 @@ from keepsight.models.model_files import adapters_digest, tensor_bytes, weights_
 from keepsight.runtime.attention import Softmax, is_bounded
 from keepsight.runtime.generate import CustomGenerate, Decoded, FullCache, GenerateRequest
 from keepsight.runtime.layer import KeptLayer, RaggedLayer, Recorded
-from keepsight.runtime.query_statistics import QueryStatistics
+from keepsight.runtime.rotary import QueryStatistics
 from keepsight.runtime.state import Needs, State, empty_cache, share
 
 FILE = "state.safetensors"

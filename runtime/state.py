@@ -30,8 +30,7 @@ from keepsight.runtime.images import Images
 from keepsight.runtime.importance import observed_attention, seen_ahead
 from keepsight.runtime.latents import expansions
 from keepsight.runtime.layer import KeptLayer, LayerEntries, RaggedLayer, Recorded
-from keepsight.runtime.query_statistics import QueryStatistics, with_queries
-from keepsight.runtime.rotary import Rotary
+from keepsight.runtime.rotary import QueryStatistics, Rotary, with_queries
 
 AfterLayer = Callable[[Cache, int, KeptLayer], KeptLayer]
 """Gives the layer to go on with in place of one that has been read, from the cache that it belongs to, and its place

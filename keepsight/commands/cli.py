@@ -87,9 +87,8 @@ def execute(name: str, arguments: Sequence[str]) -> None:
 
 def configuration(name: str, arguments: Sequence[str]) -> Any:
     """A command's configuration, or the cells of an ablation: those of all combinations of several values."""
-    from keepsight.commands.arguments import overrides_of
     from keepsight.commands.config import COMMANDS
-    from keepsight.commands.parse import keys_of, parse, parse_cells
+    from keepsight.commands.parse import keys_of, overrides_of, parse, parse_cells
 
     schema = COMMANDS[name][0]
     overrides = overrides_of(schema, [*keys_of(schema)], arguments)
@@ -156,9 +155,8 @@ def _help(name: str, arguments: list[str], whole: bool) -> str:
     """A command's docstring, and its common keys, or all, with the values that it would use."""
     from omegaconf import OmegaConf
 
-    from keepsight.commands.arguments import overrides_of
     from keepsight.commands.config import COMMANDS
-    from keepsight.commands.parse import compose_config, keys_of
+    from keepsight.commands.parse import compose_config, keys_of, overrides_of
     from keepsight.commands.recipe import presets_of, recipe_files
 
     schema = COMMANDS[name][0]

@@ -18,8 +18,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce, reduce_group
 from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.observe import LayerObserver, Observer
-from keepsight.runtime.query_statistics import QueryStatistics
-from keepsight.runtime.rotary import Rotary
+from keepsight.runtime.rotary import QueryStatistics, Rotary
 from keepsight.runtime.state import Needs, State
 
 _OFFSETS = [2**power for power in range(17)]

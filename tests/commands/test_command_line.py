@@ -13,11 +13,10 @@ import yaml
 
 from keepsight import __version__, recipes
 from keepsight.commands import from_recipe
-from keepsight.commands.arguments import overrides_of
 from keepsight.commands.cli import configuration
 from keepsight.commands.config import COMMANDS, Data, Eval, Fit, Inspect, Push, Train
 from keepsight.commands.config_bench import Plan
-from keepsight.commands.parse import keys_of, parse, parse_cells
+from keepsight.commands.parse import keys_of, overrides_of, parse, parse_cells
 from keepsight.commands.recipe import say_once
 from keepsight.errors import UserError, printable
 from keepsight.models import model_files, targets

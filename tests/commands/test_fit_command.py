@@ -13,7 +13,7 @@ import torch
 
 from keepsight.commands import data, finetune, from_recipe, train
 from keepsight.commands import eval as evaluation
-from keepsight.commands.fit_card import shortcomings
+from keepsight.commands.fit import shortcomings
 from keepsight.data_gen.store import ShardWriter, finished_manifest, finished_samples
 from keepsight.files import file_digest, read_json, read_jsonl, write_lines
 from keepsight.models.hub import plan_upload
