@@ -7,7 +7,6 @@ from typing import Any
 
 from keepsight.eval.report import plots, tables
 from keepsight.eval.report.figures import Plot
-from keepsight.eval.report.findings import findings
 from keepsight.eval.report.html import render_results
 from keepsight.eval.report.kept_pages import choose_examples, place_of, write_sample_pages
 from keepsight.eval.report.summary import (
@@ -15,6 +14,7 @@ from keepsight.eval.report.summary import (
     MEASURES,
     SummaryRow,
     difference,
+    findings,
     mean_over_tasks,
     notes_on,
     summarize,

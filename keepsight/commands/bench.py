@@ -32,12 +32,11 @@ from keepsight.commands.from_recipe import (
 from keepsight.commands.variants import require_evict, variants_of
 from keepsight.data_gen.store import read_training_samples
 from keepsight.errors import UserError, printable
-from keepsight.eval.bench.decoding import bench_decode, bench_largest, bench_speculate
+from keepsight.eval.bench.decoding import bench_decode, bench_largest, bench_speculate, bench_sweep
 from keepsight.eval.bench.eviction import bench_evict, bench_operators
 from keepsight.eval.bench.measure import require_room
 from keepsight.eval.bench.offload import bench_specache, size_lines, step_lines, text_prompts, traffic_lines
 from keepsight.eval.bench.serving import bench_serve, bench_vllm
-from keepsight.eval.bench.sweep import bench_sweep
 from keepsight.eval.query_similarity import query_similarity
 from keepsight.eval.report.tables import Column, Table
 from keepsight.eval.tasks.niah import make_samples

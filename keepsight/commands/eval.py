@@ -25,9 +25,8 @@ from keepsight.commands.variants import ALL, import_plugins, variants_of
 from keepsight.errors import BadRow, UserError, printable
 from keepsight.eval.answers import Sampling, default_batch_tokens
 from keepsight.eval.kept_tokens import KeptTokens, first_of_each
-from keepsight.eval.report.findings import findings
 from keepsight.eval.report.pages import write_outputs
-from keepsight.eval.report.summary import summary_table
+from keepsight.eval.report.summary import findings, summary_table
 from keepsight.eval.results import EARLIER, Measured, Row, finished, key_of, merge, part_of, read_run
 from keepsight.eval.reuse import by_digest, rows_of_runs
 from keepsight.eval.sweep import Refused, Variant, check_samples, groups_of, sweep

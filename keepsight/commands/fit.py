@@ -37,7 +37,7 @@ from keepsight.commands.training import origins_of
 from keepsight.commands.variants import variants_of
 from keepsight.data_gen.store import finished_manifest
 from keepsight.errors import UserError
-from keepsight.eval.report.findings import BOUNDS, OURS, kind_of
+from keepsight.eval.report.summary import BOUNDS, OURS, kind_of
 from keepsight.files import read_jsonl, require_writable, whole_lines, write_text
 from keepsight.models.artifacts import check_repo_id
 from keepsight.models.card import CARD, CardBasics, excess_rows, with_evaluation, with_section

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from keepsight.commands.config import Compare, Push, Report
 from keepsight.errors import UserError, printable
-from keepsight.eval.report.findings import findings
 from keepsight.eval.report.pages import write_comparison, write_outputs
+from keepsight.eval.report.summary import findings
 from keepsight.eval.results import comparable, parts_of_one, read_run
 from keepsight.models.hub import plan_upload
 from keepsight.models.hub import push as upload_to_hub

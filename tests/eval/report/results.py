@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from keepsight.eval.report.findings import findings
 from keepsight.eval.report.pages import plots_of, tables_of, write_report
-from keepsight.eval.report.summary import summarize
+from keepsight.eval.report.summary import findings, summarize
 from keepsight.eval.results import Key, Row, Run
 
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from keepsight.eval.report.findings import findings
-from keepsight.eval.report.summary import summarize
+from keepsight.eval.report.summary import findings, summarize
 from keepsight.eval.results import Run, labels_of
 from tests.eval.report.results import row
 
