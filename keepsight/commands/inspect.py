@@ -10,7 +10,7 @@ from keepsight.commands.config import Inspect as Config
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.commands.variants import require_evict
 from keepsight.errors import UserError, printable
-from keepsight.eval.report.kept_pages import write_inspect_page
+from keepsight.eval.report.pages import write_inspect_page
 from keepsight.eval.results import FULL
 from keepsight.files import regular, require_writable
 from keepsight.models.chat import chat_text

@@ -8,8 +8,7 @@ import pytest
 
 from keepsight.errors import UserError
 from keepsight.eval.kept_tokens import path_of
-from keepsight.eval.report.kept_pages import write_sample_pages
-from keepsight.eval.report.pages import write_outputs
+from keepsight.eval.report.pages import write_outputs, write_sample_pages
 from keepsight.eval.results import Measured, Row, Run, finished, merge, part_of, read_run
 from keepsight.eval.reuse import rows_of_runs
 from keepsight.files import append_lines, read_json, read_jsonl, write_json, write_lines

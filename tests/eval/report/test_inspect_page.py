@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from keepsight.eval.report.figures import styles_of
-from keepsight.eval.report.kept_pages import write_inspect_page
+from keepsight.eval.report.pages import write_inspect_page
 
 TOKENS = ["<|im_start|>", "user", "\n", "\t", " the", " </script><script>alert(1)</script>", "�", " 4711", "  "]
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from keepsight.eval.kept_tokens import encode_counts, path_of
-from keepsight.eval.report.kept_pages import write_inspect_page, write_sample_pages
-from keepsight.eval.report.pages import write_comparison
+from keepsight.eval.report.pages import write_comparison, write_inspect_page, write_sample_pages
 from keepsight.eval.results import Run
 from keepsight.files import write_json
 from tests.browser import Page, browser

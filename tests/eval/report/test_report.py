@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from keepsight.eval.report import pages as report
-from keepsight.eval.report.kept_pages import choose_examples
+from keepsight.eval.report.pages import choose_examples
 from keepsight.eval.report.summary import summarize
 from keepsight.eval.report.tables import cost_table, interval_text
 from keepsight.eval.results import Row, Run
