@@ -1,19 +1,162 @@
-"""From a state to a prefix file: the entries turned to the positions of a shorter prompt, whole or in pages."""
+"""From a state to a prefix file: an evicted cache as the KV entries of an ordinary, shorter prompt, whole or in pages.
+
+With rotary positions, the score of a query at position p with a key at position s depends on p - s alone. A prompt of N
+tokens whose heads keep B entries goes on at position N. Rotated by a further -(N - B), the kept keys are those of a
+prompt of B tokens, after which an engine goes on at position B: its scheduler, pages and positions need not know.
+Values do not change, nor does the order of the entries matter.
+
+The turn is exact for plain, linear, Llama-3 and YaRN scaling (whose factor is in the keys already), for partial
+rotation, M-RoPE and layers without rotation. `turned` compares the next token's logits before and after, so that a
+model whose attention depends on positions in another way is refused.
+"""
 
 import hashlib
 import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from keepsight.errors import UserError
+from keepsight.models.decoder import FULL, decoder_of, has_latents
 from keepsight.models.model_files import weights_digest
-from keepsight.runtime.state import State
+from keepsight.runtime.attention import is_bounded
+from keepsight.runtime.layer import KeptLayer, RaggedLayer
+from keepsight.runtime.state import State, read
 from keepsight.serving.prefix import Header, write_prefix
-from keepsight.serving.turn import turned
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Scalings of rotary positions whose frequencies do not depend on the length of the prompt."""
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
+"""Mean difference of two log-probabilities that rounding explains: up to 0.06 in bfloat16, 0.4 where turned wrongly."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How a layer rotates its keys.
+
+    Attributes:
+        inv_freq: [r / 2] float64, the frequency of each pair of the first r dimensions of a head.
+        interleaved: Whether dimensions 2i and 2i + 1 are a pair; else i and i + r / 2.
+    """
+
+    inv_freq: Tensor
+    interleaved: bool
+
+    def turn(self, keys: Tensor, by: int) -> Tensor:
+        """Keys [..., d] after RoPE, as if each stood `by` positions later; computed in float64, of the same dtype."""
+        width = 2 * len(self.inv_freq)
+        angle = by * self.inv_freq.to(keys.device)
+        cos, sin = angle.cos(), angle.sin()
+        part = keys[..., :width].double()
+        first, second = (part[..., ::2], part[..., 1::2]) if self.interleaved else part.chunk(2, dim=-1)
+        pair = first * cos - second * sin, second * cos + first * sin
+        turned = torch.stack(pair, dim=-1).flatten(-2) if self.interleaved else torch.cat(pair, dim=-1)
+        return torch.cat([turned.to(keys.dtype), keys[..., width:]], dim=-1)
+
+
+def rotations_of(model: PreTrainedModel) -> list[Rotation | None]:
+    """The rotation of each layer with full attention; None for one without.
+
+    Raises:
+        UserError: the model has no rotary positions, scales them by the prompt's length, or has layers whose entries
+            cannot be turned (latents, sliding windows, recurrent states).
+    """
+    kind, config = model.config.model_type, model.config.get_text_config(decoder=True)
+    if has_latents(model):
+        raise UserError(f"{kind} caches latents, which cannot be turned yet; serve a model with keys and values")
+    decoder = decoder_of(model)
+    rotary: Any = getattr(decoder, "rotary_emb", None)
+    if rotary is None:
+        raise UserError(f"{kind} has no rotary positions, so that its evicted entries fit no other position")
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    parameters = parameters.get(FULL) or parameters  # by kind of layer in models that have several
+    if (scaling := parameters.get("rope_type", "default")) not in ROPE_TYPES:
+        raise UserError(
+            f"{kind} scales rotary positions by {scaling}, whose frequencies depend on the prompt's length; "
+            f"supported are {', '.join(ROPE_TYPES)}"
+        )
+    by_kind: Tensor | None = getattr(rotary, f"{FULL}_inv_freq", None)
+    frequencies: Tensor = rotary.inv_freq if by_kind is None else by_kind
+    found = list[Rotation | None]()
+    for layer in decoder.layers:
+        attention = layer.self_attn
+        unrotated = getattr(attention, "use_rope", True) in (False, 0)
+        rotation = Rotation(frequencies.detach().double().cpu(), _is_interleaved(attention, len(frequencies)))
+        found.append(None if unrotated else rotation)
+    return found
+
+
+def _is_interleaved(attention: Any, pairs: int) -> bool:
+    """Whether the model's own function rotates neighbouring dimensions."""
+    rotate: Any = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if rotate is None:
+        return False  # what `turned` compares decides
+    key = torch.zeros(1, 1, 1, 2 * pairs)
+    key[..., 0] = 1.0
+    angle = torch.full((1, 1, 2 * pairs), 0.5)
+    try:
+        _, rotated = rotate(key, key, angle.cos(), angle.sin())
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return pairs > 1 and bool(rotated[0, 0, 0, 1] != 0)
+
+
+@torch.no_grad()
+def turned(model: PreTrainedModel, state: State, entries: int) -> State:
+    """A state's entries at the positions of a prompt of `entries` tokens.
+
+    Args:
+        model: The model that read the state.
+        state: One prompt, evicted from or not, whose layers all have full attention; it stays unchanged.
+        entries: B, the position of the next token.
+
+    Returns:
+        A state whose next position is B; nothing is recorded in it.
+
+    Raises:
+        UserError: the model's entries cannot be turned, or the next token's logits differ after the turn.
+    """
+    if len(state.lengths) != 1 or not state.joins:
+        raise UserError("a prefix is made of one prompt, and of entries that are stored as they are")
+    if bounded := [type(layer).__name__ for layer in state.cache.layers if is_bounded(layer)]:
+        raise UserError(
+            f"{model.config.model_type} has layers with a {bounded[0]}, whose window or state is not that of a shorter "
+            "prompt; serve a model whose layers all have full attention"
+        )
+    after, token = turned_by(rotations_of(model), state, entries), state.logits.argmax(dim=-1, keepdim=True)
+    expected, found = (read(model, each, token)[1].log_softmax(-1) for each in (state.unrecorded(), after.copy()))
+    if (difference := float((expected.exp() * (expected - found).abs()).sum())) > _TOLERANCE[model.dtype]:
+        raise UserError(
+            f"{model.config.model_type} depends on positions in a way that the turn of its keys does not keep: "
+            f"log-probabilities differ by {difference:.2g}; serve another model"
+        )
+    return after
+
+
+def turned_by(rotations: Sequence[Rotation | None], state: State, entries: int) -> State:
+    """`turned` by known rotations of the layers, without a comparison of logits."""
+    by = entries - int(state.next_position[0])
+    pairs = zip(state.layers, rotations, strict=True)
+    layers: list[Any] = [_turned(layer, rotation, by, entries) for layer, rotation in pairs]
+    lengths, placeholders = torch.full_like(state.lengths, entries), state.tokens.new_zeros(1, entries)
+    return State(Cache(layers=layers), state.logits, placeholders, lengths, padded=False)
+
+
+def _turned(layer: KeptLayer, rotation: Rotation | None, by: int, entries: int) -> KeptLayer:
+    def turn(keys: Tensor) -> Tensor:
+        return keys if rotation is None else rotation.turn(keys, by)
+
+    if isinstance(layer, RaggedLayer):
+        keys, values = layer.packed()
+        return RaggedLayer(turn(keys), values, layer.head_sizes(), entries)
+    return KeptLayer(turn(layer.keys), layer.values, entries, layer.real)
 
 
 def export(

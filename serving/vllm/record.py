@@ -42,9 +42,8 @@ from keepsight.runtime.methods.lookaheadkv import SoftTokens
 from keepsight.runtime.methods.make import make_method
 from keepsight.runtime.observe import LayerObserver
 from keepsight.runtime.state import Needs, Recorder, State
-from keepsight.serving.export import placeholders_of, write_state
+from keepsight.serving.export import Rotation, placeholders_of, rotations_of, turned_by, write_state
 from keepsight.serving.prefix import BEFORE, EVICT, FAILED, MADE, WHOLE, digest_in, letters_of
-from keepsight.serving.turn import Rotation, rotations_of, turned_by
 from keepsight.serving.vllm import ragged
 from keepsight.serving.vllm.connector import KeepsightConnector, Step
 from keepsight.serving.vllm.weights import fingerprints

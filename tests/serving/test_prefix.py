@@ -12,9 +12,8 @@ from keepsight import AdaKV, SnapKV
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.state import read
-from keepsight.serving.export import export
+from keepsight.serving.export import Rotation, export, rotations_of, turned
 from keepsight.serving.prefix import PrefixStore, digest_in, letters_of, placeholders, write_prefix
-from keepsight.serving.turn import Rotation, rotations_of, turned
 from tests.close import assert_close
 from tests.families import family_model
 from tests.tiny import prompt_ids, tiny_model
@@ -78,7 +77,7 @@ def test_positions_scaled_by_length_are_refused():
 def test_the_wrong_turn_is_noticed(monkeypatch):
     model = tiny_model()
     state = SnapKV(40, window=8).start(model, PROMPT)
-    monkeypatch.setattr("keepsight.serving.turn.rotations_of", lambda model: [None] * len(state.layers))
+    monkeypatch.setattr("keepsight.serving.export.rotations_of", lambda model: [None] * len(state.layers))
     with pytest.raises(UserError, match="log-probabilities differ"):
         turned(model, state, 40)
 
