@@ -1,6 +1,10 @@
-"""Base models: loading a model with its tokenizer, quantised or over several devices, or without its weights."""
+"""Base models: loading a model with its tokenizer, quantised or over several devices, or without its weights.
+
+`fingerprints` reads from a model's files alone the digests by which entries of other models are refused.
+"""
 
 import inspect
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +15,8 @@ from typing import Any
 
 import torch
 from accelerate.utils import get_max_memory
-from torch import nn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -24,14 +29,28 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
+from transformers.utils import (
+    cached_file,
+    is_flash_attn_2_available,
+    is_flash_attn_3_available,
+    is_flash_attn_4_available,
+)
 
 from keepsight.errors import UserError, one_line
 from keepsight.experimental import is_on
 from keepsight.models.chat import load_tokenizer, template_digest, with_arguments
 from keepsight.models.decoder import require_supported, require_supported_config, values_of
 from keepsight.models.distributed import gathered
-from keepsight.models.model_files import LOADING, hub_answers, located, published_name, record_version, version_of
+from keepsight.models.model_files import (
+    FIRST,
+    LOADING,
+    digest_of_first,
+    hub_answers,
+    located,
+    published_name,
+    record_version,
+    version_of,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FLASH = {
@@ -378,3 +397,34 @@ def processor_of(target: Target) -> Any:
     if not hasattr(processor, "image_processor"):
         raise UserError(f"model {target.name!r} comes without a preprocessor_config.json; download it again")
     return processor
+
+
+def fingerprints(model: str) -> frozenset[str]:
+    """`weights_digest` of a model in each dtype that it may be loaded in; none if its files name weights otherwise.
+
+    Args:
+        model: Folder or Hub id, whose files are on this machine.
+
+    Raises:
+        UserError: its configuration cannot be read.
+    """
+    outline = outline_model(model, dtype="float32")
+    folder = Path(cached_file(model, "config.json") or model).parent
+    try:
+        held = _first_values(folder)
+        values = [held[name] for name, _ in outline.named_parameters()]
+    except (KeyError, OSError, SafetensorError):
+        return frozenset()
+    return frozenset(digest_of_first([value.to(dtype) for value in values]) for dtype in DTYPES.values())
+
+
+def _first_values(folder: Path) -> dict[str, Tensor]:
+    found = dict[str, Tensor]()
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                part = file.get_slice(name)
+                shape = part.get_shape()
+                if shape and 0 not in shape:
+                    found[name] = part[: math.ceil(FIRST / math.prod(shape[1:]))]
+    return found

@@ -1,26 +1,53 @@
-"""keepsight serve: an OpenAI server over batched decoding from evicted caches."""
+"""keepsight serve: an OpenAI server over evicted caches, with an engine of its own or, with vllm=true, with vLLM's.
 
+Beside vLLM's server a worker reads long prompts for it and evicts from them.
+"""
+
+import asyncio
+import importlib.util
+import json
+import math
 import os
+import shlex
+import signal
+import socket
+import subprocess
 import sys
-from contextlib import closing
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
-from keepsight.commands import serve_vllm
 from keepsight.commands.config_serving import Serve as Config
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
-from keepsight.commands.variants import method_of
+from keepsight.commands.variants import letters_for, method_of, prefix_method
 from keepsight.errors import UserError, printable
+from keepsight.files import require_writable
+from keepsight.models.model_files import located
+from keepsight.models.targets import Target
 from keepsight.serving.engine import Engine
+from keepsight.serving.prefix import transfer_config
+from keepsight.serving.worker import Worker
 
 _GRACE = 30
 """Seconds that answers under way have to end in, once the server is told to end."""
+_VLLM_KEYS = "page", "min_prompt_tokens", "prefixes", "vllm_options"
+"""Keys that mean nothing without vLLM."""
+_VLLM_OWN = "model", "tokenizer", "served_model_name", "host", "port", "api_key", "middleware", "kv_transfer_config"
+_VLLM_GRACE = 30.0
+"""Seconds that vLLM has to end in."""
 
 
 def run(config: Config) -> None:
     """Serve until interrupted."""
     if config.vllm:
-        serve_vllm.run(config)
+        _run_vllm(config)
         return
-    if given := [name for name in serve_vllm.KEYS if getattr(config, name)]:
+    if given := [name for name in _VLLM_KEYS if getattr(config, name)]:
         raise UserError(f"{given[0]}= is for vLLM's server; leave it out, or add vllm=true")
     try:
         import uvicorn
@@ -30,7 +57,7 @@ def run(config: Config) -> None:
         raise UserError(f"keepsight serve needs {error.name}; run `pip install 'keepsight[serving]'`") from None
     method_of(config, resources_later(config))  # bad values end here, before anything loads
     key = os.environ.get(config.key) or None
-    with closing(serve_vllm.listening(config.host, config.port)) as listening:
+    with closing(listening(config.host, config.port)) as opened:
         target = target_of(config)
         method = method_of(config, resources_of(config, target))
         batch = {"rows": config.rows, "waiting": config.waiting, "max_prompt_tokens": config.max_prompt_tokens}
@@ -38,15 +65,182 @@ def run(config: Config) -> None:
             name = config.name or target.public_name
             limits = {"answer_tokens": config.max_new_tokens, "max_bytes": config.max_bytes}
             app = Service(engine, target, name=name, key=key, **limits).app()
-            host, port = listening.getsockname()[:2]
+            host, port = opened.getsockname()[:2]
             asks = f"requests need the key in {config.key}" if key else "requests need no key"
             how = f"{config.method}, budget {config.budget}"
             print(printable(f"serving {name} at http://{host}:{port}/v1 with {how}; {asks}"))
-            request = serve_vllm.request_line(f"http://{host}:{port}/v1", name, config.key if key else None)
+            request = request_line(f"http://{host}:{port}/v1", name, config.key if key else None)
             print(printable(f"next: {request}"))
             sys.stdout.flush()
             settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE, lifespan="off")
             try:
-                uvicorn.Server(settings).run(sockets=[listening])
+                uvicorn.Server(settings).run(sockets=[opened])
             except KeyboardInterrupt:
                 print("stopped", file=sys.stderr)
+
+
+# Beside vLLM's server
+
+
+def _run_vllm(config: Config) -> None:
+    """Serve until interrupted, or until vLLM's server ends.
+
+    Raises:
+        UserError: a value cannot be served, vLLM is not installed, or its server ended.
+    """
+    _check_vllm(config)
+    prefix_method(config, resources_later(config))  # bad values end here, before anything loads
+    target = target_of(config)
+    method, least = prefix_method(config, resources_of(config, target)), _least(config, target)
+    with TemporaryDirectory(prefix="keepsight-") as made:
+        root = Path(config.prefixes or Path(made, "prefixes"))
+        root.mkdir(parents=True, exist_ok=True)
+        worker = Worker(target, method, root, page=config.page, waiting=config.waiting)
+        at = Path(made, "worker.sock")
+        threading.Thread(target=asyncio.run, args=(worker.serve(at),), name="worker", daemon=True).start()
+        port = _port_of(config)
+        source, _, _ = located(config.model.id, config.model.revision, config.model.own_file)
+        command = [*_command(config, target, source, root, Path(made, "tokenizer")), f"--port={port}"]
+        try:
+            with _child(command, _environment(config, least, source, root, at)) as child:
+                _wait_for(child, config.host, port)
+                name, url = config.name or target.public_name, f"http://{config.host}:{port}/v1"
+                how = f"{config.method}, budget {config.budget}, for prompts of {least} tokens or more"
+                print(printable(f"vLLM serves {name} at {url} with {how}"))
+                key = config.key if os.environ.get(config.key) else None
+                print(printable(f"next: {request_line(url, name, key)}"), flush=True)
+                raise UserError(f"vLLM's server ended with status {child.wait()}; its last lines say why")
+        except KeyboardInterrupt:
+            print("stopped", file=sys.stderr)
+        finally:
+            worker.remove_made()
+
+
+def request_line(url: str, name: str, key: str | None) -> str:
+    """A command that asks the server something; `key` names the variable that holds the key, None without one."""
+    asked = json.dumps({"model": name, "messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 16})
+    secret = f' -H "Authorization: Bearer ${key}"' if key else ""
+    return f"curl {url}/chat/completions{secret} -H 'Content-Type: application/json' -d {shlex.quote(asked)}"
+
+
+def _check_vllm(config: Config) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError("vllm=true needs vLLM; run `make setup-vllm`, or `pip install 'keepsight[vllm,serving]'`")
+    if config.model.quantize:
+        raise UserError(f"model.quantize={config.model.quantize}: vLLM serves the model's own weights; leave it out")
+    for name in config.vllm_options:
+        if name.replace("-", "_") in _VLLM_OWN:
+            raise UserError(f"vllm_options={{{name}: ...}} is set by keepsight itself; leave it out")
+    if config.prefixes is not None:
+        require_writable(Path(config.prefixes))
+    _port_of(config)
+
+
+def _least(config: Config, target: Target) -> int:
+    """Shortest prompt that is evicted from; its entries spell an id."""
+    letters, budget = letters_for(target, config.budget), config.budget
+    twice = 2 * budget if isinstance(budget, int) else math.ceil(2 * letters / budget)
+    return config.min_prompt_tokens or int(twice)
+
+
+def _command(config: Config, target: Target, source: str | Path, root: Path, tokenizer: Path) -> list[str]:
+    target.tokenizer.save_pretrained(str(tokenizer))  # with the arguments of model.template
+    target.model.config.save_pretrained(str(tokenizer))
+    given: dict[str, Any] = {
+        "model": source,
+        "tokenizer": tokenizer,
+        "served_model_name": config.name or target.public_name,
+        "dtype": str(target.model.dtype).removeprefix("torch."),
+        "host": config.host,
+        "max_num_seqs": config.rows,
+        "override_generation_config": json.dumps({"max_new_tokens": config.max_new_tokens}),
+        "middleware": "keepsight.serving.vllm.middleware.Prefixes",
+        "kv_transfer_config": json.dumps(transfer_config(root)),
+        "enforce_eager": target.model.device.type == "cpu",  # compiling takes minutes there
+        "trust_remote_code": config.model.trust_remote_code,
+    }
+    given |= {"revision": config.model.revision} if config.model.revision and isinstance(source, str) else {}
+    given |= {"block_size": config.page} if config.page else {}
+    given |= {"max_model_len": config.max_prompt_tokens + config.max_new_tokens} if config.max_prompt_tokens else {}
+    given |= {name.replace("-", "_"): value for name, value in config.vllm_options.items()}
+    return [part for name, value in given.items() if (part := _option(name, value))]
+
+
+def _option(name: str, value: Any) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return flag if value else ""
+    return f"{flag}={json.dumps(value) if isinstance(value, dict | list) else value}"
+
+
+def _environment(config: Config, least: int, source: str | Path, root: Path, at: Path) -> dict[str, str]:
+    own = {
+        "KEEPSIGHT_ROOT": str(root),
+        "KEEPSIGHT_MODEL": str(source),
+        "KEEPSIGHT_WORKER": str(at),
+        "KEEPSIGHT_LEAST": str(least),
+        "KEEPSIGHT_MAX_BYTES": str(config.max_bytes),
+        "KEEPSIGHT_RAGGED": str(int(config.page > 0)),
+        "VLLM_API_KEY": os.environ.get(config.key, ""),  # not in the arguments, which every user sees
+    }
+    return {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", **os.environ, **own}
+
+
+@contextmanager
+def _child(arguments: list[str], environment: dict[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
+    """VLLM's server in a process group of its own, which ends with this process."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    command = [sys.executable, "-m", "keepsight.serving.vllm.launch", *arguments]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+    try:
+        yield child
+    finally:
+        child.terminate()
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(_VLLM_GRACE)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+
+
+def _wait_for(child: "subprocess.Popen[bytes]", host: str, port: int) -> None:
+    """Until the server answers.
+
+    Raises:
+        UserError: it ended.
+    """
+    local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+    while True:
+        try:
+            with urllib.request.urlopen(f"http://{local}:{port}/health", timeout=5):
+                return
+        except OSError:
+            if (code := child.poll()) is not None:
+                raise UserError(
+                    f"vLLM's server ended with status {code} before it answered; its last lines say why"
+                ) from None
+            time.sleep(0.2)
+
+
+def _port_of(config: Config) -> int:
+    """The port, or a free one in place of 0.
+
+    Raises:
+        UserError: it is in use, or the host is unknown.
+    """
+    with closing(listening(config.host, config.port)) as found:
+        return int(found.getsockname()[1])
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens already, so that a port in use is known before the model is loaded.
+
+    Raises:
+        UserError: the port is in use, or the host is unknown.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"host={host} port={port}: {error}; choose others") from None

@@ -30,6 +30,7 @@ from typing import Any, TypeAlias
 from transformers import AutoTokenizer
 
 from keepsight.errors import UserError, one_line
+from keepsight.models.targets import fingerprints
 from keepsight.serving.prefix import (
     BEFORE,
     EVICT,
@@ -42,7 +43,6 @@ from keepsight.serving.prefix import (
     placeholders,
 )
 from keepsight.serving.vllm.reader import Reader, Refused
-from keepsight.serving.vllm.weights import fingerprints
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]

@@ -33,6 +33,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 from keepsight.errors import UserError, one_line
 from keepsight.files import read_json, write_json
 from keepsight.models.decoder import FULL, decoder_of, layer_kinds
+from keepsight.models.targets import fingerprints
 from keepsight.runtime.allocate import Global, Uniform
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.evict import Evict
@@ -46,7 +47,6 @@ from keepsight.serving.export import Rotation, placeholders_of, rotations_of, tu
 from keepsight.serving.prefix import BEFORE, EVICT, FAILED, MADE, WHOLE, digest_in, letters_of
 from keepsight.serving.vllm import ragged
 from keepsight.serving.vllm.connector import KeepsightConnector, Step
-from keepsight.serving.vllm.weights import fingerprints
 
 logger = init_logger("vllm.keepsight")
 TICKETS = ".evicted"

@@ -18,13 +18,12 @@ from keepsight.errors import UserError
 from keepsight.models.card import Provenance
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.models.targets import load_target
+from keepsight.models.targets import fingerprints, load_target
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.state import read
 from keepsight.serving.export import export
 from keepsight.serving.prefix import PrefixStore, alphabet_of, placeholders
 from keepsight.serving.vllm.soft_tokens import lora_for_vllm, observing_prompt
-from keepsight.serving.vllm.weights import fingerprints
 from tests.close import assert_close
 from tests.serving.vllm.stock import CONNECTOR, TOPICS, Library, chatted, serving, stock_target
 from tests.tiny import save_tiny_target
