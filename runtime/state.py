@@ -24,11 +24,10 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import has_latents, require_supported
 from keepsight.models.scorers import Scorer
-from keepsight.runtime.attention import Reader, Softmax, is_bounded, run
+from keepsight.runtime.attention import Reader, Softmax, expansions, is_bounded, run
 from keepsight.runtime.features import RecordFeatures, WatchInputs
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import observed_attention, seen_ahead
-from keepsight.runtime.latents import expansions
 from keepsight.runtime.layer import KeptLayer, LayerEntries, RaggedLayer, Recorded
 from keepsight.runtime.rotary import QueryStatistics, Rotary, with_queries
 

@@ -15,7 +15,7 @@ from keepsight.models.artifacts import fetch
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource, LayerSubset, load_draft, load_head
 from keepsight.models.model_files import located
 from keepsight.models.targets import Target, load_target, outline_model, outline_target
-from keepsight.runtime.methods.resources import Later, Resources, ResourcesLater
+from keepsight.runtime.methods.make import Later, Resources, ResourcesLater
 
 
 def target_of(config: UsesModel, device_map: Mapping[str, str] | None = None) -> Target:

@@ -22,6 +22,7 @@ from keepsight.runtime.methods.geometry import KeyDiff as KeyDiff
 from keepsight.runtime.methods.laq import LAQ as LAQ
 from keepsight.runtime.methods.laq import LAQPlus as LAQPlus
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV as LookaheadKV
+from keepsight.runtime.methods.make import Resources as Resources
 from keepsight.runtime.methods.make import make_method as make_method
 from keepsight.runtime.methods.positions import KeyNorm as KeyNorm
 from keepsight.runtime.methods.positions import LaCache as LaCache
@@ -31,7 +32,6 @@ from keepsight.runtime.methods.reconstruction import KVgrad as KVgrad
 from keepsight.runtime.methods.reconstruction import KVzip as KVzip
 from keepsight.runtime.methods.reconstruction import KVzipPlus as KVzipPlus
 from keepsight.runtime.methods.reconstruction import Reconstruction as Reconstruction
-from keepsight.runtime.methods.resources import Resources as Resources
 from keepsight.runtime.methods.restore import RestoreKV as RestoreKV
 from keepsight.runtime.methods.rkv import RKV as RKV
 from keepsight.runtime.methods.scored import DBTrimKV as DBTrimKV

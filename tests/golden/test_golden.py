@@ -19,8 +19,7 @@ from torch import Tensor
 from keepsight.models.draft_sources import LoadedDraft
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import METHODS
-from keepsight.runtime.methods.make import make_method, takes
-from keepsight.runtime.methods.resources import Resources
+from keepsight.runtime.methods.make import Resources, make_method, takes
 from keepsight.runtime.state import prefill
 from tests.models.modules import SHAPE, random_on, save
 from tests.models.retrieval_heads import tiny_retrieval_head

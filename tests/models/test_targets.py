@@ -24,7 +24,7 @@ from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.model_files import folder_version, packaged_file, record_version, version_of
 from keepsight.models.targets import load_target
 from keepsight.runtime.methods import LookaheadKV, make_method
-from keepsight.runtime.methods.resources import Resources
+from keepsight.runtime.methods.make import Resources
 from tests.families import fresh_model
 from tests.tiny import FAMILIES, save_tiny_target, tiny_model, tiny_tokenizer
 

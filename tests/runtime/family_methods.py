@@ -13,8 +13,7 @@ from keepsight.models.draft_sources import LoadedDraft
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.runtime.methods import METHODS
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
-from keepsight.runtime.methods.make import make_method
-from keepsight.runtime.methods.resources import Resources
+from keepsight.runtime.methods.make import Resources, make_method
 from keepsight.runtime.methods.scored import ScoredEvict, TrainedScores
 from keepsight.runtime.retrieval.specontext import SpeContext
 from tests.families import FAMILIES, family_model

@@ -42,7 +42,7 @@ from keepsight.runtime.methods import (
 from keepsight.runtime.methods.drafts import PromptEnds
 from keepsight.runtime.methods.laq import QueryCache
 from keepsight.runtime.methods.lookaheadkv import SoftTokens
-from keepsight.runtime.methods.resources import Later, ResourcesLater
+from keepsight.runtime.methods.make import Later, ResourcesLater
 from keepsight.runtime.methods.restore import RestoreKV
 from keepsight.runtime.methods.scored import ScoredEvict
 from keepsight.runtime.methods.window import PromptWindow

@@ -11,8 +11,8 @@ from keepsight.runtime.attention import recording
 from keepsight.runtime.conversation import Conversation
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import KVgrad, KVzip, KVzipPlus, Reconstruction, make_method
+from keepsight.runtime.methods.make import Resources
 from keepsight.runtime.methods.reconstruction import Attribution
-from keepsight.runtime.methods.resources import Resources
 from keepsight.runtime.state import prefill
 from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer
 

@@ -10,8 +10,7 @@ from keepsight.errors import UserError
 from keepsight.models.draft_sources import DraftHeadSource
 from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDraft
 from keepsight.runtime.drafting.speckv import ModelDrafter, SparsePrefill
-from keepsight.runtime.methods.make import make_method
-from keepsight.runtime.methods.resources import Resources
+from keepsight.runtime.methods.make import Resources, make_method
 from keepsight.runtime.state import Needs, prefill
 from tests.close import assert_close
 from tests.runtime.retrieval.heads import LAYERS, slow_chain, tiny_head
