@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-_TRAINING = ("train", "train_draft_head", "train_retrieval_head", "finetune", "fit")
+_TRAINING = ("train", "train_heads", "finetune", "fit")
 _COMMANDS = (f"keepsight.commands.{name}" for name in (*_TRAINING, "data", "eval"))
 IMPORTED = [*_COMMANDS, "accelerate.commands.accelerate_cli"]
 IMPORTED += ["torch.distributed.run", "tests.train.runs"]

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from keepsight.commands import data, finetune, train, train_retrieval_head
+from keepsight.commands import data, finetune, train, train_heads
 from keepsight.commands import eval as evaluation
 from keepsight.commands.config import (
     LOOKAHEAD_STAGES,
@@ -83,7 +83,7 @@ def run(config: Config) -> None:
         "answers": lambda: data.run(answers),
         "importance": lambda: train.run(_importance(config, out)),
         "eviction": lambda: finetune.run(_eviction(config, out)),
-        "distillation": lambda: train_retrieval_head.run(_distillation(config, out)),
+        "distillation": lambda: train_heads.retrieval(_distillation(config, out)),
         "evaluation": lambda: evaluation.run(tests),
         "card": lambda: _write_card(config, out, source),
     }

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from keepsight.commands import train_draft_head as command
+from keepsight.commands import train_heads
+from keepsight.commands.config import TrainDraftHead
 from keepsight.commands.config_shared import ModelConfig
 from keepsight.errors import UserError
 from keepsight.models.draft_head import DraftHead, EagleHead
@@ -87,18 +88,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config(place: Path, out: Path, **changes: Any) -> command.Config:
+def config(place: Path, out: Path, **changes: Any) -> TrainDraftHead:
     values: dict[str, Any] = {
         "data": str(place / "data"),
         "out": str(out),
         "draft_head": head_settings(steps=6),
     } | changes
-    return command.Config(model=ModelConfig(id=str(place / "target"), device="cpu"), **values)
+    return TrainDraftHead(model=ModelConfig(id=str(place / "target"), device="cpu"), **values)
 
 
 @pytest.fixture(scope="module")
 def trained(place: Path) -> Path:
-    command.run(config(place, place / "head", title="A tiny head", data_notes="From nowhere."))
+    train_heads.draft(config(place, place / "head", title="A tiny head", data_notes="From nowhere."))
     return place / "head"
 
 
@@ -122,44 +123,44 @@ def test_the_command_leaves_a_head_that_loads(place, trained):
 
 
 def test_a_training_can_start_from_a_head(place, trained, tmp_path):
-    command.run(config(place, tmp_path / "more", init=str(trained), draft_head=head_settings(steps=1)))
+    train_heads.draft(config(place, tmp_path / "more", init=str(trained), draft_head=head_settings(steps=1)))
     first, last = (rows(folder / "training" / "fidelity.jsonl") for folder in (tmp_path / "more", trained))
     assert first[0]["eval_kl"] == pytest.approx(last[-1]["eval_kl"], rel=1e-5)
 
 
 def test_teacher_files_train_the_same_head_without_running_the_target(place, trained, tmp_path, monkeypatch):
-    command.run(config(place, tmp_path / "first", features=str(tmp_path / "features")))
+    train_heads.draft(config(place, tmp_path / "first", features=str(tmp_path / "features")))
     monkeypatch.setattr(RunModel, "__call__", lambda *_: crash(None))
-    command.run(config(place, tmp_path / "second", features=str(tmp_path / "features")))
+    train_heads.draft(config(place, tmp_path / "second", features=str(tmp_path / "features")))
     first = (trained / "model.safetensors").read_bytes()
     for name in ("first", "second"):
         assert (tmp_path / name / "model.safetensors").read_bytes() == first
     wrong = config(place, tmp_path / "third", features=str(tmp_path / "features"))
     wrong.draft_head.max_tokens = 20
     with pytest.raises(UserError, match=r"these features were made with max_tokens=4096, now it is 20"):
-        command.run(wrong)
+        train_heads.draft(wrong)
     wrong.draft_head.max_tokens, wrong.model.dtype = 4096, "bfloat16"
     with pytest.raises(UserError, match=r"made with dtype='torch.float32', now it is 'torch.bfloat16'"):
-        command.run(wrong)
+        train_heads.draft(wrong)
 
 
 def test_teacher_files_are_made_on_where_a_killed_run_stopped(place, trained, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_SHARD", 4)
-    command.run(config(place, tmp_path / "first", features=str(tmp_path / "features")))
+    train_heads.draft(config(place, tmp_path / "first", features=str(tmp_path / "features")))
     shards = sorted((tmp_path / "features").glob("readings-*"))
     assert [path.name for path in shards] == [f"readings-0000{number}.safetensors" for number in range(4)]
     kept = [path.read_bytes() for path in shards]
     shards[2].unlink()
-    command.run(config(place, tmp_path / "second", features=str(tmp_path / "features")))
+    train_heads.draft(config(place, tmp_path / "second", features=str(tmp_path / "features")))
     assert [path.read_bytes() for path in shards] == kept
     shards[1].write_bytes(b"torn")
     with pytest.raises(UserError, match=r"readings-00001.safetensors: changed since it was written; delete it"):
-        command.run(config(place, tmp_path / "third", features=str(tmp_path / "features")))
+        train_heads.draft(config(place, tmp_path / "third", features=str(tmp_path / "features")))
 
 
 def test_a_vocabulary_larger_than_the_targets_is_refused(place, tmp_path):
     with pytest.raises(UserError, match=r"draft_head.vocabulary=600 must lie between 1 and 512"):
-        command.run(config(place, tmp_path / "head", draft_head=head_settings(vocabulary=600)))
+        train_heads.draft(config(place, tmp_path / "head", draft_head=head_settings(vocabulary=600)))
     assert not (tmp_path / "head").exists()
 
 

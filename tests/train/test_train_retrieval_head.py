@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from keepsight.commands import train_retrieval_head as command
+from keepsight.commands import train_heads
+from keepsight.commands.config import TrainRetrievalHead
 from keepsight.commands.config_shared import ModelConfig
 from keepsight.errors import UserError
 from keepsight.models.card import Provenance
@@ -22,10 +23,10 @@ from tests.train.runs import numbered, samples, settings
 from tests.train.test_retrieval_head import objective_of
 
 
-def config(place: Path, out: Path, features="previous-step", train=None, **changes) -> command.Config:
+def config(place: Path, out: Path, features="previous-step", train=None, **changes) -> TrainRetrievalHead:
     heads = RetrievalHeadSettings(features=features, queries=8, train=train or settings(steps=10))
     values: dict[str, Any] = {"data": str(place / "data"), "out": str(out), "head": str(draft(place))} | changes
-    return command.Config(
+    return TrainRetrievalHead(
         model=ModelConfig(id=str(place / "target"), device="cpu", dtype="float32"), retrieval_head=heads, **values
     )
 
@@ -39,7 +40,7 @@ def draft(place: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(place: Path) -> Path:
-    command.run(config(place, place / "retrieval", title="A tiny head", data_notes="From nowhere."))
+    train_heads.retrieval(config(place, place / "retrieval", title="A tiny head", data_notes="From nowhere."))
     return place / "retrieval"
 
 
@@ -73,7 +74,7 @@ def test_pruned_only_stands_beside_distilled(trained):
 def test_a_retrieval_head_is_distilled_further_in_groups(place, trained, tmp_path):
     again = config(place, tmp_path / "groups", head=str(trained))
     again.retrieval_head.groups = 3
-    command.run(again)
+    train_heads.retrieval(again)
     target = load_target(str(place / "target"), device="cpu")
     head = RetrievalHead.load((tmp_path / "groups"), target.model)
     assert (head.config.groups, head.kv_heads) == (3, 6)
@@ -98,7 +99,7 @@ def test_a_head_that_does_not_fit_the_settings_is_refused(place, trained, tmp_pa
     wrong = config(place, tmp_path / "head", head=str(trained))
     wrong.retrieval_head = replace(wrong.retrieval_head, **changes)
     with pytest.raises(UserError, match=message):
-        command.run(wrong)
+        train_heads.retrieval(wrong)
 
 
 @pytest.mark.parametrize("lost", RetrievalHead.files)
@@ -107,7 +108,7 @@ def test_half_a_retrieval_head_is_not_taken_for_a_draft_head(place, trained, tmp
     for name in {*RetrievalHead.files} - {lost}:
         (half / name).write_bytes((trained / name).read_bytes())
     with pytest.raises(UserError, match=rf"head=.*half: .*half: {lost} is missing; a retrieval head needs"):
-        command.run(config(place, tmp_path / "head", head=str(half)))
+        train_heads.retrieval(config(place, tmp_path / "head", head=str(half)))
 
 
 def test_the_first_measurement_is_of_the_pruned_draft_head(place, trained):
@@ -125,7 +126,7 @@ def test_the_first_measurement_is_of_the_pruned_draft_head(place, trained):
 
 
 def test_without_a_draft_head_the_projections_are_random(place, tmp_path, capsys):
-    command.run(config(place, tmp_path / "head", "none", settings(steps=2), head=None))
+    train_heads.retrieval(config(place, tmp_path / "head", "none", settings(steps=2), head=None))
     assert "head= is not set: the retrieval head starts from random projections" in capsys.readouterr().out
     head = RetrievalHead.load(tmp_path / "head")
     assert (head.config.features, head.config.trained, head.kv_heads) == ("none", 39, 2)
@@ -137,19 +138,19 @@ def test_training_on_longer_samples_is_remembered(place, tmp_path):
     short = tiny_draft_head(vocab_size=512, max_position_embeddings=32)
     short.save(tmp_path / "draft", Provenance("x"), "# A draft head\n")
     changed = config(place, tmp_path / "head", train=settings(steps=1, held_out=0), head=str(tmp_path / "draft"))
-    command.run(changed)
+    train_heads.retrieval(changed)
     assert RetrievalHead.load(tmp_path / "head").config.trained == 39
     assert "Not measured." in (tmp_path / "head" / "README.md").read_text()
 
 
 def test_a_finished_training_is_not_done_again_and_other_settings_do_not_go_on(place, trained):
     weights = (trained / WEIGHTS).read_bytes()
-    command.run(config(place, trained, title="A tiny head", data_notes="From nowhere."))
+    train_heads.retrieval(config(place, trained, title="A tiny head", data_notes="From nowhere."))
     assert (trained / WEIGHTS).read_bytes() == weights
     changed = config(place, trained)
     changed.retrieval_head.queries = 9
     with pytest.raises(UserError, match=r"began with retrieval_head\.queries=8, now it is 9"):
-        command.run(changed)
+        train_heads.retrieval(changed)
 
 
 @pytest.mark.parametrize(
@@ -163,5 +164,5 @@ def test_a_draft_head_of_another_target_is_refused(place, tmp_path, changes, mes
     other = tiny_draft_head(**{"vocab_size": 512} | changes)
     other.save(tmp_path / "draft", Provenance("x"), "# A draft head\n")
     with pytest.raises(UserError, match=message):
-        command.run(config(place, tmp_path / "head", head=str(tmp_path / "draft")))
+        train_heads.retrieval(config(place, tmp_path / "head", head=str(tmp_path / "draft")))
     assert not (tmp_path / "head").exists()

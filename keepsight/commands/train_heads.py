@@ -1,35 +1,111 @@
-"""keepsight train_retrieval_head: prune a draft head to a retrieval head, and distil attention into it."""
+"""keepsight train_draft_head, train_retrieval_head: train an EAGLE-3 draft head; prune one and distil attention into it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
 import torch
-from transformers import set_seed
+from transformers import PreTrainedModel, set_seed
 
-from keepsight.commands.config import TrainRetrievalHead as Config
-from keepsight.commands.from_recipe import next_command, training_target
-from keepsight.commands.training import basics_of, check_inputs, read_samples, require_finished, run_of
+from keepsight.commands.config import TrainDraftHead, TrainRetrievalHead
+from keepsight.commands.from_recipe import next_command, target_of, training_target
+from keepsight.commands.training import (
+    basics_of,
+    check_inputs,
+    ending,
+    length_summary,
+    read_samples,
+    require_finished,
+    run_of,
+)
+from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError
+from keepsight.files import require_writable
 from keepsight.models.artifacts import fetch
 from keepsight.models.card import CardBasics
 from keepsight.models.draft_head import WEIGHTS as DRAFT_WEIGHTS
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.model_files import published_name
-from keepsight.models.retrieval_head import (
-    WEIGHTS,
-    RetrievalHead,
-    comparison,
-    pruning,
-    require_layers_for,
-)
+from keepsight.models.retrieval_head import WEIGHTS, RetrievalHead, comparison, pruning, require_layers_for
 from keepsight.models.targets import Target
 from keepsight.train.dataset import cut
-from keepsight.train.plots import retrieval_figure
+from keepsight.train.draft_head import (
+    DraftHeadObjective,
+    RunModel,
+    StoredStates,
+    Teacher,
+    frequent_tokens,
+    new_draft_head,
+    write_states,
+)
+from keepsight.train.plots import draft_head_figure, retrieval_figure
 from keepsight.train.retrieval_head import RetrievalObjective
 from keepsight.train.trainer import ModuleTrainer
 
 
-def run(config: Config) -> None:
+def draft(config: TrainDraftHead) -> None:
+    """Train a draft head, then write the head, its card and the training curves."""
+    settings = config.draft_head
+    check_inputs(config, "draft_head.train", settings.train)
+    if config.features is not None:
+        require_writable(Path(config.features), key="features")
+    if config.init is not None:
+        _named_draft_head(config.init)
+    out, target = Path(config.out), target_of(config)
+    samples, manifest = read_samples(config, target)
+    set_seed(settings.train.seed)
+    head = _new_draft_head(config, target, samples)
+    teacher = _teacher(config, target, head, samples, manifest["digest"])
+    objective = DraftHeadObjective(head, target.model, teacher, settings)
+    trainer = ModuleTrainer(objective, settings.train, run_of(config, target, samples, "init", DRAFT_WEIGHTS))
+    finished = trainer.fit()
+    if trainer.is_world_process_zero():
+        lengths = [len(each.prompt_ids) + len(each.answer_ids) for each in samples]
+        basics = basics_of(config, target, manifest, trainer.trained(), length_summary("tokens of a sample", lengths))
+        card, curves = head.card(basics, trainer.metrics), draft_head_figure(trainer.trained().log)
+        head.save(out, basics.provenance, card, {"training.png": curves})
+        print(ending(trainer, config, "head", f"bench speculate draft.head={quote(config.out)} draft.layers=null"))
+    require_finished(finished, config, trainer)
+
+
+def _new_draft_head(config: TrainDraftHead, target: Target, samples: Sequence[TrainingSample]) -> DraftHead:
+    if config.init is None:
+        vocabulary_size = target.model.config.get_text_config().vocab_size
+        count = config.draft_head.vocabulary
+        vocabulary = frequent_tokens(samples, count, target.end_tokens, vocabulary_size)
+        return new_draft_head(target.model, vocabulary, config.draft_head.max_tokens)
+    return _named_draft_head(config.init, target.model).float().train()
+
+
+def _named_draft_head(name: str, model: PreTrainedModel | None = None) -> DraftHead:
+    try:
+        return DraftHead.from_pretrained(name, model=model)
+    except UserError as error:
+        raise UserError(f"init={name}: {error}") from None
+
+
+def _teacher(
+    config: TrainDraftHead, target: Target, head: DraftHead, samples: Sequence[TrainingSample], digest: str
+) -> Teacher:
+    layers = head.layers_of(target.model)
+    run_model = RunModel(target.model, layers)
+    if config.features is None:
+        return run_model
+    length = config.draft_head.max_tokens
+    made_of = {
+        "data": digest,
+        "model": target.name,
+        "version": target.version,
+        "layers": list(layers),
+        "dtype": str(target.model.dtype),
+        "max_tokens": length,
+    }
+    texts = [(sample.prompt_ids + sample.answer_ids)[:length] for sample in samples]
+    write_states(Path(config.features), run_model, texts, made_of)
+    return StoredStates(Path(config.features))
+
+
+def retrieval(config: TrainRetrievalHead) -> None:
     """Prune, distil, then write the head, its card and the training curves."""
     settings = config.retrieval_head
     check_inputs(config, "retrieval_head.train", settings.train)
@@ -58,7 +134,7 @@ def run(config: Config) -> None:
 
 
 def _first_head(
-    config: Config, initial: RetrievalHead | DraftHead | None, target: Target, longest: int
+    config: TrainRetrievalHead, initial: RetrievalHead | DraftHead | None, target: Target, longest: int
 ) -> tuple[RetrievalHead, dict[str, str]]:
     """The head that is distilled, and where it is from, for the card."""
     settings = config.retrieval_head
@@ -81,7 +157,7 @@ def _first_head(
     return head.to(target.model.device), origin
 
 
-def _initial(config: Config) -> RetrievalHead | DraftHead:
+def _initial(config: TrainRetrievalHead) -> RetrievalHead | DraftHead:
     """The head of `head`, read before the base model is."""
     assert config.head is not None
     folder = fetch(config.head)
@@ -96,7 +172,9 @@ def _initial(config: Config) -> RetrievalHead | DraftHead:
         raise UserError(f"head={config.head}: {error}") from None
 
 
-def _write(config: Config, trainer: ModuleTrainer[RetrievalObjective], basics: CardBasics, longest: int) -> None:
+def _write(
+    config: TrainRetrievalHead, trainer: ModuleTrainer[RetrievalObjective], basics: CardBasics, longest: int
+) -> None:
     out, objective = Path(config.out), trainer.objective
     head = RetrievalHead(objective.head.config.trained_on(longest, objective.head.layers_of(objective.model)))
     head.load_state_dict(objective.weights())
