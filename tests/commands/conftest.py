@@ -1,10 +1,14 @@
 """A folder to work in, with what the commands need."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from markupsafe import Markup
+from matplotlib.figure import Figure
 
+from keepsight.eval.report.figures import Plot
 from keepsight.files import write_lines
 from tests.commands.commands import CommandLine, save_target_and_adapter
 
@@ -15,6 +19,26 @@ sources:
   - {kind: local_jsonl, path: rows.jsonl}
   - {kind: key_values}
 """
+
+
+_FIGURE, _DRAWINGS = Plot.figure, Plot.drawings
+
+
+@pytest.fixture(scope="module", autouse=True)
+def blank_plots() -> Iterator[None]:
+    """Plots are empty: drawing took five sixths of an evaluation of a tiny model, and has tests in tests/eval/report."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Plot, "figure", lambda _: Figure(figsize=(1, 1)))
+        patch.setattr(Plot, "drawings", lambda plot: [Markup("<svg></svg>")] * len(plot.panels))
+        patch.setattr("keepsight.files.DPI", 20)
+        yield
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots as users get them."""
+    monkeypatch.setattr(Plot, "figure", _FIGURE)
+    monkeypatch.setattr(Plot, "drawings", _DRAWINGS)
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ def heads(here: Path) -> Path:
     return here
 
 
+@pytest.mark.usefixtures("drawn")
 def test_methods_heads_and_bounds_have_a_row_each(keepsight: CommandLine, here: Path, heads: Path) -> None:
     options = "retrieval=retrieval", "budgets=[64,128,1000]", "heads={pruned: draft}", *SHORT
     printed = keepsight("bench", "hits", *TINY, *options)

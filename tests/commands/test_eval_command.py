@@ -43,6 +43,7 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
     return [row | CLOCKS for row in read_jsonl(out / "results.jsonl")]
 
 
+@pytest.mark.usefixtures("drawn")
 def test_every_method_and_budget_has_a_row_and_a_mean(
     keepsight: CommandLine, here: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

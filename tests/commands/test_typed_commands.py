@@ -125,18 +125,12 @@ def servers(things: Path) -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def place(things: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the folder to work in; nothing is asked of the Hub, and `METHODS` is as before afterwards.
-
-    Plots have one format and no more dots than a test needs: they take most of the time, and have tests of their own.
-    """
+    """A copy of the folder to work in; nothing is asked of the Hub, and `METHODS` is as before afterwards."""
     monkeypatch.chdir(shutil.copytree(things, tmp_path / "clone", symlinks=True))
     monkeypatch.setattr("keepsight.eval.tasks.benchmark.hub_reachable", lambda: False)
     monkeypatch.setitem(METHODS, "value_norm", METHODS["evict"])
     monkeypatch.delitem(sys.modules, "my_methods", raising=False)
     monkeypatch.syspath_prepend(str(Path.cwd()))
-    monkeypatch.setattr("keepsight.eval.report.figures.FORMATS", ("png",))
-    monkeypatch.setattr("keepsight.eval.report.figures.DPI", 20)
-    monkeypatch.setattr("keepsight.files.DPI", 20)
     without_videos(monkeypatch)
     return Path.cwd()
 
