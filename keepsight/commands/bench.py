@@ -1,7 +1,11 @@
-"""keepsight bench: speed and memory on this machine. Each prints medians of repeated timings, and writes nothing."""
+"""keepsight bench: speed and memory on this machine, and the search for the layers of a model that make a good draft.
+
+Speeds are medians of repeated timings, and only printed; the search writes what it finds.
+"""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +13,7 @@ from tqdm import tqdm
 
 from keepsight.commands.config_bench import (
     BenchDecode,
+    BenchDraft,
     Benched,
     BenchEval,
     BenchEvict,
@@ -20,6 +25,7 @@ from keepsight.commands.config_bench import (
     BenchTrain,
 )
 from keepsight.commands.config_serving import BenchServe
+from keepsight.commands.data import read_mixture
 from keepsight.commands.from_recipe import (
     draft_named,
     draft_of,
@@ -30,7 +36,9 @@ from keepsight.commands.from_recipe import (
     without_weights,
 )
 from keepsight.commands.variants import require_evict, variants_of
-from keepsight.data_gen.store import read_training_samples
+from keepsight.data_gen.backends import InThisProcess
+from keepsight.data_gen.generate import generate_data
+from keepsight.data_gen.store import TrainingSample, read_training_samples
 from keepsight.errors import UserError, printable
 from keepsight.eval.bench.decoding import bench_decode, bench_largest, bench_speculate, bench_sweep
 from keepsight.eval.bench.eviction import bench_evict, bench_operators
@@ -40,9 +48,10 @@ from keepsight.eval.bench.serving import bench_serve, bench_vllm
 from keepsight.eval.query_similarity import query_similarity
 from keepsight.eval.report.tables import Column, Table
 from keepsight.eval.tasks.niah import make_samples
+from keepsight.files import write_json, write_png
 from keepsight.models.decoder import context_of
 from keepsight.models.draft_head import DraftHead
-from keepsight.models.draft_sources import DraftHeadSource
+from keepsight.models.draft_sources import DraftHeadSource, keep_layers
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.model_files import located
 from keepsight.models.retrieval_head import RetrievalHead
@@ -50,6 +59,8 @@ from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
 from keepsight.runtime.methods import SpeCache
+from keepsight.train.dataset import no_longer_than
+from keepsight.train.draft_layers import Subset, Text, closeness, draft_figure, read_answer, relative_time, search
 from keepsight.train.plan import bench_step
 
 _SIMILARITIES = ("position", "after RoPE", "before RoPE")
@@ -208,3 +219,80 @@ def _print(lines: Iterable[str]) -> None:
     for line in lines:
         tqdm.write(printable(line))
         sys.stdout.flush()
+
+
+# The search for a draft
+
+
+def draft(config: BenchDraft) -> None:
+    """Search, compare, print and write."""
+    target, out = target_of(config), Path(config.out)
+    layers = target.model.config.get_text_config().num_hidden_layers
+    if not all(size < layers for size in config.keep):
+        raise UserError(f"keep={config.keep}: expected sizes from 1 to {layers - 1}, the model has {layers} layers")
+    samples, digest = _samples(config, target)
+    texts = _texts(target, samples[: config.samples], config.answer_tokens)
+    searched = search(target.model, texts, min(config.keep), out / "search.jsonl")
+    texts = _texts(target, samples[config.samples :], config.answer_tokens)
+    chosen = [_held_out(target, subset, texts) for subset in searched if len(subset.layers) in config.keep]
+    prompt, model = samples[config.samples].prompt_ids, target.model
+    times = [relative_time(keep_layers(model, subset.layers), model, prompt) for subset in chosen]
+    counts = {key: getattr(config, key) for key in ("samples", "held_out", "answer_tokens")}
+    settings = {"model": target.name, "version": target.version, "data": digest} | counts
+    rows = [asdict(subset) | {"time": time} for subset, time in zip(chosen, times, strict=True)]
+    write_json(out / "draft.json", {"settings": settings, "drafts": rows})
+    write_png(out / "draft.png", draft_figure(searched, chosen))
+    print(f"{_draft_table(chosen, times, config)}\n\nfor the recipe:")
+    for subset in chosen:
+        print(f"draft: {{layers: {subset.layers}}}")
+
+
+def _samples(config: BenchDraft, target: Target) -> tuple[Sequence[TrainingSample], str]:
+    """As many texts as `samples` and `held_out` in all, and the digest of their data."""
+    wanted = config.samples + config.held_out
+    folder = Path(config.data) if config.data else Path(config.out) / "data"
+    longest = config.prompt_tokens[1]
+    if not config.data:
+        _answer_mixture(config, target, folder, wanted)
+    samples, manifest = read_training_samples(folder, target.name, target.template_digest, target.vocabulary)
+    if config.data:
+        samples = no_longer_than(samples, longest)
+    if len(samples) < wanted:
+        raise UserError(
+            f"data={folder}: {len(samples)} samples have at most {longest} prompt tokens, "
+            f"samples= and held_out= need {wanted}; lower them, or raise prompt_tokens="
+        )
+    return samples[:wanted], manifest["digest"]
+
+
+def _answer_mixture(config: BenchDraft, target: Target, folder: Path, count: int) -> None:
+    """Make texts: prompts of the mixture with the base model's answers."""
+    shortest, longest = config.prompt_tokens
+    values = read_mixture(config.mixture) | {"min_tokens": shortest, "max_tokens": longest}
+    generate_data(
+        target,
+        values,
+        folder,
+        limit=count,
+        seed=config.seed,
+        max_new_tokens=config.answer_tokens,
+        shard_size=64,
+        backend=InThisProcess(target, 8192),
+    )
+
+
+def _texts(target: Target, samples: Sequence[TrainingSample], answer_tokens: int) -> list[Text]:
+    return [read_answer(target.model, sample.prompt_ids, sample.answer_ids[:answer_tokens]) for sample in samples]
+
+
+def _held_out(target: Target, subset: Subset, texts: list[Text]) -> Subset:
+    return Subset(**asdict(closeness(keep_layers(target.model, subset.layers), texts)), layers=subset.layers)
+
+
+def _draft_table(chosen: list[Subset], times: list[float], config: BenchDraft) -> str:
+    lines = [f"{config.held_out} held-out texts, at most {config.answer_tokens} answer tokens of each"]
+    lines.append("layers  agreement  accepted  KL (nats)  time a token")
+    for subset, time in zip(chosen, times, strict=True):
+        values = f"{subset.agreement:9.3f}  {subset.accepted:8.1f}  {subset.kl:9.3f}  {time:11.2f}x"
+        lines.append(f"{len(subset.layers):6}  {values}")
+    return "\n".join(lines)

@@ -442,7 +442,7 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "bench speculate": (benchmarks.BenchSpeculate, "bench:speculate"),
     "bench queries": (benchmarks.BenchQueries, "bench:queries"),
     "bench retrieve": (benchmarks.BenchRetrieve, "bench:retrieve"),
-    "bench draft": (benchmarks.BenchDraft, "bench_draft:run"),
+    "bench draft": (benchmarks.BenchDraft, "bench:draft"),
     "bench hits": (benchmarks.BenchHits, "bench_hits:run"),
 }
 """Each command's configuration, and where the function is that runs it: MODULE:FUNCTION in this package."""

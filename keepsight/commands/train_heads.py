@@ -1,4 +1,4 @@
-"""keepsight train_draft_head, train_retrieval_head: train an EAGLE-3 draft head; prune one and distil attention into it."""
+"""keepsight train_draft_head, train_retrieval_head: train an EAGLE-3 draft head; distil attention into a pruned one."""
 
 from collections.abc import Sequence
 from pathlib import Path
