@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat
 
-from keepsight.data_gen.followed import SecondTurn, StateTracking
 from keepsight.data_gen.package_text import (
     CodeCompletion,
     CodeQuestions,
@@ -22,7 +21,7 @@ from keepsight.data_gen.package_text import (
     Passages,
 )
 from keepsight.data_gen.prompts import CountTokens, DoesNotFit, Prompt, Request, Source
-from keepsight.data_gen.synthetic import Everyday, KeyValues, Needles
+from keepsight.data_gen.synthetic import Everyday, KeyValues, Needles, SecondTurn, StateTracking
 from keepsight.data_gen.user_data import HubDataset, LocalJsonl
 from keepsight.errors import UserError
 from keepsight.files import from_json
