@@ -20,6 +20,7 @@ from keepsight.endpoint import Endpoint, EndpointError, ServerSettings, refuse_f
 from keepsight.errors import BadRow, UserError, one_line
 from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
+from keepsight.runtime.generate import FullCache
 
 _UNKNOWN_FORM = (400, 404, 422)
 """Statuses with which servers refuse prompts in a form that they do not know; 404 is also an unknown model."""
@@ -115,7 +116,8 @@ def answer(target: Target, batch: list[Rendered], decoding: Decoding) -> list[li
     generate: Any = target.model.generate
     sampling = LogitsProcessorList([_Sampling(decoding, batch)] if decoding.temperature else [])
     options = {"max_new_tokens": decoding.max_new_tokens, "do_sample": False, "logits_processor": sampling}
-    output = generate(**inputs.to(target.model.device), **options)
+    # Its cache grows in place, and under a mask of padding no entry is repeated for each query head.
+    output = generate(**inputs.to(target.model.device), **options, custom_generate=FullCache())
     return [_until(target.end_tokens, row) for row in output[:, inputs["input_ids"].shape[1] :].tolist()]
 
 

@@ -10,8 +10,8 @@ RUNTIME_ROOMS = {"quantized", "sparse_read", "retrieval", "drafting", "prompt_co
 # The rooms from the ground up, and those below that each may import from, beside itself and the ground floor.
 BELOW: dict[str, set[str]] = {
     "models": {"checkpoints"},
-    "data_gen": {"models"},
     "runtime": {"models"},
+    "data_gen": {"models", "runtime"},
     "runtime.quantized": {"models", "runtime"},
     "runtime.sparse_read": {"models", "runtime"},
     "runtime.retrieval": {"models", "runtime", "runtime.sparse_read"},
