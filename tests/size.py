@@ -1,11 +1,15 @@
-"""How large the house is: `make size` prints lines by folder, files, and the functions on a method's way.
+"""How large the house is: `make size` prints lines by folder and kind, files, and functions on a method's way.
 
 python -m tests.size
 """
 
+import ast
 import contextlib
+import io
 import sys
+import tokenize
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,30 @@ def source_files() -> list[Path]:
     """The Python files of the package and the scripts at the root."""
     inside = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
     return sorted([*inside, *ROOT.glob("*.py")])
+
+
+def lines_of(path: Path) -> Counter[str]:
+    """Lines of a file by what they are: text (docstrings and comments on lines of their own), blank, imports, code."""
+    source = path.read_text(encoding="utf-8")
+    kinds = dict.fromkeys(range(1, source.count("\n") + 1), "code")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            kind = "imports"
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and type(node.value.value) is str:
+            kind = "text"
+        else:
+            continue
+        kinds |= dict.fromkeys(range(node.lineno, (node.end_lineno or 0) + 1), kind)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in (tokenize.COMMENT, tokenize.NL) and token.line.strip()[:1] in ("#", ""):
+            kinds[token.start[0]] = "text" if token.line.strip() else "blank"
+    return Counter(kinds.values())
+
+
+def _described(files: Iterable[Path]) -> str:
+    counted = sum(map(lines_of, files), Counter[str]())
+    kinds = "docstrings and comments {text}, blank {blank}, imports {imports}, code {code}"
+    return f"{counted.total():>7} lines: {kinds.format_map(counted)}"
 
 
 def functions_called(action: Any) -> Counter[tuple[str, str]]:
@@ -60,9 +88,8 @@ def main() -> None:
         print(f"{folder:<12} {count:>7}")
     tests = [*(ROOT / "tests").rglob("*.py")]
     longest = max(lines, key=lambda path: lines[path])
-    print(f"{'source':<12} {by_folder.total():>7} lines in {len(lines)} files")
-    total = sum(path.read_bytes().count(b"\n") for path in tests)
-    print(f"{'tests':<12} {total:>7} lines in {len(tests)} files")
+    for name, files in (("source", [*lines]), ("tests", tests)):
+        print(f"{name:<12} {_described(files)}; {len(files)} files")
     short = sum(count < 60 for count in lines.values())
     print(f"files under 60 lines: {short}; the longest: {longest.relative_to(ROOT)}, {lines[longest]}")
     with contextlib.redirect_stderr(None):
