@@ -55,7 +55,6 @@ class Data(DataKeys):
         out: Folder for the shards and the manifest.
         seed: Random seed of the mixture's draws, and of sampled answers.
         shard_size: Samples per shard.
-        batch_tokens: Prompt tokens per batch; lower it when memory runs out.
     """
 
     COMMON: ClassVar = (
@@ -64,7 +63,6 @@ class Data(DataKeys):
     out: str = "???"
     seed: int = 0
     shard_size: PositiveInt = 64
-    batch_tokens: PositiveInt = 8192
 
 
 @dataclass

@@ -134,6 +134,7 @@ class DataKeys(UsesModel):
         max_new_tokens: Longest answer of the data in tokens.
         temperature: Samples the answers; 0 decodes greedily.
         top_p: Samples from the likeliest tokens that together have this probability.
+        batch_tokens: Prompt tokens per batch of answers; lower it when memory runs out.
         backend: Who answers: transformers, in this process; vllm, in this process; or server, at server.url.
         vllm: Arguments of vLLM's engine, such as {gpu_memory_utilization: 0.5, max_model_len: 4096}.
         skip: Bad rows and refused prompts at most, in a run; null skips any number, 0 ends the run at the first.
@@ -145,6 +146,7 @@ class DataKeys(UsesModel):
     max_new_tokens: PositiveInt = 128
     temperature: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    batch_tokens: PositiveInt = 8192
     backend: Annotated[str, one_of("transformers", "vllm", "server")] = "transformers"
     server: ServerSettings = field(default_factory=ServerSettings)
     vllm: dict[str, Any] = field(default_factory=dict)
