@@ -81,7 +81,9 @@ def test_the_wheel_holds_each_file_of_the_package_once(built: Path) -> None:
     assert set(names) - metadata == {name for name, _ in package_files()}
 
 
-@pytest.mark.parametrize("archive", [f"{RELEASE}.tar.gz", f"{RELEASE}-py3-none-any.whl"])
+@pytest.mark.parametrize(
+    "archive", [pytest.param(f"{RELEASE}.tar.gz", marks=pytest.mark.slow), f"{RELEASE}-py3-none-any.whl"]
+)
 def test_what_is_built_installs_and_works_from_another_folder(built: Path, tmp_path: Path, archive: str) -> None:
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-build-isolation"]

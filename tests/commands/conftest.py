@@ -26,7 +26,7 @@ _FIGURE, _DRAWINGS = Plot.figure, Plot.drawings
 
 @pytest.fixture(scope="module", autouse=True)
 def blank_plots() -> Iterator[None]:
-    """Plots are empty: drawing took five sixths of an evaluation of a tiny model, and has tests in tests/eval/report."""
+    """Plots are empty: drawing took most of a command's time, and has tests in tests/eval/report."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Plot, "figure", lambda _: Figure(figsize=(1, 1)))
         patch.setattr(Plot, "drawings", lambda plot: [Markup("<svg></svg>")] * len(plot.panels))

@@ -152,6 +152,7 @@ def test_the_time_is_told_by_part(keepsight: CommandLine, here: Path) -> None:
         assert whole == pytest.approx(86000 / 8 * (first + replays * second), rel=0.15)
 
 
+@pytest.mark.slow  # tests/train/test_plan.py measures such a step
 def test_the_eviction_stage_has_a_plan_of_its_own(keepsight: CommandLine, here: Path) -> None:
     """Recomputing leaves its memory to a layer; the model may be sharded."""
     (here / "8b" / "config.json").write_text(json.dumps(SMALL | {"num_attention_heads": 8, "num_hidden_layers": 8}))

@@ -62,7 +62,13 @@ def test_those_of_one_architecture_differ_in_the_model_alone() -> None:
         assert replace(own, model=replace(own.model, id=first.model.id)) == first, name
 
 
-@pytest.mark.parametrize("family", FIRST_OF)
+FAST = ("Llama 3", "GPT-OSS", "Gemma 3 (multimodal class, text)")
+"""They differ most: full attention, sinks beside sliding windows, a model that reads images."""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=[] if each in FAST else [pytest.mark.slow]) for each in FIRST_OF]
+)
 def test_its_modules_are_trained_and_evaluated(
     keepsight: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:

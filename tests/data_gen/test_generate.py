@@ -1,10 +1,9 @@
 """The model's answers: batched by length, ending at an end token, the same after kills; bad rows are skipped."""
 
-import os
+import multiprocessing
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -19,6 +18,7 @@ import pytest
 import torch
 import yaml
 
+from keepsight.commands.cli import main
 from keepsight.data_gen import generate
 from keepsight.data_gen.backends import Answers, Backend, Decoding, InThisProcess, Rendered, answer, batches
 from keepsight.data_gen.generate import answers, generate_data, render_prompt
@@ -28,8 +28,6 @@ from keepsight.errors import BadRow, UserError
 from keepsight.files import read_json, write_lines
 from keepsight.models.targets import Target, load_target
 from tests.data_gen.served import prompts
-
-ROOT = Path(__file__).parents[2]
 
 
 def load(folder: Path) -> Target:
@@ -271,14 +269,21 @@ def kill_at(samples: int, folder: Path, mixture: Path, out: Path, delay: float) 
     """Run the command, and kill it a moment after the data folder has so many samples."""
     arguments = [f"model.id={folder}", f"mixture={mixture}", f"out={out}", "model.device=cpu", "model.dtype=float32"]
     arguments += ["limit=24", "seed=3", "max_new_tokens=40", "shard_size=5", "batch_tokens=400"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-m", "keepsight", "data", *arguments], env=environment)
+    process = multiprocessing.get_context("fork").Process(target=one_thread, args=(["data", *arguments],))
+    process.start()
     deadline = time.monotonic() + 90
-    while process.poll() is None and written(out) < samples and time.monotonic() < deadline:
+    while process.is_alive() and written(out) < samples and time.monotonic() < deadline:
         time.sleep(0.002)
     time.sleep(delay)
     process.kill()
-    assert process.wait() == -signal.SIGKILL
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def one_thread(arguments: list[str]) -> None:
+    """The command in a fork, which has none of its parent's threads."""
+    torch.set_num_threads(1)
+    sys.exit(main(arguments))
 
 
 def test_killed_runs_resume_without_a_lost_or_a_doubled_sample(

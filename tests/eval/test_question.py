@@ -108,6 +108,7 @@ def check_rows(target: Target, rows: list[dict[str, Any]], asked: Sample, group:
     assert len({row["answer"] for row in rows}) > 4
 
 
+@pytest.mark.parametrize("target", ["qwen3"], indirect=True)
 def test_unseen_compresses_the_context_and_reads_the_question(target: Target) -> None:
     for asked in SAMPLES:
         rows = run_samples(target, [apart(target, asked)], VARIANTS, MANY, "unseen")[0]
@@ -115,6 +116,7 @@ def test_unseen_compresses_the_context_and_reads_the_question(target: Target) ->
         check_rows(target, rows, asked, [asked])
 
 
+@pytest.mark.parametrize("target", ["llama"], indirect=True)
 def test_multi_asks_all_questions_of_one_cache(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     prefills, compressed, compress, plain = [], [], SharedPrompt.compress, sweep_module.prefill
 
@@ -143,6 +145,7 @@ def test_multi_asks_all_questions_of_one_cache(target: Target, monkeypatch: pyte
     assert [len(group) for group in groups_of(all_apart(target), "unseen")] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("target", ["llama"], indirect=True)
 def test_a_question_asked_again_after_a_stop_has_its_group(target: Target) -> None:
     samples = all_apart(target)
     whole = list(sweep(target, samples, VARIANTS, set(), MANY, "multi"))
@@ -151,6 +154,7 @@ def test_a_question_asked_again_after_a_stop_has_its_group(target: Target) -> No
     assert not list(sweep(target, samples, VARIANTS, {each.key for each in SAMPLES}, MANY, "multi"))
 
 
+@pytest.mark.parametrize("target", ["llama"], indirect=True)
 def test_groups_share_task_length_and_context(target: Target) -> None:
     other = replace(SAMPLES[0], id="other", prompt="Else." + SAMPLES[0].question)
     longer = replace(SAMPLES[0], id="longer", length=256)
