@@ -24,7 +24,6 @@ from tests.models.test_targets import with_nan
 from tests.tiny import save_tiny_target
 from tests.train.runs import SHAPE, rows, settings, write_data
 
-pytestmark = pytest.mark.slow
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra `deepspeed`")
 TRAINING: dict[str, Any] = {
     **{"steps": 5, "batch_size": 1, "clip": 0.5, "group_by_length": False, "replays": 1},
@@ -34,9 +33,11 @@ FSDP2 = ["model.device_map=fsdp2"]
 CUTS = ["train.cuts=3"]
 LAUNCHED: dict[str, Any] = {
     "ddp, several cuts": (None, CUTS),
-    "fsdp2, layers run twice": (None, [*FSDP2, "train.gradient_checkpointing=true"]),
-    "zero2": pytest.param("zero2", [], marks=needs_deepspeed),
-    "zero3": pytest.param("zero3", [], marks=needs_deepspeed),
+    "fsdp2, layers run twice": pytest.param(
+        None, [*FSDP2, "train.gradient_checkpointing=true"], marks=pytest.mark.slow
+    ),
+    "zero2": pytest.param("zero2", [], marks=[pytest.mark.slow, needs_deepspeed]),
+    "zero3": pytest.param("zero3", [], marks=[pytest.mark.slow, needs_deepspeed]),
 }
 """A file of recipes/accelerate/ for DeepSpeed, and keys."""
 
@@ -132,6 +133,7 @@ def test_two_processes_stop_together_go_on_and_train_what_one_trains(
         assert path.stat().st_size < target / 2, f"{path} holds the frozen target"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "more"), [(None, FSDP2), LAUNCHED["zero3"]], ids=["fsdp2", "zero3"])
 def test_a_weight_that_is_not_finite_ends_all_processes(
     config: str | None, more: list[str], place: Path, tmp_path: Path
@@ -145,6 +147,7 @@ def test_a_weight_that_is_not_finite_ends_all_processes(
     assert "weight 'model.norm.weight' is not finite; copy or download it again" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_a_divided_target_answers_as_a_whole_one(kind: str, tmp_path: Path):
     save_tiny_target(tmp_path / "target", tie_word_embeddings=True)
@@ -160,6 +163,7 @@ def test_a_divided_target_answers_as_a_whole_one(kind: str, tmp_path: Path):
     assert result.stdout.count("tied True, equal True") == 2, result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["model.device_map=fsdp2"]], ids=["ddp", "fsdp2"])
 def test_two_processes_ablate_what_one_trains(more: list[str], place: Path, tmp_path: Path):
     given = [*arguments(place, tmp_path / "two"), *more, "lookahead.tokens=[4,6]"]
@@ -172,6 +176,7 @@ def test_two_processes_ablate_what_one_trains(more: list[str], place: Path, tmp_
         assert_close(cell.lora[name], value)
 
 
+@pytest.mark.slow
 def test_two_processes_keep_teacher_outputs_of_their_own(place: Path, tmp_path: Path):
     given = arguments(place, tmp_path / "two", **{"train.replays": 3, "train.held_out": 3, "replay.dir": "readings"})
     result = launch(tmp_path, str(ROOT / "train_lookahead.py"), *given)
@@ -184,6 +189,7 @@ def test_two_processes_keep_teacher_outputs_of_their_own(place: Path, tmp_path: 
 
 
 @needs_deepspeed
+@pytest.mark.slow
 def test_with_deepspeed_in_bfloat16_the_adapter_stays_float32(place: Path, tmp_path: Path):
     given = arguments(place, tmp_path / "two", **{"train.precision": "bf16", "model.dtype": "bfloat16"})
     result = launch(tmp_path, str(ROOT / "train_lookahead.py"), *given, config="zero3")
@@ -219,6 +225,7 @@ FINETUNED: dict[str, Any] = {
 """A file of recipes/accelerate/ for DeepSpeed, keys of the two processes, and keys of the one process too."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "more", "trained"), FINETUNED.values(), ids=FINETUNED)
 def test_two_processes_finetune_what_one_does(
     config: str | None, more: list[str], trained: list[str], place: Path, tmp_path: Path
