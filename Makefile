@@ -197,10 +197,10 @@ lint: setup
 	$(BIN)/ruff format --check
 	$(MAKE) --jobs=2 mypy pyright
 
-mypy:
+mypy: setup
 	$(BIN)/mypy
 
-pyright:
+pyright: setup
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # The documentation, in site/index.html; it links to the reference of every part, which is made from the docstrings.

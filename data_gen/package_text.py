@@ -6,7 +6,16 @@ from functools import lru_cache, partial
 from itertools import accumulate
 
 from keepsight.corpus import Document, docstrings, source_documents, topic_documents
-from keepsight.data_gen.prompts import CHARACTERS_PER_TOKEN, Prompt, Request, Share, cut_at_word, fit, user_prompt
+from keepsight.data_gen.prompts import (
+    CHARACTERS_PER_TOKEN,
+    Prompt,
+    Request,
+    Share,
+    cut_at_word,
+    fit,
+    fitted,
+    user_prompt,
+)
 from keepsight.data_gen.words import wordings
 
 Entries = tuple[tuple[str, str], ...]
@@ -99,13 +108,20 @@ def _manual(entries: Entries, start: int, opening: str, task: str, place: float,
 def _numbered(
     chosen: list[tuple[str, str]], numbering: str, wording: str, opening: str, place: float, characters: int
 ) -> str:
+    shown = _excerpts(chosen, 1, characters)
+    name, text = shown[int(place * len(shown))]
+    task = wording.format(name=name, quote=" ".join(text.split()[:9]))
+    return opening.format(text=_body(numbering, shown), task=task)
+
+
+def _excerpts(chosen: list[tuple[str, str]], least: int, characters: int) -> list[tuple[str, str]]:
+    """The first entries, at least so many, with their texts cut, about `characters` characters in all."""
     share = max(120, characters // max(1, min(len(chosen), characters // 400)))
-    texts = [text[:share] for _, text in chosen[: max(1, characters // share)]]
-    asked = int(place * len(texts))
-    words = texts[asked].split()
-    task = wording.format(name=chosen[asked][0], quote=" ".join(words[: min(9, len(words))]))
-    body = "\n\n".join(numbering.format(number=number, text=text) for number, text in enumerate(texts, 1))
-    return opening.format(text=body, task=task)
+    return [(name, text[:share]) for name, text in chosen[: max(least, characters // share)]]
+
+
+def _body(numbering: str, shown: list[tuple[str, str]]) -> str:
+    return "\n\n".join(numbering.format(number=number, text=text) for number, (_, text) in enumerate(shown, 1))
 
 
 @dataclass(frozen=True)
@@ -121,20 +137,15 @@ class DescribedPassages:
         entries = _summarised_entries()
         chosen = rng.sample(entries, min(2 + request.tokens // 30, len(entries)))
         place, numbering, opening = rng.random(), rng.choice(wordings("numberings")), rng.choice(wordings("openings"))
-        wording, answers = rng.choice(wordings("described_passage")), dict[str, str]()
+        wording = rng.choice(wordings("described_passage"))
 
-        def build(characters: int) -> str:
-            share = max(120, characters // max(1, min(len(chosen), characters // 400)))
-            shown = chosen[: max(2, characters // share)]
+        def make(characters: int) -> Prompt:
+            shown = _excerpts(chosen, 2, characters)
             asked = int(place * len(shown))
-            texts = (numbering.format(number=row, text=text[:share]) for row, (_, text) in enumerate(shown, 1))
-            task = wording.format(summary=shown[asked][0])
-            made = str(opening.format(text="\n\n".join(texts), task=task))
-            answers[made] = f"Passage {asked + 1}"
-            return made
+            text = opening.format(text=_body(numbering, shown), task=wording.format(summary=shown[asked][0]))
+            return replace(user_prompt("documentation/described", text), response=f"Passage {asked + 1}")
 
-        text = fit(build, request)
-        return replace(user_prompt("documentation/described", text), response=answers[text])
+        return fitted(make, request)
 
 
 @lru_cache(maxsize=1)

@@ -119,6 +119,19 @@ def fit(build: Callable[[int], str], request: Request) -> str:
     return best
 
 
+def fitted(make: Callable[[int], Prompt], request: Request) -> Prompt:
+    """The fullest prompt of at most `request.tokens` tokens, all turns counted, that `make` makes; see `fit`."""
+    made: dict[str, Prompt] = {}
+
+    def build(characters: int) -> str:
+        prompt = make(characters)
+        text = "\n".join(turn["content"] for turn in prompt.messages)
+        made[text] = prompt
+        return text
+
+    return made[fit(build, request)]
+
+
 def _next_filling(tried: _Attempt, fitting: _Attempt | None, too_long: _Attempt | None, aim: float) -> int:
     """Characters that should give `aim` tokens: interpolated between two attempts, or by the density of one."""
     if fitting is None or too_long is None:

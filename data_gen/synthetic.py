@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import Field, FiniteFloat
 
 from keepsight.corpus import Document, docstrings, is_topic, prose, sentences, source_documents, topic_documents
-from keepsight.data_gen.prompts import Prompt, Request, Share, fit, user_prompt
+from keepsight.data_gen.prompts import Prompt, Request, Share, fit, fitted, user_prompt
 from keepsight.data_gen.words import distinct, draw, filled, told, wordings, words
 from keepsight.errors import UserError
 
@@ -294,19 +294,6 @@ def _diary(rng: random.Random) -> Iterator[str]:
 
 
 _EVERYDAY = {"profiles": _profiles, "chat": _chat, "diary": _diary}
-
-
-def fitted(make: Callable[[int], Prompt], request: Request) -> Prompt:
-    """The fullest prompt of at most `request.tokens` tokens, all turns counted, that `make` makes; see `fit`."""
-    made: dict[str, Prompt] = {}
-
-    def build(characters: int) -> str:
-        prompt = make(characters)
-        text = "\n".join(turn["content"] for turn in prompt.messages)
-        made[text] = prompt
-        return text
-
-    return made[fit(build, request)]
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,7 @@ def unpickled(path: Path) -> dict[str, Tensor]:
     Raises:
         UserError: the file is damaged, holds objects of other kinds, or tensors far larger than itself.
     """
-    try:
+    try:  # some published weights exist in no other form; `weights_only` runs nothing that the file names
         tensors = dict(_tensors_in(torch.load(path, map_location="cpu", weights_only=True), ""))
     except (OSError, MemoryError):  # it cannot be opened or held, which is no fault of its contents
         raise

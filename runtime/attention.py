@@ -9,8 +9,8 @@ dimension. Queries are grouped by KV head: [B, K, (H / K) x q, d], the rows of a
 
 In latent attention (MLA of DeepSeek-V2 and V3) a layer's keys and values come from one latent c per token that all
 heads share: k_nope = W_uk c and v = W_uv c with each head's own rows of `kv_b_proj`; a part with RoPE, shared by all
-heads too, completes the key. transformers caches c and that part, and expands all of them at every step. An entry is a
-latent then, which all heads keep or lose together; `Expansion` expands only those that are read.
+heads too, completes the key. transformers caches c and that part, and expands all of them at every step. A cache entry
+is then a latent that all heads share, so it is kept or evicted for all of them; `Expansion` expands only what is read.
 """
 
 import copy

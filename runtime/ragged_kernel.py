@@ -20,6 +20,15 @@ if HAS_TRITON := find_spec("triton") is not None:
     import triton
     from triton import language as tl
 
+    @triton.jit
+    def online_softmax(scores, best, total):  # type: ignore[no-untyped-def]
+        """Weights of more scores, the factor of what was summed before, and the new highest score and denominator."""
+        highest = tl.maximum(best, tl.max(scores, 1))
+        least = tl.where(highest == float("-inf"), 0.0, highest)  # where a query sees no entry yet
+        weights, fade = tl.exp(scores - least[:, None]), tl.exp(best - least)
+        return weights, fade, highest, total * fade + tl.sum(weights, 1)
+
+
 PART = 256
 """Entries of a program."""
 BLOCK = 64
@@ -53,13 +62,13 @@ def attend_ragged(
     Returns:
         [B, q, H, d], contiguous.
     """
-    batch, heads, rows, width = query.shape
+    batch, _, rows, width = query.shape
     kv_heads = len(starts) // batch
     grouped = query.reshape(len(starts), -1, width).contiguous()
     of_head, parts = grouped.shape[1], -(-longest // PART)
     padded = min(MOST_ROWS, max(16, triton.next_power_of_2(of_head)))
-    outputs = query.new_empty(len(starts), parts, of_head, width, dtype=torch.float32)
-    totals = outputs.new_empty(outputs.shape[:3])
+    outputs = query.new_empty(batch, kv_heads, parts, of_head, width, dtype=torch.float32)
+    totals = outputs.new_empty(outputs.shape[:4])
     with torch.cuda.device_of(query):
         _compiled()[len(starts), parts, triton.cdiv(of_head, padded)](
             grouped,
@@ -82,11 +91,26 @@ def attend_ragged(
             BLOCK=BLOCK,
             num_stages=STAGES,
         )
-    total = totals.logsumexp(dim=1)
-    if (sinks := softmax.sinks_of(kv_heads, rows)) is not None:
-        total = torch.logaddexp(total, sinks[..., 0].repeat(batch, 1))
-    output = ((totals - total[:, None]).exp()[..., None] * outputs).sum(dim=1).to(query.dtype)
-    return output.view(batch, heads, rows, width).transpose(1, 2).contiguous()
+    return merged(outputs, totals, query, softmax)[0]
+
+
+def merged(outputs: Tensor, totals: Tensor, query: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
+    """Merge the attention to the parts of each KV head's entries.
+
+    Args:
+        outputs: [B, K, parts, r, d] float32, of r grouped queries.
+        totals: [B, K, parts, r] float32, logarithms of the parts' denominators.
+        query: [B, H, q, d].
+        softmax: The layer's, whose sinks the parts leave out.
+
+    Returns:
+        The output [B, q, H, d], contiguous, and the logarithm of the whole denominator, [B, K, r].
+    """
+    total = totals.logsumexp(dim=2)
+    if (sinks := softmax.sinks_of(totals.shape[1], query.shape[2])) is not None:
+        total = torch.logaddexp(total, sinks[..., 0])
+    output = ((totals - total[:, :, None]).exp()[..., None] * outputs).sum(dim=2).to(query.dtype)
+    return output.view(query.shape).transpose(1, 2).contiguous(), total
 
 
 @functools.cache
@@ -137,10 +161,7 @@ def attend_part(  # type: ignore[no-untyped-def]
         visible = exists[None, :] & (tokens[None, :] <= length - queries + (rows % queries)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
 
-        highest = tl.maximum(best, tl.max(scores, 1))
-        least = tl.where(highest == float("-inf"), 0.0, highest)  # where a query sees no entry yet
-        weights, fade = tl.exp(scores - least[:, None]), tl.exp(best - least)
-        total, best = total * fade + tl.sum(weights, 1), highest
+        weights, fade, best, total = online_softmax(scores, best, total)
         loaded = exists[:, None] & inside[None, :]
         block = tl.load(values + (first + tokens)[:, None] * value_stride + columns[None, :], mask=loaded, other=0.0)
         summed = summed * fade[:, None] + tl.dot(weights.to(block.dtype), block, input_precision="tf32x3")

@@ -115,7 +115,9 @@ class Page:
 def browser(profile: Path) -> Iterator[Page]:
     """A browser with an empty profile; skips the test where no Chromium is installed."""
     if CHROMIUM is None:
-        pytest.skip("no Chromium is installed (Debian: apt-get install chromium); pages are not looked at")
+        pytest.skip(
+            "no Chromium is installed (Debian: apt-get install chromium); pages are not looked at; .ci/run installs it"
+        )
     command_end, commands = os.pipe()
     answers, answer_end = os.pipe()
     # The protocol's pipes are file descriptors 3 and 4 of the browser.

@@ -13,10 +13,13 @@ from keepsight.experimental import is_on
 from keepsight.runtime.attention import Softmax, later
 from keepsight.runtime.offload import FetchedEntries
 from keepsight.runtime.quantized.packing import PackedEntries
+from keepsight.runtime.ragged_kernel import merged
 
 if HAS_TRITON := find_spec("triton") is not None:
     import triton
     from triton import language as tl
+
+    from keepsight.runtime.ragged_kernel import online_softmax
 
 PART = 512
 """Entries of a program."""
@@ -114,12 +117,9 @@ def attend_in_kernel(
             FETCHED=fetched is not None,
             num_stages=STAGES,
         )
-    total = totals.logsumexp(dim=2)
-    if (sinks := softmax.sinks_of(kv_heads, rows)) is not None:
-        total = torch.logaddexp(total, sinks[..., 0])
-    output = ((totals - total[:, :, None]).exp()[..., None] * outputs).sum(dim=2).to(query.dtype)
+    output, total = merged(outputs, totals, query, softmax)
     last = total.unflatten(2, (-1, rows))[..., -1:]
-    return output.view(batch, heads, rows, width).transpose(1, 2).contiguous(), (logits - last).exp()
+    return output, (logits - last).exp()
 
 
 def _fetched(fetched: FetchedEntries | None, entries: PackedEntries) -> tuple[Tensor, Tensor, Tensor, int, int]:
@@ -225,10 +225,7 @@ def attend_part(  # type: ignore[no-untyped-def]
         place = (head * (ROWS // QUERIES) + rows // QUERIES)[:, None] * scored + tokens[None, :]
         tl.store(logits + place, scores, mask=last[:, None] & (tokens < scored)[None, :])
 
-        highest = tl.maximum(best, tl.max(scores, 1))
-        least = tl.where(highest == float("-inf"), 0.0, highest)  # where a query sees no entry yet
-        weights, fade = tl.exp(scores - least[:, None]), tl.exp(best - least)
-        total, best = total * fade + tl.sum(weights, 1), highest
+        weights, fade, best, total = online_softmax(scores, best, total)
 
         packed = tokens < packed_values
         loaded = packed[:, None] & inside[None, :]

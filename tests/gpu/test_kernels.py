@@ -50,7 +50,7 @@ def fetched_entries(entries: PackedEntries, count: int) -> FetchedEntries:
     return FetchedEntries(there(torch.stack(places).view(2, KV_HEADS, count)), *rows.chunk(2, dim=3))
 
 
-@pytest.mark.skipif(not kernel.HAS_TRITON, reason="needs triton")
+@pytest.mark.skipif(not kernel.HAS_TRITON, reason="Triton has no wheels for this platform, or is not installed")
 @pytest.mark.parametrize("dtype", SINGLE)
 @pytest.mark.parametrize(("bits", "width"), [(1, 64), (2, 64), (4, 64), (2, 96), (2, 128)])
 @pytest.mark.parametrize(("length", "rows", "count"), [(70, 1, 0), (577, 2, 9), (1500, 1, 64)])
@@ -58,7 +58,9 @@ def test_packed_entries_are_read_as_unpacked_ones(
     dtype: torch.dtype, bits: int, width: int, length: int, rows: int, count: int
 ) -> None:
     if not ON_CUDA and length > 100 and (bits, width) != (2, 64):
-        pytest.skip("takes minutes in the interpreter")
+        pytest.skip(
+            "without CUDA Triton's interpreter runs the kernel, which takes minutes at this length; the short one runs"
+        )
     entries = packed_entries(length, bits, width, dtype)
     query = there(drawn(2, KV_HEADS * GROUP, rows, width, seed=5, dtype=dtype))
     softmax, scored = Softmax(width**-0.5, 20.0, there(torch.arange(8.0))), entries.packed_length

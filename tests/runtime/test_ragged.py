@@ -97,7 +97,7 @@ def test_the_recording_attention_computes_what_the_model_does(dtype, attention):
         assert_close(before, after, dtype)
 
 
-@pytest.mark.skipif(not ragged_kernel.HAS_TRITON, reason="needs triton")
+@pytest.mark.skipif(not ragged_kernel.HAS_TRITON, reason="Triton has no wheels for this platform, or is not installed")
 @pytest.mark.parametrize("softmax", [Softmax(0.3), Softmax(0.3, 5.0, torch.arange(12.0))], ids=["plain", "capped"])
 @pytest.mark.parametrize("rows", [1, 2, 30])
 def test_the_kernel_attends_as_one_head_after_another(monkeypatch, rows, softmax):

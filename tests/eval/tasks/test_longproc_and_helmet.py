@@ -72,7 +72,10 @@ def test_programs_are_run_only_where_that_is_allowed(programs: Path, words: Any)
     assert LongProc(str(programs)).groups(request.protocol)[""] == []
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the programs that are judged are compiled with g++")
+@pytest.mark.skipif(
+    shutil.which("g++") is None,
+    reason="the programs that are judged are compiled with g++, which is not installed; .ci/run installs it",
+)
 def test_programs_are_judged_by_what_they_print(programs: Path, words: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(longproc, "_SECONDS", 0.5)
     request = request_of(words)
