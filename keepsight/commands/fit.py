@@ -258,7 +258,7 @@ def with_results(card: str, evaluated: Path, own: str = OURS) -> str:
     lines = found[:_SHORT] or ["- Nowhere in this evaluation does another method lose less."]
     more = [f"- and in {len(found) - _SHORT} more places"] if len(found) > _SHORT else []
     rest = "- Prompts longer than those it was trained on, and of other kinds, were not measured here."
-    return with_section(card, "## Where it falls short\n\n" + "\n".join([*lines, *more, rest]) + "\n")
+    return with_section(card, "## Limitations\n\n" + "\n".join([*lines, *more, rest]) + "\n")
 
 
 def shortcomings(rows: Sequence[Mapping[str, Any]], own: str) -> Iterator[str]:

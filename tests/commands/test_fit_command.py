@@ -103,7 +103,7 @@ def test_stopped_in_every_stage_it_ends_as_if_it_had_not_been(
     assert on is not None and len(on) >= 6 and on <= prompts_of(samples)
     card = (fitted / "README.md").read_text()
     assert "keepsight fit tiny 'tasks=[niah_single]'" in card and "fitted" not in card and "limit=8" in card
-    assert card.index("## Command") < card.index("## Evaluation") < card.index("## Where it falls short")
+    assert card.index("## Command") < card.index("## Evaluation") < card.index("## Limitations")
     assert "importance (what answers attend to): " in card and "| excess NLL (nats), 40 entries in every " in card
     assert card.count("share of samples with the question unseen 0.5; ") == 2
     assert len(card.splitlines()) < 90
@@ -147,7 +147,7 @@ def test_a_retrieval_head_has_its_own_stages_and_other_ones_are_refused(keepsigh
     ]
     assert {row["method"] for row in read_jsonl(here / "fitted/eval/results.jsonl")} == {"full", "specontext"}
     card = (here / "fitted/head/README.md").read_text()
-    assert card.index("## Evaluation") < card.index("## Where it falls short")
+    assert card.index("## Evaluation") < card.index("## Limitations")
     assert plan_upload(here / "fitted/head", "ada/head").files
     said = keepsight.fails(*given, "stages=[eviction]")
     assert said == "stages: module=retrieval has no stage eviction; choose from answers, distillation, evaluation, card"
