@@ -176,11 +176,7 @@ class Server:
         self._forms = [self._ids_both_ways, self._ids, self._text]
 
     def __call__(self, prompts: list[Rendered], decoding: Decoding) -> Iterator[Answers]:
-        """See `Backend`; when the server fails, no further prompt is sent.
-
-        Raises:
-            UserError: the server is gone, refuses a prompt, or reads it as other tokens.
-        """
+        """See `Backend`; UserError if the server fails: then no further prompt is sent."""
         stopped, failure = threading.Event(), None
 
         def ask(prompt: Rendered) -> Answers:
@@ -271,12 +267,7 @@ class Server:
 
 
 def _completion(reply: Any) -> _Completion:
-    """A reply of the completions protocol; nothing is converted.
-
-    Raises:
-        ValueError: it has another form, or its answer is cut.
-        EndpointError: a content filter stopped the answer.
-    """
+    """A reply of the completions protocol, as it is; ValueError if malformed or cut, EndpointError if filtered."""
     read = TypeAdapter(_Completion).validate_python(reply, strict=True)
     refuse_filtered(choice := read["choices"][0])
     reason = choice.get("finish_reason") or ""
@@ -314,11 +305,7 @@ class VllmEngine:
         self._engine: Any = None
 
     def __call__(self, prompts: list[Rendered], decoding: Decoding) -> Iterator[Answers]:
-        """See `Backend`.
-
-        Raises:
-            UserError: the engine does not start, ends, or its context is too short for an answer.
-        """
+        """See `Backend`; UserError if the engine does not start, ends, or has too short a context."""
         ends, config = self._target.end_tokens, self._target.model.generation_config
         penalty = getattr(config, "repetition_penalty", None) or 1.0  # vLLM reads it for servers alone
         fixed = {"stop_token_ids": ends, "repetition_penalty": penalty}

@@ -40,7 +40,7 @@ def generate_data(
     temperature: float = 0.0,
     top_p: float = 1.0,
 ) -> dict[str, Any]:
-    """Answer `limit` prompts and write them to `out`, resuming where an earlier run stopped.
+    """Answer `limit` prompts and write them to `out`, resuming where an earlier run stopped; returns the manifest.
 
     Several processes of one launch divide the shards among themselves.
 
@@ -57,12 +57,9 @@ def generate_data(
         temperature: Of sampled answers; 0 decodes greedily.
         top_p: Of sampled answers; see `Decoding`.
 
-    Returns:
-        The manifest.
-
     Raises:
-        UserError: prompts and answers do not fit the model's context, the samples do not fit the disk, more rows than
-            `skip` or all are bad, or `out` has other data or is being written to.
+        UserError: prompts and answers do not fit the context, the samples do not fit the disk, more rows than `skip` or
+            all are bad, or `out` has other data or is being written to.
     """
     sources = Mixture.from_config(mixture)
     clock = "strftime_now" in str(target.tokenizer.chat_template)
@@ -148,16 +145,9 @@ class _Run:
 
 
 def render_prompt(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, day: str = "") -> Rendered:
-    """Apply the chat template (raw text stays raw) and tokenise.
+    """Apply the chat template (raw text stays raw) on a `day` in ISO 8601, today by default, and tokenise.
 
-    Args:
-        index: Position in the data set.
-        prompt: The prompt.
-        tokenizer: The base model's.
-        day: Date (ISO 8601) for a chat template with a clock; today by default.
-
-    Raises:
-        BadRow: the chat template refuses it, or it or its response has no tokens.
+    BadRow: the chat template refuses the prompt, or it or its response has no tokens.
     """
     text = prompt.messages[0]["content"]
     if prompt.template:
@@ -190,17 +180,9 @@ def answers(backend: Backend, prompts: list[Rendered], decoding: Decoding) -> It
 
 
 def check_sizes(model: PreTrainedModel, mixture: Mixture, out: Path, limit: int, max_new_tokens: int) -> None:
-    """Refuse what would not fit the model's context or the disk; arguments as of `generate_data`.
+    """UserError if a prompt with its answer would not fit the context, or the samples, if all were short, the disk.
 
-    Args:
-        model: The base model, also without its weights.
-        mixture: Whose prompts are filled to certain lengths.
-        out: Where the samples are to be.
-        limit: Number of samples.
-        max_new_tokens: Longest answer in tokens.
-
-    Raises:
-        UserError: a prompt with its answer would not fit the context, or the samples, if all were short, the disk.
+    The model may be without its weights; the other arguments are those of `generate_data`.
     """
     context = context_of(model)
     for entry in mixture.entries:

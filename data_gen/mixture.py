@@ -85,11 +85,7 @@ class Mixture:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Mixture":
-        """Build a mixture from `min_tokens`, `max_tokens` and a list `sources` of `kind`, `weight` and options.
-
-        Raises:
-            UserError: a key, a kind, an option or a value is wrong, or a file is missing.
-        """
+        """A mixture from `min_tokens`, `max_tokens` and `sources` of `kind`, `weight` and options, else UserError."""
         values = dict(config)
         _check_names("mixture", "key", values, ("min_tokens", "max_tokens", "sources"))
         sources = values.pop("sources", None)
@@ -98,26 +94,15 @@ class Mixture:
         return cls(tuple(_entry(f"mixture.sources[{row}]", source, values) for row, source in enumerate(sources)))
 
     def check(self) -> None:
-        """Refuse data sets of the Hub that cannot be had, before a model is loaded.
-
-        Raises:
-            UserError: one of them.
-        """
+        """UserError for data sets of the Hub that cannot be had, before a model is loaded."""
         for entry in self.entries:
             if isinstance(entry.source, HubDataset):
                 entry.source.check()
 
     def prompt(self, seed: int, index: int, count_tokens: CountTokens) -> Prompt:
-        """Prompt `index`, the same for the same seed, index and tokenizer.
+        """Prompt `index`, the same for the same seed, index and tokenizer; BadRow if the user's row is unusable.
 
-        Args:
-            seed: Random seed of the whole mixture.
-            index: Position in the data set, from 0.
-            count_tokens: Counts the tokens of a text; pass the same function each time, as the rows of local files are
-                counted once per function.
-
-        Raises:
-            BadRow: a row of the user's data cannot be used; the other prompts do not depend on it.
+        Pass the same function `count_tokens` each time, as the rows of local files are counted once per function.
         """
         schedule = _schedule(tuple(entry.lengths.weight for entry in self.entries), seed)
         rounds, place = divmod(index, len(schedule))

@@ -91,14 +91,9 @@ class _Attempt(NamedTuple):
 
 
 def fit(build: Callable[[int], str], request: Request) -> str:
-    """The fullest text of at most `request.tokens` tokens that `build` makes in a few attempts.
+    """The fullest text of at most `request.tokens` tokens that `build` makes in a few attempts, else DoesNotFit.
 
-    Args:
-        build: Makes the text with about the given number of characters of filling; deterministic.
-        request: Wanted length and tokenizer.
-
-    Raises:
-        DoesNotFit: even without filling the text is too long.
+    `build` makes the text with about the given number of characters of filling, always the same.
     """
     wanted, best = request.tokens, ""
     fitting, too_long = None, None

@@ -252,11 +252,7 @@ class ShardWriter:
         journal.unlink()
 
     def complete(self) -> dict[str, Any]:
-        """Write the final manifest and return it.
-
-        Raises:
-            UserError: nothing was missing, but the manifest was written for other shards.
-        """
+        """Write the final manifest and return it; UserError if nothing was missing, but it names other shards."""
         shards = {path: shard for shard in self.settings.shards() for path in self._finished(shard)}
         if len(shards) != len([*self.settings.shards()]):
             raise UserError(f"{self.folder}: shards are missing; run the same command again")
@@ -307,16 +303,10 @@ class ShardWriter:
 def read_training_samples(
     folder: Path, model: str, template_digest: str, vocabulary: int
 ) -> tuple[Sequence[TrainingSample], dict[str, Any]]:
-    """The samples of a finished data folder that a model answered, in order, and its manifest.
+    """The samples of a finished data folder, in order, and its manifest.
 
-    Args:
-        folder: Made by `keepsight data`.
-        model: Name of the base model, which must have answered.
-        template_digest: Digest of the model's chat template.
-        vocabulary: Size of the model's vocabulary, above all token ids.
-
-    Raises:
-        UserError: the folder is missing, empty, unfinished, damaged, or made with another model or chat template.
+    UserError: the folder is missing, empty, unfinished, damaged, or was made with another model or chat template, or
+    has token ids beyond the model's `vocabulary`.
     """
     pc: Any = importlib.import_module("pyarrow.compute")  # its functions are made when it is imported
 
@@ -339,21 +329,13 @@ def read_training_samples(
 
 
 def earlier_settings(folder: Path) -> DataSettings | None:
-    """The settings of the data that is in a folder or was begun there.
-
-    Raises:
-        UserError: its manifest is damaged.
-    """
+    """The settings of the data that is in a folder or was begun there; UserError if its manifest is damaged."""
     path = folder / "manifest.json"
     return read_json(path, Manifest).settings if path.exists() else None
 
 
 def finished_manifest(folder: Path) -> Manifest:
-    """The manifest of a finished data folder.
-
-    Raises:
-        UserError: the folder is missing or unfinished.
-    """
+    """The manifest of a finished data folder; UserError if it is missing or unfinished."""
     if not (folder / "manifest.json").exists():
         raise UserError(f"{folder}: no manifest.json; make the data with `keepsight data out={folder}`")
     manifest: Manifest = read_json(folder / "manifest.json", Manifest)
@@ -363,11 +345,7 @@ def finished_manifest(folder: Path) -> Manifest:
 
 
 def finished_samples(folder: Path, manifest: Manifest) -> StoredSamples:
-    """The samples of a finished data folder, in order; data of earlier versions is converted.
-
-    Raises:
-        UserError: the folder is empty or damaged.
-    """
+    """The samples of a finished data folder, in order, converted if earlier ones; UserError if empty or damaged."""
     if not manifest.shards or not manifest.samples:
         cause = f"all were skipped, such as {manifest.skipped[0]}" if manifest.skipped else "raise limit="
         raise UserError(f"{folder}: this data folder has no samples; {cause}")

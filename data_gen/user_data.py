@@ -225,19 +225,11 @@ class HubDataset:
         return user_prompt(self.name, text, template=False)
 
     def check(self) -> None:
-        """Refuse a data set that cannot be had or is no plain data; nothing is downloaded but what its card says.
-
-        Raises:
-            UserError: so it is.
-        """
+        """UserError for a data set that cannot be had or is no plain data; only its card is downloaded."""
         _builder(self)
 
     def row_prompt(self, row: Row) -> Prompt | None:
-        """The prompt of a row; None where there is none, as in a conversation without a turn of the user.
-
-        Raises:
-            BadRow: a column holds something else.
-        """
+        """The prompt of a row, None where no turn is the user's; BadRow where a column holds something else."""
         value = row[self.column]
         if self.messages:
             return self._conversation(value, row)
@@ -349,11 +341,7 @@ def _builder(source: HubDataset) -> Any:
 
 @lru_cache(maxsize=_SOURCES)
 def _loaded(source: HubDataset) -> Any:
-    """The rows, in memory-mapped files of the cache of `datasets`.
-
-    Raises:
-        UserError: the data set cannot be had, is no plain data, or has no such configuration, split or column.
-    """
+    """The rows, in memory-mapped files of the cache of `datasets`; UserError if they cannot be had."""
     from datasets import Dataset
 
     builder = _builder(source)
@@ -383,12 +371,10 @@ def _streamed(columns: tuple[str, ...], patterns: tuple[str | None, ...], rows: 
 
 
 def on_rows(sources: list[Any], folder: Path | None) -> list[Any]:
-    """A mixture's sources; if a folder is given, its rows stand in for data sets of the Hub, as their `local` says.
+    """A mixture's sources; rows in `folder` stand in for data sets of the Hub, as their `local` says.
 
-    `local` has the fields of `LocalJsonl`, with `path` in the folder; a data set's weight and lengths stay.
-
-    Raises:
-        UserError: there is no such folder, or a data set has no `local`.
+    `local` has the fields of `LocalJsonl`, with `path` in the folder; a data set's weight and lengths stay. UserError
+    if there is no such folder, or a data set has no `local`.
     """
     if folder is not None and not folder.is_dir():
         raise UserError(f"rows={folder}: no such folder; it holds the files that the mixture's `local` entries name")
@@ -410,15 +396,8 @@ def _on_rows(source: dict[str, Any], folder: Path | None) -> dict[str, Any]:
 def pinned(mixture: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A mixture whose data sets of the Hub are named by a commit: `main` becomes `main@COMMIT`, and so does `48e268d`.
 
-    Args:
-        mixture: Plain values that `Mixture.from_config` accepts.
-        folder: Where the data is made. The commits of data that is there, of a run to be resumed, stay.
-
-    Returns:
-        The mixture. A revision stays a branch or tag, with a warning, where the Hub does not say its commit.
-
-    Raises:
-        UserError: the folder's manifest is damaged.
+    The commits of data that is in `folder`, of a run to be resumed, stay. A revision stays a branch or tag, with a
+    warning, where the Hub does not say its commit. UserError if the folder's manifest is damaged.
     """
     earlier = earlier_settings(folder)
     before = earlier.mixture["sources"] if earlier else []

@@ -59,11 +59,7 @@ class Judge:
         return f"{self.model} {self.mode}{options}" if self.url else ""
 
     def check(self) -> None:
-        """Refuse keys that no judge can be asked with.
-
-        Raises:
-            UserError: a value is not understood.
-        """
+        """UserError for keys that no judge can be asked with."""
         if self.mode not in MODES:
             raise UserError(f"judge.mode={self.mode} is unknown; choose one of {', '.join(MODES)}")
         if self.parallel < 1:
@@ -74,9 +70,7 @@ class Judge:
     def score(self, sample: Sample, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The rows of a sample, the full cache's first, with their scores and the judge's words as `judgments`.
 
-        Raises:
-            BadRow: the endpoint gives no verdict on one of the answers, or its content filter refuses it.
-            UserError: the endpoint does not answer.
+        BadRow: there is no verdict on one of the answers, or a content filter refuses it. UserError: no answer at all.
         """
         if not sample.judge:
             return [dict(row) for row in rows]
@@ -188,11 +182,7 @@ _TOO_LONG = re.compile(r"context.?(length|window)|too long", re.IGNORECASE)
 
 
 def _words(reply: Any) -> str:
-    """The text of a reply, empty where thinking took all tokens.
-
-    Raises:
-        EndpointError: a content filter stopped it.
-    """
+    """The text of a reply, empty where thinking took all tokens; EndpointError if a content filter stopped it."""
     refuse_filtered(choice := reply["choices"][0])
     words = choice["message"]["content"]
     if words is not None and not isinstance(words, str):

@@ -41,11 +41,7 @@ def query_similarity(
 ) -> Iterator[dict[tuple[str, float], tuple[float, float]]]:
     """Compare the queries of tokens after a prompt with those of the model's own greedy answer.
 
-    Args:
-        model: The base model; all its layers have full attention.
-        prompts: Token ids of each prompt.
-        answer_tokens: Length of the answer in tokens, at most.
-        seed: Seed of the tokens of other content, which are drawn uniformly from the vocabulary (appendix A.1.2).
+    Tokens of other content are drawn uniformly from the vocabulary (appendix A.1.2).
 
     Yields:
         For each prompt, by content (`same` or `other`) and position (one of `POSITIONS`): the cosine similarity after

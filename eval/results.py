@@ -118,10 +118,8 @@ def finished(rows: Iterable[Row], rows_each: int) -> set[Key]:
 def merge(out: Path, settings: dict[str, Any]) -> None:
     """Bring what all processes of this and earlier runs have written into `results.jsonl`.
 
-    Where the settings name more than before, all rows go to `EARLIER` instead.
-
-    Raises:
-        UserError: `out` holds results of other settings; all that differ are listed.
+    Where the settings name more than before, all rows go to `EARLIER` instead. UserError lists all settings that differ
+    otherwise.
     """
     path, results, earlier = out / "settings.json", out / "results.jsonl", out / EARLIER
     parts = sorted(out.glob("results-*.jsonl"))
@@ -196,11 +194,7 @@ class Run:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read a run's folder.
-
-    Raises:
-        UserError: it holds no results.
-    """
+    """Read a run's folder; UserError if it holds no results."""
     folder = Path(folder)
     path = folder / "results.jsonl"
     rows = _latest(read_jsonl(path, Measured)) if path.is_file() else []
@@ -252,8 +246,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def parts_of_one(runs: Sequence[Run]) -> list[Run]:
     """Runs that can be shown as one: a row that a run before has too, such as the full cache's, is left out.
 
-    Raises:
-        UserError: targets differ, or two rows of one sample, method and budget depend on different inputs.
+    UserError: targets differ, or two rows of one sample, method and budget depend on different inputs.
     """
     parts: list[Run] = []
     seen: dict[tuple[Any, ...], Any] = {}
@@ -279,14 +272,9 @@ def parts_of_one(runs: Sequence[Run]) -> list[Run]:
 
 
 def comparable(runs: Sequence[Run], allow: Collection[str] = ()) -> list[Run]:
-    """Runs with the samples that all of them have, so that their rows are pairs; unchanged where there is none.
+    """Runs (at least two) with the samples that all have, so that their rows are pairs; unchanged where none is.
 
-    Args:
-        runs: At least two.
-        allow: Which of `MAY_DIFFER` may differ.
-
-    Raises:
-        UserError: their targets or their samples differ.
+    UserError: their targets or their samples differ, and `allow` does not name it from `MAY_DIFFER`.
     """
     first = runs[0]
     for run in runs[1:]:

@@ -31,11 +31,7 @@ _NOT_ASKED = ("id", "task", "length", "is_cut")
 
 
 def rows_of_runs(folders: Iterable[str | Path]) -> dict[str, Row]:
-    """The rows of earlier runs by `inputs_digest`.
-
-    Raises:
-        UserError: a folder holds no results.
-    """
+    """The rows of earlier runs by `inputs_digest`; UserError for a folder without results."""
     rows: dict[str, Row] = {}
     for folder in folders:
         path = Path(folder) / "results.jsonl"
@@ -71,14 +67,14 @@ def sample_digest(sample: RenderedSample) -> str:
 
 
 def inputs_digest(target: str, contents: Sequence[str], place: int, question: str, method: str) -> str | None:
-    """Digest of everything that a row depends on.
+    """Digest of everything that a row depends on; None where `method_text` is empty.
 
     Args:
         target: `target_digest`.
         contents: `sample_digest` of the samples that share the compressed cache.
         place: Which of them the row is about.
         question: What the method sees, one of `keepsight.runtime.saved.QUESTIONS`; or `turns` of a conversation.
-        method: `method_text`; where it is empty, there is no digest.
+        method: `method_text`.
     """
     return text_digest(json.dumps([target, *contents, place, question, method])) if method else None
 

@@ -204,11 +204,7 @@ def evicting(variants: Sequence[Variant]) -> list[Variant]:
 
 
 def check_samples(target: Target, samples: Sequence[RenderedSample], variants: Sequence[Variant]) -> None:
-    """Refuse what `run_samples` would refuse, before the model runs.
-
-    Raises:
-        UserError: a sample does not fit the model's context, or a method cannot work on so short a prompt.
-    """
+    """UserError for what `run_samples` would refuse: too long a sample, or too short a prompt for a method."""
     context = context_of(target.model)
     for sample in samples:
         tokens = len(sample.prompt_ids) + len(sample.question_ids)
@@ -384,10 +380,7 @@ def sweep(
 
     Under `question=multi` samples that stand one after another and share task, length and context are one group. Rows
     of `earlier` are used again where they depend on the same inputs; a variant in `refused` is left out of all later
-    samples. The other arguments are those of `run_samples`.
-
-    Raises:
-        UserError: as `run_samples`, and where every variant was refused.
+    samples. The other arguments are those of `run_samples`. UserError as there, and where every variant was refused.
     """
     of_target, digest_of = target_digest(target) + (f"all {sampling}" if sampling.temperature else ""), {}
     for variant in (columns := [FULL_CACHE, *evicting(variants)]):

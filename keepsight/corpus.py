@@ -73,11 +73,7 @@ def topic_documents(part: Part) -> tuple[Document, ...]:
 
 @lru_cache(maxsize=4)
 def source_documents(part: Part) -> tuple[Document, ...]:
-    """The source files of the standard library that belong to `part`, by name.
-
-    Raises:
-        UserError: this Python has no library sources on disk.
-    """
+    """The library's source files that belong to `part`, by name; UserError if this Python has none on disk."""
     library = Path(sysconfig.get_paths()["stdlib"])
     paths = [(path.relative_to(library).as_posix(), path) for path in sorted(library.rglob("*.py"))]
     chosen = [(name, path) for name, path in paths if _is_library(name) and document_part(name) == part]

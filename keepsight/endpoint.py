@@ -67,11 +67,7 @@ class EndpointError(Exception):
 
 
 def refuse_filtered(choice: Mapping[str, Any]) -> None:
-    """Refuse one of a reply's `choices` that a content filter stopped.
-
-    Raises:
-        EndpointError: a filter stopped it, as `is_filter` tells.
-    """
+    """EndpointError if a content filter stopped one of a reply's `choices`, as `is_filter` tells."""
     if _FILTERED.search(str(choice.get("finish_reason"))):
         raise EndpointError("the server's content filter refuses it", 200)
 
@@ -102,16 +98,10 @@ class Endpoint:
     def post(
         self, path: str, body: Mapping[str, Any], read: Callable[[Any], Reply], stopped: threading.Event | None = None
     ) -> Reply:
-        """Send a request and read its reply.
+        """Send a request to `path` below the URL, and read its reply.
 
-        Args:
-            path: Appended to the URL.
-            body: The request.
-            read: Takes the reply's JSON and returns what is needed of it; where it raises, the request is sent again.
-            stopped: Ends the waiting between tries.
-
-        Raises:
-            EndpointError: the request is refused, or no try brings a reply of the right form.
+        `read` takes the reply's JSON and returns what is needed; where it raises, the request is sent again. `stopped`
+        ends the waiting between tries. EndpointError: refused, or no try brings a reply of the right form.
         """
         data, error = json.dumps(body).encode(), EndpointError("not asked")
         for attempt in range(self.tries):
@@ -237,11 +227,7 @@ class ServerSettings:
     tries: int = 8
 
     def check(self) -> None:
-        """Check the values.
-
-        Raises:
-            UserError: a value is missing or out of range.
-        """
+        """UserError if a value is missing or out of range."""
         if self.url is None:
             raise UserError("backend=server needs server.url=, such as http://localhost:8000/v1")
         check_url("server.url", self.url)
@@ -249,11 +235,7 @@ class ServerSettings:
 
 
 def check_url(key: str, url: str) -> None:
-    """Refuse a text that is no URL of an endpoint, or that holds an API key.
-
-    Raises:
-        UserError: it begins with something else, its port is no number, or it has a query or a password.
-    """
+    """UserError for a text that is no URL of an endpoint, or that holds a query or a password."""
     shown = f"{key}=" + " ".join(re.sub(r"[^/@]*@|[?#][\s\S]*", "", url).split())
     if not url.startswith(("http://", "https://")):
         raise UserError(f"{shown} must begin with http:// or https://")

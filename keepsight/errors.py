@@ -25,33 +25,14 @@ class BadRow(UserError):
 
 
 def require_whole(name: str, least: int = 0, **values: object) -> None:
-    """Refuse values that are no whole numbers of at least `least`.
-
-    Args:
-        name: Name of what has the values, for the message.
-        least: Smallest value allowed.
-        values: The values by the names that the message gives them.
-
-    Raises:
-        UserError: with one line that names the first value refused.
-    """
+    """UserError for the first of the values that is no whole number of at least `least`; `name` has them."""
     for field, value in values.items():
         if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
             raise UserError(f"{name}: {field} {value!r} must be a whole number of at least {least}")
 
 
 def require_same(what: str, found: Mapping[str, object], wanted: Mapping[str, object], advice: str) -> None:
-    """Refuse to go on with what an earlier run began with other settings.
-
-    Args:
-        what: What was begun, such as `runs/data: this data was made`.
-        found: Settings of the earlier run, by name.
-        wanted: Settings of now.
-        advice: What to do.
-
-    Raises:
-        UserError: with one line that lists every difference.
-    """
+    """UserError with every difference from the settings that `what` began with (`runs/data: this data was made`)."""
     names = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
     if names:
         listed = "; ".join(f"{name}={found.get(name)!r}, now it is {wanted.get(name)!r}" for name in names)
@@ -61,10 +42,7 @@ def require_same(what: str, found: Mapping[str, object], wanted: Mapping[str, ob
 def printable(text: str, lines: bool = False) -> str:
     """Text from files, servers or users for a terminal: what could steer it is escaped.
 
-    Args:
-        text: Any text.
-        lines: Whether it may have several lines, and characters without width that some scripts need; names have
-            neither.
+    With `lines` it may have several lines, and characters without width that some scripts need; names have neither.
     """
     if lines:
         return _STEERING.sub(lambda found: _escaped(found[0]), text)

@@ -20,11 +20,7 @@ PATHS = {
 
 
 def is_on(path: str) -> bool:
-    """Whether an experimental path is to be taken.
-
-    Raises:
-        UserError: the variable names a path that does not exist.
-    """
+    """Whether an experimental path is to be taken; UserError if the variable names one that does not exist."""
     named = {name for name in os.environ.get(VARIABLE, "").replace(" ", "").split(",") if name}
     if unknown := named - PATHS.keys() - {"all"}:
         raise UserError(f"{VARIABLE}: {min(unknown)!r} is unknown; choose from {', '.join(PATHS)}, or all")

@@ -58,16 +58,12 @@ _YAML_BYTES, _YAML_VALUES = 1 << 20, 100_000
 
 
 def require_writable(out: Path, folder: bool = True, key: str = "out") -> None:
-    """Refuse a path that cannot be written to, before hours are spent on what is to be written.
+    """UserError for a path that cannot be written to, before hours are spent on what is to be written.
 
     Args:
         out: A path that need not exist.
         folder: Whether it is to be a folder, or else a regular file.
         key: The command's key that names it, for the message.
-
-    Raises:
-        UserError: it is of another kind, such as a device, lies in a folder that cannot be written to, or leads through
-            a link to nothing.
     """
     if link := next((each for each in (out, *out.parents) if each.is_symlink() and not each.exists()), None):
         raise UserError(f"{key}={out}: {link} is a broken link; remove it, or choose another {key}=")
@@ -113,10 +109,8 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 def atomic_files(folder: Path, last: str) -> Iterator[Path]:
     """Yield an empty folder whose files move into `folder` when the block ends, the one called `last` after the others.
 
-    A reader that requires `last` never sees a mixture of old and new files. Files of other names stay.
-
-    Raises:
-        UserError: the folder or one of the files is a device, a pipe or a socket.
+    A reader that requires `last` never sees a mixture of old and new files. Files of other names stay. UserError if one
+    is a device, a pipe or a socket.
     """
     _require_regular(folder, folder / last)
     with _unfinished(folder) as unfinished:
@@ -132,11 +126,7 @@ def atomic_files(folder: Path, last: str) -> Iterator[Path]:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; the file written there becomes `path` when the block ends, unless it raises.
-
-    Raises:
-        UserError: `path` is a device, a pipe or a socket.
-    """
+    """Yield a temporary path, which becomes `path` when the block ends without an error; UserError for a device."""
     _require_regular(path)
     with _unfinished(path.parent) as beside:
         yield beside / path.name
@@ -152,11 +142,7 @@ def _require_regular(*paths: Path) -> None:
 
 
 def regular(path: Path) -> Path:
-    """A path that is read or written; a device, a pipe or a socket, which might have no end, is refused.
-
-    Raises:
-        UserError: so it is.
-    """
+    """A path that is read or written; UserError for a device, a pipe or a socket, which might have no end."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise UserError(f"{path}: not a regular file; choose another path")
     return path
@@ -201,8 +187,7 @@ def sync(*paths: Path) -> None:
 def one_writer(folder: Path) -> Iterator[None]:
     """Lock a folder against other writers within the block; the lock of a killed process is free.
 
-    Raises:
-        UserError: another process has the lock, or the folder was removed within the block.
+    UserError: another process has the lock, or the folder was removed within the block.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
@@ -320,11 +305,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, kind: Any = Any) -> Any:
-    """The JSON value of a file; `kind` as in `from_json`.
-
-    Raises:
-        UserError: the file is missing, is not JSON, is not of that type, or was changed.
-    """
+    """The JSON value of a file, `kind` as in `from_json`; UserError if missing, malformed, or changed."""
     try:
         return from_json(regular(path).read_bytes(), kind)
     except FileNotFoundError:
@@ -340,11 +321,7 @@ def own_yaml(package: str, name: str) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> str:
-    """The text of a YAML file that is safe to load: neither its size nor its aliases ask for much memory.
-
-    Raises:
-        UserError: it is too large, is not YAML, or its aliases stand for too many values or for themselves.
-    """
+    """The text of a YAML file; UserError if it is none, or too large: in bytes, or with its aliases replaced."""
     with path.open("rb") as stream:
         content = stream.read(_YAML_BYTES + 1)
     if len(content) > _YAML_BYTES:
@@ -370,11 +347,7 @@ def _values(node: yaml.Node, known: dict[int, float]) -> float:
 
 
 def read_jsonl(path: Path, kind: Any = Row) -> Iterator[Any]:
-    """The values of a JSON Lines file, one per line that is not empty; `kind` as in `from_json`.
-
-    Raises:
-        UserError: a line is not JSON, not of that type, or was changed; its number is named.
-    """
+    """The value of each line that is not empty, `kind` as in `from_json`; UserError names a line that is malformed."""
     for value in _lines(path, kind):
         if isinstance(value, UserError):
             raise value
@@ -401,11 +374,7 @@ def _lines(path: Path, kind: Any) -> Iterator[Any]:
 
 
 def text_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Number, from 1, and UTF-8 of each line that is not empty of a text in UTF-8 or UTF-16, plain or gzipped.
-
-    Raises:
-        UserError: the file can be read as none of these.
-    """
+    """Number, from 1, and UTF-8 of each line that is not empty; UserError if not UTF-8 or UTF-16, plain or gzipped."""
     data = path.read_bytes()
     try:
         data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
@@ -466,11 +435,7 @@ def text_digest(text: str) -> str:
 
 
 def read_bytes(text: str) -> int:
-    """Bytes from text such as 24GiB, 24 GB, 1.5GiB or 25769803776.
-
-    Raises:
-        UserError: the text has another form, or is not above 0.
-    """
+    """Bytes from text such as 24GiB, 24 GB, 1.5GiB or 25769803776; UserError for another form, or 0."""
     written = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if written is None or written[2] not in _UNITS or not (size := int(float(written[1]) * _UNITS[written[2]])):
         raise UserError(f"{text!r} is not an amount of memory; write it as 24GiB, 24GB or a number of bytes")

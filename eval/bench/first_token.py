@@ -105,11 +105,7 @@ def table_lines(
 
 
 def measured_on(path: Path, card: str, model_id: str) -> dict[tuple[int, str], float]:
-    """Seconds to the first token by length and method in the CSV of `make bench-gpu`, of this card and model.
-
-    Raises:
-        UserError: there is no such file, or it has other columns.
-    """
+    """Seconds to the first token by length and method of a card and model, in the CSV of `make bench-gpu`."""
     if not path.is_file():
         raise UserError(f"measured={path}: no such file; name the CSV that make bench-gpu writes")
     found = {}

@@ -20,12 +20,9 @@ from keepsight.runtime.state import State, cache_bytes, full_layers, read
 
 
 def require_room(model: PreTrainedModel, tokens: int, rows: int = 1, beyond_context: bool = False) -> None:
-    """Refuse `rows` prompts that do not fit the context or the free memory, before anything is allocated for them.
+    """UserError for `rows` prompts that do not fit the context or the free memory, before anything is allocated.
 
     Of a model without weights only the context is known.
-
-    Raises:
-        UserError: with one line that names the length and what there is room for.
     """
     context = context_of(model)
     if tokens > context and not beyond_context:

@@ -150,10 +150,7 @@ def traffic_lines(
 
     The first step of an answer, which fills the slots, is left out, and end tokens are ignored. `saved` is also the
     share of its entries that a step has in common with the one before. `sent` is each new token's own entry, sent to
-    the CPU.
-
-    Raises:
-        UserError: a prompt does not fit the model's context.
+    the CPU. UserError for a prompt that does not fit the model's context.
     """
     model, needs = target.model, feature_needs(target.model, head)
     layers = model.config.get_text_config().num_hidden_layers

@@ -112,17 +112,8 @@ def bench_vllm(
 ) -> Iterator[str]:
     """A line for each method, full caches first; prompts are random tokens, and answers all have one length.
 
-    Args:
-        target: The base model, which reads the prompts of the prefixes.
-        source: Its folder or Hub id, which vLLM loads.
-        methods: Methods by name. Where heads share the budget (`Global`), it is in pages of 32.
-        tokens: Length of the prompts.
-        answer_tokens: Length of the answers.
-        requests: Number of requests; all arrive at once.
-        rows: Answers that are decoded at once.
-
-    Raises:
-        UserError: vLLM is not installed, or a prompt does not fit the context or the free memory.
+    vLLM loads the model from `source`; `target` reads the prompts of the prefixes. Where heads share the budget
+    (`Global`), it is in pages of 32. All requests arrive at once. UserError if vLLM is missing or there is no room.
     """
     rows, model = min(rows, requests), target.model
     length = tokens + _QUESTION + answer_tokens

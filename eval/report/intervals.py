@@ -63,12 +63,9 @@ class Estimate:
 
 
 def estimate(values: Sequence[float], stratum: str, can_be_share: bool = False) -> Estimate:
-    """The mean of samples.
+    """The mean of samples, whose order is the same wherever estimates of one `stratum` (task and length) are compared.
 
-    Args:
-        values: One of each sample, in an order that is the same wherever estimates are compared.
-        stratum: Task and length: estimates of one stratum share their draws.
-        can_be_share: Whether the mean is a proportion where every value is 0 or 1.
+    With `can_be_share` the mean is a proportion where every value is 0 or 1.
     """
     n, column = len(values), np.asarray(values, np.float32)
     draws = np.asarray(_counts(n, zlib.crc32(stratum.encode())) @ column / n, np.float32)

@@ -167,12 +167,7 @@ def _joined(values: Iterable[str | None]) -> str:
 def write_outputs(runs: Sequence[Run], folder: Path) -> list[SummaryRow]:
     """Write `summary.csv`, the plots, the tables, a page a sample, and `report.html` that shows all of it.
 
-    Args:
-        runs: One run, or several of the same base model that no sample and variant is in twice.
-        folder: Where all of it goes.
-
-    Returns:
-        The rows of `summary.csv`.
+    Several runs have the same base model, and no sample and variant twice. Returns the rows of `summary.csv`.
     """
     rows = [row for run in runs for row in run.rows]
     write_csv(folder / "summary.csv", COLUMNS, summary_rows(summary := summarize(rows)))
@@ -217,9 +212,7 @@ def write_report(
 def write_comparison(runs: Sequence[Run], folder: Path) -> list[Table]:
     """Write `compare.html`, its plot and its tables; returns a table for each measure, means over tasks.
 
-    Args:
-        runs: At least two, as `keepsight.eval.results.comparable` gives them.
-        folder: Where all of it goes.
+    `runs` are at least two, as `keepsight.eval.results.comparable` gives them.
     """
     names = labels_of(runs)
     by_task = [summarize(run.rows) for run in runs]
@@ -379,11 +372,7 @@ def write_inspect_page(
 
 
 def write_sample_pages(runs: Sequence[Run], folder: Path) -> dict[Key, str]:
-    """Write a page for each sample whose kept tokens were stored.
-
-    Returns:
-        For `task, length, sample` of each, the page relative to the folder that holds `folder`.
-    """
+    """Write a page for each sample whose kept tokens were stored; returns them, relative to `folder`'s parent."""
     samples: dict[Key, list[tuple[Run, Row]]] = defaultdict(list)
     for run in runs:
         for row in run.rows:

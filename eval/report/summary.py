@@ -100,11 +100,7 @@ class SummaryRow:
 
 
 def summarize(rows: Iterable[Row]) -> list[SummaryRow]:
-    """Mean over samples for each task, length, method and budget, in the order of `summary.csv`.
-
-    Args:
-        rows: Rows of `results.jsonl`.
-    """
+    """Mean over samples for each task, length, method and budget, in the order of `summary.csv`."""
     groups: dict[tuple[str, int, str, float | None], list[Row]] = defaultdict(list)
     rows = [*rows]
     full = {key_of(row): row["kept"] for row in rows if row["method"] == FULL}
@@ -127,11 +123,7 @@ def summary_rows(summary: Iterable[SummaryRow]) -> list[dict[str, object]]:
 
 
 def mean_over_tasks(summary: Sequence[SummaryRow]) -> list[SummaryRow]:
-    """Mean over tasks for each method and budget; every task weighs the same, and within it every sample.
-
-    Returns:
-        Rows with length 0, in the order of `ranked`.
-    """
+    """Means of each method and budget over tasks of equal weight, and over lengths (shown as 0); `ranked`."""
     names = {row.task for row in summary}
     title = f"mean of {len(names)} tasks" if len(names) > 1 else next(iter(names), "")
     variants: dict[tuple[str, int | float | None], list[SummaryRow]] = defaultdict(list)
@@ -163,11 +155,7 @@ def difference(row: SummaryRow | None, other: SummaryRow | None) -> SummaryRow |
 
 
 def differences(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
-    """All pairs of methods at equal budget, the better score first, and every method against the full cache.
-
-    Args:
-        rows: Rows of one task and length, or means over tasks, in the order of `ranked`.
-    """
+    """All pairs of `ranked` methods at equal budget, the better first, and every method against the full cache."""
     full = [row for row in rows if row.method == FULL]
     evicting = [row for row in rows if row.method != FULL]
     pairs = [(row, other) for row in evicting for other in full]

@@ -75,22 +75,14 @@ REFERENCE = PROTOCOLS["reference"]
 
 
 def protocol_named(name: str) -> Protocol:
-    """A protocol by its name.
-
-    Raises:
-        UserError: there is no such protocol.
-    """
+    """A protocol by its name; UserError if there is none."""
     if name not in PROTOCOLS:
         raise UserError(f"protocol={name} is unknown; choose one of {', '.join(PROTOCOLS)}")
     return PROTOCOLS[name]
 
 
 def no_images() -> Any:
-    """The processor of evaluations that read no images.
-
-    Raises:
-        UserError: always.
-    """
+    """UserError: the processor of evaluations that read no images."""
     raise UserError("tasks with images are not possible here; evaluate them with keepsight eval")
 
 
@@ -129,11 +121,7 @@ class TaskRequest:
     notes: dict[str, str] = field(default_factory=dict)
 
     def check_lengths(self) -> None:
-        """Refuse lengths of generated prompts beyond the context, which would be generated for hours.
-
-        Raises:
-            UserError: a length is beyond the context.
-        """
+        """UserError for lengths of generated prompts beyond the context, which would be generated for hours."""
         if self.lengths and max(self.lengths) > self.context:
             raise UserError(
                 f"lengths={max(self.lengths)} is more than the context of {self.context} tokens; lower lengths="
@@ -219,15 +207,7 @@ class Benchmark(ABC):
         return {"": self.TASKS}
 
     def require(self, task: str, judge: str) -> None:
-        """Refuse a task whose files or judge are not named or cannot be had, before a model is loaded.
-
-        Args:
-            task: Its name in `TASKS`.
-            judge: As in `TaskRequest`.
-
-        Raises:
-            UserError: something is missing; one line says what to name.
-        """
+        """UserError for a task of `TASKS` whose files or judge are missing, before a model is loaded."""
 
     @abstractmethod
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
@@ -237,8 +217,7 @@ class Benchmark(ABC):
 def rows_of(path: Path, missing: str = "name an existing file") -> Iterator[tuple[str, Row]]:
     """The rows of a JSON Lines file, UTF-8 or UTF-16, plain or gzipped; each with its place (`FILE:LINE`) for messages.
 
-    Raises:
-        UserError: the file is missing, for which `missing` is the advice.
+    UserError with the advice `missing` if there is no such file.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file; {missing}")
@@ -258,22 +237,14 @@ def json_rows(source: str, lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple
 
 
 def text_field(where: str, row: Mapping[str, Any], name: str) -> str:
-    """A field of a row that holds a text.
-
-    Raises:
-        UserError: it is missing or of another type; `where` names the row.
-    """
+    """A field of a row that holds a text, else UserError; `where` names the row."""
     if not isinstance(row.get(name), str):
         raise UserError(f"{where}: field {name!r} must be a text, {_got(row, name)}")
     return row[name]
 
 
 def texts_field(where: str, row: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """A field of a row that holds a list of at least one text.
-
-    Raises:
-        UserError: it is missing or of another type; `where` names the row.
-    """
+    """A field of a row that holds a list of at least one text, else UserError; `where` names the row."""
     value = row.get(name)
     if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
         raise UserError(f"{where}: field {name!r} must be a list of texts that is not empty, {_got(row, name)}")
@@ -295,11 +266,7 @@ def ruler_family(task: str) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file.
-
-    Raises:
-        UserError: it cannot be read, is not UTF-8, or is empty.
-    """
+    """The text of a UTF-8 file; UserError if it cannot be read, or is empty."""
     try:
         text = regular(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -336,16 +303,7 @@ def hub_rows(name: str, split: str, configuration: str | None = None) -> list[di
 
 
 def hub_file(name: str, file: str, instead: str) -> Path:
-    """A file of a data set, downloaded once.
-
-    Args:
-        name: `user/name` of the data set.
-        file: Its path there.
-        instead: Advice for a user without access to the Hub.
-
-    Raises:
-        UserError: it is not in the cache and cannot be downloaded.
-    """
+    """A file of a data set `user/name`, downloaded once; else a UserError with the advice `instead`."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     cached = try_to_load_from_cache(name, file, repo_type="dataset")

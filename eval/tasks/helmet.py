@@ -146,11 +146,7 @@ def _rows(path: Path) -> list[tuple[str, Row]]:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """One answer, several, or lists of them, as HELMET's files have them.
-
-    Raises:
-        TypeError: something else is among them.
-    """
+    """One answer, several, or lists of them, as HELMET's files have them, else TypeError."""
     if isinstance(value, list) and value:
         return tuple(text for each in value for text in _texts(each))
     if not isinstance(value, str):
@@ -331,9 +327,7 @@ def _exact_label(prediction: str, reference: str) -> float:
 def _ndcg(prediction: str, reference: str) -> float:
     """NDCG of the 10 first documents of the longest ranking in the first line, such as `3 > 1 > 2` (trec_eval's).
 
-    Args:
-        prediction: Holds the ranking; brackets, colons and `ID` are left out.
-        reference: Each document and its gain, such as `12 3, 7 0`.
+    The reference has each document and its gain, such as `12 3, 7 0`; brackets, colons and `ID` are left out.
     """
     gains = {name: int(gain) for name, gain in (each.split() for each in reference.split(", "))}
     line = re.sub(r"[\[\]:]", "", prediction.split("\n")[0]).lower().replace("id", "")

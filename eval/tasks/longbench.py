@@ -243,11 +243,7 @@ _NO_MARKS = str.maketrans("", "", string.punctuation + _CHINESE_MARKS)
 
 
 def _chinese_words(text: str) -> list[str]:
-    """The words that `jieba` finds (it logs what it loads).
-
-    Raises:
-        UserError: the package is missing.
-    """
+    """The words that `jieba` finds (it logs what it loads); UserError if it is missing."""
     try:
         import jieba
     except ImportError:

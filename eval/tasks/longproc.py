@@ -155,11 +155,9 @@ def _beliefs(text: str) -> list[str]:
 
 @metric("same_trip")
 def _same_trip(prediction: str, reference: str) -> float:
-    """travel_planning: whether the trip begins with the cities of the reference, each for as many days.
+    """travel_planning: whether <Plan> begins with the reference's cities (`Oslo 4, Rome 3`), for as many days.
 
-    Args:
-        prediction: Holds the plan between <Plan> and </Plan>: lines with days such as `Day 1-4`, and flights.
-        reference: Such as `Oslo 4, Rome 3`; a day of travel counts for both cities.
+    The plan has lines with days such as `Day 1-4`, and flights; a day of travel counts for both cities.
     """
     plan = _tagged(prediction, "Plan") or ""
     ends = re.findall(r"^.*?\d+-(\d{1,9})", plan, re.MULTILINE)
@@ -175,12 +173,7 @@ def _same_trip(prediction: str, reference: str) -> float:
 
 @metric("reaches_target")
 def _reaches_target(prediction: str, reference: str) -> float:
-    """countdown: whether three right equations use each number once and end at the target.
-
-    Args:
-        prediction: Holds the equations between <Solution> and </Solution>.
-        reference: Such as `26 42 6 22 -> 40`.
-    """
+    """countdown: whether three right equations in <Solution> use each number once (`26 42 6 22 -> 40`)."""
     given, _, result = reference.partition(" -> ")
     numbers, target = [int(number) for number in given.split()], int(result)
     lines = (_tagged(prediction, "Solution") or "").split("\n")
@@ -238,9 +231,7 @@ _TESTS, _SECONDS = 10, 3
 def _passes_tests(prediction: str, reference: str) -> float:
     """pseudo_to_code: whether the C++ program in a code block prints what each of its first 10 tests wants.
 
-    Args:
-        prediction: Holds the program between ```cpp or ```c++ and ```.
-        reference: The tests as JSON: pairs of lists of lines, those read and those to be printed.
+    The reference is the tests as JSON: pairs of lists of lines, those read and those to be printed.
     """
     found = re.search(r"```(?:cpp|c\+\+)([\s\S]*)```", prediction)
     if found is None:

@@ -41,8 +41,7 @@ def of_first_line(of_text: Metric) -> Metric:
 def score(sample: Sample, prediction: str) -> float:
     """The score of an answer, from 0 to 1, by the sample's own metric; NaN where a judge is still to be asked.
 
-    Raises:
-        UserError: the metric is not in `METRICS`, cannot work with the sample's references, or gives no finite number.
+    UserError: the metric is not in `METRICS`, cannot work with the sample's references, or gives no finite number.
     """
     if sample.judge:
         return math.nan

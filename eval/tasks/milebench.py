@@ -151,8 +151,7 @@ class Pictures:
     def inputs(self) -> "Mapping[str, Tensor]":
         """The model's inputs, as its processor names them: `input_ids` [1, N] int64, pixels, token types.
 
-        Raises:
-            UserError: a file is no image, or the text has not one place for each image.
+        UserError: a file is no image, or the text has not one place for each image.
         """
         from torch import Tensor
 
@@ -171,11 +170,7 @@ class Pictures:
 
 
 def render_pictured(sample: Sample, parts: list[str | Path], tokenizer: Any, processor: Any) -> RenderedSample:
-    """A sample whose user's turn consists of texts and image files, with its prompt as token ids.
-
-    Raises:
-        UserError: the tokenizer has no chat template, or an image cannot be read.
-    """
+    """A sample whose user's turn has texts and image files, rendered; UserError without chat template or image."""
     content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
     text = chat_text(tokenizer, [{"role": "user", "content": content}])
     pictures = Pictures(text, tuple(part for part in parts if isinstance(part, Path)), processor)

@@ -202,11 +202,7 @@ class Haystack:
 
 
 def read_haystack(path: Path | None, tokenizer: Any) -> Haystack:
-    """The prose of the evaluation's part of Python's documentation, or of a text file.
-
-    Raises:
-        UserError: the file is missing, is not UTF-8, or is empty.
-    """
+    """Prose of the evaluation's part of Python's documentation, or of a text file (UserError as of `read_text`)."""
     paragraphs = evaluation_paragraphs() if path is None else (" ".join(read_text(path).split()),)
     pieces = [piece for paragraph in paragraphs for sentence in sentences(paragraph) for piece in _pieces(sentence)]
     ids = tokenizer([" " + sentence for sentence in pieces], add_special_tokens=False)["input_ids"]

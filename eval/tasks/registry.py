@@ -46,21 +46,13 @@ class Benchmarks:
 
 
 def make_all(benchmarks: Benchmarks, names: Sequence[str], request: TaskRequest) -> list[RenderedSample]:
-    """The samples of the named tasks, each name a benchmark's, such as `ruler`, or a task's, such as `ruler_vt`.
-
-    Raises:
-        UserError: a name is unknown, or a task cannot be made.
-    """
+    """The samples of the named tasks, each name a benchmark's, such as `ruler`, or a task's; UserError if unknown."""
     tasks = [pair for name in names for pair in tasks_of(benchmarks, name, request.protocol)]
     return [sample for benchmark, task in tasks for sample in benchmark.samples(task, request)]
 
 
 def tasks_of(benchmarks: Benchmarks, name: str, protocol: Protocol) -> list[tuple[Benchmark, str]]:
-    """The tasks that a name stands for, each with its benchmark.
-
-    Raises:
-        UserError: the name is unknown, or stands for tasks of which none is there.
-    """
+    """The tasks that a name stands for, each with its benchmark; UserError if it is unknown, or none is there."""
     known: dict[str, Benchmark] = {each.name: getattr(benchmarks, each.name) for each in fields(Benchmarks)}
     for owner in sorted(known, key=len, reverse=True):
         if name == owner or name.startswith(f"{owner}_"):

@@ -192,16 +192,8 @@ def filled(makes: Sequence[Make], length: int, tokenizer: Any, least: int = 0) -
     """Samples whose prompt and answer fill `length` tokens to within one unit or 2 percent.
 
     The size comes from how tokens grow with units, after the first prompts from the number of characters, and is then
-    corrected by the length of the whole prompt, so that most prompts are rendered once or twice.
-
-    Args:
-        makes: One for each sample.
-        length: Tokens of the prompt, chat template and answer prefix included, and of the answer.
-        tokenizer: The model's tokenizer.
-        least: The smallest size that makes a valid sample.
-
-    Raises:
-        UserError: a sample of the least size is too long.
+    corrected by the length of the whole prompt, so that most prompts are rendered once or twice. `least` is the least
+    size that makes a valid sample; UserError if it is too long.
     """
     if not makes:
         return []

@@ -291,14 +291,7 @@ class QaSource(NamedTuple):
 
 @lru_cache(maxsize=4)
 def essay_words(file: str | None) -> tuple[tuple[str, ...], str]:
-    """The words of the essays, and where they came from.
-
-    Args:
-        file: A text file, RULER's PaulGrahamEssays.json, or None.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """The words of the essays, and where they came from; `file` is a text or RULER's PaulGrahamEssays.json."""
     if file is not None:
         text = read_json(Path(file), dict[str, Any]).get("text") if file.endswith(".json") else read_text(Path(file))
         if not isinstance(text, str) or not text.strip():
@@ -312,14 +305,7 @@ def essay_words(file: str | None) -> tuple[tuple[str, ...], str]:
 
 @lru_cache(maxsize=4)
 def squad(file: str | None) -> QaSource:
-    """SQuAD's questions that have an answer (qa_1).
-
-    Args:
-        file: SQuAD's own dev-v2.0.json, or None.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """SQuAD's questions that have an answer (qa_1); `file` is SQuAD's own dev-v2.0.json."""
     name = "rajpurkar/squad_v2"
     if file is not None:
         return _from_file(file, lambda value: _asked(_squad_articles(value), file))
@@ -333,14 +319,7 @@ def squad(file: str | None) -> QaSource:
 
 @lru_cache(maxsize=4)
 def hotpotqa(file: str | None) -> QaSource:
-    """HotpotQA's questions in the setting with distractors (qa_2).
-
-    Args:
-        file: HotpotQA's own hotpot_dev_distractor_v1.json, or None.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """HotpotQA's questions in the setting with distractors (qa_2); `file` is its hotpot_dev_distractor_v1.json."""
     name = "hotpotqa/hotpot_qa"
     if file is not None:
         return _from_file(file, lambda rows: _hotpot(rows, file))

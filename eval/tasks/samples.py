@@ -106,8 +106,7 @@ def bucket(tokens: int) -> int:
 def render_all(samples: Sequence[Sample], tokenizer: Any) -> list[RenderedSample]:
     """The samples with their whole prompts as token ids: chat template, then the answer prefix.
 
-    Raises:
-        UserError: there is no chat template, or a required span is not in the rendered prompt.
+    UserError: there is no chat template, or a required span is not in the rendered prompt.
     """
     made = []
     for chat, group in groupby(samples, lambda sample: sample.chat):
@@ -127,11 +126,7 @@ def _check_spans(sample: Sample, ids: "Tensor", tokenizer: Any) -> None:
 
 
 def render_apart(sample: RenderedSample, tokenizer: Any) -> RenderedSample:
-    """The sample with its prompt in two parts: the context, and the question with everything after it.
-
-    Raises:
-        UserError: the sample's question cannot be separated from its context.
-    """
+    """The sample with its prompt in two parts, context and question with all after it; UserError if inseparable."""
     text, prompt, question = _text(sample, tokenizer), sample.prompt.strip(), sample.question.strip()
     place = text.rfind(prompt)  # templates may strip a turn
     if place < 0 or not question or not sample.context.strip():

@@ -81,11 +81,7 @@ def _further_heads(config: Config, target: Target, variants: list[Variant]) -> l
 
 
 def _check_same(out: Path, config: Config, target: Target) -> None:
-    """Write what the rows depend on beside their keys, or compare it with what was written.
-
-    Raises:
-        UserError: the rows there were measured with other settings.
-    """
+    """Write what the rows depend on beside their keys; UserError where rows were measured with other settings."""
     given, path = asdict(config), out / "settings.json"
     names = ("methods", "budgets", "heads", "retrieval", "bits", "max_new_tokens", "seed", *_BENCHMARKS)
     settings = {name: given[name] for name in names} | {"model.id": [target.name, target.version]}

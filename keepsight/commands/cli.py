@@ -50,11 +50,7 @@ def _dispatch(given: list[str]) -> None:
 
 
 def command_of(given: Sequence[str]) -> tuple[str, list[str]]:
-    """The command that the first or the first two words name, and the other arguments.
-
-    Raises:
-        UserError: there is no such command.
-    """
+    """The command that the first or the first two words name, and the other arguments; UserError if there is none."""
     from keepsight.commands.config import COMMANDS  # imported here, so that Ctrl-C meanwhile ends in one line too
 
     words = [word.replace("-", "_") for word in given[:2]]

@@ -63,11 +63,7 @@ def run(config: Config) -> None:
 
 
 def check(config: Config) -> dict[str, Any]:
-    """The mixture's values, once everything is checked that takes neither the Hub nor the base model.
-
-    Raises:
-        UserError: `out` cannot be written to, or the mixture or the server's keys are wrong.
-    """
+    """The mixture's values, after every check (UserError) that takes neither the Hub nor the base model."""
     require_writable(Path(config.out))
     Mixture.from_config(values := read_mixture(config.mixture, config.rows))
     if config.backend == "server":
@@ -90,9 +86,8 @@ def stats(config: DataStats) -> None:
 def stats_of(samples: Iterable[TrainingSample], max_new_tokens: int) -> pd.DataFrame:
     """A row for each sample, with the columns source, prompt and answer (tokens), duplicate and truncated (bool).
 
-    Args:
-        samples: A data folder's; one at least. A sample is a duplicate if an earlier one has its prompt.
-        max_new_tokens: Longest answer allowed. Any last token of a shorter answer counts as an end token.
+    A sample is a duplicate if an earlier one has its prompt. Any last token of an answer with fewer than
+    `max_new_tokens` counts as an end token.
     """
     rows = [
         (each.source, len(each.prompt_ids), len(each.answer_ids), each.answer_ids[-1], _digest(each.prompt_ids))
@@ -151,11 +146,7 @@ def _answering(config: Config) -> Iterator[tuple[Target, Backend]]:
 
 
 def read_mixture(name: str, rows: str | None = None) -> dict[str, Any]:
-    """Read a mixture's plain values from recipes/mixtures/NAME.yaml or from a YAML file; `rows` is as in `Data`.
-
-    Raises:
-        UserError: no such mixture, the file is not YAML, or see `on_rows`.
-    """
+    """Plain values of recipes/mixtures/NAME.yaml or of a YAML file (else UserError); `rows` as in `Data`."""
     known = {path.stem: path for base in recipes.__path__ for path in sorted((Path(base) / "mixtures").glob("*.yaml"))}
     path = known.get(name) or Path(name)
     if not path.is_file():

@@ -95,11 +95,7 @@ def run(config: Config) -> None:
 
 
 def check(config: TaskKeys) -> None:
-    """Import the plugins, and check the tasks and the folder.
-
-    Raises:
-        UserError: a task is unknown or lacks its files or judge, or `out` cannot be written to.
-    """
+    """Import the plugins; UserError where a task is unknown or lacks its files or judge, or `out` is not writable."""
     import_plugins(config.plugins)
     for name in config.tasks:
         for benchmark, task in tasks_of(config, name, protocol_named(config.protocol)):

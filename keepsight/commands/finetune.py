@@ -66,11 +66,7 @@ def run(config: Config) -> None:
 
 
 def _method(config: Config, artifact: LookaheadAdapter | None, resources: Resources) -> Evict:
-    """The method at the smallest budget, whose allocation is trained.
-
-    Raises:
-        UserError: it cannot be made, has no scores to weight, or its heads share no budget.
-    """
+    """The method at the smallest budget, whose allocation is trained; UserError where no weights of heads apply."""
     budget, name = min(config.finetune.budgets), f"method={config.method}"
     if artifact is not None:
         if config.options:
@@ -88,13 +84,7 @@ def _method(config: Config, artifact: LookaheadAdapter | None, resources: Resour
 
 
 def _adapter(config: Config) -> LookaheadAdapter:
-    """The adapter that the training starts from.
-
-    How an adapter is used to select entries is no condition, and may change here.
-
-    Raises:
-        UserError: none is named, or `out` is its folder.
-    """
+    """The adapter that the training starts from (UserError if none, or in `out`); how it selects may change here."""
     if config.adapter is None:
         raise UserError("adapter= is required: the lookahead adapter to start from")
     artifact = LookaheadAdapter.from_pretrained(config.adapter)
@@ -109,11 +99,7 @@ def _adapter(config: Config) -> LookaheadAdapter:
 
 
 def _weights_of(trainer: ModuleTrainer[EvictionObjective]) -> tuple[HeadWeights, Figure]:
-    """The weights of heads, and the curves of the training.
-
-    Raises:
-        UserError: a weight of a head is infinite or 0.
-    """
+    """The weights of heads, and the curves of the training; UserError where a weight is infinite or 0."""
     weights = trainer.objective.head_weights()
     if not (torch.isfinite(weights) & (weights > 0)).all():
         raise trainer.not_finite("the weight of a head is infinite or 0 (finetune.head_weights_rate is too high)")
@@ -135,11 +121,7 @@ def _write_weights(config: Config, trainer: ModuleTrainer[EvictionObjective]) ->
 
 
 def _write(out: Path, artifact: LookaheadAdapter, trainer: ModuleTrainer[EvictionObjective], data_digest: str) -> None:
-    """Write the adapter with what was trained, its card and the curves.
-
-    Raises:
-        UserError: a weight of a head is infinite or 0.
-    """
+    """Write the adapter with what was trained, its card and the curves."""
     trained, objective, module = trainer.trained(), trainer.objective, trainer.objective.lookahead
     name, about = ("fine-tuning", FINETUNING) if module else ("head weights", HEAD_WEIGHTS)
     weights, figure = _weights_of(trainer)

@@ -104,11 +104,7 @@ def run(config: Config) -> None:
 
 
 def check(config: Config, answers: Data, tests: Eval) -> None:
-    """Check every stage's keys before the first begins, with a shipped module for the one that is to be trained.
-
-    Raises:
-        UserError: a value that a stage would refuse.
-    """
+    """Check (UserError) every stage's keys before the first, with a shipped module for the one to be trained."""
     data.check(answers)
     if config.base is not None:
         check_repo_id(config.base)
@@ -205,15 +201,7 @@ def _without_paths(value: Any) -> Any:
 
 
 def written_card(artifact: LookaheadAdapter, title: str, command: str, out: Path, notes: str = "") -> str:
-    """The card as Markdown.
-
-    Args:
-        artifact: The module of the last stage.
-        title: The card's title.
-        command: What made it.
-        out: Folder of the fit, with data, the trainings and, where it was run, the evaluation.
-        notes: On the origin and licences of the data.
-    """
+    """The card as Markdown: of the last stage's module, made by `command`, from the folder `out` of the fit."""
     manifest = finished_manifest(out / "data")
     origin = artifact.provenance
     first = {key: value for key, value in origin.training.items() if not key.startswith(_SECOND)}

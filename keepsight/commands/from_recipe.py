@@ -71,10 +71,9 @@ def _files_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def draft_named(config: UsesMethods) -> Later | None:
-    """Stands for the draft before the base model is loaded: its files are located; None where none is named.
+    """Stands for the draft before the base model is loaded, its files located; None where none is named.
 
-    Raises:
-        UserError: several kinds of draft are named, or it cannot be had.
+    UserError if several kinds of draft are named, or the one cannot be had.
     """
     named = config.draft
     kinds = {"draft.layers": named.layers, "draft.id": named.id, "draft.head": named.head}
@@ -94,11 +93,7 @@ def draft_named(config: UsesMethods) -> Later | None:
 
 
 def draft_of(config: UsesMethods, target: Target) -> DraftSource | DraftHeadSource | None:
-    """The draft, checked to fit the base model; None if the configuration names none.
-
-    Raises:
-        UserError: see `draft_named`; or the draft does not fit the base model.
-    """
+    """The draft, None if none is named; UserError as of `draft_named`, and where it does not fit the base model."""
     named, model = config.draft, config.model
     if draft_named(config) is None:
         return None

@@ -72,11 +72,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def texts_of(overrides: Sequence[str]) -> dict[str, str]:
-    """The text of each key's value.
-
-    Raises:
-        UserError: a key is given twice.
-    """
+    """The text of each key's value; UserError for a key that is given twice."""
     given: dict[str, str] = {}
     for override in overrides:
         key, _, value = override.partition("=")
@@ -121,11 +117,9 @@ def _parts(kind: Any) -> tuple[Any, ...]:
 
 
 def parse(schema: type[Command], overrides: Sequence[str]) -> Command:
-    """Build a command's configuration from `key=value` texts; one with a model begins with a recipe's values.
+    """A command's configuration from `key=value` texts; one with a model begins with a recipe's values.
 
-    Raises:
-        UserError: an unknown recipe or key, a key twice, a value of the wrong type or out of range, or a required key
-            that is missing.
+    UserError: an unknown recipe or key, a key twice or missing, a value of the wrong type or out of range.
     """
     composed, choice = compose_config(schema, overrides)
     say_once(choice.said)
@@ -146,14 +140,12 @@ def parse(schema: type[Command], overrides: Sequence[str]) -> Command:
 def parse_cells(schema: type[Command], overrides: Sequence[str]) -> dict[str, tuple[dict[str, str], Command]]:
     """A configuration for every combination of the values of keys in the schema's VARIED that have several.
 
-    Several values are `key=[a,b]` or `key=a,b`; of keys whose value is a list, `key=[[a],[b,c]]`.
+    Several values are `key=[a,b]` or `key=a,b`; of keys whose value is a list, `key=[[a],[b,c]]`. UserError for a value
+    that is named twice, and as of `parse`.
 
     Returns:
         By name, such as `tokens8-rank32`: the values of the keys that have several, and the configuration; nothing if
         no key has several.
-
-    Raises:
-        UserError: a key names a value twice, or a configuration is refused, as by `parse`.
     """
     lists = {key.name for key in keys_of(schema) if get_origin(key.kind) is list}
     given = {key: text for key, text in texts_of(overrides).items() if key in schema.VARIED}

@@ -125,8 +125,7 @@ class Writer:
     def write(self, document: Document, wait: bool) -> Row | None:
         """What the index says of a document, which is read now if nobody has; None while another process reads it.
 
-        Raises:
-            UserError: it does not fit the model's context, or nothing of it can be stored.
+        UserError if it does not fit the model's context, or nothing of it can be stored.
         """
         key = text_digest(f"{self.settings} {document.text}").removeprefix("sha256:")
         if (known := self._known(key)) is not None:

@@ -56,11 +56,7 @@ def chosen(schema: type, given: Mapping[str, str]) -> Choice:
 
 
 def values_of(choice: Choice) -> DictConfig:
-    """What the recipe says of the sections.
-
-    Raises:
-        UserError: there is no such recipe.
-    """
+    """What the recipe says of the sections; UserError if there is no such recipe."""
     if choice.name is None:
         return OmegaConf.create()
     if choice.name not in (known := recipe_files("recipe")):
@@ -93,11 +89,7 @@ def presets_of(schema: type) -> dict[str, Preset]:
 
 
 def preset_values(schema: type, name: str | None) -> dict[str, Any]:
-    """The values of a preset; none without a name.
-
-    Raises:
-        UserError: the command has no such preset.
-    """
+    """The values of a preset, none without a name; UserError if the command has no such preset."""
     if name is None:
         return {}
     if name not in (known := presets_of(schema)):

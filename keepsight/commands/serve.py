@@ -83,11 +83,7 @@ def run(config: Config) -> None:
 
 
 def _run_vllm(config: Config) -> None:
-    """Serve until interrupted, or until vLLM's server ends.
-
-    Raises:
-        UserError: a value cannot be served, vLLM is not installed, or its server ended.
-    """
+    """Serve until interrupted; UserError for what cannot be served, and when vLLM's server ends."""
     _check_vllm(config)
     prefix_method(config, resources_later(config))  # bad values end here, before anything loads
     target = target_of(config)
@@ -205,11 +201,7 @@ def _child(arguments: list[str], environment: dict[str, str]) -> Iterator["subpr
 
 
 def _wait_for(child: "subprocess.Popen[bytes]", host: str, port: int) -> None:
-    """Until the server answers.
-
-    Raises:
-        UserError: it ended.
-    """
+    """Wait until the server answers; UserError if it ends before."""
     local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
     while True:
         try:
@@ -224,21 +216,13 @@ def _wait_for(child: "subprocess.Popen[bytes]", host: str, port: int) -> None:
 
 
 def _port_of(config: Config) -> int:
-    """The port, or a free one in place of 0.
-
-    Raises:
-        UserError: it is in use, or the host is unknown.
-    """
+    """The port, or a free one in place of 0; UserError as of `listening`."""
     with closing(listening(config.host, config.port)) as found:
         return int(found.getsockname()[1])
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens already, so that a port in use is known before the model is loaded.
-
-    Raises:
-        UserError: the port is in use, or the host is unknown.
-    """
+    """A socket that listens before the model is loaded; UserError for a port in use or an unknown host."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)

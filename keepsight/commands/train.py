@@ -90,12 +90,7 @@ def _run_of(config: Config, target: Target, samples: Sequence[TrainingSample]) -
 
 
 def check(config: Config) -> LookaheadAdapter | None:
-    """Check what is read and written before the base model is loaded; the adapter of `init`, if it names one.
-
-    Raises:
-        UserError: see `check_inputs`; a target of the LoRA is unknown; or the adapter cannot be read, or has another
-            shape.
-    """
+    """The adapter of `init`, if named, after every check (UserError) that needs no base model."""
     check_inputs(config, "train", config.train)
     if config.lookahead.rank and config.lookahead.targets[0] not in ("all", "none"):
         chosen_targets(outline_of(config), config.lookahead.targets)
@@ -110,8 +105,7 @@ def check(config: Config) -> LookaheadAdapter | None:
 def placed_target(config: UsesModel) -> Target:
     """The base model; sharded over the processes of the launch by ZeRO-3 or `model.device_map=fsdp2`.
 
-    Raises:
-        UserError: it cannot be loaded, there is one process, or sharded weights are to be quantised.
+    UserError: it cannot be loaded, there is one process, or sharded weights are to be quantised.
     """
     dtype = training_dtype(config.model)
     if config.model.device_map != DIVIDED:

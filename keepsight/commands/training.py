@@ -24,20 +24,7 @@ from keepsight.train.trainer import ModuleTrainer, Trained, TrainingRun, numbers
 
 
 def check_inputs(config: Training, key: str, settings: TrainSettings) -> Sequence[TrainingSample]:
-    """Check the folders, the data and the Hub id that a training names, before anything is loaded.
-
-    Args:
-        config: The command's configuration.
-        key: Name of the optimisation's settings in a recipe.
-        settings: The optimisation.
-
-    Returns:
-        The samples, as `read_samples` gives them.
-
-    Raises:
-        UserError: a folder cannot be written to, `base` is no Hub id, there is no finished data, another model has
-            answered it, or it has too few samples.
-    """
+    """The samples of a training, after every check of folders, data and Hub id (UserError); `key` has the settings."""
     require_writable(Path(config.out))
     if config.replay.dir is not None:
         require_writable(Path(config.replay.dir), key="replay.dir")
@@ -54,11 +41,7 @@ def check_inputs(config: Training, key: str, settings: TrainSettings) -> Sequenc
 
 
 def read_samples(config: Training, target: Target) -> tuple[Sequence[TrainingSample], dict[str, Any]]:
-    """The data's samples without those with longer prompts than `max_prompt_tokens`, and the data's manifest.
-
-    Raises:
-        UserError: no sample is left, or another model has answered.
-    """
+    """The data's samples of at most `max_prompt_tokens`, and its manifest; UserError if none, or of another model."""
     samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
     return _short_enough(config, samples), manifest
 
@@ -73,14 +56,10 @@ def _short_enough(config: Training, samples: Sequence[TrainingSample]) -> Sequen
 
 
 def run_of(config: Training, target: Target, samples: Sequence[TrainingSample], key: str, *weights: str) -> TrainingRun:
-    """What a training runs on; a training can be resumed only with the same base model and the same initial module.
+    """What a training runs on; it resumes only with the same base model and the same initial module.
 
-    Args:
-        config: The command's configuration.
-        target: The base model.
-        samples: Training and held-out samples.
-        key: The command's key that names the initial module; null for a new one.
-        weights: File names of which only such a module has one.
+    `key` is the command's key that names the initial module, and `weights` are file names of which only such a module
+    has one.
     """
     given = getattr(config, key)
     folder = fetch(given) if given else None
@@ -94,11 +73,7 @@ def run_of(config: Training, target: Target, samples: Sequence[TrainingSample], 
 
 
 def _prompts_of(folder: Path | None) -> Prompts | None:
-    """The prompts that an artifact's module was trained on, None if it does not record them; empty for a new module.
-
-    Raises:
-        UserError: the list of prompts is damaged.
-    """
+    """The prompts that an artifact's module was trained on, None if not recorded; empty for a new module."""
     if folder is None:
         return frozenset()
     for path in (folder / CONFIG, folder / ORIGIN, folder / RETRIEVAL_CONFIG):
@@ -115,16 +90,7 @@ def basics_of(
     described: Mapping[str, Any],
     loss: str = "nats",
 ) -> CardBasics:
-    """What the model card and the artifact say about a training.
-
-    Args:
-        config: Title, licence and notes.
-        target: The base model.
-        manifest: The data folder's manifest.
-        trained: The training's result.
-        described: Further facts about the training, by name.
-        loss: Name and unit of the loss.
-    """
+    """What the card and the artifact say about a training: `described` has further facts, `loss` its name and unit."""
     settings, losses = trained.settings, trained.losses
     training = {
         **_weights_origin(config, target),
@@ -180,14 +146,7 @@ def length_summary(what: str, lengths: list[int]) -> dict[str, list[int]]:
 
 
 def ending(trainer: ModuleTrainer[Any], config: Training, what: str, following: str) -> str:
-    """What a training prints in the end: what was trained, its metrics now and before, and the next command.
-
-    Args:
-        trainer: The trainer, after its training.
-        config: The command's configuration.
-        what: What was trained, such as `adapter`.
-        following: The next command, without the model.
-    """
+    """What a training prints in the end: that `what` was trained, metrics now and before, the `following` command."""
     measured = [numbers(row) for row in trainer.measurements()]
     before = measured[0] if len(measured) > 1 else {}
     metrics = [
@@ -199,11 +158,7 @@ def ending(trainer: ModuleTrainer[Any], config: Training, what: str, following: 
 
 
 def require_finished(done: bool, config: Training, trainer: ModuleTrainer[Any]) -> None:
-    """End the command if its training was interrupted, once every process has written its files.
-
-    Raises:
-        UserError: it was interrupted.
-    """
+    """UserError if the training was interrupted, once every process has written its files."""
     if not done:
         trainer.accelerator.wait_for_everyone()  # a launcher ends all processes when the first has failed
         raise UserError(

@@ -25,11 +25,8 @@ from keepsight.serving.prefix import alphabet_of, letters_of
 def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resources: Resources) -> list[Variant]:
     """Every method at every budget; the arguments are the command's keys of these names.
 
-    Among the methods `all` stands for every one that can be made from what there is, with its defaults; a line names
-    the others.
-
-    Raises:
-        UserError: nothing is named, something twice, or a method cannot be made; one line says which.
+    `all` stands for every method that can be made with its defaults; a line names the others. UserError: nothing is
+    named, something twice, or a method cannot be made.
     """
     variants: list[Variant] = []
     for budget in budgets:
@@ -73,8 +70,7 @@ def _with_all(methods: list[Any], budgets: list[Any], resources: Resources) -> l
 def import_plugins(names: Iterable[str]) -> None:
     """Import modules, of the working folder too, or entry points of the group keepsight; they may add to METHODS.
 
-    Raises:
-        UserError: one cannot be imported, or adds to METHODS what is no method.
+    UserError: one cannot be imported, or adds to METHODS what is no method.
     """
     here = os.getcwd()
     for name in names:
@@ -99,11 +95,7 @@ def import_plugins(names: Iterable[str]) -> None:
 
 
 def require_evict(method: Method, refusal: str) -> Evict:
-    """The method, if it evicts entries from the cache.
-
-    Raises:
-        UserError: it does not; `refusal` is the message.
-    """
+    """The method, if it evicts entries from the cache; else a UserError with the message `refusal`."""
     if not isinstance(method, Evict):
         raise UserError(refusal)
     return method
@@ -154,11 +146,7 @@ def method_of(config: Evicting, resources: Resources, **options: object) -> Meth
 
 
 def letters_for(target: Target, budget: int | float) -> int:
-    """Letters of the id of a prefix, which a budget of entries has to spell.
-
-    Raises:
-        UserError: the budget is too small, or the tokenizer has no special tokens to spare.
-    """
+    """Letters of a prefix's id, which a budget of entries has to spell; UserError if it or the tokenizer cannot."""
     letters = letters_of(len(alphabet_of(target.tokenizer)))
     if isinstance(budget, int) and budget < letters:
         raise UserError(f"budget={budget} entries cannot spell an id of {letters} letters; raise budget=")
@@ -166,11 +154,7 @@ def letters_for(target: Target, budget: int | float) -> int:
 
 
 def prefix_method(config: Paged, resources: Resources) -> Evict:
-    """A method whose heads keep the same numbers of entries, or whole pages.
-
-    Raises:
-        UserError: they keep other numbers, or it evicts nothing.
-    """
+    """A method whose heads keep the same numbers of entries, or whole pages; UserError for others."""
     refusal = f"method={config.method} evicts nothing from the cache, so there is no prefix to write"
     method = require_evict(method_of(config, resources), refusal)
     if config.page:
