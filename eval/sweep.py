@@ -15,7 +15,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -143,46 +143,6 @@ def row_of(
     return row
 
 
-Conversations = dict[Cell, Tensor]
-"""By variant, what its conversation has had so far: [1, M] int64, up to the last answer without its end token."""
-
-
-def _answers(
-    target: Target, asked: Asked, methods: Sequence[Method], compressed: Sequence[Compressed], sampling: Sampling
-) -> list[Answered]:
-    """Methods that evict while decoding and states that cannot be joined answer alone, all others in batches."""
-    states = [each.state for each in compressed]
-    alone = [_alone(target, asked, *pair, sampling) for pair in zip(methods, states, strict=True)]
-    rest = [state for state, answered in zip(states, alone, strict=True) if answered is None]
-    batched = iter(answer_all(target.model, rest, asked.question, asked.answer, asked.limits, sampling))
-    return [answered or next(batched) for answered in alone]
-
-
-def _own_answers(
-    target: Target, asked: Asked, methods: Sequence[Method], prompts: Sequence[Tensor], sampling: Sampling
-) -> list[Tensor]:
-    """The answers [T] int64 of methods to prompts [1, N] of their own."""
-    states = [method.start(target.model, prompt) for method, prompt in zip(methods, prompts, strict=True)]
-    alone = [_alone(target, asked, *pair, sampling) for pair in zip(methods, states, strict=True)]
-    rest = [state for state, answered in zip(states, alone, strict=True) if answered is None]
-    batched = iter(answer_each(target.model, rest, asked.limits, sampling))
-    return [answered.ids if answered else next(batched) for answered in alone]
-
-
-def _alone(target: Target, asked: Asked, method: Method, state: State, sampling: Sampling) -> Answered | None:
-    """The answer of a method that evicts while decoding, or from a state that cannot be joined; None for others."""
-    model, reapply = target.model, method.reapply(target.model)
-    if reapply is None and can_join(state):
-        return None
-    readers = method.turn_reader(model), method.reader(model)
-    return answer_alone(readers, state, asked.question, asked.answer, asked.limits, reapply, sampling)
-
-
-def _without_end(target: Target, answer: Tensor) -> Tensor:
-    """[T] int64, without its end token, which the next turn begins with."""
-    return answer[:-1] if answer[-1:].tolist()[0] in target.end_tokens else answer
-
-
 def _add_earlier_answers(samples: Sequence[RenderedSample], rows: Sequence[list[Row]]) -> None:
     """Add to the rows of later turns what their variants answered in the turns before, as `before`."""
     for sample, earlier, made in zip(samples[1:], rows, rows[1:], strict=False):
@@ -245,123 +205,162 @@ def run_samples(
     Raises:
         UserError: as `check_samples`.
     """
-    said, rows = Conversations(), list[list[Row]]()
+    run = _Run(target, evicting(variants), batch_tokens, question, note, refused, sampling)
+    rows = list[list[Row]]()
     for part in [[each] for each in samples] if samples[-1].earlier else [samples]:
         if part[0].earlier:
-            whole = torch.cat([said[FULL_CACHE.cell][0].cpu(), part[0].question_ids])
+            whole = torch.cat([run.said[FULL_CACHE.cell][0].cpu(), part[0].question_ids])
             part = [replace(part[0], prompt_ids=whole, question_ids=whole[:0])]
-        rows += _run_prompt(target, part, variants, batch_tokens, question, note, refused, sampling, said)
+        rows += run.rows_of(part)
     _add_earlier_answers(samples, rows)
     return rows
 
 
-def _run_prompt(
-    target: Target,
-    samples: Sequence[RenderedSample],
-    variants: Sequence[Variant],
-    batch_tokens: int,
-    question: str,
-    note: Note,
-    refused: Refused | None,
-    sampling: Sampling,
-    said: Conversations,
-) -> list[list[Row]]:
-    """`run_samples` of samples with one prompt, or of one turn of a conversation, after which `said` has it too."""
-    compared = [each for each in evicting(variants) if not samples[0].earlier or each.cell in said]
-    check_samples(target, samples, compared)
-    prompt = samples[0].prompt_ids[None].to(target.model.device)
-    pictures = samples[0].pictures.inputs() if samples[0].pictures else {}
-    images = Images.among({name: each.to(target.model.device) for name, each in pictures.items()})
-    needs = needs_of_all([variant.method for variant in compared])
-    start = time.perf_counter()
-    state = prefill(target.model, prompt, needs=needs, images=images)
-    seconds = since(start) - state.seconds
-    asked = [_ask(target, state, each, batch_tokens, sampling) for each in samples]
-    answers = DraftIds(torch.cat([ids for each in asked for ids in (each.question, each.answer)], dim=1))
-    decoding = sum(len(each.full.ids) / (each.full.tokens_per_second or 1.0) for each in asked)
-    shared = SharedPrompt(target.model, state, answers, seconds, decoding, images)
-    attended = shared.attention(), shared.ranks()
-    full = FULL_CACHE, Compressed(state, Seconds(prefill=seconds), None)
-    kept = {"recall": 1.0, "mass": 1.0, "tau": None}
-    rows = [[row_of(target, each, *full, each.full, kept)] for each in asked]
-    before = said.get(FULL_CACHE.cell)
-    said[FULL_CACHE.cell] = torch.cat([prompt, _without_end(target, asked[0].full.ids)[None]], dim=1)
+@dataclass(frozen=True)
+class _Run:
+    """The arguments of `run_samples`, and its steps.
 
-    def run(group: Sequence[Variant]) -> None:
-        own = [_own_prompt(prompt, before, said.get(variant.cell)) for variant in group]
-        found = _rows_of_group(target, shared, attended, asked, group, own, note, sampling)
-        for made, (of_group, _) in zip(rows, found, strict=True):
-            made += of_group
-        for variant, whole, ids in zip(group, own, found[0][1], strict=True):
-            said[variant.cell] = torch.cat([whole, _without_end(target, ids)[None]], dim=1)
+    Attributes:
+        said: By variant, what its conversation has had so far: [1, M] int64, up to the last answer without its end
+            token.
+    """
 
-    length = prompt.shape[1]
+    target: Target
+    variants: list[Variant]
+    batch_tokens: int
+    question: str
+    note: Note
+    refused: Refused | None
+    sampling: Sampling
+    said: dict[Cell, Tensor] = field(default_factory=dict)
 
-    def together(group: Sequence[Variant]) -> bool:
-        return sum(min(each.method.budget_for(length), length) for each in group) <= batch_tokens
+    def rows_of(self, samples: Sequence[RenderedSample]) -> list[list[Row]]:
+        """The rows of samples with one prompt, or of one turn of a conversation, after which `said` has it too."""
+        target, said = self.target, self.said
+        compared = [each for each in self.variants if not samples[0].earlier or each.cell in said]
+        check_samples(target, samples, compared)
+        prompt = samples[0].prompt_ids[None].to(target.model.device)
+        pictures = samples[0].pictures.inputs() if samples[0].pictures else {}
+        images = Images.among({name: each.to(target.model.device) for name, each in pictures.items()})
+        needs = needs_of_all([variant.method for variant in compared])
+        start = time.perf_counter()
+        state = prefill(target.model, prompt, needs=needs, images=images)
+        seconds = since(start) - state.seconds
+        asked = [self._ask(state, each) for each in samples]
+        answers = DraftIds(torch.cat([ids for each in asked for ids in (each.question, each.answer)], dim=1))
+        decoding = sum(len(each.full.ids) / (each.full.tokens_per_second or 1.0) for each in asked)
+        shared = SharedPrompt(target.model, state, answers, seconds, decoding, images)
+        attended = shared.attention(), shared.ranks()
+        full = FULL_CACHE, Compressed(state, Seconds(prefill=seconds), None)
+        kept = {"recall": 1.0, "mass": 1.0, "tau": None}
+        rows = [[row_of(target, each, *full, each.full, kept)] for each in asked]
+        before = said.get(FULL_CACHE.cell)
+        self._continue(FULL_CACHE, prompt, asked[0].full.ids)
+        length = prompt.shape[1]
 
-    for group in batches(compared, together):
-        try:
-            run(group)
-        except UserError:  # by one of them: the others have their rows
-            if refused is None:
-                raise
-            for variant in group:
-                try:
-                    run([variant])
-                except UserError as error:
-                    refused[variant.cell] = error
-    for each, made in zip(asked, rows, strict=True):
-        more = {"prompt_tokens": length + each.question.shape[1], "question": question}
-        made[:] = [row | more for row in made]
-    return rows
+        def run(group: Sequence[Variant]) -> None:
+            own = [_own_prompt(prompt, before, said.get(variant.cell)) for variant in group]
+            found = self._rows_of_group(shared, attended, asked, group, own)
+            for made, (of_group, _) in zip(rows, found, strict=True):
+                made += of_group
+            for variant, whole, ids in zip(group, own, found[0][1], strict=True):
+                self._continue(variant, whole, ids)
+
+        def together(group: Sequence[Variant]) -> bool:
+            return sum(min(each.method.budget_for(length), length) for each in group) <= self.batch_tokens
+
+        for group in batches(compared, together):
+            try:
+                run(group)
+            except UserError:  # by one of them: the others have their rows
+                if self.refused is None:
+                    raise
+                for variant in group:
+                    try:
+                        run([variant])
+                    except UserError as error:
+                        self.refused[variant.cell] = error
+        for each, made in zip(asked, rows, strict=True):
+            more = {"prompt_tokens": length + each.question.shape[1], "question": self.question}
+            made[:] = [row | more for row in made]
+        return rows
+
+    def _ask(self, state: State, sample: RenderedSample) -> Asked:
+        """A sample put to the full cache."""
+        target, rest = self.target, sample.question_ids[None].to(self.target.model.device)
+        limits = Limits(sample.max_new_tokens, target.end_tokens, self.batch_tokens)
+        return Asked(sample, rest, limits, *answer_full(target.model, state, rest, limits, self.sampling))
+
+    def _continue(self, variant: Variant, prompt: Tensor, answer: Tensor) -> None:
+        """Note a prompt [1, N] and its answer [T], without the end token that the next turn begins with."""
+        answer = answer[:-1] if answer[-1:].tolist()[0] in self.target.end_tokens else answer
+        self.said[variant.cell] = torch.cat([prompt, answer[None]], dim=1)
+
+    def _rows_of_group(
+        self,
+        shared: SharedPrompt,
+        attended: tuple[Tensor, Tensor],
+        asked: Sequence[Asked],
+        group: Sequence[Variant],
+        own: Sequence[Tensor],
+    ) -> list[tuple[list[Row], list[Tensor]]]:
+        """For each question, the rows of variants that are decoded together, and their answers [T] int64.
+
+        `attended` are `attention` and `ranks`, `own` each variant's prompt [1, N] in its own conversation.
+        """
+        (attention, ranks), methods = attended, [variant.method for variant in group]
+        compressed = [shared.compress(method) for method in methods]
+        measured = [
+            {
+                "recall": recall(each.kept, ranks),
+                "mass": attention_mass(each.kept, attention),
+                "tau": shared.tau(method),
+            }
+            for method, each in zip(methods, compressed, strict=True)
+        ]
+        other = [place for place, prompt in enumerate(own) if not torch.equal(prompt, shared.state.tokens)]
+        rows = []
+        for each in asked:
+            answers = self._answers(each, methods, [one.state for one in compressed])
+            of_own = self._own_answers(each, [methods[at] for at in other], [own[at] for at in other])
+            for place, ids in zip(other, of_own, strict=True):
+                answers[place] = replace(answers[place], ids=ids)
+            columns = zip(group, compressed, answers, measured, strict=True)
+            made = [row_of(self.target, each, *column) for column in columns]
+            rows.append((made, [answered.ids for answered in answers]))
+        for variant, state in zip(group, compressed, strict=True):
+            if state.kept is not None:
+                self.note([each.sample for each in asked], variant, state.kept)
+        return rows
+
+    def _answers(self, asked: Asked, methods: Sequence[Method], states: Sequence[State]) -> list[Answered]:
+        """Methods that evict while decoding and states that cannot be joined answer alone, all others in batches."""
+        alone = [self._alone(asked, *pair) for pair in zip(methods, states, strict=True)]
+        rest = [state for state, answered in zip(states, alone, strict=True) if answered is None]
+        model, limits = self.target.model, asked.limits
+        batched = iter(answer_all(model, rest, asked.question, asked.answer, limits, self.sampling))
+        return [answered or next(batched) for answered in alone]
+
+    def _own_answers(self, asked: Asked, methods: Sequence[Method], prompts: Sequence[Tensor]) -> list[Tensor]:
+        """The answers [T] int64 of methods to prompts [1, N] of their own."""
+        states = [method.start(self.target.model, prompt) for method, prompt in zip(methods, prompts, strict=True)]
+        alone = [self._alone(asked, *pair) for pair in zip(methods, states, strict=True)]
+        rest = [state for state, answered in zip(states, alone, strict=True) if answered is None]
+        batched = iter(answer_each(self.target.model, rest, asked.limits, self.sampling))
+        return [answered.ids if answered else next(batched) for answered in alone]
+
+    def _alone(self, asked: Asked, method: Method, state: State) -> Answered | None:
+        """The answer of a method that evicts while decoding, or from a state that cannot be joined; None for others."""
+        model, reapply = self.target.model, method.reapply(self.target.model)
+        if reapply is None and can_join(state):
+            return None
+        readers = method.turn_reader(model), method.reader(model)
+        return answer_alone(readers, state, asked.question, asked.answer, asked.limits, reapply, self.sampling)
 
 
 def _own_prompt(prompt: Tensor, before: Tensor | None, own: Tensor | None) -> Tensor:
     """The prompt [1, N] of a turn with a variant's own answers, where `before` are the full cache's and the turns."""
     return prompt if before is None or own is None else torch.cat([own, prompt[:, before.shape[1] :]], dim=1)
-
-
-def _rows_of_group(
-    target: Target,
-    shared: SharedPrompt,
-    attended: tuple[Tensor, Tensor],
-    asked: Sequence[Asked],
-    group: Sequence[Variant],
-    own: Sequence[Tensor],
-    note: Note,
-    sampling: Sampling,
-) -> list[tuple[list[Row], list[Tensor]]]:
-    """For each question, the rows of variants that are decoded together, and their answers [T] int64.
-
-    `attended` are `attention` and `ranks`, `own` each variant's prompt [1, N] where its conversation is another one.
-    """
-    (attention, ranks), methods = attended, [variant.method for variant in group]
-    compressed = [shared.compress(method) for method in methods]
-    measured = [
-        {"recall": recall(each.kept, ranks), "mass": attention_mass(each.kept, attention), "tau": shared.tau(method)}
-        for method, each in zip(methods, compressed, strict=True)
-    ]
-    other = [place for place, prompt in enumerate(own) if not torch.equal(prompt, shared.state.tokens)]
-    rows = []
-    for each in asked:
-        answers = _answers(target, each, methods, compressed, sampling)
-        of_own = _own_answers(target, each, [methods[at] for at in other], [own[at] for at in other], sampling)
-        for place, ids in zip(other, of_own, strict=True):
-            answers[place] = replace(answers[place], ids=ids)
-        columns = zip(group, compressed, answers, measured, strict=True)
-        rows.append(([row_of(target, each, *column) for column in columns], [answered.ids for answered in answers]))
-    for variant, state in zip(group, compressed, strict=True):
-        if state.kept is not None:
-            note([each.sample for each in asked], variant, state.kept)
-    return rows
-
-
-def _ask(target: Target, state: State, sample: RenderedSample, batch_tokens: int, sampling: Sampling) -> Asked:
-    """A sample put to the full cache."""
-    rest = sample.question_ids[None].to(target.model.device)
-    limits = Limits(sample.max_new_tokens, target.end_tokens, batch_tokens)
-    return Asked(sample, rest, limits, *answer_full(target.model, state, rest, limits, sampling))
 
 
 def sweep(
@@ -385,6 +384,8 @@ def sweep(
     of_target, digest_of = target_digest(target) + (f"all {sampling}" if sampling.temperature else ""), {}
     for variant in (columns := [FULL_CACHE, *evicting(variants)]):
         digest_of[variant.cell] = method_text(variant.method)
+    given: dict[str, Any] = {"batch_tokens": batch_tokens, "question": question, "note": note}
+    given |= {"refused": refused, "sampling": sampling}
     for group in groups_of(samples, question):
         wanted = [sample.key not in done for sample in group]
         if not any(wanted):
@@ -399,17 +400,11 @@ def sweep(
             for place in range(len(group))
         ]
         columns = [variant for variant in columns if variant.cell in inputs[0]]
-        run = functools.partial(
-            run_samples,
-            target,
-            group,
-            batch_tokens=batch_tokens,
-            question=question,
-            note=note,
-            refused=refused,
-            sampling=sampling,
+        rows = _completed(
+            functools.partial(run_samples, target, group, **given),
+            columns,
+            find_rows(earlier or {}, [[*each.values()] for each in inputs]),
         )
-        rows = _completed(run, columns, find_rows(earlier or {}, [[*each.values()] for each in inputs]))
         for sample, content, made, digests, missing in zip(group, contents, rows, inputs, wanted, strict=True):
             names = {"task": sample.task, "length": sample.length, "sample": sample.id, "sample_digest": content}
             if missing:

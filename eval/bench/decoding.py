@@ -20,7 +20,6 @@ from keepsight.eval.bench.measure import random_ids, read_greedily, require_room
 from keepsight.eval.bench.offload import random_state
 from keepsight.eval.sweep import Variant, run_samples, sweep
 from keepsight.eval.tasks.niah import make_samples
-from keepsight.models.decoder import context_of
 from keepsight.models.draft_head import EagleHead
 from keepsight.models.targets import Target
 from keepsight.runtime.attention import Reader
@@ -50,8 +49,6 @@ def bench_decode(
     """
     require_room(model, tokens + _WARM_UP + steps, batch)
     ids = random_ids(model, batch, tokens)
-    for method in methods.values():
-        method.check(tokens, context_of(model))
     compared = {"full cache": FullCache(), **methods}
     prompts = tqdm(compared.items(), desc="prompts")
     decoding = {name: _Decoding(each.reader(model), each.start(model, ids)) for name, each in prompts}
@@ -71,8 +68,6 @@ def bench_largest(model: PreTrainedModel, methods: Mapping[str, Method], tokens:
     """A line for each method, in the largest batch that fits the free memory with it, and no more than `_MOST_ROWS`."""
     require_room(model, tokens + _WARM_UP + steps)
     ids = random_ids(model, 1, tokens)
-    for method in methods.values():
-        method.check(tokens, context_of(model))
     compared, full = {"full cache": FullCache(), **methods}, 0.0
     width = max(18, *(len(name) + 2 for name in methods))
     yield f"rows of {tokens} tokens, median of {steps} steps, {torch.get_num_threads()} threads, {model.dtype}"

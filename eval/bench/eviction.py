@@ -1,7 +1,6 @@
 """What eviction costs: time and memory against the prefill; operators and syncs, counted on any device."""
 
 import functools
-import itertools
 import operator
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,6 @@ from transformers.cache_utils import DynamicCache
 from typing_extensions import override
 
 from keepsight.eval.bench.measure import median_seconds, peak_bytes, peak_kv_bytes, random_ids, require_room, seconds_of
-from keepsight.models.decoder import context_of
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
@@ -130,8 +128,6 @@ def bench_operators(model: PreTrainedModel, methods: Mapping[str, Method], token
     layers = model.config.get_text_config().num_hidden_layers
     require_room(model, tokens)
     ids = random_ids(model, 1, tokens)
-    for method in methods.values():
-        method.check(tokens, context_of(model))
     yield f"operators / syncs a layer; {layers} layers, {tokens} prompt tokens; decode: a layer and token"
     width = max(18, *(len(name) + 2 for name in methods))
     yield f"{'method':<{width}}" + "".join(f"{step:>14}" for step in STEPS)
@@ -159,8 +155,6 @@ def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[
     turns, so that a machine that slows down slows both: shares hold where times do not.
     """
     require_room(target.model, max(lengths))
-    for length, method in itertools.product(lengths, methods.values()):
-        method.check(length, context_of(target.model))
     yield (
         f"{torch.get_num_threads()} threads, median of {repeats} turns; peak: beyond what the prefill holds; "
         "KV: the most bytes of keys and values while the prompt is read and compressed"

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from keepsight.errors import UserError
 from keepsight.eval.answers import entry_bytes
 from keepsight.eval.bench.measure import random_ids, require_room
-from keepsight.models.decoder import context_of
 from keepsight.models.targets import Target
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.evict import Evict
@@ -42,8 +41,6 @@ def bench_serve(
     rows = min(rows, requests)
     require_room(model, tokens + answer_tokens, rows)
     prompts = random_ids(model, requests, tokens).cpu()
-    for method in methods.values():
-        method.check(tokens, context_of(model))
     compared = {"full cache": FullCache(), **methods}
     width = max(18, *(len(name) + 2 for name in compared))
     yield (

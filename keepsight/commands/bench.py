@@ -6,6 +6,7 @@ Speeds are medians of repeated timings, and only printed; the search writes what
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -83,7 +84,7 @@ def sweep(config: BenchEval) -> None:
 
 def evict(config: BenchEvict) -> None:
     """Measure scoring and selecting."""
-    target, methods = _methods(config, max(config.lengths))
+    target, methods = _methods(config, *config.lengths)
     _print(bench_evict(target, _evicting(methods), config.lengths, config.repeats))
 
 
@@ -203,13 +204,15 @@ def _pruned_draft(config: BenchRetrieve, target: Target) -> DraftHead | None:
     return draft.head if isinstance(draft, DraftHeadSource) and isinstance(draft.head, DraftHead) else None
 
 
-def _methods(config: Benched, tokens: int) -> tuple[Target, dict[str, Method]]:
-    """The base model, for prompts of so many tokens, and every method at every budget by `LABEL BUDGET`."""
+def _methods(config: Benched, *tokens: int) -> tuple[Target, dict[str, Method]]:
+    """The base model, and every method at every budget by `LABEL BUDGET`, all for prompts of so many tokens."""
     asked = config.methods, config.budgets, list[int]()
     variants_of(*asked, resources_later(config))  # bad values end here, before anything loads
-    require_room(outline_of(config), tokens)
+    require_room(outline_of(config), max(tokens))
     target = target_of(config)
     variants = variants_of(*asked, resources_of(config, target))
+    for length, variant in product(tokens, variants):
+        variant.method.check(length, context_of(target.model))
     named = {each.name if each.budget is None else f"{each.name} {each.budget}": each.method for each in variants}
     return target, named
 
@@ -269,16 +272,8 @@ def _answer_mixture(config: BenchDraft, target: Target, folder: Path, count: int
     """Make texts: prompts of the mixture with the base model's answers."""
     shortest, longest = config.prompt_tokens
     values = read_mixture(config.mixture) | {"min_tokens": shortest, "max_tokens": longest}
-    generate_data(
-        target,
-        values,
-        folder,
-        limit=count,
-        seed=config.seed,
-        max_new_tokens=config.answer_tokens,
-        shard_size=64,
-        backend=InThisProcess(target, 8192),
-    )
+    sizes = {"limit": count, "max_new_tokens": config.answer_tokens, "shard_size": 64}
+    generate_data(target, values, folder, seed=config.seed, backend=InThisProcess(target, 8192), **sizes)
 
 
 def _texts(target: Target, samples: Sequence[TrainingSample], answer_tokens: int) -> list[Text]:

@@ -35,30 +35,16 @@ def run(config: Config) -> None:
     values = pinned(check(config), out := Path(config.out))
     (mixture := Mixture.from_config(values)).check()
     check_sizes(outline_of(config), mixture, out, config.limit, config.max_new_tokens)
+    given = {key: getattr(config, key) for key in ("seed", "shard_size", "max_new_tokens", "temperature", "top_p")}
     if (before := earlier_settings(out)) and any(out.glob("shard-*")):
-        now = {key: getattr(config, key) for key in ("seed", "shard_size", "max_new_tokens", "temperature", "top_p")}
-        now |= {"model": config.model.id, "mixture": values}
+        now = given | {"model": config.model.id, "mixture": values}
         was = {key: getattr(before, key) for key in now}
         require_same(f"{out}: this data was made", was, now, "choose another out=, or delete the folder")
     with _answering(config) as (target, backend):
-        manifest = generate_data(
-            target,
-            values,
-            out,
-            limit=config.limit,
-            seed=config.seed,
-            max_new_tokens=config.max_new_tokens,
-            shard_size=config.shard_size,
-            backend=backend,
-            skip=config.skip,
-            temperature=config.temperature,
-            top_p=config.top_p,
-        )
+        made = generate_data(target, values, out, limit=config.limit, backend=backend, skip=config.skip, **given)
     if launched().is_main_process:
-        print(
-            f"{manifest['samples']} samples in {config.out}: {manifest['prompt_tokens']} prompt tokens, "
-            f"{manifest['answer_tokens']} answer tokens"
-        )
+        tokens = f"{made['prompt_tokens']} prompt tokens, {made['answer_tokens']} answer tokens"
+        print(f"{made['samples']} samples in {config.out}: {tokens}")
         print(next_command(config, f"train data={quote(config.out)} out=runs/adapter"))
 
 

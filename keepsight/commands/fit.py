@@ -30,7 +30,7 @@ from keepsight.commands.config import (
     TrainRetrievalHead,
 )
 from keepsight.commands.config import Fit as Config
-from keepsight.commands.config_shared import DataKeys, EvalKeys, UsesMethods
+from keepsight.commands.config_shared import DataKeys, EvalKeys, Training, UsesMethods
 from keepsight.commands.from_recipe import resources_later, without_weights
 from keepsight.commands.parse import compose_config, keys_of
 from keepsight.commands.training import origins_of
@@ -74,16 +74,23 @@ def run(config: Config) -> None:
             "stages=[importance,eviction]; run it in one process, with model.device_map=auto if no GPU holds the model"
         )
     source = _source(out, chosen) if config.module == "lookahead" else "head"
-    answers = Data(**_values(config, DataKeys), out=str(out / "data"))
-    tests = _tests(config, out / source)
+    folder, adapter = str(out / "data"), str(out / "importance")
+    answers = Data(**_keys(config, DataKeys, out=folder))
+    trained = {"adapter" if config.module == "lookahead" else "retrieval": str(out / source)}
+    tests = Eval(**_keys(config, EvalKeys, UsesMethods, **trained), samples=config.tests, out=str(out / "eval"))
     check(config, answers, tests)
     if "evaluation" in chosen:
         evaluation.samples_of(tests, without_weights(tests))  # what cannot be read ends here, not after hours
+    tuned = {"finetune": config.finetune, "max_prompt_tokens": config.max_prompt_tokens}
     stages: dict[str, Callable[[], None]] = {
         "answers": lambda: data.run(answers),
-        "importance": lambda: train.run(_importance(config, out)),
-        "eviction": lambda: finetune.run(_eviction(config, out)),
-        "distillation": lambda: train_heads.retrieval(_distillation(config, out)),
+        "importance": lambda: train.run(Train(**_keys(config, Train, data=folder, out=adapter))),
+        "eviction": lambda: finetune.run(
+            Finetune(**_keys(config, Training, data=folder, out=str(out / "eviction"), **tuned), adapter=adapter)
+        ),
+        "distillation": lambda: train_heads.retrieval(
+            TrainRetrievalHead(**_keys(config, TrainRetrievalHead, data=folder, out=str(out / "head")))
+        ),
         "evaluation": lambda: evaluation.run(tests),
         "card": lambda: _write_card(config, out, source),
     }
@@ -124,35 +131,10 @@ def _published(config: Config, out: Path) -> Path:
     return out / ("adapter" if config.module == "lookahead" else "head")
 
 
-def _importance(config: Config, out: Path) -> Train:
-    keys = ("model", "lookahead", "train", "replay", "title", "base", "data_notes", "selection", "max_prompt_tokens")
-    return Train(**_of(config, *keys), data=str(out / "data"), out=str(out / "importance"))
-
-
-def _eviction(config: Config, out: Path) -> Finetune:
-    keys = _of(config, "model", "finetune", "replay", "max_prompt_tokens")
-    return Finetune(**keys, data=str(out / "data"), adapter=str(out / "importance"), out=str(out / "eviction"))
-
-
-def _distillation(config: Config, out: Path) -> TrainRetrievalHead:
-    keys = _of(config, "model", "retrieval_head", "replay", "title", "base", "data_notes")
-    return TrainRetrievalHead(**keys, data=str(out / "data"), out=str(out / "head"))
-
-
-def _tests(config: Config, module: Path) -> Eval:
-    """The evaluation, of the module that is trained."""
-    trained = {"adapter" if config.module == "lookahead" else "retrieval": str(module)}
-    compared: dict[str, Any] = _values(config, EvalKeys) | _values(config, UsesMethods) | trained
-    return Eval(**compared, samples=config.tests, out=str(module.parent / "eval"))
-
-
-def _of(config: Config, *keys: str) -> dict[str, Any]:
-    return {key: getattr(config, key) for key in keys}
-
-
-def _values(config: Config, keys: type) -> dict[str, Any]:
-    """The values of the keys that a stage shares with this command."""
-    return {each.name: getattr(config, each.name) for each in fields(keys) if hasattr(config, each.name)}
+def _keys(config: Config, *kinds: type, **given: Any) -> dict[str, Any]:
+    """The values of the keys that a stage shares with this command, and those that it is given."""
+    names = [each.name for kind in kinds for each in fields(kind) if hasattr(config, each.name)]
+    return {name: getattr(config, name) for name in names} | given
 
 
 def _write_card(config: Config, out: Path, source: str) -> None:
