@@ -31,14 +31,7 @@ _AGAIN = "run the same command again to go on"
 
 @dataclass(frozen=True)
 class Rendered:
-    """A prompt as token ids.
-
-    Attributes:
-        index: Position in the data set.
-        source: Kind of prompt, such as `needles/single`.
-        ids: Token ids, chat template included.
-        response: Token ids of the response that the prompt comes with; None when the model answers.
-    """
+    """A prompt of a `source` as token ids, chat template included; `response` is None when the model answers."""
 
     index: int
     source: str
@@ -48,14 +41,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How answers are decoded.
-
-    Attributes:
-        max_new_tokens: Longest answer in tokens.
-        temperature: Of sampling; 0 decodes greedily.
-        top_p: Sampling is from the likeliest tokens that together have this probability.
-        seed: Random seed of sampling; the draws of a prompt depend on it and on the prompt's index alone.
-    """
+    """How answers are decoded: 0 as temperature is greedy; draws depend on the seed and on the prompt's index alone."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -279,12 +265,8 @@ def _completion(reply: Any) -> _Completion:
 class VllmEngine:
     """vLLM's offline engine on all GPUs of the machine (optional extra `vllm`); it starts with the first prompts.
 
-    Args:
-        target: The model that answers; only its tokenizer and configuration are used here.
-        options: Arguments of `vllm.LLM`, such as `gpu_memory_utilization`.
-
-    Raises:
-        UserError: vLLM is not installed, or this process is one of several.
+    Of `target` only tokenizer and configuration are used; `options` are arguments of `vllm.LLM`. UserError if vLLM is
+    not installed, or this process is one of several.
     """
 
     def __init__(self, target: Target, options: Mapping[str, Any]) -> None:

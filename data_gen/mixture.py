@@ -12,32 +12,24 @@ from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat
 
-from keepsight.data_gen.package_text import (
-    CodeCompletion,
-    CodeQuestions,
-    Continuation,
-    DescribedPassages,
-    Documentation,
-    Passages,
-)
+from keepsight.data_gen import package_text, synthetic
 from keepsight.data_gen.prompts import CountTokens, DoesNotFit, Prompt, Request, Source
-from keepsight.data_gen.synthetic import Everyday, KeyValues, Needles, SecondTurn, StateTracking
 from keepsight.data_gen.user_data import HubDataset, LocalJsonl
 from keepsight.errors import UserError
 from keepsight.files import from_json
 
 SOURCES: dict[str, type[Any]] = {
-    "needles": Needles,
-    "key_values": KeyValues,
-    "documentation": Documentation,
-    "passages": Passages,
-    "described_passages": DescribedPassages,
-    "everyday": Everyday,
-    "state_tracking": StateTracking,
-    "second_turn": SecondTurn,
-    "code_completion": CodeCompletion,
-    "code_questions": CodeQuestions,
-    "continuation": Continuation,
+    "needles": synthetic.Needles,
+    "key_values": synthetic.KeyValues,
+    "documentation": package_text.Documentation,
+    "passages": package_text.Passages,
+    "described_passages": package_text.DescribedPassages,
+    "everyday": synthetic.Everyday,
+    "state_tracking": synthetic.StateTracking,
+    "second_turn": synthetic.SecondTurn,
+    "code_completion": package_text.CodeCompletion,
+    "code_questions": package_text.CodeQuestions,
+    "continuation": package_text.Continuation,
     "local_jsonl": LocalJsonl,
     "hub_dataset": HubDataset,
 }

@@ -50,16 +50,7 @@ _EXCHANGED = "its shards are not the ones that manifest.json names"
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """A prompt and the answer whose attention is learned.
-
-    Attributes:
-        index: Position in the data set.
-        source: Kind of prompt, such as `needles/single`.
-        prompt_ids: Token ids of the rendered prompt.
-        answer_ids: Token ids of the answer, end token included.
-        prompt: The rendered prompt as text.
-        answer: The answer as text.
-    """
+    """A prompt and the answer (end token included) whose attention is learned, as token ids and as text."""
 
     index: int
     source: str
@@ -115,18 +106,10 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of manifest.json; only `settings` until all samples are there.
+    """Content of manifest.json; only `settings` until all samples are there, which makes it `complete`.
 
-    Attributes:
-        complete: Whether they are.
-        settings: What decides the samples.
-        samples: Number of samples.
-        prompt_tokens: Total tokens of their prompts.
-        answer_tokens: Total tokens of their answers.
-        sources: Number of samples by source.
-        shards: File names.
-        digest: `sha256:...`, which identifies the data.
-        skipped: Samples that could not be made.
+    `samples` and the tokens of prompts and answers are totals, `sources` numbers of samples, `shards` file names;
+    `digest`, `sha256:...`, identifies the data. `skipped` are samples that could not be made.
     """
 
     complete: bool
@@ -159,11 +142,7 @@ class LazySamples(Sequence[TrainingSample]):
 
 
 class StoredSamples(LazySamples):
-    """Samples of Arrow shards.
-
-    Attributes:
-        rows: A `datasets.Dataset` with a column for each field of `TrainingSample`, memory-mapped.
-    """
+    """Samples of Arrow shards, memory-mapped: `rows` is a `datasets.Dataset` with the fields of `TrainingSample`."""
 
     def __init__(self, paths: Iterable[Path], count: int, folder: object = None) -> None:
         from datasets import Dataset, concatenate_datasets  # takes seconds
@@ -189,8 +168,7 @@ class StoredSamples(LazySamples):
 class ShardWriter:
     """Writes samples in shards; several processes may write different shards of one folder at a time.
 
-    Raises:
-        UserError: the folder has data made with other settings, or shards without a manifest.
+    UserError: the folder has data made with other settings, or shards without a manifest.
     """
 
     def __init__(self, folder: Path, settings: DataSettings) -> None:

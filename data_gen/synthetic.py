@@ -329,11 +329,7 @@ class StateTracking:
 
 
 class _Journeys:
-    """A story of people who walk, pick things up and put them down; it goes on for ever.
-
-    Args:
-        rng: Source of all randomness.
-    """
+    """A story of people who walk, pick things up and put them down; it goes on for ever."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

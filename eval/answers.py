@@ -62,12 +62,9 @@ class Answered:
 
 @dataclass(frozen=True)
 class Limits:
-    """What ends an answer, and how large a batch may be.
+    """What ends an answer (a number of tokens, or an end token), and how large a batch may be.
 
-    Attributes:
-        max_new_tokens: Maximum length of an answer in tokens.
-        end_tokens: Token ids that end an answer.
-        batch_tokens: Maximum KV entries per head in a batch, over all its states and their answers, padding included.
+    `batch_tokens` bounds the KV entries per head of a batch, over all its states and their answers, padding included.
     """
 
     max_new_tokens: int
@@ -77,13 +74,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are decoded, the full cache's and the methods'.
-
-    Attributes:
-        temperature: 0 decodes greedily.
-        top_p: Sampling is from the likeliest tokens that together have this probability.
-        seed: Decides on the draws, together with the tokens that were read.
-    """
+    """How answers are decoded: 0 as temperature is greedy; draws depend on the seed and on the tokens read before."""
 
     temperature: float = 0.0
     top_p: float = 1.0

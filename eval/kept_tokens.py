@@ -27,13 +27,9 @@ FOLDER = "kept"
 
 @dataclass(frozen=True)
 class KeptOfSample:
-    """What the file of a sample holds.
+    """What the file of a sample holds: the texts of its prompt's N tokens, and numbers of layers and KV heads.
 
-    Attributes:
-        tokens: The texts of its prompt's tokens, N of them.
-        layers: Number of layers.
-        heads: Number of KV heads.
-        counts: By `count_key` of a row, how many heads kept each token; see `encode_counts`.
+    `counts` say by `count_key` of a row how many heads kept each token; see `encode_counts`.
     """
 
     tokens: list[str]
@@ -43,13 +39,9 @@ class KeptOfSample:
 
 
 class KeptTokens:
-    """Collects what variants keep of some samples, and writes it once a sample is done.
+    """Collects what variants keep of some samples, and writes it to the run's folder `out` once a sample is done.
 
-    Args:
-        out: Folder of the run.
-        target: The base model; its tokenizer gives the tokens' texts.
-        samples: The samples to write about.
-        earlier: Folders of runs whose rows are used again.
+    `earlier` are folders of runs whose rows are used again.
     """
 
     def __init__(self, out: Path, target: Target, samples: Iterable[RenderedSample], earlier: Sequence[str]) -> None:

@@ -220,9 +220,7 @@ def run_samples(
 class _Run:
     """The arguments of `run_samples`, and its steps.
 
-    Attributes:
-        said: By variant, what its conversation has had so far: [1, M] int64, up to the last answer without its end
-            token.
+    `said` is what each variant's conversation has had so far, [1, M] int64, without the last answer's end token.
     """
 
     target: Target

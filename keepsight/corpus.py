@@ -29,12 +29,7 @@ SHARED_WORDS = 6
 
 @dataclass(frozen=True)
 class Document:
-    """One document: a topic of the language reference, or a source file of the standard library.
-
-    Attributes:
-        name: `topics/assert`, or the file's path below the library's folder.
-        text: The whole text.
-    """
+    """A topic of the language reference (`topics/assert`), or a source file below the standard library's folder."""
 
     name: str
     text: str

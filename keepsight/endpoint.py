@@ -47,13 +47,10 @@ Reply = TypeVar("Reply")
 
 
 class EndpointError(Exception):
-    """No usable reply.
+    """No usable reply: `body` is the refusal on one line, without the API key; the message has its beginning.
 
-    Attributes:
-        status: HTTP status of a reply after which the request is not sent again; 0 where there was no reply, or a
-            malformed one.
-        body: The refusal on one line, without the API key; the message has its beginning.
-        wait: Seconds that the server asks to wait before the next try.
+    `status` is the HTTP status of a reply after which the request is not sent again; 0 where there was no reply, or a
+    malformed one. `wait` are the seconds that the server asks to wait before the next try.
     """
 
     def __init__(self, reason: str, status: int = 0, wait: float = 0.0) -> None:

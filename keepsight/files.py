@@ -93,7 +93,7 @@ def _nearest(path: Path) -> Path:
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that replaces `folder` when the block ends; when it raises, `folder` stays as it was."""
-    _require_regular(folder)
+    regular(folder)
     with _unfinished(folder.parent) as beside:
         made = beside / folder.name
         made.mkdir()
@@ -112,11 +112,11 @@ def atomic_files(folder: Path, last: str) -> Iterator[Path]:
     A reader that requires `last` never sees a mixture of old and new files. Files of other names stay. UserError if one
     is a device, a pipe or a socket.
     """
-    _require_regular(folder, folder / last)
+    regular(folder, folder / last)
     with _unfinished(folder) as unfinished:
         yield unfinished
         paths = sorted(unfinished.iterdir(), key=lambda path: path.name == last)
-        _require_regular(*(folder / path.name for path in paths))
+        regular(folder, *(folder / path.name for path in paths))
         sync(*paths)
         (folder / last).unlink(missing_ok=True)
         for path in paths:
@@ -127,7 +127,7 @@ def atomic_files(folder: Path, last: str) -> Iterator[Path]:
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path, which becomes `path` when the block ends without an error; UserError for a device."""
-    _require_regular(path)
+    regular(path)
     with _unfinished(path.parent) as beside:
         yield beside / path.name
         sync(beside / path.name)
@@ -135,16 +135,11 @@ def atomic_file(path: Path) -> Iterator[Path]:
         sync(path.parent)
 
 
-def _require_regular(*paths: Path) -> None:
-    """Refuse devices, pipes and sockets, which a rename would replace and an open file could wait for."""
-    for path in paths:
-        regular(path)
-
-
-def regular(path: Path) -> Path:
-    """A path that is read or written; UserError for a device, a pipe or a socket, which might have no end."""
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise UserError(f"{path}: not a regular file; choose another path")
+def regular(path: Path, *others: Path) -> Path:
+    """A path that is read or written, beside others; UserError for a device, a pipe or a socket among them."""
+    for each in (path, *others):
+        if each.exists() and not (each.is_file() or each.is_dir()):
+            raise UserError(f"{each}: not a regular file; choose another path")
     return path
 
 
@@ -405,7 +400,7 @@ def cut_torn_line(path: Path) -> None:
 
 def append_lines(path: Path, rows: Iterable[Row]) -> None:
     """Append objects to a JSON Lines file, each with its digest, and wait until they are on the disk."""
-    _require_regular(path)
+    regular(path)
     with path.open("a", encoding="utf-8") as stream:
         stream.write("".join(to_json(row) + "\n" for row in rows))
         stream.flush()

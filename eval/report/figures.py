@@ -93,11 +93,7 @@ class Panel(NamedTuple):
 class Plot:
     """Several panels: one figure to save, or one drawing a panel on a page, where they can fill any width.
 
-    Attributes:
-        name: File name without its ending.
-        panels: In reading order.
-        styles: Styles that the legend shows; empty for no legend.
-        columns: Panels beside each other in the saved figure.
+    `styles` are those of the legend, none for no legend; `columns` panels stand beside each other in the figure.
     """
 
     name: str

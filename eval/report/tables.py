@@ -42,14 +42,7 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells.
-
-    Attributes:
-        name: File name without its ending.
-        caption: What it shows.
-        columns: From left to right.
-        rows: Cells by column; also the keys that a page filters by: `task`, `length`, `method`, `budget`.
-    """
+    """Rows of cells by column; rows also have the keys that a page filters by: `task`, `length`, `method`, `budget`."""
 
     name: str
     caption: str

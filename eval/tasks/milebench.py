@@ -138,10 +138,7 @@ def _parts(where: str, text: str, images: Sequence[Path]) -> list[str | Path]:
 class Pictures:
     """The images of a prompt, read anew each time: the pixels of all samples would not fit into memory.
 
-    Attributes:
-        text: The prompt as the chat template made it, with a place for each image.
-        paths: The image files, in the order of their places.
-        processor: The model's.
+    `text` is the prompt as the chat template made it, with a place for each of the image files in `paths`.
     """
 
     text: str

@@ -179,12 +179,7 @@ def listed(keys: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Haystack:
-    """Sentences in order, read as a ring so that it has no end.
-
-    Attributes:
-        sentences: The text.
-        tokens: Number of tokens of each sentence with a space before it, taken alone.
-    """
+    """Sentences read as a ring, so that it has no end; each one's tokens are counted alone, after a space."""
 
     sentences: tuple[str, ...]
     tokens: tuple[int, ...]

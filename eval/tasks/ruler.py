@@ -15,19 +15,8 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.eval.tasks import ruler_texts as texts
 from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, rows_of, ruler_family, text_field
-from keepsight.eval.tasks.ruler_texts import (
-    NEEDLES,
-    RulerText,
-    common_words,
-    essay_words,
-    frequent_words,
-    hotpotqa,
-    needles,
-    question_over,
-    squad,
-    variables,
-)
 from keepsight.eval.tasks.samples import RenderedSample, Sample, bucket, render, render_all
 from keepsight.files import Row
 
@@ -48,7 +37,7 @@ class Ruler(Benchmark):
         dir: Folder of ready-made RULER files, which are used instead of generated prompts.
     """
 
-    TASKS: ClassVar[tuple[str, ...]] = (*NEEDLES, "vt", "cwe", "fwe", "qa_1", "qa_2")
+    TASKS: ClassVar[tuple[str, ...]] = (*texts.NEEDLES, "vt", "cwe", "fwe", "qa_1", "qa_2")
 
     haystack: str | None = None
     squad: str | None = None
@@ -74,35 +63,35 @@ class Ruler(Benchmark):
         text, least = self._texts(task, length, request)
         return filled([partial(make, index) for index in range(request.samples)], length, request.tokenizer, least)
 
-    def _texts(self, task: str, length: int, request: TaskRequest) -> tuple[Callable[..., RulerText], int]:
+    def _texts(self, task: str, length: int, request: TaskRequest) -> tuple[Callable[..., texts.RulerText], int]:
         """The generator of the text of sample `index`, and the smallest size that it works for."""
-        if task in NEEDLES:
-            essay, note = essay_words(self.haystack) if NEEDLES[task].haystack == "essay" else ((), "")
+        if task in texts.NEEDLES:
+            essay, note = texts.essay_words(self.haystack) if texts.NEEDLES[task].haystack == "essay" else ((), "")
             if note:
                 request.notes["ruler haystack"] = note
-            return lambda index, rng, size: needles(NEEDLES[task], essay, rng, size), 0
+            return lambda index, rng, size: texts.needles(texts.NEEDLES[task], essay, rng, size), 0
         if task == "vt":
             shown = _shown_noise(length, request.tokenizer)
-            return lambda index, rng, size: variables(shown, rng, size), 0
+            return lambda index, rng, size: texts.variables(shown, rng, size), 0
         if task == "cwe":
-            return lambda index, rng, size: common_words(length < _SHORT, rng, size), 10
+            return lambda index, rng, size: texts.common_words(length < _SHORT, rng, size), 10
         if task == "fwe":
             vocabulary = max((length - request.protocol.ruler_tokens["fwe"]) // 50, 4)
-            return lambda index, rng, size: frequent_words(vocabulary, rng, size), 32
-        source = squad(self.squad) if task == "qa_1" else hotpotqa(self.hotpotqa)
+            return lambda index, rng, size: texts.frequent_words(vocabulary, rng, size), 32
+        source = texts.squad(self.squad) if task == "qa_1" else texts.hotpotqa(self.hotpotqa)
         request.notes[f"ruler {task}"] = source.note
         asked = source.questions
-        return lambda index, rng, size: question_over(asked[index % len(asked)], source.texts, rng, size), 1
+        return lambda index, rng, size: texts.question_over(asked[index % len(asked)], source.texts, rng, size), 1
 
 
 def _shown_noise(length: int, tokenizer: Any) -> int:
     """Lines of noise in the example of `vt`: about 500 tokens, of a short prompt a quarter."""
-    text = variables(0, random.Random(0), 8)
+    text = texts.variables(0, random.Random(0), 8)
     line = len(tokenizer(text.context, add_special_tokens=False)["input_ids"]) / 13
     return max(5, int((min(500, length // 4) - 8 * line) / line))
 
 
-def _sample(task: str, length: int, name: str, text: RulerText, protocol: Protocol) -> Sample:
+def _sample(task: str, length: int, name: str, text: texts.RulerText, protocol: Protocol) -> Sample:
     """A text as a sample, its answer prefix at the protocol's place."""
     after = text.after + (text.prefix if protocol.ruler_prefix == "prompt" else "")
     return Sample(
@@ -164,7 +153,7 @@ def _read_sample(task: str, where: str, row: Row, request: TaskRequest) -> Rende
         text, prefix = (text[:place], text[place:]) if place >= 0 else (text, "")
     place = text.rfind("\nWhat " if ruler_family(task) == "niah" else "\nQuestion:")
     before, after = (text[:place], text[place:]) if place >= 0 else (text, "")
-    parts = RulerText("", before, after, prefix, tuple(map(str, answers)))
+    parts = texts.RulerText("", before, after, prefix, tuple(map(str, answers)))
     length = row.get("nominal") or bucket(int(row.get("length", 0)))  # the row's own, rounded up
     name = str(row.get("index", row.get("id", "")))
     return render(_sample(task, length, name, parts, request.protocol), request.tokenizer)

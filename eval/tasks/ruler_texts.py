@@ -31,15 +31,9 @@ _DEPTHS = [round(100 * step / 39) for step in range(40)]
 
 
 class RulerText(NamedTuple):
-    """A prompt in parts, with its answer.
+    """A prompt in parts, with its answer: the context is the haystack, and `prefix` begins the answer.
 
-    Attributes:
-        before: Text before the context.
-        context: The haystack.
-        after: The question.
-        prefix: Beginning of the answer.
-        references: Texts that the answer must name.
-        depth: Position of the first reference in the context, 0 to 1; None where that has no meaning.
+    `depth` is the position of the first reference in the context, 0 to 1; None where that has no meaning.
     """
 
     before: str
@@ -170,13 +164,7 @@ _COMMON = 10
 
 
 def common_words(short: bool, rng: random.Random, size: int) -> RulerText:
-    """A numbered list in which 10 of `size` different words come more often, after an example.
-
-    Args:
-        short: Whether the length is below 4096, where words are repeated less often.
-        rng: Draws the words.
-        size: Number of different words, at least 10.
-    """
+    """A numbered list in which 10 of `size` different words come more often, after an example; shorter if `short`."""
     example = _numbered(20 if short else 40, 3 if short else 10, 1 if short else 3, rng)
     asked = _numbered(size, 6 if short else 30, 1 if short else 3, rng)
     answer = " ".join(f"{place}. {word}" for place, word in enumerate(example.references, start=1))
@@ -219,14 +207,7 @@ def frequent_words(vocabulary: int, rng: random.Random, size: int) -> RulerText:
 
 
 class Question(NamedTuple):
-    """A question about documents.
-
-    Attributes:
-        text: The question.
-        answers: Accepted answers.
-        needed: Indices of the documents that hold the answer.
-        near: Indices of related documents, such as other paragraphs of its article.
-    """
+    """A question with accepted answers, the indices of the documents that hold one, and those of related documents."""
 
     text: str
     answers: tuple[str, ...]

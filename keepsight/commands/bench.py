@@ -12,19 +12,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from keepsight.commands.config_bench import (
-    BenchDecode,
-    BenchDraft,
-    Benched,
-    BenchEval,
-    BenchEvict,
-    BenchOps,
-    BenchQueries,
-    BenchRetrieve,
-    BenchSpeCache,
-    BenchSpeculate,
-    BenchTrain,
-)
+from keepsight.commands import config_bench as configs
 from keepsight.commands.config_serving import BenchServe
 from keepsight.commands.data import read_mixture
 from keepsight.commands.from_recipe import (
@@ -67,7 +55,7 @@ from keepsight.train.plan import bench_step
 _SIMILARITIES = ("position", "after RoPE", "before RoPE")
 
 
-def train(config: BenchTrain) -> None:
+def train(config: configs.BenchTrain) -> None:
     """Measure a training step."""
     require_room(outline_of(config), config.tokens + config.answer_tokens)
     model = target_of(config).model
@@ -76,13 +64,13 @@ def train(config: BenchTrain) -> None:
     _print(bench_step(cells, config.tokens, config.answer_tokens, config.repeats, config.train))
 
 
-def sweep(config: BenchEval) -> None:
+def sweep(config: configs.BenchEval) -> None:
     """Measure the sweep of an evaluation."""
     target, methods = _methods(config, config.tokens)
     _print(bench_sweep(target, methods, config.tokens, config.answer_tokens, config.samples))
 
 
-def evict(config: BenchEvict) -> None:
+def evict(config: configs.BenchEvict) -> None:
     """Measure scoring and selecting."""
     target, methods = _methods(config, *config.lengths)
     _print(bench_evict(target, _evicting(methods), config.lengths, config.repeats))
@@ -95,7 +83,7 @@ def _evicting(methods: Mapping[str, Method]) -> dict[str, Evict]:
     }
 
 
-def decode(config: BenchDecode) -> None:
+def decode(config: configs.BenchDecode) -> None:
     """Measure decoding steps."""
     target, methods = _methods(config, config.tokens)
     if config.batch:
@@ -115,13 +103,13 @@ def serve(config: BenchServe) -> None:
         _print(bench_serve(target.model, methods, *numbers))
 
 
-def ops(config: BenchOps) -> None:
+def ops(config: configs.BenchOps) -> None:
     """Count operators and syncs."""
     target, methods = _methods(config, config.tokens)
     _print(bench_operators(target.model, methods, config.tokens))
 
 
-def specache(config: BenchSpeCache) -> None:
+def specache(config: configs.BenchSpeCache) -> None:
     """Measure decoding steps of SpeCache."""
     require_room(outline_of(config), config.tokens)
     target = target_of(config)
@@ -129,7 +117,7 @@ def specache(config: BenchSpeCache) -> None:
         _print(bench_specache(target, SpeCache(bits), config.tokens, config.batch, config.answer_tokens))
 
 
-def speculate(config: BenchSpeculate) -> None:
+def speculate(config: configs.BenchSpeculate) -> None:
     """Measure speculative decoding."""
     if config.draft.head is None:
         raise UserError("bench speculate measures a draft head; name it: draft.head=FOLDER_OR_HUB_ID draft.layers=null")
@@ -140,7 +128,7 @@ def speculate(config: BenchSpeculate) -> None:
     _print(bench_speculate(target, draft.head, prompts, config.answer_tokens, config.draft_tokens))
 
 
-def _prompts(config: BenchSpeculate | BenchQueries, target: Target) -> list[list[int]]:
+def _prompts(config: configs.BenchSpeculate | configs.BenchQueries, target: Target) -> list[list[int]]:
     """The last prompts of a data folder that are short enough, or needles in a haystack."""
     data = config.data
     if data is None:
@@ -157,7 +145,7 @@ def _prompts(config: BenchSpeculate | BenchQueries, target: Target) -> list[list
     return prompts[-config.samples :]
 
 
-def queries(config: BenchQueries) -> None:
+def queries(config: configs.BenchQueries) -> None:
     """Compare queries by content and position."""
     prompts, target = _prompts(config, without_weights(config)), target_of(config)
     asked = query_similarity(target.model, prompts, config.answer_tokens, config.seed)
@@ -175,12 +163,12 @@ def queries(config: BenchQueries) -> None:
     _print(Table("queries", caption, columns, rows).markdown().splitlines())
 
 
-def retrieve(config: BenchRetrieve) -> None:
+def retrieve(config: configs.BenchRetrieve) -> None:
     """Measure a retrieval head."""
     _print(_retrieval_lines(config, target_of(config)))
 
 
-def _retrieval_lines(config: BenchRetrieve, target: Target) -> Iterator[str]:
+def _retrieval_lines(config: configs.BenchRetrieve, target: Target) -> Iterator[str]:
     if config.retrieval is None:
         yield "retrieval= is not set: this head has random weights, which take as long as trained ones"
         context, shape, prompts = context_of(target.model), config.retrieval_head, list[list[int]]()
@@ -196,7 +184,7 @@ def _retrieval_lines(config: BenchRetrieve, target: Target) -> Iterator[str]:
         yield "bytes moved are not measured: what a random head chooses says nothing; give retrieval=FOLDER_OR_HUB_ID"
 
 
-def _pruned_draft(config: BenchRetrieve, target: Target) -> DraftHead | None:
+def _pruned_draft(config: configs.BenchRetrieve, target: Target) -> DraftHead | None:
     """The EAGLE-3 head that the recipe names, if it names one."""
     if config.draft.head is None:
         return None
@@ -204,7 +192,7 @@ def _pruned_draft(config: BenchRetrieve, target: Target) -> DraftHead | None:
     return draft.head if isinstance(draft, DraftHeadSource) and isinstance(draft.head, DraftHead) else None
 
 
-def _methods(config: Benched, *tokens: int) -> tuple[Target, dict[str, Method]]:
+def _methods(config: configs.Benched, *tokens: int) -> tuple[Target, dict[str, Method]]:
     """The base model, and every method at every budget by `LABEL BUDGET`, all for prompts of so many tokens."""
     asked = config.methods, config.budgets, list[int]()
     variants_of(*asked, resources_later(config))  # bad values end here, before anything loads
@@ -227,7 +215,7 @@ def _print(lines: Iterable[str]) -> None:
 # The search for a draft
 
 
-def draft(config: BenchDraft) -> None:
+def draft(config: configs.BenchDraft) -> None:
     """Search, compare, print and write."""
     target, out = target_of(config), Path(config.out)
     layers = target.model.config.get_text_config().num_hidden_layers
@@ -250,7 +238,7 @@ def draft(config: BenchDraft) -> None:
         print(f"draft: {{layers: {subset.layers}}}")
 
 
-def _samples(config: BenchDraft, target: Target) -> tuple[Sequence[TrainingSample], str]:
+def _samples(config: configs.BenchDraft, target: Target) -> tuple[Sequence[TrainingSample], str]:
     """As many texts as `samples` and `held_out` in all, and the digest of their data."""
     wanted = config.samples + config.held_out
     folder = Path(config.data) if config.data else Path(config.out) / "data"
@@ -268,7 +256,7 @@ def _samples(config: BenchDraft, target: Target) -> tuple[Sequence[TrainingSampl
     return samples[:wanted], manifest["digest"]
 
 
-def _answer_mixture(config: BenchDraft, target: Target, folder: Path, count: int) -> None:
+def _answer_mixture(config: configs.BenchDraft, target: Target, folder: Path, count: int) -> None:
     """Make texts: prompts of the mixture with the base model's answers."""
     shortest, longest = config.prompt_tokens
     values = read_mixture(config.mixture) | {"min_tokens": shortest, "max_tokens": longest}
@@ -284,7 +272,7 @@ def _held_out(target: Target, subset: Subset, texts: list[Text]) -> Subset:
     return Subset(**asdict(closeness(keep_layers(target.model, subset.layers), texts)), layers=subset.layers)
 
 
-def _draft_table(chosen: list[Subset], times: list[float], config: BenchDraft) -> str:
+def _draft_table(chosen: list[Subset], times: list[float], config: configs.BenchDraft) -> str:
     lines = [f"{config.held_out} held-out texts, at most {config.answer_tokens} answer tokens of each"]
     lines.append("layers  agreement  accepted  KL (nats)  time a token")
     for subset, time in zip(chosen, times, strict=True):

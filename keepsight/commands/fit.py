@@ -13,23 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from omegaconf import OmegaConf
 
+from keepsight.commands import config as configs
 from keepsight.commands import data, finetune, train, train_heads
 from keepsight.commands import eval as evaluation
-from keepsight.commands.config import (
-    LOOKAHEAD_STAGES,
-    RETRIEVAL_STAGES,
-    Data,
-    Eval,
-    Finetune,
-    Train,
-    TrainRetrievalHead,
-)
-from keepsight.commands.config import Fit as Config
 from keepsight.commands.config_shared import DataKeys, EvalKeys, Training, UsesMethods
 from keepsight.commands.from_recipe import resources_later, without_weights
 from keepsight.commands.parse import compose_config, keys_of
@@ -47,6 +38,7 @@ from keepsight.train.dataset import prompts_from_text
 from keepsight.train.distributed import DIVIDED
 from keepsight.train.trainer import MEASUREMENTS
 
+Stage = TypeVar("Stage", bound=Any)
 _STAND_IN: dict[str, dict[str, Any]] = {
     "lookahead": {"adapter": "shipped:smollm2-135m-lookahead"},
     "retrieval": {"retrieval": "shipped:smollm2-135m-retrieval"},
@@ -61,10 +53,10 @@ _MORE_THAN = 0.005
 """Nats by which another method loses less, where the card says so."""
 
 
-def run(config: Config) -> None:
+def run(config: configs.Fit) -> None:
     """Run the stages and print how long each took."""
     require_writable(out := Path(config.out))
-    known = LOOKAHEAD_STAGES if config.module == "lookahead" else RETRIEVAL_STAGES
+    known = configs.LOOKAHEAD_STAGES if config.module == "lookahead" else configs.RETRIEVAL_STAGES
     if odd := sorted({*config.stages} - {*known}):
         raise UserError(f"stages: module={config.module} has no stage {odd[0]}; choose from {', '.join(known)}")
     chosen = [name for name in known if name in (config.stages or known)]
@@ -75,22 +67,20 @@ def run(config: Config) -> None:
         )
     source = _source(out, chosen) if config.module == "lookahead" else "head"
     folder, adapter = str(out / "data"), str(out / "importance")
-    answers = Data(**_keys(config, DataKeys, out=folder))
-    trained = {"adapter" if config.module == "lookahead" else "retrieval": str(out / source)}
-    tests = Eval(**_keys(config, EvalKeys, UsesMethods, **trained), samples=config.tests, out=str(out / "eval"))
+    answers = _stage(configs.Data, config, DataKeys, out=folder)
+    trained = {"adapter" if config.module == "lookahead" else "retrieval": str(out / source), "samples": config.tests}
+    tests = _stage(configs.Eval, config, EvalKeys, UsesMethods, out=str(out / "eval"), **trained)
     check(config, answers, tests)
     if "evaluation" in chosen:
         evaluation.samples_of(tests, without_weights(tests))  # what cannot be read ends here, not after hours
-    tuned = {"finetune": config.finetune, "max_prompt_tokens": config.max_prompt_tokens}
+    tuned = {"finetune": config.finetune, "max_prompt_tokens": config.max_prompt_tokens, "adapter": adapter}
+    eviction = _stage(configs.Finetune, config, Training, data=folder, out=str(out / "eviction"), **tuned)
+    distillation = _stage(configs.TrainRetrievalHead, config, data=folder, out=str(out / "head"))
     stages: dict[str, Callable[[], None]] = {
         "answers": lambda: data.run(answers),
-        "importance": lambda: train.run(Train(**_keys(config, Train, data=folder, out=adapter))),
-        "eviction": lambda: finetune.run(
-            Finetune(**_keys(config, Training, data=folder, out=str(out / "eviction"), **tuned), adapter=adapter)
-        ),
-        "distillation": lambda: train_heads.retrieval(
-            TrainRetrievalHead(**_keys(config, TrainRetrievalHead, data=folder, out=str(out / "head")))
-        ),
+        "importance": lambda: train.run(_stage(configs.Train, config, data=folder, out=adapter)),
+        "eviction": lambda: finetune.run(eviction),
+        "distillation": lambda: train_heads.retrieval(distillation),
         "evaluation": lambda: evaluation.run(tests),
         "card": lambda: _write_card(config, out, source),
     }
@@ -110,7 +100,7 @@ def run(config: Config) -> None:
             print(f"next: keepsight push {shlex.quote(str(_published(config, out)))} USER/NAME --dry-run")
 
 
-def check(config: Config, answers: Data, tests: Eval) -> None:
+def check(config: configs.Fit, answers: configs.Data, tests: configs.Eval) -> None:
     """Check (UserError) every stage's keys before the first, with a shipped module for the one to be trained."""
     data.check(answers)
     if config.base is not None:
@@ -127,24 +117,24 @@ def _source(out: Path, chosen: list[str]) -> str:
     return (trained or there or ["importance"])[-1]
 
 
-def _published(config: Config, out: Path) -> Path:
+def _published(config: configs.Fit, out: Path) -> Path:
     return out / ("adapter" if config.module == "lookahead" else "head")
 
 
-def _keys(config: Config, *kinds: type, **given: Any) -> dict[str, Any]:
-    """The values of the keys that a stage shares with this command, and those that it is given."""
-    names = [each.name for kind in kinds for each in fields(kind) if hasattr(config, each.name)]
-    return {name: getattr(config, name) for name in names} | given
+def _stage(kind: type[Stage], config: configs.Fit, *shared: type, **given: Any) -> Stage:
+    """A stage's configuration: what it is given, and of its keys, or of those `shared`, this command's values."""
+    names = [each.name for keys in shared or (kind,) for each in fields(keys) if hasattr(config, each.name)]
+    return kind(**{name: getattr(config, name) for name in names} | given)
 
 
-def _write_card(config: Config, out: Path, source: str) -> None:
+def _write_card(config: configs.Fit, out: Path, source: str) -> None:
     """Write the module that is published: the last stage's, with a card of all stages and the evaluation's picture."""
     if not launched().is_main_process:
         return
     evaluated, published = out / "eval", _published(config, out)
     if config.module == "lookahead":
         artifact = LookaheadAdapter.load(out / source)
-        stages = [] if source == "eviction" else [each for each in LOOKAHEAD_STAGES if each != "eviction"]
+        stages = [] if source == "eviction" else [each for each in configs.LOOKAHEAD_STAGES if each != "eviction"]
         command = command_of(replace(config, stages=stages), artifact.provenance.base_model)
         card = written_card(artifact, config.title, command, out, config.data_notes)
         artifact.save(published, artifact.provenance, card)
@@ -156,11 +146,11 @@ def _write_card(config: Config, out: Path, source: str) -> None:
     print(f"{published}: the module, its card and its pictures")
 
 
-def command_of(config: Config, model: str) -> str:
+def command_of(config: configs.Fit, model: str) -> str:
     """The command with every value that differs from the recipe's for the model; no folder's path is published."""
-    default: Any = OmegaConf.to_object(compose_config(Config, [f"model.id={config.model.id}", "out=DIR"])[0])
+    default: Any = OmegaConf.to_object(compose_config(configs.Fit, [f"model.id={config.model.id}", "out=DIR"])[0])
     said = []
-    for key in keys_of(Config):
+    for key in keys_of(configs.Fit):
         value, usual = config, default
         for name in key.name.split("."):
             value, usual = getattr(value, name), getattr(usual, name)

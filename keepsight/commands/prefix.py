@@ -91,16 +91,7 @@ def _twice(documents: list[Any], later: list[Document]) -> Iterator[tuple[bool, 
 
 
 class Writer:
-    """Writes the prefixes of one folder, beside other processes that do.
-
-    Args:
-        config: The command's.
-        target: The base model.
-        method: Evicts.
-
-    Raises:
-        UserError: the model's tokenizer cannot spell ids, or its chat template renders no text as it is.
-    """
+    """Writes the prefixes of one folder, beside other processes that do; UserError if no prefix can be spelt."""
 
     def __init__(self, config: Config, target: Target, method: Evict) -> None:
         self.out, self.page, self.target, self.method = Path(config.out), config.page, target, method

@@ -10,18 +10,10 @@ from typing import Any
 from transformers import set_seed
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from keepsight.commands import training
 from keepsight.commands.config import Train as Config
 from keepsight.commands.config_shared import UsesModel
 from keepsight.commands.from_recipe import outline_of, training_dtype, training_target
-from keepsight.commands.training import (
-    basics_of,
-    check_inputs,
-    ending,
-    length_summary,
-    read_samples,
-    require_finished,
-    run_of,
-)
 from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError, require_same
 from keepsight.eval.report.tables import Column, Table
@@ -52,14 +44,14 @@ def run(config: Config | Cells) -> None:
         return
     initial = check(config)
     target = placed_target(config)
-    samples, manifest = read_samples(config, target)
+    samples, manifest = training.read_samples(config, target)
     objective = new_objective(config, target, initial)
     trainer = ModuleTrainer(objective, config.train, _run_of(config, target, samples))
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         save(config, Path(config.out), target, objective.lookahead, trainer.trained(), samples, manifest)
-        print(ending(trainer, config, "adapter", f"eval adapter={quote(config.out)} out=runs/eval"))
-    require_finished(finished, config, trainer)
+        print(training.ending(trainer, config, "adapter", f"eval adapter={quote(config.out)} out=runs/eval"))
+    training.require_finished(finished, config, trainer)
 
 
 def _run_cells(cells: Cells) -> None:
@@ -67,7 +59,7 @@ def _run_cells(cells: Cells) -> None:
     configs = {name: config for name, (_, config) in cells.items()}
     (first, *_), (initial, *_) = configs.values(), [check(each) for each in configs.values()]
     out, target = Path(first.out), placed_target(first)
-    samples, manifest = read_samples(first, target)
+    samples, manifest = training.read_samples(first, target)
     modules = [Cell(name, new_objective(each, target, initial), each.train) for name, each in configs.items()]
     trainer = AblationTrainer(modules, _run_of(first, target, samples))
     finished = trainer.fit()
@@ -81,17 +73,17 @@ def _run_cells(cells: Cells) -> None:
         table.save(out)
         write_png(out / "ablation.png", ablation_figure({name: each.log for name, each in trained.items()}))
         print(table.markdown())
-    require_finished(finished, first, trainer)
+    training.require_finished(finished, first, trainer)
 
 
 def _run_of(config: Config, target: Target, samples: Sequence[TrainingSample]) -> TrainingRun:
     unseen = Unseen.of(target.tokenizer, config.train.unseen, config.train.seed)
-    return replace(run_of(config, target, samples, "init", CONFIG), unseen=unseen)
+    return replace(training.run_of(config, target, samples, "init", CONFIG), unseen=unseen)
 
 
 def check(config: Config) -> LookaheadAdapter | None:
     """The adapter of `init`, if named, after every check (UserError) that needs no base model."""
-    check_inputs(config, "train", config.train)
+    training.check_inputs(config, "train", config.train)
     if config.lookahead.rank and config.lookahead.targets[0] not in ("all", "none"):
         chosen_targets(outline_of(config), config.lookahead.targets)
     if config.init is None:
@@ -147,14 +139,14 @@ def save(
     manifest: Mapping[str, Any],
 ) -> None:
     """Write the adapter, its card and the training curves into a folder."""
-    lengths = length_summary("prompt tokens", [len(each.prompt_ids) for each in samples])
+    lengths = training.length_summary("prompt tokens", [len(each.prompt_ids) for each in samples])
     loss: dict[str, Any] = {"share of the loss on far entries": config.train.far}
     if config.train.cuts > 1:
         loss["cuts of each answer"] = config.train.cuts
     if config.train.unseen:
         loss["share of samples with the question unseen"] = config.train.unseen
     adapted = {"modules with a LoRA": _counted(lookahead.lora.names) if lookahead.lora else "none"}
-    basics = basics_of(config, target, manifest, trained, lengths | loss | adapted)
+    basics = training.basics_of(config, target, manifest, trained, lengths | loss | adapted)
     adapter = lookahead.adapter()
     card = adapter.card(basics, trained.metrics)
     adapter.save(folder, basics.provenance, card, {"training.png": lookahead_figure(trained.log)})

@@ -7,17 +7,9 @@ from shlex import quote
 import torch
 from transformers import PreTrainedModel, set_seed
 
+from keepsight.commands import training
 from keepsight.commands.config import TrainDraftHead, TrainRetrievalHead
 from keepsight.commands.from_recipe import next_command, target_of, training_target
-from keepsight.commands.training import (
-    basics_of,
-    check_inputs,
-    ending,
-    length_summary,
-    read_samples,
-    require_finished,
-    run_of,
-)
 from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError
 from keepsight.files import require_writable
@@ -46,26 +38,28 @@ from keepsight.train.trainer import ModuleTrainer
 def draft(config: TrainDraftHead) -> None:
     """Train a draft head, then write the head, its card and the training curves."""
     settings = config.draft_head
-    check_inputs(config, "draft_head.train", settings.train)
+    training.check_inputs(config, "draft_head.train", settings.train)
     if config.features is not None:
         require_writable(Path(config.features), key="features")
     if config.init is not None:
         _named_draft_head(config.init)
     out, target = Path(config.out), target_of(config)
-    samples, manifest = read_samples(config, target)
+    samples, manifest = training.read_samples(config, target)
     set_seed(settings.train.seed)
     head = _new_draft_head(config, target, samples)
     teacher = _teacher(config, target, head, samples, manifest["digest"])
     objective = DraftHeadObjective(head, target.model, teacher, settings)
-    trainer = ModuleTrainer(objective, settings.train, run_of(config, target, samples, "init", DRAFT_WEIGHTS))
+    trainer = ModuleTrainer(objective, settings.train, training.run_of(config, target, samples, "init", DRAFT_WEIGHTS))
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         lengths = [len(each.prompt_ids) + len(each.answer_ids) for each in samples]
-        basics = basics_of(config, target, manifest, trainer.trained(), length_summary("tokens of a sample", lengths))
+        described = training.length_summary("tokens of a sample", lengths)
+        basics = training.basics_of(config, target, manifest, trainer.trained(), described)
         card, curves = head.card(basics, trainer.metrics), draft_head_figure(trainer.trained().log)
         head.save(out, basics.provenance, card, {"training.png": curves})
-        print(ending(trainer, config, "head", f"bench speculate draft.head={quote(config.out)} draft.layers=null"))
-    require_finished(finished, config, trainer)
+        following = f"bench speculate draft.head={quote(config.out)} draft.layers=null"
+        print(training.ending(trainer, config, "head", following))
+    training.require_finished(finished, config, trainer)
 
 
 def _new_draft_head(config: TrainDraftHead, target: Target, samples: Sequence[TrainingSample]) -> DraftHead:
@@ -108,16 +102,16 @@ def _teacher(
 def retrieval(config: TrainRetrievalHead) -> None:
     """Prune, distil, then write the head, its card and the training curves."""
     settings = config.retrieval_head
-    check_inputs(config, "retrieval_head.train", settings.train)
+    training.check_inputs(config, "retrieval_head.train", settings.train)
     initial = _initial(config) if config.head is not None else None
     target = training_target(config)
-    samples, manifest = read_samples(config, target)
+    samples, manifest = training.read_samples(config, target)
     samples = cut(samples, settings.max_tokens)
     set_seed(settings.train.seed)
     longest = max(len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples)
     head, pruned = _first_head(config, initial, target, longest)
     objective = RetrievalObjective(head, target.model, settings)
-    run = run_of(config, target, samples, "head", WEIGHTS, DRAFT_WEIGHTS)
+    run = training.run_of(config, target, samples, "head", WEIGHTS, DRAFT_WEIGHTS)
     trainer = ModuleTrainer(objective, settings.train, run)
     finished = trainer.fit()
     if trainer.is_world_process_zero():
@@ -128,9 +122,11 @@ def retrieval(config: TrainRetrievalHead) -> None:
             "temperature": settings.temperature,
             "share of the loss on answers": settings.answers,
         }
-        basics = basics_of(config, target, manifest, trainer.trained(), described, "KL at that temperature, nats")
+        basics = training.basics_of(
+            config, target, manifest, trainer.trained(), described, "KL at that temperature, nats"
+        )
         _write(config, trainer, basics, longest)
-    require_finished(finished, config, trainer)
+    training.require_finished(finished, config, trainer)
 
 
 def _first_head(
