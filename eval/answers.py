@@ -206,15 +206,8 @@ def answer_alone(
 ) -> Answered:
     """`answer_all` for one state that cannot be joined, or whose method evicts while decoding.
 
-    Args:
-        readers: What reads the question after the state, and what decodes from it: the base model, or the method's
-            readers.
-        state: One-row state; it is not changed.
-        question: As for `answer_all`.
-        answer: As for `answer_all`.
-        limits: See `Limits`.
-        reapply: The method's eviction while decoding; the answer is scored between evictions.
-        sampling: How the state's own answer is decoded.
+    `readers` are what reads the question after the state, and what decodes from it: the base model, or the method's
+    own. `reapply` is the method's eviction while decoding; the answer is scored between evictions.
     """
     start = time.perf_counter()
     state, (asker, model) = state.copy(), readers
@@ -256,13 +249,9 @@ def score(model: Reader, state: State, answer: Tensor, reapply: Reapply | None =
 def joined_by_length(model: PreTrainedModel, states: Sequence[State], more: int, most: int) -> Iterator[list[int]]:
     """Indices of states that are read in one batch: of similar lengths, so that little is padding.
 
-    A batch ends where its padding would take longer to read than the model's weights, which each batch reads again.
-
-    Args:
-        model: The base model.
-        states: The states.
-        more: Maximum number of tokens read after each.
-        most: Maximum KV entries per head of a batch, padding included; a single state may exceed it.
+    A batch ends where its padding would take longer to read than the model's weights, which each batch reads again;
+    after each state up to `more` tokens are read, and a batch of several has at most `most` KV entries per head,
+    padding included.
     """
     most_padding = sum(weight.nbytes for weight in model.parameters()) / entry_bytes(model)
     lengths = [state.length for state in states]

@@ -36,9 +36,7 @@ _RANKED = 512
 def recall(kept: Tensor | None, ranks: Tensor) -> float | None:
     """Share of the entries that the full cache's answer attends to most, equally many per head, that are kept.
 
-    Args:
-        kept: [L, K, N] bool; None where it is not known.
-        ranks: As `SharedPrompt.ranks` gives them.
+    `kept` is [L, K, N] bool, None where it is not known; `ranks` are those of `SharedPrompt.ranks`.
     """
     if kept is None:
         return None
@@ -49,9 +47,8 @@ def recall(kept: Tensor | None, ranks: Tensor) -> float | None:
 def attention_mass(kept: Tensor | None, attention: Tensor) -> float | None:
     """Share of the answer's attention to the prompt that falls on what is kept, the mean over layers and KV heads.
 
-    Args:
-        kept: [L, K, N] bool; None where it is not known.
-        attention: [L, K, N] float32, as `SharedPrompt.attention` gives it; not finite or all 0, the mass is unknown.
+    `kept` is [L, K, N] bool, None where it is not known; `attention` is that of `SharedPrompt.attention`, [L, K, N]
+    float32: where it is not finite or all 0, the mass is unknown.
     """
     if kept is None:
         return None
@@ -60,12 +57,7 @@ def attention_mass(kept: Tensor | None, attention: Tensor) -> float | None:
 
 
 def kendall_tau(scores: Tensor, attention: Tensor) -> float:
-    """Kendall's tau-b of scores and attention, the mean over layers and KV heads; 0 for a head with constant scores.
-
-    Args:
-        scores: [L, K, N] float.
-        attention: [L, K, N] float.
-    """
+    """Kendall's tau-b of scores and attention, both [L, K, N] float: mean over heads; 0 for one of constant scores."""
     length = scores.shape[-1]
     places = torch.linspace(0, length - 1, min(length, _RANKED)).round().long()
     pairs = (each[..., places.to(each.device)].flatten(0, -2).cpu().numpy() for each in (scores, attention))
@@ -94,12 +86,9 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Compressed:
-    """What a method answers from.
+    """What a method answers from: a one-row state, and the seconds before its first token.
 
-    Attributes:
-        state: One-row state to decode from.
-        seconds: Time before the first token.
-        kept: [L, K, N] bool, which of the prompt's entries it holds; None where that is not known.
+    `kept` is [L, K, N] bool, which of the prompt's entries it holds; None where that is not known.
     """
 
     state: State

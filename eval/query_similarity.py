@@ -41,14 +41,9 @@ def query_similarity(
 ) -> Iterator[dict[tuple[str, float], tuple[float, float]]]:
     """Compare the queries of tokens after a prompt with those of the model's own greedy answer.
 
-    Tokens of other content are drawn uniformly from the vocabulary (appendix A.1.2).
-
-    Yields:
-        For each prompt, by content (`same` or `other`) and position (one of `POSITIONS`): the cosine similarity after
-        and before RoPE, mean over layers, heads and tokens.
-
-    Raises:
-        UserError: some layer has no full attention, or its RoPE cannot be undone.
+    Yields for each prompt, by content (`same`, or `other`, drawn uniformly from the vocabulary as in appendix A.1.2)
+    and position (one of `POSITIONS`): the cosine similarity after and before RoPE, mean over layers, heads and tokens.
+    UserError: some layer has no full attention, or its RoPE cannot be undone.
     """
     generator = torch.Generator().manual_seed(seed)
     vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]

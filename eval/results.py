@@ -175,13 +175,7 @@ MAY_DIFFER = ("targets", "samples")
 
 @dataclass(frozen=True)
 class Run:
-    """Results and what they were made with.
-
-    Attributes:
-        folder: Where they are.
-        rows: Rows of `results.jsonl`, at least one.
-        settings: `settings.json`.
-    """
+    """Results and what they were made with: the rows of `results.jsonl`, at least one, and `settings.json`."""
 
     folder: Path
     rows: list[Row]

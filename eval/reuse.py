@@ -67,14 +67,10 @@ def sample_digest(sample: RenderedSample) -> str:
 
 
 def inputs_digest(target: str, contents: Sequence[str], place: int, question: str, method: str) -> str | None:
-    """Digest of everything that a row depends on; None where `method_text` is empty.
+    """Digest of everything that a row depends on; None where `method`, a `method_text`, is empty.
 
-    Args:
-        target: `target_digest`.
-        contents: `sample_digest` of the samples that share the compressed cache.
-        place: Which of them the row is about.
-        question: What the method sees, one of `keepsight.runtime.saved.QUESTIONS`; or `turns` of a conversation.
-        method: `method_text`.
+    `contents` are the `sample_digest` of the samples that share the compressed cache, the row's at `place`; `question`
+    is one of `keepsight.runtime.saved.QUESTIONS`, or `turns` of a conversation.
     """
     return text_digest(json.dumps([target, *contents, place, question, method])) if method else None
 

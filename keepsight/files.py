@@ -60,10 +60,7 @@ _YAML_BYTES, _YAML_VALUES = 1 << 20, 100_000
 def require_writable(out: Path, folder: bool = True, key: str = "out") -> None:
     """UserError for a path that cannot be written to, before hours are spent on what is to be written.
 
-    Args:
-        out: A path that need not exist.
-        folder: Whether it is to be a folder, or else a regular file.
-        key: The command's key that names it, for the message.
+    The path need not exist. It is to be a folder, or else a regular file; `key` is the command's key that names it.
     """
     if link := next((each for each in (out, *out.parents) if each.is_symlink() and not each.exists()), None):
         raise UserError(f"{key}={out}: {link} is a broken link; remove it, or choose another {key}=")
@@ -249,15 +246,10 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def from_json(text: bytes, kind: Any = Any) -> Any:
-    """The value of JSON, without its digest.
+    """The value of JSON in UTF-8, without its digest; ValueError (one line) if malformed, of another type, or changed.
 
-    Args:
-        text: UTF-8, also with a byte order mark.
-        kind: Type of the value, such as a dataclass. Nothing is converted, and no field may be missing or unknown;
-            only a TypedDict may have others.
-
-    Raises:
-        ValueError: it is not JSON, not of that type, or was changed; the message is one line.
+    `kind` is the value's type, such as a dataclass. Nothing is converted, and no field may be missing or unknown; only
+    a TypedDict may have others.
     """
     if text.startswith(_UTF_16):
         raise ValueError("UTF-16; save it as UTF-8")

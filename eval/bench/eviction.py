@@ -37,12 +37,7 @@ STEPS = ("observe", "select", "gather", "decode")
 
 @dataclass
 class Counts:
-    """What ran within a block.
-
-    Attributes:
-        operators: Operators, without views and allocations: on a GPU, about one kernel each.
-        syncs: Times that the CPU had to wait for a tensor's values: `item`, `tolist`, `nonzero`, a boolean index.
-    """
+    """Operators without views and allocations, about a kernel each on a GPU, and syncs that wait for their values."""
 
     operators: int = 0
     syncs: int = 0

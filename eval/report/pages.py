@@ -353,14 +353,9 @@ def write_inspect_page(
 ) -> None:
     """Write the page of `keepsight inspect`, which shades every token of a prompt by how many heads kept it.
 
-    Args:
-        path: The file to write.
-        tokens: Text of each prompt token, N of them; empty for a token that is only a part of a character, whose text
-            stands with the last of its tokens.
-        kept: For each method, at least one, a bool array [layers, kv_heads, N] with at most 255 heads.
-        title: Heading of the page.
-        settings: Settings of the command, shown below the page.
-        answers: The answer of each method, the full cache's first.
+    `tokens` are the texts of the prompt's N tokens, empty for one that is only a part of a character, whose text stands
+    with the last of its tokens. `kept` has for each method, at least one, a bool array [layers, kv_heads, N] with at
+    most 255 heads. The answers are the full cache's first.
     """
     layers, heads = next(iter(kept.values())).shape[:2]
     colours = {name: style.colour for name, style in styles_of([*kept, FULL]).items()}

@@ -132,16 +132,9 @@ class TaskRequest:
     ) -> list[RenderedSample]:
         """The samples of the first `self.samples` rows (0: of all) that fit; equal ids of a task are numbered.
 
-        Invalid rows are skipped, and rows that are too long are left out; notes count both.
-
-        Args:
-            name: What the notes are about.
-            rows: The rows, each with its place in a file, which messages name.
-            make: Makes the samples of a row: one, or the turns of a conversation.
-            most: Longest prompt in tokens; None for prompts that, with their answers, fit the context.
-
-        Raises:
-            UserError: all rows are bad, or more than `self.skip` of this evaluation.
+        Invalid rows are skipped, and rows that are too long are left out; notes about `name` count both. `most` is the
+        longest prompt in tokens; None for prompts that, with their answers, fit the context. UserError: all rows are
+        bad, or more than `self.skip` of this evaluation.
         """
         made: list[RenderedSample] = []
         faults: list[UserError] = []

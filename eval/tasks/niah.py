@@ -91,10 +91,10 @@ def make_samples(
     max_new_tokens: int | None = None,
     every_key: bool = False,
 ) -> list[RenderedSample]:
-    """Samples of one kind whose rendered prompt and answer fill `length` tokens, up to one sentence.
+    """Samples of a kind in `NEEDLE_KINDS` whose rendered prompt and answer fill `length` tokens, up to one sentence.
 
     Args:
-        kind: A key of `NEEDLE_KINDS`; the task is called `niah_` and this.
+        kind: The task is called `niah_` and this.
         length: Tokens of the prompt with chat template and answer prefix, plus `max_new_tokens`.
         count: Number of samples; their needles are spread over all depths. More samples begin with the same ones.
         seed: Same seed, same samples.
