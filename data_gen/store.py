@@ -201,7 +201,10 @@ class ShardWriter:
             there = {*_table(finished[0])["index"].to_pylist(), *(each.index for each in _skipped(finished[0]))}
             if {*shard} <= there:
                 return []
-        rows = {row.index: row for path in finished for row in _rows(path)}
+        rows = dict[int, TrainingSample | Skipped]()
+        for path in finished:
+            rows |= {row["index"]: TrainingSample(**row) for row in _table(path).to_pylist()}
+            rows |= {row.index: row for row in _skipped(path)}
         for path in (journal, earlier):
             cut_torn_line(path) if path.exists() else None
             rows |= {row.index: row for row in reversed(self._sound_lines(path))}
@@ -442,10 +445,6 @@ def _table(path: Path) -> Any:
 
 def _skipped(path: Path) -> list[Skipped]:
     return [Skipped(**each) for each in json.loads(_table(path).schema.metadata[b"skipped"])]
-
-
-def _rows(path: Path) -> list[TrainingSample | Skipped]:
-    return [*(TrainingSample(**row) for row in _table(path).to_pylist()), *_skipped(path)]
 
 
 def _again(folder: Path) -> str:

@@ -89,12 +89,8 @@ class MadeWith(TypedDict):
     versions: NotRequired[dict[str, str] | None]
 
 
-def _contains(before: list[Any], now: list[Any]) -> bool:
-    return bool(before) and all(each in now for each in before)
-
-
 _GROWS: dict[str, Callable[[Any, Any], bool]] = {
-    **dict.fromkeys(("tasks", "lengths", "methods", "budgets", "bits"), _contains),
+    **dict.fromkeys(_IN_ROWS, lambda before, now: bool(before) and all(each in now for each in before)),
     "plugins": lambda before, now: all(each in now for each in before),
     "samples": lambda before, now: now == 0 or now >= before > 0,
     **dict.fromkeys(("adapter", "retrieval"), lambda before, now: False),

@@ -121,7 +121,10 @@ class Plot:
         if len(figure.axes) > 1:
             _share_labels(figure)
         if self.styles:
-            handles = [_handle(style) for style in self.styles.values()]
+            marks = (
+                {"color": each.colour, "linestyle": each.line, "marker": each.marker} for each in self.styles.values()
+            )
+            handles = [Line2D([], [], **each, markersize=4.5, linewidth=1.6) for each in marks]
             labels = [label_of(method) for method in self.styles]
             options = {"frameon": False, "labelcolor": TEXT, "fontsize": 8.5, "ncols": legend}
             shown = figure.legend(handles, labels, loc="outside upper center", **options)
@@ -187,10 +190,6 @@ def mark_break(axes: Axes, value: float) -> None:
 
 def _svg(salt: str) -> AbstractContextManager[None]:
     return matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt})
-
-
-def _handle(style: Style) -> Line2D:
-    return Line2D([], [], color=style.colour, linestyle=style.line, marker=style.marker, markersize=4.5, linewidth=1.6)
 
 
 def _share_labels(figure: Figure) -> None:

@@ -16,8 +16,8 @@ _HUB_SECONDS = 5.0
 """Timeout of the first request to the Hub; its own client tries for half a minute."""
 NO_TEMPLATE = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
 """LongBench's few-shot and code tasks, whose prompts its authors do not put through the chat template."""
-Make = Callable[[str, Row, int], Sequence[RenderedSample]]
-"""Makes the samples of a row, given its place in a file, which messages name, its fields, and its number from 0."""
+Make = Callable[[str, Row, int], Any]
+"""Makes the sample of a row, or a list of turns, given its place in a file for messages, its fields, its number."""
 _RULER_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 
 
@@ -128,7 +128,12 @@ class TaskRequest:
             )
 
     def collect(
-        self, name: str, rows: Iterable[tuple[str, Row]], make: Make, most: int | None = None
+        self,
+        name: str,
+        rows: Iterable[tuple[str, Row]],
+        make: Make,
+        most: int | None = None,
+        render: Callable[[Any, Any], RenderedSample] | None = None,
     ) -> list[RenderedSample]:
         """The samples of the first `self.samples` rows (0: of all) that fit; equal ids of a task are numbered.
 
@@ -142,7 +147,8 @@ class TaskRequest:
         ids: dict[str, dict[str, int]] = {}
         for number, (where, row) in enumerate(rows):
             try:
-                samples = make(where, row, number)
+                found = make(where, row, number)
+                samples = found if isinstance(found, list) else [render(found, self.tokenizer) if render else found]
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
                 faults.append(_fault(where, error))
                 self.skipped.append(str(faults[-1]))

@@ -119,9 +119,9 @@ class Helmet(Benchmark):
             fields_of = _key_value if task == "recall_json_kv" else _needle
         question = entry.prompt.partition("{context}")[2]
 
-        def make(where: str, row: Row, number: int) -> list[RenderedSample]:
+        def make(where: str, row: Row, number: int) -> Sample:
             fields, answers = fields_of(where, row)
-            sample = Sample(
+            return Sample(
                 id=str(row.get("index", number)),
                 task=f"helmet_{task}",
                 length=length,
@@ -133,9 +133,9 @@ class Helmet(Benchmark):
                 chat=entry.chat,
                 judge=request.judge if entry.metric in HELMET_JUDGED else "",
             )
-            return [render(sample, request.tokenizer)]
 
-        return request.collect(f"helmet {task} {length}", _rows(folder / entry.file.format(size=size)), make)
+        rows = _rows(folder / entry.file.format(size=size))
+        return request.collect(f"helmet {task} {length}", rows, make, render=render)
 
 
 @lru_cache(maxsize=2)

@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,9 @@ class Jsonl(Benchmark):
         assert self.dir is not None
         made: list[RenderedSample] = []
         for file in _choose_files(Path(self.dir), self.files):
-
-            def make(where: str, row: Row, _: int, file: _File = file) -> list[RenderedSample]:
-                sample = (_longbench_sample if file.layout == "longbench" else _ruler_sample)(file, where, row)
-                score(sample, sample.references[0])  # a metric may need references of another form
-                return [render_in_bucket(sample, request.tokenizer)]
-
-            made += request.collect(file.task, rows_of(file.path), make, request.max_tokens)
+            made += request.collect(
+                file.task, rows_of(file.path), partial(_sample, file), request.max_tokens, render_in_bucket
+            )
         return made
 
 
@@ -206,6 +203,12 @@ def _check_template(where: str, layout: str, template: Any) -> str:
     if layout == "ruler" and not (found == [*fields] and template.endswith("{answer_prefix}")):
         raise UserError(f"{where}: RULER's prompt must hold {{input}} and end with {{answer_prefix}}")
     return template
+
+
+def _sample(file: _File, where: str, row: Row, _: int) -> Sample:
+    sample = (_longbench_sample if file.layout == "longbench" else _ruler_sample)(file, where, row)
+    score(sample, sample.references[0])  # a metric may need references of another form
+    return sample
 
 
 def _longbench_sample(file: _File, where: str, row: Row) -> Sample:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -42,11 +43,8 @@ class MtBench(Benchmark):
         self.require(task, request.judge)
         answers = dict(_reference_answers(Path(self.references))) if self.references else {}
 
-        def make(where: str, row: Row, _: int) -> list[RenderedSample]:
-            return _turns(where, row, answers, request)
-
         rows = list(self._rows())
-        made = request.collect("mt_bench", rows, make)
+        made = request.collect("mt_bench", rows, partial(_turns, answers, request))
         needy = {str(row.get("question_id")) for _, row in rows if row.get("category") in _WITH_REFERENCES}
         if blind := sum(each.id in needy and not each.earlier and not each.references for each in made):
             request.notes["mt_bench references"] = (
@@ -76,7 +74,9 @@ def _reference_answers(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
             raise UserError(f"{where}: expected question_id and choices[0].turns, as FastChat writes") from None
 
 
-def _turns(where: str, row: Row, answers: Mapping[str, tuple[str, ...]], request: TaskRequest) -> list[RenderedSample]:
+def _turns(
+    answers: Mapping[str, tuple[str, ...]], request: TaskRequest, where: str, row: Row, _: int
+) -> list[RenderedSample]:
     name, turns = str(row.get("question_id")), texts_field(where, row, "turns")
     references = answers.get(name) or (texts_field(where, row, "reference") if row.get("reference") else ())
     if row.get("category") not in _WITH_REFERENCES or len(references) < len(turns):
@@ -129,17 +129,13 @@ class LongWriter(Benchmark):
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         self.require(task, request.judge)
         assert self.file is not None
+        return request.collect("longwriter", rows_of(Path(self.file)), partial(self._sample, task, request))
 
-        def make(where: str, row: Row, number: int) -> list[RenderedSample]:
-            return [self._sample(task, where, row, number + 1, request)]
-
-        return request.collect("longwriter", rows_of(Path(self.file)), make)
-
-    def _sample(self, task: str, where: str, row: Row, number: int, request: TaskRequest) -> RenderedSample:
+    def _sample(self, task: str, request: TaskRequest, where: str, row: Row, number: int) -> RenderedSample:
         if type(row.get("length")) is not int or row["length"] < 1:
             raise UserError(f"{where}: field 'length' must be a whole number of words of at least 1")
         sample = Sample(
-            id=str(row.get("id", number)),
+            id=str(row.get("id", number + 1)),
             task="longwriter_length" if task else "longwriter",
             length=request.context,
             prompt=text_field(where, row, "prompt"),

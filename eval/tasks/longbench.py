@@ -9,7 +9,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -114,9 +114,9 @@ class LongBench(Benchmark):
             all_rows = [*rows]
             rows = (all_rows[place] for place in np.random.default_rng(42).permutation(len(all_rows)))
 
-        def make(where: str, row: Row, number: int) -> list[RenderedSample]:
+        def make(where: str, row: Row, number: int) -> RenderedSample:
             sample = self._sample(name, entry, where, row, number, request)
-            return [sample if task == name else replace(sample, task=f"longbench_{task}", length=_words_bucket(row))]
+            return sample if task == name else replace(sample, task=f"longbench_{task}", length=_words_bucket(row))
 
         return request.collect(f"longbench {task}", islice(rows, request.samples or None), make)
 
@@ -262,9 +262,7 @@ def _qa_f1_zh(prediction: str, reference: str) -> float:
     return f1(bag(prediction), bag(reference))
 
 
-@metric("rouge_l_zh")
-def _rouge_l_zh(prediction: str, reference: str) -> float:
-    return rouge_l(" ".join(_chinese_words(prediction)), " ".join(_chinese_words(reference)))
+metric("rouge_l_zh")(lambda *texts: rouge_l(*(" ".join(_chinese_words(text)) for text in texts)))
 
 
 _V2_BEFORE = "Please read the following text and answer the question below.\n\n<text>\n{context}\n</text>\n\n"
@@ -304,9 +302,7 @@ class LongBenchV2(Benchmark):
         limit = self.max_tokens or request.context - _V2_TOKENS - _TEMPLATE_TOKENS
         rows = ((where, row) for where, row in _v2_rows(path) if row.get("length", task) == task)
 
-        def make(where: str, row: Row, _: int) -> list[RenderedSample]:
-            return [_v2_sample(task, where, row, limit, request.tokenizer)]
-
+        make = partial(_v2_sample, task, limit, request.tokenizer)
         return request.collect(f"longbench_v2 {task}", rows, make)
 
 
@@ -317,7 +313,7 @@ def _v2_rows(path: Path) -> list[tuple[str, Row]]:
     return [(f"{path}: {row.get('_id')}", row) for row in read_json(path, list[Row])]
 
 
-def _v2_sample(task: str, where: str, row: Row, limit: int, tokenizer: Any) -> RenderedSample:
+def _v2_sample(task: str, limit: int, tokenizer: Any, where: str, row: Row, _: int) -> RenderedSample:
     fields = {name: text_field(where, row, name).strip() for name in _V2_FIELDS}
     question = fill_in(_V2_QUESTION, fields)
     whole = fill_in(_V2_BEFORE, fields) + question

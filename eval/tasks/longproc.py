@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
@@ -81,10 +82,7 @@ class LongProc(Benchmark):
         self.require(task, request.judge)
         rows = ((where, row) for where, row in self._rows() if row.get("task", task) == task)
 
-        def make(where: str, row: Row, number: int) -> list[RenderedSample]:
-            return [render_in_bucket(_sample(task, where, row, number), request.tokenizer)]
-
-        return request.collect(f"longproc {task}", rows, make)
+        return request.collect(f"longproc {task}", rows, partial(_sample, task), render=render_in_bucket)
 
     def _rows(self) -> Iterator[tuple[str, Row]]:
         for path in sorted(Path(self.dir or "").glob("*.jsonl")):
@@ -131,11 +129,7 @@ def _tagged(text: str, tag: str) -> str | None:
     return text[start + len(tag) + 2 : end].strip() if start >= 0 and end >= 0 else None
 
 
-@metric("same_route")
-def _same_route(prediction: str, reference: str) -> float:
-    """path_traversal: whether the text between <Route> and </Route> is the reference."""
-    return float(_tagged(prediction, "Route") == reference.strip())
-
+metric("same_route")(lambda prediction, reference: _tagged(prediction, "Route") == reference.strip())  # path_traversal
 
 _TOM_WORDS = r"\b(?:a|an|the|on|in|at|step|thinks|think|believes|believe|is|are|of|location|know|knows|belief)\b"
 _NO_MARKS = str.maketrans("", "", string.punctuation + "’")

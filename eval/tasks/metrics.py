@@ -139,14 +139,8 @@ def _answer_in_prediction(prediction: str, reference: str) -> float:
     return _topic_in_prediction(prediction.split("\n")[0], reference)
 
 
-@metric("value_in_prediction")
-def _value_in_prediction(prediction: str, reference: str) -> float:
-    return float(contains(prediction, reference))
-
-
-@metric("number_in_prediction")
-def _number_in_prediction(prediction: str, reference: str) -> float:
-    return float(reference in integers(prediction))
+metric("value_in_prediction")(contains)
+metric("number_in_prediction")(lambda prediction, reference: reference in integers(prediction))
 
 
 @metric("number_after_hashes")
@@ -180,8 +174,4 @@ def _string_match_all(prediction: str, sample: Sample) -> float:
 
 
 METRICS["string_match_all"] = _string_match_all
-
-
-@metric("string_match_part")
-def _string_match_part(prediction: str, reference: str) -> float:
-    return float(contains(_printable(prediction), reference))
+metric("string_match_part")(lambda prediction, reference: contains(_printable(prediction), reference))

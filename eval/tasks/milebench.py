@@ -53,7 +53,7 @@ class MileBench(Benchmark):
         path, processor = Path(self.dir or "") / task / f"{task}.json", request.processor()
         instructions, scored_by, rows = _data_set(path)
 
-        def make(where: str, row: Row, number: int) -> list[RenderedSample]:
+        def make(where: str, row: Row, number: int) -> RenderedSample:
             instance = row.get("task_instance")
             if not isinstance(instance, dict):
                 raise UserError(f"{where}: task_instance must be an object with context and images_path")
@@ -73,7 +73,7 @@ class MileBench(Benchmark):
                 max_new_tokens=_TOKENS,
                 classes=choices,
             )
-            return [render_pictured(sample, _parts(where, text, images), request.tokenizer, processor)]
+            return render_pictured(sample, _parts(where, text, images), request.tokenizer, processor)
 
         return request.collect(f"milebench_{task}", rows, make)
 
@@ -230,21 +230,9 @@ def _right_choice(answer: str, sample: Sample) -> float:
 METRICS["milebench_choice"] = _right_choice
 
 
-@metric("milebench_rouge_l")
-def _plain_rouge_l(answer: str, reference: str) -> float:
-    return rouge_l(plain(answer), plain(reference))
-
-
-@metric("milebench_word")
-def _has_word(answer: str, reference: str) -> float:
-    """Whether the reference is a word of the answer: the needles in a haystack."""
-    return float(plain(reference) in plain(answer).split())
-
-
-@metric("milebench_text")
-def _has_text(answer: str, reference: str) -> float:
-    """Whether the reference occurs in the answer: MMCoQA."""
-    return float(plain(reference) in plain(answer))
+metric("milebench_rouge_l")(lambda answer, reference: rouge_l(plain(answer), plain(reference)))
+metric("milebench_word")(lambda answer, reference: plain(reference) in plain(answer).split())  # needles in a haystack
+metric("milebench_text")(lambda answer, reference: plain(reference) in plain(answer))  # MMCoQA
 
 
 def _escaped(text: str) -> str:

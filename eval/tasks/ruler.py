@@ -119,11 +119,8 @@ def _ready_made(task: str, folder: Path, request: TaskRequest) -> list[RenderedS
     if not rows:
         raise UserError(f"ruler.dir: no row of {task} in the .jsonl files of {folder}; drop ruler.dir to generate it")
     request.notes[f"ruler {task}"] = str(folder)
-
-    def make(where: str, row: Row, _: int) -> list[RenderedSample]:
-        return [_read_sample(task, where, row, request)]
-
-    return request.collect(f"ruler {task} rows", rows[: request.samples or None], make)
+    make = partial(_read_sample, task, request.protocol)
+    return request.collect(f"ruler {task} rows", rows[: request.samples or None], make, render=render)
 
 
 @lru_cache(maxsize=1)
@@ -144,7 +141,7 @@ def _rows(folder: Path) -> list[tuple[str, Row]]:
     return found
 
 
-def _read_sample(task: str, where: str, row: Row, request: TaskRequest) -> RenderedSample:
+def _read_sample(task: str, protocol: Protocol, where: str, row: Row, _: int) -> Sample:
     text, answers, prefix = text_field(where, row, "input"), row.get("outputs"), row.get("answer_prefix")
     if not isinstance(answers, list) or not answers or not all(type(each) in (str, int) for each in answers):
         raise UserError(f"{where}: field 'outputs' must be a list of texts or whole numbers, as RULER writes")
@@ -156,7 +153,7 @@ def _read_sample(task: str, where: str, row: Row, request: TaskRequest) -> Rende
     parts = texts.RulerText("", before, after, prefix, tuple(map(str, answers)))
     length = row.get("nominal") or bucket(int(row.get("length", 0)))  # the row's own, rounded up
     name = str(row.get("index", row.get("id", "")))
-    return render(_sample(task, length, name, parts, request.protocol), request.tokenizer)
+    return _sample(task, length, name, parts, protocol)
 
 
 Make = Callable[[int], Sample]

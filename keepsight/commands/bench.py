@@ -225,8 +225,9 @@ def draft(config: configs.BenchDraft) -> None:
     texts = _texts(target, samples[: config.samples], config.answer_tokens)
     searched = search(target.model, texts, min(config.keep), out / "search.jsonl")
     texts = _texts(target, samples[config.samples :], config.answer_tokens)
-    chosen = [_held_out(target, subset, texts) for subset in searched if len(subset.layers) in config.keep]
     prompt, model = samples[config.samples].prompt_ids, target.model
+    layers_kept = [subset.layers for subset in searched if len(subset.layers) in config.keep]
+    chosen = [Subset(**asdict(closeness(keep_layers(model, kept), texts)), layers=kept) for kept in layers_kept]
     times = [relative_time(keep_layers(model, subset.layers), model, prompt) for subset in chosen]
     counts = {key: getattr(config, key) for key in ("samples", "held_out", "answer_tokens")}
     settings = {"model": target.name, "version": target.version, "data": digest} | counts
@@ -266,10 +267,6 @@ def _answer_mixture(config: configs.BenchDraft, target: Target, folder: Path, co
 
 def _texts(target: Target, samples: Sequence[TrainingSample], answer_tokens: int) -> list[Text]:
     return [read_answer(target.model, sample.prompt_ids, sample.answer_ids[:answer_tokens]) for sample in samples]
-
-
-def _held_out(target: Target, subset: Subset, texts: list[Text]) -> Subset:
-    return Subset(**asdict(closeness(keep_layers(target.model, subset.layers), texts)), layers=subset.layers)
 
 
 def _draft_table(chosen: list[Subset], times: list[float], config: configs.BenchDraft) -> str:

@@ -1,6 +1,5 @@
 """keepsight data: training data, and what a data folder contains."""
 
-import hashlib
 import io
 import json
 from collections.abc import Iterable, Iterator
@@ -25,7 +24,7 @@ from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.store import TrainingSample, earlier_settings, finished_manifest, finished_samples
 from keepsight.data_gen.user_data import on_rows, pinned
 from keepsight.errors import UserError, printable, require_same
-from keepsight.files import from_json, read_yaml, require_writable, write_png
+from keepsight.files import from_json, read_yaml, require_writable, text_digest, write_png
 from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
 
@@ -76,7 +75,13 @@ def stats_of(samples: Iterable[TrainingSample], max_new_tokens: int) -> pd.DataF
     `max_new_tokens` counts as an end token.
     """
     rows = [
-        (each.source, len(each.prompt_ids), len(each.answer_ids), each.answer_ids[-1], _digest(each.prompt_ids))
+        (
+            each.source,
+            len(each.prompt_ids),
+            len(each.answer_ids),
+            each.answer_ids[-1],
+            text_digest(str(each.prompt_ids)),
+        )
         for each in samples
     ]
     frame = pd.DataFrame(rows, columns=["source", "prompt", "answer", "last", "digest"])
@@ -84,10 +89,6 @@ def stats_of(samples: Iterable[TrainingSample], max_new_tokens: int) -> pd.DataF
     frame["truncated"] = (frame["answer"] >= max_new_tokens) & ~frame["last"].isin(ends)
     frame["duplicate"] = frame["digest"].duplicated()
     return frame.drop(columns=["last", "digest"])
-
-
-def _digest(ids: list[int]) -> bytes:
-    return hashlib.sha256(str(ids).encode()).digest()
 
 
 def stats_table(frame: pd.DataFrame) -> str:

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -64,7 +64,7 @@ def run(config: Config) -> None:
             raise error
 
     done, later = 0, list[Document]()
-    for wait, each in _twice(documents, later):
+    for wait, each in chain(((False, each) for each in documents), ((True, each) for each in later)):  # which grows
         if isinstance(each, BadRow):
             skip(str(config.documents), each)
             continue
@@ -82,12 +82,6 @@ def run(config: Config) -> None:
     if not done:
         raise UserError(f"{config.documents}: none of its {skipped} rows could be read")
     print(f"{done} prefixes in {config.out}" + f", {skipped} rows skipped" * bool(skipped))
-
-
-def _twice(documents: list[Any], later: list[Document]) -> Iterator[tuple[bool, Any]]:
-    """All documents, and then again those that other processes were reading, waiting for each."""
-    yield from ((False, each) for each in documents)
-    yield from ((True, each) for each in later)
 
 
 class Writer:
