@@ -156,9 +156,7 @@ class Judge:
                     raise BadRow(f"judge.url={self.url}: no judgment of {subject} ({error})") from None
                 changed = self._without_refused(body, error.body) if error.status in (400, 422) else body
                 if changed == body:
-                    raise UserError(
-                        f"judge.url={self.url}: no judgment ({error}); run the same command again to continue"
-                    ) from None
+                    raise UserError(f"judge.url={self.url}: no judgment ({error}); run the command again") from None
                 body = changed
 
     def _with_options(self, body: Mapping[str, Any]) -> dict[str, Any]:

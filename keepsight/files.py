@@ -187,10 +187,8 @@ def one_writer(folder: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        holder = path.read_text(encoding="utf-8") if path.exists() else ""
-        raise UserError(
-            f"{folder}: {holder or 'another process'} is writing here; wait for it to end, or choose another out="
-        ) from None
+        holder = (path.read_text(encoding="utf-8") if path.exists() else "") or "another process"
+        raise UserError(f"{folder}: {holder} is writing here; wait for it to end, or choose another out=") from None
     try:
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M},")
         yield

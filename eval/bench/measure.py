@@ -26,9 +26,8 @@ def require_room(model: PreTrainedModel, tokens: int, rows: int = 1, beyond_cont
     """
     context = context_of(model)
     if tokens > context and not beyond_context:
-        raise UserError(
-            f"{tokens} tokens do not fit the context of {context}; lower tokens=, lengths= or answer_tokens="
-        )
+        lower = "lower tokens=, lengths= or answer_tokens="
+        raise UserError(f"{tokens} tokens do not fit the context of {context}; {lower}")
     if model.device.type != "meta" and tokens * rows > (free := free_tokens(model)):
         raise UserError(f"{rows} x {tokens} tokens: the free memory has room for the KV entries of {free}; lower them")
 

@@ -121,10 +121,8 @@ class Plot:
         if len(figure.axes) > 1:
             _share_labels(figure)
         if self.styles:
-            marks = (
-                {"color": each.colour, "linestyle": each.line, "marker": each.marker} for each in self.styles.values()
-            )
-            handles = [Line2D([], [], **each, markersize=4.5, linewidth=1.6) for each in marks]
+            sizes, drawn = {"markersize": 4.5, "linewidth": 1.6}, self.styles.values()
+            handles = [Line2D([], [], color=each.colour, ls=each.line, marker=each.marker, **sizes) for each in drawn]
             labels = [label_of(method) for method in self.styles]
             options = {"frameon": False, "labelcolor": TEXT, "fontsize": 8.5, "ncols": legend}
             shown = figure.legend(handles, labels, loc="outside upper center", **options)

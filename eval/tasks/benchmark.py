@@ -122,10 +122,8 @@ class TaskRequest:
 
     def check_lengths(self) -> None:
         """UserError for lengths of generated prompts beyond the context, which would be generated for hours."""
-        if self.lengths and max(self.lengths) > self.context:
-            raise UserError(
-                f"lengths={max(self.lengths)} is more than the context of {self.context} tokens; lower lengths="
-            )
+        if (most := max(self.lengths, default=0)) > self.context:
+            raise UserError(f"lengths={most} is more than the context of {self.context} tokens; lower lengths=")
 
     def collect(
         self,

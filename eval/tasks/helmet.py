@@ -84,9 +84,7 @@ class Helmet(Benchmark):
     @override
     def require(self, task: str, judge: str) -> None:
         if self.dir is None:
-            raise UserError(
-                "helmet tasks need helmet.dir=FOLDER, the `data` folder that HELMET's download script makes"
-            )
+            raise UserError("helmet tasks need helmet.dir=FOLDER, the `data` folder of HELMET's download script")
         if HELMET_TASKS[task].metric in HELMET_JUDGED and not judge:
             raise UserError(f"task helmet_{task} needs a judge: judge.url=http://HOST:PORT/v1 judge.model=NAME")
 
@@ -94,9 +92,7 @@ class Helmet(Benchmark):
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         self.require(task, request.judge)
         if wrong := [length for length in request.lengths if length not in _LENGTHS]:
-            raise UserError(
-                f"helmet: lengths={wrong[0]} is none of {', '.join(map(str, _LENGTHS))}, its data's lengths"
-            )
+            raise UserError(f"helmet: lengths={wrong[0]} is none of its data's, {', '.join(map(str, _LENGTHS))}")
         return [sample for length in request.lengths for sample in self._samples(task, length, request)]
 
     def _samples(self, task: str, length: int, request: TaskRequest) -> list[RenderedSample]:

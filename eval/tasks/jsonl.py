@@ -108,10 +108,8 @@ class _File:
         if isinstance(self.max_new_tokens, int):
             return self.max_new_tokens
         if ruler_family(task) not in self.max_new_tokens:
-            known = ", ".join(self.max_new_tokens)
-            raise UserError(
-                f"{where}: RULER task {task!r} is not of the families in max_new_tokens ({self.where}): {known}"
-            )
+            known = f"max_new_tokens ({self.where}): {', '.join(self.max_new_tokens)}"
+            raise UserError(f"{where}: RULER task {task!r} is not of the families in {known}")
         return self.max_new_tokens[ruler_family(task)]
 
 

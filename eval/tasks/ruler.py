@@ -221,11 +221,9 @@ def _search(block: list[_Search], length: int, rate: float, least: int, tokenize
     for each in block:
         if each.best is None:
             each.low, each.best = least, render(each.make(least), tokenizer)
-            needed = len(each.best.prompt_ids) + each.best.max_new_tokens
-            if needed > length:
-                raise UserError(
-                    f"{each.best.task}: length {length} is too short; a sample without haystack needs {needed} tokens"
-                )
+            if (needed := len(each.best.prompt_ids) + each.best.max_new_tokens) > length:
+                shortest = f"a sample without haystack needs {needed} tokens"
+                raise UserError(f"{each.best.task}: length {length} is too short; {shortest}")
     return [each.best for each in block if each.best is not None]
 
 

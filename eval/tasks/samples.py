@@ -130,9 +130,8 @@ def render_apart(sample: RenderedSample, tokenizer: Any) -> RenderedSample:
     text, prompt, question = _text(sample, tokenizer), sample.prompt.strip(), sample.question.strip()
     place = text.rfind(prompt)  # templates may strip a turn
     if place < 0 or not question or not sample.context.strip():
-        raise UserError(
-            f"sample {sample.task}/{sample.id} does not say where its question starts; evaluate it with question=seen"
-        )
+        said = "does not say where its question starts; evaluate it with question=seen"
+        raise UserError(f"sample {sample.task}/{sample.id} {said}")
     context = text[: place + len(prompt) - len(question)].rstrip()
     (ids,) = _encode([context], tokenizer, special=not sample.chat)
     (rest,) = _encode([text[len(context) :]], tokenizer, special=False)

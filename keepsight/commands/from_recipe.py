@@ -79,10 +79,8 @@ def draft_named(config: UsesMethods) -> Later | None:
     kinds = {"draft.layers": named.layers, "draft.id": named.id, "draft.head": named.head}
     given = [key for key, value in kinds.items() if value is not None]
     if len(given) > 1:
-        second = given[1]
-        raise UserError(
-            f"{given[0]} and {second}={kinds[second]} name two drafts; add {given[0]}=null or {second}=null"
-        )
+        one, other = given[:2]
+        raise UserError(f"{one} and {other}={kinds[other]} name two drafts; add {one}=null or {other}=null")
     if named.head is not None:
         fetch(named.head, named.revision)
     if named.id is not None:

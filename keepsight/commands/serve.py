@@ -209,9 +209,7 @@ def _wait_for(child: "subprocess.Popen[bytes]", host: str, port: int) -> None:
                 return
         except OSError:
             if (code := child.poll()) is not None:
-                raise UserError(
-                    f"vLLM's server ended with status {code} before it answered; its last lines say why"
-                ) from None
+                raise UserError(f"vLLM's server ended with status {code} at once; its last lines say why") from None
             time.sleep(0.2)
 
 

@@ -89,9 +89,7 @@ def import_plugins(names: Iterable[str]) -> None:
             sys.path.remove(here)
         for key, kind in METHODS.items():
             if not (isinstance(kind, type) and issubclass(kind, Method) and is_dataclass(kind)):
-                raise UserError(
-                    f"plugins={name}: METHODS[{key!r}] must be a dataclass derived from Method, got {kind!r:.60}"
-                )
+                raise UserError(f"plugins={name}: METHODS[{key!r}] must be a dataclass of Method's, got {kind!r:.60}")
 
 
 def require_evict(method: Method, refusal: str) -> Evict:
