@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -88,10 +88,8 @@ class Sampling:
         criteria, device = stop_after(limits.max_new_tokens, limits.end_tokens), state.logits.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(random.Random(f"{self.seed}:{state.tokens.tolist()}").getrandbits(31))
-            end = limits.end_tokens[0]
-            return decode(
-                model, state, criteria, pad_token=end, logits_processor=warpers, do_sample=True, reapply=reapply
-            ).ids
+            options: dict[str, Any] = {"logits_processor": warpers, "do_sample": True, "reapply": reapply}
+            return decode(model, state, criteria, pad_token=limits.end_tokens[0], **options).ids
 
 
 GREEDY = Sampling()

@@ -150,10 +150,8 @@ def compare(name: str, budget: int, seen: Answering, chosen: Iterator[list[Tenso
             weights = seen.weights[:, :, step, :length]
             hit = (top_mask(weights, budget) & mask).sum(-1) / budget
             mass = (weights * mask).sum(-1) / weights.sum(-1)
-            counts = mask.sum(-1).clamp(min=1)
-            same = (
-                mask.new_zeros(()) if previous is None else (functional.pad(previous, (0, 1)) & mask).sum(-1) / counts
-            )
+            before = torch.zeros_like(mask) if previous is None else functional.pad(previous, (0, 1))
+            same = (before & mask).sum(-1) / mask.sum(-1).clamp(min=1)
             rows.append([each.float().mean() for each in (hit, mass, same, mask.sum(-1))])
         previous = mask
     if not rows:

@@ -49,10 +49,8 @@ class Passes:
         """The attention of observers to all entries, whose weights are written and read once."""
         config = self.model.config.get_text_config(decoder=True)
         heads = config.num_hidden_layers * config.num_attention_heads
-        weights = observers * tokens * heads
-        return Work(
-            2 * weights * head_width(config), self._entry * tokens / 2 + 2 * weights * self.model.dtype.itemsize
-        )
+        weights, item = observers * tokens * heads, self.model.dtype.itemsize
+        return Work(2 * weights * head_width(config), self._entry * tokens / 2 + 2 * weights * item)
 
     @property
     def _entry(self) -> int:

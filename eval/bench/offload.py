@@ -59,16 +59,15 @@ def step_lines(
         "specontext": SpeContext(budget, head),
         "specontext, offloaded": SpeContext(budget, head, offload=model.config.get_text_config().num_hidden_layers),
     }
-    threads = torch.get_num_threads()
+    threads, needs = torch.get_num_threads(), feature_needs(model, head)
     yield f"{batch} rows of random entries, budget {budget}, {_dtype(model)}, {repeats} steps, {threads} threads"
     parts = f"{'head':>8}{'gather':>8}{'rest':>8}{'loaded MB':>11}"
     yield f"{'entries':<9}{'method':<22}{'ms a step':>10}{'tokens/s':>10}{'speed-up':>9}{parts}"
     for length in lengths:
         full = None
         for name, method in methods.items():
-            seconds, parts = _step(
-                model, method, random_state(model, feature_needs(model, head), batch, length), repeats
-            )
+            state = random_state(model, needs, batch, length)
+            seconds, parts = _step(model, method, state, repeats)
             full = full or seconds
             speed = f"{seconds * 1000:>10.2f}{batch / seconds:>10.1f}{full / seconds:>9.2f}"
             yield f"{length:<9}{name:<22}{speed}{parts}"

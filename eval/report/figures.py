@@ -121,8 +121,9 @@ class Plot:
         if len(figure.axes) > 1:
             _share_labels(figure)
         if self.styles:
-            sizes, drawn = {"markersize": 4.5, "linewidth": 1.6}, self.styles.values()
-            handles = [Line2D([], [], color=each.colour, ls=each.line, marker=each.marker, **sizes) for each in drawn]
+            sizes: dict[str, Any] = {"markersize": 4.5, "linewidth": 1.6}
+            drawn = [{"color": each.colour, "ls": each.line, "marker": each.marker} for each in self.styles.values()]
+            handles = [Line2D([], [], **sizes, **each) for each in drawn]
             labels = [label_of(method) for method in self.styles]
             options = {"frameon": False, "labelcolor": TEXT, "fontsize": 8.5, "ncols": legend}
             shown = figure.legend(handles, labels, loc="outside upper center", **options)

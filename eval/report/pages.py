@@ -49,9 +49,8 @@ def render_page(template: str, **values: Any) -> str:
     """The page of a template in `templates/` as one text; values are escaped, and none may be missing."""
     folder = resources.files("keepsight.eval.report") / "templates"
     loader = FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8"))
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    blocks: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
     environment.globals.update({each.__name__: each for each in _FUNCTIONS})
     return environment.get_template(template).render(values)
 
@@ -220,9 +219,8 @@ def write_comparison(runs: Sequence[Run], folder: Path) -> list[Table]:
     overall = [_table(measure, means, names) for measure in MEASURES]
     detailed = [_table(measure, by_task, names, PLACE) for measure in MEASURES]
     later = list(enumerate(names))[1:]
-    pairs = {
-        f"{name} - {names[0]}": [difference(found[at], found[0]) for found in _matched(means)] for at, name in later
-    }
+    matched = _matched(means)
+    pairs = {f"{name} - {names[0]}": [difference(found[at], found[0]) for found in matched] for at, name in later}
     plot = plots.comparison_plot({name: [each for each in found if each] for name, found in pairs.items()})
     if plot.panels:
         plot.save(folder / "plots")

@@ -183,9 +183,8 @@ def _mean_over_samples(
     task: str, length: int, method: str, budget: float | None, rows: list[Row], full: Mapping[Key, float]
 ) -> SummaryRow:
     rows, stratum = sorted(rows, key=lambda row: str(row["sample"])), f"{task}, {length} tokens"
-    estimates = {
-        name: estimate([float(row[name]) for row in rows], stratum, can_be_share=name == "score") for name in MEASURES
-    }
+    values = {name: [float(row[name]) for row in rows] for name in MEASURES}
+    estimates = {name: estimate(values[name], stratum, can_be_share=name == "score") for name in MEASURES}
     means = {}
     for name, value_of in _MEAN_OF.items():
         known = [value for row in rows if (value := value_of(row)) is not None]
@@ -279,9 +278,8 @@ def _finding(rows: list[SummaryRow], full: SummaryRow | None) -> str:
     other = next((row for row in rows if row is not best and kind_of(row.method) != OURS), None)
     budget = best.budget
     place = f"{100 * budget:g} % of the prompt" if isinstance(budget, float) else f"{budget} entries"
-    sentence = (
-        f"At {place} {label_of(best.method)} has an excess NLL of {number_text(best.excess_nll, 3)} nats per token"
-    )
+    nats = f"{number_text(best.excess_nll, 3)} nats per token"
+    sentence = f"At {place} {label_of(best.method)} has an excess NLL of {nats}"
     if pair := difference(best, other):
         sentence += _compared(pair.estimates["excess_nll"], f"{label_of(pair.against)}, the best other method")
     scores = [f"Score {number_text(best.score, 2)}"]

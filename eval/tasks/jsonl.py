@@ -77,9 +77,8 @@ class Jsonl(Benchmark):
         assert self.dir is not None
         made: list[RenderedSample] = []
         for file in _choose_files(Path(self.dir), self.files):
-            made += request.collect(
-                file.task, rows_of(file.path), partial(_sample, file), request.max_tokens, render_in_bucket
-            )
+            make = partial(_sample, file)
+            made += request.collect(file.task, rows_of(file.path), make, request.max_tokens, render_in_bucket)
         return made
 
 

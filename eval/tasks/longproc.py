@@ -235,16 +235,14 @@ def _passes_tests(prediction: str, reference: str) -> float:
         source, program = Path(folder, "answer.cpp"), Path(folder, "answer")
         source.write_text(f"{headers}using namespace std;\n{found[1]}", encoding="utf-8", errors="replace")
         try:
-            subprocess.run(
-                ["g++", "-std=c++11", "-O", "-o", program, source], capture_output=True, timeout=60, check=True
-            )
+            compiler = ["g++", "-std=c++11", "-O", "-o", program, source]
+            subprocess.run(compiler, capture_output=True, timeout=60, check=True)
             return float(all(_prints(program, *case) for case in json.loads(reference)[:_TESTS]))
         except (subprocess.SubprocessError, OSError):
             return 0.0
 
 
 def _prints(program: Path, given: list[str], wanted: list[str]) -> bool:
-    said = subprocess.run(
-        [program], input="\n".join(given).encode() + b"\n", capture_output=True, timeout=_SECONDS, check=False
-    )
+    lines = "\n".join(given).encode() + b"\n"
+    said = subprocess.run([program], input=lines, capture_output=True, timeout=_SECONDS, check=False)
     return said.stdout == "\n".join(wanted).encode() + b"\n"

@@ -130,9 +130,8 @@ def _depth_grid(
             rng = random.Random(f"niah:depth:{depth}:{length}:{seed}:{index}")
             limit = NEEDLE_KINDS["single"].max_new_tokens
             (quiz,) = _quizzes("single", length, f"{seed}-{index}-{depth}", limit, rng)
-            made += _filled(
-                [replace(quiz, task="niah_depth")], [depth], hay, rng.randrange(len(hay.sentences)), tokenizer
-            )
+            quiz = replace(quiz, task="niah_depth")
+            made += _filled([quiz], [depth], hay, rng.randrange(len(hay.sentences)), tokenizer)
     return made
 
 

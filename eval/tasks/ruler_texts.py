@@ -75,9 +75,8 @@ def needles(knobs: NeedleText, essay: Sequence[str], rng: random.Random, size: i
     asked = rng.sample(facts, knobs.asked)
     hidden = [_fact(knobs.value, key, value) for key, values in facts for value in values]
     rng.shuffle(hidden)
-    context = (
-        _essay_with(hidden, essay, rng, size) if knobs.haystack == "essay" else _lines_with(hidden, knobs, rng, size)
-    )
+    is_essay = knobs.haystack == "essay"
+    context = _essay_with(hidden, essay, rng, size) if is_essay else _lines_with(hidden, knobs, rng, size)
     query = listed([key for key, _ in asked])
     one = knobs.asked * knobs.values == 1
     kind, many = (knobs.value[:-1], "A special magic") if one else (knobs.value, "Some special magic")

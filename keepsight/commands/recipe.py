@@ -83,9 +83,8 @@ def presets() -> dict[str, Preset]:
 
 def presets_of(schema: type) -> dict[str, Preset]:
     """The presets of the command with this schema, which its docstring names."""
-    return {
-        name: each for name, each in presets().items() if str(schema.__doc__).startswith(f"keepsight {each.command}:")
-    }
+    about = str(schema.__doc__)
+    return {name: each for name, each in presets().items() if about.startswith(f"keepsight {each.command}:")}
 
 
 def preset_values(schema: type, name: str | None) -> dict[str, Any]:
