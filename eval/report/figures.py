@@ -121,9 +121,10 @@ class Plot:
         if len(figure.axes) > 1:
             _share_labels(figure)
         if self.styles:
-            sizes: dict[str, Any] = {"markersize": 4.5, "linewidth": 1.6}
-            drawn = [{"color": each.colour, "ls": each.line, "marker": each.marker} for each in self.styles.values()]
-            handles = [Line2D([], [], **sizes, **each) for each in drawn]
+            handles = [
+                Line2D([], [], color=each.colour, ls=each.line, marker=each.marker, markersize=4.5, linewidth=1.6)
+                for each in self.styles.values()
+            ]
             labels = [label_of(method) for method in self.styles]
             options = {"frameon": False, "labelcolor": TEXT, "fontsize": 8.5, "ncols": legend}
             shown = figure.legend(handles, labels, loc="outside upper center", **options)
