@@ -235,7 +235,7 @@ def _passes_tests(prediction: str, reference: str) -> float:
         source, program = Path(folder, "answer.cpp"), Path(folder, "answer")
         source.write_text(f"{headers}using namespace std;\n{found[1]}", encoding="utf-8", errors="replace")
         try:
-            compiler = ["g++", "-std=c++11", "-O", "-o", program, source]
+            compiler = ["g++", "-std=c++11", "-O", "-o", str(program), str(source)]
             subprocess.run(compiler, capture_output=True, timeout=60, check=True)
             return float(all(_prints(program, *case) for case in json.loads(reference)[:_TESTS]))
         except (subprocess.SubprocessError, OSError):

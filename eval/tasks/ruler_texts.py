@@ -19,11 +19,12 @@ from typing import Any, Literal, NamedTuple
 
 from keepsight.corpus import Docstring, docstrings, evaluation_paragraphs, sentences, source_documents
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import hub_rows, read_text
+from keepsight.eval.tasks.benchmark import fill_in, hub_rows, read_text
 from keepsight.eval.tasks.niah import listed
-from keepsight.files import read_json
+from keepsight.files import own_yaml, read_json
 
 OFFLINE = "Python's documentation"
+_WORDING = own_yaml("keepsight.eval.tasks", "ruler")
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _DEPTHS = [round(100 * step / 39) for step in range(40)]
@@ -67,6 +68,12 @@ NEEDLES = {
 }
 
 
+def _worded(kind: str, context: str, references: Iterable[str], depth: float | None = None, **fields: str) -> RulerText:
+    """A text in RULER's wording, with its fields."""
+    before, after, prefix = (fill_in(text, fields) if fields else text for text in _WORDING[kind].values())
+    return RulerText(before, context, after, prefix, tuple(references), depth)
+
+
 def needles(knobs: NeedleText, essay: Sequence[str], rng: random.Random, size: int) -> RulerText:
     """Key-value sentences in a haystack of `size` words of the essay, or `size` sentences."""
     facts = [
@@ -78,19 +85,12 @@ def needles(knobs: NeedleText, essay: Sequence[str], rng: random.Random, size: i
     is_essay = knobs.haystack == "essay"
     context = _essay_with(hidden, essay, rng, size) if is_essay else _lines_with(hidden, knobs, rng, size)
     query = listed([key for key, _ in asked])
-    one = knobs.asked * knobs.values == 1
-    kind, many = (knobs.value[:-1], "A special magic") if one else (knobs.value, "Some special magic")
-    be = "is" if one else "are"
-    first = _fact(knobs.value, asked[0][0], asked[0][1][0])
-    return RulerText(
-        before=f"{many} {kind} {be} hidden within the following text. Make sure to memorize it. "
-        f"I will quiz you about the {kind} afterwards.\n",
-        context=context,
-        after=f"\nWhat {be if one else 'are all'} the special magic {kind} for {query} mentioned in the provided text?",
-        prefix=f" The special magic {kind} for {query} mentioned in the provided text {be}",
-        references=tuple(value for _, values in asked for value in values),
-        depth=context.index(first) / len(context),
-    )
+    if knobs.asked * knobs.values == 1:
+        words = {"some": "A special magic", "what": knobs.value[:-1], "are": "is", "are_all": "is"}
+    else:
+        words = {"some": "Some special magic", "what": knobs.value, "are": "are", "are_all": "are all"}
+    depth = context.index(_fact(knobs.value, asked[0][0], asked[0][1][0])) / len(context)
+    return _worded("niah", context, (value for _, values in asked for value in values), depth, query=query, **words)
 
 
 def _drawn(kind: str, rng: random.Random) -> str:
@@ -126,7 +126,6 @@ def _lines_with(hidden: Sequence[str], knobs: NeedleText, rng: random.Random, si
     return "\n".join(lines)
 
 
-_VARIABLES = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
 _HOPS = 4
 
 
@@ -149,14 +148,7 @@ def _chain(letters: int, rng: random.Random, size: int) -> RulerText:
     text = [NOISE] * size
     for place, line in sorted(zip(places, lines, strict=True), reverse=True):
         text.insert(int(place * size), line)
-    return RulerText(
-        before=_VARIABLES,
-        context="\n".join(text).replace(". \n", ".\n"),
-        after=f"\nQuestion: Find all variables that are assigned the value {value} in the text above.",
-        prefix=" Answer: According to the chain(s) of variable assignment in the text above, "
-        f"{len(chain)} variables are assigned the value {value}, they are: ",
-        references=tuple(chain),
-    )
+    return _worded("vt", "\n".join(text).replace(". \n", ".\n"), chain, value=value, count=str(len(chain)))
 
 
 _COMMON = 10
@@ -175,14 +167,8 @@ def _numbered(size: int, often: int, seldom: int, rng: random.Random) -> RulerTe
     words = _drawn_words(size, rng)
     listed = words[:_COMMON] * often + words[_COMMON:] * seldom
     rng.shuffle(listed)
-    return RulerText(
-        before="Below is a numbered list of words. In these words, some appear more often than others. "
-        "Memorize the ones that appear most often.\n",
-        context=" ".join(f"{place}. {word}" for place, word in enumerate(listed, start=1)),
-        after=f"\nQuestion: What are the {_COMMON} most common words in the above list?",
-        prefix=f" Answer: The top {_COMMON} words that appear most often in the list are:",
-        references=tuple(words[:_COMMON]),
-    )
+    context = " ".join(f"{place}. {word}" for place, word in enumerate(listed, start=1))
+    return _worded("cwe", context, words[:_COMMON])
 
 
 def frequent_words(vocabulary: int, rng: random.Random, size: int) -> RulerText:
@@ -194,15 +180,7 @@ def frequent_words(vocabulary: int, rng: random.Random, size: int) -> RulerText:
     zeta = pi**2 / 6
     listed = [word for rank, word in enumerate(words, start=1) for _ in range(int(size * rank**-2 / zeta))]
     rng.shuffle(listed)
-    return RulerText(
-        before="Read the following coded text and track the frequency of each coded word. "
-        "Find the three most frequently appeared coded words. ",
-        context=" ".join(listed),
-        after="\nQuestion: Do not provide any explanation. Please ignore the dots '....'. "
-        "What are the three most frequently appeared words in the above coded text?",
-        prefix=" Answer: According to the coded text above, the three most frequently appeared words are:",
-        references=tuple(words[1:4]),
-    )
+    return _worded("fwe", " ".join(listed), words[1:4])
 
 
 class Question(NamedTuple):
@@ -214,9 +192,6 @@ class Question(NamedTuple):
     near: tuple[int, ...] = ()
 
 
-_ONLY = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
-
-
 def question_over(question: Question, texts: Sequence[str], rng: random.Random, size: int) -> RulerText:
     """A question over `size` documents, those that it needs among them; where there are too few, they are repeated."""
     near = rng.sample(question.near, len(question.near))
@@ -225,13 +200,8 @@ def question_over(question: Question, texts: Sequence[str], rng: random.Random, 
     order = [*question.needed, *near, *rng.sample(others, len(others))]
     order = (order * (size // len(order) + 1))[: max(size, len(question.needed))]
     rng.shuffle(order)
-    return RulerText(
-        before=f"{_ONLY}\n\nThe following are given documents.\n\n",
-        context="\n\n".join(f"Document {place}:\n{texts[index]}" for place, index in enumerate(order, start=1)),
-        after=f"\n\n{_ONLY}\n\nQuestion: {question.text}",
-        prefix=" Answer:",
-        references=question.answers,
-    )
+    context = "\n\n".join(f"Document {place}:\n{texts[index]}" for place, index in enumerate(order, start=1))
+    return _worded("qa", context, question.answers, question=question.text)
 
 
 @lru_cache(maxsize=4)
