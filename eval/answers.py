@@ -61,6 +61,18 @@ class Answered:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How answers are decoded: 0 as temperature is greedy; draws depend on the seed and on the tokens read before."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True)
 class Limits:
     """What ends an answer (a number of tokens, or an end token), and how large a batch may be.
 
@@ -70,29 +82,22 @@ class Limits:
     max_new_tokens: int
     end_tokens: list[int]
     batch_tokens: int
+    sampling: Sampling = GREEDY
 
+    def decoded(self, model: Reader, state: State, **options: Any) -> Tensor:
+        """An answer of each row [B, T] int64, with options of `decode`; the state's cache grows."""
+        criteria = stop_after(self.max_new_tokens, self.end_tokens)
+        return decode(model, state, criteria, pad_token=self.end_tokens[0], **options).ids
 
-@dataclass(frozen=True)
-class Sampling:
-    """How answers are decoded: 0 as temperature is greedy; draws depend on the seed and on the tokens read before."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def drawn(self, model: Reader, state: State, limits: Limits, reapply: Reapply | None = None) -> Tensor:
+    def drawn(self, model: Reader, state: State, reapply: Reapply | None = None) -> Tensor:
         """A sampled answer [1, T] int64; the state's cache grows. The draws depend on the seed and the prompt alone."""
-        warpers = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature))])
-        if self.top_p < 1:
-            warpers.append(TopPLogitsWarper(self.top_p))
-        criteria, device = stop_after(limits.max_new_tokens, limits.end_tokens), state.logits.device
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(float(self.sampling.temperature))])
+        if self.sampling.top_p < 1:
+            warpers.append(TopPLogitsWarper(self.sampling.top_p))
+        device = state.logits.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(random.Random(f"{self.seed}:{state.tokens.tolist()}").getrandbits(31))
-            options: dict[str, Any] = {"logits_processor": warpers, "do_sample": True, "reapply": reapply}
-            return decode(model, state, criteria, pad_token=limits.end_tokens[0], **options).ids
-
-
-GREEDY = Sampling()
+            torch.manual_seed(random.Random(f"{self.sampling.seed}:{state.tokens.tolist()}").getrandbits(31))
+            return self.decoded(model, state, logits_processor=warpers, do_sample=True, reapply=reapply)
 
 
 @dataclass(frozen=True)
@@ -118,43 +123,30 @@ def free_tokens(model: PreTrainedModel) -> int:
     return int(free / entry_bytes(model))
 
 
-def answer_full(
-    model: PreTrainedModel, state: State, question: Tensor, limits: Limits, sampling: Sampling = GREEDY
-) -> tuple[Tensor, Answered]:
+def answer_full(model: PreTrainedModel, state: State, question: Tensor, limits: Limits) -> tuple[Tensor, Answered]:
     """The full cache's answer [1, T] int64, and the same with its likelihood; arguments as for `answer_all`."""
     start = time.perf_counter()
     state = _read(model, state.copy(), question)
     asking, start = time.perf_counter() - start, time.perf_counter()
-    if sampling.temperature:
-        ids = sampling.drawn(model, state.copy(), limits)
+    if limits.sampling.temperature:
+        ids = limits.drawn(model, state.copy())
         speed = ids.shape[1] / (time.perf_counter() - start)
         nll, hits = (each[0] for each in score(model, state, ids))
         return ids, Answered(ids[0], nll, hits, speed, question=asking)
     likelihood = _Likelihood()
-    criteria, processors = stop_after(limits.max_new_tokens, limits.end_tokens), LogitsProcessorList([likelihood])
-    ids = decode(model, state, criteria, pad_token=limits.end_tokens[0], logits_processor=processors).ids
+    ids = limits.decoded(model, state, logits_processor=LogitsProcessorList([likelihood]))
     speed = ids.shape[1] / (time.perf_counter() - start)
     nll, hits = torch.cat(likelihood.nll), torch.ones_like(ids[0], dtype=torch.bool)
     return ids, Answered(ids[0], nll, hits, speed, question=asking)
 
 
 def answer_all(
-    model: PreTrainedModel,
-    states: Sequence[State],
-    question: Tensor,
-    answer: Tensor,
-    limits: Limits,
-    sampling: Sampling = GREEDY,
+    model: PreTrainedModel, states: Sequence[State], question: Tensor, answer: Tensor, limits: Limits
 ) -> list[Answered]:
     """Every state's answer, and its likelihood of the full cache's.
 
-    Args:
-        model: The base model.
-        states: One-row states that can be joined; they are not changed.
-        question: [1, q] int64, what is read before the answer; empty when the states have read it.
-        answer: [1, T] int64, the full cache's answer under the same limits.
-        limits: See `Limits`.
-        sampling: How the states' own answers are decoded.
+    The one-row states can be joined, and are not changed. `question` [1, q] int64 is read before the answer; empty when
+    the states have read it. `answer` [1, T] int64 is the full cache's under the same limits.
     """
     scored: dict[int, tuple[Tensor, Tensor, float]] = {}
     more = question.shape[1] + limits.max_new_tokens
@@ -164,7 +156,7 @@ def answer_all(
         asking = time.perf_counter() - start
         for index, nll, hits in zip(batch, *score(model, state, answer), strict=True):
             scored[index] = nll, hits, asking
-    draws = sampling.temperature > 0
+    draws = limits.sampling.temperature > 0
     agreed = [0 if draws else int(scored[index][1].long().cumprod(dim=0).sum()) for index in range(len(states))]
     differing = [index for index, count in enumerate(agreed) if draws or count < answer.shape[1]]
     written, most = dict[int, _Written](), 0 if draws else limits.batch_tokens
@@ -172,7 +164,7 @@ def answer_all(
         rows = [differing[place] for place in batch]
         known = answer[:, : min(agreed[row] for row in rows)]
         state = _read(model, join([states[row] for row in rows]), torch.cat([question, known], dim=1))
-        written.update(zip(rows, _write(model, state, known, limits, sampling=sampling), strict=True))
+        written.update(zip(rows, _write(model, state, known, limits), strict=True))
     same = _Written(answer[0], None, 0)
     answers = []
     for index in range(len(states)):
@@ -181,14 +173,12 @@ def answer_all(
     return answers
 
 
-def answer_each(
-    model: PreTrainedModel, states: Sequence[State], limits: Limits, sampling: Sampling = GREEDY
-) -> list[Tensor]:
+def answer_each(model: PreTrainedModel, states: Sequence[State], limits: Limits) -> list[Tensor]:
     """The answer [T] int64 of each state, of prompts of their own; arguments as for `answer_all`."""
-    answers, most = dict[int, Tensor](), 0 if sampling.temperature else limits.batch_tokens
+    answers, most = dict[int, Tensor](), 0 if limits.sampling.temperature else limits.batch_tokens
     for batch in joined_by_length(model, states, limits.max_new_tokens, most):
         state = join([states[index] for index in batch])
-        written = _write(model, state, state.tokens[:1, :0], limits, sampling=sampling)
+        written = _write(model, state, state.tokens[:1, :0], limits)
         answers.update(zip(batch, (each.ids for each in written), strict=True))
     return [answers[index] for index in range(len(states))]
 
@@ -200,7 +190,6 @@ def answer_alone(
     answer: Tensor,
     limits: Limits,
     reapply: Reapply | None,
-    sampling: Sampling = GREEDY,
 ) -> Answered:
     """`answer_all` for one state that cannot be joined, or whose method evicts while decoding.
 
@@ -214,7 +203,7 @@ def answer_alone(
         # The question has filled what was spared for generated tokens.
         state = reapply.compress(state) if reapply is not None else state
     asking = time.perf_counter() - start
-    (own,) = _write(model, state.copy(), answer[:, :0], limits, reapply, sampling)
+    (own,) = _write(model, state.copy(), answer[:, :0], limits, reapply)
     nll, hits = score(model, state, answer, reapply)
     return Answered(own.ids, nll[0], hits[0], own.tokens_per_second, question=asking)
 
@@ -302,21 +291,14 @@ def _read(model: PreTrainedModel, state: State, tokens: Tensor) -> State:
 
 
 def _write(
-    model: Reader,
-    state: State,
-    known: Tensor,
-    limits: Limits,
-    reapply: Reapply | None = None,
-    sampling: Sampling = GREEDY,
+    model: Reader, state: State, known: Tensor, limits: Limits, reapply: Reapply | None = None
 ) -> list[_Written]:
     """The answer of each row, whose first tokens [1, t] are known and have been read; of a single row where sampled."""
     rows, start = len(state.lengths), time.perf_counter()
-    if sampling.temperature:
-        ids = sampling.drawn(model, state, limits, reapply)
+    if limits.sampling.temperature:
+        ids = limits.drawn(model, state, reapply)
     else:
-        criteria = stop_after(limits.max_new_tokens, limits.end_tokens)
-        prompt = known.expand(rows, -1)
-        ids = decode(model, state, criteria, pad_token=limits.end_tokens[0], prompt_ids=prompt, reapply=reapply).ids
+        ids = limits.decoded(model, state, prompt_ids=known.expand(rows, -1), reapply=reapply)
     answers = [row[: _length(row.tolist(), limits.end_tokens)] for row in ids]
     tokens = sum(map(len, answers)) - known.numel() * rows
     speed = tokens / (time.perf_counter() - start)

@@ -286,8 +286,8 @@ class _Run:
     def _ask(self, state: State, sample: RenderedSample) -> Asked:
         """A sample put to the full cache."""
         target, rest = self.target, sample.question_ids[None].to(self.target.model.device)
-        limits = Limits(sample.max_new_tokens, target.end_tokens, self.batch_tokens)
-        return Asked(sample, rest, limits, *answer_full(target.model, state, rest, limits, self.sampling))
+        limits = Limits(sample.max_new_tokens, target.end_tokens, self.batch_tokens, self.sampling)
+        return Asked(sample, rest, limits, *answer_full(target.model, state, rest, limits))
 
     def _continue(self, variant: Variant, prompt: Tensor, answer: Tensor) -> None:
         """Note a prompt [1, N] and its answer [T], without the end token that the next turn begins with."""
@@ -335,8 +335,7 @@ class _Run:
         """Methods that evict while decoding and states that cannot be joined answer alone, all others in batches."""
         alone = [self._alone(asked, *pair) for pair in zip(methods, states, strict=True)]
         rest = [state for state, answered in zip(states, alone, strict=True) if answered is None]
-        model, limits = self.target.model, asked.limits
-        batched = iter(answer_all(model, rest, asked.question, asked.answer, limits, self.sampling))
+        batched = iter(answer_all(self.target.model, rest, asked.question, asked.answer, asked.limits))
         return [answered or next(batched) for answered in alone]
 
     def _own_answers(self, asked: Asked, methods: Sequence[Method], prompts: Sequence[Tensor]) -> list[Tensor]:
@@ -344,7 +343,7 @@ class _Run:
         states = [method.start(self.target.model, prompt) for method, prompt in zip(methods, prompts, strict=True)]
         alone = [self._alone(asked, *pair) for pair in zip(methods, states, strict=True)]
         rest = [state for state, answered in zip(states, alone, strict=True) if answered is None]
-        batched = iter(answer_each(self.target.model, rest, asked.limits, self.sampling))
+        batched = iter(answer_each(self.target.model, rest, asked.limits))
         return [answered.ids if answered else next(batched) for answered in alone]
 
     def _alone(self, asked: Asked, method: Method, state: State) -> Answered | None:
@@ -353,7 +352,7 @@ class _Run:
         if reapply is None and can_join(state):
             return None
         readers = method.turn_reader(model), method.reader(model)
-        return answer_alone(readers, state, asked.question, asked.answer, asked.limits, reapply, self.sampling)
+        return answer_alone(readers, state, asked.question, asked.answer, asked.limits, reapply)
 
 
 def _own_prompt(prompt: Tensor, before: Tensor | None, own: Tensor | None) -> Tensor:
