@@ -116,16 +116,9 @@ class Judge:
     def _ask(self, name: str, sample: Sample, a: tuple[str, ...], b: tuple[str, ...], read: Any) -> tuple[float, str]:
         """What `read` finds in the judge's words, and the words; they are asked for again where it finds nothing."""
         prompt = _prompts()[name]
-        fields = {
-            f"{kind}_{turn}": text
-            for kind, texts in (
-                ("question", (*sample.earlier, sample.prompt)),
-                ("ref_answer", sample.references),
-                ("answer_a", a),
-                ("answer_b", b),
-            )
-            for turn, text in enumerate(texts, start=1)
-        }
+        asked = (*sample.earlier, sample.prompt)
+        texts = {"question": asked, "ref_answer": sample.references, "answer_a": a, "answer_b": b}
+        fields = {f"{kind}_{turn}": text for kind, each in texts.items() for turn, text in enumerate(each, start=1)}
         fields |= {"asked": sample.question.strip(), "answers": "; ".join(sample.references)}
         fields["points"] = "\n".join(f"{number}. {text}" for number, text in enumerate(sample.references[1:], start=1))
         messages = [{"role": "user", "content": fill_in(prompt["user"], fields)}]

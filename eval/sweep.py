@@ -309,12 +309,8 @@ class _Run:
         (attention, ranks), methods = attended, [variant.method for variant in group]
         compressed = [shared.compress(method) for method in methods]
         measured = [
-            {
-                "recall": recall(each.kept, ranks),
-                "mass": attention_mass(each.kept, attention),
-                "tau": shared.tau(method),
-            }
-            for method, each in zip(methods, compressed, strict=True)
+            {"recall": recall(one.kept, ranks), "mass": attention_mass(one.kept, attention), "tau": shared.tau(method)}
+            for method, one in zip(methods, compressed, strict=True)
         ]
         other = [place for place, prompt in enumerate(own) if not torch.equal(prompt, shared.state.tokens)]
         rows = []
@@ -397,11 +393,8 @@ def sweep(
             for place in range(len(group))
         ]
         columns = [variant for variant in columns if variant.cell in inputs[0]]
-        rows = _completed(
-            functools.partial(run_samples, target, group, **given),
-            columns,
-            find_rows(earlier or {}, [[*each.values()] for each in inputs]),
-        )
+        found = find_rows(earlier or {}, [[*each.values()] for each in inputs])
+        rows = _completed(functools.partial(run_samples, target, group, **given), columns, found)
         for sample, content, made, digests, missing in zip(group, contents, rows, inputs, wanted, strict=True):
             names = {"task": sample.task, "length": sample.length, "sample": sample.id, "sample_digest": content}
             if missing:

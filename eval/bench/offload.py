@@ -190,16 +190,8 @@ def bench_specache(target: Target, method: SpeCache, tokens: int, batch: int, st
     require_room(model, tokens + steps, batch)
     ids = random_ids(model, batch, tokens)
     yield f"{batch} rows of {tokens} tokens, {steps} steps, {torch.get_num_threads()} threads; {method}"
-    heads = {
-        "cache": -22,
-        "ms a step": 11,
-        "tokens/s": 10,
-        "KV MB": 9,
-        "moved MB a step": 17,
-        "waited ms": 11,
-        "hidden": 8,
-    }
-    yield "".join(name.ljust(-width) if width < 0 else name.rjust(width) for name, width in heads.items())
+    moved = f"{'moved MB a step':>17}{'waited ms':>11}{'hidden':>8}"
+    yield f"{'cache':<22}{'ms a step':>11}{'tokens/s':>10}{'KV MB':>9}{moved}"
     kivi = Kivi(method.bits, method.group, method.residual, one_bit=method.one_bit)
     guessing, waiting = (replace(method, speculative=each) for each in (True, False))
     methods = {"full": FullCache(), "KIVI": kivi, "SpeCache": guessing, "no guess": waiting}

@@ -75,14 +75,8 @@ def stats_of(samples: Iterable[TrainingSample], max_new_tokens: int) -> pd.DataF
     `max_new_tokens` counts as an end token.
     """
     rows = [
-        (
-            each.source,
-            len(each.prompt_ids),
-            len(each.answer_ids),
-            each.answer_ids[-1],
-            text_digest(str(each.prompt_ids)),
-        )
-        for each in samples
+        (one.source, len(one.prompt_ids), len(one.answer_ids), one.answer_ids[-1], text_digest(str(one.prompt_ids)))
+        for one in samples
     ]
     frame = pd.DataFrame(rows, columns=["source", "prompt", "answer", "last", "digest"])
     ends = frame["last"][frame["answer"] < max_new_tokens]

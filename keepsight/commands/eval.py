@@ -157,18 +157,15 @@ def write_all(out: Path) -> None:
 
 def samples_of(config: TaskKeys, target: Target) -> tuple[list[RenderedSample], dict[str, str]]:
     """The samples of all tasks, and notes on them."""
+    shared = {name: getattr(config, name) for name in ("lengths", "samples", "seed", "max_tokens", "skip")}
     request = TaskRequest(
         tokenizer=target.tokenizer,
         context=context_of(target.model),
-        lengths=config.lengths,
-        samples=config.samples,
-        seed=config.seed,
-        max_tokens=config.max_tokens,
         every_question=config.question == "multi",
         protocol=protocol_named(config.protocol),
         judge=config.judge.name,
         processor=partial(processor_of, target),
-        skip=config.skip,
+        **shared,
     )
     samples = make_all(config, config.tasks, request)
     if not samples:

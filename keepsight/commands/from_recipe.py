@@ -21,15 +21,8 @@ from keepsight.runtime.methods.make import Later, Resources, ResourcesLater
 def target_of(config: UsesModel, device_map: Mapping[str, str] | None = None) -> Target:
     """Load the base model; a `device_map` takes precedence over the configuration's."""
     model = config.model
-    return load_target(
-        **_files_of(model),
-        dtype=model.dtype,
-        device=model.device,
-        attention=model.attention,
-        template=model.template,
-        quantize=model.quantize,
-        device_map=device_map or model.device_map,
-    )
+    given = {name: getattr(model, name) for name in ("dtype", "device", "attention", "template", "quantize")}
+    return load_target(**_files_of(model), **given, device_map=device_map or model.device_map)
 
 
 def training_target(config: UsesModel, device_map: Mapping[str, str] | None = None) -> Target:

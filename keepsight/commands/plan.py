@@ -42,15 +42,8 @@ def run(config: Config) -> None:
     head = RetrievalHead.untrained(model, shape.features, shape.max_tokens, shape.groups)
     size = sum(each.numel() for each in head.parameters()) * model.dtype.itemsize
     head_keys = head.kv_heads * head.config.head_dim * model.dtype.itemsize
-    plan = plan_for(
-        model,
-        limit=memory,
-        requests=config.requests,
-        budget=config.budget,
-        head=size,
-        head_keys=head_keys,
-        groups=shape.groups,
-    )
+    load = {"requests": config.requests, "budget": config.budget, "groups": shape.groups}
+    plan = plan_for(model, limit=memory, head=size, head_keys=head_keys, **load)
     print("\n".join([*_assumptions(config, model, plan), "", *_table(model, plan), "", *_conclusions(model, plan)]))
     if config.out is not None:
         write_png(Path(config.out), _figure(plan, config.model.id, context_of(model)))
@@ -151,16 +144,9 @@ def run_training(config: PlanTrain) -> None:
     tokens = config.tokens or min(16384, context)
     if tokens > context:
         raise UserError(f"tokens={tokens} is more than the model's context of {context}; lower it")
-    plan = plan_step(
-        model.config,
-        model.dtype,
-        partial(_objective, config),
-        tokens,
-        config.answer,
-        quantize=quantize,
-        shards=config.gpus if config.shard or by_layer else 1,
-        layers_alone=by_layer,
-    )
+    step = model.config, model.dtype, partial(_objective, config), tokens, config.answer
+    shards = config.gpus if config.shard or by_layer else 1
+    plan = plan_step(*step, quantize=quantize, shards=shards, layers_alone=by_layer)
     dtype = quantize or str(model.dtype).removeprefix("torch.")
     print(f"{config.model.id} in {dtype}, a prompt of {tokens} and an answer of {config.answer} tokens on each GPU")
     print("\n".join([*_training_memory(plan, memory, config), "", *_time(plan, config)]))

@@ -103,16 +103,9 @@ def basics_of(
         "samples a step": trained.samples_per_step,
         f"first and last logged loss ({loss})": [round(losses[0], 4), round(losses[-1], 4)] if losses else [],
     }
-    provenance = Provenance(
-        config.base or target.public_name,
-        target.version,
-        target.template_digest,
-        manifest["digest"],
-        training,
-        __version__,
-        vocabulary_digest(target.tokenizer),
-        prompts_as_text(trained.prompts),
-    )
+    made_of = target.version, target.template_digest, manifest["digest"]
+    read = vocabulary_digest(target.tokenizer), prompts_as_text(trained.prompts)
+    provenance = Provenance(config.base or target.public_name, *made_of, training, __version__, *read)
     notes = "\n\n".join(note for note in (origins_of(manifest["settings"]["mixture"]), config.data_notes) if note)
     return CardBasics(config.title, provenance, manifest["sources"], notes, config.license)
 
