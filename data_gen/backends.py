@@ -246,10 +246,8 @@ class Server:
             text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
             if list(tokenizer(text)["input_ids"]) == prompt.ids:
                 return {"prompt": text}
-        raise BadRow(
-            f"{self._name}: it takes no token ids, and no text stands for the ids of prompt {prompt.index}; use a "
-            "server that takes ids, such as vLLM's"
-        )
+        no_text = f"it takes no token ids, and no text stands for the ids of prompt {prompt.index}"
+        raise BadRow(f"{self._name}: {no_text}; use a server that takes ids, such as vLLM's")
 
 
 def _completion(reply: Any) -> _Completion:
@@ -271,18 +269,14 @@ class VllmEngine:
 
     def __init__(self, target: Target, options: Mapping[str, Any]) -> None:
         if launched().num_processes > 1:
-            raise UserError(
-                "backend=vllm uses all GPUs from one process; start keepsight data without accelerate launch or "
-                "torchrun"
-            )
+            advice = "start keepsight data without accelerate launch or torchrun"
+            raise UserError(f"backend=vllm uses all GPUs from one process; {advice}")
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # commands print their results to stdout
         try:
             self._vllm: Any = import_module("vllm")
         except ImportError:
-            raise UserError(
-                "backend=vllm needs the package vllm (pip install vllm); or start a server with it elsewhere and use "
-                "backend=server server.url="
-            ) from None
+            other = "start a server with it elsewhere and use backend=server server.url="
+            raise UserError(f"backend=vllm needs the package vllm (pip install vllm); or {other}") from None
         self._target, self._options = target, options
         self._engine: Any = None
 
@@ -303,10 +297,8 @@ class VllmEngine:
         answers = [reply.outputs[0] for reply in replies]
         for prompt, made in zip(prompts, answers, strict=True):
             if made.finish_reason == "length" and len(made.token_ids) < decoding.max_new_tokens:
-                raise UserError(
-                    f"backend=vllm: prompt {prompt.index} has {len(prompt.ids)} tokens, which leaves no room for "
-                    f"{decoding.max_new_tokens} more; raise max_model_len in vllm="
-                )
+                room = f"has {len(prompt.ids)} tokens, which leaves no room for {decoding.max_new_tokens} more"
+                raise UserError(f"backend=vllm: prompt {prompt.index} {room}; raise max_model_len in vllm=")
         yield [(prompt, _until(ends, list(made.token_ids))) for prompt, made in zip(prompts, answers, strict=True)]
 
     def close(self) -> None:

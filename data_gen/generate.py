@@ -124,10 +124,8 @@ class _Run:
         prompt = self.mixture.prompt(settings.seed, index, self.count_tokens)
         rendered = render_prompt(index, prompt, self.target.tokenizer, settings.date)
         if len(rendered.ids) + settings.max_new_tokens > context:
-            raise BadRow(
-                f"prompt {index} ({prompt.source}) has {len(rendered.ids)} tokens, with {settings.max_new_tokens} for "
-                f"the answer more than the context of {context}; lower the mixture's max_tokens"
-            )
+            whole = f"{len(rendered.ids)} tokens, with {settings.max_new_tokens} for the answer more than the context"
+            raise BadRow(f"prompt {index} ({prompt.source}) has {whole} of {context}; lower the mixture's max_tokens")
         return rendered
 
     def _sample(self, prompt: Rendered, made: list[int] | BadRow) -> TrainingSample | Skipped:
@@ -188,15 +186,11 @@ def check_sizes(model: PreTrainedModel, mixture: Mixture, out: Path, limit: int,
     for entry in mixture.entries:
         longest = entry.lengths.max_tokens if entry.fills else entry.lengths.min_tokens
         if longest + max_new_tokens > context:
-            raise UserError(
-                f"{entry.kind}: prompts of {longest} tokens with max_new_tokens={max_new_tokens} are more than the "
-                f"context of {context}; lower the mixture's max_tokens, or max_new_tokens="
-            )
+            whole = f"prompts of {longest} tokens with max_new_tokens={max_new_tokens} are more than the context"
+            raise UserError(f"{entry.kind}: {whole} of {context}; lower the mixture's max_tokens, or max_new_tokens=")
     lengths = [entry.lengths for entry in mixture.entries]
     shortest = sum(each.weight * each.min_tokens for each in lengths) / sum(each.weight for each in lengths)
     needed, there = limit * shortest * _BYTES_A_TOKEN, sum(path.stat().st_size for path in out.glob("shard-*"))
     if needed > (free := free_bytes(out)) + there:
-        raise UserError(
-            f"limit={limit}: that many samples take more than {needed / 1e9:.0f} GB, and {out} has {free / 1e9:.0f} GB "
-            "left; lower limit="
-        )
+        gigabytes = f"more than {needed / 1e9:.0f} GB, and {out} has {free / 1e9:.0f} GB left"
+        raise UserError(f"limit={limit}: that many samples take {gigabytes}; lower limit=")

@@ -302,10 +302,8 @@ def read_training_samples(
         column = samples.rows.data.column(name)
         lowest, largest = pc.min_max(pc.list_flatten(column)).as_py().values()
         if lowest < 0 or largest >= vocabulary or pc.min(pc.list_value_length(column)).as_py() == 0:
-            raise UserError(
-                f"{folder}: {name} has token {largest}, but the vocabulary of {model!r} ends at {vocabulary - 1}; "
-                "make the data again"
-            )
+            beyond = f"token {largest}, but the vocabulary of {model!r} ends at {vocabulary - 1}"
+            raise UserError(f"{folder}: {name} has {beyond}; make the data again")
     return samples, asdict(manifest)
 
 

@@ -242,10 +242,8 @@ def parts_of_one(runs: Sequence[Run]) -> list[Run]:
     seen: dict[tuple[Any, ...], Any] = {}
     for run in runs:
         if run.target != runs[0].target:
-            raise UserError(
-                f"{run.folder}: its model is {run.target}, that of {runs[0].folder} is {runs[0].target}; "
-                "keepsight compare sets them side by side"
-            )
+            models = f"its model is {run.target}, that of {runs[0].folder} is {runs[0].target}"
+            raise UserError(f"{run.folder}: {models}; keepsight compare sets them side by side")
         fresh = []
         for row in run.rows:
             place = (*key_of(row), row["method"], row["budget"])
@@ -269,18 +267,15 @@ def comparable(runs: Sequence[Run], allow: Collection[str] = ()) -> list[Run]:
     first = runs[0]
     for run in runs[1:]:
         if "targets" not in allow and run.target != first.target:
-            raise UserError(
-                f"{run.folder}: its model is {run.target}, that of {first.folder} is {first.target}; "
-                "allow=[targets] compares them anyway"
-            )
+            models = f"its model is {run.target}, that of {first.folder} is {first.target}"
+            raise UserError(f"{run.folder}: {models}; allow=[targets] compares them anyway")
     samples = [{(key_of(row), row.get("sample_digest") or str(row["references"])) for row in run.rows} for run in runs]
     common = set.intersection(*samples)
     for run, own in zip(runs, samples, strict=True):
         if "samples" not in allow and own != common:
-            raise UserError(
-                f"{run.folder}: {len(own - common)} of its {len(own)} samples are not in every other run; "
-                "allow=[samples] compares the others, or, where there are none, the means"
-            )
+            few = f"{len(own - common)} of its {len(own)} samples are not in every other run"
+            advice = "allow=[samples] compares the others, or, where there are none, the means"
+            raise UserError(f"{run.folder}: {few}; {advice}")
     if not common:
         return [*runs]
     keys = {key for key, _ in common}

@@ -169,10 +169,8 @@ def check_samples(target: Target, samples: Sequence[RenderedSample], variants: S
     for sample in samples:
         tokens = len(sample.prompt_ids) + len(sample.question_ids)
         if tokens + sample.max_new_tokens > context:
-            raise UserError(
-                f"sample {sample.task}/{sample.id} has {tokens} tokens, with {sample.max_new_tokens} for the answer "
-                f"more than the context of {context}; lower lengths= or max_tokens="
-            )
+            whole = f"{tokens} tokens, with {sample.max_new_tokens} for the answer more than the context of {context}"
+            raise UserError(f"sample {sample.task}/{sample.id} has {whole}; lower lengths= or max_tokens=")
         for variant in variants:
             if sample.pictures and not variant.method.reads_images:
                 raise UserError(f"methods= names {variant.name!r}, which reads no images; {sample.task} has some")

@@ -143,10 +143,8 @@ def _read_tasks(folder: Path, present: Mapping[str, Path]) -> tuple[Path, dict[s
             for name, task in longbench_tasks().items()
         }
         if not known.keys() & present.keys():
-            raise UserError(
-                f"{folder}: no tasks.json in it or beside it; it gives each file's template and metric, "
-                "unless the file is named after a task of LongBench"
-            )
+            use = "it gives each file's template and metric, unless the file is named after a task of LongBench"
+            raise UserError(f"{folder}: no tasks.json in it or beside it; {use}")
         return folder, known
     tasks = read_json(found[0])
     if not isinstance(tasks, dict) or not all(isinstance(entry, dict) for entry in tasks.values()):

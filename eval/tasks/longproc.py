@@ -72,10 +72,8 @@ class LongProc(Benchmark):
         if self.dir is None:
             raise UserError("longproc tasks need longproc.dir=FOLDER with what LongProc's load_longproc_data returns")
         if task.startswith("pseudo_to_code") and not (self.run_programs and shutil.which("g++")):
-            raise UserError(
-                f"longproc_{task} compiles and runs what the model writes: install g++, and allow it with "
-                "longproc.run_programs=true"
-            )
+            advice = "install g++, and allow it with longproc.run_programs=true"
+            raise UserError(f"longproc_{task} compiles and runs what the model writes: {advice}")
 
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:

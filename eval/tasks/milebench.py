@@ -86,10 +86,9 @@ def _data_set(path: Path) -> tuple[Any, str, Iterator[tuple[str, Row]]]:
         word = "milebench_word" if "NeedleInAHaystack" in name else "milebench_text" if "MMCoQA" in name else ""
         scored_by, rows = word or _METRICS[kind], value["data"]
     except (KeyError, TypeError):
-        raise UserError(
-            f"{path}: expected data, and meta_data with task_instruction and a question_type of "
-            f"{' or '.join(_METRICS)}, as MileBench has them"
-        ) from None
+        kinds = " or ".join(_METRICS)
+        wanted = f"data, and meta_data with task_instruction and a question_type of {kinds}, as MileBench has them"
+        raise UserError(f"{path}: expected {wanted}") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path}: data must be a list of objects")
     return instructions, scored_by, ((f"{path}: data[{place}]", row) for place, row in enumerate(rows))

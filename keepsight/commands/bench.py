@@ -138,10 +138,8 @@ def _prompts(config: configs.BenchSpeculate | configs.BenchQueries, target: Targ
     samples, _ = read_training_samples(Path(data), target.name, target.template_digest, target.vocabulary)
     prompts = [sample.prompt_ids for sample in samples if len(sample.prompt_ids) <= config.tokens]
     if len(prompts) < config.samples:
-        raise UserError(
-            f"data={data}: {len(prompts)} prompts have at most {config.tokens} tokens, samples= needs "
-            f"{config.samples}; lower it, or raise tokens="
-        )
+        few = f"{len(prompts)} prompts have at most {config.tokens} tokens, samples= needs {config.samples}"
+        raise UserError(f"data={data}: {few}; lower it, or raise tokens=")
     return prompts[-config.samples :]
 
 
@@ -250,10 +248,8 @@ def _samples(config: configs.BenchDraft, target: Target) -> tuple[Sequence[Train
     if config.data:
         samples = no_longer_than(samples, longest)
     if len(samples) < wanted:
-        raise UserError(
-            f"data={folder}: {len(samples)} samples have at most {longest} prompt tokens, "
-            f"samples= and held_out= need {wanted}; lower them, or raise prompt_tokens="
-        )
+        few = f"{len(samples)} samples have at most {longest} prompt tokens, samples= and held_out= need {wanted}"
+        raise UserError(f"data={folder}: {few}; lower them, or raise prompt_tokens=")
     return samples[:wanted], manifest["digest"]
 
 

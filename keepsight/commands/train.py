@@ -103,10 +103,8 @@ def placed_target(config: UsesModel) -> Target:
     if config.model.device_map != DIVIDED:
         with created_divided(dtype):
             if (quantize := config.model.quantize) and is_deepspeed_zero3_enabled():
-                raise UserError(
-                    f"model.quantize={quantize}: ZeRO-3 cannot divide quantised weights; start with "
-                    "recipes/accelerate/ddp.yaml or zero2.yaml, which hold them on each GPU"
-                )
+                start = "start with recipes/accelerate/ddp.yaml or zero2.yaml, which hold them on each GPU"
+                raise UserError(f"model.quantize={quantize}: ZeRO-3 cannot divide quantised weights; {start}")
             target = training_target(config)
         keep_gradients(target.model)
         return target

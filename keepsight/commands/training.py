@@ -154,7 +154,5 @@ def require_finished(done: bool, config: Training, trainer: ModuleTrainer[Any]) 
     """UserError if the training was interrupted, once every process has written its files."""
     if not done:
         trainer.accelerator.wait_for_everyone()  # a launcher ends all processes when the first has failed
-        raise UserError(
-            f"interrupted at step {trainer.state.global_step}; the checkpoint and the weights so far are in "
-            f"{config.out}: run the same command again to resume"
-        )
+        kept = f"the checkpoint and the weights so far are in {config.out}: run the same command again to resume"
+        raise UserError(f"interrupted at step {trainer.state.global_step}; {kept}")

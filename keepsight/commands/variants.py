@@ -162,10 +162,9 @@ def prefix_method(config: Paged, resources: Resources) -> Evict:
         given = {"name": given} if isinstance(given, str) else given or {}
         method = require_evict(method_of(config, resources, allocate={**given, **allocate}), refusal)
     elif not isinstance(method.allocate, Uniform):
-        raise UserError(
-            f"method={config.method} lets heads keep different numbers of entries ({type(method.allocate).__name__}); "
-            "give page=32 for vLLM with KEEPSIGHT_RAGGED=1, or options={allocate: uniform}"
-        )
+        kind = type(method.allocate).__name__
+        advice = "give page=32 for vLLM with KEEPSIGHT_RAGGED=1, or options={allocate: uniform}"
+        raise UserError(f"method={config.method} lets heads keep different numbers of entries ({kind}); {advice}")
     if method.every:
         raise UserError("a prefix is evicted from once: leave out the option every")
     return method
