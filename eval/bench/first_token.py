@@ -6,14 +6,15 @@ passes follow one another; what it adds to the plain prefill is its overhead.
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
+from keepsight.eval.answers import entry_bytes
 from keepsight.eval.bench.roofline import Card
-from keepsight.models.decoder import cached_kv_heads, head_width, input_embedding
+from keepsight.models.decoder import head_width, input_embedding
 from keepsight.train.plan import stored_bytes
 from keepsight.train.tracking import pass_flops, weights_per_token
 
@@ -25,58 +26,42 @@ _MEASURED_AS = {PLAIN: "full", "snapkv": "snapkv", "lookaheadkv": "lookaheadkv, 
 """Rows of the benchmark on a GPU."""
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """Operations, and bytes that are moved, of one pass."""
 
     flops: float
     moved: float
 
 
-@dataclass(frozen=True)
-class Passes:
-    """The passes of a model, from its configuration alone."""
+def reading(model: PreTrainedModel, tokens: int, before: int = 0) -> Work:
+    """A pass over `tokens` after `before` entries, with the logits of the last token."""
+    flops = pass_flops(model, weights_per_token(model), tokens, before) + 2 * input_embedding(model).numel()
+    return Work(flops, stored_bytes(model) + entry_bytes(model) * (before + tokens))
 
-    model: PreTrainedModel
 
-    def read(self, tokens: int, before: int = 0) -> Work:
-        """A pass over `tokens` after `before` entries, with the logits of the last token."""
-        embedding = input_embedding(self.model)
-        flops = pass_flops(self.model, weights_per_token(self.model), tokens, before) + 2 * embedding.numel()
-        return Work(flops, stored_bytes(self.model) + self._entry * (before + tokens))
-
-    def score(self, observers: int, tokens: int) -> Work:
-        """The attention of observers to all entries, whose weights are written and read once."""
-        config = self.model.config.get_text_config(decoder=True)
-        heads = config.num_hidden_layers * config.num_attention_heads
-        weights, item = observers * tokens * heads, self.model.dtype.itemsize
-        return Work(2 * weights * head_width(config), self._entry * tokens / 2 + 2 * weights * item)
-
-    @property
-    def _entry(self) -> int:
-        config = self.model.config.get_text_config(decoder=True)
-        heads = config.num_hidden_layers * cached_kv_heads(self.model)
-        return 2 * heads * head_width(config) * self.model.dtype.itemsize
+def scoring(model: PreTrainedModel, observers: int, tokens: int) -> Work:
+    """The attention of observers to all entries, whose weights are written and read once."""
+    config = model.config.get_text_config(decoder=True)
+    weights = observers * tokens * config.num_hidden_layers * config.num_attention_heads
+    moved = entry_bytes(model) * tokens / 2 + 2 * weights * model.dtype.itemsize
+    return Work(2 * weights * head_width(config), moved)
 
 
 def passes_of(model: PreTrainedModel, draft: PreTrainedModel | None, tokens: int, budget: int) -> dict[str, list[Work]]:
     """What each method runs before its first token: drafts of 32 tokens, LAQ's from a cache of `budget` entries."""
-    own = Passes(model)
-    plain, look = own.read(tokens), own.score(WINDOW, tokens)
-    beyond = own.read(tokens + WINDOW)
-    drafted = [own.read(1, budget + step) for step in range(WINDOW)]
+    plain, look, beyond = reading(model, tokens), scoring(model, WINDOW, tokens), reading(model, tokens + WINDOW)
+    drafted = [reading(model, 1, budget + step) for step in range(WINDOW)]
     found = {PLAIN: [plain], "lookaheadkv": [beyond, look], "snapkv": [plain, look]}
     if draft is not None:
-        small = Passes(draft)
-        written = [small.read(tokens), *(small.read(1, tokens + step) for step in range(WINDOW))]
-        found["speckv"] = [*written, beyond, own.score(2 * WINDOW, tokens)]
+        written = [reading(draft, tokens), *(reading(draft, 1, tokens + step) for step in range(WINDOW))]
+        found["speckv"] = [*written, beyond, scoring(model, 2 * WINDOW, tokens)]
     return found | {"laq": [plain, look, *drafted, look]}
 
 
 def seconds_on(card: Card, passes: Sequence[Work]) -> float:
     """Seconds of passes that follow one another."""
     reached = Card(card.name, card.flops * FLOPS_REACHED, card.bandwidth * BANDWIDTH_REACHED, card.memory)
-    return sum(reached.seconds(each.flops, each.moved) for each in passes)
+    return sum(reached.seconds(*each) for each in passes)
 
 
 def table_lines(
@@ -115,9 +100,5 @@ def measured_on(path: Path, card: str, model_id: str) -> dict[tuple[int, str], f
                 found[int(row["tokens"]), row["method"]] = float(row["first_s"])
             except (KeyError, TypeError, ValueError):
                 raise UserError(f"measured={path}: expected the columns that make bench-gpu writes") from None
-    return {
-        (tokens, name): found[tokens, as_]
-        for tokens, as_ in found
-        for name in _MEASURED_AS
-        if _MEASURED_AS[name] == as_
-    }
+    names = {as_: name for name, as_ in _MEASURED_AS.items()}
+    return {(tokens, names[as_]): seconds for (tokens, as_), seconds in found.items() if as_ in names}
