@@ -19,27 +19,18 @@ class Evicting(UsesMethods):
         method: The method that evicts; `full` serves full caches.
         budget: KV budget: entries per layer and KV head, or a ratio of the prompt such as 0.1.
         options: Options of the method, such as {pool: {kernel: 5}}.
+        page: Entries of a page, which is vLLM's --block-size: all heads share the budget in whole pages, for vLLM with
+            KEEPSIGHT_RAGGED=1. 0 for the same number of entries in every head, for any vLLM.
     """
 
     method: str = "lookaheadkv"
     budget: int | float = 256
     options: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Paged(Evicting):
-    """Keys of commands that write prefixes for vLLM.
-
-    Attributes:
-        page: Entries of a page, which is vLLM's --block-size: all heads share the budget in whole pages, for vLLM with
-            KEEPSIGHT_RAGGED=1. 0 for the same number of entries in every head, for any vLLM.
-    """
-
     page: NonNegativeInt = 0
 
 
 @dataclass
-class Prefix(Paged):
+class Prefix(Evicting):
     """keepsight prefix: read documents once, and write what stays of their caches for vLLM to load.
 
         keepsight prefix recipe=smollm2-135m prompt=@doc.txt page=32 out=prefixes
@@ -65,7 +56,7 @@ class Prefix(Paged):
 
 
 @dataclass
-class Serve(Paged):
+class Serve(Evicting):
     """keepsight serve: an OpenAI server that answers every request from an evicted cache, in batches.
 
         keepsight serve recipe=smollm2-135m budget=256 port=8000

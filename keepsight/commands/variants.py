@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from keepsight.commands.config_serving import Evicting, Paged
+from keepsight.commands.config_serving import Evicting
 from keepsight.commands.recipe import say_once
 from keepsight.errors import UserError
 from keepsight.eval.results import FULL
@@ -151,7 +151,7 @@ def letters_for(target: Target, budget: int | float) -> int:
     return letters
 
 
-def prefix_method(config: Paged, resources: Resources) -> Evict:
+def prefix_method(config: Evicting, resources: Resources) -> Evict:
     """A method whose heads keep the same numbers of entries, or whole pages; UserError for others."""
     refusal = f"method={config.method} evicts nothing from the cache, so there is no prefix to write"
     method = require_evict(method_of(config, resources), refusal)
