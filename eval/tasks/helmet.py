@@ -92,7 +92,8 @@ class Helmet(Benchmark):
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         self.require(task, request.judge)
         if wrong := [length for length in request.lengths if length not in _LENGTHS]:
-            raise UserError(f"helmet: lengths={wrong[0]} is none of its data's, {', '.join(map(str, _LENGTHS))}")
+            known = ", ".join(map(str, _LENGTHS))
+            raise UserError(f"helmet: lengths={wrong[0]} is none of {known}, its data's lengths")
         return [sample for length in request.lengths for sample in self._samples(task, length, request)]
 
     def _samples(self, task: str, length: int, request: TaskRequest) -> list[RenderedSample]:
