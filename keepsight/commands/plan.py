@@ -14,8 +14,7 @@ from keepsight.commands.config_bench import PlanTrain, PlanTtft
 from keepsight.commands.config_shared import ModelConfig, UsesModel
 from keepsight.commands.from_recipe import outline_of
 from keepsight.errors import UserError
-from keepsight.eval.bench.first_token import measured_on, table_lines
-from keepsight.eval.bench.roofline import CARDS, known_card
+from keepsight.eval.bench.roofline import CARDS, known_card, measured_on, table_lines
 from keepsight.eval.report.figures import GRID, STYLES, look
 from keepsight.files import read_bytes, require_writable, size_text, write_png
 from keepsight.models.decoder import context_of, decoder_of
