@@ -1,7 +1,4 @@
-"""Speed of batched serving: requests through the engine of `keepsight serve`, or through vLLM's from evicted caches.
-
-One engine answers from the methods' caches and from full ones, in one run.
-"""
+"""Speed of batched serving, from evicted caches and from full ones, by `keepsight serve`'s engine or vLLM's."""
 
 import importlib.util
 import os

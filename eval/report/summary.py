@@ -1,7 +1,4 @@
-"""From `results.jsonl` to means: `summary.csv`, the table that the terminal shows, paired differences, and findings.
-
-Findings are the sentences at the head of a report: the best predicting method against the best other one.
-"""
+"""From `results.jsonl` to means: `summary.csv`, the table of the terminal, paired differences, and findings."""
 
 import math
 import operator

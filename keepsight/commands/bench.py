@@ -1,7 +1,4 @@
-"""keepsight bench: speed and memory on this machine, and the search for the layers of a model that make a good draft.
-
-Speeds are medians of repeated timings, and only printed; the search writes what it finds.
-"""
+"""keepsight bench: speed and memory on this machine, which are only printed, and the search for a draft's layers."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Keys that several commands share: the base model, methods, data, tasks, and what a training writes.
-
-See `keepsight.commands.config`.
-"""
+"""Keys that several commands share (see `keepsight.commands.config`): model, methods, data, tasks, training."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any

@@ -1,7 +1,4 @@
-"""keepsight fit: a module for a model in one command: answers, training, evaluation and model card.
-
-The card tells command, data, stages and results, and where the module falls short.
-"""
+"""keepsight fit: a module for a model in one command: answers, training, evaluation and model card."""
 
 import gc
 import os

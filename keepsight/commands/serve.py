@@ -1,7 +1,4 @@
-"""keepsight serve: an OpenAI server over evicted caches, with an engine of its own or, with vllm=true, with vLLM's.
-
-Beside vLLM's server a worker reads long prompts for it and evicts from them.
-"""
+"""keepsight serve: an OpenAI server over evicted caches, with an engine of its own or beside vLLM's server."""
 
 import asyncio
 import importlib.util
