@@ -22,10 +22,9 @@ _AIM = 0.965
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt for the base model.
+    """One prompt for the base model; `source` is its kind, for the manifest.
 
     Attributes:
-        source: Kind of prompt, for the manifest.
         messages: The turns of the conversation, ending with the user's; each has `role` and `content`.
         response: The answer to use instead of the model's own.
         template: Whether the chat template is applied; otherwise the first message's content is continued as it is.
@@ -41,15 +40,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Request:
-    """What one prompt is drawn from.
+    """What one prompt is drawn from: `rng` alone is random, and `seed` is that of the whole mixture.
 
-    Attributes:
-        rng: Source of all randomness.
-        tokens: Wanted length of the prompt in tokens, chat template not counted.
-        limit: Longest prompt of the source in tokens, for prompts that are not filled.
-        count_tokens: Counts the tokens of a text.
-        seed: Random seed of the whole mixture.
-        number: Number of prompts drawn from this source before.
+    The prompt should have `tokens` tokens, chat template not counted; one that is not filled, at most `limit`. `number`
+    prompts were drawn from this source before.
     """
 
     rng: random.Random

@@ -70,20 +70,10 @@ class Skipped:
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What decides every sample: a run can be resumed only with the same settings (except `limit` and `date`).
+    """What decides every sample: a run can be resumed only with the same settings, except `limit`, which it may raise.
 
-    Attributes:
-        model: Hub id or folder of the base model.
-        version: Revision of the model, or the digest of its weight file.
-        template_digest: Digest of the model's chat template.
-        mixture: The mixture as plain values.
-        seed: Random seed of the mixture's draws.
-        limit: Number of samples; a later run may raise it to add more.
-        shard_size: Samples per shard.
-        max_new_tokens: Longest answer in tokens.
-        date: For chat templates that tell the date: the day on which the data was begun; a resumed run keeps it.
-        temperature: Of sampled answers; 0 for greedy ones.
-        top_p: Of sampled answers.
+    `version` is the model's revision, or the digest of its weight file; `mixture` has plain values; answers have at
+    most `max_new_tokens`. For chat templates that tell the date, `date` is the day on which the data was begun.
     """
 
     model: str

@@ -46,8 +46,7 @@ class Answered:
         ids: [T] int64, its own answer.
         nll: [T'] float32, negative log-likelihood of the full cache's answer in nats.
         hits: [T'] bool, whether each token of the full cache's answer is the arg-max.
-        tokens_per_second: Decoding speed of its whole batch; None where nothing was decoded, because the answer is the
-            full cache's.
+        tokens_per_second: Decoding speed of its batch of `rows`; None where its answer is the full cache's.
         rows: Number of answers that were decoded in the batch.
         question: Seconds that its batch took to read the question.
     """

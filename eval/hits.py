@@ -51,13 +51,11 @@ class Hits:
 
 @dataclass(frozen=True)
 class Answering:
-    """An answer under full attention, as the base model's layers saw it.
+    """An answer [1, T] int64 under full attention, as the base model's layers saw it.
 
-    Attributes:
-        before: One-row state of the prompt.
-        after: The state once the answer has been read; its layers hold the answer's queries, and it all features.
-        answer: [1, T] int64.
-        weights: [L, K, T, S] float32, attention over all S entries, the mean over the query heads of a KV head; causal.
+    `before` is the one-row state of the prompt; that of `after` has read the answer, whose queries its layers hold, and
+    all features. `weights` [L, K, T, S] float32 is the causal attention over all S entries, mean over a KV head's query
+    heads.
     """
 
     before: State

@@ -77,13 +77,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Asked:
-    """A question put to the full cache.
+    """A question put to the full cache: [1, q] int64, read after the context; empty when the whole prompt was.
 
-    Attributes:
-        sample: What is asked.
-        question: [1, q] int64, what is read after the context; empty when the whole prompt was.
-        limits: Limits of its answers.
-        answer: [1, T] int64, the full cache's answer, which `full` has with its likelihood.
+    `answer` [1, T] int64 is the full cache's under `limits`, and `full` has it with its likelihood.
     """
 
     sample: RenderedSample

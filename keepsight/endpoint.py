@@ -78,13 +78,9 @@ class _NoRedirects(HTTPRedirectHandler):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server's URL, and how long a reply is waited for.
+    """A server's URL, such as http://localhost:8000/v1, how often a request is tried, and seconds for one whole reply.
 
-    Attributes:
-        url: Such as http://localhost:8000/v1.
-        key: Environment variable that holds the API key; none is sent where it is not set.
-        tries: How often a request is sent before it is given up.
-        patience: Seconds for one whole reply.
+    `key` is the environment variable that holds the API key; none is sent where it is not set.
     """
 
     url: str

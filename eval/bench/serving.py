@@ -80,13 +80,9 @@ def _served(
 
 @dataclass
 class Run:
-    """Measurements of answering all requests.
+    """Answering all requests: seconds in all, to each one's first token, and of each step in which every row took one.
 
-    Attributes:
-        seconds: From the first request to the last answer.
-        first: Seconds to each request's first token.
-        steps: Seconds of each step in which every row took one token.
-        usage: Largest share of the engine's cache that was in use.
+    `usage` is the largest share of the engine's cache that was in use.
     """
 
     seconds: float = 0.0

@@ -25,14 +25,10 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """A mean over samples.
+    """A mean over `n` equally weighted samples with the same variance.
 
-    Attributes:
-        value: The mean.
-        draws: [RESAMPLES] float32, the means of the bootstrap's samples.
-        n: Number of equally weighted samples with the same variance.
-        is_share: Whether every sample is 0 or 1.
-        is_drawn: Whether the parts with at least two samples to draw from make up all of it, up to a share of `LONE`.
+    `draws` [RESAMPLES] float32 are the means of the bootstrap's samples; it `is_share` where every sample is 0 or 1,
+    and `is_drawn` where parts with at least two samples to draw from make up all of it, up to a share of `LONE`.
     """
 
     value: float

@@ -38,14 +38,10 @@ _TEMPLATE_TOKENS = 64
 
 @dataclass(frozen=True)
 class LongBenchTask:
-    """One task of LongBench; its prompt is `before`, `question` and `cue`, with {context} and {input} filled in.
+    """One task of LongBench: its metric, its generation length, and its prompt, with {context} and {input} to fill in.
 
-    Attributes:
-        before: The text before the question, {context} included.
-        question: The question.
-        cue: The end of the prompt, such as `Answer:`; a question that is {input} alone holds it already.
-        tokens: Generation length.
-        metric: A key of `keepsight.eval.tasks.metrics.METRICS`.
+    The prompt is `before` with {context}, the question, and `cue`, such as `Answer:`; a question that is {input} alone
+    holds the cue already.
     """
 
     before: str
