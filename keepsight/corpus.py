@@ -29,15 +29,7 @@ SHARED_WORDS = 6
 
 @dataclass(frozen=True)
 class Document:
-    """A topic of the language reference (`topics/assert`), or a source file below the standard library's folder."""
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Docstring:
-    """The documentation of one object: `name` as in `module.Class.method`, and the `text` of its docstring."""
+    """A topic of the language reference (`topics/assert`), a library's source file, or a docstring by its object."""
 
     name: str
     text: str
@@ -84,8 +76,8 @@ def _is_library(name: str) -> bool:
 
 
 @lru_cache(maxsize=512)
-def docstrings(document: Document) -> tuple[Docstring, ...]:
-    """The docstrings of a source file, module first; empty where it does not parse."""
+def docstrings(document: Document) -> tuple[Document, ...]:
+    """The docstrings of a source file by `module.Class.method`, module first; empty where it does not parse."""
     try:
         tree = ast.parse(document.text)
     except SyntaxError:
@@ -94,10 +86,10 @@ def docstrings(document: Document) -> tuple[Docstring, ...]:
     return tuple(_docstrings_below(tree, module))
 
 
-def _docstrings_below(node: ast.Module | ast.ClassDef | ast.FunctionDef, name: str) -> Iterator[Docstring]:
+def _docstrings_below(node: ast.Module | ast.ClassDef | ast.FunctionDef, name: str) -> Iterator[Document]:
     text = ast.get_docstring(node)
     if text:
-        yield Docstring(name, text)
+        yield Document(name, text)
     for child in node.body:
         if isinstance(child, ast.ClassDef | ast.FunctionDef):
             yield from _docstrings_below(child, f"{name}.{child.name}")

@@ -17,7 +17,7 @@ from math import pi
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from keepsight.corpus import Docstring, docstrings, evaluation_paragraphs, sentences, source_documents
+from keepsight.corpus import Document, docstrings, evaluation_paragraphs, sentences, source_documents
 from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import fill_in, hub_rows, read_text
 from keepsight.eval.tasks.niah import listed
@@ -335,10 +335,10 @@ def _hotpot(rows: Iterable[Any], note: str) -> QaSource:
     return QaSource(tuple(texts), tuple(questions), note)
 
 
-def _documentation_source(ask: Callable[[dict[str, int], list[Docstring]], Iterator[Question]]) -> QaSource:
+def _documentation_source(ask: Callable[[dict[str, int], list[Document]], Iterator[Question]]) -> QaSource:
     """The documented objects of the standard library that have a first sentence of their own."""
     entries = [entry for document in source_documents("evaluation") for entry in docstrings(document)]
-    known: dict[str, Docstring] = {}
+    known: dict[str, Document] = {}
     for entry in entries:
         if 20 <= len(_opening(entry)) <= 200 and len(entry.text) < 1500:
             known.setdefault(_opening(entry), entry)
@@ -348,17 +348,17 @@ def _documentation_source(ask: Callable[[dict[str, int], list[Docstring]], Itera
     return QaSource(texts, tuple(ask(place, kept)), OFFLINE)
 
 
-def _opening(entry: Docstring) -> str:
+def _opening(entry: Document) -> str:
     return re.split(r"(?<=[.!?])\s|\n\s*\n", entry.text.strip())[0].replace("\n", " ").rstrip(".")
 
 
-def _one_hop(place: dict[str, int], entries: list[Docstring]) -> Iterator[Question]:
+def _one_hop(place: dict[str, int], entries: list[Document]) -> Iterator[Question]:
     for entry in entries:
         text = f'What is the full name of what Python documents as "{_opening(entry)}"?'
         yield Question(text, (entry.name,), (place[entry.name],))
 
 
-def _two_hops(place: dict[str, int], entries: list[Docstring]) -> Iterator[Question]:
+def _two_hops(place: dict[str, int], entries: list[Document]) -> Iterator[Question]:
     """A method by what is said of it and of its class, which are two documents."""
     by_name = {entry.name: entry for entry in entries}
     for entry in entries:
