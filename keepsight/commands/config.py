@@ -12,36 +12,17 @@ from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from keepsight.commands import config_bench as benchmarks
 from keepsight.commands import config_serving as serving
-from keepsight.commands.config_shared import (
-    CardKeys,
-    Counts,
-    DataKeys,
-    DraftConfig,
-    EvalKeys,
-    NonEmpty,
-    OfTable,
-    TaskKeys,
-    Training,
-    UsesMethods,
-    one_of,
-    shared_selection,
-)
+from keepsight.commands import config_shared as shared
 from keepsight.models.lookahead_settings import SELECTIONS, LookaheadSettings
-from keepsight.train.settings import (
-    DraftHeadSettings,
-    FinetuneSettings,
-    LookaheadTrainSettings,
-    ReplaySettings,
-    RetrievalHeadSettings,
-)
+from keepsight.train import settings
 
-Selection = Annotated[str, one_of(*SELECTIONS)]
+Selection = Annotated[str, shared.one_of(*SELECTIONS)]
 LOOKAHEAD_STAGES = ("answers", "importance", "eviction", "evaluation", "card")
 RETRIEVAL_STAGES = ("answers", "distillation", "evaluation", "card")
 
 
 @dataclass
-class Data(DataKeys):
+class Data(shared.DataKeys):
     """keepsight data: make training data: prompts of a mixture and the base model's answers.
 
         keepsight data recipe=smollm2-135m out=runs/data limit=200
@@ -86,7 +67,7 @@ class DataStats:
 
 
 @dataclass
-class Train(CardKeys):
+class Train(shared.CardKeys):
     """keepsight train: train a lookahead module to predict which prompt entries the model's answers attend to.
 
         accelerate launch train_lookahead.py recipe=smollm2-135m data=runs/data out=runs/adapter
@@ -120,12 +101,12 @@ class Train(CardKeys):
     init: str | None = None
     max_prompt_tokens: NonNegativeInt = 0
     selection: Selection = "shared"
-    lookahead: LookaheadSettings = field(default_factory=shared_selection)
-    train: LookaheadTrainSettings = field(default_factory=LookaheadTrainSettings)
+    lookahead: LookaheadSettings = field(default_factory=shared.shared_selection)
+    train: settings.LookaheadTrainSettings = field(default_factory=settings.LookaheadTrainSettings)
 
 
 @dataclass
-class Finetune(Training, UsesMethods):
+class Finetune(shared.Training, shared.UsesMethods):
     """keepsight finetune: train a lookahead module further, on the loss that evicting with it causes in answers.
 
         keepsight finetune recipe=smollm2-135m adapter=runs/adapter data=runs/data out=runs/finetuned
@@ -161,11 +142,11 @@ class Finetune(Training, UsesMethods):
     selection: Selection | None = None
     method: str = "lookaheadkv"
     options: dict[str, Any] = field(default_factory=dict)
-    finetune: FinetuneSettings = field(default_factory=FinetuneSettings)
+    finetune: settings.FinetuneSettings = field(default_factory=settings.FinetuneSettings)
 
 
 @dataclass
-class TrainDraftHead(CardKeys):
+class TrainDraftHead(shared.CardKeys):
     """keepsight train_draft_head: train an EAGLE-3 draft head.
 
         accelerate launch train_draft_head.py recipe=smollm2-135m data=runs/data out=runs/draft_head
@@ -187,11 +168,11 @@ class TrainDraftHead(CardKeys):
     title: str = "keepsight draft head"
     features: str | None = None
     init: str | None = None
-    draft_head: DraftHeadSettings = field(default_factory=DraftHeadSettings)
+    draft_head: settings.DraftHeadSettings = field(default_factory=settings.DraftHeadSettings)
 
 
 @dataclass
-class TrainRetrievalHead(CardKeys):
+class TrainRetrievalHead(shared.CardKeys):
     """keepsight train_retrieval_head: prune a draft head to a retrieval head, and distil the model's attention into it.
 
         accelerate launch train_retrieval_head.py head=runs/head data=runs/data out=runs/retrieval
@@ -214,11 +195,11 @@ class TrainRetrievalHead(CardKeys):
     )
     title: str = "keepsight retrieval head"
     head: str | None = None
-    retrieval_head: RetrievalHeadSettings = field(default_factory=RetrievalHeadSettings)
+    retrieval_head: settings.RetrievalHeadSettings = field(default_factory=settings.RetrievalHeadSettings)
 
 
 @dataclass
-class Eval(OfTable, TaskKeys):
+class Eval(shared.OfTable, shared.TaskKeys):
     """keepsight eval: score methods and KV budgets from one prefill per sample.
 
         keepsight eval adapter=runs/adapter tasks=niah lengths=512,1024 budgets=64,128 out=runs/eval
@@ -272,7 +253,7 @@ class Report:
     """
 
     POSITIONAL_LIST: ClassVar = "runs"
-    runs: Annotated[list[str], NonEmpty] = field(default_factory=list)
+    runs: Annotated[list[str], shared.NonEmpty] = field(default_factory=list)
     out: str | None = None
 
 
@@ -296,12 +277,12 @@ class Compare:
 
     POSITIONAL_LIST: ClassVar = "runs"
     runs: list[str] = field(default_factory=list)
-    allow: list[Annotated[str, one_of("targets", "samples")]] = field(default_factory=list)
+    allow: list[Annotated[str, shared.one_of("targets", "samples")]] = field(default_factory=list)
     out: str = "runs/compare"
 
 
 @dataclass
-class Inspect(UsesMethods):
+class Inspect(shared.UsesMethods):
     """keepsight inspect: an HTML page of the prompt tokens that a method keeps, by layer, and of the answer.
 
         keepsight inspect prompt=@file.txt method=lookaheadkv budget=64 out=runs/kept.html
@@ -359,7 +340,7 @@ class Push:
 
 
 @dataclass
-class Fit(DataKeys, EvalKeys):
+class Fit(shared.DataKeys, shared.EvalKeys):
     """keepsight fit: a module for a model in one command: answers, training, evaluation, model card.
 
         keepsight fit HuggingFaceTB/SmolLM2-135M-Instruct out=runs/smollm2
@@ -392,24 +373,24 @@ class Fit(DataKeys, EvalKeys):
         *("lookahead.tokens", "train.steps", "finetune.train.steps", "tasks", "tests", "methods", "budgets"),
     )
     out: str = "???"
-    module: Annotated[str, one_of("lookahead", "retrieval")] = "lookahead"
-    stages: list[Annotated[str, one_of(*LOOKAHEAD_STAGES, *RETRIEVAL_STAGES)]] = field(default_factory=list)
+    module: Annotated[str, shared.one_of("lookahead", "retrieval")] = "lookahead"
+    stages: list[Annotated[str, shared.one_of(*LOOKAHEAD_STAGES, *RETRIEVAL_STAGES)]] = field(default_factory=list)
     limit: PositiveInt = 1000
     title: str = "keepsight lookahead adapter"
     base: str | None = None
     data_notes: str = ""
-    tasks: Annotated[list[str], NonEmpty] = field(default_factory=lambda: ["niah"])
-    lengths: Counts = field(default_factory=lambda: [1024])
+    tasks: Annotated[list[str], shared.NonEmpty] = field(default_factory=lambda: ["niah"])
+    lengths: shared.Counts = field(default_factory=lambda: [1024])
     tests: Annotated[int, Field(ge=1, le=1_000_000)] = 10
     selection: Selection = "shared"
     max_prompt_tokens: NonNegativeInt = 0
     retrieval: str | None = None
-    draft: DraftConfig = field(default_factory=DraftConfig)
-    lookahead: LookaheadSettings = field(default_factory=shared_selection)
-    train: LookaheadTrainSettings = field(default_factory=LookaheadTrainSettings)
-    finetune: FinetuneSettings = field(default_factory=FinetuneSettings)
-    retrieval_head: RetrievalHeadSettings = field(default_factory=RetrievalHeadSettings)
-    replay: ReplaySettings = field(default_factory=ReplaySettings)
+    draft: shared.DraftConfig = field(default_factory=shared.DraftConfig)
+    lookahead: LookaheadSettings = field(default_factory=shared.shared_selection)
+    train: settings.LookaheadTrainSettings = field(default_factory=settings.LookaheadTrainSettings)
+    finetune: settings.FinetuneSettings = field(default_factory=settings.FinetuneSettings)
+    retrieval_head: settings.RetrievalHeadSettings = field(default_factory=settings.RetrievalHeadSettings)
+    replay: settings.ReplaySettings = field(default_factory=settings.ReplaySettings)
 
 
 COMMANDS: dict[str, tuple[type, str]] = {

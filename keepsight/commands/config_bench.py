@@ -5,16 +5,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from keepsight.commands.config_shared import (
-    Counts,
-    NonEmpty,
-    OfTable,
-    TaskKeys,
-    UsesMethods,
-    UsesModel,
-    one_of,
-    shared_selection,
-)
+from keepsight.commands import config_shared as shared
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.train.settings import FinetuneSettings, LookaheadTrainSettings, RetrievalHeadSettings
 
@@ -23,7 +14,7 @@ COMPARED = ("lookaheadkv", "snapkv", "pyramidkv", "adakv", "tova", "streamingllm
 
 
 @dataclass
-class Plan(UsesModel):
+class Plan(shared.UsesModel):
     """keepsight plan: how many layers must keep their KV entries in CPU memory, for a model, a GPU and a load.
 
         keepsight plan recipe=llama8b memory=24GiB requests=4 budget=2048
@@ -52,7 +43,7 @@ class Plan(UsesModel):
 
 
 @dataclass
-class PlanTrain(UsesModel):
+class PlanTrain(shared.UsesModel):
     """keepsight plan train: the memory and time that training a lookahead module takes, before anything is loaded.
 
         keepsight plan train recipe=llama3.1-8b tokens=16384 gpus=8 gpu=80GB
@@ -77,7 +68,7 @@ class PlanTrain(UsesModel):
         utilisation: Share of the peak that is assumed to be reached.
     """
 
-    stage: Annotated[str, one_of("importance", "eviction")] = "importance"
+    stage: Annotated[str, shared.one_of("importance", "eviction")] = "importance"
     tokens: PositiveInt | None = None
     answer: Annotated[PositiveInt, Field(le=1 << 14)] = 512
     gpus: PositiveInt = 1
@@ -86,13 +77,13 @@ class PlanTrain(UsesModel):
     samples: PositiveInt = 86000
     flops: Annotated[float, Field(gt=0, le=1e6)] = 989.0
     utilisation: Annotated[float, Field(gt=0, le=1)] = 0.4
-    lookahead: LookaheadSettings = field(default_factory=shared_selection)
+    lookahead: LookaheadSettings = field(default_factory=shared.shared_selection)
     train: LookaheadTrainSettings = field(default_factory=LookaheadTrainSettings)
     finetune: FinetuneSettings = field(default_factory=FinetuneSettings)
 
 
 @dataclass
-class PlanTtft(UsesMethods):
+class PlanTtft(shared.UsesMethods):
     """keepsight plan ttft: the time to first token on a GPU, and what methods add to it, by arithmetic.
 
         keepsight plan ttft recipe=llama3.1-8b draft.id=meta-llama/Llama-3.2-1B-Instruct
@@ -111,7 +102,7 @@ class PlanTtft(UsesMethods):
 
     COMMON: ClassVar = ("card", "lengths", "budget", "measured", "model.id", "draft.id", "draft.layers")
     card: str = "H100"
-    lengths: Counts = field(default_factory=lambda: [4096, 8192, 16384, 32768])
+    lengths: shared.Counts = field(default_factory=lambda: [4096, 8192, 16384, 32768])
     budget: PositiveInt = 128
     measured: str | None = None
 
@@ -130,7 +121,7 @@ class Lengths:
 
 
 @dataclass
-class Benched(OfTable, UsesMethods):
+class Benched(shared.OfTable, shared.UsesMethods):
     """Keys of benchmarks of methods.
 
     Attributes:
@@ -138,12 +129,12 @@ class Benched(OfTable, UsesMethods):
         budgets: KV entries per head.
     """
 
-    methods: Annotated[list[Any], NonEmpty] = field(default_factory=lambda: list(COMPARED))
-    budgets: Counts = field(default_factory=lambda: [64])
+    methods: Annotated[list[Any], shared.NonEmpty] = field(default_factory=lambda: list(COMPARED))
+    budgets: shared.Counts = field(default_factory=lambda: [64])
 
 
 @dataclass
-class BenchTrain(Lengths, UsesModel):
+class BenchTrain(Lengths, shared.UsesModel):
     """keepsight bench train: a training step of a lookahead module against one prefill of its batch.
 
         keepsight bench train train.replays=8 train.batch_size=4
@@ -173,7 +164,7 @@ class BenchEval(Lengths, Benched):
         samples: Number of timed samples.
     """
 
-    budgets: Counts = field(default_factory=lambda: [64, 128, 256])
+    budgets: shared.Counts = field(default_factory=lambda: [64, 128, 256])
     samples: PositiveInt = 3
 
 
@@ -192,7 +183,7 @@ class BenchEvict(Benched):
         repeats: Turns of the prefill and all methods, after one to warm up.
     """
 
-    lengths: Counts = field(default_factory=lambda: [1024, 4096])
+    lengths: shared.Counts = field(default_factory=lambda: [1024, 4096])
     repeats: PositiveInt = 5
 
 
@@ -212,7 +203,7 @@ class BenchDecode(Lengths, Benched):
     """
 
     tokens: PositiveInt = 4096
-    budgets: Counts = field(default_factory=lambda: [128])
+    budgets: shared.Counts = field(default_factory=lambda: [128])
     batch: NonNegativeInt = 1
     answer_tokens: PositiveInt = 32
 
@@ -234,7 +225,7 @@ class BenchOps(Benched):
 
 
 @dataclass
-class BenchSpeCache(Lengths, UsesModel):
+class BenchSpeCache(Lengths, shared.UsesModel):
     """keepsight bench specache: a decoding step with packed KV entries, in total and by part.
 
         keepsight bench specache tokens=2048 bits=1
@@ -246,11 +237,11 @@ class BenchSpeCache(Lengths, UsesModel):
     """
 
     batch: PositiveInt = 1
-    bits: Counts = field(default_factory=lambda: [1, 2])
+    bits: shared.Counts = field(default_factory=lambda: [1, 2])
 
 
 @dataclass
-class BenchSpeculate(Lengths, UsesMethods):
+class BenchSpeculate(Lengths, shared.UsesMethods):
     """keepsight bench speculate: speculative decoding with a draft head against plain decoding.
 
         keepsight bench speculate draft.head=HEAD draft.layers=null
@@ -271,7 +262,7 @@ class BenchSpeculate(Lengths, UsesMethods):
 
 
 @dataclass
-class BenchQueries(UsesModel):
+class BenchQueries(shared.UsesModel):
     """keepsight bench queries: how much the queries of pseudo tokens are like the answer's, by content and position.
 
         keepsight bench queries tokens=2048 samples=10
@@ -297,7 +288,7 @@ class BenchQueries(UsesModel):
 
 
 @dataclass
-class BenchRetrieve(UsesMethods):
+class BenchRetrieve(shared.UsesMethods):
     """keepsight bench retrieve: a retrieval head's size, its decoding steps by part, and the bytes that it loads.
 
         keepsight bench retrieve retrieval=HEAD
@@ -315,8 +306,8 @@ class BenchRetrieve(UsesMethods):
         answer_tokens: Decoding steps after each text.
     """
 
-    lengths: Counts = field(default_factory=lambda: [4096, 16384, 32768])
-    budgets: Counts = field(default_factory=lambda: [64, 256, 1024])
+    lengths: shared.Counts = field(default_factory=lambda: [4096, 16384, 32768])
+    budgets: shared.Counts = field(default_factory=lambda: [64, 256, 1024])
     batch: PositiveInt = 1
     repeats: PositiveInt = 5
     tokens: PositiveInt = 4096
@@ -326,7 +317,7 @@ class BenchRetrieve(UsesMethods):
 
 
 @dataclass
-class BenchDraft(UsesModel):
+class BenchDraft(shared.UsesModel):
     """keepsight bench draft: search for the layers of a model that make a good draft.
 
         keepsight bench draft recipe=smollm2-135m keep=26,20 out=runs/draft
@@ -349,7 +340,7 @@ class BenchDraft(UsesModel):
     """
 
     out: str = "???"
-    keep: Counts = field(default_factory=lambda: [20, 16, 12])
+    keep: shared.Counts = field(default_factory=lambda: [20, 16, 12])
     data: str | None = None
     mixture: str = "offline"
     prompt_tokens: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] = field(
@@ -362,7 +353,7 @@ class BenchDraft(UsesModel):
 
 
 @dataclass
-class BenchHits(TaskKeys):
+class BenchHits(shared.TaskKeys):
     """keepsight bench hits: top-k hit rate of the methods that read a part of the cache, step by step.
 
         keepsight bench hits retrieval=runs/retrieval tasks=niah_single lengths=2048 out=runs/hits
@@ -388,5 +379,5 @@ class BenchHits(TaskKeys):
         *("out", "model.id", "retrieval", "heads", "tasks", "lengths", "samples", "methods", "budgets", "jsonl.dir"),
     )
     methods: list[Any] = field(default_factory=lambda: ["specontext", "quest", "exact_topk"])
-    budgets: Counts = field(default_factory=lambda: [64, 256, 1024])
+    budgets: shared.Counts = field(default_factory=lambda: [64, 256, 1024])
     heads: dict[str, str] = field(default_factory=dict)
