@@ -18,20 +18,7 @@ from keepsight.eval.tasks.samples import RenderedSample
 
 @dataclass
 class Benchmarks:
-    """Every benchmark under its name, with its keys.
-
-    Attributes:
-        niah: Needles in prose.
-        ruler: RULER.
-        longbench: LongBench and LongBench-E.
-        longbench_v2: LongBench v2.
-        longproc: LongProc.
-        helmet: HELMET's recall, RAG, reranking and ICL.
-        milebench: MileBench, for models that read images.
-        mt_bench: MT-Bench.
-        longwriter: LongBench-Write.
-        jsonl: Real samples from files.
-    """
+    """Every benchmark under its name, with its keys."""
 
     niah: Niah = field(default_factory=Niah)
     ruler: Ruler = field(default_factory=Ruler)
