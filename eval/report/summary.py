@@ -60,9 +60,7 @@ class SummaryRow:
     Attributes:
         task: Name of the task; a sentence such as `mean of 3 tasks` in what `mean_over_tasks` returns.
         length: Nominal prompt length in tokens; 0 for a mean over lengths.
-        method: Name of the method; `full` is the cache with nothing evicted.
         budget: KV entries per layer and KV head, or a share of the prompt; None for the full cache.
-        n: Number of samples.
         estimates: By the names in `MEASURES`: the score of the task's metric, 0 to 1; excess NLL (delta NLL vs. full
             cache): the mean negative log-likelihood of the full cache's own answer minus that under the full cache, in
             nats per token; top-1 agreement, the share of that answer's tokens that stay the arg-max.

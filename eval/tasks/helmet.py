@@ -24,19 +24,11 @@ _SEED = 42
 
 @dataclass(frozen=True)
 class HelmetTask:
-    """A task of HELMET.
+    """A task of HELMET: its prompt with {context}, metric and generation length, and whether it takes the chat template.
 
-    Attributes:
-        prompt: The template, with {context}.
-        file: The rows' file below HELMET's folder, {size} in it for one of `sizes`.
-        sizes: Lengths, or numbers of pairs, documents or demonstrations, one for each of HELMET's lengths; None where
-            HELMET has no such task.
-        metric: A key of `keepsight.eval.tasks.metrics.METRICS`.
-        tokens: Generation length.
-        examples: The file of the demonstrations.
-        demo: A demonstration of a long text's task.
-        shown: What stands around the demonstrations, with {demos}.
-        chat: Whether the prompt goes through the chat template.
+    `file` is the rows' file below HELMET's folder, with {size} for one of `sizes`: lengths, or numbers of pairs, documents
+    or demonstrations, one for each of HELMET's lengths; None where HELMET has no such task. `examples` is the file of the
+    demonstrations; `demo` is one of a long text's task, and `shown` what stands around them, with {demos}.
     """
 
     prompt: str
