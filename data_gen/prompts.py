@@ -62,7 +62,7 @@ class Source(Protocol):
     """A kind of prompts; its fields are the options of a mixture's entry."""
 
     def sample(self, request: Request) -> Prompt:
-        """Draw one prompt of about, and at most, `request.tokens` tokens; DoesNotFit if the draw is longer, BadRow if unusable."""
+        """Draw one prompt of at most `request.tokens` tokens, else DoesNotFit; BadRow if it cannot be used."""
         ...
 
 

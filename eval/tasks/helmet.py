@@ -24,11 +24,11 @@ _SEED = 42
 
 @dataclass(frozen=True)
 class HelmetTask:
-    """A task of HELMET: its prompt with {context}, metric and generation length, and whether it takes the chat template.
+    """A task of HELMET: its prompt with {context}, metric and generation length; `chat` is for the chat template.
 
-    `file` is the rows' file below HELMET's folder, with {size} for one of `sizes`: lengths, or numbers of pairs, documents
-    or demonstrations, one for each of HELMET's lengths; None where HELMET has no such task. `examples` is the file of the
-    demonstrations; `demo` is one of a long text's task, and `shown` what stands around them, with {demos}.
+    `file` is the rows' file below HELMET's folder, with {size} for one of `sizes`: lengths, or numbers of pairs,
+    documents or demonstrations, one for each of HELMET's lengths; None where HELMET has no such task. `examples` is the
+    file of the demonstrations; `demo` is one of a long text's task, and `shown` what stands around them, with {demos}.
     """
 
     prompt: str
