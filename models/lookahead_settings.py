@@ -49,19 +49,19 @@ class LookaheadSettings:
     Attributes:
         tokens: Number of soft tokens, n.
         rank: LoRA rank; 0 trains the soft tokens alone.
-        targets: What gets a LoRA: `all` modules that the observed attention depends on; `qv`, those of them that make
-            queries and values; modules of given names, such as [q_proj, mlp.up_proj]; or `none`.
+        targets: Modules with a LoRA: `all` that the soft tokens' attention depends on; `qv`, the query and value
+            projections; named modules, such as [q_proj, mlp.up_proj]; or `none`.
         alpha: LoRA alpha: the update is scaled by alpha / rank.
         dropout: LoRA dropout in training.
-        queries: Reduction over the soft tokens at selection: `mean`, which training compares, or `max`.
+        queries: Reduction over the soft tokens at selection: `mean`, as in training, or `max`.
         group: Reduction over the query heads of a KV head: `mean` or `max`.
-        pooling: `max` or `avg`.
-        kernel: Pooling kernel at selection; training compares unpooled importance.
-        floor: Share of the KV budget that every head is guaranteed at selection, while importance divides the rest
-            among the heads that share it; None for the same number in every head.
-        sharing: The heads that share a budget, if `floor` is set: those of a `layer` (AdaKV, arXiv 2407.11550) or of
-            the whole `model` (KVzip, arXiv 2505.23416, section 4.1).
-        value_norm: Whether importance is multiplied by the norm of an entry's value at selection.
+        pooling: Pooling over neighbouring entries: `max` or `avg`.
+        kernel: Pooling kernel at selection; training uses unpooled importance.
+        floor: Share of the KV budget that every head is guaranteed at selection; the rest is allocated by importance.
+            None for the same number of entries in every head.
+        sharing: Heads that share a budget if `floor` is set: those of a `layer` (AdaKV, arXiv 2407.11550) or of the
+            whole `model` (KVzip, arXiv 2505.23416, section 4.1).
+        value_norm: Multiply importance by the norm of the entry's value at selection.
     """
 
     tokens: int = 32

@@ -55,26 +55,25 @@ class TrainSettings:
         steps: Optimiser steps; 0 for `epochs` passes over the data.
         epochs: Passes over the data when `steps` is 0.
         batch_size: Samples per device and forward pass.
-        samples_per_step: Samples per optimiser step over all devices, reached by gradient accumulation; 0 for one batch
-            of each device.
+        samples_per_step: Samples per optimiser step over all devices, with gradient accumulation; 0 for one batch per
+            device.
         learning_rate: Peak learning rate.
-        warmup: Steps in which the learning rate rises to its peak: a whole number of them, so that 1 is one step, or a
-            share of all steps, below 1.
+        warmup: Warmup steps: a whole number of steps, or a share of all steps below 1.
         min_learning_rate: Final learning rate of the cosine schedule, as a share of the peak.
         clip: Maximum gradient norm.
         precision: Mixed precision: `no`, `bf16` or `fp16`.
         seed: Random seed for initialisation and data order.
-        held_out: Number of samples that are measured and never trained on.
+        held_out: Number of samples for validation, which are not trained on.
         measure_every: Steps between measurements on the held-out samples.
         save_every: Steps between checkpoints.
         checkpoints: Number of newest checkpoints to keep.
         budget: KV entries per head at which recall or hit rate is measured.
         report_to: Experiment trackers: tensorboard, trackio, wandb.
-        flops: Peak of a device in 1e12 operations a second, for the model FLOPs utilisation (`mfu`) that trackers show;
-            by default the bfloat16 peak of known GPUs.
-        group_by_length: Batch samples of similar length, which saves padding; by default only with several processes.
-        replays: Training steps on each sample's teacher outputs; above 1 they are kept, see the recipe's `replay`.
-        tf32: Whether GPUs multiply float32 matrices in TensorFloat-32, faster and rounded to 10 bits; torch's setting
+        flops: Peak of a device in TFLOP/s, for the model FLOPs utilisation (`mfu`) that trackers show; by default the
+            bfloat16 peak of known GPUs.
+        group_by_length: Batch samples of similar length to save padding; by default only with several processes.
+        replays: Training steps on each sample's teacher outputs; above 1 the outputs are stored, see `replay`.
+        tf32: Use TensorFloat-32 for float32 matrix products on GPUs: faster, with 10 bits of mantissa. torch's setting
             by default.
     """
 
@@ -135,15 +134,14 @@ class LookaheadTrainSettings(TrainSettings):
     """Optimisation of a lookahead module.
 
     Attributes:
-        far: Share of the loss that is a KL divergence over distant entries alone: without the first 4 and the last 32,
-            which hold most of the mass and are learned at once. 0 is the paper's loss.
-        cuts: Number of places in an answer from which the module learns to predict the rest of it, spread evenly, the
-            first before the answer: one pass of the base model yields that many training pairs.
-        unseen: Share of the samples, chosen by the seed, that are divided before their question: the module sees what
-            stands before it and learns what question and answer attend to. Above 0, held-out samples are measured both
-            ways.
-        gradient_checkpointing: Recompute each layer's activations in the backward pass: long prompts take less memory,
-            and steps a little more time.
+        far: Share of the loss computed over distant entries alone, without the first 4 and the last 32, which receive
+            most of the attention and are learned quickly. 0 is the paper's loss.
+        cuts: Number of evenly spaced positions in an answer, the first before it, from which the module learns to
+            predict what the rest attends to. One pass of the base model serves all.
+        unseen: Share of the samples that are split before their question: the module sees the text before it and learns
+            what question and answer attend to. Above 0, held-out samples are measured both ways.
+        gradient_checkpointing: Recompute activations in the backward pass: less memory for long prompts, slightly
+            slower steps.
     """
 
     far: Share = 0.5
@@ -161,10 +159,11 @@ class ReplaySettings:
     """Where teacher outputs are kept in a training with `replays` above 1.
 
     Attributes:
-        memory: Memory for them per process, such as 4GiB, held-out samples included; more of it mixes more samples.
-        dir: Folder on a fast disk that keeps them instead of memory.
-        dtype: KV entries are kept in `int8`, which changes a loss by half a percent at most, or in `bfloat16`, which
-            changes nothing where the base model is in bfloat16.
+        memory: Memory for them per process, such as 4GiB, held-out samples included. With more memory, more samples are
+            shuffled together.
+        dir: Folder on a fast disk to store them in, instead of memory.
+        dtype: Stores KV entries in `int8`, which changes a loss by at most half a percent, or in `bfloat16`, which is
+            exact if the base model is in bfloat16.
     """
 
     memory: str = "4GiB"
@@ -184,7 +183,7 @@ class DraftHeadSettings:
     Attributes:
         vocabulary: Size of the draft vocabulary: the most frequent tokens of the training data's answers.
         unroll: Steps for which the head is unrolled over its own features in training (training-time test).
-        decay: Weight of an unrolled step's loss relative to the step before.
+        decay: Weight of an unrolled step's loss relative to the previous step.
         max_tokens: Longest sample in tokens; longer ones are truncated at the end.
         train: Optimisation.
     """
@@ -206,13 +205,13 @@ class RetrievalHeadSettings:
     """Variant and distillation of a retrieval head.
 
     Attributes:
-        features: What the head reads beside token embeddings: `previous-step`, the base model's features of the token
-            before, or `none`.
-        groups: Groups of neighbouring layers of the base model for which the head selects, each with queries and keys
-            of its own. 1 is SpeContext's: the same entries in all layers.
+        features: Inputs of the head besides token embeddings: `previous-step`, the base model's features of the
+            previous token, or `none`.
+        groups: Groups of neighbouring layers of the base model, each with its own queries and keys in the head. 1 as in
+            SpeContext: the same entries in all layers.
         queries: Number of a sample's last tokens whose attention is distilled.
-        temperature: Softens the distillation loss: attention weights count to the power of 1 / temperature, so that
-            above 1 the entries beyond the few with the largest weights are learned too.
+        temperature: Temperature of the distillation loss. Above 1, entries beyond the few with the largest attention
+            weights are learned too.
         answers: Share of the loss over the answers' tokens alone, half of it over distant entries.
         max_tokens: Longest sample in tokens; longer ones are truncated at the end.
         train: Optimisation; `train.budget` adds a budget at which the hit rate is measured.
@@ -235,21 +234,20 @@ class RetrievalHeadSettings:
 
 @dataclass
 class FinetuneSettings:
-    """Training of a lookahead module and of its heads' weights on the KL divergence that evicting with them causes.
+    """Training of a lookahead module and its head weights on the KL divergence that evicting with them causes.
 
     Attributes:
-        freeze_module: Whether only the weights of heads learn.
-        budgets: KV entries per layer and head on average: each training step is at one of them, and all are measured.
-        temperature: Width of the soft selection in nats: lower is closer to hard selection, with less smooth gradients.
-        uniform_share: Probability that a batch's loss is at a selection in which every head keeps the same number, by a
-            coin that the seed, the samples and their turn decide: above 0, one module serves `selection=shared` and
-            `selection=uniform`.
-        unseen: Share of the samples, chosen by the seed, that are divided before their question: the prompt is evicted
-            before it, and the loss is over question and answer. Above 0, held-out samples are measured both ways.
-        gradient_checkpointing: Recompute each layer's activations in the backward pass: long prompts take less memory,
-            and steps more time.
-        head_weights_rate: Peak learning rate of the weights of heads; by default 0.015, or 0.06 where the module is
-            frozen.
+        freeze_module: Train the head weights alone.
+        budgets: KV budgets: average entries per layer and KV head. Each training step uses one of them; all are
+            measured.
+        temperature: Temperature of the soft selection in nats: lower is closer to hard selection, with less smooth
+            gradients.
+        uniform_share: Probability that a batch uses a selection with the same number of entries in every head. Above 0,
+            the module is trained for both `selection=shared` and `selection=uniform`.
+        unseen: Share of the samples that are split before their question: eviction comes before the question, and the
+            loss is over question and answer. Above 0, held-out samples are measured both ways.
+        gradient_checkpointing: Recompute activations in the backward pass: less memory for long prompts, slower steps.
+        head_weights_rate: Peak learning rate of the head weights; by default 0.015, or 0.06 if the module is frozen.
         train: Optimisation; `train.learning_rate` is the module's.
     """
 

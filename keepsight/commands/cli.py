@@ -140,7 +140,7 @@ def _overview(bench: bool) -> str:
     }
     if not bench:
         rows["bench"] = "measure speed and memory; keepsight bench --help lists the benchmarks."
-        rows["demo"] = "data, training and evaluation on a small model: keepsight fit recipe=demo."
+        rows["demo"] = "generate data, train and evaluate a small model: keepsight fit recipe=demo."
     about = "keepsight predicts which KV entries a language model's answer will need, and evicts the rest."
     usage, width = f"keepsight{' bench' * bench} COMMAND", max(map(len, rows))
     listed = "\n".join(f"  {name:<{width}}  {note}" for name, note in rows.items())

@@ -23,18 +23,18 @@ RETRIEVAL_STAGES = ("answers", "distillation", "evaluation", "card")
 
 @dataclass
 class Data(shared.DataKeys):
-    """keepsight data: make training data: prompts of a mixture and the base model's answers.
+    """keepsight data: generate training data: prompts from a mixture, and the base model's answers.
 
         keepsight data recipe=smollm2-135m out=runs/data limit=200
         keepsight data recipe=llama8b mixture=my_mixture.yaml out=runs/data limit=20000
         keepsight data recipe=llama8b backend=server server.url=http://localhost:8000/v1 out=runs/data
         keepsight data stats runs/data
 
-    Writes shards; a run that was killed resumes when the same command is run again.
+    A run that was killed resumes when the same command is run again.
 
     Attributes:
         out: Folder for the shards and the manifest.
-        seed: Random seed of the mixture's draws, and of sampled answers.
+        seed: Random seed for prompts and sampled answers.
         shard_size: Samples per shard.
     """
 
@@ -48,17 +48,17 @@ class Data(shared.DataKeys):
 
 @dataclass
 class DataStats:
-    """keepsight data stats: what a data folder contains, as a table and a plot.
+    """keepsight data stats: summarise a data folder in a table and a plot.
 
         keepsight data stats runs/data
         keepsight data stats runs/data out=runs/lengths.png
 
-    For each source: the number of samples, the shortest, median and longest prompt and answer in tokens, the samples
-    whose prompt occurred before, and the answers that were cut off at the longest length allowed.
+    For each source, shows the number of samples, the shortest, median and longest prompt and answer in tokens, and the
+    numbers of duplicate prompts and truncated answers.
 
     Attributes:
-        folder: Made by `keepsight data`.
-        out: The plot, a PNG; stats.png in the folder by default.
+        folder: Folder made by `keepsight data`.
+        out: PNG file for the plot; stats.png in the folder by default.
     """
 
     POSITIONAL: ClassVar = ("folder",)
@@ -77,16 +77,17 @@ class Train(shared.CardKeys):
     Writes the adapter, its model card and training curves to `out`. A training that was stopped resumes from its last
     checkpoint when the same command is run again.
 
-    Several values for a key of lookahead.* (tokens, rank, targets, alpha, dropout) or train.* (learning_rate, clip,
-    far) make an ablation: a module for every combination, all trained on the same outputs of the base model. Values
-    that are lists are written [[qv],[all]]. `out` then gets ablation.md, .tex, .csv and .png, and cells/ the adapters.
+    With several values for keys of lookahead.* (tokens, rank, targets, alpha, dropout) or train.* (learning_rate, clip,
+    far) the command runs an ablation: it trains a module for every combination, all on the same outputs of the base
+    model. Write values that are lists as [[qv],[all]]. `out` gets ablation.md, .tex, .csv and .png; cells/ has the
+    adapters.
 
     Attributes:
-        init: Adapter to start from, a folder, a Hub id or shipped:NAME; random soft tokens by default.
-        max_prompt_tokens: Leaves out longer prompts; 0 keeps all.
-        selection: How the module is used, which training does not depend on: shared (one budget for the heads of all
-            layers), paper (LookaheadKV's), or uniform (as many entries in every head, as serving engines hold them).
-            The lookahead.* keys from queries on change single values, and options of methods= the use of an adapter.
+        init: Adapter to start from: a folder, a Hub id or shipped:NAME; random soft tokens by default.
+        max_prompt_tokens: Longest prompt in tokens; longer ones are left out. 0 for no limit.
+        selection: How the module selects entries; training does not depend on it. shared: one budget for the heads of
+            all layers; paper: LookaheadKV's selection; uniform: the same number of entries in every head, as serving
+            engines need. Keys of lookahead.* from queries on override single values.
     """
 
     VARIED: ClassVar = (
@@ -107,7 +108,7 @@ class Train(shared.CardKeys):
 
 @dataclass
 class Finetune(shared.Training, shared.UsesMethods):
-    """keepsight finetune: train a lookahead module further, on the loss that evicting with it causes in answers.
+    """keepsight finetune: fine-tune a lookahead module on the loss that evicting with it causes in answers.
 
         keepsight finetune recipe=smollm2-135m adapter=runs/adapter data=runs/data out=runs/finetuned
         accelerate launch -m keepsight finetune recipe=llama3.1-8b adapter=DIR data=DIR out=DIR
@@ -115,22 +116,21 @@ class Finetune(shared.Training, shared.UsesMethods):
         keepsight finetune adapter=runs/adapter data=runs/data out=runs/new finetune.freeze_module=true
         keepsight finetune method=snapkv options={allocate:global} data=runs/data out=runs/weights
 
-    The base model reads its own answer behind a soft form of the selection. The gradient of the KL divergence from its
-    predictions with the full cache trains the soft tokens, the LoRA and one weight per KV head, by which the head's
-    importance is multiplied before the heads compete for the budget; with finetune.freeze_module=true the weights
-    alone, in minutes. The answer's attention to the whole prompt is stored for gradients: max_prompt_tokens= bounds
-    the memory, and so does finetune.gradient_checkpointing=true (`keepsight plan train stage=eviction` says by how
-    much). selection=uniform trains for equally many entries in every head, finetune.uniform_share=0.5 for both;
-    finetune.unseen=0.3 for questions that come after the eviction. For another method, whose heads share a budget,
-    weights of heads are learned in the same way. A training that was stopped resumes from its last checkpoint when the
-    same command is run again.
+    The base model processes its own answer with a soft, differentiable selection of the prompt's entries. The loss is
+    the KL divergence from its predictions with the full cache. It trains the soft tokens, the LoRA and one weight per
+    KV head, by which the head's importance is multiplied before heads share a budget. finetune.freeze_module=true
+    trains the head weights alone, in minutes. Memory grows with the prompt; max_prompt_tokens= and
+    finetune.gradient_checkpointing=true limit it (see `keepsight plan train stage=eviction`). selection=uniform trains
+    for the same number of entries in every head, finetune.uniform_share=0.5 for both, finetune.unseen=0.3 for questions
+    that come after the eviction. Other methods whose heads share a budget can have head weights too (method=). A
+    training that was stopped resumes from its last checkpoint when the same command is run again.
 
     Attributes:
-        adapter: The lookahead adapter to start from: a folder, a Hub id, or shipped:NAME.
-        max_prompt_tokens: Leaves out longer prompts; 0 keeps all.
-        selection: How the module selects in training and afterwards: shared, paper or uniform; by default as the
-            adapter says, but if the heads of each layer share a budget, the heads of all layers share one.
-        method: lookaheadkv, or another method that evicts, for which weights of heads alone are learned.
+        adapter: Lookahead adapter to start from: a folder, a Hub id, or shipped:NAME.
+        max_prompt_tokens: Longest prompt in tokens; longer ones are left out. 0 for no limit.
+        selection: How the module selects in training and afterwards: shared, paper or uniform. The adapter's own by
+            default, but if the heads of each layer share a budget, the heads of all layers share one.
+        method: lookaheadkv, or another method that evicts, for which only head weights are trained.
         options: Options of the other method, such as {value_norm: true, allocate: {name: global, floor: 0.2}}.
     """
 
@@ -156,9 +156,9 @@ class TrainDraftHead(shared.CardKeys):
     checkpoint when the same command is run again.
 
     Attributes:
-        features: Folder for the base model's hidden states over the data, written if absent and then read instead of
-            running the model; worth it over several epochs, for about 4 * hidden size * 2 bytes per token.
-        init: EAGLE-3 head to start from, a folder or a Hub id; a new one by default.
+        features: Folder in which the base model's hidden states are cached instead of running the model again. Useful
+            with several epochs; takes about 4 * hidden size * 2 bytes per token.
+        init: EAGLE-3 head to start from: a folder or a Hub id; a new one by default.
     """
 
     COMMON: ClassVar = (
@@ -173,18 +173,18 @@ class TrainDraftHead(shared.CardKeys):
 
 @dataclass
 class TrainRetrievalHead(shared.CardKeys):
-    """keepsight train_retrieval_head: prune a draft head to a retrieval head, and distil the model's attention into it.
+    """keepsight train_retrieval_head: prune a draft head to a retrieval head and distil the model's attention into it.
 
         accelerate launch train_retrieval_head.py head=runs/head data=runs/data out=runs/retrieval
         python train_retrieval_head.py head=runs/head data=DIR out=DIR retrieval_head.features=none
         python train_retrieval_head.py head=runs/retrieval data=DIR out=DIR retrieval_head.groups=2
 
     Writes the head, its model card and training curves to `out`. A training that was stopped resumes from its last
-    checkpoint when the same command is run again. A retrieval head as head= is distilled further, and may get groups
-    of layers that select for themselves.
+    checkpoint when the same command is run again. If head= is a retrieval head, it is distilled further, also with
+    more groups of layers than before.
 
     Attributes:
-        head: Draft head to prune, or retrieval head to distil further, a folder or a Hub id; random projections by
+        head: Draft head to prune, or retrieval head to distil further: a folder or a Hub id; random projections by
             default.
     """
 
@@ -200,7 +200,7 @@ class TrainRetrievalHead(shared.CardKeys):
 
 @dataclass
 class Eval(shared.OfTable, shared.TaskKeys):
-    """keepsight eval: score methods and KV budgets from one prefill per sample.
+    """keepsight eval: evaluate methods and KV budgets with one prefill per sample.
 
         keepsight eval adapter=runs/adapter tasks=niah lengths=512,1024 budgets=64,128 out=runs/eval
         keepsight eval tasks=jsonl jsonl.dir=DIR methods=full,snapkv,lookaheadkv out=runs/real
@@ -208,20 +208,20 @@ class Eval(shared.OfTable, shared.TaskKeys):
         keepsight eval recipe=llama8b preset=lookaheadkv-longbench adapter=DIR draft.id=ID out=DIR
         accelerate launch -m keepsight eval ...     # divides the samples over processes
 
-    A method is a name (see docs/methods.md), or one with options: a field of the method, such as window, sinks,
-    every (evict while decoding too), or a part: observer, reduce, pool, allocate. `out` gets results.jsonl (a row per
+    A method is a name (see docs/methods.md), or a name with options: fields of the method such as window, sinks and
+    every (evict while decoding too), or parts: observer, reduce, pool, allocate. `out` gets results.jsonl (a row per
     sample, method and budget), summary.csv, report.html, plots/, tables/ and samples/. A stopped run resumes when the
-    same command is run again; with more samples, tasks, lengths, methods or budgets only what is missing is run.
+    same command is run again; with more samples, tasks, lengths, methods or budgets only missing rows are measured.
 
     Attributes:
-        temperature: Samples the answers, with the same draws for the full cache and the methods; 0 decodes greedily.
-            The draws depend on the seed and on the prompt.
-        top_p: Samples from the likeliest tokens that together have this probability.
-        max_batch_tokens: Most KV entries per head in one decoding batch over all variants; 0 for a quarter of the free
-            memory.
-        pages: Samples of each task and length whose kept tokens are stored, and shown on a page of their own.
-        reuse: Folders of earlier runs. A row that depends on the same model, sample, method and options is taken from
-            there instead of being measured again, its times included.
+        temperature: Sampling temperature of the answers; 0 decodes greedily. The draws depend on the seed and the
+            prompt and are the same for the full cache and all methods.
+        top_p: Nucleus sampling: samples from the likeliest tokens with this total probability.
+        max_batch_tokens: Maximum of KV entries per head in one decoding batch of all methods; 0 for a quarter of the
+            free memory.
+        pages: Samples of each task and length whose kept tokens are stored and shown on their own page.
+        reuse: Folders of earlier runs. Rows with the same model, sample, method and options are copied from there,
+            times included, instead of being measured again.
     """
 
     COMMON: ClassVar = (
@@ -237,18 +237,18 @@ class Eval(shared.OfTable, shared.TaskKeys):
 
 @dataclass
 class Report:
-    """keepsight report: the page, plots and tables of an evaluation again, or of several as one.
+    """keepsight report: write the page, plots and tables of an evaluation again, or of several as one.
 
         keepsight report runs/eval
         keepsight report runs/ruler runs/longbench out=runs/report
 
-    Several runs are shown as one if they have the same model and no sample and method in common, such as tasks or
-    methods that were run separately; `keepsight compare` sets runs side by side. `out` gets report.html, which needs
-    no other file; samples/ with a page for each sample whose kept tokens were stored; plots/ as PNG, SVG and PDF;
-    tables/ as Markdown, LaTeX and CSV; and summary.csv.
+    Several runs are merged if they have the same model and no sample and method in common, such as tasks or methods
+    that were run separately. To compare runs use `keepsight compare`. `out` gets report.html, which needs no other
+    file; samples/ with a page for each sample whose kept tokens were stored; plots/ as PNG, SVG and PDF; tables/ as
+    Markdown, LaTeX and CSV; and summary.csv.
 
     Attributes:
-        runs: Folders that keepsight eval has written.
+        runs: Folders written by `keepsight eval`.
         out: Folder for the page; by default that of the run, or runs/report for several.
     """
 
@@ -259,19 +259,19 @@ class Report:
 
 @dataclass
 class Compare:
-    """keepsight compare: evaluations side by side, with paired differences from the first.
+    """keepsight compare: compare evaluations side by side, with paired differences from the first.
 
         keepsight compare runs/adapter-a runs/adapter-b
         keepsight compare runs/seen runs/unseen 'allow=[samples]' out=runs/seen-unseen
 
-    Rows of one task, length, method and budget stand side by side. If all runs have the same samples, differences are
-    paired: their 95 % intervals come from the samples' own differences. Runs of different models or different samples
-    are refused unless allow= says otherwise; then only what all have is compared, or the means alone if they have no
-    sample in common. `out` gets compare.html, plots/ and tables/.
+    Compares rows of the same task, length, method and budget. If all runs have the same samples, differences are
+    paired, and their 95 % intervals come from the differences per sample. Runs of different base models or samples are
+    refused unless allow= permits them. Then only common samples are compared, or the means alone if there are none.
+    `out` gets compare.html, plots/ and tables/.
 
     Attributes:
-        runs: Folders that keepsight eval has written, at least two.
-        allow: What may differ: targets, samples.
+        runs: Folders written by `keepsight eval`, at least two.
+        allow: What may differ: targets (base models), samples.
         out: Folder for the page.
     """
 
@@ -283,18 +283,18 @@ class Compare:
 
 @dataclass
 class Inspect(shared.UsesMethods):
-    """keepsight inspect: an HTML page of the prompt tokens that a method keeps, by layer, and of the answer.
+    """keepsight inspect: show on an HTML page the prompt tokens that a method keeps in each layer, and its answer.
 
         keepsight inspect prompt=@file.txt method=lookaheadkv budget=64 out=runs/kept.html
         keepsight inspect "prompt=What is the capital of France?" method=snapkv budget=40
 
     Attributes:
         prompt: The user's turn as text, or @FILE.
-        method: The method to look at.
-        compare: The method beside it.
+        method: Method to inspect.
+        compare: Method to compare it with.
         budget: KV budget: entries per layer and KV head.
         options: Options of the method, such as {pool: {kernel: 5}}.
-        template: Whether the chat template is applied.
+        template: Whether to apply the chat template.
         max_new_tokens: Longest answer in tokens.
         out: HTML file to write.
     """
@@ -320,14 +320,14 @@ class Push:
         keepsight push runs/adapter user/smollm2-135m-lookahead --dry-run
         keepsight push runs/adapter user/smollm2-135m-lookahead --public
 
-    Only the files of the adapter or head are uploaded, and PNG pictures beside them; links and hidden files are left
-    out. The repository is private unless --public is given. The token comes from HF_TOKEN or `hf auth login`.
+    Uploads only the files of the adapter or head and the PNG images beside them, no links or hidden files. The
+    repository is private unless --public is given. The token comes from HF_TOKEN or `hf auth login`.
 
     Attributes:
-        folder: The lookahead adapter, draft head or retrieval head.
+        folder: Folder of the lookahead adapter, draft head or retrieval head.
         repo: user/name on the Hub; created if it does not exist.
-        public: Create the repository as public, or push to one that is; otherwise it must be private.
-        revision: Branch to push to; the repository's main one by default.
+        public: Push to a public repository, created if necessary; without it the repository must be private.
+        revision: Branch to push to; the repository's main branch by default.
         dry_run: Print exactly what would be uploaded, and upload nothing.
     """
 
@@ -341,7 +341,7 @@ class Push:
 
 @dataclass
 class Fit(shared.DataKeys, shared.EvalKeys):
-    """keepsight fit: a module for a model in one command: answers, training, evaluation, model card.
+    """keepsight fit: train a module for a model in one command: answers, training, evaluation, model card.
 
         keepsight fit HuggingFaceTB/SmolLM2-135M-Instruct out=runs/smollm2
         keepsight fit recipe=llama3.1-8b mixture=paper limit=20000 max_new_tokens=512 out=runs/llama8b
@@ -349,21 +349,22 @@ class Fit(shared.DataKeys, shared.EvalKeys):
         keepsight fit recipe=demo          # the demo: SmolLM2-135M, less than ten minutes on two cores
         accelerate launch -m keepsight fit recipe=llama3.1-8b out=runs/llama8b
 
-    Stages: answers, importance (what answers attend to), eviction (what evicting costs them), evaluation, card; of a
-    retrieval head answers, distillation, evaluation, card. `keepsight push` publishes OUT/adapter or OUT/head. A run
-    that was stopped resumes when the same command is run again.
+    Stages of a lookahead module: answers, importance (learns what answers attend to), eviction (learns from the loss
+    that eviction causes), evaluation, card. Stages of a retrieval head: answers, distillation, evaluation, card.
+    `keepsight push` publishes OUT/adapter or OUT/head. A run that was stopped resumes when the same command is run
+    again.
 
     Attributes:
-        out: Folder for everything.
+        out: Folder for data, modules, evaluation and card.
         module: Kind of module: lookahead or retrieval.
-        stages: The stages to run, in their order; all by default.
+        stages: Stages to run; all by default.
         title: Title of the model card.
-        base: Hub id of the base model for the card, where model.id is a folder.
+        base: Hub id of the base model for the card, if model.id is a folder.
         data_notes: Text for the model card on the origin and licences of the data.
-        tests: Samples per task and length.
-        selection: How a lookahead module selects: shared, paper or uniform; see `keepsight train`.
-        max_prompt_tokens: Leaves out longer prompts in training; 0 keeps all.
-        retrieval: Retrieval head of methods that need one: a folder, a Hub id, or shipped:NAME.
+        tests: Evaluation samples per task and length.
+        selection: How a lookahead module selects entries: shared, paper or uniform; see `keepsight train`.
+        max_prompt_tokens: Longest prompt in training, in tokens; longer ones are left out. 0 for no limit.
+        retrieval: Retrieval head for methods that need one: a folder, a Hub id, or shipped:NAME.
     """
 
     POSITIONAL: ClassVar = ("model.id",)
@@ -424,4 +425,4 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "bench draft": (benchmarks.BenchDraft, "bench:draft"),
     "bench hits": (benchmarks.BenchHits, "bench_hits:run"),
 }
-"""Each command's configuration, and where the function is that runs it: MODULE:FUNCTION in this package."""
+"""Each command's configuration, and the function that runs it: MODULE:FUNCTION in this package."""

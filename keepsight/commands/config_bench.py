@@ -15,18 +15,17 @@ COMPARED = ("lookaheadkv", "snapkv", "pyramidkv", "adakv", "tova", "streamingllm
 
 @dataclass
 class Plan(shared.UsesModel):
-    """keepsight plan: how many layers must keep their KV entries in CPU memory, for a model, a GPU and a load.
+    """keepsight plan: plan how many layers must keep their KV entries in CPU memory, for a model, GPU and load.
 
         keepsight plan recipe=llama8b memory=24GiB requests=4 budget=2048
         keepsight plan recipe=qwen3-8b memory=40GB out=runs/plan.png
         keepsight plan train recipe=llama8b tokens=16384 gpus=8 gpu=80GB
 
-    A method that reads a few KV entries per step, chosen by a retrieval head, needs few of them on the GPU: a layer
-    whose entries are in CPU memory has `budget` slots there. For each number of such layers the table gives the longest
-    request that fits. The GPU also holds the weights of the model and of a retrieval head of its shape, 30 % of both
-    for activations, and the head's keys. The last column is the formula of SpeContext (arXiv 2512.00722, algorithm 1,
-    its line 3 corrected), which counts the head's values and repeated KV heads as well. Only the model's configuration
-    is fetched, no weights; model.dtype=auto means bfloat16.
+    With a retrieval head, a step reads few KV entries: a layer whose entries are in CPU memory needs only `budget`
+    slots on the GPU. For each number of such layers the table gives the longest request that fits. GPU memory also
+    includes the weights of the model and of a retrieval head, 30 % of both for activations, and the head's keys. The
+    last column is SpeContext's formula (arXiv 2512.00722, algorithm 1, line 3 corrected), which counts the head's
+    values and repeated KV heads as well. Only the model's configuration is loaded; model.dtype=auto means bfloat16.
 
     Attributes:
         memory: GPU memory: 24GiB, 24GB or a number of bytes; by default that of this machine's GPU.
@@ -44,7 +43,7 @@ class Plan(shared.UsesModel):
 
 @dataclass
 class PlanTrain(shared.UsesModel):
-    """keepsight plan train: the memory and time that training a lookahead module takes, before anything is loaded.
+    """keepsight plan train: estimate the memory and time of training a lookahead module, without loading the model.
 
         keepsight plan train recipe=llama3.1-8b tokens=16384 gpus=8 gpu=80GB
         keepsight plan train recipe=llama3.1-70b tokens=16384 gpus=8 gpu=80GB shard=true
@@ -52,20 +51,20 @@ class PlanTrain(shared.UsesModel):
         keepsight plan train recipe=llama3.3-70b model.quantize=nf4 tokens=8192 gpu=80GB
         keepsight plan train recipe=llama3.1-8b stage=eviction finetune.gradient_checkpointing=true
 
-    The step itself runs on tensors without storage, which gives its peak memory: within 10 % of what torch's allocator
-    measures on small models. What a GPU's libraries and a fragmented allocator add, often one or two GiB, is not in it.
-    The times divide the counted operations by an assumed share of the GPU's peak. model.dtype=auto means bfloat16.
+    A training step runs on tensors without storage to find its peak memory, which is within 10 % of what torch's
+    allocator measures on small models. GPU libraries and fragmentation need more, often one or two GiB. Times are the
+    counted operations divided by an assumed share of the GPU's peak. model.dtype=auto means bfloat16.
 
     Attributes:
-        stage: Which training: importance (`keepsight train`) or eviction (`keepsight finetune`, the module included).
-        tokens: Longest prompt in tokens; by default 16384, or the model's context where it is shorter.
-        answer: Longest answer in tokens, at most 16384: a plan takes time for each of them.
+        stage: Training stage: importance (`keepsight train`) or eviction (`keepsight finetune`, the module included).
+        tokens: Longest prompt in tokens; by default 16384, or the model's context if it is shorter.
+        answer: Longest answer in tokens, at most 16384; planning time grows with it.
         gpus: Number of GPUs.
-        gpu: Memory of each: 80GB, 80GiB or a number of bytes.
-        shard: Whether the model is sharded over the GPUs by ZeRO-3; for FSDP2 give model.device_map=fsdp2.
-        samples: Samples of the whole training.
-        flops: Peak of a GPU in the model's dtype, in 1e12 operations a second; an H100's in bfloat16 by default.
-        utilisation: Share of the peak that is assumed to be reached.
+        gpu: Memory per GPU: 80GB, 80GiB or a number of bytes.
+        shard: Shard the model over the GPUs with ZeRO-3; for FSDP2 use model.device_map=fsdp2.
+        samples: Number of training samples.
+        flops: Peak of a GPU in the model's dtype, in TFLOP/s; an H100's in bfloat16 by default.
+        utilisation: Assumed share of the peak.
     """
 
     stage: Annotated[str, shared.one_of("importance", "eviction")] = "importance"
@@ -84,20 +83,20 @@ class PlanTrain(shared.UsesModel):
 
 @dataclass
 class PlanTtft(shared.UsesMethods):
-    """keepsight plan ttft: the time to first token on a GPU, and what methods add to it, by arithmetic.
+    """keepsight plan ttft: estimate the time to first token on a GPU, and the overhead of methods.
 
         keepsight plan ttft recipe=llama3.1-8b draft.id=meta-llama/Llama-3.2-1B-Instruct
         keepsight plan ttft recipe=qwen3-8b card=A100 lengths=8192,131072 measured=results/gpu.csv
 
-    The model of LookaheadKV (arXiv 2603.10899, appendix B): every pass takes as long as its operations at 0.7 of the
-    card's rate, or its bytes at 0.9 of its bandwidth; soft tokens, a draft's tokens and a window's are 32 each. Only
-    configurations are fetched; model.dtype=auto means bfloat16.
+    LookaheadKV's analytical model (arXiv 2603.10899, appendix B): a pass takes as long as its operations at 0.7 of the
+    GPU's peak, or its bytes at 0.9 of the bandwidth. Soft tokens, draft tokens and windows have 32 tokens each. Only
+    configurations are loaded; model.dtype=auto means bfloat16.
 
     Attributes:
-        card: The GPU: A100, H100, H100 NVL, H200 or B200.
+        card: GPU: A100, H100, H100 NVL, H200 or B200.
         lengths: Prompt lengths in tokens.
-        budget: KV entries of the cache from which LAQ writes its draft.
-        measured: CSV of make bench-gpu, whose times of the same card and model stand beside; none by default.
+        budget: KV entries of the cache from which LAQ generates its draft.
+        measured: CSV of `make bench-gpu`, to show measured times of the same GPU and model as well; none by default.
     """
 
     COMMON: ClassVar = ("card", "lengths", "budget", "measured", "model.id", "draft.id", "draft.layers")
@@ -109,7 +108,7 @@ class PlanTtft(shared.UsesMethods):
 
 @dataclass
 class Lengths:
-    """The size of what is timed.
+    """Lengths of prompts and answers.
 
     Attributes:
         tokens: Prompt length in tokens.
@@ -135,15 +134,15 @@ class Benched(shared.OfTable, shared.UsesMethods):
 
 @dataclass
 class BenchTrain(Lengths, shared.UsesModel):
-    """keepsight bench train: a training step of a lookahead module against one prefill of its batch.
+    """keepsight bench train: time a training step of a lookahead module against a prefill of the same batch.
 
         keepsight bench train train.replays=8 train.batch_size=4
 
-    Prints seconds and peak memory of both, and how many prefills a step takes.
+    Prints the time and peak memory of both, and the ratio of the times.
 
     Attributes:
-        cells: Number of modules that learn from the same outputs of the model, as in an ablation.
-        repeats: Timed repetitions, after one to warm up.
+        cells: Number of modules trained on the same outputs of the model, as in an ablation.
+        repeats: Timed repetitions, after one warm-up.
     """
 
     cells: Annotated[int, Field(ge=1, le=1000)] = 1
@@ -154,11 +153,11 @@ class BenchTrain(Lengths, shared.UsesModel):
 
 @dataclass
 class BenchEval(Lengths, Benched):
-    """keepsight bench eval: the sweep of an evaluation, one prefill per sample, against one run per variant.
+    """keepsight bench eval: time an evaluation with one prefill per sample against separate runs of each method.
 
         keepsight bench eval tokens=1024 answer_tokens=24 samples=3
 
-    Prints seconds per sample of both, and their ratio.
+    Prints the seconds per sample of both, and their ratio.
 
     Attributes:
         samples: Number of timed samples.
@@ -170,17 +169,17 @@ class BenchEval(Lengths, Benched):
 
 @dataclass
 class BenchEvict(Benched):
-    """keepsight bench evict: time and memory of scoring and selecting entries, for each method, against the prefill.
+    """keepsight bench evict: measure time and memory of scoring and selecting entries, against the prefill.
 
         keepsight bench evict lengths=1024,4096 methods=snapkv,lookaheadkv budgets=128
 
-    Prints for each prompt length and method: milliseconds, share of the prefill's time, peak memory, and the peak of
-    the KV entries in bytes, which eviction during the prefill (`during_prefill`) keeps low. The prefill and the methods
+    Prints for each prompt length and method: milliseconds, share of the prefill's time, peak memory, and the peak size
+    of the KV entries, which eviction during the prefill (`during_prefill`) keeps low. The prefill and the methods
     take turns, so that ratios are right on a machine whose speed varies.
 
     Attributes:
         lengths: Prompt lengths in tokens.
-        repeats: Turns of the prefill and all methods, after one to warm up.
+        repeats: Timed repetitions, after one warm-up.
     """
 
     lengths: shared.Counts = field(default_factory=lambda: [1024, 4096])
@@ -189,17 +188,17 @@ class BenchEvict(Benched):
 
 @dataclass
 class BenchDecode(Lengths, Benched):
-    """keepsight bench decode: a decoding step from the entries that each method keeps, against the full cache.
+    """keepsight bench decode: time a decoding step from each method's evicted cache, against the full cache.
 
         keepsight bench decode tokens=4096 methods=snapkv,adakv,pyramidkv budgets=128
 
-    Prints for each method: milliseconds a step, tokens per second, the ratio to the full cache's step and to that of
-    the first method named, and the memory of the KV entries. Methods take turns, so that ratios are right on a machine
-    whose speed varies; all caches are in memory at once, unless batch=0. The prefill and the eviction are not timed.
+    Prints for each method: milliseconds per step, tokens per second, the ratio to the full cache's step and to that of
+    the first method, and the memory of the KV entries. Methods take turns, so that ratios are right on a machine whose
+    speed varies; all caches are in memory at once, unless batch=0. Prefill and eviction are not timed.
 
     Attributes:
-        batch: Batch size; 0 for the largest that fits the free memory with each method, one method after the other.
-        answer_tokens: Decoding steps that are timed, after three to warm up.
+        batch: Batch size; 0 measures one method after the other, each at the largest batch that fits the free memory.
+        answer_tokens: Timed decoding steps, after three for warm-up.
     """
 
     tokens: PositiveInt = 4096
@@ -210,12 +209,12 @@ class BenchDecode(Lengths, Benched):
 
 @dataclass
 class BenchOps(Benched):
-    """keepsight bench ops: operators and device syncs of each method, counted on any device, as on a GPU.
+    """keepsight bench ops: count the operators and device syncs of each method, on any device.
 
         keepsight bench ops methods=snapkv,lookaheadkv,adakv
 
-    Prints for each method the operators that launch work, and the syncs that wait for it, per layer, in scoring,
-    selecting and gathering, and in a decoding step, beside the plain model's. Nothing is timed.
+    Prints for each method the operators that launch work and the syncs that wait for it, per layer, in scoring,
+    selecting, gathering and a decoding step, and those of the plain model's decoding step. Nothing is timed.
 
     Attributes:
         tokens: Prompt length in tokens.
@@ -226,14 +225,14 @@ class BenchOps(Benched):
 
 @dataclass
 class BenchSpeCache(Lengths, shared.UsesModel):
-    """keepsight bench specache: a decoding step with packed KV entries, in total and by part.
+    """keepsight bench specache: time a decoding step with quantized KV entries, in total and by part.
 
         keepsight bench specache tokens=2048 bits=1
 
     Attributes:
-        answer_tokens: Decoding steps that are timed.
+        answer_tokens: Timed decoding steps.
         batch: Batch size.
-        bits: Bits per packed value.
+        bits: Bits per quantized value.
     """
 
     batch: PositiveInt = 1
@@ -242,7 +241,7 @@ class BenchSpeCache(Lengths, shared.UsesModel):
 
 @dataclass
 class BenchSpeculate(Lengths, shared.UsesMethods):
-    """keepsight bench speculate: speculative decoding with a draft head against plain decoding.
+    """keepsight bench speculate: time speculative decoding with a draft head against plain decoding.
 
         keepsight bench speculate draft.head=HEAD draft.layers=null
         keepsight bench speculate draft.head=HEAD draft.layers=null data=runs/data samples=10
@@ -250,9 +249,9 @@ class BenchSpeculate(Lengths, shared.UsesMethods):
     Prints tokens per second of both, the acceptance length, and whether the answers are the same.
 
     Attributes:
-        tokens: Prompt length in tokens; the longest one where prompts come from `data`.
+        tokens: Prompt length in tokens; with `data`, the longest prompt.
         draft_tokens: Tokens per draft.
-        data: Folder made by `keepsight data`, whose last prompts are taken; needles in a haystack by default.
+        data: Folder made by `keepsight data`; its last prompts are used. Needles in a haystack by default.
         samples: Number of prompts.
     """
 
@@ -263,19 +262,19 @@ class BenchSpeculate(Lengths, shared.UsesMethods):
 
 @dataclass
 class BenchQueries(shared.UsesModel):
-    """keepsight bench queries: how much the queries of pseudo tokens are like the answer's, by content and position.
+    """keepsight bench queries: measure how similar the queries of pseudo tokens are to the answer's.
 
         keepsight bench queries tokens=2048 samples=10
         keepsight bench queries recipe=qwen3-8b data=runs/data tokens=8192 samples=100
 
-    The comparison of DapQ (arXiv 2603.11564, tables 1, 5 and 6, figure 2b): the answer's own tokens, and tokens drawn
-    at random, are read after the prompt, at the answer's positions or at earlier ones. Prints the cosine similarity of
-    their queries with the answer's own after and before RoPE, mean over samples, layers, heads and tokens.
+    Repeats DapQ's comparison (arXiv 2603.11564, tables 1, 5 and 6, figure 2b). The answer's own tokens, or random ones,
+    follow the prompt at the answer's positions or at earlier ones. Prints the cosine similarity of their queries to the
+    answer's, after and before RoPE, averaged over samples, layers, heads and tokens.
 
     Attributes:
-        tokens: Prompt length in tokens; the longest one where prompts come from `data`.
+        tokens: Prompt length in tokens; with `data`, the longest prompt.
         answer_tokens: Longest answer in tokens.
-        data: Folder made by `keepsight data`, whose last prompts are taken; needles in a haystack by default.
+        data: Folder made by `keepsight data`; its last prompts are used. Needles in a haystack by default.
         samples: Number of prompts.
         seed: Seed of the random tokens.
     """
@@ -289,19 +288,19 @@ class BenchQueries(shared.UsesModel):
 
 @dataclass
 class BenchRetrieve(shared.UsesMethods):
-    """keepsight bench retrieve: a retrieval head's size, its decoding steps by part, and the bytes that it loads.
+    """keepsight bench retrieve: measure a retrieval head's size, decoding steps by part, and loaded bytes.
 
         keepsight bench retrieve retrieval=HEAD
         keepsight bench retrieve retrieval=null retrieval_head.features=none  # a random head
 
-    Without `retrieval=` only size and speed are measured: the entries that random weights choose say nothing.
+    Without `retrieval=` the head has random weights, and only size and speed are measured.
 
     Attributes:
-        lengths: KV entries in the cache while steps are timed; the entries are random.
-        budgets: KV entries that a KV head reads per step; the largest one where steps are timed.
-        batch: Batch size where steps are timed.
-        repeats: Timed steps, after one to warm up.
-        tokens: Length in tokens of the real texts over which loaded bytes are counted.
+        lengths: KV entries in the cache for timed steps; the entries are random.
+        budgets: KV entries that a KV head reads per step; timed steps use the largest.
+        batch: Batch size of timed steps.
+        repeats: Timed steps, after one warm-up.
+        tokens: Length in tokens of the real texts for which loaded bytes are counted.
         samples: Number of these texts.
         answer_tokens: Decoding steps after each text.
     """
@@ -323,20 +322,20 @@ class BenchDraft(shared.UsesModel):
         keepsight bench draft recipe=smollm2-135m keep=26,20 out=runs/draft
         keepsight bench draft recipe=qwen3-8b data=runs/data keep=24,18 out=runs/draft
 
-    Removes layers one by one, always the one whose absence changes the model's answers least, and compares the subsets
-    of the sizes in `keep` with the model on held-out texts. Prints a table and the line for the recipe; writes
-    draft.json and draft.png to `out`. A search that was stopped resumes when the same command is run again.
+    Removes layers one by one, each time the layer that changes the model's answers least. Drafts of the sizes in `keep`
+    are compared with the model on held-out texts. Prints a table and the line for the recipe; writes draft.json and
+    draft.png to `out`. A search that was stopped resumes when the same command is run again.
 
     Attributes:
         out: Folder for the results.
         keep: Numbers of layers for which drafts are reported.
-        data: Folder made by `keepsight data`; by default texts are made under `out`.
-        mixture: Mixture of these texts: a file in recipes/mixtures/, or a path to a YAML file of your own.
+        data: Folder made by `keepsight data`; by default texts are generated under `out`.
+        mixture: Mixture of these texts: a file in recipes/mixtures/, or a path to your own YAML file.
         prompt_tokens: Shortest and longest prompt in tokens; longer ones in `data` are left out.
         samples: Number of texts for the search.
         held_out: Number of held-out texts for the table.
-        answer_tokens: Number of tokens compared, from the start of each answer.
-        seed: Random seed of the mixture's draws.
+        answer_tokens: Number of tokens to compare, from the start of each answer.
+        seed: Random seed of the texts.
     """
 
     out: str = "???"
@@ -354,25 +353,25 @@ class BenchDraft(shared.UsesModel):
 
 @dataclass
 class BenchHits(shared.TaskKeys):
-    """keepsight bench hits: top-k hit rate of the methods that read a part of the cache, step by step.
+    """keepsight bench hits: measure the top-k hit rate of methods that read a part of the cache.
 
         keepsight bench hits retrieval=runs/retrieval tasks=niah_single lengths=2048 out=runs/hits
         keepsight bench hits tasks=jsonl jsonl.dir=DIR methods=specontext,quest,exact_topk out=runs/hits
 
-    The full cache answers; at each token of the answer a method selects the entries that it would read. `hit` is the
-    top-k hit rate: the share of the layer's k entries with the most attention that are read, k being the budget. `mass`
-    is the share of the attention on the entries read, `overlap` the share of them that the step before read too.
-    `best shared` reads the same entries in all layers, those with the most attention on average: no such set has a
-    larger `mass`; for a retrieval head with groups of layers there is such a row by groups too. `exact_topk` selects by
-    each layer's own attention. Writes hits.jsonl (a row per sample), hits.csv and hits.png to `out`. A stopped run
-    resumes when the same command is run again.
+    The full cache answers. At each token, each method selects the entries that it would read. `hit` is the top-k hit
+    rate: the share of the layer's k entries with the most attention that are read, where k is the budget. `mass` is the
+    share of the attention on the entries read. `overlap` is the share of them that the previous step read too. `best
+    shared` reads the same entries in all layers (or in each group of layers of a retrieval head), those with the most
+    attention on average: no other such set has a larger `mass`. `exact_topk` selects by each layer's own attention.
+    Writes hits.jsonl (a row per sample), hits.csv and hits.png to `out`. A stopped run resumes when the same command is
+    run again.
 
     Attributes:
         methods: Methods that read a part of the cache: specontext, quest, exact_topk; with options as for keepsight
             eval.
         budgets: KV entries read per step and KV head.
-        heads: Further retrieval heads under names of their own, {NAME: FOLDER_OR_HUB_ID}. A draft head is pruned first,
-            with the features of the step before, and not distilled.
+        heads: Further retrieval heads, {NAME: FOLDER_OR_HUB_ID}. A draft head is pruned, but not distilled, and uses
+            the previous step's features.
     """
 
     COMMON: ClassVar = (

@@ -16,11 +16,11 @@ class Evicting(UsesMethods):
     """Keys of commands that serve one method.
 
     Attributes:
-        method: The method that evicts; `full` serves full caches.
+        method: Method that evicts; `full` serves full caches.
         budget: KV budget: entries per layer and KV head, or a ratio of the prompt such as 0.1.
         options: Options of the method, such as {pool: {kernel: 5}}.
-        page: Entries of a page, which is vLLM's --block-size: all heads share the budget in whole pages, for vLLM with
-            KEEPSIGHT_RAGGED=1. 0 for the same number of entries in every head, for any vLLM.
+        page: Entries per page, equal to vLLM's --block-size: all heads share the budget in whole pages. Needs vLLM with
+            KEEPSIGHT_RAGGED=1. 0 for the same number of entries in every head, which works with any vLLM.
     """
 
     method: str = "lookaheadkv"
@@ -31,20 +31,20 @@ class Evicting(UsesMethods):
 
 @dataclass
 class Prefix(Evicting):
-    """keepsight prefix: read documents once, and write what stays of their caches for vLLM to load.
+    """keepsight prefix: prefill documents once, and write their evicted caches for vLLM to load.
 
         keepsight prefix recipe=smollm2-135m prompt=@doc.txt page=32 out=prefixes
         keepsight prefix recipe=smollm2-135m method=snapkv documents=docs.jsonl out=prefixes
 
-    Prints for each document its id and the message that asks about it. A run that was stopped goes on when the same
-    command is run again; several processes may write to one `out`.
+    Prints for each document its id and a message with which to ask about it. A run that was stopped resumes when the
+    same command is run again; several processes may write to one `out`.
 
     Attributes:
         prompt: A document as text, or @FILE.
         documents: JSON Lines file of documents: {"text": ...} in each row.
-        out: Folder of the prefixes, and of an index of them.
-        system: System message before the document, which questions must then send too.
-        skip: Bad rows at most; null skips any number, 0 ends the run at the first.
+        out: Folder for the prefixes and their index.
+        system: System message before the document; questions must send the same.
+        skip: Maximum of bad rows to skip; null for no limit, 0 ends the run at the first.
     """
 
     COMMON: ClassVar = ("prompt", "documents", "out", *_METHOD, "page", "system", "skip")
@@ -57,29 +57,29 @@ class Prefix(Evicting):
 
 @dataclass
 class Serve(Evicting):
-    """keepsight serve: an OpenAI server that answers every request from an evicted cache, in batches.
+    """keepsight serve: serve an OpenAI-compatible API that answers requests from evicted caches, in batches.
 
         keepsight serve recipe=smollm2-135m budget=256 port=8000
         keepsight serve recipe=llama3.1-8b adapter=runs/llama8b/adapter budget=256 page=32 vllm=true
 
     Serves /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics until it is interrupted. With
-    vllm=true vLLM's server answers, and a worker beside it reads long prompts and evicts from them.
+    vllm=true vLLM's server answers, and a worker beside it prefills long prompts and evicts from them.
 
     Attributes:
-        host: Address to listen at; 0.0.0.0 for all.
-        port: Port to listen at; 0 for any.
+        host: Address to listen on; 0.0.0.0 for all.
+        port: Port to listen on; 0 for any free port.
         name: Name of the model in requests; model.id by default.
-        key: Environment variable that holds the key which clients must send; nobody is asked where it is not set.
-        rows: Answers that are decoded at once.
-        waiting: Requests that may wait; others are told to try again later.
+        key: Environment variable with the API key that clients must send; without it no key is required.
+        rows: Maximum number of answers decoded at the same time.
+        waiting: Maximum number of waiting requests; further ones get HTTP 429.
         max_prompt_tokens: Longest prompt in tokens; 0 for the model's context.
         max_new_tokens: Longest answer in tokens.
-        max_bytes: Largest body of a request in bytes.
-        vllm: Start vLLM's server and a worker that reads long prompts for it.
-        min_prompt_tokens: Shortest prompt that is evicted from with vllm=true; vLLM alone answers shorter ones. 0 for
-            twice the budget.
-        prefixes: Folder of `keepsight prefix`, whose ids vLLM's server then answers too.
-        vllm_options: Further options of vLLM's server, such as {max_model_len: 8192, gpu_memory_utilization: 0.5}.
+        max_bytes: Largest request body in bytes.
+        vllm: Start vLLM's server, and a worker that prefills long prompts for it.
+        min_prompt_tokens: Shortest prompt to evict from with vllm=true; vLLM alone answers shorter ones. 0 for twice
+            the budget.
+        prefixes: Folder of `keepsight prefix`; vLLM's server then answers its ids too.
+        vllm_options: Further options for vLLM's server, such as {max_model_len: 8192, gpu_memory_utilization: 0.5}.
     """
 
     COMMON: ClassVar = (*_METHOD, "host", "port", "name", "key", "rows", "waiting", "max_prompt_tokens", "vllm", "page")
@@ -100,19 +100,19 @@ class Serve(Evicting):
 
 @dataclass
 class BenchServe(Benched):
-    """keepsight bench serve: many requests answered in one batch, from evicted caches and from full ones.
+    """keepsight bench serve: measure the serving of many requests from evicted caches and from full ones.
 
         keepsight bench serve tokens=4096 requests=32 rows=16 methods=snapkv budgets=128
 
-    The engine is that of `keepsight serve`. All requests arrive at once. Prints requests a second, the median time to
-    the first token, milliseconds of a decoding step with all rows filled, and memory of the batch's entries. With
-    vllm=true the engine is vLLM's, and prompts are made prefixes beforehand, as by `keepsight prefix`.
+    Uses the engine of `keepsight serve`. All requests arrive at once. Prints requests per second, the median time to
+    first token, milliseconds per decoding step with a full batch, and the memory of the batch's entries. With vllm=true
+    it uses vLLM's engine, and prompts are turned into prefixes beforehand, as by `keepsight prefix`.
 
     Attributes:
-        tokens: Length of the prompts in tokens.
-        answer_tokens: Length of the answers in tokens.
+        tokens: Prompt length in tokens.
+        answer_tokens: Answer length in tokens.
         requests: Number of requests.
-        rows: Answers that are decoded at once.
+        rows: Maximum number of answers decoded at the same time.
         vllm: Measure vLLM's engine.
     """
 

@@ -39,17 +39,17 @@ class ModelConfig:
     Attributes:
         id: Hub id or local folder.
         revision: Branch, tag or commit on the Hub.
-        packaged: Bundled weights, PACKAGE/FILE.gguf of a Python package, used when the Hub cannot be reached.
-        packaged_id: Hub id of the bundled model; the file is used for no other model.
+        packaged: Bundled weights: PACKAGE/FILE.gguf of a Python package, used when the Hub cannot be reached.
+        packaged_id: Hub id of the bundled model; the file is used only for this model.
         packaged_digest: Expected digest of the bundled file, sha256:...
         dtype: auto, float32, bfloat16 or float16.
         device: auto, cpu, cuda, cuda:1, ...
         attention: auto, sdpa, eager, or flash_attention_2, _3 or _4 (experimental).
-        template: Arguments of its chat template that differ from the template's own, such as {enable_thinking: false}.
+        template: Arguments for the chat template, such as {enable_thinking: false}.
         quantize: nf4 or int8: bitsandbytes quantises the weights while they are loaded.
-        device_map: auto divides the layers over the GPUs of one process (experimental), and keeps on the CPU those that
-            do not fit; fsdp2 shards every layer over the processes that train a lookahead module.
-        trust_remote_code: Run code from the model's repository; leave it off unless you have read that code.
+        device_map: auto distributes the layers over the GPUs of one process and offloads those that do not fit to the
+            CPU (experimental); fsdp2 shards every layer over the processes that train a lookahead module.
+        trust_remote_code: Run code from the model's repository. Enable it only if you have read that code.
     """
 
     id: str = "???"
@@ -73,13 +73,13 @@ class ModelConfig:
 
 @dataclass
 class DraftConfig:
-    """The draft of the methods that need one (SpecKV, SpecPC): at most one of `layers`, `id` and `head`.
+    """The draft model of SpecKV and SpecPC: at most one of `layers`, `id` and `head`.
 
     Attributes:
         layers: Indices of the base model's layers that make up the draft, ascending; see `keepsight bench draft`.
         id: Hub id or local folder of another model with the same vocabulary.
         revision: Branch, tag or commit of the model or head on the Hub.
-        head: EAGLE draft head of the base model, a folder or Hub id, instead of a model.
+        head: EAGLE draft head of the base model to use instead of a model: a folder or a Hub id.
     """
 
     layers: list[int] | None = None
@@ -100,8 +100,8 @@ class UsesMethods(UsesModel):
     """Keys of every command that runs methods.
 
     Attributes:
-        adapter: Lookahead adapter: a folder, a Hub id, or shipped:NAME for one that comes with keepsight.
-        retrieval: Retrieval head: a folder, a Hub id, or shipped:NAME for one that comes with keepsight.
+        adapter: Lookahead adapter: a folder, a Hub id, or shipped:NAME. shipped: stands for keepsight's own.
+        retrieval: Retrieval head: a folder, a Hub id, or shipped:NAME. shipped: stands for keepsight's own.
     """
 
     adapter: str | None = None
@@ -114,7 +114,7 @@ class OfTable:
     """Key of every command that measures a table of a paper.
 
     Attributes:
-        preset: A paper's table, which sets the keys that you do not; see below.
+        preset: Table of a paper to reproduce, see below. It sets the keys that you do not set.
     """
 
     preset: str | None = None
@@ -122,19 +122,19 @@ class OfTable:
 
 @dataclass
 class DataKeys(UsesModel):
-    """Which training data is made, and who answers.
+    """How training data is generated.
 
     Attributes:
-        mixture: Name of a file in recipes/mixtures/, or a path to a YAML file of your own.
-        rows: Folder of JSON Lines files whose rows stand in for the Hub's data sets, as the mixture's `local` says.
+        mixture: Mixture of prompts: a file in recipes/mixtures/, or a path to your own YAML file.
+        rows: Folder of JSON Lines files that replace the Hub's data sets, as given by `local` in the mixture.
         limit: Number of samples.
-        max_new_tokens: Longest answer of the data in tokens.
-        temperature: Samples the answers; 0 decodes greedily.
-        top_p: Samples from the likeliest tokens that together have this probability.
-        batch_tokens: Prompt tokens per batch of answers; lower it when memory runs out.
-        backend: Who answers: transformers, in this process; vllm, in this process; or server, at server.url.
-        vllm: Arguments of vLLM's engine, such as {gpu_memory_utilization: 0.5, max_model_len: 4096}.
-        skip: Bad rows and refused prompts at most, in a run; null skips any number, 0 ends the run at the first.
+        max_new_tokens: Longest answer in tokens.
+        temperature: Sampling temperature of the answers; 0 decodes greedily.
+        top_p: Nucleus sampling: samples from the likeliest tokens with this total probability.
+        batch_tokens: Prompt tokens per batch of answers; lower it if memory runs out.
+        backend: What generates the answers: transformers or vllm in this process, or a server at server.url.
+        vllm: Arguments for vLLM's engine, such as {gpu_memory_utilization: 0.5, max_model_len: 4096}.
+        skip: Maximum of bad rows and refused prompts to skip; null for no limit, 0 ends the run at the first.
     """
 
     mixture: str = "offline"
@@ -152,13 +152,13 @@ class DataKeys(UsesModel):
 
 @dataclass
 class EvalKeys:
-    """What is compared on what.
+    """Which methods are evaluated on which tasks.
 
     Attributes:
-        tasks: Benchmarks or their tasks: niah, ruler, ruler_vt, longbench, jsonl, ...
+        tasks: Benchmarks or single tasks, such as niah, ruler, ruler_vt, longbench or jsonl.
         lengths: Prompt lengths of generated tasks, in tokens.
         methods: Names, or {name: NAME, option: value}.
-        budgets: Entries per layer and KV head, or ratios of the prompt such as 0.1.
+        budgets: KV budgets: entries per layer and KV head, or ratios of the prompt such as 0.1.
     """
 
     tasks: Annotated[list[str], NonEmpty] = field(default_factory=lambda: ["niah_single"])
@@ -169,23 +169,23 @@ class EvalKeys:
 
 @dataclass
 class TaskKeys(Benchmarks, EvalKeys, UsesMethods):
-    """Which samples are drawn, and how they are asked.
+    """Samples and protocol of an evaluation.
 
     Attributes:
         out: Folder for the results.
-        bits: Bit widths for the methods that quantize entries, a row for each; the method's default when empty.
+        bits: Bit widths for methods that quantize entries, each with its own row; the method's default if empty.
         samples: Samples per task and length, or per file of a task; 0 for all of a file.
         seed: Seed of generated tasks.
-        protocol: Whose prompts, truncation and post-processing RULER and LongBench follow: reference, kvcache-factory,
-            kvpress or draft-based.
+        protocol: Prompts, truncation and post-processing of RULER and LongBench: reference, kvcache-factory, kvpress or
+            draft-based.
         max_tokens: Longest prompt of the jsonl task in tokens; longer ones are dropped and counted.
-        max_new_tokens: Shortens every answer to this many tokens; 0 for each task's own limit.
-        question: Whether methods see the question while they compress: seen, unseen or multi. unseen compresses only
-            what stands before the question; so does multi, and asks every question about a context of one cache.
-        plugins: Modules of your own, or entry points of the group keepsight, that are imported first: what they add to
-            METHODS can be named in `methods`.
-        skip: Rows of files that make no sample, and answers that the judge gives no verdict on, at most; null skips any
-            number, 0 ends the run at the first.
+        max_new_tokens: Longest answer in tokens; 0 for each task's own limit.
+        question: Whether methods see the question: seen, unseen or multi. unseen compresses only the text before the
+            question. multi does so once per context and asks all its questions.
+        plugins: Your own modules, or entry points of the group keepsight, to import first. Methods that they add to
+            METHODS can be used in `methods`.
+        skip: Maximum of bad rows and of answers without a verdict of the judge to skip; null for no limit, 0 ends the
+            run at the first.
     """
 
     out: str = "???"
@@ -207,7 +207,7 @@ class Training(UsesModel):
 
     Attributes:
         data: Folder made by `keepsight data`.
-        out: Folder for the trained weights and their model card; checkpoints and logs go to `training` in it.
+        out: Folder for the trained weights and their model card; its subfolder `training` gets checkpoints and logs.
     """
 
     data: str = "???"
@@ -217,12 +217,12 @@ class Training(UsesModel):
 
 @dataclass
 class CardKeys(Training):
-    """What the model card of newly trained weights says.
+    """The model card of newly trained weights.
 
     Attributes:
         title: Title of the model card.
-        base: Hub id of the base model for the card, where model.id is a folder; no folder's path is published.
-        license: Licence of the trained weights, as an identifier the Hub knows; the base model's by default.
+        base: Hub id of the base model for the card, if model.id is a folder; paths of folders are not published.
+        license: Licence of the trained weights, as an identifier of the Hub; the base model's by default.
         data_notes: Text for the model card on the origin and licences of the data.
     """
 
