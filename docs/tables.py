@@ -89,11 +89,12 @@ def alike(*names: str) -> dict[str, str]:
 SNAPKV = alike("SnapKV, mean over 3", "SnapKV, max over 7", "SnapKV, unpooled")
 BASELINES = alike("LAQ", "SpecKV (26-layer draft)", "DapQ") | SNAPKV
 REST = alike("StreamingLLM", "untrained soft tokens")
+BEFORE = "LookaheadKV before fine-tuning"
 SELECTION = {
-    "LookaheadKV before fine-tuning": "before fine-tuning on what eviction costs",
-    "LookaheadKV before fine-tuning, without weights of heads": "and without head weights",
-    "LookaheadKV before it, without weights, the heads of a layer share": "and the budget shared within layers alone",
-    "LookaheadKV before it, without weights, the soft tokens' average": "or the average over the soft tokens",
+    BEFORE: "before fine-tuning",
+    f"{BEFORE}, without head weights": "before fine-tuning, no head weights",
+    f"{BEFORE}, without head weights, the heads of a layer share": "no head weights, budget shared within each layer",
+    f"{BEFORE}, without head weights, the soft tokens' average": "no head weights, mean over the soft tokens",
     "LookaheadKV, the paper's selection": "the shipped module with the paper's selection",
 }
 ORACLE = alike("oracle attention (mean over 3)", "oracle attention (unpooled)")
@@ -128,9 +129,7 @@ TABLES = {
         "needles",
         "length",
         cell="{score}",
-        rows=alike(
-            "full cache", OURS, "LookaheadKV before fine-tuning", "oracle attention (unpooled)", "SnapKV, mean over 3"
-        ),
+        rows=alike("full cache", OURS, BEFORE, "oracle attention (unpooled)", "SnapKV, mean over 3"),
         head="{} tokens",
     ),
     "needle-tasks": Table("needle_tasks", "samples", cell=SCORE, head="{} samples", where={"budget": ("64", "")}),
