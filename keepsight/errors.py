@@ -6,9 +6,17 @@ import inspect
 import re
 from collections.abc import Mapping
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 Kind = TypeVar("Kind", bound="type[Any]")
+Whole = Annotated[int, Ge(0), "a whole number of at least 0"]
+Positive = Annotated[int, Ge(1), "a whole number of at least 1"]
+Share = Annotated[float, Ge(0), Le(1), "between 0 and 1"]
+Budget = Annotated[Positive | Annotated[float, Gt(0), Le(1)], "a whole number of at least 1, or a ratio in (0, 1]"]
+"""Types of options; `as_options` refuses other values with the text at their end."""
 
 _STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -59,10 +67,11 @@ def one_line(error: object, most: int = 300) -> str:
 
 
 def as_options(kind: Kind) -> Kind:
-    """Let a dataclass of options take scalars of numpy and torch, and show only what differs from its defaults.
+    """Let a dataclass of options take scalars of numpy and torch, check them, and show what differs from its defaults.
 
-    Where `budget` is its first field, `compression_ratio=r` stands for a budget that keeps 1 - r of the prompt's
-    entries, as in kvpress.
+    Values of fields whose type is bool, a range such as `Whole`, or `Annotated` with the `Literal` of its choices, here
+    or in a base class, are checked before `__post_init__`, and refused with a `UserError`. Where `budget` is the first
+    field, `compression_ratio=r` stands for a budget that keeps 1 - r of the prompt's entries, as in kvpress.
     """
     if not hasattr(kind, "__dataclass_fields__"):
         return kind
@@ -70,6 +79,8 @@ def as_options(kind: Kind) -> Kind:
     init = made.__init__
     signature = inspect.signature(init)
     takes_ratio = [*signature.parameters][1:2] == ["budget"]
+    ranges = {each.name: each.type for each in dataclasses.fields(kind) if _expected(each.type)}
+    ranges = made._ranges = getattr(kind, "_ranges", {}) | ranges
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **options: Any) -> None:
@@ -80,11 +91,33 @@ def as_options(kind: Kind) -> Kind:
         given = signature.bind(self, *args, **options)
         for name, value in given.arguments.items():
             if getattr(value, "ndim", None) == 0:
-                given.arguments[name] = value.item()
+                value = given.arguments[name] = value.item()
+            if name in ranges:
+                try:
+                    _adapter(ranges[name]).validate_python(value)
+                except ValidationError:
+                    raise UserError(f"{kind.__name__}: {name} {value!r} {_expected(ranges[name])}") from None
         init(*given.args, **given.kwargs)
 
     made.__init__, made.__repr__ = __init__, _shown
     return kind
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    choices = (each for each in getattr(kind, "__metadata__", ()) if get_origin(each) is Literal)
+    return TypeAdapter(next(choices, kind), config=ConfigDict(strict=True))
+
+
+def _expected(kind: Any) -> str:
+    """What is expected of values of a type, for messages; empty where that is not checked."""
+    if kind is bool:
+        return "must be true or false"
+    if get_origin(kind) is Literal:
+        return f"is unknown; choose one of {', '.join(map(str, get_args(kind)))}"
+    if isinstance(kind, str):
+        return f"must be {kind}"
+    return next(filter(None, map(_expected, getattr(kind, "__metadata__", get_args(kind)))), "")
 
 
 def _kept_share(name: str, ratio: Any) -> float:

@@ -166,14 +166,8 @@ def write_card(
 ) -> str:
     """A card as Markdown.
 
-    Args:
-        basics: Title, provenance, data and licence.
-        tags: Tags on the Hub.
-        about: What the module is, as Markdown; as `use`, how it is used.
-        use: See `about`.
-        heading: Heading of the measurements, `measured`, which may be empty.
-        measured: See `heading`.
-        library: The Hub's `library_name`.
+    `about` says what the module is, and `use` how it is used; `heading` is over the measurements, `measured`, which may
+    be empty; `library` is the Hub's `library_name`, and `tags` are those on the Hub.
     """
     origin = basics.provenance
     data = ModelCardData(
@@ -244,12 +238,8 @@ def with_eviction(
 ) -> str:
     """The card of the adapter in a folder, with a last section on a training for the loss after eviction.
 
-    Args:
-        folder: The adapter's.
-        about: `HEAD_WEIGHTS` or `FINETUNING`; it replaces the section with the same heading.
-        training: How it was trained, by name.
-        before: Measurements at the first step, `eval_excess_nll_at_BUDGET` in nats among them; `after` the last one.
-        after: See `before`.
+    `about`, `HEAD_WEIGHTS` or `FINETUNING`, replaces the section with the same heading; `training` is by name; `before`
+    and `after` are measurements at the first and the last step, with `eval_excess_nll_at_BUDGET` in nats.
     """
     card = read_card(folder) if (folder / CARD).is_file() else "# keepsight lookahead adapter\n"
     rows = excess_rows(before, after)

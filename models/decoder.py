@@ -142,11 +142,7 @@ def output_weight(model: PreTrainedModel, index: int) -> Tensor:
 
 
 def require_supported(model: PreTrainedModel) -> None:
-    """Refuse models for which keepsight would give wrong answers.
-
-    Raises:
-        UserError: one line that names what is not supported.
-    """
+    """Refuse models for which keepsight would give wrong answers."""
     caller = getattr(getattr(model, "prepare_inputs_for_generation", None), "__self__", None)
     for each in (model, caller):  # PEFT's models lend it to the model whose `generate` they call
         if isinstance(each, PeftModel) and isinstance(each.active_adapter, str) and not each._adapters_disabled:
@@ -207,11 +203,7 @@ def floats_of(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def require_one_device(model: PreTrainedModel) -> None:
-    """Refuse models whose layers run on several devices.
-
-    Raises:
-        UserError: one line that names the devices.
-    """
+    """Refuse models whose layers run on several devices."""
     if len(devices := sorted(map(str, running_devices(decoder_of(model))))) > 1:
         kind = model.config.model_type
         raise UserError(f"the layers of {kind} lie on {', '.join(devices)}; load the model on one device")

@@ -47,13 +47,9 @@ def check_builds() -> None:
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     old = [lock for lock in root.rglob("lock") if time.time() - lock.stat().st_mtime > _BUILD_STARTS]
-    if stale := [lock for lock in old if lock.parent not in _working_folders()]:
+    busy = {Path(each.info["cwd"]) for each in psutil.process_iter(["cwd"]) if each.info["cwd"]}
+    if stale := [lock for lock in old if lock.parent not in busy]:
         raise UserError(f"{stale[0]}: left by a build of DeepSpeed that was killed; delete this file and start again")
-
-
-def _working_folders() -> set[Path]:
-    """Working folders of the processes of this machine, as far as they can be read."""
-    return {Path(each.info["cwd"]) for each in psutil.process_iter(["cwd"]) if each.info["cwd"]}
 
 
 def divided(work: Callable[[Part], Result], parts: Iterable[Part]) -> list[Result]:

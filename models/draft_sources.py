@@ -72,11 +72,7 @@ class LayerSubset:
         return f"layers {','.join(runs)}"
 
     def of(self, target: PreTrainedModel) -> PreTrainedModel:
-        """The model of these layers, made once per target.
-
-        Raises:
-            UserError: the target has no such layer.
-        """
+        """The model of these layers, made once per target; a `UserError` if the target has no such layer."""
         made = _DRAFTS.setdefault(target, {})
         if self.layers not in made:
             last, count = self.layers[-1], target.config.get_text_config().num_hidden_layers
@@ -107,12 +103,9 @@ class LoadedDraft:
 
 @dataclass(frozen=True)
 class DraftHeadSource:
-    """A draft head of the target; `load_head` makes it.
+    """A draft head of the target, on its device and in its dtype, and the target's layers whose outputs it reads.
 
-    Attributes:
-        name: Hub id or folder.
-        layers: The target's layers whose outputs the head reads.
-        head: On the target's device, in its dtype.
+    `load_head` makes it; its name is a Hub id or folder.
     """
 
     name: str
@@ -142,15 +135,11 @@ def load_draft(model_id: str, target: Target, *, revision: str | None = None, **
 
 
 def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
-    """A model of some of a model's layers, over the same tensors.
+    """A model of some of a model's layers, in the order of these indices, over the same tensors.
 
     It has its own modules and configuration: its layers are numbered from 0 in its caches, and its attention function
     can be switched independently. Adapters attached to the model are left out. The tensors must not be moved or cast on
     one of the two alone.
-
-    Args:
-        model: A causal language model; it stays as it is.
-        layers: Indices of the layers to keep, in the order in which they are to run.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     for module in model.modules():

@@ -84,9 +84,7 @@ def plan_upload(folder: Path, repo_id: str, *, public: bool = False, revision: s
     pictures = sorted(path.name for path in folder.glob("[!.]*.png") if _is_picture(path))
     files = (*kind.files, *optional, CARD, *pictures)
     if other := [name for name in files if (folder / name).is_symlink() or not (folder / name).is_file()]:
-        raise UserError(
-            f"{printable(str(folder / other[0]))}: only regular files are sent; put a copy of the file here"
-        )
+        raise UserError(f"{printable(str(folder / other[0]))}: only regular files are sent; put a copy here")
     left_out = tuple(sorted(path.name for path in folder.iterdir() if path.name not in files))
     return Upload(folder, repo_id, files, left_out, public, revision)
 

@@ -84,11 +84,7 @@ class Lookahead(nn.Module):
         return {name: value.detach().contiguous().cpu() for name, value in own.items()}
 
     def load_state(self, lora: dict[str, Tensor], tokens: Tensor) -> None:
-        """Set the weights.
-
-        Raises:
-            UserError: a tensor is missing, surplus, or of another shape.
-        """
+        """Set the weights; a `UserError` if a tensor is missing, surplus, or of another shape."""
         own: dict[str, Tensor] = {} if self.lora is None else dict(self.lora.tensors())
         if odd := set(own) ^ set(lora):
             raise UserError(f"missing or surplus LoRA tensor {min(odd)!r}: the adapter is for another model")

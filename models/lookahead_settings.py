@@ -78,11 +78,7 @@ class LookaheadSettings:
     value_norm: bool = False
 
     def selecting(self, selection: str) -> "LookaheadSettings":
-        """The same module with another selection.
-
-        Raises:
-            UserError: it is not one of `SELECTIONS`.
-        """
+        """The same module with another selection; a `UserError` if it is not one of `SELECTIONS`."""
         if selection not in SELECTIONS:
             raise UserError(f"selection={selection} is unknown; choose one of {', '.join(SELECTIONS)}")
         return replace(self, **SELECTIONS[selection])

@@ -68,14 +68,7 @@ class _InContext:
 
 
 class Lora(nn.Module):
-    """Low-rank updates of linear modules.
-
-    Args:
-        linears: The modules by their names in the model.
-        rank: Rank of an update.
-        alpha: An update is scaled by alpha / rank.
-        dropout: Dropout of its inputs in training.
-    """
+    """Low-rank updates of linear modules, by their names in the model, each scaled by alpha / rank."""
 
     def __init__(self, linears: Mapping[str, nn.Module], rank: int, alpha: float, dropout: float) -> None:
         super().__init__()
@@ -131,10 +124,6 @@ class FoldedLora:
     """A trained LoRA for inference: in a model's dtype, scaling folded into B, one A for modules with the same input.
 
     A copy without gradients and dropout.
-
-    Args:
-        lora: The trained LoRA.
-        dtype: Dtype of the model.
     """
 
     def __init__(self, lora: Lora, dtype: torch.dtype) -> None:
@@ -164,12 +153,7 @@ class FoldedLora:
 
 
 class _Input(threading.local):
-    """The input that one or more modules read, multiplied by all their A at once; each thread's pass has its own.
-
-    Args:
-        down: The A of the modules, [modules * r, in].
-        readers: Number of modules.
-    """
+    """The input that one or more modules read, multiplied by all their A at once; each thread's pass has its own."""
 
     inputs: Tensor | None = None
     low: tuple[Tensor, ...] = ()
@@ -227,14 +211,9 @@ def lora_targets(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def chosen_targets(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, nn.Module]:
-    """Those of `lora_targets` that settings choose.
+    """Those of `lora_targets` that settings choose: `all` or `none` alone; or `qv`, and ends of names at a dot.
 
-    Args:
-        model: The model.
-        targets: `all` or `none` alone; or `qv`, and names: the ends of modules' names, at a dot.
-
-    Raises:
-        UserError: the model has no module of such a name.
+    A `UserError` if the model has no module of such a name.
     """
     found, chosen = lora_targets(model), set[str]()
     if targets[0] in ("all", "none"):

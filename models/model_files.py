@@ -199,10 +199,8 @@ def folder_version(folder: Path) -> str:
     """Digest of a model's folder: its configuration, the headers of its weight files, and a sample of their values.
 
     Of each file 256 blocks of 4 KiB are read, evenly spread: different weights differ everywhere, and reading all of
-    them would take longer than loading them. 15 GB take less than a second.
-
-    Raises:
-        UserError: there is no safetensors file, or the configuration is no JSON object.
+    them would take longer than loading them. 15 GB take less than a second. A `UserError` if there is no safetensors
+    file, or the configuration is no JSON object.
     """
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:

@@ -189,13 +189,10 @@ class RetrievalHead(nn.Module, Artifact):
         return self.config.feature_layers or default_feature_layers(model.config.get_text_config().num_hidden_layers)
 
     def project(self, embeddings: Tensor, features: Tensor | None, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries [B, H, q, d] and keys [B, K, q, d] of some tokens, after RoPE, in the dtype of the weights.
+        """Queries [B, H, q, d] and keys [B, K, q, d] of tokens at positions [B or 1, q], in the weights' dtype.
 
-        Args:
-            embeddings: [B, q, hidden], the model's embeddings of the tokens.
-            features: [B, q, 3 * target_hidden], the model's features of each token's predecessor (see
-                `of_the_token_before`); None for a head that reads none.
-            positions: [B or 1, q] int64, the tokens' positions.
+        `embeddings` [B, q, hidden] are the model's, `features` [B, q, 3 * target_hidden] those of each token's
+        predecessor (see `of_the_token_before`); None for a head that reads none.
         """
         inputs = self.inputs(embeddings, features)
         return self.queries(inputs, positions), self.keys(inputs, positions)
@@ -272,14 +269,10 @@ class RetrievalHead(nn.Module, Artifact):
 
     @classmethod
     def from_draft(cls, draft: nn.Module, features: str) -> Self:
-        """Prune a draft head to its query and key projections, norms, and feature projection.
+        """Prune an EAGLE-3 draft head to copies of its query and key projections, norms, and feature projection.
 
-        Args:
-            draft: An EAGLE-3 head; its weights are copied.
-            features: `previous-step`; or `none`, which keeps the half of the projections that reads embeddings.
-
-        Raises:
-            UserError: it is no EAGLE-3 head, or `features` is neither.
+        With `features` `none` the half of the projections stays that reads embeddings. A `UserError` if it is no
+        EAGLE-3 head, or `features` is neither variant.
         """
         if not isinstance(draft, DraftHead):
             raise UserError("only EAGLE-3 draft heads can be pruned; this is one of EAGLE-1 or EAGLE-2")
@@ -422,9 +415,7 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def of_the_token_before(features: Tensor, mask: Tensor | None = None) -> Tensor:
     """Features [B, q, w] of tokens 0 to q - 1 -> row t holds those of token t - 1, zeros where there is none.
 
-    Args:
-        features: [B, q, w].
-        mask: [B, q] bool, False for padding on the left; None when nothing is padding.
+    `mask` [B, q] bool is False for padding on the left; None when nothing is padding.
     """
     if mask is not None:
         features = features.masked_fill(~mask[..., None], 0)
@@ -458,10 +449,8 @@ def pruning(head: RetrievalHead, draft: DraftHead) -> str:
 def comparison(first: Mapping[str, float], last: Mapping[str, float], before: str) -> str:
     """A Markdown table of two measurements, before and after distillation; one sentence when nothing was measured.
 
-    Args:
-        first: Metrics of the initial head: `eval_kl`, and for each budget B `eval_hit_B` and so on.
-        last: Metrics of the distilled head.
-        before: Name of the initial head.
+    `first` and `last` are metrics of the initial head, called `before`, and of the distilled one: `eval_kl`, and for
+    each budget B `eval_hit_B` and so on.
     """
     if not first:
         return "Not measured."

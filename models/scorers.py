@@ -79,20 +79,11 @@ class Scorer(ABC):
         return cls(files[0], {name: tensor for tensors in read for name, tensor in tensors.items()})
 
     def __call__(self, index: int, place: int, attention: nn.Module, hidden: Tensor, start: int) -> Tensor:
-        """Score the tokens of a pass.
+        """Score the tokens of a pass: [B, K x numbers, q] float32, the numbers of a KV head side by side.
 
-        Args:
-            index: The decoder layer.
-            place: Its place among those with full attention.
-            attention: Its attention module.
-            hidden: [B, q, D], what goes into that module.
-            start: Number of tokens that the layer has seen before.
-
-        Returns:
-            [B, K x numbers, q] float32, the numbers of a KV head side by side.
-
-        Raises:
-            UserError: there are no weights for the layer, or they are for another model.
+        `index` is the decoder layer, `place` its place among those with full attention, `hidden` [B, q, D] what goes
+        into its attention module, and `start` the number of tokens that it has seen before. A `UserError` if there are
+        no weights for the layer, or they are for another model.
         """
         layer = place if self.by_place else index
         if layer not in self._layers:

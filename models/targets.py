@@ -265,14 +265,9 @@ def placement(
 ) -> dict[str, Any]:
     """Arguments of `from_pretrained` for quantisation and several devices; none for the ordinary case.
 
-    Args:
-        quantize: `nf4`, in 4 bits (arXiv 2305.14314, with double quantisation), or `int8` (arXiv 2208.07339); or None.
-        device_map: As in `load_target`; None for the first device alone.
-        devices: Devices that the model may use.
-        dtype: The dtype of computation.
-
-    Raises:
-        UserError: a value is unknown, or bitsandbytes is not installed.
+    `quantize` is `nf4`, in 4 bits (arXiv 2305.14314, with double quantisation), `int8` (arXiv 2208.07339) or None, and
+    `dtype` that of computation; `device_map` is as in `load_target`, None for the first of `devices` alone. A
+    `UserError` if a value is unknown, or bitsandbytes is not installed.
     """
     if isinstance(device_map, str) and device_map != "auto":
         raise UserError(f"model.device_map={device_map} is unknown here; choose auto, or null for model.device alone")
@@ -316,10 +311,8 @@ def outline_model(
 ) -> PreTrainedModel:
     """A model on the meta device, made from its configuration alone; arguments as of `outline_target`.
 
-    `dtype` auto means bfloat16; a folder needs only a config.json.
-
-    Raises:
-        UserError: the configuration cannot be read, or the dtype is unknown.
+    `dtype` auto means bfloat16; a folder needs only a config.json. A `UserError` if the configuration cannot be read,
+    or the dtype is unknown.
     """
     source: str | Path = model_id
     where: dict[str, Any] = {}
@@ -329,18 +322,12 @@ def outline_model(
 
 
 def outline_target(
-    model_id: str,
-    *,
-    template: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    **files: str | None,
+    model_id: str, *, template: Mapping[str, Any] | None = None, trust_remote_code: bool = False, **files: str | None
 ) -> Target:
     """A base model without weights (tokenizer, configuration, version), for answers that a server gives.
 
-    The arguments are those of `load_target`; `files` are its `revision`, `packaged` and `packaged_digest`.
-
-    Raises:
-        UserError: its configuration, tokenizer or version cannot be read.
+    The arguments are those of `load_target`; `files` are its `revision`, `packaged` and `packaged_digest`. A
+    `UserError` if its configuration, tokenizer or version cannot be read.
     """
     source, version, where = located(model_id, **files)
     options = where | {"trust_remote_code": trust_remote_code}
@@ -402,11 +389,7 @@ def processor_of(target: Target) -> Any:
 def fingerprints(model: str) -> frozenset[str]:
     """`weights_digest` of a model in each dtype that it may be loaded in; none if its files name weights otherwise.
 
-    Args:
-        model: Folder or Hub id, whose files are on this machine.
-
-    Raises:
-        UserError: its configuration cannot be read.
+    The model is a folder or Hub id whose files are on this machine; a `UserError` if its configuration cannot be read.
     """
     outline = outline_model(model, dtype="float32")
     folder = Path(cached_file(model, "config.json") or model).parent

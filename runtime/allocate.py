@@ -16,41 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import Positive, Share, UserError
 from keepsight.models.lookahead_settings import HeadWeights, checked_weights
 from keepsight.runtime import registry
 from keepsight.runtime.importance import stacked, top_mask
 from keepsight.runtime.layer import Counts
-
-
-@dataclass(frozen=True)
-class Budget:
-    """A budget as users give it.
-
-    Attributes:
-        given: Number of entries (int), or a ratio in (0, 1] (float).
-        unit: The unit that messages name.
-    """
-
-    given: int | float
-    unit: str = "entries"
-
-    def check(self, name: str) -> None:
-        """Refuse what is neither a number of at least 1 nor a ratio.
-
-        Raises:
-            UserError: with one line that starts with `name`.
-        """
-        if type(self.given) not in (int, float):
-            raise UserError(f"{name}: budget {self.given!r} must be a whole number of {self.unit}, or a ratio")
-        if isinstance(self.given, float) and not 0 < self.given <= 1:
-            raise UserError(f"{name}: budget {self.given} is not a ratio in (0, 1]; give {self.unit} as a whole number")
-        if self.given <= 0:
-            raise UserError(f"{name}: budget {self.given} is below 1; give the {self.unit} to keep or to read")
-
-    def entries(self, length: int) -> int:
-        """The budget for a prompt of `length` tokens; a ratio is rounded, and gives at least 1."""
-        return max(round(self.given * length), 1) if isinstance(self.given, float) else int(self.given)
 
 
 class HeadSizes(NamedTuple):
@@ -100,11 +70,7 @@ class Allocation(ABC):
         """
 
     def check(self, budget: int) -> None:
-        """Refuse a budget under which a head could be left without entries, where none is protected.
-
-        Raises:
-            UserError: with one line that names the values.
-        """
+        """Refuse a budget under which a head could be left without entries, where none is protected."""
 
 
 @registry.allocation("uniform")
@@ -135,10 +101,7 @@ class Pyramid(Allocation):
     """
 
     reads_scores = False
-    beta: int = 20
-
-    def __post_init__(self) -> None:
-        require_whole("pyramidkv", 1, beta=self.beta)
+    beta: Positive = 20
 
     @override
     def check(self, budget: int) -> None:
@@ -171,11 +134,8 @@ class Pyramid(Allocation):
 def pyramid_schedule(budget: int, candidates: int, layers: int, beta: int = 20) -> list[int]:
     """PyramidKV's entries by layer, exactly as KVCache-Factory rounds them; their sum exceeds `budget` x `layers`.
 
-    Args:
-        budget: B, entries a layer without the window.
-        candidates: Entries to choose from, the window excluded.
-        layers: L.
-        beta: Steepness; see `Pyramid`.
+    `budget` are a layer's entries and `candidates` those to choose from, both without the window; for `beta` see
+    `Pyramid`.
     """
     smallest = budget // beta
     largest = 2 * budget - smallest
@@ -201,12 +161,9 @@ class Adaptive(Allocation):
             compared (KVCache-Factory's variant; for importance of one sign).
     """
 
-    floor: float = 0.2
+    floor: Share = 0.2
     blend: bool = True
     normalize: bool = False
-
-    def __post_init__(self) -> None:
-        _check_floor("adakv", self.floor)
 
     @override
     def check(self, budget: int) -> None:
@@ -215,10 +172,8 @@ class Adaptive(Allocation):
     @override
     def __call__(self, sizes: HeadSizes, budgets: list[int], importance: list[Tensor]) -> Counts:
         kv_heads = sizes.real.shape[2]
-        evenly = [
-            _evenly(row, budget * kv_heads) for row, budget in zip(sizes.real.sum(axis=2).T, budgets, strict=True)
-        ]
-        totals = np.stack(evenly, axis=1)
+        rows = [_evenly(row, budget * kv_heads) for row, budget in zip(sizes.real.sum(axis=2).T, budgets, strict=True)]
+        totals = np.stack(rows, axis=1)
         free = totals - sizes.protected.sum(axis=2)
         promised = np.zeros_like(sizes.real)
         if not self.blend:
@@ -277,15 +232,13 @@ class Global(Allocation):
     """
 
     across_layers = True
-    floor: float = 0.2
+    floor: Share = 0.2
     weights: HeadWeights | None = None
-    page: int = 1
+    page: Positive = 1
 
     def __post_init__(self) -> None:
-        _check_floor("global", self.floor)
         if self.weights is not None:
             object.__setattr__(self, "weights", checked_weights(self.weights, "global: weights"))
-        require_whole("global", 1, page=self.page)
 
     @override
     def check(self, budget: int) -> None:
@@ -305,7 +258,10 @@ class Global(Allocation):
             values = best.values.masked_fill_(_ahead(promised, best.values), torch.inf)
             ranked.scatter_(-1, best.indices, values)
         counts = sizes.protected + _in_top(ranked, free)
-        return counts if self.page == 1 else np.stack([*map(self._in_pages, *_rows(counts, sizes))], axis=1)
+        if self.page == 1:
+            return counts
+        rows = (each.swapaxes(0, 1) for each in (counts, sizes.real, sizes.protected))
+        return np.stack([*map(self._in_pages, *rows)], axis=1)
 
     def _in_pages(self, counts: Counts, real: Counts, protected: Counts) -> Counts:
         """Counts [L, K] of one row, each changed to a multiple of the page above 0; their sum to the nearest one."""
@@ -321,11 +277,6 @@ class Global(Allocation):
         if (found := [*weights.shape]) != (expected := [*real.shape[::2]]):
             raise UserError(f"global: weights has shape {found}, this model's layers and KV heads are {expected}")
         return weights
-
-
-def _rows(counts: Counts, sizes: HeadSizes) -> list[list[Counts]]:
-    """By row of a batch, what is [L, B, K]."""
-    return [[*each.swapaxes(0, 1)] for each in (counts, sizes.real, sizes.protected)]
 
 
 def _in_top(ranked: Tensor, free: Counts) -> Counts:
@@ -364,18 +315,11 @@ def _comparable(candidates: Tensor, share: int) -> Tensor:
 def blended(among_top: Counts, budget: int, floor: float) -> Counts:
     """AdaKV's entries by head, exactly as its code rounds them, in float32; their sum can miss `budget` x K.
 
-    Args:
-        among_top: [K], number of the layer's most important entries in each head.
-        budget: B, entries a head without the window.
-        floor: Alpha.
+    `among_top` [K] counts the layer's most important entries in each head, `budget` is that of a head without the
+    window, and `floor` is alpha.
     """
     blend = among_top.astype(np.float32) * np.float32(1 - floor) + np.float32(int(budget * floor))
     return blend.round().astype(np.int64)
-
-
-def _check_floor(name: str, floor: float) -> None:
-    if type(floor) not in (int, float) or not 0 <= floor <= 1:
-        raise UserError(f"{name}: floor {floor!r} must be between 0 and 1")
 
 
 def _check_promise(name: str, budget: int, floor: float) -> None:
@@ -395,11 +339,8 @@ def _evenly(available: Counts, share: int) -> Counts:
 def adjust_to_sum(counts: Counts, ideal: NDArray[Any], total: int, most: Counts) -> Counts:
     """Change rounded counts one by one, each time the one furthest from `ideal`, until they sum to `total`.
 
-    Args:
-        counts: Counts of any shape; ties go to the first.
-        ideal: The values that they were rounded from, of the same shape.
-        total: The sum to reach.
-        most: The largest count allowed for each; their sum is at least `total`.
+    Counts, `ideal` (what they were rounded from) and `most` (the largest allowed, of a sum of at least `total`) have
+    one shape; ties go to the first.
     """
     limits, wanted = most.flatten().tolist(), ideal.flatten().tolist()
     settled = [max(0, min(pair)) for pair in zip(counts.flatten().tolist(), limits, strict=True)]

@@ -105,7 +105,7 @@ class Softmax(NamedTuple):
 
 
 Recorder = Callable[[int, Tensor, Tensor, Softmax, Tensor | None, Any], None]
-"""Called in every layer with full attention, with the layer's index, its queries [B, H, q, d], all keys they may see
+"""Called in every layer with attention, with the layer's index, its queries [B, H, q, d], all keys they may see
 [B, K, S, d] (both after RoPE; of a ragged layer the new ones alone), its softmax, the keys' padding [B, K, S] bool
 (False for padding) where it differs by head, else None, and the mask that the model made, in the form of the
 implementation that was loaded. The queries are those of the last q of the S positions."""
@@ -200,7 +200,7 @@ def _attention(
         softcap = None if loaded == "sdpa" else options.get("softcap")  # transformers' sdpa leaves it out
         softmax = Softmax(scale, softcap, options.get("s_aux"))
         real = getattr(layer, "real", None)
-        if recorder is not None and not (layer is not None and is_bounded(layer)):
+        if recorder is not None:
             recorder(index, query, key, softmax, real, attention_mask)
         if isinstance(layer, OwnAttention):
             return layer.attend(query, key, value, softmax), None
@@ -241,18 +241,10 @@ def _eager_of(attention: type[nn.Module]) -> Callable[..., Any]:
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
-    """Attention in which the query heads of a KV head are rows of one head, so that no key or value is repeated.
+    """Attention [B, q, H, d], contiguous, in which the query heads of a KV head are rows of one head.
 
-    Args:
-        query: [B, H, q, d].
-        key: [B, K, S, d].
-        value: [B, K, S, d].
-        mask: [B, 1 or K, q, S]: bool (True where a query may look), or what is added to the logits; None where every
-            query sees every key.
-        softmax: The layer's.
-
-    Returns:
-        [B, q, H, d], contiguous.
+    So no key or value is repeated: queries are [B, H, q, d], keys and values [B, K, S, d]. The mask [B, 1 or K, q, S]
+    is bool (True where a query may look) or added to the logits; None where every query sees every key.
     """
     batch, heads, rows, width = query.shape
     kv_heads = key.shape[1]

@@ -11,7 +11,7 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.models.chat import ids_of
 from keepsight.models.model_files import adapters_digest
-from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, generate
+from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, decode, generate
 from keepsight.runtime.state import State
 
 
@@ -82,7 +82,8 @@ class Conversation(CustomGenerate):
         if self._adapters not in (None, adapters := adapters_digest(model)):
             raise UserError("conversation: the model has other active adapters than at the last turn; activate those")
         state = self._read(request.input_ids, request.chunk)
-        decoded = request.decode(self.method.reader(model), state, self.method.reapply(model))
+        reader, reapply = self.method.reader(model), self.method.reapply(model)
+        decoded = decode(reader, state, reapply=reapply, **request.decoding)
         self.state, self.ids, self._unread = decoded.state, decoded.ids, decoded.ids[:, -1:]
         self._adapters = adapters
         return decoded

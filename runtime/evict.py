@@ -18,28 +18,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from typing_extensions import override
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import Budget, UserError, Whole
 from keepsight.runtime import registry
-from keepsight.runtime.allocate import Allocation, Budget, HeadSizes, Uniform
+from keepsight.runtime.allocate import Allocation, HeadSizes, Uniform
 from keepsight.runtime.attention import is_bounded
 from keepsight.runtime.generate import CacheMethod, Reapply
-from keepsight.runtime.images import Images
-from keepsight.runtime.importance import (
-    Pool,
-    Reduce,
-    protected,
-    reduce_group,
-    select_top,
-    top_mask,
-    value_norms,
-)
+from keepsight.runtime.importance import Pool, Reduce, reduce_group, select_top, top_mask, value_norms
 from keepsight.runtime.layer import Counts, KeptLayer
 from keepsight.runtime.observe import LayerObserver, Observer
-from keepsight.runtime.state import Needs, State, full_layers, prefill, with_full_layers
+from keepsight.runtime.state import Needs, State, prefill, with_full_layers
 
 Scores = Callable[[Observer, PreTrainedModel, State, Reduce], list[Tensor]]
 """Calls an observer, or remembers what an equal one has returned for the state."""
@@ -70,14 +62,14 @@ class Evict(CacheMethod):
         UserError: a value is out of range; one line names it.
     """
 
-    budget: int | float
+    budget: Budget
     observer: Observer
     reduce: Reduce = Reduce()
     pool: Pool = Pool()
     allocate: Allocation = Uniform()
-    sinks: int = 0
-    window: int = 0
-    every: int = 0
+    sinks: Whole = 0
+    window: Whole = 0
+    every: Whole = 0
     during_prefill: bool | None = None
     value_norm: bool = False
     reads_images = True
@@ -85,8 +77,6 @@ class Evict(CacheMethod):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        require_whole(name, sinks=self.sinks, window=self.window, every=self.every)
-        Budget(self.budget).check(name)
         self.bound_observer.needs()  # binding refuses what the observer cannot take from the method
         if self.during_prefill and not isinstance(self.observer, LayerObserver):
             raise UserError(
@@ -135,10 +125,6 @@ class Evict(CacheMethod):
         return self.observer.adapter_digest
 
     @override
-    def budget_for(self, length: int) -> int:
-        return Budget(self.budget).entries(length) - self.every
-
-    @override
     def needs(self) -> Needs:
         return self.bound_observer.needs()
 
@@ -147,7 +133,8 @@ class Evict(CacheMethod):
         name, observer, budget = type(self).__name__, self.bound_observer, self.budget_for(length)
         if length <= budget:
             return
-        self._check_room([budget])
+        if isinstance(self.budget, float):
+            self._check_room([budget])
         if (window := observer.needs().window) > length:
             raise UserError(f"{name}: a prompt of {length} tokens is shorter than the {window} that observe it")
         positions = 0 if isinstance(observer, LayerObserver) else observer.positions()
@@ -158,9 +145,7 @@ class Evict(CacheMethod):
             )
 
     def _check_room(self, budgets: list[int]) -> None:
-        """A ratio becomes a number only where a prompt is known."""
-        if isinstance(self.budget, int):
-            return  # checked when the method was made
+        """Refuse budgets of too few entries: a ratio becomes a number only where a prompt is known."""
         protected, budget = self.sinks + self.window, min(budgets)
         if not protected:
             self.allocate.check(budget)
@@ -172,35 +157,25 @@ class Evict(CacheMethod):
 
     @override
     @torch.no_grad()
-    def start(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        mask: Tensor | None = None,
-        *,
-        chunk: int | None = None,
-        images: Images | None = None,
-    ) -> State:
+    def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
         evict, (batch, width) = None, input_ids.shape
         waits = self.waits or self.during_prefill is False or self.allocate.across_layers
         if not waits and isinstance(observer := self.bound_observer, LayerObserver):
             lengths = [width] * batch if mask is None else mask.sum(dim=1).tolist()
             budgets = [self.budget_for(length) for length in lengths]
             if any(length > budget for length, budget in zip(lengths, budgets, strict=True)):
-                self._check_room(budgets)
+                if isinstance(self.budget, float):
+                    self._check_room(budgets)
                 evict = _LayerEviction(self, observer, lengths, budgets, min(lengths) < width)
-        state = prefill(model, input_ids, mask, chunk=chunk, needs=self.needs(), after_layer=evict, images=images)
+        state = prefill(model, input_ids, mask, needs=self.needs(), after_layer=evict, **options)
         return self.compress_state(model, state) if evict is None else state
 
     @override
     @torch.no_grad()
     def compress_state(self, model: PreTrainedModel, state: State, scores: Scores | None = None) -> State:
-        """Evict from a state that has been read; the given one stays unchanged.
+        """Evict from a state that has been read, evicted from before or not; it stays unchanged.
 
-        Args:
-            model: The base model.
-            state: What it has read, evicted from or not.
-            scores: Calls the observer in this method's place; see `Scores`.
+        `scores` calls the observer in this method's place; see `Scores`.
         """
         if self.fits(state):
             return self._unevicted(state)
@@ -215,20 +190,12 @@ class Evict(CacheMethod):
         real = self._sizes(state).real
         return not real.size or bool((real.mean(axis=(0, 2)) <= self.budgets(state)).all())
 
-    @override
-    def budgets(self, state: State) -> list[int]:
-        if isinstance(self.budget, float):
-            return super().budgets(state)
-        return [self.budget_for(0)] * len(state.lengths)
-
     @torch.no_grad()
     def importance(self, model: PreTrainedModel, state: State, scores: Scores | None = None) -> list[Tensor]:
         """For each layer, the importance [B, K, C] float32: +inf where protected, -inf for padding.
 
-        One call serves every budget and allocation. Scores are reduced layer by layer where the observer allows it.
-
-        Raises:
-            UserError: the observer did not score every entry of every layer.
+        One call serves every budget and allocation. Scores are reduced layer by layer where the observer allows it. A
+        `UserError` if the observer did not score every entry of every layer.
         """
         observer, layers = self.bound_observer, state.layers
         if scores is None and isinstance(observer, LayerObserver):
@@ -240,12 +207,12 @@ class Evict(CacheMethod):
         return [self.layer_importance(*pair) for pair in zip(found, layers, strict=True)]
 
     def layer_importance(self, scores: Tensor, layer: KeptLayer) -> Tensor:
-        """Scores [B, H or K, C] of a layer reduced over heads and pooled, with protected entries and padding marked.
+        """Importance [B, K, C] float32 of a layer's entries, from scores [B, H or K, C]; as `importance`.
 
         Raises:
             UserError: the scores are not one for each entry.
         """
-        entries, shape = layer.entries(), [*scores.shape]
+        entries, shape, pool = layer.entries(), [*scores.shape], self.pool
         batch, kv_heads, length, _ = entries.keys.shape
         if len(shape) != 3 or shape[::2] != [batch, length] or not shape[1] or shape[1] % kv_heads:
             raise UserError(
@@ -258,13 +225,30 @@ class Evict(CacheMethod):
             if self.observer.signed is None and bool((importance < 0).any()):
                 self._require_unweighted()
             importance = importance * value_norms(layer.attended().values, kv_heads)
-        return protected(importance, entries.real, self.pool, self.sinks, self.window)
+        real, free, pooled = entries.real, max(length - self.window, 0), importance.clone()
+        if real is not None:  # padding must not reach its neighbours
+            importance = importance.masked_fill(~real, -torch.inf if pool.kind == "max" else 0.0)
+        if free and pool.kernel > 1:
+            over = functional.max_pool1d if pool.kind == "max" else functional.avg_pool1d
+            before = importance[..., :free].contiguous()
+            pooled[..., :free] = over(before, pool.kernel, stride=1, padding=pool.kernel // 2)
+        pooled[..., free:] = torch.inf
+        if real is None:
+            pooled[..., : self.sinks] = torch.inf
+            return pooled
+        pooled.masked_fill_(real.long().cumsum(dim=-1) <= self.sinks, torch.inf)
+        return pooled.masked_fill_(~real, -torch.inf)
 
     def select(self, state: State, importance: list[Tensor]) -> list[Tensor]:
         """For each layer, which entries stay: [B, K, C] bool. Ties go to the lowest index."""
+        return select_top(importance, self.counts(state, importance))
+
+    def counts(self, state: State, importance: list[Tensor]) -> Counts:
+        """[L, B, K]: how many entries each head keeps."""
         budgets = self.budgets(state)
-        self._check_room(budgets)
-        return select_top(importance, self.allocate(self._sizes(state), budgets, importance))
+        if isinstance(self.budget, float):
+            self._check_room(budgets)
+        return self.allocate(self._sizes(state), budgets, importance)
 
     def keep(self, model: PreTrainedModel, state: State, selected: list[Tensor]) -> State:
         """The state of the selected entries, [B, K, C] bool for each layer."""
@@ -301,13 +285,6 @@ class _LayerEviction:
 
     What a layer computes does not depend on the entries of others, so the same entries stay as with eviction after the
     prefill, and only one layer is whole at a time. A prompt that is read in chunks is evicted from in the last pass.
-
-    Attributes:
-        method: The method.
-        observer: Its observer.
-        lengths: Tokens of each prompt.
-        budgets: Budget of each prompt.
-        padded: Whether a prompt is padded.
     """
 
     method: Evict
@@ -322,7 +299,7 @@ class _LayerEviction:
         method, alone = self.method, self.method.allocate.reads_scores
         importance = method.layer_importance(self.observer.score(layer, method.reduce.queries), layer)
         if self._counts is None or alone:
-            full = len(full_layers(cache))
+            full = sum(isinstance(each, KeptLayer) for each in cache.layers)
             self._ragged = self.padded and full < len(cache.layers)  # bounded layers need the model's mask of padding
             real = np.broadcast_to(np.array(self.lengths)[:, None], (1 if alone else full, *importance.shape[:2]))
             sizes = HeadSizes(real, real.clip(max=method.sinks + method.window))

@@ -4,32 +4,27 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import attention_of, decoder_of, full_attention_layers
+from keepsight.models.lora import hooked
 from keepsight.runtime.attention import Reader
 
 
-class RecordFeatures:
-    """While entered, keeps the outputs of chosen decoder layers of a model's latest forward pass.
+class RecordFeatures(ExitStack):
+    """While entered, keeps the outputs of chosen decoder layers, `layers`, of a model's latest forward pass.
 
-    Args:
-        model: The base model.
-        layers: Indices of its decoder layers, in the order in which their outputs are returned. One past the last
-            layer stands for what the lm_head reads: the last layer's output after the final norm.
-
-    Raises:
-        UserError: the base model has no such layer.
+    One past the last layer stands for what the lm_head reads: the last layer's output after the final norm. A
+    `UserError` if the base model has no such layer.
     """
 
     def __init__(self, model: Reader, layers: Sequence[int]) -> None:
-        target: Any = model  # only models are asked for features
+        super().__init__()
+        self._layers, target = layers, cast(Any, model)  # only models are asked for features
         self._device = target.device if layers else None
         decoder: Any = decoder_of(target) if layers else None
         outputs = [*decoder.layers, decoder] if layers else []
@@ -38,37 +33,21 @@ class RecordFeatures:
                 f"feature layer {wrong[0]} is out of range: the base model's layers are 0 to {len(outputs) - 2}, "
                 f"and {len(outputs) - 1} is what its final norm gives"
             )
-        self._modules: list[nn.Module] = [outputs[layer] for layer in layers]
         self._outputs: dict[int, Tensor] = {}
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> Self:
-        for place, module in enumerate(self._modules):
-            self._hooks.append(module.register_forward_hook(self._keeper(place)))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        hooks = ((outputs[layer], functools.partial(self._keep, place)) for place, layer in enumerate(layers))
+        self.enter_context(hooked(hooks))
 
     def outputs(self) -> tuple[Tensor, ...]:
         """For each of the layers, [B, q, hidden] of the q tokens of the latest pass, on the model's first device."""
-        return tuple(self._outputs[place].to(self._device) for place in range(len(self._modules)))
+        return tuple(self._outputs[place].to(self._device) for place in range(len(self._layers)))
 
     def after(self, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """`outputs` of the latest pass behind those of the tokens before it; none before the first pass."""
         new = self.outputs()
         return tuple(torch.cat(pair, dim=1) for pair in zip(before, new, strict=True)) if before else new
 
-    def _keeper(self, place: int) -> Any:
-        @in_this_thread
-        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
-            self._outputs[place] = output if isinstance(output, Tensor) else output[0]
-
-        return keep
+    def _keep(self, place: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._outputs[place] = output if isinstance(output, Tensor) else output[0]
 
 
 def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,12 +63,8 @@ def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
 class WatchInputs(ExitStack):
     """While entered, hands on what goes into the attention of each layer with full attention.
 
-    Args:
-        model: The base model.
-        watch: Called with the decoder layer's index, its attention module, and the module's input [B, q, hidden].
-
-    Raises:
-        UserError: the model's attention modules are not known.
+    `watch` is called with the decoder layer's index, its attention module, and the module's input [B, q, hidden]. A
+    `UserError` if the model's attention modules are not known.
     """
 
     def __init__(self, model: Reader, watch: Callable[[int, nn.Module, Tensor], None]) -> None:

@@ -41,12 +41,7 @@ _READ = IMAGE_INPUTS | {"attention_mask", "logits_to_keep", "past_key_values", "
 
 @dataclass(frozen=True)
 class Reapply:
-    """Eviction while decoding.
-
-    Attributes:
-        every: Number of generated tokens between two evictions.
-        compress: Compresses the current state.
-    """
+    """Eviction while decoding: `compress` compresses the state after every so many generated tokens."""
 
     every: int
     compress: Callable[[State], State]
@@ -54,11 +49,9 @@ class Reapply:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Answers, and the state they leave behind.
+    """Answers, and the state they leave behind, in which all tokens are read but the answers' last.
 
-    Attributes:
-        ids: [B, N + T] int64: the given prompt ids, then the answers with their end tokens, padded on the right.
-        state: State after all tokens of the answers but the last, which no forward pass has read yet.
+    `ids` [B, N + T] int64 are the given prompt ids, then the answers with their end tokens, padded on the right.
     """
 
     ids: Tensor
@@ -152,46 +145,21 @@ class GenerateRequest:
         input_ids: [B, N] int64, the prompts, padded on the left.
         mask: [B, N], 0 for padding; None when no row is padded.
         past: What an earlier answer has left behind, whose tokens `input_ids` repeats; None to begin anew.
+        unread: [B, n] int64: the tokens of `input_ids` that `past` has not read.
         chunk: Tokens per forward pass of the prefill; None for the whole prompt in one.
-        pad_token: Fills the rows of the answer that have ended.
-        stopping_criteria: As transformers defines them, over prompt and answer together.
-        logits_processor: As transformers defines it.
-        do_sample: Whether to sample instead of taking the arg-max.
-        streamer: Receives each token.
-        goes_on: Whether a further turn may go on from the answer.
         images: Images in the prompts; None for none.
+        goes_on: Whether a further turn may go on from the answer.
+        decoding: Keyword arguments of `decode`.
     """
 
     input_ids: Tensor
     mask: Tensor | None
     past: Past | None
+    unread: Tensor
     chunk: int | None
-    pad_token: int
-    stopping_criteria: StoppingCriteriaList
-    logits_processor: LogitsProcessorList
-    do_sample: bool
-    streamer: BaseStreamer | None
-    goes_on: bool
     images: Images | None
-
-    @property
-    def unread(self) -> Tensor:
-        """[B, n] int64: the tokens of `input_ids` that `past` has not read."""
-        return self.input_ids if self.past is None else self.input_ids[:, self.past.ids.shape[1] :]
-
-    def decode(self, reader: Reader, state: State, reapply: Reapply | None) -> Decoded:
-        """Answer from a state; see `decode`."""
-        return decode(
-            reader,
-            state,
-            self.stopping_criteria,
-            pad_token=self.pad_token,
-            prompt_ids=self.input_ids,
-            logits_processor=self.logits_processor,
-            do_sample=self.do_sample,
-            streamer=self.streamer,
-            reapply=reapply,
-        )
+    goes_on: bool
+    decoding: dict[str, Any]
 
 
 class _Signature:
@@ -249,43 +217,38 @@ class CustomGenerate(ABC):
         options = _locals_of("generate")
         if "cache" in model_kwargs:  # its name since transformers 5.24
             model_kwargs["past_key_values"] = model_kwargs.pop("cache")
-        _require_honoured(generation_config, options, model_kwargs)
         if (chunk := generation_config.prefill_chunk_size) is not None:
             require_whole("custom_generate", 1, prefill_chunk_size=chunk)
-        mask, past = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
         images = Images.among(model_kwargs, options.get("kwargs")) if IMAGE_INPUTS & model_kwargs.keys() else None
+        _require_honoured(generation_config, options, model_kwargs, input_ids, images)
+        mask, past = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
         past = past if isinstance(past, Past) else None  # transformers gives an empty cache
         if past is not None:
             self._require_continued(model, past, input_ids)
         if images:
             self._require_images(past)
-        if past is None:
-            _require_padded_on_the_left(mask, input_ids, None if images else model_kwargs.get("position_ids"))
         logits, scores = _Recorder(), _Recorder()
         processors = [*logits_processor, *([scores] if generation_config.output_scores else [])]
         if generation_config.output_logits:
             processors.insert(0, logits)
-        request = GenerateRequest(
-            input_ids,
-            mask if past is None else None,
-            past,
-            chunk,
-            int(generation_config.pad_token_id or 0),
-            stopping_criteria,
-            LogitsProcessorList(processors),
-            bool(generation_config.do_sample),
-            options.get("streamer"),
-            bool(generation_config.return_dict_in_generate),
-            images,
-        )
-        new = input_ids if past is None else input_ids[:, past.ids.shape[1] :]
+        decoding = {
+            "prompt_ids": input_ids,
+            "stopping_criteria": stopping_criteria,
+            "pad_token": int(generation_config.pad_token_id or 0),
+            "logits_processor": LogitsProcessorList(processors),
+            "do_sample": bool(generation_config.do_sample),
+            "streamer": options.get("streamer"),
+        }
+        returns_past = bool(generation_config.return_dict_in_generate)
+        mask, new = (mask, input_ids) if past is None else (None, input_ids[:, past.ids.shape[1] :])
+        request = GenerateRequest(input_ids, mask, past, new, chunk, images, returns_past, decoding)
         size = int(cast(Any, model.get_input_embeddings()).num_embeddings)
         if not images and (wrong := new[(new < 0) | (new >= size)]).numel():  # images have ids of their own
             raise UserError(f"token id {int(wrong[0])} is not in the vocabulary of {size}; take the model's tokenizer")
         elsewhere = torch.get_default_device().type not in ("cpu", model.device.type)  # such as meta
         with torch.device("cpu") if elsewhere else nullcontext():
             decoded = self.answer(model, request)
-        if not generation_config.return_dict_in_generate:
+        if not returns_past:
             return decoded.ids
         output: dict[str, Any] = {"sequences": decoded.ids, "scores": scores.recorded, "logits": logits.recorded}
         return GenerateDecoderOnlyOutput(**output, past_key_values=Past(self, decoded, adapters_digest(model)))
@@ -344,7 +307,10 @@ def _locals_of(name: str) -> dict[str, Any]:
     return {} if frame is None else frame.f_locals
 
 
-def _require_honoured(config: GenerationConfig, options: dict[str, Any], inputs: dict[str, Any]) -> None:
+def _require_honoured(
+    config: GenerationConfig, options: dict[str, Any], inputs: dict[str, Any], input_ids: Tensor, images: Images | None
+) -> None:
+    """Refuse what `model.generate` was asked for and a compressed cache cannot give, and padding on the right."""
     mode = config.get_generation_mode(options.get("assistant_model"))
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise UserError(
@@ -360,19 +326,17 @@ def _require_honoured(config: GenerationConfig, options: dict[str, Any], inputs:
     }
     for name in sorted(asked.keys() - _READ):
         if asked[name] is not None and asked[name] != {}:
-            raise UserError(
-                f"custom_generate: {name} is not supported; leave it out, or call generate without a method"
-            )
+            raise UserError(f"custom_generate: {name} is not supported; leave it out, or generate without a method")
     past = inputs.get("past_key_values")
-    if not isinstance(past, Past | None) and (past.get_seq_length() or getattr(past, "_is_user_defined", False)):
+    if isinstance(past, Past):
+        return
+    if past is not None and (past.get_seq_length() or getattr(past, "_is_user_defined", False)):
         raise UserError(
             "custom_generate: past_key_values must be those of a keepsight answer with "
             f"return_dict_in_generate=True, not a {type(past).__name__} of another origin"
         )
-
-
-def _require_padded_on_the_left(mask: Tensor | None, input_ids: Tensor, positions: Tensor | None) -> None:
-    width = input_ids.shape[1]
+    mask, width = inputs.get("attention_mask"), input_ids.shape[1]
+    positions = None if images else inputs.get("position_ids")
     for name, each in (("attention_mask", mask), ("position_ids", positions)):
         if each is not None and each.shape[-1] != width:
             raise UserError(f"custom_generate: {name} are for {each.shape[-1]} tokens, not for {width}")
@@ -421,11 +385,8 @@ class Method(CustomGenerate):
     def resume(self, model: PreTrainedModel, state: State, tokens: Tensor, *, chunk: int | None = None) -> State:
         """Read a further turn and return the state to answer from, within the budget again.
 
-        Args:
-            model: The base model.
-            state: State of this method, or one that `joins`; it stays unchanged.
-            tokens: [B, n] int64, without padding; none to answer what has been read.
-            chunk: Tokens per forward pass; None for all in one.
+        The state, of this method or one that `joins`, stays unchanged. `tokens` are [B, n] int64, without padding; none
+        to answer what has been read. `chunk` is as for `start`.
         """
         reader, state = model if state.joins else self.turn_reader(model), state.copy()
         for part in tokens.split(chunk or tokens.shape[1], dim=1) if tokens.shape[1] else ():
@@ -448,13 +409,18 @@ class Method(CustomGenerate):
         return None
 
     def budget_for(self, length: int) -> int:
-        """The budget for a prompt of `length` tokens, in entries per layer and KV head; `length` without a budget."""
-        return length
+        """The budget for a prompt of `length` tokens, in entries per layer and KV head; `length` without a budget.
+
+        A ratio is rounded, and gives at least 1. Room for the tokens of an eviction interval is taken off.
+        """
+        budget = getattr(self, "budget", length)
+        return (max(round(budget * length), 1) if isinstance(budget, float) else int(budget)) - self.every
 
     def budgets(self, state: State) -> list[int]:
         """The budget of each row, for its own number of tokens."""
         batch, width = state.tokens.shape
-        lengths = [width] * batch if state.tokens_mask is None else state.lengths.tolist()
+        alike = isinstance(getattr(self, "budget", None), int) or state.tokens_mask is None
+        lengths = [width] * batch if alike else state.lengths.tolist()
         return [self.budget_for(length) for length in lengths]
 
     def needs(self) -> Needs:
@@ -478,14 +444,9 @@ class Method(CustomGenerate):
         return None
 
     def check(self, length: int, context: int) -> None:
-        """Refuse a prompt that this method cannot work on, before any model runs.
+        """Refuse a prompt of `length` tokens that this method cannot work on, before any model runs.
 
-        Args:
-            length: Length of the prompt in tokens.
-            context: Context length of the base model.
-
-        Raises:
-            UserError: with one line that says why.
+        `context` is the base model's context length. A `UserError` says why in one line.
         """
 
     @override
@@ -499,10 +460,10 @@ class Method(CustomGenerate):
             for length in {ids.shape[1]} if mask is None else {*mask.sum(dim=1).tolist()}:
                 self.check(length, context)
             state = self.start(model, ids, mask, chunk=request.chunk, images=request.images)
-        reapply = self.reapply(model)
+        reapply = self.reapply(model) if self.every else None
         if reapply is None and not request.goes_on and state.needs != Needs():
             state = replace(state, needs=Needs(), features=())  # recording without a reader would cost every step
-        return request.decode(self.reader(model), state, reapply)
+        return decode(self.reader(model), state, reapply=reapply, **request.decoding)
 
 
 class CacheMethod(Method):
@@ -532,18 +493,8 @@ class CacheMethod(Method):
         return True
 
     @override
-    def start(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        mask: Tensor | None = None,
-        *,
-        chunk: int | None = None,
-        images: Images | None = None,
-    ) -> State:
-        return self.compress_state(
-            model, prefill(model, input_ids, mask, chunk=chunk, needs=self.needs(), images=images)
-        )
+    def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
+        return self.compress_state(model, prefill(model, input_ids, mask, needs=self.needs(), **options))
 
 
 @registry.method("full", colour="#6A6A6A", line="--")

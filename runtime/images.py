@@ -16,6 +16,7 @@ from keepsight.runtime.features import in_this_thread
 
 PIXELS = ("pixel_values", "mm_encoder_outputs")
 """Either of them holds the images: as the processor made them, or as `model.generate` has encoded them before."""
+_NO_KINDS = "mm_token_type_ids, which say where images are, are missing; pass everything that the processor returns"
 IMAGE_INPUTS = frozenset({*PIXELS, "image_grid_thw", "mm_token_type_ids", "token_type_ids"})
 
 
@@ -55,18 +56,11 @@ class Images:
         return Images({name: each.to(other.device) for name, each in self.given.items()})
 
     def shortened(self, model: PreTrainedModel, input_ids: Tensor, kept: Tensor) -> "Images":
-        """What is left of the images in a shortened prompt.
+        """What is left of the images in a shortened prompt [1, N], of which `kept` [C] int64, ascending, stay.
 
         The tokens are embedded before some are left out. Positions are numbered anew without gaps, which for text are
-        0, 1, 2, ..., and for a whole image the rows and columns that it had.
-
-        Args:
-            model: The model.
-            input_ids: [1, N] int64, the whole prompt.
-            kept: [C] int64, ascending: the tokens that stay.
-
-        Raises:
-            UserError: the model's images cannot be read in part.
+        0, 1, 2, ..., and for a whole image the rows and columns that it had. A `UserError` if the model's images cannot
+        be read in part.
         """
         if "token_type_ids" in self.inputs:
             raise UserError(
@@ -88,9 +82,7 @@ class Images:
         if self.positions is not None or not hasattr(inner, "get_rope_index"):
             return self.positions
         if "mm_token_type_ids" not in self.inputs:
-            raise UserError(
-                "mm_token_type_ids, which say where images are, are missing; pass everything that the processor returns"
-            )
+            raise UserError(_NO_KINDS)
         named = {name: value for name, value in self.inputs.items() if name not in PIXELS}
         positions: Tensor = inner.get_rope_index(input_ids, attention_mask=mask, **named)[0]
         return positions
@@ -106,9 +98,7 @@ class Images:
                 kinds: Tensor = self.inputs[name]
                 return kinds.bool()
         if (token := getattr(model.config, "image_token_id", None)) is None:
-            raise UserError(
-                "mm_token_type_ids, which say where images are, are missing; pass all that the processor returns"
-            )
+            raise UserError(_NO_KINDS)
         return input_ids == token
 
     def require_read_by(self, model: PreTrainedModel) -> None:

@@ -8,7 +8,7 @@ granularity): softmax over all keys, slice the observed ones, reduce over querie
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -25,27 +25,20 @@ ROWS_AT_ONCE = 128
 STACKED = 2**20
 """Bounds the memory of layers that are worked on together."""
 _OVER_QUERIES = ("mean", "max", "sum")
+OverHeads = Annotated[str, Literal["mean", "max", "mean of layer"]]
 
 
+@as_options
 @dataclass(frozen=True)
 class Reduce:
     """How the attention of many queries becomes one importance per KV head: reduced over queries, then over heads.
 
-    Attributes:
-        queries: `mean` (the same ranking as a sum) or `max`, over the observing queries of each query head.
-        heads: `mean` or `max` over the query heads of a KV head; `mean of layer`: over all of the layer's query heads,
-            so that its KV heads keep the same entries.
+    `mean` over queries ranks as a sum does. `heads` reduces over the query heads of a KV head; `mean of layer` over all
+    of the layer's query heads, so that its KV heads keep the same entries.
     """
 
-    queries: str = "mean"
-    heads: str = "mean"
-
-    def __post_init__(self) -> None:
-        for field, known in (("queries", ("mean", "max")), ("heads", ("mean", "max", "mean of layer"))):
-            if getattr(self, field) not in known:
-                raise UserError(
-                    f"reduce: {field} {getattr(self, field)!r} is unknown; choose one of {', '.join(known)}"
-                )
+    queries: Annotated[str, Literal["mean", "max"]] = "mean"
+    heads: OverHeads = "mean"
 
 
 @as_options
@@ -58,12 +51,10 @@ class Pool:
         kernel: Odd number of entries; 1 turns pooling off.
     """
 
-    kind: str = "max"
+    kind: Annotated[str, Literal["max", "avg"]] = "max"
     kernel: int = 7
 
     def __post_init__(self) -> None:
-        if self.kind not in ("max", "avg"):
-            raise UserError(f"pool: kind {self.kind!r} is unknown; choose one of max, avg")
         if type(self.kernel) is not int or not 1 <= self.kernel < 4096 or self.kernel % 2 == 0:
             expected = "odd and at least 1, or entries and scores shift, and below 4096"
             raise UserError(f"pool: kernel {self.kernel!r} must be {expected}")
@@ -106,6 +97,7 @@ def observed_attention(
     key_mask = None if key_mask is None else key_mask.to(query.device)
     query_mask = None if query_mask is None else query_mask.to(query.device)
     last = None if ahead is None else torch.arange(rows, device=query.device) + ahead.to(query.device)  # each sees
+    reduce_rows = functools.partial(torch.amax if reduction == "max" else torch.sum, dim=2)
     join, total = torch.maximum if reduction == "max" else torch.add, None
     for start in range(0, rows, ROWS_AT_ONCE):
         chosen = slice(start, min(start + ROWS_AT_ONCE, rows))
@@ -114,7 +106,13 @@ def observed_attention(
         hidden = None if last is None else torch.arange(rows, device=last.device) > last[:, chosen, None]
         seen_mask = None if key_mask is None else key_mask[..., :visible]
         weights = attention_weights(query[:, :, chosen], key[:, :, :visible], softmax, seen_mask, hidden)[..., :length]
-        reduced = _reduced(weights, None if query_mask is None else query_mask[..., chosen], reduction)
+        if query_mask is None:
+            reduced = reduce_rows(weights)
+        elif query_mask.dim() == 2:
+            reduced = reduce_rows(weights * query_mask[:, None, chosen, None])
+        else:
+            each_set = query_mask[..., chosen].unbind(dim=1)
+            reduced = torch.stack([reduce_rows(weights * each[:, None, :, None]) for each in each_set], dim=1)
         reduced = functional.pad(reduced, (0, length - reduced.shape[-1]))
         total = reduced if total is None else join(total, reduced)
     assert total is not None
@@ -122,15 +120,6 @@ def observed_attention(
         return total
     counted = query_mask.sum(dim=-1) if query_mask is not None else query.new_full((batch,), rows, dtype=torch.long)
     return total / counted.clamp(min=1)[..., None, None]
-
-
-def _reduced(weights: Tensor, query_mask: Tensor | None, reduction: str) -> Tensor:
-    """[B, H, q, N] over the queries of a mask [B, q], [B, C, q] or None; what is to be a mean is only summed."""
-    if query_mask is not None and query_mask.dim() == 3:
-        return torch.stack([_reduced(weights, each, reduction) for each in query_mask.unbind(dim=1)], dim=1)
-    if query_mask is not None:
-        weights = weights * query_mask[:, None, :, None]
-    return weights.amax(dim=2) if reduction == "max" else weights.sum(dim=2)
 
 
 def attention_weights(
@@ -157,32 +146,6 @@ def attention_weights(
     return softmax.normalised(logits).flatten(1, 2)
 
 
-def window_attention(layer: KeptLayer, wanted: int, reduction: str) -> Tensor:
-    """Attention of a layer's last queries to all its entries, [B, H, C] float32 (SnapKV, section 4).
-
-    Args:
-        layer: The layer.
-        wanted: Number of observing queries; all that were recorded where they are fewer.
-        reduction: Reduction over the queries; see `observed_attention`.
-
-    Raises:
-        UserError: no query was recorded.
-    """
-    window = recorded_queries(layer, wanted)
-    assert window.queries is not None
-    keys, _, real = layer.attended()
-    return observed_attention(
-        window.queries,
-        keys,
-        window.softmax,
-        keys.shape[2],
-        key_mask=real,
-        query_mask=window.query_mask,
-        ahead=window.ahead,
-        reduction=reduction,
-    )
-
-
 def recorded_queries(layer: KeptLayer, wanted: int) -> Any:
     """What was recorded of the last `wanted` tokens, or of fewer where no more is left: see `Recorded`.
 
@@ -201,13 +164,9 @@ def recorded_queries(layer: KeptLayer, wanted: int) -> Any:
 def seen_ahead(mask: Any, rows: int) -> Tensor | None:
     """How many tokens after its own each token sees, as those of an image do in Gemma 3, which see the whole image.
 
-    Args:
-        mask: What the model gave its attention for one pass: [B, 1, q, S], bool (True where a query may look) or added
-            to the logits, or flex attention's. What else there is (None, the padding of flash attention) is causal.
-        rows: How many of the pass's last tokens are asked for.
-
-    Returns:
-        [B, rows] int64; None where each token sees none.
+    `mask` is what the model gave its attention for one pass: [B, 1, q, S], bool (True where a query may look) or added
+    to the logits, or flex attention's; what else there is (None, the padding of flash attention) is causal. [B, rows]
+    int64, for the last `rows` tokens of the pass; None where each token sees none.
     """
     if rows < 2 or mask is None or len(mask.shape) != 4:
         return None
@@ -251,14 +210,10 @@ def stacked(layers: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
 
 
 def top_mask(importance: Tensor, count: int | Counts) -> Tensor:
-    """Mask of the `count` most important entries along the last axis; ties go to the lowest index.
+    """Mask [..., N] bool of the `count` most important entries along the last axis; ties go to the lowest index.
 
-    Args:
-        importance: [..., N] float, without NaN.
-        count: At most N; one for all rows, or [...], one per row.
-
-    Returns:
-        [..., N] bool. `torch.topk` alone leaves ties undefined.
+    `count` is at most N: one for all rows, or [...], one per row. Importance holds no NaN; `torch.topk` alone leaves
+    ties undefined.
     """
     counts = np.asarray(count)
     most = int(counts.max())
@@ -279,12 +234,8 @@ def top_mask(importance: Tensor, count: int | Counts) -> Tensor:
 def top_indices(importance: Tensor, count: int, *, signed: bool = False) -> Tensor:
     """Indices [..., count] int64 of the most important entries, in descending order; ties go to the lowest index.
 
-    They are the entries of `top_mask`, found without waiting for the device, in few operators.
-
-    Args:
-        importance: [..., N] float32, without NaN.
-        count: At most N.
-        signed: Whether negative numbers are put in order too; otherwise they come last, in any order.
+    They are the entries of `top_mask`, of importance [..., N] float32 without NaN, found without waiting for the
+    device, in few operators. If not `signed`, negative numbers come last, in any order.
     """
     bits = importance.view(torch.int32)  # the order of positive floats is that of their bits
     if signed:
@@ -307,36 +258,6 @@ def select_top(importance: Sequence[Tensor], counts: Counts) -> list[Tensor]:
     for places, layers in stacked(importance):
         chosen += top_mask(layers, counts[places]).unbind()
     return chosen
-
-
-def protected(importance: Tensor, real: Tensor | None, pooling: Pool, sinks: int, window: int) -> Tensor:
-    """Pool importance, and mark what is always kept and what is padding.
-
-    Args:
-        importance: [B, K, C] float32.
-        real: [B, 1 or K, C] bool, False for padding on the left; None for none.
-        pooling: How to pool the entries before the window.
-        sinks: Number of first entries that are always kept.
-        window: Number of last entries that are always kept; they are not pooled with the others.
-
-    Returns:
-        [B, K, C] float32: +inf where protected, -inf for padding.
-    """
-    length, pooled = importance.shape[-1], importance.clone()
-    free = max(length - window, 0)
-    if real is not None:  # padding must not reach its neighbours
-        importance = importance.masked_fill(~real, -torch.inf if pooling.kind == "max" else 0.0)
-    if free and pooling.kernel > 1:
-        pool = functional.max_pool1d if pooling.kind == "max" else functional.avg_pool1d
-        before = importance[..., :free].contiguous()
-        pooled[..., :free] = pool(before, pooling.kernel, stride=1, padding=pooling.kernel // 2)
-    pooled[..., free:] = torch.inf
-    if real is None:
-        pooled[..., :sinks] = torch.inf
-        return pooled
-    order = real.long().cumsum(dim=-1)
-    pooled.masked_fill_(order <= sinks, torch.inf)
-    return pooled.masked_fill_(~real, -torch.inf)
 
 
 def value_norms(values: Tensor, kv_heads: int) -> Tensor:

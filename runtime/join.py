@@ -20,16 +20,14 @@ def can_join(state: State) -> bool:
 
 
 def join(states: Sequence[State]) -> State:
-    """One batch of several states, for decoding: nothing that was recorded for observers is joined.
+    """One batch of states of one model for which `can_join` holds; nothing that was recorded for observers is joined.
 
     Entries are copied and padded on the left to the longest of each layer, so that states of similar lengths join best.
-
-    Args:
-        states: Any number of rows each, of one model, for which `can_join` holds; they stay unchanged.
+    The states, of any number of rows each, stay unchanged.
     """
     width, seen = (max(lengths) for lengths in zip(*map(_lengths, states), strict=True))
     same_width = all(state.tokens.shape[1] == width and state.padded is False for state in states)
-    offsets = [torch.zeros_like(state.lengths) if state.rope_offset is None else state.rope_offset for state in states]
+    offsets = [torch.zeros_like(state.lengths) + state.rope_offset for state in states]
     full = iter(zip(*(state.entries() for state in states), strict=True))
     columns = zip(*(state.cache.layers for state in states), strict=True)
     layers: list[Any] = [
@@ -40,7 +38,7 @@ def join(states: Sequence[State]) -> State:
         torch.cat([state.logits for state in states]),
         torch.cat([functional.pad(state.tokens, (width - state.tokens.shape[1], 0)) for state in states]),
         torch.cat([state.lengths for state in states]),
-        rope_offset=None if all(state.rope_offset is None for state in states) else torch.cat(offsets),
+        rope_offset=torch.cat(offsets),
         padded=False if same_width else None,
     )
 
@@ -61,7 +59,7 @@ def rows_of(state: State, rows: Sequence[int]) -> State:
         state.logits[index],
         state.tokens[index, before - width :],
         lengths,
-        rope_offset=None if state.rope_offset is None else state.rope_offset[index],
+        rope_offset=state.rope_offset[index] if isinstance(state.rope_offset, Tensor) else 0,
         padded=False if state.padded is False else bool((lengths < width).any()),
     )
 
@@ -95,9 +93,7 @@ def _join_entries(column: Sequence[LayerEntries], seen: int) -> KeptLayer:
     keys, values = _joined([each.keys for each in column]), _joined([each.values for each in column])
     if all(each.real is None and each.keys.shape[2] == longest for each in column):
         return KeptLayer(keys, values, seen)
-    whole = [each.keys.new_ones(each.keys.shape[:3], dtype=torch.bool) for each in column]
-    real = [every if each.real is None else every & each.real for every, each in zip(whole, column, strict=True)]
-    marks = torch.cat([functional.pad(each, (longest - each.shape[2], 0)) for each in real])
+    marks = torch.cat([functional.pad(each.marks, (longest - each.keys.shape[2], 0)) for each in column])
     return KeptLayer(keys, values, seen, marks)
 
 

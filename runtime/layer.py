@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from keepsight.errors import UserError
 from keepsight.runtime import ragged_kernel
@@ -46,6 +46,12 @@ class LayerEntries(NamedTuple):
     keys: Tensor
     values: Tensor
     real: Tensor | None
+
+    @property
+    def marks(self) -> Tensor:
+        """[B, K, C] bool, which of them are real."""
+        every = self.keys.new_ones(self.keys.shape[:3], dtype=torch.bool)
+        return every if self.real is None else every & self.real
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ def spare(count: int, least: int = ROOM) -> int:
 
 
 def room_after(count: int, room: int, appended: Iterable[int]) -> int:
-    """Entries that there is room for once so many more were appended, one number after another; see `_append`."""
+    """Entries that there is room for once so many more were appended, one number after another."""
     for more in appended:
         count += more
         if count > room:
@@ -135,12 +141,31 @@ class KeptLayer(DynamicLayer):
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
+        """Append in place where there is room: copying all entries for every token would cost more than attention.
+
+        The room belongs to this layer alone; memory shared with other layers is never written.
+        """
         self.seen += key_states.shape[-2]
-        if self.is_initialized:
-            self._append(key_states, value_states)
-        else:
+        if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states.contiguous(), value_states.contiguous()
+            return self.keys, self.values
+        before, after = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
+        if self._room is None or after > self._room[0].shape[2]:
+            grown = 0, 0, 0, after + spare(after) - before
+            keys_room = functional.pad(self.keys, grown)
+            if self.values.shape[3]:
+                values_room = functional.pad(self.values, grown)
+            else:  # a retrieval head's, which torch 2.7 cannot pad
+                values_room = self.values.new_empty(*keys_room.shape[:3], 0)
+            self._room, self._shared = (keys_room, values_room), 0
+            if self.real is not None:
+                self._real_room = functional.pad(self.real, grown[2:], value=True)
+        for room, new in zip(self._room, (key_states, value_states), strict=True):
+            room[:, :, before:after] = new
+        self.keys, self.values = self._room[0][:, :, :after], self._room[1][:, :, :after]
+        if self._real_room is not None:
+            self.real = self._real_room[..., :after]
         return self.keys, self.values
 
     @property
@@ -153,28 +178,6 @@ class KeptLayer(DynamicLayer):
         if self.recorded is None:
             raise UserError("nothing was recorded of the tokens read: prefill with needs=method.needs()")
         return self.recorded.softmax
-
-    def _append(self, keys: Tensor, values: Tensor) -> None:
-        """Append in place where there is room: copying all entries for every token would cost more than attention.
-
-        The room belongs to this layer alone; memory shared with other layers is never written.
-        """
-        before, after = self.keys.shape[2], self.keys.shape[2] + keys.shape[2]
-        if self._room is None or after > self._room[0].shape[2]:
-            grown = 0, 0, 0, after + spare(after) - before
-            keys_room = functional.pad(self.keys, grown)
-            if self.values.shape[3]:
-                values_room = functional.pad(self.values, grown)
-            else:  # a retrieval head's, which torch 2.7 cannot pad
-                values_room = self.values.new_empty(*keys_room.shape[:3], 0)
-            self._room, self._shared = (keys_room, values_room), 0
-            if self.real is not None:
-                self._real_room = functional.pad(self.real, grown[2:], value=True)
-        for room, new in zip(self._room, (keys, values), strict=True):
-            room[:, :, before:after] = new
-        self.keys, self.values = self._room[0][:, :, :after], self._room[1][:, :, :after]
-        if self._real_room is not None:
-            self.real = self._real_room[..., :after]
 
     @override
     def get_seq_length(self) -> int:
@@ -239,25 +242,20 @@ class KeptLayer(DynamicLayer):
         marks = 0 if self.real is None else self.real.shape[0] * self.real.shape[1] * self.real.element_size()
         return room * (_entry_bytes(self.keys) + _entry_bytes(self.values) + marks)
 
-    def share(self) -> "KeptLayer":
+    def share(self) -> Self:
         """An independent layer over the same tensors."""
-        self._shared = self.keys.shape[2]
-        twin = KeptLayer(self.keys, self.values, self.seen, self.real)
-        twin.recorded, twin.token_mask, twin.expansion = self.recorded, self.token_mask, self.expansion
-        twin.origin = self.origin
+        self._shared, twin = self.keys.shape[2], copy.copy(self)
+        twin._room = twin._real_room = None
         return twin
 
     def keep(
         self, mask: Tensor, counts: Counts, *, window: int = 0, ragged: bool = False, marked: bool = False
     ) -> "KeptLayer":
-        """A layer of some of the entries, copied, so that the memory of the others can be freed.
+        """A layer of the entries that `mask` [B, K, C] bool marks, `counts` [B, K] of each head.
 
-        Args:
-            mask: [B, K, C] bool, the entries that stay.
-            counts: [B, K], how many of them each head keeps.
-            window: Number of last tokens whose entries all stay; the recorded queries of others are dropped.
-            ragged: Whether the layer is ragged though all heads keep the same number.
-            marked: Whether a dense layer marks its entries as real, so that it heeds no mask of the model.
+        They are copied, so that the memory of the others can be freed. The last `window` tokens' entries all stay; the
+        recorded queries of others are dropped. The layer is ragged where heads differ, or if `ragged`; a dense layer
+        that is `marked` marks its entries as real, so that it heeds no mask of the model.
         """
         keys, values, _ = self.entries()
         count = None if ragged or counts.min() != counts.max() else int(counts.min())
@@ -288,17 +286,9 @@ class RaggedLayer(OwnAttention, KeptLayer):
     many entries each has is known without waiting for the device. Each head is attended to by itself; a GPU can attend
     to all of them in one kernel (`keepsight.runtime.ragged_kernel`).
 
-    Args:
-        keys: [total, d], concatenated over heads, then rows.
-        values: [total, d].
-        counts: [B, K], entries of each head; they sum up to `total`.
-        seen: Logical length.
-
-    Attributes:
-        keys: [1, 1, total, d], from the first update on with the rooms between heads.
-        values: As `keys`.
-        counts: As given: tokens appended since are not in it.
-        appended: Number of tokens appended since.
+    Keys and values are given as [total, d], concatenated over heads, then rows, and held as [1, 1, total, d], from the
+    first update on with the rooms between heads. `counts` [B, K] are the heads' entries without the tokens `appended`
+    since.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, counts: Counts, seen: int) -> None:
@@ -350,17 +340,18 @@ class RaggedLayer(OwnAttention, KeptLayer):
         return (entries + heads * room) * self._row_bytes + (16 * heads if room else 0)
 
     @override
-    def _append(self, keys: Tensor, values: Tensor) -> None:
-        after = self.appended + keys.shape[2]
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
+        rows, after = key_states.shape[2], self.appended + key_states.shape[2]
         if after > self._writable:
             self._make_room(after + spare(int(self.counts.mean()) + after))
         assert self._ends is not None
         places = self._ends + self.appended
-        if keys.shape[2] > 1:
-            places = (places[:, None] + torch.arange(keys.shape[2], device=places.device)).flatten()
-        self.keys.index_copy_(2, places, keys.reshape(1, 1, -1, keys.shape[3]))
-        self.values.index_copy_(2, places, values.reshape(1, 1, -1, values.shape[3]))
-        self.appended = after
+        if rows > 1:
+            places = (places[:, None] + torch.arange(rows, device=places.device)).flatten()
+        self.keys.index_copy_(2, places, key_states.reshape(1, 1, -1, key_states.shape[3]))
+        self.values.index_copy_(2, places, value_states.reshape(1, 1, -1, value_states.shape[3]))
+        self.appended, self.seen = after, self.seen + rows
+        return key_states, value_states
 
     def _make_room(self, room: int) -> None:
         """Copy all entries to where there is room for so many tokens behind each head's."""
@@ -374,12 +365,6 @@ class RaggedLayer(OwnAttention, KeptLayer):
         self._kept, self._writable, self._shared = places, room, 0
         bounds = torch.tensor([[first for first, _ in places], [sum(each) for each in places]])
         self._starts, self._ends = bounds.to(self.keys.device, non_blocking=True).unbind()
-
-    @override
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        self._append(key_states, value_states)
-        self.seen += key_states.shape[2]
-        return key_states, value_states
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
@@ -427,7 +412,7 @@ class RaggedLayer(OwnAttention, KeptLayer):
             self._writable = 0  # appending in place would overwrite entries that other layers share
 
     @override
-    def share(self) -> "RaggedLayer":
+    def share(self) -> Self:
         self._shared, twin = self.appended, copy.copy(self)
         twin._writable = 0
         return twin

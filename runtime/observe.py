@@ -11,6 +11,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 from typing_extensions import override
 
-from keepsight.errors import UserError
+from keepsight.errors import Positive, UserError
 from keepsight.models.decoder import decoder_of
+from keepsight.runtime import registry
 from keepsight.runtime.attention import OwnAttention, Softmax, later, run
-from keepsight.runtime.importance import ROWS_AT_ONCE, Reduce, recorded_queries, reduce_group, window_attention
+from keepsight.runtime.importance import ROWS_AT_ONCE, Reduce, observed_attention, recorded_queries, reduce_group
 from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.state import Needs, State, full_layers, with_full_layers
 
@@ -59,8 +61,8 @@ class Observer(ABC):
         """
 
     def needs(self) -> Needs:
-        """What the prefill has to record for this observer."""
-        return Needs()
+        """What the prefill has to record for this observer: the queries of its window, where it has one."""
+        return Needs(window=getattr(self, "window", 0) or 0)
 
     def positions(self) -> int:
         """Maximum number of positions after the prompt that the observing tokens take."""
@@ -87,15 +89,39 @@ class LayerObserver(Observer):
         return [reduce_group(self.score(layer, reduce.queries), layer.kv_heads, reduce.heads) for layer in state.layers]
 
 
-def combine(of_window: Tensor, of_draft: Tensor, rows: int, real: Tensor, reduction: str) -> Tensor:
-    """Combine what a prompt's last queries and a draft observe in a layer.
+@registry.observer("prompt_window")
+@dataclass(frozen=True)
+class PromptWindow(LayerObserver):
+    """The last tokens observe (SnapKV, arXiv 2404.14469, section 4); their queries were kept when they were read.
 
-    Args:
-        of_window: [B, H, C] float32, reduced over the window's queries.
-        of_draft: The same, reduced over the draft's queries.
-        rows: Number of the window's queries.
-        real: [B, T] bool, False where the draft is padding.
-        reduction: `mean` or `max`, as both were reduced.
+    Attributes:
+        window: Number of observing tokens, or of all that were kept where they are fewer; None for the method's window.
+    """
+
+    window: Positive | None = None
+    signed = False
+
+    @override
+    def score(self, layer: KeptLayer, reduction: str) -> Tensor:
+        assert self.window is not None
+        recorded, (keys, _, real) = recorded_queries(layer, self.window), layer.attended()
+        return observed_attention(
+            recorded.queries,
+            keys,
+            recorded.softmax,
+            keys.shape[2],
+            key_mask=real,
+            query_mask=recorded.query_mask,
+            ahead=recorded.ahead,
+            reduction=reduction,
+        )
+
+
+def combine(of_window: Tensor, of_draft: Tensor, rows: int, real: Tensor, reduction: str) -> Tensor:
+    """Combine what a prompt's last queries and a draft observe in a layer, [B, H, C] float32 each.
+
+    Both are reduced by `reduction` (`mean` or `max`): over `rows` queries of the window, and over a draft of which
+    `real` [B, T] bool is False for padding.
     """
     if reduction == "max":
         return torch.maximum(of_window, of_draft)
@@ -126,11 +152,8 @@ def look_back(
     """Let observers look back from the position of a state's next token, or `start` tokens after it; see `observe`.
 
     Each layer's attention is reduced to KV heads when it is computed, after `combined`, with which other observers add
-    theirs: [B, K, N] float32 for each layer.
-
-    Raises:
-        UserError: `start` is not 0, and entries were evicted before, or a layer sees only some of them; or it is before
-            the prompt.
+    theirs: [B, K, N] float32 for each layer. A `UserError` if `start` is not 0, and entries were evicted before, or a
+    layer sees only some of them; or it is before the prompt.
     """
     kv_heads, hidden = [layer.kv_heads for layer in state.layers], max(-start, 0)
     seen = _before(state, start) if start else state
@@ -144,7 +167,7 @@ def look_back(
         seen.cache,
         seen.tokens_mask,
         embeddings,
-        first=seen.next_position + max(start, 0),
+        first=seen.lengths + seen.rope_offset + max(start, 0),
         observer_mask=observer_mask,
         reduction=reduce.queries,
         keep=keep,
@@ -186,7 +209,8 @@ def look_back_with_window(
     real = observer_mask if observer_mask is not None else embeddings.new_ones(embeddings.shape[:2], dtype=torch.bool)
 
     def with_window(place: int, observed: Tensor) -> Tensor:
-        return combine(window_attention(layers[place], rows, reduce.queries), observed, rows, real, reduce.queries)
+        of_window = PromptWindow(rows).score(layers[place], reduce.queries)
+        return combine(of_window, observed, rows, real, reduce.queries)
 
     return look(combined=with_window)
 
@@ -261,9 +285,7 @@ def read_with(
 def as_observed(cache: Cache, layers: Any) -> Cache:
     """A cache with other layers in place of those with full attention, for observers, who change no recurrent state."""
     copied = with_full_layers(cache, layers).layers
-    return Cache(
-        layers=[ObservedRecurrence(each) if isinstance(each, LinearAttentionLayer) else each for each in copied]
-    )
+    return Cache(layers=[ObservedRecurrence(one) if isinstance(one, LinearAttentionLayer) else one for one in copied])
 
 
 class ObservedRecurrence(LinearAttentionLayer):
@@ -313,17 +335,12 @@ class ViewedLayer(OwnAttention, DynamicLayer):
 
 
 class ObservedLayer(ViewedLayer):
-    """A layer to which observers attend: all that is new observes.
+    """A layer to which observers attend: all that is new observes. For `layer` and `mask` see `ViewedLayer`.
 
-    Large attention weights are not kept for the backward pass: of all layers together, they would take 2 GiB after 16K
-    tokens, for 32 layers and heads and as many observers.
-
-    Args:
-        layer: The layer that stores the entries.
-        mask: See `ViewedLayer`.
-        observer_mask: [R, n] bool, False where an observer is padding, which does not count; None for none.
-        reduction: Reduction over the observers: `mean` or `max`.
-        keep: What is kept of [R, H, N] float32, the attention reduced over the observers.
+    `observer_mask` [R, n] bool is False where an observer is padding, which does not count. `keep` gets the attention
+    [R, H, N] float32, reduced over the observers by `mean` or `max`. Large attention weights are not kept for the
+    backward pass: of all layers together, they would take 2 GiB after 16K tokens, for 32 layers and heads and as many
+    observers.
     """
 
     attention: Tensor | None = None
@@ -410,12 +427,9 @@ class LastObservedLayer(ObservedLayer):
 def _weights(query: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax, real: Tensor | None) -> Tensor:
     """Attention weights [B, K, (H / K) x (R / B) x q, N + S] float32 of observers, to stored entries and to each other.
 
-    Args:
-        query: [R, H, q, d], the queries of the last q of S observers, causal among themselves.
-        keys: [B, K, N, d], before every observer; R / B neighbouring rows of observers share a row of them.
-        own_keys: [R, K, S, d] of the observers.
-        softmax: The layer's.
-        real: [R, 1 or K, N] bool, False for entries that a row does not see; None when there is none.
+    Queries [R, H, q, d] are those of the last q of S observers, causal among themselves, whose keys `own_keys` [R, K,
+    S, d] are. R / B neighbouring rows share a row of the entries' keys [B, K, N, d], of which `real` [R, 1 or K, N]
+    bool is False where a row does not see one.
     """
     sharing, (heads, rows), kv_heads = len(query) // len(keys), query.shape[1:3], keys.shape[1]
     grouped = query.reshape(len(query), kv_heads, -1, query.shape[3])

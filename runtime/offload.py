@@ -120,13 +120,7 @@ class Traffic:
 
 
 class FetchedEntries(NamedTuple):
-    """Entries brought back to the device in full precision.
-
-    Attributes:
-        indices: [B, K, k] int64, which entries; none twice in a head.
-        keys: [B, K, k, d].
-        values: [B, K, k, d].
-    """
+    """Entries [B, K, k, d] brought back in full precision, by their indices [B, K, k] int64; none twice in a head."""
 
     indices: Tensor
     keys: Tensor
@@ -145,13 +139,7 @@ class _Buffer:
 
 
 class Fetch:
-    """Entries on their way to the device.
-
-    Args:
-        indices: [B, K, k] int64, on the device.
-        coming: The rows to come, [B, K, k, 2d] on the device, and the work that brings them there.
-        traffic: Counts the seconds waited.
-    """
+    """Entries [B, K, k] int64 on their way to the device, as rows [B, K, k, 2d]; the seconds waited are counted."""
 
     def __init__(self, indices: Tensor, coming: "Future[tuple[Tensor, Begun]]", traffic: Traffic) -> None:
         self._indices, self._coming, self._traffic = indices, coming, traffic
@@ -255,11 +243,7 @@ def await_counted(coming: "Future[Result]", traffic: Traffic) -> Result:
 
 
 def require_memory(rows: int, tokens: int, layers: int, kv_heads: int, width: int, item: int) -> None:
-    """Refuse prompts whose full cache does not fit into free CPU memory.
-
-    Raises:
-        UserError: with the arithmetic.
-    """
+    """Refuse prompts whose full cache does not fit into free CPU memory."""
     needed, free = rows * tokens * layers * kv_heads * width * 2 * item, psutil.virtual_memory().available
     if needed > free:
         raise UserError(

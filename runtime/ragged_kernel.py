@@ -48,19 +48,11 @@ def usable(query: Tensor, values: Tensor) -> bool:
 def attend_ragged(
     query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, longest: int, softmax: Softmax
 ) -> Tensor:
-    """Causal attention of the last q tokens of each KV head's entries.
+    """Causal attention [B, q, H, d], contiguous, of queries [B, H, q, d], the last q tokens of each KV head's entries.
 
-    Args:
-        query: [B, H, q, d].
-        keys: [total, d], of all rows and KV heads.
-        values: [total, d].
-        starts: [B x K] int64, the place of each head's first entry.
-        ends: [B x K] int64, the place behind its last one, which is of the last query.
-        longest: At least the number of entries of the longest head.
-        softmax: The layer's.
-
-    Returns:
-        [B, q, H, d], contiguous.
+    Keys and values [total, d] are those of all rows and KV heads. `starts` and `ends` [B x K] int64 are the places of
+    each head's first entry and behind its last one, which is of the last query; `longest` is at least the longest
+    head's number.
     """
     batch, _, rows, width = query.shape
     kv_heads = len(starts) // batch
@@ -95,16 +87,11 @@ def attend_ragged(
 
 
 def merged(outputs: Tensor, totals: Tensor, query: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
-    """Merge the attention to the parts of each KV head's entries.
+    """Merge the attention of queries [B, H, q, d] to the parts of each KV head's entries.
 
-    Args:
-        outputs: [B, K, parts, r, d] float32, of r grouped queries.
-        totals: [B, K, parts, r] float32, logarithms of the parts' denominators.
-        query: [B, H, q, d].
-        softmax: The layer's, whose sinks the parts leave out.
-
-    Returns:
-        The output [B, q, H, d], contiguous, and the logarithm of the whole denominator, [B, K, r].
+    `outputs` [B, K, parts, r, d] float32 are those of r grouped queries, `totals` [B, K, parts, r] the logarithms of
+    the parts' denominators, without the softmax's sinks. Returns the output [B, q, H, d], contiguous, and the logarithm
+    of the whole denominator, [B, K, r].
     """
     total = totals.logsumexp(dim=2)
     if (sinks := softmax.sinks_of(totals.shape[1], query.shape[2])) is not None:

@@ -32,15 +32,10 @@ class TokenReader(ABC):
         logits_to_keep: int = 0,
         **options: Any,
     ) -> CausalLMOutputWithPast:
-        """Append tokens to a cache.
+        """Append tokens [B, q] at positions [B, q] to the method's own cache, as a model does; nothing is recorded.
 
-        Args:
-            input_ids: [B, q] int64.
-            position_ids: [B, q] int64.
-            past_key_values: The method's own cache.
-            attention_mask: [B, M + q] bool, for bounded layers; None without padding.
-            logits_to_keep: Number of last tokens whose logits are returned; 0 for all.
-            options: Other arguments of a model; unused, as nothing is recorded.
+        The mask [B, M + q] bool is for bounded layers; `logits_to_keep` is the number of last tokens whose logits are
+        returned, 0 for all.
         """
         count = input_ids.shape[1]
         ends = [1 + place - count or None for place in range(count)]
@@ -57,9 +52,8 @@ class TokenReader(ABC):
 class TurnLayer(DynamicLayer, OwnAttention):
     """A layer while a turn is read.
 
-    Args:
-        layer: The layer that it appends to. Its `read_turn(keys, values)` takes those of the new tokens, as its own
-            `attend` does, and returns all its entries in full precision.
+    `layer`, to which it appends, has a `read_turn(keys, values)` that takes those of the new tokens, as its own
+    `attend` does, and returns all its entries in full precision.
     """
 
     def __init__(self, layer: Any) -> None:

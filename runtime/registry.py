@@ -4,6 +4,7 @@ A new method is one file: a class under `@method("name")`. Files in `runtime/met
 are named as a plugin (`plugins=[my_module]`).
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -36,14 +37,10 @@ STYLES: dict[str, Style] = {}
 def method(
     name: str, *, label: str = "", colour: str = "", marker: str = "", line: Line = "-"
 ) -> Callable[[Registered], Registered]:
-    """Register a method.
+    """Register a method under the name that `methods=` calls it by.
 
-    Args:
-        name: What `methods=` calls it.
-        label: What plots and pages call it; the name by default.
-        colour: Its colour in every plot, `#RRGGBB`; without one it takes a colour that is left over.
-        marker: Its marker, as matplotlib names it.
-        line: Its line.
+    Plots and pages call it `label`, its name by default, and draw it in the `colour` `#RRGGBB`, one that is left over
+    by default, with a `marker` and a `line` of matplotlib.
     """
     if label:
         LABELS[name] = label
@@ -52,24 +49,13 @@ def method(
     return _into(METHODS, name)
 
 
-def observer(name: str) -> Callable[[Registered], Registered]:
-    """Register an observer, for the option `observer` of a method."""
-    return _into(OBSERVERS, name)
-
-
-def drafter(name: str) -> Callable[[Registered], Registered]:
-    """Register a drafter, for the option `drafter` of an observer."""
-    return _into(DRAFTERS, name)
-
-
-def allocation(name: str) -> Callable[[Registered], Registered]:
-    """Register an allocation, for the option `allocate` of a method."""
-    return _into(ALLOCATIONS, name)
-
-
 def _into(table: dict[str, type[Any]], name: str) -> Callable[[Registered], Registered]:
     def register(kind: Registered) -> Registered:
         table[name] = as_options(kind)
         return kind
 
     return register
+
+
+observer, drafter, allocation = (functools.partial(_into, table) for table in (OBSERVERS, DRAFTERS, ALLOCATIONS))
+"""Register a class by its name, for the options `observer`, `drafter` and `allocate`."""

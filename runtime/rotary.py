@@ -17,15 +17,10 @@ SINKS = 4
 
 
 class Rotary:
-    """RoPE of one layer; layers without it leave heads as they are.
+    """RoPE of a decoder layer of a model; layers without it leave heads as they are.
 
-    Args:
-        model: The base model.
-        index: Index of the layer among all of the decoder's.
-        latent: Whether heads may be expanded from latents (MLA); their last dimensions alone are turned.
-
-    Raises:
-        UserError: the model's latents, or angles that follow the prompt's length, cannot be undone.
+    If `latent`, heads may be expanded from latents (MLA), whose last dimensions alone are turned. A `UserError` if the
+    model's latents, or angles that follow the prompt's length, cannot be undone.
     """
 
     def __init__(self, model: PreTrainedModel, index: int, *, latent: bool = False) -> None:
@@ -125,14 +120,10 @@ class QueryStatistics(NamedTuple):
 def with_queries(
     before: QueryStatistics | None, rotary: Rotary, query: Tensor, first: int, mask: Tensor | None
 ) -> QueryStatistics:
-    """Statistics with more queries in them.
+    """The statistics `before`, None for none, with more queries [B, H, q, d], after RoPE, in them.
 
-    Args:
-        before: The statistics so far; None for none.
-        rotary: The layer's RoPE.
-        query: [B, H, q, d], after RoPE.
-        first: Column of the first of them.
-        mask: [B, M] bool, False for padding, its last q columns those of the queries; None for none.
+    `first` is the column of the first of them; `mask` [B, M] bool is False for padding, its last q columns those of the
+    queries; None for none.
     """
     columns = torch.arange(first, first + query.shape[2], device=query.device)
     counted = (columns >= SINKS).expand(len(query), -1)

@@ -31,7 +31,7 @@ from keepsight.models.decoder import (
 )
 from keepsight.models.model_files import adapters_digest, tensor_bytes, weights_digest
 from keepsight.runtime.attention import Softmax, is_bounded
-from keepsight.runtime.generate import CustomGenerate, Decoded, FullCache, GenerateRequest
+from keepsight.runtime.generate import CustomGenerate, Decoded, FullCache, GenerateRequest, decode
 from keepsight.runtime.layer import KeptLayer, RaggedLayer, Recorded
 from keepsight.runtime.rotary import QueryStatistics
 from keepsight.runtime.state import Needs, State, empty_cache, share
@@ -73,7 +73,7 @@ class SavedState(CustomGenerate):
                 f"saved state: {len(request.unread)} questions for {len(state.tokens)} prompts, or padded ones; "
                 "ask one for each prompt, without padding"
             )
-        return request.decode(model, FullCache().resume(model, state, request.unread, chunk=request.chunk), None)
+        return decode(model, FullCache().resume(model, state, request.unread, chunk=request.chunk), **request.decoding)
 
 
 def save_state(
@@ -131,13 +131,9 @@ def save_state(
 def load_state(path: str | Path, model: PreTrainedModel, *, template_digest: str = "") -> SavedState:
     """Load a state that `save_state` wrote.
 
-    Args:
-        path: As for `save_state`.
-        model: The base model: the same weights in the same dtype. Its name may differ.
-        template_digest: Digest of the chat template that will render the questions; compared when both are known.
-
-    Raises:
-        UserError: the file is missing, corrupt, of another format, or of another base model or template.
+    `model` is the base model: the same weights in the same dtype; its name may differ. `template_digest` is that of the
+    chat template that will render the questions, and compared when both are known. A `UserError` if the file is
+    missing, corrupt, of another format, or of another base model or template.
     """
     file = _file(path)
     if not file.is_file():
@@ -269,7 +265,7 @@ def _tensors_of(state: State) -> dict[str, Tensor]:
         "lengths": state.lengths,
         "logits": state.logits,
         "mask": state.tokens_mask if unevicted else None,
-        "shift": state.rope_offset,
+        "shift": state.rope_offset if isinstance(state.rope_offset, Tensor) else None,
         "trace.ahead": recorded[0].ahead if recorded else None,
     }
     for index, layer in enumerate(share(state.cache).layers):
@@ -320,26 +316,19 @@ def _state_of_tensors(
     needs: Needs,
     softmax: Sequence[tuple[float, float | None]],
 ) -> State:
-    """The state of these tensors.
-
-    Args:
-        tensors: As `_tensors_of` names them.
-        model: The base model.
-        seen: Logical length of the cache.
-        needs: What was recorded.
-        softmax: Scaling and softcap of each layer with full attention.
-    """
+    """The state of tensors named as `_tensors_of` does, after `seen` tokens, of which `needs` was recorded."""
     cache = empty_cache(model, tensors.get("mask"))
     layers = [
         layer_of_tensors(empty, _named(tensors, f"layers.{index}."), seen) for index, empty in enumerate(cache.layers)
     ]
     cache, tokens, lengths = Cache(layers=layers), tensors["tokens"], tensors["lengths"]
-    state = State(cache, tensors["logits"], tokens, lengths, needs, rope_offset=tensors.get("shift"))
+    state = State(cache, tensors["logits"], tokens, lengths, needs, rope_offset=tensors.get("shift", 0))
     mask, ahead = state.tokens_mask, tensors.get("trace.ahead")
     for index, (layer, each) in enumerate(zip(state.layers, softmax, strict=False)):
         queries = tensors.get(f"trace.window.{index}")
         width = 0 if queries is None else queries.shape[2]
         device = layer.keys.device
+        statistics = _named(tensors, f"trace.queries.{index}.")
         masks = [None if part is None else part[:, part.shape[1] - width :].to(device) for part in (mask, ahead)]
         layer.recorded = Recorded(
             Softmax(*each, tensors.get(f"trace.sinks.{index}")),
@@ -347,13 +336,9 @@ def _state_of_tensors(
             query_mask=masks[0],
             ahead=masks[1],
             accumulated=tensors.get(f"trace.received.{index}"),
-            statistics=_statistics_of(_named(tensors, f"trace.queries.{index}.")),
+            statistics=QueryStatistics(**statistics) if statistics else None,
         )
     return state
-
-
-def _statistics_of(tensors: dict[str, Tensor]) -> QueryStatistics | None:
-    return QueryStatistics(**tensors) if tensors else None
 
 
 def layer_of_tensors(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:

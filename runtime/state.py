@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,7 @@ from keepsight.runtime.layer import KeptLayer, LayerEntries, RaggedLayer, Record
 from keepsight.runtime.rotary import QueryStatistics, Rotary, with_queries
 
 AfterLayer = Callable[[Cache, int, KeptLayer], KeptLayer]
-"""Gives the layer to go on with in place of one that has been read, from the cache that it belongs to, and its place
-among the layers with full attention."""
+"""Gives the layer to go on with in place of one that was read, from its cache and its place among the `KeptLayer`s."""
 Kind = TypeVar("Kind", bound="State")
 
 
@@ -80,8 +79,8 @@ class State:
         lengths: [B] int64: number of each row's tokens without padding.
         needs: What is recorded of the tokens read: in the cache's layers, and in `features`.
         features: For each of the layers in `needs.features`, its output [B, m, hidden] for the last m tokens.
-        rope_offset: [B] int64: how far a row's next position is beyond its number of tokens, where the model counts
-            positions otherwise (an image's tokens under M-RoPE); None for none.
+        rope_offset: [B] int64, or 0 for all rows: how far the next position is beyond a row's number of tokens, where
+            the model counts positions otherwise (an image's tokens under M-RoPE).
         padded: Whether a row has padding; None where that has to be looked up, for which the CPU has to wait.
         seconds: Time spent summing accumulated attention; on a GPU, only the time that the CPU was blocked.
     """
@@ -92,7 +91,7 @@ class State:
     lengths: Tensor
     needs: Needs = Needs()
     features: tuple[Tensor, ...] = ()
-    rope_offset: Tensor | None = None
+    rope_offset: Tensor | Literal[0] = 0
     padded: bool | None = None
     seconds: float = 0.0
 
@@ -107,11 +106,6 @@ class State:
         return max((layer.longest for layer in self.layers), default=0)
 
     @property
-    def next_position(self) -> Tensor:
-        """[B] int64: the position of each row's next token."""
-        return self.lengths if self.rope_offset is None else self.lengths + self.rope_offset
-
-    @property
     def kv_bytes(self) -> int:
         """Bytes of all keys and values."""
         return cache_bytes(self.cache)
@@ -119,15 +113,10 @@ class State:
     def kv_peak_bytes(self, appended: Sequence[int]) -> int | None:
         """Bytes of all tensors that the cache of an answer holds in the end, which is when they are most.
 
-        Unlike `kv_bytes` it counts room for tokens to come, and the marks of padded rows. While a layer grows, its
-        former tensors lie beside the new ones for a moment. Bounded layers count as they are.
-
-        Args:
-            appended: Number of tokens of each reading, such as a question of 20 and an answer token by token:
-                [20, 1, 1].
-
-        Returns:
-            None for states of subclasses, which store entries in their own form.
+        Unlike `kv_bytes` it counts room for tokens to come, and the marks of padded rows. `appended` are the tokens of
+        each reading, such as a question of 20 and an answer token by token: [20, 1, 1]. While a layer grows, its former
+        tensors lie beside the new ones for a moment. None for states of subclasses, which store entries in their own
+        form.
         """
         if not self.joins:
             return None
@@ -157,8 +146,7 @@ class State:
 
     def select_all(self) -> list[Tensor]:
         """For each layer, a selection [B, K, C] bool of all real entries."""
-        whole = [(each.keys.new_ones(each.keys.shape[:3], dtype=torch.bool), each.real) for each in self.entries()]
-        return [every if real is None else every & real for every, real in whole]
+        return [each.marks for each in self.entries()]
 
     def copy(self) -> "State":
         """The same state with an independent cache to append to."""
@@ -236,7 +224,9 @@ class Recorder:
         self, index: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any
     ) -> None:
         """See `keepsight.runtime.attention.Recorder`."""
-        layer: KeptLayer = self.cache.layers[index]  # type: ignore[assignment]
+        layer = self.cache.layers[index]
+        if not isinstance(layer, KeptLayer):
+            return  # bounded: nothing is scored there
         before, rows, window = layer.recorded or Recorded(softmax), query.shape[2], self.needs.window
         if not self.places and mask is not None:  # layers with full attention have one mask
             self._ahead = seen_ahead(mask, rows if self.needs.accumulated else min(rows, window))
@@ -324,7 +314,7 @@ def prefill(
     length = input_ids.shape[1]
     mask = attention_mask.bool() if attention_mask is not None and not attention_mask.bool().all() else None
     lengths = torch.full((len(input_ids),), length, device=input_ids.device) if mask is None else mask.sum(dim=1)
-    positions, offset = positions_of(mask, length, input_ids.device), None
+    positions, offset = positions_of(mask, length, input_ids.device), cast(Tensor | Literal[0], 0)
     if images:
         if chunk is not None:
             raise UserError("a prompt with images is read in one pass; leave out prefill_chunk_size")
@@ -353,7 +343,7 @@ def prefill(
             )
         features = features if recorded is None else recorded.after(features)
         seconds += recorder.seconds
-        layers = full_layers(cache)
+        layers = [layer for layer in cache.layers if isinstance(layer, KeptLayer)]
         if recorder.places != len(layers) or any(layer.seen != end for layer in layers):
             raise UserError(
                 f"{model.config.model_type} attends or caches in a way of its own, so that its queries or entries are "
@@ -391,7 +381,7 @@ def read(model: Reader, state: State, tokens: Tensor, *, logits_to_keep: int = 0
             recorder=recorder,
             input_ids=tokens,
             attention_mask=mask,
-            position_ids=state.next_position[:, None] + torch.arange(count, device=tokens.device),
+            position_ids=(state.lengths + state.rope_offset)[:, None] + torch.arange(count, device=tokens.device),
             logits_to_keep=logits_to_keep,
         )
     logits = output.logits.float()
@@ -416,12 +406,8 @@ def positions_of(mask: Tensor | None, length: int, device: torch.device) -> Tens
 def empty_cache(model: PreTrainedModel, mask: Tensor | None = None) -> Cache:
     """An empty cache, with a layer of its kind for each layer of the model.
 
-    Args:
-        model: The model.
-        mask: [B, N] bool, False for padding of the prompts that will be read; None when no row is padded.
-
-    Raises:
-        UserError: the model is not supported; one line says why.
+    `mask` [B, N] bool is False for padding of the prompts that will be read; None when no row is padded. A `UserError`
+    if the model is not supported.
     """
     require_supported(model)
     layers = list[Any]()
@@ -443,14 +429,13 @@ def full_layers(cache: Cache) -> list[Any]:
 
 def with_full_layers(cache: Cache, layers: Iterable[Any]) -> Cache:
     """A cache with other layers in place of those with full attention, and copies of the bounded ones."""
-    others = iter(layers)
-    return Cache(layers=[_copied(layer) if is_bounded(layer) else next(others) for layer in cache.layers])
-
-
-def _copied(layer: Any) -> Any:
-    """An independent copy of a bounded layer."""
-    # A window's tensors are replaced when it slides, a recurrent state is written in place.
-    return copy.copy(layer) if isinstance(layer, DynamicLayer) else copy.deepcopy(layer)
+    others, after = iter(layers), list[Any]()
+    for layer in cache.layers:
+        if is_bounded(layer):  # a window's tensors are replaced when it slides, a recurrent state is written in place
+            after.append(copy.copy(layer) if isinstance(layer, DynamicLayer) else copy.deepcopy(layer))
+        else:
+            after.append(next(others))
+    return Cache(layers=after)
 
 
 def share(cache: Cache) -> Cache:
@@ -470,9 +455,7 @@ def record_past(cache: Cache) -> None:
         UserError: one of them has a recurrent state, which cannot be rolled back.
     """
     if recurrent := [layer for layer in cache.layers if not isinstance(layer, DynamicLayer)]:
-        raise UserError(
-            f"a {type(recurrent[0]).__name__} cannot forget tokens it has read; use a method that reads no token twice"
-        )
+        raise UserError(f"a {type(recurrent[0]).__name__} cannot forget tokens; use a method that reads no token twice")
     cache.activate_past_recording()
 
 

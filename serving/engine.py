@@ -116,42 +116,34 @@ class _Asked(CustomGenerate):
 
 @dataclass
 class _Row:
-    """A request in the batch; `ids` [1, N + T] are its prompt and what it has answered, `failed` what went wrong."""
+    """A request in the batch; `ids` [1, N + T] are its prompt and its answer so far, `failed` what went wrong."""
 
     job: Job
-    request: GenerateRequest
+    decoding: dict[str, Any]
     ids: Tensor
     generator: torch.Generator | None
     failed: Exception | None = None
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The next token [1] for logits [1, V], and whether it ends the answer [1], as `decode` does."""
-        request = self.request
         try:
-            scores: Any = request.logits_processor(self.ids, logits)  # type: ignore[arg-type]
-            if request.do_sample:
+            scores: Any = self.decoding["logits_processor"](self.ids, logits)
+            if self.decoding["do_sample"]:
                 token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)[:, 0]
             else:
                 token = scores.argmax(dim=-1)
             self.ids = torch.cat([self.ids, token[:, None]], dim=1)
-            return token, request.stopping_criteria(self.ids, scores)
+            return token, self.decoding["stopping_criteria"](self.ids, scores)
         except Exception as error:  # such as probabilities that are not finite: others in the batch go on
             self.failed, token = error, logits.argmax(dim=-1)
             return token, torch.ones_like(token, dtype=torch.bool)
 
 
 class Engine:
-    """Answers requests in one batch.
+    """Answers requests in one batch of at most `rows` answers, each evicted from by the method.
 
-    Args:
-        model: The base model.
-        method: Evicts from each prompt's cache.
-        rows: Largest number of answers decoded at once.
-        waiting: Largest number of requests that wait.
-        max_prompt_tokens: Longest prompt; the model's context by default.
-
-    Raises:
-        UserError: states of this method cannot be decoded in a batch.
+    At most `waiting` requests wait; prompts are no longer than `max_prompt_tokens`, by default the model's context. A
+    `UserError` if states of this method cannot be decoded in a batch.
     """
 
     def __init__(
@@ -289,7 +281,7 @@ class Engine:
         totals.prefill_seconds += time.perf_counter() - start
         totals.prompt_tokens += ids.shape[1]
         totals.kept_entries += job.kept
-        return _Row(job, asked.request, ids, generator), state
+        return _Row(job, asked.request.decoding, ids, generator), state
 
     def _decode(self) -> None:
         assert self._state is not None

@@ -110,18 +110,11 @@ def _is_interleaved(attention: Any, pairs: int) -> bool:
 
 @torch.no_grad()
 def turned(model: PreTrainedModel, state: State, entries: int) -> State:
-    """A state's entries at the positions of a prompt of `entries` tokens.
+    """The entries of a state at the positions of a prompt of `entries` tokens, after which the next token stands.
 
-    Args:
-        model: The model that read the state.
-        state: One prompt, evicted from or not, whose layers all have full attention; it stays unchanged.
-        entries: B, the position of the next token.
-
-    Returns:
-        A state whose next position is B; nothing is recorded in it.
-
-    Raises:
-        UserError: the model's entries cannot be turned, or the next token's logits differ after the turn.
+    The state is of one prompt, evicted from or not, whose layers all have full attention; it stays unchanged, and
+    nothing is recorded in the new one. A `UserError` if the model's entries cannot be turned, or the next token's
+    logits differ then.
     """
     if len(state.lengths) != 1 or not state.joins:
         raise UserError("a prefix is made of one prompt, and of entries that are stored as they are")
@@ -142,7 +135,7 @@ def turned(model: PreTrainedModel, state: State, entries: int) -> State:
 
 def turned_by(rotations: Sequence[Rotation | None], state: State, entries: int) -> State:
     """`turned` by known rotations of the layers, without a comparison of logits."""
-    by = entries - int(state.next_position[0])
+    by = entries - int(state.lengths[0] + state.rope_offset)
     pairs = zip(state.layers, rotations, strict=True)
     layers: list[Any] = [_turned(layer, rotation, by, entries) for layer, rotation in pairs]
     lengths, placeholders = torch.full_like(state.lengths, entries), state.tokens.new_zeros(1, entries)
@@ -169,22 +162,12 @@ def export(
     template: str = "",
     method: str = "",
 ) -> tuple[str, Header]:
-    """Write the state of one prompt as a prefix.
+    """Write the state of one prompt, evicted from, as a prefix in the folder `root`; returns its digest and header.
 
-    Args:
-        model: The model that read it.
-        state: One prompt, evicted from. Without `page` all heads keep the same number of entries.
-        root: Folder of the prefixes.
-        page: Entries of a page of the engine's cache, of which every head keeps a multiple; 0 for uniform heads.
-        before: Rendered text before the document; see `Header`.
-        template: Digest of the chat template.
-        method: The method that evicted, for information.
-
-    Returns:
-        The digest and the header.
-
-    Raises:
-        UserError: the heads keep numbers of entries that cannot be stored so, or the model's entries cannot be turned.
+    `page` is the number of entries of a page of the engine's cache, of which every head keeps a multiple; 0 where all
+    heads keep the same number. `before` is the rendered text before the document (see `Header`), `template` the digest
+    of the chat template, `method` what evicted. A `UserError` if the heads keep numbers of entries that cannot be
+    stored so, or the model's entries cannot be turned.
     """
     after = turned(model, state, placeholders_of(state, page))
     about = {"before": before, "template": template, "method": method, "weights": weights_digest(model)}
@@ -196,13 +179,7 @@ def write_state(
 ) -> tuple[str, Header]:
     """Write a state whose keys were turned; see `export`.
 
-    Args:
-        config: The model's configuration.
-        state: The state before the turn.
-        after: The state after it.
-        root: Folder of the prefixes.
-        page: Entries of a page; 0 for uniform heads.
-        about: Other fields of the header.
+    `state` and `after` are the state before and after the turn; `about` are other fields of the header.
     """
     keys, values = _packed(after, ragged=bool(page))
     counts = state.counts()[:, 0].cpu()  # [L, K]

@@ -101,11 +101,7 @@ def letters_of(base: int) -> int:
 
 
 def placeholders(digest: str, entries: int, alphabet: Sequence[int]) -> list[int]:
-    """`entries` token ids that spell the digest, and repeat it.
-
-    Raises:
-        UserError: there are too few to spell it.
-    """
+    """`entries` token ids that spell the digest, and repeat it; a `UserError` if there are too few to spell it."""
     letters = letters_of(len(alphabet))
     if entries < letters:
         raise UserError(f"{entries} entries cannot spell an id of {letters} letters; raise the budget to {letters}")
@@ -182,11 +178,7 @@ class PrefixStore:
         self._tensors: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
 
     def path(self, digest: str) -> Path:
-        """The file of a digest.
-
-        Raises:
-            UserError: it is no digest, or there is no such file.
-        """
+        """The file of a digest; a `UserError` if it is no digest, or there is no such file."""
         if not ID.fullmatch(digest):
             raise UserError(f"keepsight: {digest[:64]!r} is not a prefix id; give the 32 hex digits that were printed")
         path = file_of(self.root, digest)
@@ -195,11 +187,7 @@ class PrefixStore:
         return path
 
     def header(self, digest: str) -> Header:
-        """What a prefix says of itself.
-
-        Raises:
-            UserError: there is no such prefix, or its file is damaged.
-        """
+        """What a prefix says of itself; a `UserError` if there is no such prefix, or its file is damaged."""
         self.path(digest)  # it may have been removed
         if digest not in self._headers:
             self._read(digest)
@@ -229,7 +217,8 @@ class PrefixStore:
         if _digest(data) != digest:
             raise UserError(f"{path.name}: its contents are not those it is named by; make the prefix again")
         try:
-            header = from_json(_metadata(data)[_KEY].encode(), Header)
+            stored = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])  # as safetensors begins
+            header = from_json(stored["__metadata__"][_KEY].encode(), Header)
             if header.version != _VERSION:
                 raise ValueError(f"version {header.version}, this keepsight reads {_VERSION}")
             tensors = load(data)
@@ -240,11 +229,6 @@ class PrefixStore:
         if len(self._headers) > _HEADERS:
             self._headers.pop(next(iter(self._headers)))
         return tensors
-
-
-def _metadata(data: bytes) -> Any:
-    """The metadata that safetensors stores beside the tensors."""
-    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
 
 
 def _check(path: Path, header: Header, tensors: dict[str, Tensor]) -> None:

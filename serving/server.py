@@ -121,18 +121,10 @@ class AskedChat(Asked):
 
 
 class Streamed(Job):
-    """A request whose text is handed to the event loop piece by piece.
+    """A request whose text is handed to the event loop piece by piece; the answer ends before one of the texts `stops`.
 
-    Args:
-        ids: The prompt.
-        tokenizer: Of the model.
-        stops: Texts before which the answer ends.
-        seed: Seeds sampling.
-        options: Of `model.generate`.
-
-    Attributes:
-        text: The answer so far.
-        pieces: What is to be sent; None for the end. Text that may begin a stop is held back.
+    Attributes: `text`, the answer so far, and `pieces`, what is to be sent, None for the end. Text that may begin a
+    stop is held back.
     """
 
     def __init__(self, ids: torch.Tensor, tokenizer: Any, stops: list[str], seed: int | None, **options: Any) -> None:
@@ -184,15 +176,10 @@ def _begun(text: str, stops: list[str]) -> int:
 
 
 class Service:
-    """The endpoints.
+    """The endpoints over an engine that is running.
 
-    Args:
-        engine: Answers; it is running.
-        target: The base model.
-        name: The name by which requests call the model.
-        key: What clients must send as `Authorization: Bearer KEY`; None where no key is asked for.
-        answer_tokens: Longest answer.
-        max_bytes: Largest body of a request.
+    Requests call the model `name`; clients must send `key`, if there is one, as `Authorization: Bearer KEY`. An answer
+    has at most `answer_tokens` tokens, the body of a request `max_bytes` bytes.
     """
 
     def __init__(

@@ -23,14 +23,10 @@ _LONGEST_LINE = 2**26
 
 
 class Worker:
-    """Reads prompts.
+    """Reads prompts, and writes their prefixes to the folder `root`.
 
-    Args:
-        target: The base model.
-        method: Evicts.
-        root: Folder of the prefixes.
-        page: Entries of a page where heads keep different numbers; 0 where all keep the same.
-        waiting: Prompts that may wait; others are refused with 429.
+    `page` is the number of entries of a page where heads keep different numbers; 0 where all keep the same. Where more
+    than `waiting` prompts wait, others are refused with 429.
     """
 
     def __init__(self, target: Target, method: Evict, root: Path, *, page: int, waiting: int) -> None:

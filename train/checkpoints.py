@@ -40,17 +40,11 @@ def last_checkpoint(work: Path, before: int | None = None) -> Path | None:
 
 @contextmanager
 def sealing(checkpoint: Path, kept: int, is_main: bool = True) -> Iterator[None]:
-    """Seal the checkpoint written within the block with digests of its files, then delete all but the newest.
+    """Seal the checkpoint written within the block with digests of its files, then delete all but the `kept` newest.
 
-    transformers' `save_total_limit` would delete the one before while the new one is not yet whole.
-
-    Args:
-        checkpoint: Its folder, among those of the others.
-        kept: Checkpoints that stay, at least 1.
-        is_main: Whether this is the process that seals and deletes; others write files of their own.
-
-    Raises:
-        UserError: it cannot be written; the checkpoint before it stays.
+    transformers' `save_total_limit` would delete the one before while the new one is not yet whole. Processes that are
+    not `is_main` write files of their own, and neither seal nor delete. A `UserError` if it cannot be written; the
+    checkpoint before it stays.
     """
     try:
         if is_main:
@@ -76,11 +70,7 @@ def _seal(checkpoint: Path, kept: int) -> None:
 
 
 def check_seal(checkpoint: Path) -> None:
-    """Compare a checkpoint's files with their digests.
-
-    Raises:
-        UserError: a file is missing or was changed.
-    """
+    """Compare a checkpoint's files with their digests; a `UserError` if a file is missing or was changed."""
     for name, expected in read_json(checkpoint / SEAL, dict[str, str]).items():
         path = checkpoint / name
         fault = "missing" if not path.is_file() else "changed or cut off" if file_digest(path) != expected else None
@@ -91,15 +81,10 @@ def check_seal(checkpoint: Path) -> None:
 
 
 def check_same_settings(work: Path, settings: dict[str, Any]) -> None:
-    """Write the settings when a training begins; compare them when there is a checkpoint to resume from.
+    """Write the settings, by their names in a recipe, when a training begins; compare them when it is resumed.
 
-    Args:
-        work: Folder of the checkpoints.
-        settings: Values by their names in a recipe.
-
-    Raises:
-        UserError: the training began with other settings, all of which are listed, or the folder has checkpoints that
-            another program wrote.
+    A `UserError` if the training in `work` began with other settings, all of which are listed, or the folder has
+    checkpoints that another program wrote.
     """
     path = work / SETTINGS
     if last_checkpoint(work) is None:

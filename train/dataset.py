@@ -164,14 +164,8 @@ def hold_out(
 ) -> tuple[SampleDataset, SampleDataset]:
     """Training samples and held-out ones: every k-th sample, so that all parts of the mixture are measured.
 
-    Args:
-        samples: The whole data set.
-        held_out: Number of held-out samples, at most.
-        key: Name of the settings in a recipe, for the message.
-        trained: Prompts that an earlier stage was trained on; they are held out only if there are no others.
-
-    Raises:
-        UserError: too few samples for both.
+    At most `held_out` are. Prompts that an earlier stage was `trained` on are held out only if there are no others. A
+    `UserError`, with the settings' `key` in a recipe, if there are too few samples for both.
     """
     require_more(samples, held_out, key)
     new = [place for place, each in enumerate(samples) if prompt_digest(each) not in trained] if trained else []
@@ -251,11 +245,7 @@ def prompts_as_text(prompts: Prompts | None) -> str:
 
 
 def prompts_from_text(text: str) -> Prompts | None:
-    """The inverse of `prompts_as_text`.
-
-    Raises:
-        UserError: the text is damaged.
-    """
+    """The inverse of `prompts_as_text`; a `UserError` if the text is damaged."""
     try:
         joined = base64.b64decode(text, validate=True)
     except ValueError:

@@ -60,10 +60,8 @@ def divide_layers(model: PreTrainedModel) -> None:
     """Divide the weights of a frozen model's layers over all processes (FSDP2); each layer is whole while it runs.
 
     The first process has the weights, on the CPU; they go to the devices of all processes one by one, and the others'
-    models may be on the meta device. What is trained beside the model stays an ordinary parameter of DDP.
-
-    Raises:
-        UserError: its weights are quantised.
+    models may be on the meta device. What is trained beside the model stays an ordinary parameter of DDP. A `UserError`
+    if its weights are quantised.
     """
     processes: Any = launched()
     if getattr(model.config, "quantization_config", None) is not None:

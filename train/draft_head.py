@@ -32,12 +32,7 @@ from keepsight.train.settings import DraftHeadSettings
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """The base model's hidden states of a text of n tokens.
-
-    Attributes:
-        features: [n, 3 * hidden], the outputs of three layers side by side.
-        hidden: [n, hidden], the input of its lm_head.
-    """
+    """The base model's states of n tokens: three layers' outputs [n, 3 * hidden], its lm_head's input [n, hidden]."""
 
     features: Tensor
     hidden: Tensor
@@ -70,11 +65,9 @@ class RunModel:
 
 @dataclass(frozen=True)
 class NextTokens:
-    """The base model's next-token distributions after n tokens, over a draft vocabulary of V tokens.
+    """The base model's next-token distributions [n, V] after n tokens, over a draft vocabulary of V tokens.
 
-    Attributes:
-        probabilities: [n, V], each row sums to 1.
-        known: [n] bool, whether the base model's top-1 token lies in the draft vocabulary.
+    `known` [n] bool says whether the base model's top-1 token lies in the draft vocabulary.
     """
 
     probabilities: Tensor
@@ -148,10 +141,7 @@ def write_states(folder: Path, teacher: Teacher, texts: Sequence[list[int]], mad
     """Write the hidden states of all texts that the folder lacks, so that a run that was killed resumes.
 
     Several processes of one launch divide the files among themselves. `made_of` are the settings on which the hidden
-    states depend, by name: data, model, layers.
-
-    Raises:
-        UserError: the folder was written with other settings.
+    states depend, by name: data, model, layers. A `UserError` if the folder was written with other settings.
     """
     made = _Manifest(dict(made_of))
     if (folder / _MANIFEST).exists():
@@ -231,13 +221,9 @@ def frequent_tokens(
 def new_draft_head(model: PreTrainedModel, vocabulary: Tensor, trained: int | None = None) -> DraftHead:
     """A random head of the base model's width, in float32 on its device; its lm_head starts as the model's.
 
-    The last norm starts small, so that the first logits are no larger than those of a random lm_head.
-
-    Args:
-        model: The base model.
-        vocabulary: [V] int64, the draft vocabulary in the base model's ids, ascending.
-        trained: Tokens of the longest training sample, the head's `max_position_embeddings`, beyond which YaRN has to
-            extend it; the base model's by default.
+    The last norm starts small, so that the first logits are no larger than those of a random lm_head. The draft
+    vocabulary [V] int64 is in the base model's ids, ascending. `trained` are the tokens of the longest training sample,
+    the head's `max_position_embeddings`, beyond which YaRN has to extend it; the base model's by default.
     """
     text = model.config.get_text_config()
     values: dict[str, Any] = {name: getattr(text, name) for name in _FROM_MODEL if hasattr(text, name)}
@@ -310,14 +296,10 @@ class DraftHeadObjective(HeadObjective):
         return next_tokens(hidden, self._model[0], self.head.t2d.nonzero()[:, 0], dtype)
 
     def states(self, ids: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Unroll the head over a text.
+        """Unroll the head over a text [n] int64.
 
-        Args:
-            ids: [n] int64.
-
-        Returns:
-            For each step i, the input of the head's lm_head, [n - 1 - i, hidden] (a text shorter than the unrolling has
-            fewer steps), and that of the base model's, [n, hidden]: row t of step i learns from row t + 1 + i.
+        For each step i, the input of the head's lm_head, [n - 1 - i, hidden] (a text shorter than the unrolling has
+        fewer steps), and that of the base model's, [n, hidden]: row t of step i learns from row t + 1 + i.
         """
         ids = ids[: self.settings.max_tokens]
         head, (model,) = self.head, self._model

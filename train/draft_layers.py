@@ -30,9 +30,8 @@ from keepsight.train.plots import BLUE, VERMILLION, draw_line, tidy
 class Text:
     """A prompt of N tokens with an answer of T, as the base model reads them.
 
-    Attributes:
-        ids: [1, N + T - 1] int64: the prompt and the answer but for its last token.
-        expected: [T, V] float32: the model's log-probabilities of the answer's tokens.
+    `ids` [1, N + T - 1] int64 are without the answer's last token; `expected` [T, V] float32 are the model's
+    log-probabilities of the answer's tokens.
     """
 
     ids: Tensor
@@ -71,12 +70,9 @@ def read_answer(model: PreTrainedModel, prompt_ids: Sequence[int], answer_ids: S
 
 @torch.no_grad()
 def closeness(draft: PreTrainedModel, texts: Sequence[Text], hidden: Sequence[Tensor] | None = None) -> Closeness:
-    """How closely a draft follows the model over some texts.
+    """How closely a draft, or its last layers, follows the model over some texts.
 
-    Args:
-        draft: The draft, or its last layers.
-        texts: The texts.
-        hidden: For each text, the inputs of these layers, [1, N + T - 1, hidden size]; its embeddings by default.
+    `hidden` are for each text the inputs of these layers, [1, N + T - 1, hidden size]; its embeddings by default.
     """
     divergences, agreements, accepted = [], [], []
     for text, states in zip(texts, hidden or _embedded(draft, texts), strict=True):
@@ -90,21 +86,11 @@ def closeness(draft: PreTrainedModel, texts: Sequence[Text], hidden: Sequence[Te
 
 @torch.no_grad()
 def search(model: PreTrainedModel, texts: Sequence[Text], keep: int, log: Path) -> list[Subset]:
-    """Remove layers one by one until `keep` are left.
+    """Remove layers of a model one by one until `keep` are left; returns the subsets, largest first.
 
-    The outputs of the layers before the one on trial are computed once for all trials.
-
-    Args:
-        model: The base model; it is not changed.
-        texts: Texts on which draft and model are compared.
-        keep: Number of layers in the last subset.
-        log: JSON Lines file, a line per removal, from which a search that was stopped resumes.
-
-    Returns:
-        The subsets, largest first.
-
-    Raises:
-        UserError: `log` belongs to a search with another model or other texts.
+    The outputs of the layers before the one on trial are computed once for all trials. `log` is a JSON Lines file, a
+    line per removal, from which a search that was stopped resumes. A `UserError` if it is of another model or other
+    texts.
     """
     found = _logged(log, model, texts)
     layers = found[-1].layers if found else list(range(model.config.get_text_config().num_hidden_layers))

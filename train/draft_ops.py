@@ -15,14 +15,9 @@ _ROWS = 1024
 def chunked_loss(steps: Sequence[Tensor], weight: Tensor, teacher: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """The weighted sum over steps and rows of the cross entropy of softmax(hidden @ weight.T) against the teacher.
 
-    Args:
-        steps: For each step, [n_i, h], what the lm_head reads. Its rows learn from the last n_i rows of the teacher.
-        weight: [V, h], the lm_head.
-        teacher: [n, V], probabilities; their dtype is that of the matrix products.
-        weights: For each step, [n_i] float32.
-
-    Returns:
-        A scalar in nats, float32; gradients flow to `steps` and `weight`.
+    `steps` [n_i, h] are what the lm_head, `weight` [V, h], reads; the rows of a step learn from the last n_i rows of
+    `teacher` [n, V], probabilities in the dtype of the matrix products, with `weights` [n_i] float32. A scalar in nats;
+    gradients flow to `steps` and `weight`.
     """
     loss: Any = _ChunkedLoss.apply(weight, teacher, tuple(weights), *steps)
     return loss
@@ -97,13 +92,8 @@ class UnrolledAttention:
 def merged_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     """Causal attention over the first keys, and over the same row's key alone of all others, in one softmax.
 
-    Args:
-        query: [B, H, q, d].
-        keys: For each step, [B, K, q, d]; K divides H.
-        values: The same shapes.
-
-    Returns:
-        [B, H, q, d]; gradients flow to everything.
+    Queries [B, H, q, d], and for each step keys and values [B, K, q, d], K dividing H -> [B, H, q, d]; gradients flow
+    to everything.
     """
     group = query.shape[1] // keys[0].shape[1]
     first_key, first_value = (each[0].repeat_interleave(group, dim=1) for each in (keys, values))

@@ -301,13 +301,9 @@ def _hard_gates(kept: Tensor) -> Tensor:
 class GatedLayer(ViewedLayer):
     """Stored entries whose attention weights are multiplied by gates before they are normalised: a soft selection.
 
-    Gradients flow through the gates. What is new is seen too, causally and whole, and not stored.
-
-    Args:
-        keys: [B, K, N, d].
-        values: [B, K, N, d].
-        gates: [B, K, N], logarithms of the gates: 0 for an entry that is kept, very low for one that is evicted, and
-            for padding: the model's own mask is not looked at.
+    Keys and values are [B, K, N, d]. `gates` [B, K, N] are logarithms, through which gradients flow: 0 for an entry
+    that is kept, very low for one that is evicted, and for padding: the model's own mask is not looked at. What is new
+    is seen too, causally and whole, and not stored.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, gates: Tensor) -> None:

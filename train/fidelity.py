@@ -22,13 +22,8 @@ SINKS, RECENT = 4, 32
 def importance_divergence(target: list[Tensor], predicted: list[Tensor], shares: Tensor | None = None) -> Tensor:
     """KL(target || predicted) of importance normalised over the prompt, averaged over layers, rows and query heads.
 
-    Args:
-        target: For each of L layers, [R, H, N] float32, 0 at padding; layers may be on several devices.
-        predicted: The same shapes; gradients flow through it.
-        shares: [R] float32, the weight of each row; None for equal weights.
-
-    Returns:
-        A scalar in nats (LookaheadKV, arXiv 2603.10899, equation 4), on the first layer's device.
+    Both are [R, H, N] float32 for each of L layers, which may be on several devices, 0 at padding; `shares` [R] weighs
+    the rows. A scalar in nats (LookaheadKV, arXiv 2603.10899, equation 4), on the first layer's device.
     """
     pairs, device = zip(target, predicted, strict=True), target[0].device
     by_layer = (_divergence(*pair).to(device) for pair in pairs)
@@ -42,13 +37,8 @@ def far_divergence(
     """`importance_divergence` over the far entries alone: neither a row's first `SINKS` nor its last `RECENT`.
 
     The near ones hold most of the mass and are learned at once; what decides at a small budget is the order of the
-    rest. 0 for a row without far entries.
-
-    Args:
-        target: For each of L layers, [R, H, N] float32.
-        predicted: The same shapes; gradients flow through it.
-        mask: [R, N] bool, False for padding on either side; None when nothing is padded.
-        shares: See `importance_divergence`.
+    rest. 0 for a row without far entries. `mask` [R, N] bool is False for padding on either side; None when nothing is
+    padded.
     """
     length = target[0].shape[-1] - RECENT
     if length <= SINKS:
@@ -94,13 +84,10 @@ class Fidelity:
 def measure_fidelity(
     compared: Callable[[Batch], Iterable[Importances]], batches: Iterable[dict[str, Any]], kv_heads: int, budget: int
 ) -> list[Fidelity]:
-    """The fidelity of each of several predictions; see `Objective.measure`.
+    """The fidelity of each of several predictions on held-out batches; see `Objective.measure`.
 
-    Args:
-        compared: Target and predicted importance of a batch for every prediction.
-        batches: Held-out ones.
-        kv_heads: Number of KV heads.
-        budget: KV entries per head at which recall is measured; a prompt no longer than that has recall 1.
+    `compared` gives target and predicted importance of a batch for every prediction. `budget` is the number of KV
+    entries per head at which recall is measured; a prompt no longer than that has recall 1.
     """
 
     def by_sample(values: dict[str, Any]) -> list[np.ndarray]:

@@ -25,6 +25,7 @@ from keepsight.models.decoder import (
     FULL,
     cached_kv_heads,
     decoder_of,
+    full_attention_layers,
     layer_kinds,
     on_each,
     require_full_attention,
@@ -95,9 +96,7 @@ class Cuts:
         if self.places is None or self.mask is None:
             return recorded
         places, mask = on_each(self.places[:, None, None]), on_each(self.mask[:, None])
-        return [
-            layer.take_along_dim(places(layer.device), dim=-1).flatten(0, 1) * mask(layer.device) for layer in recorded
-        ]
+        return [each.take_along_dim(places(each.device), dim=-1).flatten(0, 1) * mask(each.device) for each in recorded]
 
 
 def spread(length: int, count: int) -> list[int]:
@@ -123,9 +122,11 @@ def target_importance(model: PreTrainedModel, batch: Batch, cuts: Cuts | None = 
     rows, inside = batch.answer_ids.shape[1], cuts.places is not None
     cache, prompt = empty_cache(model), batch.prompt_ids.shape[1]
     positions = positions_of(mask, ids.shape[1], ids.device)
-    recorded: dict[int, Tensor] = {}
+    recorded, scored = dict[int, Tensor](), full_attention_layers(model.config)
 
     def record(layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, _: Any) -> None:
+        if layer not in scored:
+            return
         length, known = key.shape[2] - (0 if inside else rows), mask if real is None else real
         answer = query[:, :, -rows:]
         recorded[layer] = observed_attention(answer, key, softmax, length, key_mask=known, query_mask=cuts.queries)

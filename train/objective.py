@@ -46,15 +46,9 @@ class Objective(nn.Module, ABC):
     def measure(self, batches: Iterable[dict[str, Any]], budget: int) -> dict[str, Any]:
         """Measure the module on held-out batches, which the processes divide among themselves.
 
-        Args:
-            batches: Made by `keepsight.train.dataset.collate`; the same on every process.
-            budget: KV entries per head at which entries are selected, where that is measured.
-
-        Returns:
-            Numbers to log, and lists that are written to fidelity.jsonl and sent to trackers only.
-
-        Raises:
-            FloatingPointError: a value is NaN or infinite.
+        The batches, made by `keepsight.train.dataset.collate`, are the same on every process; `budget` is the number of
+        KV entries per head at which entries are selected. Returns numbers to log, and lists that are written to
+        fidelity.jsonl and sent to trackers only; a `FloatingPointError` if a value is NaN or infinite.
         """
 
     @abstractmethod
@@ -178,15 +172,12 @@ class ReplayedObjective(Objective):
 def recomputed(
     model: PreTrainedModel, asked: bool, under: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> Iterator[None]:
-    """Within the block, activations of a model's layers with full attention are recomputed for their gradients.
+    """Within the block, activations of layers with full attention are recomputed for their gradients, if `asked`.
 
     transformers' own gradient checkpointing goes without a cache. These layers read one and do not write to it. Hooks
-    around a layer are not run again (FSDP2's gather its weights), hooks inside it are.
-
-    Args:
-        model: The base model.
-        asked: Whether it is so; otherwise, and without gradients, the block changes nothing.
-        under: What the pass runs under, such as an adapter that is switched on, and each layer when it is run again.
+    around a layer are not run again (FSDP2's gather its weights), hooks inside it are. The pass runs `under` a context,
+    such as an adapter that is switched on, and each layer when it is run again. Without gradients the block changes
+    nothing.
     """
     if not (asked and torch.is_grad_enabled()):
         yield

@@ -77,17 +77,11 @@ def plan_step(
     shards: int = 1,
     layers_alone: bool = False,
 ) -> StepPlan:
-    """Plan a step on one sample.
+    """Plan a step on one sample of prompt `tokens` and `answer` tokens.
 
-    Args:
-        config: The base model's configuration.
-        dtype: The base model's dtype.
-        make: Makes the objective on a model that has no values.
-        tokens: Prompt length in tokens.
-        answer: Answer length in tokens.
-        quantize: `nf4` or `int8`: how the linear layers are stored; None for the dtype.
-        shards: Number of devices over which the model is sharded, each gathering one layer after another.
-        layers_alone: Whether only its layers are sharded, as by `model.device_map=fsdp2`.
+    `make` makes the objective on a model of this configuration and dtype that has no values. Linear layers are stored
+    as `nf4` or `int8` if `quantize` says so. The model is sharded over `shards` devices, each gathering one layer after
+    another; its layers alone if `layers_alone`, as by `model.device_map=fsdp2`.
     """
     with _fake_tensors():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
@@ -165,9 +159,7 @@ class _LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        known = {
-            tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
-        }
+        known = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
         output = func(*args, **(kwargs or {}))
         for storage in (each.untyped_storage() for each in tree_leaves(output) if isinstance(each, Tensor)):
             if (key := storage._cdata) not in self._alive and key not in known:  # no view, nor changed in place
@@ -186,12 +178,9 @@ def bench_step(
 ) -> Iterator[str]:
     """Time steps on one batch (forward, backward, optimiser) and its prefill in turn, as a few lines of text.
 
-    Args:
-        cells: Modules on one base model; several learn side by side, as in an ablation.
-        tokens: Prompt length in tokens.
-        answer_tokens: Answer length in tokens; the prefill runs over prompt and answer.
-        repeats: Timed repetitions of each, after one to warm up.
-        settings: The loss, the batch size, and `replays`: the mean of so many steps is shown.
+    Several `cells`, modules on one base model, learn side by side, as in an ablation. The prefill runs over prompt and
+    answer; each is timed `repeats` times after one to warm up. Of `settings` count the loss, the batch size, and
+    `replays`: the mean of so many steps is shown.
     """
     model, replays = cells[0].model, settings.replays
     shape = settings.batch_size, tokens + answer_tokens

@@ -66,9 +66,7 @@ class TeacherOutputs:
         layers = []
         for empty, tensors in zip(empty_cache(model).layers, self.layers, strict=True):
             # A recurrent state is in float32 in models of any dtype.
-            cast = {
-                name: each if name.startswith("recurrent") else each.to(model.dtype) for name, each in tensors.items()
-            }
+            cast = {name: one if name.startswith("recurrent") else one.to(model.dtype) for name, one in tensors.items()}
             layers.append(layer_of_tensors(empty, cast, length))
         return Cache(layers=layers)
 
@@ -152,11 +150,7 @@ def _own_folder(folder: Path) -> Iterator[None]:
 class ReplayBuffer:
     """Keeps packed teacher outputs that are used again, in memory or, within a `with` block, as files.
 
-    They are dropped after their last use.
-
-    Args:
-        settings: How they are packed, and where they are kept.
-        process: Number of this process; each has a folder of its own.
+    They are dropped after their last use. Each process has a folder of its own.
     """
 
     def __init__(self, settings: ReplaySettings, process: int = 0) -> None:
@@ -245,14 +239,8 @@ class ReplaySampler(Sampler[Use]):
     """Every sample `replays` times an epoch, batch after batch; seed and epoch decide the order.
 
     A batch keeps its samples through all its uses. Of every `processes` batches the n-th is the n-th process's, as
-    accelerate distributes them. Samples that do not fill a batch for each process are left out of an epoch.
-
-    Args:
-        lengths: Tokens of each sample.
-        token_bytes: Bytes of packed teacher outputs per token.
-        memory: Bytes that the teacher outputs of one process may take.
-        settings: Batch size, replays, seed, and whether samples of similar length are batched.
-        processes: Number of processes.
+    accelerate distributes them. Samples that do not fill a batch for each process are left out of an epoch. Packed
+    teacher outputs take `token_bytes` a token, and those of one process at most `memory` bytes.
     """
 
     def __init__(

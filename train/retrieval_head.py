@@ -39,13 +39,9 @@ _ROWS = 32
 
 @dataclass(frozen=True)
 class Texts:
-    """Prompts with their answers, padded on the left.
+    """Prompts with their answers [B, S] int64, padded on the left where `mask` [B, S], if any, is False.
 
-    Attributes:
-        ids: [B, S] int64.
-        mask: [B, S] bool, False for padding; None when nothing is padded.
-        positions: [B or 1, S] int64, RoPE positions.
-        answers: [B] int64, the answers' lengths: the last tokens of each row.
+    RoPE positions are [B or 1, S]; `answers` [B] int64 are the answers' lengths: the last tokens of each row.
     """
 
     ids: Tensor
@@ -172,12 +168,9 @@ def head_scores(head: RetrievalHead, batch: Texts, rows: int, embeddings: Tensor
 
 
 def divergence(importance: Tensor, scores: Tensor, real: Tensor) -> Tensor:
-    """KL(model || head) in nats, the mean over KV heads and steps.
+    """KL(model || head) in nats, the mean over KV heads and the steps that are `real`, [B, T] bool.
 
-    Args:
-        importance: [B, K, T, S] float32, the base model's, each row sums to 1.
-        scores: [B, K, T, S] float32, from `head_scores`.
-        real: [B, T] bool, False for padding.
+    `importance` [B, K, T, S] float32 is the base model's, each row sums to 1; `scores` are those of `head_scores`.
     """
     known = torch.xlogy(importance, importance).sum(dim=-1) - (importance * scores).sum(dim=-1)
     return known.transpose(1, 2)[real].mean()
@@ -190,13 +183,9 @@ def soften(importance: Tensor, scores: Tensor, temperature: float) -> tuple[Tens
 
 
 def far_steps_divergence(importance: Tensor, scores: Tensor, far: Tensor, counted: Tensor) -> Tensor:
-    """`divergence` over the far entries alone, both sides normalised there; 0 where there are none.
+    """`divergence` over the far entries alone, [B, T, S] bool, both sides normalised there; 0 where there are none.
 
-    Args:
-        importance: [B, K, T, S] float32, the base model's.
-        scores: [B, K, T, S] float32, from `head_scores`.
-        far: [B, T, S] bool, see `Texts.far`.
-        counted: [B, T] bool, the steps that count.
+    `counted` [B, T] bool are the steps that count.
     """
     counted = counted & far.any(dim=-1)
     if not counted.any():
@@ -299,15 +288,11 @@ def _by_sample(objective: RetrievalObjective, batch: Batch) -> Iterator[tuple[Te
 def at_budget(target: Tensor, guess: Tensor, budget: int) -> dict[str, float]:
     """Measures of one sample at budget B, by name; empty if it has no more than B entries.
 
+    `target` [K, T, S] float32 is the importance of S entries to each of the last T tokens, and `guess` ranks them.
     Means over steps and KV heads: `hit`, the share of the model's top-B entries that are in the head's; `mass`, the
     share of the model's importance on the head's top-B entries; `window_hit` and `window_mass`, the same for the first
     4 and the last B - 4 entries in place of the head's; `best_mass`, the share on the model's own top-B entries;
     `overlap`, the share of the head's top-B entries that are in the next step's too.
-
-    Args:
-        target: [K, T, S] float32, the importance of S entries to each of the last T tokens.
-        guess: [K, T, S], scores that rank them.
-        budget: KV entries per head.
     """
     _, rows, length = target.shape
     first = max(length - rows, budget)  # row i is position length - rows + i, and sees that many entries and itself

@@ -23,7 +23,7 @@ from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.offload import Traffic
 from keepsight.runtime.quantized.kernel import attend_packed
 from keepsight.runtime.quantized.kivi import Kivi
-from keepsight.runtime.quantized.specache import SpeCache, specache_layers
+from keepsight.runtime.quantized.specache import SpeCache, most_attended, specache_layers
 from keepsight.runtime.retrieval.elastic import elastic_layers
 from keepsight.runtime.retrieval.specontext import RetrievalCache, SpeContext
 from keepsight.runtime.sparse_read.selection import Quest
@@ -239,7 +239,7 @@ def _part_lines(model: PreTrainedModel, method: SpeCache, ids: Tensor, repeats: 
     parts: dict[str, Callable[[], object]] = {
         "dequantise": lambda: (packed.keys(), packed.values()),
         "attention, with it": lambda: attend_packed(query, packed, Softmax(1.0)),
-        "select": lambda: layer.selector.select(attention),
+        "select": lambda: most_attended(attention, layer.topk, layer.heads),
         "select and fetch": fetch,
     }
     for name, part in parts.items():

@@ -14,7 +14,7 @@ from keepsight.errors import UserError
 from keepsight.eval.results import FULL
 from keepsight.eval.sweep import Variant
 from keepsight.models.targets import Target
-from keepsight.runtime.allocate import Budget, Global, Uniform
+from keepsight.runtime.allocate import Global, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
 from keepsight.runtime.methods import METHODS, Resources, make_method
@@ -29,8 +29,6 @@ def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resourc
     named, something twice, or a method cannot be made.
     """
     variants: list[Variant] = []
-    for budget in budgets:
-        Budget(budget).check(f"budgets={budgets}")
     for given in _with_all(methods, budgets, resources):
         if given == FULL or given == {"name": FULL}:
             continue  # the sweep always answers from the full cache first

@@ -2,13 +2,15 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import require_whole
+from keepsight.errors import Whole
 from keepsight.runtime import registry
 from keepsight.runtime.generate import decode, end_ids, stop_after
 from keepsight.runtime.importance import Reduce
@@ -18,12 +20,7 @@ from keepsight.runtime.state import Needs, State
 
 @dataclass(frozen=True)
 class DraftIds:
-    """The tokens of a draft, in place of the answer.
-
-    Attributes:
-        ids: [B, T] int64, padded on the right.
-        mask: [B, T] bool, False for padding; None when no row is padded.
-    """
+    """The tokens [B, T] int64 of a draft, in place of the answer, padded on the right where `mask` is False."""
 
     ids: Tensor
     mask: Tensor | None = None
@@ -73,26 +70,20 @@ class DraftObserver(Observer):
     """
 
     drafter: Drafter
-    window: int | None = 0
-    start: int = 0
+    window: Whole | None = 0
+    start: Annotated[int, Ge(-(2**31)), "a whole number"] = 0
     signed = False
-
-    def __post_init__(self) -> None:
-        require_whole("draft tokens", window=0 if self.window is None else self.window)
-        require_whole("draft tokens", -(2**31), start=self.start)
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
         draft = self.drafter(model, state)
-        embeddings = model.get_input_embeddings()(draft.ids)
+        inputs = model.get_input_embeddings()(draft.ids)
         mask, window = draft.mask, self.window or 0
-        return look_back_with_window(
-            model, state, embeddings, window, reduce=reduce, observer_mask=mask, start=self.start
-        )
+        return look_back_with_window(model, state, inputs, window, reduce=reduce, observer_mask=mask, start=self.start)
 
     @override
     def needs(self) -> Needs:
-        return Needs(window=self.window or 0) | self.drafter.needs()
+        return super().needs() | self.drafter.needs()
 
     @override
     def positions(self) -> int:

@@ -8,9 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, MultipleOf
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from typing_extensions import override
 
-from keepsight.errors import UserError, as_options, require_whole
+from keepsight.errors import Positive, UserError, as_options
 from keepsight.experimental import is_on
 from keepsight.models.decoder import context_of, has_latents
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
@@ -27,7 +28,7 @@ from keepsight.runtime.attention import OwnAttention, Softmax, grouped_attention
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft, greedy_draft
 from keepsight.runtime.drafting.speculative import head_answer
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.importance import Pool, Reduce, observed_attention, protected, reduce_group, top_indices
+from keepsight.runtime.importance import Pool, Reduce, attention_weights, observed_attention, top_indices
 from keepsight.runtime.layer import KeptLayer, Recorded
 from keepsight.runtime.state import (
     Needs,
@@ -43,20 +44,17 @@ from keepsight.runtime.state import (
 BLOCK = 64
 _FLEX_BLOCK = 128
 _FLEX_LEAST_WIDTH = 16  # FlexAttention's kernels take no smaller head dimension
+_LAST = 64
+_SINKS, _LOCAL = 30, 100
+"""First columns and nearest diagonals that the authors' code always takes."""
+_LEAST_SLASHES = 50
 
 
 def sparse_attention(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: int, softmax: Softmax) -> Tensor:
     """Attention [B, N, H, d] of N queries to N keys under the module's mask; no N x N tensor is made.
 
-    On CUDA FlexAttention can compute it (experimental, off by default).
-
-    Args:
-        query: [B, H, N, d].
-        key: [B, K, N, d].
-        value: [B, K, N, d].
-        columns: [B, K, V] int64, ascending: each KV head's vertical columns.
-        band: Multiple of 64.
-        softmax: The layer's.
+    Queries are [B, H, N, d], keys and values [B, K, N, d], `columns` [B, K, V] int64 each KV head's vertical columns,
+    ascending, and `band` is a multiple of 64. On CUDA FlexAttention can compute it (experimental, off by default).
     """
     plain = softmax.softcap is None and softmax.sinks is None
     if plain and query.is_cuda and query.shape[-1] >= _FLEX_LEAST_WIDTH and is_on("flex"):
@@ -138,9 +136,9 @@ def _compiled() -> Any:
     return torch.compile(flex_attention)
 
 
-Score = Callable[[Tensor, Tensor, Softmax], Tensor]
-"""Scores the prompt's entries, [B, K, N] float32, from a layer's queries [B, H, N + L, d], its keys [B, K, N + L, d]
-and its softmax."""
+Score = Callable[[Tensor, Tensor, Tensor, Softmax], Tensor]
+"""Scores the prompt's entries, [B, K, N] float32, from a layer's queries [B, H, N + L, d], its keys and values
+[B, K, N + L, d] and its softmax."""
 
 
 class SparsePattern(ABC):
@@ -155,15 +153,10 @@ class SparsePattern(ABC):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, *, length: int, importance: Tensor
     ) -> Tensor:
-        """Attention [B, N + L, H, d] in one layer.
+        """Attention [B, N + L, H, d] in one layer, of queries [B, H, N + L, d] to keys and values [B, K, N + L, d].
 
-        Args:
-            query: [B, H, N + L, d].
-            key: [B, K, N + L, d].
-            value: [B, K, N + L, d].
-            softmax: The layer's.
-            length: Length of the prompt, N; the others are tokens of the draft.
-            importance: [B, K, n] float32, of the prompt's entries before the observation window.
+        The first N = `length` tokens are the prompt's, the others the draft's; `importance` [B, K, n] float32 is that
+        of the prompt's entries before the observation window.
         """
 
     def active(self, length: int) -> bool:
@@ -188,10 +181,7 @@ class SparsePattern(ABC):
         cache = with_full_layers(cache, layers)
         record_past(cache)
         output = run(
-            model,
-            cache,
-            input_ids=torch.cat([input_ids, draft_ids], dim=1),
-            logits_to_keep=draft_ids.shape[1] + 1,
+            model, cache, input_ids=torch.cat([input_ids, draft_ids], dim=1), logits_to_keep=draft_ids.shape[1] + 1
         )
         lengths = torch.full((len(input_ids),), length, device=input_ids.device)
         roll_back(cache, draft_ids.shape[1])
@@ -211,14 +201,8 @@ class SparsePrefill(SparsePattern):
         band: Number of most recent keys that a query sees; a multiple of 64.
     """
 
-    vertical: int = 2048
-    band: int = 2048
-
-    def __post_init__(self) -> None:
-        require_whole("sparse prefill", 1, vertical=self.vertical)
-        require_whole("sparse prefill", band=self.band)
-        if self.band < BLOCK or self.band % BLOCK:
-            raise UserError(f"sparse prefill: band {self.band!r} must be a multiple of {BLOCK}, at least {BLOCK}")
+    vertical: Positive = 2048
+    band: Annotated[int, Ge(BLOCK), MultipleOf(BLOCK), f"a multiple of {BLOCK}, at least {BLOCK}"] = 2048
 
     @property
     @override
@@ -231,6 +215,79 @@ class SparsePrefill(SparsePattern):
     ) -> Tensor:
         columns = top_indices(importance, min(self.vertical, importance.shape[2]))
         return sparse_attention(query, key, value, columns.sort(dim=-1).values, self.band, softmax)
+
+
+@as_options
+@dataclass(frozen=True)
+class MInference(SparsePattern):
+    """MInference's vertical-slash pattern (arXiv 2407.02490, section 3), the same for all heads.
+
+    The paper searches one for each head. A query head sees *columns*, keys that all later queries see, and *slashes*,
+    diagonals of keys that are equally far behind their queries. Both are estimated from the attention of the prompt's
+    last 64 queries.
+
+    Attributes:
+        vertical: Number of columns of a query head (at least 30: the first ones are always among them).
+        slash: Number of diagonals of a query head (at least 50, the nearest ones), which are widened to blocks: a query
+            sees what any query of its block of 64 would. Prompts of no more tokens are read densely.
+    """
+
+    vertical: Positive = 1000
+    slash: Positive = 6096
+
+    @property
+    @override
+    def longest_dense(self) -> int:
+        return max(self.vertical, self.slash)
+
+    @override
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, *, length: int, importance: Tensor
+    ) -> Tensor:
+        columns, slashes = self.estimate(query[:, :, max(length - _LAST, 0) : length], key[:, :, :length], softmax)
+        return by_marks(query, key, value, columns, slashes, softmax)
+
+    def estimate(self, query: Tensor, key: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
+        """From the last queries [B, H, r, d] of N keys [B, K, N, d]: columns and slashes, [B, H, N] bool both.
+
+        A slash is marked at its distance from query to key.
+        """
+        weights = attention_weights(query, key, softmax)
+        rows, length = weights.shape[2:]
+        distances = torch.arange(length, device=query.device)
+        keys = torch.arange(length - rows, length, device=query.device)[:, None] - distances
+        by_slash = weights.gather(3, keys.clamp(min=0).expand_as(weights)).masked_fill(keys < 0, 0.0).sum(dim=2)
+        by_column = weights.sum(dim=2)
+        by_column[..., :_SINKS] = by_slash[..., :_LOCAL] = torch.inf
+        counts = max(self.vertical, _SINKS), max(self.slash, _LEAST_SLASHES)
+        columns, slashes = (
+            torch.zeros_like(sums, dtype=torch.bool).scatter_(2, top_indices(sums, min(count, length)), True)
+            for sums, count in zip((by_column, by_slash), counts, strict=True)
+        )
+        return columns, slashes
+
+
+def by_marks(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, slashes: Tensor, softmax: Softmax) -> Tensor:
+    """Attention [B, n, H, d] of n queries to n keys, 64 queries at a time over no more keys than their heads see.
+
+    `columns` and `slashes` [B, H, N] bool, N at most n, are the columns that each query head sees, and the distances
+    from query to key at which it sees keys.
+    """
+    length, group = query.shape[2], query.shape[1] // key.shape[1]
+    columns, slashes = (functional.pad(each, (0, length - each.shape[2])) for each in (columns, slashes))
+    before = functional.pad(slashes.cumsum(dim=2), (1, 0))  # number of slashes nearer than each distance
+    positions, blocks = torch.arange(length, device=query.device), []
+    for start in range(0, length, BLOCK):
+        rows, keys = positions[start : start + BLOCK], positions[: start + BLOCK]
+        nearest, farthest = (start - keys).clamp(min=0), (start + BLOCK - keys).clamp(max=length)
+        seen = columns[..., : start + BLOCK] | (before[..., farthest] > before[..., nearest])
+        places = top_indices(seen.float(), int(seen.sum(dim=2).max()))
+        hidden = ~seen.gather(2, places)[:, :, None] | (places[:, :, None] > rows[:, None])
+        own = places.unflatten(1, (-1, group)).flatten(2)
+        read = [at_columns(each, own).unflatten(2, (group, -1)).flatten(1, 2) for each in (key, value)]
+        mask = query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        blocks.append(grouped_attention(query[:, :, start : start + BLOCK], read[0], read[1], mask, softmax))
+    return torch.cat(blocks, dim=1)
 
 
 class _SparseLayer(DynamicLayer, OwnAttention):
@@ -248,7 +305,7 @@ class _SparseLayer(DynamicLayer, OwnAttention):
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        self.importance = self.score(query, key, softmax)
+        self.importance = self.score(query, key, value, softmax)
         queries = query[:, :, max(self.length - self.window, 0) : self.length].clone() if self.window else None
         self.recorded = Recorded(softmax, queries)
         importance = self.importance[..., : self.candidates]
@@ -277,10 +334,7 @@ class ModelDrafter(Drafter):
     """
 
     draft: DraftSource | DraftHeadSource
-    lookahead: int = 32
-
-    def __post_init__(self) -> None:
-        require_whole("SpecKV", 1, lookahead=self.lookahead)
+    lookahead: Positive = 32
 
     @override
     def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
@@ -383,12 +437,11 @@ class SpecKV(Evict):
         if real is not None:
             real = functional.pad(real, (window, 0), value=True)
 
-        def score(query: Tensor, key: Tensor, softmax: Softmax) -> Tensor:
+        def score(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
             observed = observed_attention(
                 query[:, :, -rows:], key, softmax, length, query_mask=real, reduction=self.reduce.queries
             )
-            scores = reduce_group(observed, key.shape[1], self.reduce.heads)
-            return protected(scores, None, self.pool, self.sinks, self.window)
+            return self.layer_importance(observed, KeptLayer(key[:, :, :length], value[:, :, :length]))
 
         return score
 

@@ -11,7 +11,7 @@ from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from typing_extensions import override
 
-from keepsight.errors import UserError, as_options, require_whole
+from keepsight.errors import Positive, UserError, as_options, require_whole
 from keepsight.models.decoder import context_of
 from keepsight.models.draft_head import EagleHead
 from keepsight.models.draft_sources import DraftHeadSource
@@ -25,14 +25,9 @@ _ROWS_AT_ONCE = 1024  # bounds the memory of a long prompt's mask and hidden lay
 
 
 class HeadCache(KeptLayer):
-    """The keys and values of a draft head's rows.
+    """The keys and values of a draft head's rows, and `queries` [B, H, <= window, d] of the last rows, after RoPE.
 
-    Args:
-        mask: [B, m] bool, False for padding among the first m rows; None when none is. Later rows are all real.
-        window: Number of last rows whose queries are kept.
-
-    Attributes:
-        queries: [B, H, <= window, d] of the last rows, after RoPE; None before the first row.
+    `mask` [B, m] bool is False for padding among the first m rows, None when none is; later rows are all real.
     """
 
     queries: Tensor | None = None
@@ -70,11 +65,8 @@ class HeadCache(KeptLayer):
 class ChainDrafter:
     """Drafts greedily after what a model has read; the head's cache stays between drafts.
 
-    Args:
-        head: The draft head, on the model's device.
-        model: The base model.
-        mask: [B, N] bool, False for padding among the N tokens read at first, on the left; None when none is.
-        window: Number of last rows whose queries the cache keeps.
+    The head is on the model's device. `mask` [B, N] bool is False for padding on the left of the N tokens read at
+    first, None when none is. The cache keeps the queries of the last `window` rows.
     """
 
     def __init__(self, head: EagleHead, model: PreTrainedModel, mask: Tensor | None = None, window: int = 0) -> None:
@@ -87,12 +79,8 @@ class ChainDrafter:
     def read(self, features: Tensor, tokens: Tensor) -> Tensor:
         """Read verified rows, which replace the rows drafted since the last ones.
 
-        Args:
-            features: [B, q, layers * hidden], the model's features of the next q >= 1 tokens.
-            tokens: [B, q] int64, the token after each.
-
-        Returns:
-            The head's output for the last of them, [B, 1, hidden].
+        `features` [B, q, layers * hidden] are the model's of the next q >= 1 tokens, `tokens` [B, q] int64 those after
+        each. Returns the head's output for the last of them, [B, 1, hidden].
         """
         self.cache.keep_first(self._verified)
         parts = zip(features.split(_ROWS_AT_ONCE, dim=1), tokens.split(_ROWS_AT_ONCE, dim=1), strict=True)
@@ -138,13 +126,9 @@ def _recorded_rows(state: State, layers: tuple[int, ...], newest: Tensor) -> tup
 
 @dataclass(frozen=True)
 class Round:
-    """One pass of the model over drafted tokens.
+    """One pass of the model over drafted tokens, and how many tokens of the answer it emitted.
 
-    Attributes:
-        judged: Drafted tokens that the model accepted or rejected; where the answer ended within the draft, only
-            those up to its end.
-        accepted: Number of judged tokens that it accepted.
-        emitted: Tokens of the answer that the pass gave.
+    Of the judged tokens, those up to the answer's end where it ended within the draft, it accepted the first ones.
     """
 
     judged: int
@@ -186,21 +170,12 @@ def decode_speculatively(
     logits_processor: LogitsProcessorList | None = None,
     streamer: BaseStreamer | None = None,
 ) -> Speculated:
-    """The greedy answer that `decode` gives, in fewer passes of the model.
+    """The greedy answer that `decode` gives, in fewer passes of the model; other arguments are those of `decode`.
 
-    Args:
-        model: The model, without adapters.
-        state: State of one prompt, evicted or not, with the head's features: prefill with
-            `needs=Needs(features=head.layers_of(model))`. Its cache grows.
-        head: The draft head.
-        stopping_criteria: See `decode`.
-        tokens: Tokens per draft; fewer near the answer's maximum length and the end of the model's context.
-        prompt_ids: See `decode`.
-        logits_processor: See `decode`.
-        streamer: See `decode`.
-
-    Raises:
-        UserError: a batch, packed entries, features that were not recorded, or `tokens` below 1.
+    The state is of one prompt, evicted or not, with the head's features: prefill with
+    `needs=Needs(features=head.layers_of(model))`. Its cache grows. Drafts have `tokens` tokens; fewer near the answer's
+    maximum length and the end of the model's context. A `UserError` if it is a batch, entries are packed, features were
+    not recorded, or `tokens` is below 1.
     """
     _require_single(state.tokens)
     require_whole("speculative decoding", 1, tokens=tokens)
@@ -315,10 +290,9 @@ class Speculative(CacheMethod):
 
     head: EagleHead = field(compare=False, repr=False)
     inner: CacheMethod = FullCache()
-    tokens: int = 5
+    tokens: Positive = 5
 
     def __post_init__(self) -> None:
-        require_whole("speculative decoding", 1, tokens=self.tokens)
         name = type(self.inner).__name__
         if not isinstance(self.inner, CacheMethod):
             raise UserError(f"speculative decoding: {name} shortens prompts; give a method that evicts from the cache")
@@ -354,7 +328,8 @@ class Speculative(CacheMethod):
     @override
     def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
         _require_single(request.input_ids)
-        if request.do_sample:
+        asked = request.decoding
+        if asked["do_sample"]:
             raise UserError("speculative decoding is greedy: give do_sample=False")
         if request.past is not None:
             raise UserError("speculative decoding: leave out past_key_values, or continue with the inner method")
@@ -365,9 +340,6 @@ class Speculative(CacheMethod):
             model,
             self.inner.compress_state(model, state),
             self.head,
-            request.stopping_criteria,
             tokens=self.tokens,
-            prompt_ids=request.input_ids,
-            logits_processor=request.logits_processor,
-            streamer=request.streamer,
+            **{name: asked[name] for name in ("stopping_criteria", "prompt_ids", "logits_processor", "streamer")},
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import Positive, UserError, Whole
 from keepsight.runtime import registry
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, greedy_draft
 from keepsight.runtime.evict import Evict
@@ -27,10 +27,7 @@ class OwnAnswer(Drafter):
         max_new_tokens: Maximum length of the answer in tokens.
     """
 
-    max_new_tokens: int = 64
-
-    def __post_init__(self) -> None:
-        require_whole("oracle", 1, max_new_tokens=self.max_new_tokens)
+    max_new_tokens: Positive = 64
 
     @override
     def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
@@ -61,11 +58,10 @@ class PromptEnds(Drafter):
         last: Number of last tokens.
     """
 
-    first: int = 4
-    last: int = 28
+    first: Whole = 4
+    last: Whole = 28
 
     def __post_init__(self) -> None:
-        require_whole("DapQ", first=self.first, last=self.last)
         if self.first + self.last < 1:
             raise UserError("DapQ: first 0 and last 0 leave no pseudo token; give at least one of them")
 
@@ -92,11 +88,8 @@ class RandomTokens(Drafter):
         seed: Seed of the random generator.
     """
 
-    count: int = 32
+    count: Positive = 32
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_whole("DapQ", 1, count=self.count)
 
     @override
     def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
@@ -134,9 +127,7 @@ class ConstantText(Drafter):
         ids: Tensor = torch.tensor([list(self.ids)], device=state.tokens.device)
         vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
         if int(ids.max()) >= vocabulary:
-            raise UserError(
-                f"DapQ: token id {int(ids.max())} is outside of the base model's vocabulary of {vocabulary}"
-            )
+            raise UserError(f"DapQ: token id {int(ids.max())} is outside the base model's vocabulary of {vocabulary}")
         return DraftIds(ids.expand(len(state.tokens), -1))
 
     @override

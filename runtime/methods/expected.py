@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import Positive, Share, UserError, Whole
 from keepsight.runtime import registry
 from keepsight.runtime.allocate import Adaptive, Allocation
 from keepsight.runtime.evict import Evict
@@ -54,22 +54,17 @@ class ExpectedQueries(LayerObserver):
         sinks: Number of first entries that are left out; None for the method's own.
     """
 
-    positions_ahead: int = 512
+    positions_ahead: Positive = 512
     covariance: bool = True
-    epsilon: float = 0.0
-    sinks: int | None = None
+    epsilon: Share = 0.0
+    sinks: Whole | None = None
     signed = False
-
-    def __post_init__(self) -> None:
-        require_whole("expected attention", 1, positions_ahead=self.positions_ahead)
-        require_whole("expected attention", sinks=self.sinks or 0)
-        if type(self.epsilon) not in (int, float) or not 0 <= self.epsilon <= 1:
-            raise UserError(f"expected attention: epsilon {self.epsilon!r} must be between 0 and 1")
 
     @override
     def score(self, layer: KeptLayer, reduction: str) -> Tensor:
         statistics, rotary = _statistics(layer), _rotary(layer)
-        keys, _, real = layer.attended()
+        entries = layer.attended()
+        keys, real = entries.keys, entries.marks
         ahead = layer.seen + torch.arange(self.positions_ahead, device=keys.device)
         mean, scaling = rotary.spread(statistics.mean[:, :, None], ahead), layer.softmax.scaling
         by_kv_head = keys.float().repeat_interleave(mean.shape[1] // keys.shape[1], dim=1)
@@ -78,9 +73,8 @@ class ExpectedQueries(LayerObserver):
             half = rotary.spread(statistics.covariance, ahead)
             spread = by_kv_head @ rotary.spread(half.mT, ahead)
             logits = logits + (spread * by_kv_head).sum(dim=-1) * scaling**2 / 2
-        real = torch.ones_like(keys[..., 0], dtype=torch.bool) if real is None else real
         counted = real & (real.long().cumsum(dim=-1) > (self.sinks or 0))
-        counted = counted.expand_as(keys[..., 0]).repeat_interleave(mean.shape[1] // keys.shape[1], dim=1)
+        counted = counted.repeat_interleave(mean.shape[1] // keys.shape[1], dim=1)
         return logits.masked_fill(~counted, torch.finfo(torch.float32).min).softmax(dim=-1) + self.epsilon
 
     @override
@@ -147,7 +141,8 @@ class Trigonometric(Observer):
     def _score(self, layer: KeptLayer) -> Tensor:
         """[B, H, C] float32."""
         statistics, rotary = _statistics(layer), _rotary(layer)
-        keys, _, real = layer.attended()
+        entries = layer.attended()
+        keys, marks = entries.keys, entries.marks.float()
         group = statistics.mean.shape[1] // keys.shape[1]
         by_head = keys.float().repeat_interleave(group, dim=1)
         ahead = layer.seen + torch.tensor(_OFFSETS, device=keys.device)
@@ -156,7 +151,6 @@ class Trigonometric(Observer):
         beyond = statistics.mean_norms[:, :, None] - of_mean
         both = (beyond * rotary.pair_norms(by_head)).sum(dim=-1)  # the two dimensions of each pair
         scores = (rotary.spread(mean, ahead) * by_head).sum(dim=-1) + both / 2
-        marks = torch.ones_like(keys[..., 0]) if real is None else real.expand_as(keys[..., 0]).float()
         marks = marks.repeat_interleave(group, dim=1)
         count = marks.sum(dim=-1, keepdim=True).clamp(min=1)
         centred = scores - (scores * marks).sum(dim=-1, keepdim=True) / count

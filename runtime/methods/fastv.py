@@ -11,15 +11,15 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from typing_extensions import override
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import Budget, Positive, UserError
 from keepsight.models.decoder import FULL, decoder_of, layer_kinds
 from keepsight.runtime import registry
-from keepsight.runtime.allocate import Budget
 from keepsight.runtime.features import in_this_thread
 from keepsight.runtime.generate import Method
 from keepsight.runtime.images import Images
-from keepsight.runtime.importance import top_mask, window_attention
+from keepsight.runtime.importance import top_mask
 from keepsight.runtime.layer import KeptLayer
+from keepsight.runtime.observe import PromptWindow
 from keepsight.runtime.state import Needs, State, prefill
 
 
@@ -36,41 +36,17 @@ class FastV(Method):
         layer: K: the number of layers that read all tokens; the attention of the last of them ranks.
     """
 
-    budget: int | float
-    layer: int = 2
+    budget: Budget
+    layer: Positive = 2
     reads_images = True
 
-    def __post_init__(self) -> None:
-        Budget(self.budget, "image tokens").check("FastV")
-        require_whole("FastV", 1, layer=self.layer)
-
     @override
-    def start(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        mask: Tensor | None = None,
-        *,
-        chunk: int | None = None,
-        images: Images | None = None,
-    ) -> State:
+    def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
+        images: Images | None = options.get("images")
         if images is None:
             raise UserError("FastV leaves out tokens of images, and there is none; for text take one such as SnapKV")
         if len(input_ids) != 1:
             raise UserError("FastV: other tokens stay in each prompt; give one prompt at a time")
-        self._require_layers(model)
-        of_images = images.places_in(model, input_ids)[0]
-        stays = Budget(self.budget).entries(int(of_images.sum()))
-        if stays >= int(of_images.sum()):
-            return prefill(model, input_ids, mask, chunk=chunk, needs=Needs(), images=images)
-        pruning = _Pruning(self.layer, stays, of_images)
-        with pruning.attached(model):
-            state = prefill(
-                model, input_ids, mask, chunk=chunk, needs=Needs(window=1), after_layer=pruning.after, images=images
-            )
-        return state.unrecorded()
-
-    def _require_layers(self, model: PreTrainedModel) -> None:
         kinds = layer_kinds(model.config)
         if {*kinds} != {FULL}:
             raise UserError(f"FastV: {model.config.model_type} has layers of a bounded cache, which cannot miss tokens")
@@ -78,16 +54,22 @@ class FastV(Method):
             raise UserError(f"FastV: layer {self.layer} must be below the model's {len(kinds)} layers")
         if getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None):
             raise UserError(f"FastV: {model.config.model_type} reads its images in several layers; take SnapKV")
+        of_images = images.places_in(model, input_ids)[0]
+        stays = super().budget_for(int(of_images.sum()))
+        if stays >= int(of_images.sum()):
+            return prefill(model, input_ids, mask, needs=Needs(), **options)
+        pruning = _Pruning(self.layer, stays, of_images)
+        with pruning.attached(model):
+            state = prefill(model, input_ids, mask, needs=Needs(window=1), after_layer=pruning.after, **options)
+        return state.unrecorded()
+
+    @override
+    def budget_for(self, length: int) -> int:
+        return length  # the budget is of image tokens
 
 
 class _Pruning:
-    """One prefill that tokens leave.
-
-    Args:
-        layer: The first layer that they do not reach.
-        stays: How many tokens of images stay.
-        of_images: [N] bool, which tokens are those of images.
-    """
+    """One prefill that tokens leave before `layer`: all but `stays` of those that `of_images` [N] bool marks."""
 
     def __init__(self, layer: int, stays: int, of_images: Tensor) -> None:
         self._layer, self._stays, self._of_images = layer, stays, of_images
@@ -104,7 +86,7 @@ class _Pruning:
     def after(self, cache: Cache, place: int, layer: KeptLayer) -> KeptLayer:
         """Choose after the last layer that reads all; later layers hold fewer entries than they have seen."""
         if place == self._layer - 1:
-            attention = window_attention(layer, 1, "mean")[0].mean(dim=0)
+            attention = PromptWindow(1).score(layer, "mean")[0].mean(dim=0)
             images = self._of_images.to(attention.device)
             top = top_mask(attention.masked_fill(~images, -torch.inf), self._stays)
             self._kept = (top | ~images).nonzero()[:, 0]

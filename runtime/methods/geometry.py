@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import Share, UserError, Whole
 from keepsight.models.decoder import output_weight
 from keepsight.runtime import registry
 from keepsight.runtime.allocate import Adaptive, Allocation
@@ -65,17 +65,13 @@ class Leverage(LayerObserver):
         block: Number of consecutive entries whose norms are compared; 0 for all.
     """
 
-    block: int = 16
+    block: Whole = 16
     signed = False
-
-    def __post_init__(self) -> None:
-        require_whole("curdkv", block=self.block)
 
     @override
     def score(self, layer: KeptLayer, reduction: str) -> Tensor:
-        keys, values, real = layer.attended()
-        squares = [each.float().square().sum(dim=-1) for each in (keys, values)]
-        real = torch.ones_like(squares[0], dtype=torch.bool) if real is None else real.expand_as(squares[0])
+        entries = layer.attended()
+        squares, real = [each.float().square().sum(dim=-1) for each in entries[:2]], entries.marks
         return self._share(squares[0] * real, real) * self._share(squares[1] * real, real)
 
     def _share(self, squares: Tensor, real: Tensor) -> Tensor:
@@ -104,10 +100,8 @@ class CurDKV(Evict):
 def output_norms(layer: KeptLayer, order: int, places: Tensor | None = None) -> Tensor:
     """[B, H, C] float32: the norm of what each entry's value adds to the layer's output, v W_O, by query head.
 
-    Args:
-        layer: The layer; read by a model whose output projection is a plain matrix.
-        order: 1 or 2, of the norm.
-        places: [B, n] int64, which entries; [B, H, n] is returned then.
+    The layer was read by a model whose output projection is a plain matrix; `order` of the norm is 1 or 2. For `places`
+    [B, n] int64 alone it is [B, H, n].
     """
     values, origin = layer.attended().values, layer.origin
     assert origin is not None
@@ -133,22 +127,18 @@ class CriticalKV(SnapKV):
         first: Share of the budget that importance alone decides.
     """
 
-    first: float = 0.5
+    first: Share = 0.5
     waits = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.first) not in (int, float) or not 0 <= self.first <= 1:
-            raise UserError(f"{type(self).__name__}: first {self.first!r} must be between 0 and 1")
         if self.observer.signed or self.during_prefill:
             what = "an observer of attention" if self.observer.signed else "the whole prompt: leave out during_prefill"
             raise UserError(f"{type(self).__name__}: needs {what}")
 
     @override
     def select(self, state: State, importance: list[Tensor]) -> list[Tensor]:
-        budgets = self.budgets(state)
-        self._check_room(budgets)
-        counts = self.allocate(self._sizes(state), budgets, importance)
+        counts = self.counts(state, importance)
         chosen = select_top(importance, (counts * self.first).astype(counts.dtype))
         layers = zip(state.layers, importance, chosen, strict=True)
         return select_top([_by_output(*each) for each in layers], counts)

@@ -71,24 +71,16 @@ class PressScores(Observer):
 def from_kvpress(press: Any) -> Evict:
     """The method that keeps what a press keeps, but for rounding: kvpress rounds the number of entries down.
 
-    Args:
-        press: One of kvpress whose method is here too (Knorm, KeyDiff, TOVA, StreamingLLM, SnapKV), any other whose
-            `score` reads keys and values alone, or an `AdaKVPress` of one of these.
-
-    Raises:
-        UserError: its interface is another one.
+    The press is one whose method is here too (Knorm, KeyDiff, TOVA, StreamingLLM, SnapKV), any other whose `score`
+    reads keys and values alone, or an `AdaKVPress` of one of these; a `UserError` if its interface is another one.
     """
     if (inner := getattr(press, "press", None)) is not None:
         if type(press).__name__ != "AdaKVPress":
-            raise UserError(
-                f"{type(press).__name__}: of the presses that wrap another one only AdaKVPress is understood"
-            )
+            raise UserError(f"{type(press).__name__}: of the presses that wrap another only AdaKVPress is understood")
         return replace(from_kvpress(inner), allocate=Adaptive(press.alpha_safeguard, blend=False))
     ratio = getattr(press, "compression_ratio", None)
     if ratio is None or not callable(getattr(press, "score", None)):
-        raise UserError(
-            f"{type(press).__name__} has no compression_ratio and score(), as kvpress's scorer presses have"
-        )
+        raise UserError(f"{type(press).__name__} has no compression_ratio and score(), as kvpress's presses have")
     kind: Any = Evict  # as_options adds compression_ratio
     general: Evict = kind(compression_ratio=float(ratio), observer=PressScores(press), pool=NO_POOL)
     named = _TAKEN.get(type(press).__name__) if type(press).__module__.partition(".")[0] == "kvpress" else None
@@ -98,10 +90,8 @@ def from_kvpress(press: Any) -> Evict:
 def to_kvpress(method: Evict) -> Any:
     """The press that keeps what a method keeps: of `KeyNorm`, `KeyDiff`, `TOVA`, `StreamingLLM` and `SnapKV`.
 
-    `allocate=Adaptive(floor, blend=False)` becomes an `AdaKVPress`; SnapKV needs `pool=Pool("avg", 5)`.
-
-    Raises:
-        UserError: kvpress is not installed, or has no such press.
+    `allocate=Adaptive(floor, blend=False)` becomes an `AdaKVPress`; SnapKV needs `pool=Pool("avg", 5)`. A `UserError`
+    if kvpress is not installed, or has no such press.
     """
     name = type(method).__name__
     if type(method) not in _MADE:

@@ -2,33 +2,24 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import Budget, Positive, UserError, Whole
 from keepsight.models.decoder import on_each
 from keepsight.runtime import registry
-from keepsight.runtime.allocate import Budget
 from keepsight.runtime.drafting.observer import until_end
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import decode, end_ids, stop_after
-from keepsight.runtime.importance import (
-    Pool,
-    Reduce,
-    observed_attention,
-    recorded_queries,
-    reduce_group,
-    window_attention,
-)
+from keepsight.runtime.importance import Pool, Reduce, observed_attention, recorded_queries, reduce_group
 from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.methods.window import SnapKV
-from keepsight.runtime.observe import Observer, combine
+from keepsight.runtime.observe import Observer, PromptWindow, combine
 from keepsight.runtime.state import Needs, State, read
-
-_MASKS = ("corrected", "published")
 
 
 @registry.observer("query_cache")
@@ -49,21 +40,15 @@ class QueryCache(Observer):
             paper's code, all of them under one causal triangle over the last window + lookahead entries.
     """
 
-    lookahead: int = 8
-    window: int = 0
-    budget: int | float | None = None
-    first_window: int = 32
+    lookahead: Positive = 8
+    window: Whole = 0
+    budget: Budget | None = None
+    first_window: Positive = 32
     first_pool: Pool = Pool()
-    mask: str = "corrected"
+    mask: Annotated[str, Literal["corrected", "published"]] = "corrected"
     signed = False
 
     def __post_init__(self) -> None:
-        require_whole("LAQ", 1, lookahead=self.lookahead, first_window=self.first_window)
-        require_whole("LAQ", window=self.window)
-        if self.mask not in _MASKS:
-            raise UserError(f"LAQ: mask {self.mask!r} is unknown; choose one of {', '.join(_MASKS)}")
-        if self.budget is not None:
-            Budget(self.budget).check("LAQ")
         if type(self.budget) is int and self.budget <= self.first_window:
             raise UserError(
                 f"LAQ: budget {self.budget} must be above the first_window {self.first_window} of the cache that the "
@@ -91,7 +76,7 @@ class QueryCache(Observer):
             return
         for queries, layer in zip(drafted, layers, strict=True):
             of_draft = _from_beyond(queries, layer, real, reduction)
-            of_window = window_attention(layer, rows, reduction) if rows else None
+            of_window = PromptWindow(rows).score(layer, reduction) if rows else None
             yield of_draft if of_window is None else combine(of_window, of_draft, rows, real, reduction)
 
     @override

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
-from keepsight.errors import require_whole
+from keepsight.errors import Whole
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.lookahead_settings import HeadWeights, LookaheadSettings
 from keepsight.runtime import registry
@@ -16,7 +16,7 @@ from keepsight.runtime.allocate import Adaptive, Allocation, Global, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce
 from keepsight.runtime.observe import Observer, look_back_with_window
-from keepsight.runtime.state import Needs, State
+from keepsight.runtime.state import State
 
 
 @registry.observer("soft_tokens")
@@ -30,21 +30,14 @@ class SoftTokens(Observer):
     """
 
     artifact: LookaheadAdapter
-    window: int = 0
+    window: Whole = 0
     signed = False
-
-    def __post_init__(self) -> None:
-        require_whole("soft tokens", window=self.window)
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
         with self.artifact.attached(model) as tokens:
             embeddings = tokens.expand(len(state.logits), -1, -1)
             return look_back_with_window(model, state, embeddings, self.window, reduce=reduce)
-
-    @override
-    def needs(self) -> Needs:
-        return Needs(window=self.window)
 
     @override
     def positions(self) -> int:
@@ -77,10 +70,8 @@ class LookaheadKV(Evict):
 
         The model that it is used on is compared with the adapter's base, its revision and its quantisation then. A
         tokenizer that is given is compared with the adapter's vocabulary and chat template at once. `options` are
-        fields of the method, or `compression_ratio` in place of the budget.
-
-        Raises:
-            UserError: the adapter cannot be had, is corrupt, or an option is out of range.
+        fields of the method, or `compression_ratio` in place of the budget. A `UserError` if the adapter cannot be had,
+        is corrupt, or an option is out of range.
         """
         artifact = LookaheadAdapter.from_pretrained(adapter, revision=revision)
         if tokenizer is not None:
@@ -99,17 +90,13 @@ def parts_of(artifact: LookaheadAdapter, selection: str | None = None) -> dict[s
 
 def selecting_parts(settings: LookaheadSettings, weights: HeadWeights | None = None) -> dict[str, Any]:
     """The reduction, weighting, pooling and allocation that settings name, with weights of heads where they count."""
+    allocate: Allocation = Uniform()
+    if settings.floor is not None:
+        shared = settings.sharing == "model"
+        allocate = Global(settings.floor, weights) if shared else Adaptive(settings.floor, blend=False)
     return {
         "reduce": Reduce(settings.queries, settings.group),
         "value_norm": settings.value_norm,
         "pool": Pool(settings.pooling, settings.kernel),
-        "allocate": _allocation(settings, weights),
+        "allocate": allocate,
     }
-
-
-def _allocation(settings: LookaheadSettings, weights: HeadWeights | None) -> Allocation:
-    if settings.floor is None:
-        return Uniform()
-    if settings.sharing == "model":
-        return Global(settings.floor, weights)
-    return Adaptive(settings.floor, blend=False)

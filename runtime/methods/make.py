@@ -26,9 +26,8 @@ from keepsight.models.draft_sources import DraftHeadSource, DraftSource
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.scorers import Scorer
-from keepsight.runtime.drafting.minference import MInference
 from keepsight.runtime.drafting.observer import DraftObserver
-from keepsight.runtime.drafting.speckv import ModelDrafter, SparsePrefill, SpecKV
+from keepsight.runtime.drafting.speckv import MInference, ModelDrafter, SparsePrefill, SpecKV
 from keepsight.runtime.generate import Method
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
@@ -70,14 +69,12 @@ class Resources:
     retrieval: str | Path | None = None
     target: PreTrainedModel | None = None
     scorer: str | Path | None = None
+    _scorers: dict[type, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+    _others: dict[Any, "Resources"] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def artifact(self) -> LookaheadAdapter:
-        """The adapter, loaded.
-
-        Raises:
-            UserError: there is none, or it cannot be had.
-        """
+        """The adapter, loaded; a `UserError` if there is none, or it cannot be had."""
         if self.adapter is None:
             raise UserError("needs adapter=FOLDER_OR_HUB_ID; train one with train_lookahead.py")
         artifact = LookaheadAdapter.from_pretrained(self.adapter)
@@ -115,20 +112,12 @@ class Resources:
             self._scorers[kind] = kind.from_pretrained(self.scorer)
         return self._scorers[kind]
 
-    @cached_property
-    def _scorers(self) -> dict[type, Any]:
-        return {}
-
     def other(self, **named: str) -> "Resources":
         """These resources with another adapter, retrieval head or scorer; the same ones when they are named again."""
         changed = {key: value for key, value in named.items() if value != str(getattr(self, key))}
         if not changed:
             return self
         return self._others.setdefault(tuple(sorted(changed.items())), dataclasses.replace(self, **changed))  # type: ignore[arg-type]
-
-    @cached_property
-    def _others(self) -> "dict[tuple[tuple[str, str], ...], Resources]":
-        return {}
 
     def find(self, name: str) -> object:
         """The resource that fills a field called `name`: artifact, head, draft or tokenizer.
@@ -178,13 +167,14 @@ def make_method(name: str, budget: int | float | None, resources: Resources | No
     named = {key: str(options.pop(key)) for key in _TRAINED if options.get(key) is not None}
     selection = options.pop("selection", None) if kind is LookaheadKV else None
     reader = _OptionReader((resources or Resources()).other(**named), selection)
-    try:
-        parts = reader.fields(kind, options, reader.defaults(kind), taken=("budget",))
-    except UserError as error:
-        raise UserError(f"method {name!r}: {error}") from None
     if budget is None and takes(name, "budget"):
         raise UserError(f"method {name!r} needs a budget, in entries per layer and KV head")
-    method: Method = make(budget, **parts) if takes(name, "budget") else make(**parts)
+    try:
+        parts = reader.fields(kind, options, reader.defaults(kind), taken=("budget",))
+        method: Method = make(budget, **parts) if takes(name, "budget") else make(**parts)
+    except UserError as error:
+        is_named = str(error).startswith(f"{kind.__name__}:")
+        raise UserError(str(error) if is_named else f"method {name!r}: {error}") from None
     used = {
         "adapter": method.adapter_digest is not None,
         "retrieval": method.uses_retrieval_head,
@@ -196,11 +186,7 @@ def make_method(name: str, budget: int | float | None, resources: Resources | No
 
 
 def takes(name: str, field: str) -> bool:
-    """Whether a method has a field of this name.
-
-    Raises:
-        UserError: there is no such method.
-    """
+    """Whether a method has a field of this name; a `UserError` if there is no such method."""
     return any(each.name == field for each in dataclasses.fields(_kind(name)))  # type: ignore[arg-type]
 
 
@@ -246,7 +232,6 @@ class _OptionReader:
             raise UserError(f"there is no option {unknown[0]!r}; it takes {', '.join(known) or 'none'}")
         values = dict(defaults)
         for name, value in options.items():
-            _check_switch(known[name], value)
             values[name] = self.part(name, value, defaults.get(name, known[name].default))
         for each in dataclasses.fields(kind):
             required = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
@@ -293,11 +278,6 @@ class _OptionReader:
             return kind(**self.fields(kind, options, same))
         except UserError as error:
             raise UserError(str(error) if role in str(error) else f"{role}: {error}") from None
-
-
-def _check_switch(field: dataclasses.Field[Any], value: Any) -> None:
-    if "bool" in str(field.type) and not (isinstance(value, bool) or value is field.default is None):
-        raise UserError(f"{field.name}: {value!r} must be true or false")
 
 
 _KINDS: dict[str, Mapping[str, type]] = {

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import Positive, UserError, Whole
 from keepsight.runtime import registry
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
@@ -81,16 +81,14 @@ class Ladder(Observer):
         sinks: Number of first entries outside all ladders; None for the method's own.
     """
 
-    span: int = 16
-    overlap: int = 0
-    sinks: int | None = None
+    span: Positive = 16
+    overlap: Whole = 0
+    sinks: Whole | None = None
     signed = False
 
     def __post_init__(self) -> None:
-        require_whole("lacache", 1, span=self.span)
-        if type(self.overlap) is not int or not 0 <= self.overlap < self.span:
+        if self.overlap >= self.span:
             raise UserError(f"lacache: overlap {self.overlap!r} must be a whole number below the span of {self.span}")
-        require_whole("lacache", sinks=0 if self.sinks is None else self.sinks)
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
@@ -171,11 +169,8 @@ class RandomScores(Observer):
         seed: Seed of the random generator.
     """
 
-    seed: int = 0
+    seed: Whole = 0
     signed = False
-
-    def __post_init__(self) -> None:
-        require_whole("random", seed=self.seed)
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:

@@ -13,19 +13,20 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import Positive, UserError
 from keepsight.models.chat import chat_text
 from keepsight.models.decoder import decoder_of, full_attention_layers, output_projection
+from keepsight.models.lora import hooked
 from keepsight.runtime import registry
 from keepsight.runtime.allocate import Allocation, Global
 from keepsight.runtime.attention import Softmax, grouped_attention, visible
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.features import RecordFeatures, WatchInputs, in_this_thread
+from keepsight.runtime.features import RecordFeatures, WatchInputs
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce, observed_attention, reduce_group
 from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.methods.geometry import output_norms
@@ -44,11 +45,9 @@ _ROWS = 512  # queries whose attention is computed at once
 class Probe(NamedTuple):
     """A chunk of the context, and the tokens that repeat it.
 
-    Attributes:
-        ids: [B, q] int64: instruction, carried tokens, beginning of the answer and chunk, padded on the right.
-        mask: [B, q] bool, False for that padding.
-        places: [B, 4 + n] int64, where the sinks and the chunk's n tokens stand among the tokens read.
-        valid: [B, 4 + n] bool, False for tokens that a row lacks, and for sinks in the chunk itself.
+    `ids` [B, q] int64 are instruction, carried tokens, beginning of the answer and chunk, padded on the right, where
+    `mask` [B, q] is False. `places` [B, 4 + n] int64 are where the sinks and the chunk's n tokens stand among the
+    tokens read; `valid` [B, 4 + n] is False for tokens that a row lacks, and for sinks in the chunk itself.
     """
 
     ids: Tensor
@@ -102,12 +101,9 @@ class Reconstruction(Observer):
     """
 
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
-    chunk: int = 2048
+    chunk: Positive = 2048
     normalized: bool = False
     signed = False
-
-    def __post_init__(self) -> None:
-        require_whole("reconstruction", 1, chunk=self.chunk)
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
@@ -170,24 +166,18 @@ class Reconstruction(Observer):
         with torch.inference_mode(), watch:
             layers = _read(model, state, model.get_input_embeddings()(probe.ids))
         for place, layer in enumerate(layers):
-            weights = _reciprocal(read[place].float().norm(dim=-1)) if self.normalized else None
+            weights = None
+            if self.normalized:
+                norms = read[place].float().norm(dim=-1)
+                weights = torch.where(norms > 0, 1 / norms, 0.0)  # a token may read nothing: an embedding of 0
             yield Observed(*layer.seen, weights, self.normalized)
 
 
-def _reciprocal(norms: Tensor) -> Tensor:
-    """1 / norm, and 0 for a token that reads nothing, such as one whose embedding is 0."""
-    return torch.where(norms > 0, 1 / norms, 0.0)
-
-
 class Observed(NamedTuple):
-    """What a layer observed.
+    """What a layer observed: queries [B, H, q, d], keys [B, K, q, d] of the same tokens, and its softmax.
 
-    Attributes:
-        query: [B, H, q, d].
-        key: [B, K, q, d], of the same tokens.
-        softmax: The layer's.
-        weights: [B, q] float32, by which each query's attention counts; None for 1.
-        by_output: Whether attention counts by the norm of what the entry's value adds to the layer's output.
+    `weights` [B, q] float32 are those by which each query's attention counts, None for 1; `by_output` says whether
+    attention counts by the norm of what the entry's value adds to the layer's output.
     """
 
     query: Tensor
@@ -217,7 +207,7 @@ def _read(model: PreTrainedModel, state: State, embeddings: Tensor) -> list[Repl
     """The layers with full attention, after a probe [B, q, hidden] was read from the state's next position on."""
     mask = state.tokens_mask
     layers = [Replayed(_usable(layer), mask) for layer in full_layers(state.cache)]
-    read_with(model, state.cache, layers, mask, embeddings, state.next_position)
+    read_with(model, state.cache, layers, mask, embeddings, state.lengths + state.rope_offset)
     return layers
 
 
@@ -230,15 +220,9 @@ def _usable(layer: KeptLayer) -> LayerEntries:
 
 
 def _add(scores: Tensor, layer: KeptLayer, probe: Probe | None, mask: Tensor, reduce: Reduce, of: Observed) -> None:
-    """Raise the scores [B, K, C] of a layer to the scores that a probe gives, where these are larger.
+    """Raise the scores [B, K, C] of a layer to those that a probe with a mask [B, q] bool gives, if these are larger.
 
-    Args:
-        scores: What is changed.
-        layer: The layer.
-        probe: The probe; None to score all entries.
-        mask: [B, q] bool, the probe's.
-        reduce: Reduction over the probe's tokens and a KV head's query heads.
-        of: What the layer observed.
+    Without a probe all entries are scored, by what the layer observed, `of`.
     """
     keys, _, real = layer.attended()
     sinks, kv_heads = 0, scores.shape[1]
@@ -281,7 +265,6 @@ class Attribution(Reconstruction):
     normalized: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.normalized:
             raise UserError("attribution: normalized is of KVzip+; leave it out")
 
@@ -292,30 +275,15 @@ class Attribution(Reconstruction):
             with torch.no_grad():
                 embeddings = model.get_input_embeddings()(probe.ids.clone()).clone()
             added = list[Tensor]()
-            hooks = [
-                _on_output(output_projection(model, place), added) for place in full_attention_layers(model.config)
-            ]
-            try:
-                with RecordFeatures(model, [last]) as recorded:
-                    layers = _read(model, state, embeddings.requires_grad_())
-            finally:
-                for hook in hooks:
-                    hook.remove()
+            projections = (output_projection(model, place) for place in full_attention_layers(model.config))
+            hooks = ((each, lambda *given: added.append(given[2])) for each in projections)
+            with hooked(hooks), RecordFeatures(model, [last]) as recorded:
+                layers = _read(model, state, embeddings.requires_grad_())
             outputs = recorded.outputs()[0]
             squares = (outputs.float().square().sum(dim=-1) * probe.mask.clone().to(outputs.device)).sum()
             gradients = torch.autograd.grad(squares, added)
         for layer, gradient in zip(layers, gradients, strict=True):
             yield Observed(*layer.seen, gradient.float().norm(dim=-1), True)
-
-
-def _on_output(module: nn.Module, into: list[Tensor]) -> Any:
-    """A hook that collects the outputs [B, q, hidden] of modules in this thread."""
-
-    @in_this_thread
-    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
-        into.append(output)
-
-    return module.register_forward_hook(keep)
 
 
 @registry.method("kvzip", label="KVzip")

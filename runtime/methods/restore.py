@@ -38,11 +38,8 @@ ALPHA = 16.0
 class RestoreWeights:
     """Learned tokens, and the LoRA with which they are read (RestoreKV, arXiv 2608.01247).
 
-    Args:
-        source: Where the tensors are from, for messages.
-        tokens: [n, D], the input embeddings.
-        lora: A [r, in] and B [out, r] of each linear module, by the module's name and `A` or `B`.
-        alpha: Updates are scaled by alpha / r.
+    `tokens` [n, D] are input embeddings; `lora` holds A [r, in] and B [out, r] of each linear module, by its name and
+    `A` or `B`, whose update is scaled by alpha / r. `source` is where the tensors are from, for messages.
     """
 
     def __init__(
@@ -171,8 +168,7 @@ class RestoreKV(KVzip):
         for layer, (keys, values) in zip(after.layers, made, strict=True):
             layer.update(keys, values)
             layer.seen -= self.added  # they are no tokens of the prompt
-        before = torch.zeros_like(state.lengths) if state.rope_offset is None else state.rope_offset
-        return replace(after, rope_offset=before + self.added)
+        return replace(after, rope_offset=torch.full_like(state.lengths, self.added) + state.rope_offset)
 
     def _restored(self, model: PreTrainedModel, state: State) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [B, K, n, d] of the learned tokens in each layer."""
@@ -181,5 +177,6 @@ class RestoreKV(KVzip):
         layers = [_RestoringLayer(layer, state.tokens_mask) for layer in state.layers]
         embeddings = tokens.expand(len(state.lengths), -1, -1)
         with nullcontext() if lora is None else lora.attached():
-            read_with(model, state.cache, layers, state.tokens_mask, embeddings, state.next_position)
+            first = state.lengths + state.rope_offset
+            read_with(model, state.cache, layers, state.tokens_mask, embeddings, first)
         return [layer.made for layer in layers]

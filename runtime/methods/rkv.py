@@ -7,13 +7,12 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import Positive, Share
 from keepsight.runtime import registry
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, ROWS_AT_ONCE, Pool, recorded_queries
 from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.observe import LayerObserver, Observer
-from keepsight.runtime.state import Needs
 
 
 @registry.observer("redundancy")
@@ -33,18 +32,14 @@ class Redundancy(LayerObserver):
         kernel: Of the max pooling of the attention.
     """
 
-    share: float = 0.1
-    window: int | None = None
-    threshold: float = 0.5
+    share: Share = 0.1
+    window: Positive | None = None
+    threshold: Share = 0.5
     kernel: int = 7
     signed = True
 
     def __post_init__(self) -> None:
-        Pool(kernel=self.kernel)
-        require_whole("rkv", 1, window=1 if self.window is None else self.window)
-        for name in ("share", "threshold"):
-            if type(value := getattr(self, name)) not in (int, float) or not 0 <= value <= 1:
-                raise UserError(f"rkv: {name} {value!r} must be between 0 and 1")
+        Pool(kernel=self.kernel)  # refuses what cannot pool
 
     @override
     def score(self, layer: KeptLayer, reduction: str) -> Tensor:
@@ -53,10 +48,6 @@ class Redundancy(LayerObserver):
         redundancy = self._redundancy(layer)[..., : attention.shape[-1]]
         score = self.share * attention - (1 - self.share) * redundancy
         return functional.pad(score, (0, layer.entries().keys.shape[2] - score.shape[-1]))
-
-    @override
-    def needs(self) -> Needs:
-        return Needs(window=self.window or 0)
 
     def _attention(self, layer: KeptLayer, window: int) -> Tensor:
         """[B, K, C - w] float32, pooled, of the w last queries."""

@@ -12,36 +12,10 @@ from keepsight.errors import UserError
 from keepsight.runtime import registry
 from keepsight.runtime.allocate import Adaptive, Allocation, Pyramid
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.importance import NO_POOL, Pool, Reduce, window_attention
+from keepsight.runtime.importance import NO_POOL, Pool, Reduce
 from keepsight.runtime.layer import KeptLayer
-from keepsight.runtime.observe import LayerObserver, Observer
+from keepsight.runtime.observe import LayerObserver, Observer, PromptWindow
 from keepsight.runtime.state import Needs
-
-
-@registry.observer("prompt_window")
-@dataclass(frozen=True)
-class PromptWindow(LayerObserver):
-    """The last tokens observe (SnapKV, arXiv 2404.14469, section 4); their queries were kept when they were read.
-
-    Attributes:
-        window: Number of observing tokens; None for the method's window.
-    """
-
-    window: int | None = None
-    signed = False
-
-    def __post_init__(self) -> None:
-        if self.window is not None and (type(self.window) is not int or self.window < 1):
-            raise UserError(f"SnapKV: a window of {self.window!r} cannot observe; give a whole number of at least 1")
-
-    @override
-    def score(self, layer: KeptLayer, reduction: str) -> Tensor:
-        assert self.window is not None
-        return window_attention(layer, self.window, reduction)
-
-    @override
-    def needs(self) -> Needs:
-        return Needs(window=self.window or 0)
 
 
 @registry.method("snapkv", colour="#D55E00", marker="s")

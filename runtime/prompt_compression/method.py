@@ -17,9 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import Budget, UserError, Whole
 from keepsight.models.decoder import context_of
-from keepsight.runtime.allocate import Budget
 from keepsight.runtime.generate import Method
 from keepsight.runtime.images import Images
 from keepsight.runtime.state import Needs, State, prefill
@@ -34,33 +33,24 @@ class ShortenPrompt(Method):
         window: Number of last tokens that are always kept; they count towards the budget.
     """
 
-    budget: int | float
-    window: int = 0
+    budget: Budget
+    window: Whole = 0
 
     def __post_init__(self) -> None:
-        name, budget, window = type(self).__name__, self.budget, self.window
-        require_whole(name, window=window)
-        Budget(budget, "tokens").check(name)
-        if window and not isinstance(budget, float):
-            self._require_choice(int(budget))
+        if self.window and isinstance(self.budget, int):
+            self._require_choice(self.budget)
 
     @abstractmethod
     def select(self, model: PreTrainedModel, input_ids: Tensor, images: Images | None = None) -> Tensor:
-        """Select the tokens of one prompt that are kept.
+        """The tokens of one prompt [N] int64, without padding and longer than the budget, that are kept.
 
-        Args:
-            model: The base model.
-            input_ids: [N] int64, without padding; longer than the budget.
-            images: Images in the prompt, for methods that read them.
-
-        Returns:
-            [C] int64: their indices, ascending; at most `self.budget_for(N)` of them.
+        Their indices [C] int64, ascending, at most `self.budget_for(N)`. `images` are for methods that read them.
         """
 
     @override
     def budget_for(self, length: int) -> int:
         """Maximum number of tokens kept of a prompt of `length` tokens."""
-        return min(Budget(self.budget).entries(length), length)
+        return min(super().budget_for(length), length)
 
     @override
     def check(self, length: int, context: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, T5Config, T5ForConditionalGeneration
 from typing_extensions import override
 
-from keepsight.errors import UserError, one_line, require_whole
+from keepsight.errors import Positive, Share, UserError, one_line
 from keepsight.models.artifacts import unpickled
 from keepsight.models.model_files import LOADING
 from keepsight.runtime import registry
@@ -28,9 +28,8 @@ _PICKLE = "pytorch_model.bin"
 class ReadChunk(NamedTuple):
     """What a reader's first answer token attends to in a chunk.
 
-    Attributes:
-        mean: Mean over the tokens of the reader's input for the chunk, question included, that get any attention.
-        tokens: The character of the chunk at which each of the reader's tokens starts, and its attention.
+    `mean` is over the tokens of the reader's input for the chunk, question included, that get any attention; `tokens`
+    are the character of the chunk at which each of the reader's tokens starts, and its attention.
     """
 
     mean: float
@@ -125,15 +124,8 @@ class R2C(ShortenText):
     """
 
     relevance: Relevance = field(kw_only=True)
-    chunk: int = field(default=128, kw_only=True)
-    sentences: float = field(default=0.2, kw_only=True)
-
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole("R2C", 1, chunk=self.chunk)
-        if not 0 <= self.sentences <= 1:
-            raise UserError(f"R2C: sentences {self.sentences!r} must be a share from 0 to 1")
+    chunk: Positive = field(default=128, kw_only=True)
+    sentences: Share = field(default=0.2, kw_only=True)
 
     @override
     def select(self, model: PreTrainedModel, input_ids: Tensor, images: Images | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """SpecPC and SpecKV-PC (arXiv 2506.08373): a draft model's attention decides which prompt tokens the model reads."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import Budget, Positive, UserError, Whole
 from keepsight.models.decoder import context_of, full_attention_layers
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
 from keepsight.runtime import registry
-from keepsight.runtime.allocate import Allocation, Budget, Uniform
+from keepsight.runtime.allocate import Allocation, Uniform
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDraft
 from keepsight.runtime.drafting.speckv import SpecKV, require_draft_fits
@@ -78,24 +78,15 @@ class SpecPC(ShortenPrompt):
         neighbors: Tokens kept around a selected one, itself included; None for as many as `kernel`, 0 for none.
     """
 
-    window: int = 64
+    window: Positive = 64
     draft: DraftSource | DraftHeadSource = field(kw_only=True)
-    lookahead: int = 1
-    first_layer: int | None = None
-    reduction: str = "max"
-    pooling: str = "max"
-    kernel: int = 64
-    neighbors: int | None = None
+    lookahead: Positive = 1
+    first_layer: Whole | None = None
+    reduction: Annotated[str, Literal["max", "sum"]] = "max"
+    pooling: Annotated[str, Literal["max", "avg"]] = "max"
+    kernel: Positive = 64
+    neighbors: Whole | None = None
     reads_images = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        name = type(self).__name__
-        require_whole(name, 1, window=self.window, lookahead=self.lookahead, kernel=self.kernel)
-        require_whole(name, first_layer=self.first_layer or 0, neighbors=self.neighbors or 0)
-        for option, known in (("reduction", ("max", "sum")), ("pooling", ("max", "avg"))):
-            if getattr(self, option) not in known:
-                raise UserError(f"{name}: {option} {getattr(self, option)!r} is unknown; choose {' or '.join(known)}")
 
     @override
     def check(self, length: int, context: int) -> None:
@@ -110,9 +101,7 @@ class SpecPC(ShortenPrompt):
         if not images:
             return super().start(model, input_ids, mask, **options)
         if len(input_ids) != 1 or (mask is not None and not mask.all()):
-            raise UserError(
-                f"{type(self).__name__}: a prompt with images is shortened alone, without padding; give one"
-            )
+            raise UserError(f"{type(self).__name__}: a prompt with images is shortened alone, unpadded; give one")
         if (kept := self.tokens_to_read(model, input_ids[0], images)) is not None:
             images, input_ids = images.shortened(model, input_ids, kept), input_ids[:, kept]
         return prefill(model, input_ids, chunk=options.get("chunk"), needs=Needs(), images=images)
@@ -243,18 +232,17 @@ class SpecKVPC(Method):
         allocate: Divides the budget over layers and KV heads.
     """
 
-    budget: int | float
+    budget: Budget
     draft: DraftSource | DraftHeadSource = field(kw_only=True)
-    prompt_budget: int = 2048
-    lookahead: int = 20
-    kernel: int = 32
-    first_layer: int | None = None
-    prompt_window: int = 64
-    window: int = 33
+    prompt_budget: Positive = 2048
+    lookahead: Positive = 20
+    kernel: Positive = 32
+    first_layer: Whole | None = None
+    prompt_window: Positive = 64
+    window: Whole = 33
     allocate: Allocation = Uniform()
 
     def __post_init__(self) -> None:
-        require_whole(type(self).__name__, 1, prompt_budget=self.prompt_budget)
         self._evict(DraftIds(torch.empty(1, 0, dtype=torch.long)))
         self._shorten(0)
 
@@ -277,10 +265,6 @@ class SpecKVPC(Method):
         evict = self._evict(_pad_right(drafted), tuple(len(prompt) for prompt in prompts))
         state = prefill(model, *pad_left(short), needs=evict.needs(), **options)
         return evict.compress(model, state)
-
-    @override
-    def budget_for(self, length: int) -> int:
-        return Budget(self.budget).entries(length)
 
     def _shorten(self, entries: int) -> SpecPC:
         return SpecPC(

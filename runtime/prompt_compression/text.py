@@ -137,12 +137,10 @@ class LLMLingua2(ShortenText):
 
 
 def kept_tokens(texts: list[str], words: LabelledWords) -> list[int]:
-    """The tokens that hold a part of a kept word, ascending.
+    """The tokens, by their `texts`, that hold a part of a kept word, ascending.
 
-    Args:
-        texts: The text of each token.
-        words: The words of the joined text in order. A word that is not found where it should be (the encoder
-            rewrites some characters) is skipped.
+    `words` are those of the joined text in order. One that is not found where it should be (the encoder rewrites some
+    characters) is skipped.
     """
     text = "".join(texts)
     marked = np.zeros(len(text) + 1, dtype=np.int64)
@@ -253,14 +251,10 @@ class SentenceSimilarity(ShortenText):
 
 
 def split_sentences(texts: list[str]) -> tuple[list[str], list[int]]:
-    """The sentences of a text, and which of them each token belongs to.
+    """The sentences of a text, and which of them each token belongs to, from the text of each token.
 
-    Args:
-        texts: The text of each token.
-
-    Returns:
-        The sentences, which joined are the text, and for each token the index of one of them. A sentence ends at a line
-        break, or at a full stop, exclamation or question mark before white space.
+    The sentences joined are the text. One ends at a line break, or at a full stop, exclamation or question mark before
+    white space.
     """
     sentences = _SENTENCE.findall("".join(texts)) or [""]
     ends = [*accumulate(len(sentence) for sentence in sentences)]

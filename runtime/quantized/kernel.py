@@ -41,18 +41,11 @@ def attend_packed(
     fetched: FetchedEntries | None = None,
     scored: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of the last q of T tokens; without the kernel, all entries of the layer are unpacked at once.
+    """Causal attention of queries [B, H, q, d], the last of T tokens; without the kernel, entries are unpacked at once.
 
-    Args:
-        query: [B, H, q, d].
-        entries: T entries of K KV heads.
-        softmax: The layer's.
-        fetched: Read in full precision in place of the packed entries with their indices.
-        scored: Number n of first entries whose attention is returned, at least the fetched ones; the packed ones
-            by default.
-
-    Returns:
-        The output [B, q, H, d], and the attention of the last query to the scored entries, [B, K, H / K, n] float32.
+    The `fetched` entries are read in full precision in place of the packed ones. Returns the output [B, q, H, d], and
+    the attention of the last query to the first n = `scored` entries, at least the fetched ones and by default the
+    packed ones, [B, K, H / K, n] float32.
     """
     scored = entries.packed_length if scored is None else scored
     if usable(query):

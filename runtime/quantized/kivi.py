@@ -1,26 +1,27 @@
 """KIVI (arXiv 2402.02750): a cache whose entries are packed, keys by channel and values by token."""
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
-from typing_extensions import override
+from transformers.cache_utils import DynamicLayer
+from typing_extensions import Self, override
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import UserError, Whole
 from keepsight.models.decoder import has_latents
 from keepsight.runtime import registry
 from keepsight.runtime.attention import OwnAttention, Softmax, run
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import CacheMethod
-from keepsight.runtime.images import Images
-from keepsight.runtime.layer import KeptLayer, LayerEntries
+from keepsight.runtime.layer import Counts, KeptLayer, LayerEntries
 from keepsight.runtime.quantized.kernel import attend_packed
-from keepsight.runtime.quantized.packing import PackedEntries, Quantizer
+from keepsight.runtime.quantized.packing import Bits, Group, Levels, PackedEntries, Quantizer
 from keepsight.runtime.state import Needs, State, empty_cache, full_layers, with_full_layers
 
 
@@ -37,6 +38,15 @@ class PackedLayer(OwnAttention, KeptLayer):
     def __init__(self, packed: PackedEntries, seen: int) -> None:
         super().__init__(packed.recent_keys, packed.recent_values, seen)
         self.packed = packed
+
+    @property
+    @override
+    def longest(self) -> int:
+        return self.packed.length
+
+    @override
+    def head_sizes(self) -> Counts:
+        return np.full(self.keys.shape[:2], self.packed.length)
 
     @property
     @override
@@ -83,29 +93,12 @@ class PackedLayer(OwnAttention, KeptLayer):
         return LayerEntries(self.packed.keys(), self.packed.values(), None)
 
     @override
-    def share(self) -> "PackedLayer":
-        return PackedLayer(self.packed, self.seen)
+    def share(self) -> Self:
+        return copy.copy(self)  # packed entries are immutable
 
 
-@dataclass(frozen=True)
 class PackedState(State):
     """A state whose cache is packed."""
-
-    @property
-    @override
-    def length(self) -> int:
-        return max((layer.packed.length for layer in packed_layers(self.cache)), default=0)
-
-    @override
-    def counts(self) -> Tensor:
-        layers = packed_layers(self.cache)
-        rows = [torch.full(each.keys.shape[:2], each.packed.length, device=each.keys.device) for each in layers]
-        return torch.stack(rows)
-
-
-def packed_layers(cache: Cache) -> list[PackedLayer]:
-    """The layers of a packed cache."""
-    return [layer for layer in cache.layers if isinstance(layer, PackedLayer)]
 
 
 PackLayer = Callable[[Tensor, Tensor, int], PackedLayer]
@@ -119,12 +112,7 @@ _RAGGED = (
 
 
 class _ArrivingLayer(DynamicLayer):
-    """A layer of a prompt that is being read, packed at its end; entries of earlier chunks wait in CPU memory.
-
-    Args:
-        length: Length of the prompt in tokens.
-        pack: Makes the packed layer.
-    """
+    """A layer of a prompt of `length` tokens, packed at its end; entries of earlier chunks wait in CPU memory."""
 
     keys: Tensor
     values: Tensor
@@ -146,9 +134,7 @@ class _ArrivingLayer(DynamicLayer):
             self.packed = self.pack(keys, values, self.length)
             self.keys, self.values = (old[:, :, :0].clone() for old in before)
         else:
-            self.keys, self.values = (
-                torch.cat([old, each.cpu()], dim=2) for old, each in zip(before, new, strict=True)
-            )
+            self.keys, self.values = (torch.cat([old, own.cpu()], dim=2) for old, own in zip(before, new, strict=True))
         return keys, values
 
 
@@ -164,16 +150,14 @@ class PackedMethod(CacheMethod):
         one_bit: Levels at 1 bit; see `Quantizer`.
     """
 
-    bits: int = 2
-    group: int = 32
-    residual: int = 128
-    one_bit: str = field(default="middles", kw_only=True)
+    bits: Bits = 2
+    group: Group = 32
+    residual: Whole = 128
+    one_bit: Levels = field(default="middles", kw_only=True)
 
     def __post_init__(self) -> None:
-        group, residual = self.quantizer.group, self.residual
-        require_whole(type(self).__name__, residual=residual)
-        if residual < group or residual % group:
-            raise UserError(f"residual {residual!r} must be a multiple of the group of {group}, and not below it")
+        if not self.residual or self.residual % self.group:
+            raise UserError(f"residual {self.residual!r} must be a multiple of the group of {self.group}, above 0")
 
     @property
     def quantizer(self) -> Quantizer:
@@ -199,24 +183,16 @@ class PackedMethod(CacheMethod):
 
     @override
     @torch.no_grad()
-    def start(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        mask: Tensor | None = None,
-        *,
-        chunk: int | None = None,
-        images: Images | None = None,
-    ) -> State:
+    def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
         """Read prompts of one length; only one layer at a time is in full precision on the device."""
         self.check_model(model, input_ids)
         _require_unpadded(mask)
         (batch, length), pack, cache = input_ids.shape, self.packer(), empty_cache(model)
         arriving = [_ArrivingLayer(length, pack) for _ in full_layers(cache)]
         cache = with_full_layers(cache, arriving)
-        positions = torch.arange(length, device=input_ids.device)[None]
-        for start in range(0, length, chunk or length):
-            part = slice(start, start + (chunk or length))
+        positions, step = torch.arange(length, device=input_ids.device)[None], options.get("chunk") or length
+        for start in range(0, length, step):
+            part = slice(start, start + step)
             output = run(model, cache, input_ids=input_ids[:, part], position_ids=positions[:, part], logits_to_keep=1)
         lengths = torch.full((batch,), length, device=input_ids.device)
         packed = with_full_layers(cache, [layer.packed for layer in arriving])

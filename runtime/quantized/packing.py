@@ -2,16 +2,18 @@
 
 import functools
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
+from annotated_types import Ge, MultipleOf
 from torch import Tensor
 
-from keepsight.errors import UserError, as_options, require_whole
+from keepsight.errors import UserError, as_options
 from keepsight.runtime.layer import spare
 
-BITS = (1, 2, 4)
-LEVELS = ("middles", "extremes")
+Bits = Annotated[int, Literal[1, 2, 4]]
+Group = Annotated[int, Ge(8), MultipleOf(8), "a multiple of 8, such as 32 or 64"]
+Levels = Annotated[str, Literal["middles", "extremes"]]
 
 
 class Packed(NamedTuple):
@@ -47,18 +49,9 @@ class Quantizer:
         UserError: a value is not offered; one line names it.
     """
 
-    bits: int = 2
-    group: int = 32
-    one_bit: str = "middles"
-
-    def __post_init__(self) -> None:
-        require_whole("quantizer", 1, bits=self.bits, group=self.group)
-        if self.bits not in BITS:
-            raise UserError(f"bits {self.bits!r} is not offered; choose one of {', '.join(map(str, BITS))}")
-        if self.group % 8:
-            raise UserError(f"group {self.group!r} must be a multiple of 8, such as 32 or 64")
-        if self.one_bit not in LEVELS:
-            raise UserError(f"one_bit {self.one_bit!r} is unknown; choose one of {', '.join(LEVELS)}")
+    bits: Bits = 2
+    group: Group = 32
+    one_bit: Levels = "middles"
 
     def check_head(self, width: int) -> None:
         """Refuse a head dimension that groups do not divide."""

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from typing_extensions import override
+from typing_extensions import Self, override
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import UserError, Whole
 from keepsight.models.decoder import cached_kv_heads, head_width
 from keepsight.runtime import registry
 from keepsight.runtime.attention import Reader, Softmax, run
-from keepsight.runtime.importance import Reduce, reduce_group, top_indices
+from keepsight.runtime.importance import OverHeads, reduce_group, top_indices
 from keepsight.runtime.layer import LayerEntries
 from keepsight.runtime.offload import Fetch, FullEntries, Traffic, require_memory
 from keepsight.runtime.quantized.kernel import attend_packed
@@ -23,25 +23,16 @@ from keepsight.runtime.readers import TokenReader, TurnReader
 from keepsight.runtime.state import record_past, roll_back, with_full_layers
 
 
-@dataclass(frozen=True)
-class FetchSelector:
-    """Selects the entries to fetch; see `SpeCache` for the attributes."""
-
-    topk: int
-    heads: str
-
-    def select(self, attention: Tensor) -> Tensor:
-        """Attention [B, K, H / K, n] -> indices [B, K, k] int64 of the entries with the most."""
-        reduced = reduce_group(attention.flatten(1, 2), attention.shape[1], self.heads)
-        return top_indices(reduced, min(self.topk, attention.shape[3]))
+def most_attended(attention: Tensor, topk: int, heads: str) -> Tensor:
+    """Attention [B, K, H / K, n] -> indices [B, K, k] int64 of the entries to fetch; see `SpeCache`."""
+    reduced = reduce_group(attention.flatten(1, 2), attention.shape[1], heads)
+    return top_indices(reduced, min(topk, attention.shape[3]))
 
 
 class _Prefetched(NamedTuple):
-    """What a step leaves for the next one.
+    """What a step leaves for the next one: the speculative token [B, 1], a guess of the token after the next.
 
-    Attributes:
-        token: [B, 1] int64, the speculative token: a guess of the token after the next.
-        fetch: Entries that the next token reads in full precision; None for none.
+    And the entries that the next token reads in full precision; None for none.
     """
 
     token: Tensor
@@ -49,35 +40,25 @@ class _Prefetched(NamedTuple):
 
 
 class SpeCacheLayer(PackedLayer):
-    """Packed entries, backed by the same ones in full precision on the CPU.
+    """Packed entries, backed by the same ones in full precision on the CPU; for `topk` and `heads` see `SpeCache`.
 
-    It fetches what each token's own attention asks for; `SpeculativeReader` makes it fetch ahead.
-
-    Args:
-        packed: The entries on the device.
-        seen: Logical length.
-        full: The entries with packed keys in full precision.
-        selector: Selects what to fetch.
-        prefetched: What the last step of a `SpeculativeReader` left.
+    It fetches what each token's own attention asks for; `SpeculativeReader` makes it fetch ahead. `full` are the
+    entries with packed keys in full precision, `prefetched` is what the last step of that reader left; None before the
+    first.
     """
 
-    def __init__(
-        self,
-        packed: PackedEntries,
-        seen: int,
-        full: FullEntries,
-        selector: FetchSelector,
-        prefetched: _Prefetched | None = None,
-    ) -> None:
+    prefetched: _Prefetched | None = None
+
+    def __init__(self, packed: PackedEntries, seen: int, full: FullEntries, topk: int, heads: str) -> None:
         super().__init__(packed, seen)
-        self.full, self.selector, self.prefetched = full, selector, prefetched
+        self.full, self.topk, self.heads = full, topk, heads
 
     @property
     @override
     def nbytes(self) -> int:
         """Bytes on the device: packed and recent entries, and the slots with their indices."""
         batch, kv_heads, _, width = self.keys.shape
-        slots = batch * kv_heads * min(self.selector.topk, self.full.length)
+        slots = batch * kv_heads * min(self.topk, self.full.length)
         return self.packed.bytes + slots * (2 * width * self.keys.element_size() + 8)
 
     @override
@@ -88,7 +69,7 @@ class SpeCacheLayer(PackedLayer):
 
     def begin_fetch(self, attention: Tensor) -> Fetch | None:
         """Start to fetch the entries with the most attention [B, K, H / K, n]; None for no entries."""
-        indices = self.selector.select(attention)
+        indices = most_attended(attention, self.topk, self.heads)
         return self.full.fetch(indices) if indices.shape[2] else None
 
     @override
@@ -113,8 +94,10 @@ class SpeCacheLayer(PackedLayer):
         raise UserError("a SpeCache state cannot be joined with others or evicted from; answer from it alone")
 
     @override
-    def share(self) -> "SpeCacheLayer":
-        return SpeCacheLayer(self.packed, self.seen, self.full, self.selector)
+    def share(self) -> Self:
+        twin = super().share()
+        twin.prefetched = None
+        return twin
 
 
 def specache_layers(cache: Cache) -> list[SpeCacheLayer]:
@@ -158,8 +141,8 @@ class _TrialLayer(SpeCacheLayer):
     """A layer during a step; the layer before the step stays unchanged, and only `accepted` tokens are appended."""
 
     def __init__(self, layer: SpeCacheLayer, accepted: int) -> None:
-        super().__init__(layer.packed, layer.seen, layer.full, layer.selector, layer.prefetched)
-        self._accepted, self._next = accepted, layer.share()
+        super().__init__(layer.packed, layer.seen, layer.full, layer.topk, layer.heads)
+        self.prefetched, self._accepted, self._next = layer.prefetched, accepted, layer.share()
         self._fetch: Fetch | None = None
 
     @override
@@ -194,15 +177,9 @@ class SpeCache(PackedMethod):
     """
 
     residual: int = 64
-    topk: int = 64
-    heads: str = "max"
+    topk: Whole = 64
+    heads: OverHeads = "max"
     speculative: bool = True
-
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole("SpeCache", topk=self.topk)
-        Reduce(heads=self.heads)  # refuses what it does not know
 
     @override
     def check(self, length: int, context: int) -> None:
@@ -226,12 +203,12 @@ class SpeCache(PackedMethod):
 
     @override
     def packer(self) -> PackLayer:
-        traffic, selector = Traffic(), FetchSelector(self.topk, self.heads)
+        traffic = Traffic()
 
         def pack(keys: Tensor, values: Tensor, seen: int) -> SpeCacheLayer:
             entries = self.packed_entries(keys, values)
             count = entries.packed_length
             full = FullEntries.offload(keys[:, :, :count], values[:, :, :count], traffic)
-            return SpeCacheLayer(entries, seen, full, selector)
+            return SpeCacheLayer(entries, seen, full, self.topk, self.heads)
 
         return pack

@@ -35,11 +35,9 @@ _EMPTY, _UNCHANGED = -1, -2
 
 
 class SlotChange:
-    """The change from what the slots hold to what a step selects, the same for all layers.
+    """The change from what the slots hold to what a step selects, the same for all layers; `after` are the slots then.
 
-    Args:
-        after: The slots after it.
-        arriving: [B, K, budget] int64: the entry to be copied into each slot, -1 for none, -2 where the entry stays.
+    `arriving` [B, K, budget] int64 is the entry to be copied into each slot, -1 for none, -2 where the entry stays.
     """
 
     def __init__(self, after: "SlotMap", arriving: Tensor) -> None:
@@ -120,25 +118,14 @@ def _is_among(wanted: Tensor, known: Tensor, length: int) -> Tensor:
 
 
 class ElasticLayer(SelectedLayer):
-    """A cache layer whose entries are in CPU memory.
+    """A cache layer whose entries are in CPU memory: `full`; for `padding` see `SelectedLayer`.
 
-    Args:
-        full: All entries.
-        slots: Which of them are on the device, or on their way there.
-        rows: [B, K, budget + 1, 2d], the slots' keys beside values. The newest token's row follows the selected ones.
-        key_width: Dimensions of a key.
-        seen: Logical length.
-        padding: See `SelectedLayer`.
+    `slots` say which of them are on the device, or on their way there: in `rows` [B, K, budget + 1, 2d], keys beside
+    values, in which the newest token's row follows the selected ones.
     """
 
     def __init__(
-        self,
-        full: FullEntries,
-        slots: SlotMap,
-        rows: Tensor,
-        key_width: int,
-        seen: int,
-        padding: Tensor | None = None,
+        self, full: FullEntries, slots: SlotMap, rows: Tensor, key_width: int, seen: int, padding: Tensor | None = None
     ) -> None:
         self.full, self.slots, self.rows, self.key_width = full, slots, rows, key_width
         super().__init__(*self._split(rows[:, :, :0]), seen, padding)
@@ -274,9 +261,7 @@ class Placement:
             if isinstance(layer, ElasticLayer):
                 continue
             if layer.selector is not None:
-                raise UserError(
-                    "a layer that reads its own keys to select has to have them on the device; offload none"
-                )
+                raise UserError("a layer that reads its own keys to select must have them on the device; offload none")
             if others := elastic_layers(layers):
                 slots, traffic = others[0].slots, others[0].full.traffic
             else:

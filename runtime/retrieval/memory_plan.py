@@ -139,11 +139,8 @@ class MemoryPlan:
         """Tokens per request for 0, 1, ..., all layers on the CPU, as the paper counts them, with one slip mended.
 
         2 bytes per number; a layer's worth of memory for the retrieval head, values included; scratch for keys and
-        values repeated for all query heads. Algorithm 1, line 3 lacks the factor 4 of the slots that equation 7 has.
-        Unlike `thresholds` they descend where slots outgrow the entries.
-
-        Args:
-            group: Query heads per KV head; the paper's alpha.
+        values repeated for all query heads, `group` (the paper's alpha) per KV head. Algorithm 1, line 3 lacks the
+        factor 4 of the slots that equation 7 has. Unlike `thresholds` they descend where slots outgrow the entries.
         """
         row = 4 * self.requests * self.kv_heads * self.head_dim
         free = self.limit - self.weights_held

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from typing_extensions import override
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import UserError, Whole
 from keepsight.files import read_bytes
 from keepsight.models.decoder import has_latents, require_one_device
 from keepsight.models.retrieval_head import NONE, RetrievalHead
@@ -23,14 +23,7 @@ from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.readers import TokenReader, TurnReader
 from keepsight.runtime.retrieval.elastic import Placement
 from keepsight.runtime.retrieval.memory_plan import plan_for
-from keepsight.runtime.sparse_read.cache import (
-    MakeLayer,
-    SelectedLayer,
-    SelectedState,
-    Selection,
-    SparseRead,
-    selected_layers,
-)
+from keepsight.runtime.sparse_read.cache import SelectedLayer, SelectedState, Selection, SparseRead, entries_of
 from keepsight.runtime.sparse_read.selection import TopAttention
 from keepsight.runtime.state import Needs, State, full_layers, positions_of, prefill, share, with_full_layers
 
@@ -38,11 +31,8 @@ from keepsight.runtime.state import Needs, State, full_layers, positions_of, pre
 class HeadSelector:
     """Selects for all layers before the model runs, by the attention of a retrieval head over its own keys.
 
-    Args:
-        head: The retrieval head, for as many positions as there are keys; it is extended as they grow.
-        layers: The base model's layers whose outputs are the head's features; empty when it reads embeddings alone.
-        padding: [B] int64, number of padding tokens on the left; None for none.
-        selector: Selects by attention.
+    The head is for as many positions as there are keys, and extended as they grow. `layers` are the base model's layers
+    whose outputs are its features; empty when it reads embeddings alone. `padding` [B] int64 counts tokens on the left.
     """
 
     def __init__(
@@ -60,9 +50,7 @@ class HeadSelector:
     def select(self, embeddings: Tensor, positions: Tensor) -> Selection:
         """Select what the base model reads for a token, group after group, and append its key.
 
-        Args:
-            embeddings: [B, 1, hidden], the base model's embedding of the token.
-            positions: [B or 1, 1] int64.
+        `embeddings` [B, 1, hidden] are the base model's, `positions` [B or 1, 1] int64.
         """
         self._reach(self._layer.seen + 1)
         query, key = self.head.project(embeddings, self.features, positions)
@@ -72,10 +60,8 @@ class HeadSelector:
     def read(self, embeddings: Tensor, features: Tensor | None, positions: Tensor) -> None:
         """Append the keys of tokens that the base model has read without it.
 
-        Args:
-            embeddings: [B, q, hidden], the base model's embeddings of the tokens.
-            features: [B, q, w], its features of these tokens, zeros for padding; None when the head reads none.
-            positions: [B or 1, q] int64.
+        `embeddings` [B, q, hidden] and `features` [B, q, w] are the base model's of these tokens; features are zeros
+        for padding, and None when the head reads none.
         """
         self._reach(self._layer.seen + embeddings.shape[1])
         before = None
@@ -243,15 +229,14 @@ class SpeContext(SparseRead):
     """
 
     head: RetrievalHead = field(repr=False)
-    sinks: int = 0
-    window: int = 0
-    offload: int = 0
+    sinks: Whole = 0
+    window: Whole = 0
+    offload: Whole = 0
     memory_limit: int | str | None = None
     uses_retrieval_head = True
 
     @override
     def __post_init__(self) -> None:
-        require_whole("SpeContext", sinks=self.sinks, window=self.window, offload=self.offload)
         if self.memory_limit is not None:
             read_bytes(str(self.memory_limit))
         super().__post_init__()
@@ -298,22 +283,18 @@ class SpeContext(SparseRead):
     @torch.no_grad()
     def compress_state(self, model: PreTrainedModel, state: State) -> State:
         self._check_model(model)
-        layers = with_full_layers(state.cache, selected_layers(state, self.layers_for(model, state))).layers
+        layers = with_full_layers(state.cache, self.layers_for(model, state)).layers
         placement = self._placement(model, *state.tokens.shape)
         placement.place(layers, state.tokens.shape[1])
         cache = RetrievalCache(layers, self._selector(model, state), placement)
         return state.as_kind(RetrievalState, cache)
 
     @override
-    def layers_for(self, model: PreTrainedModel, state: State) -> MakeLayer:
-        expansions: list[Any] = [layer.expansion for layer in state.layers]
-
-        def make(index: int, *entries: Any) -> KeptLayer:
-            layer = SelectedLayer(*entries)
-            layer.expansion = expansions[index]
-            return layer
-
-        return make
+    def layers_for(self, model: PreTrainedModel, state: State) -> list[SelectedLayer]:
+        layers = [SelectedLayer(*entries) for entries in entries_of(state)]
+        for layer, stored in zip(layers, state.layers, strict=True):
+            layer.expansion = stored.expansion
+        return layers
 
     def _check_model(self, model: PreTrainedModel) -> None:
         self.head.check_model(model)
@@ -349,9 +330,8 @@ class SpeContext(SparseRead):
                 "method.start"
             )
         padding = None if mask is None else length - state.lengths
-        selector = HeadSelector(
-            head, layers, padding, TopAttention(tuple(self.budgets(state)), self.sinks, self.window)
-        )
+        top = TopAttention(tuple(self.budgets(state)), self.sinks, self.window)
+        selector = HeadSelector(head, layers, padding, top)
         embed, positions = model.get_input_embeddings(), positions_of(mask, length, state.tokens.device)
         for start in range(0, length, _BLOCK):
             block, features = slice(start, start + _BLOCK), None

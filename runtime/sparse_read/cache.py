@@ -1,7 +1,7 @@
 """Sparse reading: the cache keeps every entry, and each step reads a few of them; base of the methods that do so."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
-from typing_extensions import override
+from typing_extensions import Self, override
 
-from keepsight.errors import UserError
-from keepsight.runtime.allocate import Budget
+from keepsight.errors import Budget, UserError
 from keepsight.runtime.attention import OwnAttention, Reader, Softmax, grouped_attention, visible
 from keepsight.runtime.generate import CacheMethod
 from keepsight.runtime.layer import KeptLayer, LayerEntries
@@ -23,9 +22,8 @@ from keepsight.runtime.state import State, with_full_layers
 class Selection(NamedTuple):
     """The entries that the KV heads of a layer, or of all layers, read at one step beside the token's own.
 
-    Attributes:
-        indices: [B, K, k] int64, indices into the C entries before the token, in any order.
-        real: [B, K, k] bool, False where a row has fewer entries to read than others; None when all are real.
+    `indices` [B, K, k] int64 into the C entries before the token, in any order; `real` [B, K, k] bool is False where a
+    row has fewer entries to read than others, and None when all are real.
     """
 
     indices: Tensor
@@ -62,10 +60,7 @@ class SelectedLayer(OwnAttention, KeptLayer):
     """A cache layer that attends to selected entries only; see `KeptLayer`.
 
     With an `expansion` it holds latents, of which it expands those that a step reads; selections then have H heads.
-
-    Args:
-        padding: [B] int64, number of padding entries on the left; None for none.
-        selector: Selects inside the layer; None when every step is announced with `prepare`.
+    `padding` [B] int64 counts padding entries on the left. Without a `selector` every step is announced with `prepare`.
     """
 
     def __init__(
@@ -128,8 +123,7 @@ class SelectedLayer(OwnAttention, KeptLayer):
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Append entries [B, K, q, d]."""
-        self._append(keys, values)
-        self.seen += keys.shape[2]
+        KeptLayer.update(self, keys, values)
 
     def read_turn(self, keys: Tensor, values: Tensor) -> LayerEntries:
         """Append entries [B, K, q, d] and return all, for tokens that attend to all of them."""
@@ -147,12 +141,10 @@ class SelectedLayer(OwnAttention, KeptLayer):
         return real_mask(self.padding, length)[:, None].expand(-1, self.keys.shape[1], -1)
 
     @override
-    def share(self) -> "SelectedLayer":
-        self._shared = self.keys.shape[2]
-        selector = self.selector.share() if self.selector is not None else None
-        layer = SelectedLayer(self.keys, self.values, self.seen, self.padding, selector)
-        layer.expansion = self.expansion
-        return layer
+    def share(self) -> Self:
+        twin = super().share()
+        twin.selector, twin._announced = self.selector and self.selector.share(), None
+        return twin
 
 
 class DenseLayer(OwnAttention, KeptLayer):
@@ -164,22 +156,17 @@ class DenseLayer(OwnAttention, KeptLayer):
         real = self.real if self.real is not None else self.keys.new_ones(self.keys.shape[:3], dtype=torch.bool)
         return grouped_attention(query, self.keys, self.values, visible(query.shape[2], real), softmax)
 
-    @override
-    def share(self) -> "DenseLayer":
-        self._shared = self.keys.shape[2]
-        return DenseLayer(self.keys, self.values, self.seen, self.real)
-
 
 class SelectedState(State):
     """A state that keeps every entry and reads a few of them per step. Its layers know what is padding."""
 
 
-MakeLayer = Callable[[int, Tensor, Tensor, int, Tensor | None], KeptLayer]
-"""Makes a layer from its index, keys and values [B, K, C, d], logical length, and each row's padding [B] or None."""
+def entries_of(state: State) -> Iterator[tuple[Tensor, Tensor, int, Tensor | None]]:
+    """Keys and values [B, K, C, d], logical length, and each row's padding [B] or None: of layers with full attention.
 
-
-def selected_layers(state: State, make: MakeLayer) -> list[KeptLayer]:
-    """A layer for each of a state's layers with full attention, from which nothing may have been evicted."""
+    Raises:
+        UserError: entries were evicted before.
+    """
     tokens = state.tokens.shape[1]
     if evicted := {keys.shape[2] for keys, _, _ in state.entries()} - {tokens}:
         raise UserError(
@@ -187,10 +174,8 @@ def selected_layers(state: State, make: MakeLayer) -> list[KeptLayer]:
             "which nothing was evicted"
         )
     padding = None if state.tokens_mask is None else tokens - state.lengths
-    return [
-        make(index, keys, values, tokens, None if padding is None else padding.to(keys.device))
-        for index, (keys, values, _) in enumerate(state.entries())
-    ]
+    for keys, values, _ in state.entries():
+        yield keys, values, tokens, None if padding is None else padding.to(keys.device)
 
 
 def real_mask(padding: Tensor, length: int) -> Tensor:
@@ -219,22 +204,16 @@ class SparseRead(CacheMethod):
         budget: Entries per KV head and step, or a ratio.
     """
 
-    budget: int | float
+    budget: Budget
     selects_each_step = True
 
     def __post_init__(self) -> None:
-        budget = Budget(self.budget)
-        budget.check(type(self).__name__)
-        if not isinstance(budget.given, float):
-            self._check_budget(budget.entries(0))
+        if isinstance(self.budget, int):
+            self._check_budget(self.budget)
 
     def least(self) -> tuple[int, str]:
         """The smallest budget that leaves something to select, and why."""
         return 1, "one entry to choose"
-
-    @override
-    def budget_for(self, length: int) -> int:
-        return Budget(self.budget).entries(length)
 
     @override
     def check(self, length: int, context: int) -> None:
@@ -248,16 +227,15 @@ class SparseRead(CacheMethod):
     @torch.no_grad()
     def compress_state(self, model: PreTrainedModel, state: State) -> State:
         state = expanded(state)
-        cache = with_full_layers(state.cache, selected_layers(state, self.layers_for(model, state)))
-        return state.as_kind(SelectedState, cache)
+        return state.as_kind(SelectedState, with_full_layers(state.cache, self.layers_for(model, state)))
 
     @override
     def turn_reader(self, model: PreTrainedModel) -> Reader:
         return TurnReader(model)
 
     @abstractmethod
-    def layers_for(self, model: PreTrainedModel, state: State) -> MakeLayer:
-        """What makes the layers of a state, in their order."""
+    def layers_for(self, model: PreTrainedModel, state: State) -> Sequence[KeptLayer]:
+        """A layer for each of a state's layers with full attention."""
 
     def _check_budget(self, budget: int) -> None:
         least, reason = self.least()

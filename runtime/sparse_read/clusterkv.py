@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from keepsight.errors import require_whole
+from keepsight.errors import Positive, Whole
 from keepsight.runtime import registry
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.importance import top_indices
@@ -63,16 +63,10 @@ def _joined(rows: list[Tensor]) -> Tensor:
 
 
 def kmeans(keys: Tensor, count: int, iterations: int) -> tuple[Tensor, Tensor]:
-    """Cluster the keys [B, K, n, d] of each head by their cosines, from evenly spaced keys on.
+    """Cluster the keys [B, K, n, d] of each head by their cosines into `count` <= n, from evenly spaced keys on.
 
-    Args:
-        keys: n may be 0.
-        count: Number of clusters, at most n.
-        iterations: Most assignments; fewer where one changes nothing.
-
-    Returns:
-        Centroids [B, K, count, d], the means of a cluster's keys (one without keys keeps its centroid), and each key's
-        cluster [B, K, n] int64.
+    Assignments end after `iterations`, or when one changes nothing. Returns the centroids [B, K, count, d], means of a
+    cluster's keys (one without keys keeps its centroid), and each key's cluster [B, K, n] int64.
     """
     first = torch.arange(count, device=keys.device) * keys.shape[2] // max(count, 1)
     directions, centroids, labels = functional.normalize(keys.float(), dim=3), keys[:, :, first].float(), None
@@ -107,14 +101,8 @@ class TopClusters(Summaries):
 
     A cluster's score is the dot product of query and centroid, neither normalised nor scaled (section III-C). Query
     heads of a group vote with the largest of theirs: the paper selects for each query head, and one set is read here.
-
-    Args:
-        budget: Entries that a KV head reads per step of those in clusters, sinks included; one number, or one for each
-            row. Entries in no cluster, at most `window`, come on top.
-        sinks: Number of first entries that are always read and never clustered.
-        tokens: Entries per cluster, on average.
-        window: Entries of the answer that are clustered together, once there are so many.
-        iterations: See `kmeans`.
+    The budget, for all rows or each, counts sinks and entries in clusters; those in no cluster, at most `window`, come
+    on top. For the other arguments see `ClusterKV`.
     """
 
     def __init__(self, budget: int | tuple[int, ...], sinks: int, tokens: int, window: int, iterations: int) -> None:
@@ -201,17 +189,11 @@ class ClusterKV(SummaryRead):
         iterations: Most assignments of k-means.
     """
 
-    sinks: int = 16
-    tokens: int = 80
-    window: int = 320
-    dense_layers: int = 2
-    iterations: int = 20
-
-    @override
-    def __post_init__(self) -> None:
-        require_whole("ClusterKV", 1, tokens=self.tokens, window=self.window, iterations=self.iterations)
-        require_whole("ClusterKV", sinks=self.sinks, dense_layers=self.dense_layers)
-        super().__post_init__()
+    sinks: Whole = 16
+    tokens: Positive = 80
+    window: Positive = 320
+    dense_layers: Whole = 2
+    iterations: Positive = 20
 
     @override
     def least(self) -> tuple[int, str]:

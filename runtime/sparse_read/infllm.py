@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import Positive, UserError, Whole
 from keepsight.models.decoder import full_attention_layers
 from keepsight.runtime import registry
 from keepsight.runtime.attention import OwnAttention, Reader, Softmax
 from keepsight.runtime.importance import top_indices
 from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.rotary import Rotary
-from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedState, SparseRead
+from keepsight.runtime.sparse_read.cache import SelectedState, SparseRead
 from keepsight.runtime.state import State, empty_cache, read, with_full_layers
 
 _PARTS = 49
@@ -27,15 +27,9 @@ _PARTS = 49
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a token reads, in tokens.
+    """What a token reads, in tokens: `sinks`, a `window` that includes itself, and `top` blocks of `block` tokens.
 
-    Attributes:
-        sinks: First tokens.
-        window: Last tokens, itself included.
-        block: Tokens of a block.
-        top: Number of blocks.
-        representatives: Tokens that represent a block, per query head.
-        step: Tokens that look up blocks together.
+    A block is represented by so many tokens per query head; `step` tokens look up blocks together.
     """
 
     sinks: int
@@ -51,10 +45,6 @@ class MemoryLayer(OwnAttention, KeptLayer):
 
     Between sinks and blocks on one side and the window on the other lie fewer tokens than a block has. Everything
     outside a token's window is read at one distance, the length of the window.
-
-    Args:
-        sizes: What a token reads.
-        rotary: The layer's RoPE.
     """
 
     def __init__(self, sizes: Sizes, rotary: Rotary) -> None:
@@ -157,15 +147,6 @@ class MemoryLayer(OwnAttention, KeptLayer):
     def crop(self, tokens_to_remove: int) -> None:
         raise UserError("crop: InfLLM's blocks were made by tokens that were read since; keep a copy of the state")
 
-    @override
-    def share(self) -> "MemoryLayer":
-        self._shared = self.keys.shape[2]
-        twin = MemoryLayer(self.sizes, self.rotary)
-        twin.lazy_initialization(self.keys, self.values)
-        twin.keys, twin.values, twin.seen = self.keys, self.values, self.seen
-        twin._blocks, twin._scores, twin._far = self._blocks, self._scores, self._far
-        return twin
-
 
 @registry.method("infllm", colour="#6699CC", marker="*")
 @dataclass(frozen=True)
@@ -186,18 +167,14 @@ class InfLLM(SparseRead):
         step: Tokens of a prompt that look up blocks together, in blocks; at most `window`.
     """
 
-    block: int | None = None
-    sinks: int = 1
-    window: int = 32
-    representatives: int = 4
-    step: int = 4
+    block: Positive | None = None
+    sinks: Whole = 1
+    window: Positive = 32
+    representatives: Positive = 4
+    step: Positive = 4
 
     @override
     def __post_init__(self) -> None:
-        block = 1 if self.block is None else self.block
-        counts = {"block": block, "window": self.window, "representatives": self.representatives, "step": self.step}
-        require_whole("InfLLM", 1, **counts)
-        require_whole("InfLLM", sinks=self.sinks)
         if self.step > self.window:
             raise UserError(f"InfLLM: step {self.step} is above window {self.window}; give at most that many blocks")
         super().__post_init__()
@@ -248,7 +225,5 @@ class InfLLM(SparseRead):
         return state
 
     @override
-    def layers_for(self, model: PreTrainedModel, state: State) -> MakeLayer:
-        raise UserError(
-            "InfLLM makes its blocks while it reads a prompt, which this state has read densely; give it the prompt"
-        )
+    def layers_for(self, model: PreTrainedModel, state: State) -> list[KeptLayer]:
+        raise UserError("InfLLM makes its blocks while it reads: this state was read densely; give it the prompt")

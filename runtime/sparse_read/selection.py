@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import require_whole
+from keepsight.errors import Positive, Whole
 from keepsight.runtime import registry
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.importance import attention_weights, reduce_group, top_indices
@@ -17,10 +17,10 @@ from keepsight.runtime.layer import KeptLayer, spare
 from keepsight.runtime.sparse_read.cache import (
     DenseLayer,
     LayerSelector,
-    MakeLayer,
     SelectedLayer,
     Selection,
     SparseRead,
+    entries_of,
     real_mask,
 )
 from keepsight.runtime.state import State
@@ -80,26 +80,17 @@ class ExactTopK(SparseRead):
         window: Number of last entries that are always read.
     """
 
-    sinks: int = 0
-    window: int = 0
-
-    @override
-    def __post_init__(self) -> None:
-        require_whole("ExactTopK", sinks=self.sinks, window=self.window)
-        super().__post_init__()
+    sinks: Whole = 0
+    window: Whole = 0
 
     @override
     def least(self) -> tuple[int, str]:
         return self.sinks + self.window + 1, "sinks + window + one entry to choose"
 
     @override
-    def layers_for(self, model: PreTrainedModel, state: State) -> MakeLayer:
+    def layers_for(self, model: PreTrainedModel, state: State) -> list[SelectedLayer]:
         selector = TopAttention(tuple(self.budgets(state)), self.sinks, self.window)
-
-        def make(index: int, keys: Tensor, values: Tensor, seen: int, padding: Tensor | None) -> KeptLayer:
-            return SelectedLayer(keys, values, seen, padding, selector)
-
-        return make
+        return [SelectedLayer(*entries, selector) for entries in entries_of(state)]
 
 
 class Summaries(LayerSelector):
@@ -120,18 +111,17 @@ class SummaryRead(SparseRead):
         """A selector for one layer; a budget for each row, or one for all."""
 
     @override
-    def layers_for(self, model: PreTrainedModel, state: State) -> MakeLayer:
-        budgets = tuple(self.budgets(state))
-
-        def make(index: int, keys: Tensor, values: Tensor, seen: int, padding: Tensor | None) -> KeptLayer:
+    def layers_for(self, model: PreTrainedModel, state: State) -> list[KeptLayer]:
+        budgets, layers = tuple(self.budgets(state)), list[KeptLayer]()
+        for keys, values, seen, padding in entries_of(state):
             summaries = self.selector(budgets)
             layer = SelectedLayer(keys, values, seen, padding, summaries)
-            if index < self.dense_layers:
-                return DenseLayer(keys, values, seen, layer.entries().real)
-            summaries.summarise(keys, padding)
-            return layer
-
-        return make
+            if len(layers) < self.dense_layers:
+                layers.append(DenseLayer(keys, values, seen, layer.entries().real))
+            else:
+                summaries.summarise(keys, padding)
+                layers.append(layer)
+        return layers
 
 
 class TopPages(Summaries):
@@ -143,11 +133,8 @@ class TopPages(Summaries):
     bounds, which are not normalised: Quest has one query head per KV head, and no weights to normalise. Pages of
     generated tokens are made as they fill.
 
-    The entries of the partial page are always read, within the budget; the rest of it is rounded down to whole pages.
-
-    Args:
-        budget: Entries that a KV head reads per step, beside the token's own; one number, or one for each row.
-        page: Entries per page.
+    The entries of the partial page are always read, within the budget, which is for all rows or each, and without the
+    token's own; the rest of it is rounded down to whole pages.
     """
 
     def __init__(self, budget: int | tuple[int, ...], page: int = 16) -> None:
@@ -245,14 +232,8 @@ class Quest(SummaryRead):
         dense_layers: Number of first layers that read all entries (2 in the paper, section 4.1).
     """
 
-    page: int = 16
-    dense_layers: int = 2
-
-    @override
-    def __post_init__(self) -> None:
-        require_whole("Quest", 1, page=self.page)
-        require_whole("Quest", dense_layers=self.dense_layers)
-        super().__post_init__()
+    page: Positive = 16
+    dense_layers: Whole = 2
 
     @override
     def least(self) -> tuple[int, str]:

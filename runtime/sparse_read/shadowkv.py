@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import Positive, Share, UserError, Whole
 from keepsight.models.decoder import full_attention_layers
 from keepsight.runtime import registry
 from keepsight.runtime.attention import Softmax, grouped_attention
@@ -19,19 +19,12 @@ from keepsight.runtime.importance import attention_weights, reduce_group, top_in
 from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.offload import FullEntries, Traffic
 from keepsight.runtime.rotary import Rotary
-from keepsight.runtime.sparse_read.cache import LayerSelector, MakeLayer, SelectedLayer, Selection, SparseRead
+from keepsight.runtime.sparse_read.cache import LayerSelector, SelectedLayer, Selection, SparseRead, entries_of
 from keepsight.runtime.state import State
 
 
 class Counts(NamedTuple):
-    """Numbers of tokens and chunks, one for each row, or one for all rows.
-
-    Attributes:
-        tokens: Tokens of the prompt.
-        chunks: Chunks of it, without those of the local part.
-        outliers: Chunks that are kept exactly.
-        chosen: Chunks that a step chooses among the others.
-    """
+    """Numbers of tokens, chunks before the local part, exact chunks and chunks to choose: of each row, or of all."""
 
     tokens: list[int]
     chunks: list[int]
@@ -197,22 +190,14 @@ def _followed(first: LayerEntries, then: LayerEntries) -> LayerEntries:
     keys, values = (torch.cat(pair, dim=2) for pair in zip(first[:2], then[:2], strict=True))
     if first.real is None and then.real is None:
         return LayerEntries(keys, values, None)
-    marks = [
-        each.keys.new_ones(each.keys.shape[:3], dtype=torch.bool) if each.real is None else each.real
-        for each in (first, then)
-    ]
-    return LayerEntries(keys, values, torch.cat(marks, dim=2))
+    return LayerEntries(keys, values, torch.cat([first.marks, then.marks], dim=2))
 
 
 class ShadowLayer(SelectedLayer):
-    """A cache layer whose own keys and values are the prompt's local part and all that was read since.
+    """A cache layer whose own keys and values [B, K, R, d] are the prompt's local part and all that was read since.
 
-    Args:
-        prompt: The entries before these.
-        keys: [B, K, R, d].
-        values: [B, K, R, d].
-        seen: Logical length.
-        padding: [B] int64: of the R entries, those on the left that are none; None for none.
+    `prompt` holds the entries before these; `padding` [B] int64 counts those of the R entries on the left that are
+    none.
     """
 
     def __init__(
@@ -243,13 +228,6 @@ class ShadowLayer(SelectedLayer):
             raise UserError(f"crop: cannot remove {-tokens_to_remove} tokens, only the {read} read since the prompt")
         super().crop(tokens_to_remove)
 
-    @override
-    def share(self) -> "ShadowLayer":
-        self._shared = self.keys.shape[2]
-        twin = ShadowLayer(self.prompt, self.keys, self.values, self.seen, self.padding)
-        twin._local = self._local
-        return twin
-
 
 @registry.method("shadowkv", colour="#661100", marker="d")
 @dataclass(frozen=True)
@@ -267,16 +245,14 @@ class ShadowKV(SparseRead):
             in the paper's fast implementation).
     """
 
-    chunk: int = 8
-    rank: int = 160
-    local: int = 4
-    outliers: float = 0.1875
+    chunk: Positive = 8
+    rank: Positive = 160
+    local: Whole = 4
+    outliers: Share = 0.1875
 
     @override
     def __post_init__(self) -> None:
-        require_whole("ShadowKV", 1, chunk=self.chunk, rank=self.rank)
-        require_whole("ShadowKV", local=self.local)
-        if not 0 <= self.outliers < 1:
+        if self.outliers == 1:
             raise UserError(f"ShadowKV: outliers {self.outliers!r} must be a share of the budget, from 0 to below 1")
         super().__post_init__()
 
@@ -310,21 +286,19 @@ class ShadowKV(SparseRead):
         return Counts(tokens, chunks, outliers, chosen)
 
     @override
-    def layers_for(self, model: PreTrainedModel, state: State) -> MakeLayer:
-        counts, traffic = self.counts(state), Traffic()
-        indices = full_attention_layers(model.config)
+    def layers_for(self, model: PreTrainedModel, state: State) -> list[KeptLayer]:
+        counts, traffic, layers = self.counts(state), Traffic(), list[KeptLayer]()
         local = [length - chunks * self.chunk for length, chunks in zip(counts.tokens, counts.chunks, strict=True)]
-
-        def make(index: int, keys: Tensor, values: Tensor, seen: int, padding: Tensor | None) -> KeptLayer:
+        indexed = zip(full_attention_layers(model.config), entries_of(state), strict=True)
+        for index, (keys, values, seen, padding) in indexed:
             recent = [each[:, :, seen - max(local) :].contiguous() for each in (keys, values)]
             if padding is not None:
                 keys, values = _from_first(keys, padding), _from_first(values, padding)
                 padding = max(local) - _column(local, keys)[:, 0]
-            rotary = Rotary(model, indices[index])
+            rotary = Rotary(model, index)
             prompt = ShadowPrompt.of(keys, values, counts, self.chunk, self.rank, rotary, traffic)
-            return ShadowLayer(prompt, recent[0], recent[1], seen, padding)
-
-        return make
+            layers.append(ShadowLayer(prompt, recent[0], recent[1], seen, padding))
+        return layers
 
 
 def _from_first(entries: Tensor, padding: Tensor) -> Tensor:

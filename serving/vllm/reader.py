@@ -48,13 +48,9 @@ class Refused(UserError):
 
 
 class Reader:
-    """Has prompts read, each once however many requests ask for it at once.
+    """Has prompts of at least `least` tokens read by the worker at a socket, each once however many ask for it at once.
 
-    Args:
-        socket: Of the worker.
-        root: Folder of the prefixes.
-        least: Length in tokens from which a prompt is read by the worker.
-        kept: Number of prefixes above which unused ones are removed.
+    Unused prefixes in the folder `root` are removed where there are more than `kept`.
     """
 
     def __init__(self, socket: str, root: Path, least: int, kept: int = KEPT) -> None:

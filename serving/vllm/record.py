@@ -81,12 +81,7 @@ class Part:
 
 @dataclass
 class RecordingStep(Step):
-    """What the scheduler tells the worker of one step.
-
-    Attributes:
-        parts: Prompts to record.
-        finished: Requests that have ended, by themselves or because the client left.
-    """
+    """What the scheduler tells the worker of one step: prompts to record, and requests that have ended."""
 
     parts: list[Part] = field(default_factory=list)
     finished: set[str] = field(default_factory=set)
@@ -115,11 +110,7 @@ class Reading:
             self.error = one_line(error)
 
     def state(self, tokens: list[int]) -> State:
-        """The state of these tokens.
-
-        Raises:
-            UserError: not every token was seen in every layer.
-        """
+        """The state of these tokens; a `UserError` if not every token was seen in every layer."""
         layers: list[Any] = self.cache.layers
         seen = {layer.get_seq_length() for layer in layers}
         if self.error or seen != {len(tokens)}:
@@ -192,11 +183,9 @@ class RaggedRecordingBackend(CPUAttentionBackend):
 class EvictingConnector(KeepsightConnector):
     """Loads prefixes, and makes them of what the engine has read; see the module.
 
-    `kv_connector_extra_config` holds `evict` too: a method's name, budget and options.
-
-    Raises:
-        UserError: at start-up, one line: as of `KeepsightConnector`; a method that cannot run so; several workers; a
-            model whose keys cannot be turned.
+    `kv_connector_extra_config` holds `evict` too: a method's name, budget and options. A `UserError` if at start-up,
+    one line: as of `KeepsightConnector`; a method that cannot run so; several workers; a model whose keys cannot be
+    turned.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

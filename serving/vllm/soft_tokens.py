@@ -44,11 +44,7 @@ def observing_prompt(
 ) -> dict[str, Any]:
     """The prompt of the soft tokens' pass for `LLM.generate`, with the LoRA and {"keepsight_evict": true}.
 
-    Args:
-        adapter: The lookahead adapter.
-        reply: The first reply's `kv_transfer_params`.
-        alphabet: See `keepsight.serving.prefix.alphabet_of`.
-        dtype: The engine's.
+    `reply` are the first reply's `kv_transfer_params`, `alphabet` is that of `alphabet_of`, and `dtype` the engine's.
     """
     count, soft = reply["entries"], adapter.tokens.to(dtype)
     return {

@@ -216,7 +216,7 @@ def test_ties_go_to_the_first_head():
         (lambda: Adaptive(1.5), "floor 1.5 must be between 0 and 1"),
         (lambda: Pyramid().check(19), "budget 19 with beta 20 leaves the last layer without entries"),
         (lambda: Adaptive().check(4), "adakv: budget 4 with floor 0.2 can leave a head without entries"),
-        (lambda: Global(-1), "global: floor -1 must be between 0 and 1"),
+        (lambda: Global(-1), "Global: floor -1 must be between 0 and 1"),
         (lambda: Global(weights=[[1.0], [1.0, 2.0]]), "global: weights must be a row for each layer"),  # type: ignore
         (lambda: Global(weights=((float("nan"),),)), "global: weights must be a row for each layer"),
         (lambda: Global().check(4), "global: budget 4 with floor 0.2 can leave a head without entries"),

@@ -92,5 +92,5 @@ def test_what_it_cannot_prune_is_refused():
         FastV(0.5).start(family_model(GEMMA), gemma["input_ids"], images=Images.among(gemma))
     with pytest.raises(UserError, match="layer 0"):
         FastV(0.5, 0)
-    with pytest.raises(UserError, match=r"budget 1\.5 is not a ratio"):
+    with pytest.raises(UserError, match=r"budget 1\.5 must be a whole number of at least 1, or a ratio"):
         replace(FastV(0.5), budget=1.5)

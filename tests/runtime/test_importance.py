@@ -11,21 +11,23 @@ from hypothesis import strategies as st
 
 from keepsight.eval.bench.measure import peak_bytes
 from keepsight.runtime.attention import Softmax
+from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import (
     Pool,
-    protected,
     reduce_group,
     top_indices,
     top_mask,
 )
-from keepsight.runtime.layer import LayerEntries
+from keepsight.runtime.layer import KeptLayer, LayerEntries
+from keepsight.runtime.methods.positions import Recency
 from keepsight.runtime.observe import ObservedLayer
 from tests.close import assert_close
 
 
 def test_group_reductions_and_pooling():
     def pool(importance: torch.Tensor, kind: str) -> torch.Tensor:
-        return protected(importance, None, Pool(kind, 3), 0, 0)
+        entries = torch.zeros(*importance.shape, 1)
+        return Evict(1, Recency(), pool=Pool(kind, 3)).layer_importance(importance, KeptLayer(entries, entries))
 
     heads = torch.tensor([[[0.0, 4.0, 0.0], [4.0, 0.0, 0.0]]])
     group_first = pool(reduce_group(heads, 1), "max")

@@ -14,9 +14,8 @@ from keepsight.models.draft_sources import LayerSubset
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.allocate import Adaptive, Pyramid, Uniform
-from keepsight.runtime.drafting.minference import MInference
 from keepsight.runtime.drafting.observer import DraftObserver
-from keepsight.runtime.drafting.speckv import ModelDrafter, SparsePrefill
+from keepsight.runtime.drafting.speckv import MInference, ModelDrafter, SparsePrefill
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import FullCache, Method, generate
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
@@ -210,26 +209,26 @@ def test_resources_are_looked_for_only_where_they_are_needed() -> None:
 WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("snapkvv", 64, {}, "method 'snapkvv' is unknown; choose one of adakv, .*; did you mean 'snapkv'"),
     ("snapkv", None, {}, "needs a budget"),
-    ("snapkv", 0, {}, "budget 0 is below 1"),
+    ("snapkv", 0, {}, "budget 0 must be a whole number of at least 1, or a ratio"),
     ("snapkv", True, {}, "budget True must be a whole number"),
-    ("snapkv", 1.5, {}, "budget 1.5 is not a ratio"),
+    ("snapkv", 1.5, {}, "budget 1.5 must be a whole number of at least 1, or a ratio"),
     ("snapkv", 64, {"windows": 8}, "there is no option 'windows'; it takes observer, reduce, pool, "),
     ("specpc", 64, {"draft": "x"}, "there is no option 'draft'"),
     ("snapkv", 64, {"window": 64}, "budget 64 must be above the 64 protected"),
-    ("snapkv", 64, {"window": 0}, "a window of 0 cannot observe"),
+    ("snapkv", 64, {"window": 0}, "PromptWindow: window 0 must be a whole number of at least 1"),
     ("snapkv", 64, {"every": 32}, "budget 64 must be above the 32 protected .* and the 32 of every"),
     ("snapkv", 0.5, {"every": 4}, "every 4 needs a budget in entries"),
-    ("snapkv", 64, {"value_norm": 3}, "value_norm: 3 must be true or false"),
+    ("snapkv", 64, {"value_norm": 3}, "value_norm 3 must be true or false"),
     ("snapkv", 64, {"pool": {"kernel": 4}}, "pool: kernel 4 must be odd"),
-    ("snapkv", 64, {"pool": "min"}, "pool: kind 'min' is unknown"),
+    ("snapkv", 64, {"pool": "min"}, "Pool: kind 'min' is unknown"),
     ("snapkv", 64, {"allocate": "ada"}, "allocate: 'ada' is unknown; choose one of adakv, "),
     ("snapkv", 64, {"allocate": {"floor": 1}}, "allocate: there is no option 'floor'; it takes none"),
     ("adakv", 4, {"window": 0, "observer": {"window": 4}}, "budget 4 with floor 0.2 can leave a head without entries"),
     ("evict", 64, {}, "option 'observer' is missing, one of [a-z_]+, "),
     ("evict", 64, {"observer": "draft_tokens"}, "observer: option 'drafter' is missing"),
-    ("dapq", 64, {"observer": {"drafter": {"first": "a"}}}, "observer: drafter: DapQ: first 'a' must be a whole"),
+    ("dapq", 64, {"observer": {"drafter": {"first": "a"}}}, "observer: drafter: PromptEnds: first 'a' must be a whole"),
     ("laq", 16, {}, "budget 16 must be above the first_window 32"),
-    ("laq", 64, {"observer": {"budget": "x"}}, "observer: LAQ: budget 'x' must be a whole number"),
+    ("laq", 64, {"observer": {"budget": "x"}}, "observer: QueryCache: budget 'x' must be a whole number"),
     ("speckv", 64, {"sparse": {"vertical": 9}}, "sparse: give it a name, one of minference, vertical_slash"),
     ("specpc", 32, {}, "budget 32 must be above the window of 64"),
 ]

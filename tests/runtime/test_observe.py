@@ -97,7 +97,7 @@ def said(model, state: State, gates: list[Tensor], tokens: Tensor) -> Tensor:
     """Logits after each of the tokens [B, T], behind gates [B, K, N] for each layer with full attention."""
     held = zip(state.entries(), gates, strict=True)
     cache = as_observed(state.cache, [GatedLayer(each.keys, each.values, gate) for each, gate in held])
-    positions = state.next_position[:, None] + torch.arange(tokens.shape[1])
+    positions = (state.lengths + state.rope_offset)[:, None] + torch.arange(tokens.shape[1])
     return run(model, cache, input_ids=tokens, position_ids=positions).logits
 
 

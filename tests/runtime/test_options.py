@@ -15,8 +15,7 @@ from keepsight import Conversation, Evict, LookaheadKV, SnapKV, StreamingLLM, ge
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.runtime.allocate import Adaptive, Global
-from keepsight.runtime.drafting.minference import MInference
-from keepsight.runtime.drafting.speckv import SparsePrefill
+from keepsight.runtime.drafting.speckv import MInference, SparsePrefill
 from keepsight.runtime.drafting.speculative import Speculative
 from keepsight.runtime.importance import Pool
 from keepsight.runtime.methods import KeyNorm, Kivi, Truncation

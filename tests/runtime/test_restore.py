@@ -62,7 +62,7 @@ def test_they_are_in_the_budget_and_what_follows_stands_behind_them(tiny, folder
     kvzip = make_method("kvzip", BUDGET - ADDED, Resources(tokenizer=TOKENIZER))
     alone = kvzip.start(tiny, ids, mask)
     assert torch.equal(alone.counts() + ADDED, state.counts())
-    assert state.next_position.tolist() == [LENGTH + ADDED] and state.lengths.tolist() == [LENGTH]
+    assert (state.lengths + state.rope_offset).tolist() == [LENGTH + ADDED] and state.lengths.tolist() == [LENGTH]
     ratio = method_from(folder, 0.4).start(tiny, ids, mask)
     assert torch.equal(ratio.counts(), state.counts())
     after, _ = read(tiny, state, torch.tensor([[5, 9]]))
@@ -91,7 +91,8 @@ def test_entries_in_layers_of_any_kind_are_those_of_tokens_read(family):
     method = RestoreKV(BUDGET, Reconstruction(tokenizer), weights=RestoreWeights("given", tokens, {}))
     state = method.start(model, ids, mask)
     after, _ = read(model, prefill(model, ids, mask, needs=Needs()), more.expand(2, -1))
-    assert [layer.keys.shape[-1] for layer in state.layers] and state.next_position.tolist() == [LENGTH + 2, 31]
+    assert [layer.keys.shape[-1] for layer in state.layers]
+    assert (state.lengths + state.rope_offset).tolist() == [LENGTH + 2, 31]
     for ours, whole in zip(state.entries(), after.entries(), strict=True):
         assert_close(ours.keys[:, :, -2:], whole.keys[:, :, -2:])
         assert_close(ours.values[:, :, -2:], whole.values[:, :, -2:])
@@ -100,7 +101,7 @@ def test_entries_in_layers_of_any_kind_are_those_of_tokens_read(family):
 def test_a_prompt_within_the_budget_is_left_alone(tiny, folder):
     ids, mask = prompt_ids(BUDGET - ADDED)
     state = method_from(folder).start(tiny, ids, mask)
-    assert state.next_position.tolist() == [BUDGET - ADDED]
+    assert (state.lengths + state.rope_offset).tolist() == [BUDGET - ADDED]
     assert torch.equal(state.logits, prefill(tiny, ids, mask).logits)
 
 

@@ -9,9 +9,8 @@ from keepsight.errors import UserError
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.drafting import speckv as attention
-from keepsight.runtime.drafting.minference import MInference
 from keepsight.runtime.drafting.observer import DraftObserver
-from keepsight.runtime.drafting.speckv import ModelDrafter, SparsePrefill, SpecKV
+from keepsight.runtime.drafting.speckv import MInference, ModelDrafter, SparsePrefill, SpecKV
 from keepsight.runtime.methods.drafts import PromptEnds
 from tests.close import assert_close
 from tests.runtime.dense import best, observed, pooled, run_dense
@@ -167,7 +166,7 @@ def test_batches_equal_single_prompts(sparse):
     ("make", "said"),
     [
         (lambda: SparsePrefill(band=100), "band 100 must be a multiple of 64"),
-        (lambda: MInference(slash=0), "minference: slash 0 must be a whole number of at least 1"),
+        (lambda: MInference(slash=0), "MInference: slash 0 must be a whole number of at least 1"),
         (lambda: SparsePrefill(vertical=0), "vertical 0 must be a whole number of at least 1"),
         (lambda: SpecKV.with_draft(DRAFT, 129, sparse=SPARSE), "at most 128 entries .* not 129"),
         (lambda: SpecKV(40, DraftObserver(PromptEnds()), sparse=SPARSE), "DraftObserver of a ModelDrafter"),

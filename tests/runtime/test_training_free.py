@@ -207,7 +207,7 @@ def test_eviction_while_decoding_never_exceeds_the_budget(method, tiny):
         (lambda: CriticalKV(64, during_prefill=True), "leave out during_prefill"),
         (lambda: CriticalKV(64, observer=KeyDiff(9).observer), "needs an observer of attention"),
         (lambda: Redundancy(share=2), "share 2 must be between 0 and 1"),
-        (lambda: Evict(9, Redundancy()), "rkv: window 0 must be a whole number of at least 1"),
+        (lambda: Evict(9, Redundancy()), "Redundancy: window 0 must be a whole number of at least 1"),
         (lambda: KeyDiff(12, value_norm=True), "can be negative"),
     ],
 )

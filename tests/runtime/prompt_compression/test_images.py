@@ -72,7 +72,7 @@ def test_a_turn_goes_on_at_the_new_positions() -> None:
     first = model.generate(**inputs, custom_generate=small(), **options)
     assert torch.equal(first.sequences[:, :LENGTH], inputs["input_ids"])
     state, positions = first.past_key_values.state, positions_of(inputs, first.sequences[:, LENGTH:], kept_of(inputs))
-    assert state.length == BUDGET + 5 and int(state.next_position[0]) == int(positions.max())
+    assert state.length == BUDGET + 5 and int((state.lengths + state.rope_offset)[0]) == int(positions.max())
     turn = torch.cat([first.sequences, ANSWER], dim=1)
     second = model.generate(turn, past_key_values=first.past_key_values, custom_generate=small(), **options)
     assert torch.equal(second.sequences[:, : turn.shape[1]], turn)
@@ -95,8 +95,8 @@ def test_what_cannot_be_shortened_is_refused_in_one_line() -> None:
     head = small(draft=DraftHeadSource("head", LAYERS, tiny_draft_head()), first_layer=None)
     text = small(draft=Fixed(family_model("Qwen3")))
     refused = [
-        (model, small(), twice, "shortened alone, without padding"),
-        (model, small(), padded, "shortened alone, without padding"),
+        (model, small(), twice, "shortened alone, unpadded"),
+        (model, small(), padded, "shortened alone, unpadded"),
         (model, head, inputs, "a draft head reads no images"),
         (model, text, inputs, "pixel_values is not supported by qwen3, which reads no images"),
         (family_model(GEMMA), small(draft=Fixed(fresh_model(GEMMA, seed=7))), prompt(GEMMA), "none can be left out"),

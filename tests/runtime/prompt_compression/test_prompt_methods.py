@@ -68,7 +68,7 @@ def test_prompts_shorter_than_the_window_are_refused(method):
     ("make", "message"),
     [
         (lambda: small_specpc(window=0), "window 0 must be a whole number of at least 1"),
-        (lambda: small_specpc(reduction="mean"), "reduction 'mean' is unknown; choose max or sum"),
+        (lambda: small_specpc(reduction="mean"), "reduction 'mean' is unknown; choose one of max, sum"),
         (lambda: small_cascade(budget=9), "budget 9 must be above the 9 protected entries"),
         (lambda: small_cascade(prompt_budget=0.5), "prompt_budget 0.5 must be a whole number"),
         (lambda: text.Package("some-encoder"), "model 'some-encoder' must have xlm-roberta-large or"),

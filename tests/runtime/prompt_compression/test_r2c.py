@@ -153,7 +153,7 @@ def test_what_is_wrong_is_named(tmp_path):
     common: dict[str, Any] = {"tokenizer": tiny_tokenizer(), "relevance": Fusion(str(tmp_path))}
     with pytest.raises(UserError, match="R2C: chunk 0 must be a whole number"):
         R2C(70, WINDOW, chunk=0, **common)
-    with pytest.raises(UserError, match=r"R2C: sentences 1\.2 must be a share"):
+    with pytest.raises(UserError, match=r"R2C: sentences 1\.2 must be between 0 and 1"):
         R2C(70, WINDOW, sentences=1.2, **common)
     with pytest.raises(UserError, match="cannot be loaded; give a folder or Hub id of T5"):
         R2C(70, WINDOW, **common).select(wide_model(), text_ids(TEXT))

@@ -1,5 +1,7 @@
 """KIVI as a cache layer and as a method, against dense attention over what was unpacked."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from keepsight.runtime.attention import Softmax
 from keepsight.runtime.layer import ROOM
 from keepsight.runtime.methods import AdaKV, PyramidKV, SnapKV
 from keepsight.runtime.quantized.kernel import attend_packed
-from keepsight.runtime.quantized.kivi import Kivi, PackedLayer, packed_layers
+from keepsight.runtime.quantized.kivi import Kivi, PackedLayer
 from keepsight.runtime.quantized.packing import PackedEntries, Quantizer
 from keepsight.runtime.sparse_read.selection import Quest
 from keepsight.runtime.state import prefill, read
@@ -63,15 +65,19 @@ def test_prefill_packs_layer_by_layer_to_the_same_state():
         state = SMALL.start(model, ids, chunk=chunk)
         assert_close(state.logits, whole.logits)
         assert (state.length, state.kv_bytes, state.counts().tolist()) == (50, whole.kv_bytes, whole.counts().tolist())
-        for one, other in zip(packed_layers(state.cache), packed_layers(whole.cache), strict=True):
-            assert_close(one.packed.recent_values, other.packed.recent_values)
-            assert_close(one.packed.packed_keys.scale, other.packed.packed_keys.scale)
+        for one, other in zip(packed_of(state), packed_of(whole), strict=True):
+            assert_close(one.recent_values, other.recent_values)
+            assert_close(one.packed_keys.scale, other.packed_keys.scale)
+
+
+def packed_of(state) -> list[Any]:
+    return [layer.packed for layer in state.layers]
 
 
 def _bytes(state):
     """Of all tensors, and of their storages."""
     tensors = []
-    for each in (layer.packed for layer in packed_layers(state.cache)):
+    for each in packed_of(state):
         tensors += [*each.packed_keys, *each.packed_values, each.recent_keys, each.recent_values]
     return sum(each.nbytes for each in tensors), sum(each.untyped_storage().nbytes() for each in tensors)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from keepsight.errors import UserError
-from keepsight.runtime.quantized.packing import BITS, Quantizer, pack_codes, unpack_codes
+from keepsight.runtime.quantized.packing import Quantizer, pack_codes, unpack_codes
 from tests.close import assert_close
 
 
@@ -23,7 +23,7 @@ def _slow(group, bits, one_bit="middles"):
     return codes, [code * scale + zero for code in codes]
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", [1, 2, 4])
 def test_element_e_is_in_the_bits_from_bits_times_e(bits):
     codes = torch.randint(0, 2**bits, (3, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     packed = pack_codes(codes, bits)
@@ -64,7 +64,7 @@ def test_known_levels():
     assert extremes.unpack(extremes.pack(group)).tolist() == [0, 0, 0, 0, 4, 4, 4, 4]
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", [1, 2, 4])
 def test_a_range_beyond_float16_stays_finite(bits):
     group = torch.tensor([-60000.0, 60000.0] * 4, dtype=torch.float16)
     for levels in ("middles", "extremes"):

@@ -15,7 +15,7 @@ from keepsight.errors import UserError
 from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.join import join
 from keepsight.runtime.quantized.kivi import Kivi, PackedState
-from keepsight.runtime.quantized.specache import FetchSelector, SpeCache, specache_layers
+from keepsight.runtime.quantized.specache import SpeCache, most_attended, specache_layers
 from keepsight.runtime.state import read
 from tests.close import assert_close
 from tests.runtime.quantized.slow_specache import SlowSpeCache
@@ -116,7 +116,7 @@ def test_autocast(speculative, dtype):
 def test_ties_go_to_the_first_entries():
     """Equal keys are attended to alike; the fetched ones are the first of them."""
     attention = torch.tensor([0.1, 0.2, 0.2, 0.05, 0.2, 0.2, 0.05]).expand(2, KV_HEADS, 2, -1)
-    assert FetchSelector(3, "max").select(attention).sort().values.tolist() == [[[1, 2, 4]] * KV_HEADS] * 2
+    assert most_attended(attention, 3, "max").sort().values.tolist() == [[[1, 2, 4]] * KV_HEADS] * 2
 
 
 @pytest.mark.parametrize("failing", [0, 2])

@@ -142,7 +142,7 @@ def test_kv_bytes_count_all_that_is_held() -> None:
 
 
 REFUSED: list[tuple[Any, str]] = [
-    (lambda: ExactTopK(0), "ExactTopK: budget 0 is below 1"),
+    (lambda: ExactTopK(0), "ExactTopK: budget 0 must be a whole number of at least 1, or a ratio"),
     (
         lambda: method_of("specontext", 10, sinks=4, window=6),
         r"SpeContext: budget 10 is below 11 \(sinks \+ window \+ one entry to choose\)",
