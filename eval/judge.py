@@ -36,13 +36,13 @@ class Judge:
     """An OpenAI-compatible endpoint; its fields are the command's keys `judge.KEY`.
 
     Attributes:
-        url: Such as http://localhost:8000/v1; chat/completions is appended.
-        model: The judge's name there.
-        mode: single, a mark for each answer, or pairwise, a comparison with the full cache's answer.
-        parallel: Judgments that are asked for at once.
-        key: Environment variable that holds the endpoint's API key; none is sent where it is not set.
-        options: Further parameters of each request, such as {reasoning_effort: low}; they replace the usual ones, and
-            null leaves one out: {temperature: null}.
+        url: Base URL of the judge's API, such as http://localhost:8000/v1; chat/completions is appended.
+        model: Name of the judge model in the API.
+        mode: single rates each answer; pairwise compares it with the full cache's answer.
+        parallel: Number of concurrent requests.
+        key: Environment variable with the API key; without it no key is sent.
+        options: Parameters of each request, such as {reasoning_effort: low}. They override the defaults; null removes a
+            parameter: {temperature: null}.
     """
 
     url: str | None = None

@@ -206,11 +206,11 @@ class ServerSettings:
     """A server that answers in place of the base model; its fields are the command's keys `server.KEY`.
 
     Attributes:
-        url: Such as http://localhost:8000/v1; /completions is appended.
-        model: The base model's name there; model.id by default.
-        parallel: Prompts that are asked at once.
-        key: Environment variable that holds the server's API key; none is sent where it is not set.
-        tries: How often a prompt is sent before the command ends; the pauses double from 2 seconds to a minute.
+        url: Base URL of the server's API, such as http://localhost:8000/v1; /completions is appended.
+        model: Name of the base model in the API; model.id by default.
+        parallel: Number of concurrent requests.
+        key: Environment variable with the API key; without it no key is sent.
+        tries: Maximum number of tries for a request, with pauses that double from 2 seconds to a minute.
     """
 
     url: str | None = None

@@ -58,10 +58,10 @@ class Helmet(Benchmark):
     them is another model's verdict in HELMET. Long texts are cut by the base model's tokenizer, not by Llama 2's.
 
     Attributes:
-        dir: HELMET's `data` folder with ruler/, json_kv/, kilt/, msmarco/ and alce/, `prompts` beside it. Further files
-            are rows from the Hub: of ICL icl/NAME/train.jsonl and test.jsonl with text and label (a whole number); of
-            long texts those in longqa/ and summ/ that an error names, with context, question, answer (a text or
-            several), options of choices, keypoints of summaries.
+        dir: HELMET's `data` folder with ruler/, json_kv/, kilt/, msmarco/ and alce/, and with `prompts` beside it. Add
+            rows from the Hub for ICL, icl/NAME/train.jsonl and test.jsonl with text and label (a whole number), and for
+            long texts, the files in longqa/ and summ/ that an error names, with context, question, answer (one or more
+            texts), options of choices, keypoints of summaries.
     """
 
     TASKS: ClassVar[tuple[str, ...]] = tuple(HELMET_TASKS)

@@ -58,7 +58,7 @@ class Jsonl(Benchmark):
     Attributes:
         dir: Folder of JSONL files in LongBench's or RULER's layout. It needs a tasks.json in it or beside it, unless
             the files are named after LongBench's tasks.
-        files: Names to read, without .jsonl; all that can be scored by default.
+        files: Names of files to read, without .jsonl; by default all that can be scored.
     """
 
     dir: str | None = None

@@ -25,9 +25,9 @@ class MtBench(Benchmark):
     """MT-Bench (arXiv:2306.05685): questions in two turns, each compressed with all before it; needs `judge.url`.
 
     Attributes:
-        file: FastChat's question.jsonl; else the Hub's copy.
-        references: FastChat's reference_answer/gpt-4.jsonl, for its math, reasoning and coding questions; else the
-            questions' own field `reference`.
+        file: FastChat's question.jsonl; the Hub's copy by default.
+        references: FastChat's reference_answer/gpt-4.jsonl, for math, reasoning and coding questions; by default the
+            questions' field `reference`.
     """
 
     file: str | None = None

@@ -76,8 +76,8 @@ class LongBench(Benchmark):
     """LongBench: the 16 English tasks; longbench_zh the Chinese ones, longbench_e those of LongBench-E.
 
     Attributes:
-        dir: Folder with LongBench's own files, qasper.jsonl or for LongBench-E qasper_e.jsonl; else the Hub's.
-        max_tokens: Longest prompt, from whose middle a longer one loses tokens; 0 for the model's context.
+        dir: Folder with LongBench's files, such as qasper.jsonl or LongBench-E's qasper_e.jsonl; the Hub's by default.
+        max_tokens: Longest prompt in tokens; longer ones are truncated in the middle. 0 for the model's context.
     """
 
     TASKS: ClassVar[tuple[str, ...]] = (*_ENGLISH, *_CHINESE, *_BY_LENGTH)
@@ -275,8 +275,8 @@ class LongBenchV2(Benchmark):
     """LongBench v2 without chain of thought: questions with four choices, by the length of their context.
 
     Attributes:
-        file: Its data.json, or a JSONL file of its rows; else the Hub's.
-        max_tokens: Longest prompt, from whose middle a longer one loses tokens; 0 for the model's context.
+        file: LongBench v2's data.json, or a JSONL file of its rows; the Hub's by default.
+        max_tokens: Longest prompt in tokens; longer ones are truncated in the middle. 0 for the model's context.
     """
 
     TASKS: ClassVar[tuple[str, ...]] = ("short", "medium", "long")

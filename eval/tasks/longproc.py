@@ -50,8 +50,8 @@ class LongProc(Benchmark):
     Attributes:
         dir: Folder of JSONL files of what LongProc's load_longproc_data returns: task, input_prompt (or prompt),
             reference_output and item in each row.
-        run_programs: Whether the C++ programs that the model writes for pseudo_to_code may be compiled and run, with
-            your rights on this machine.
+        run_programs: Compile and run the C++ programs that the model writes for pseudo_to_code, with your permissions
+            on this machine.
     """
 
     TASKS: ClassVar[tuple[str, ...]] = tuple(

@@ -34,7 +34,7 @@ class MileBench(Benchmark):
     """MileBench's data sets as milebench_NAME, such as milebench_EgocentricNavigation.
 
     Attributes:
-        dir: Folder that holds a folder for each data set.
+        dir: Folder with a subfolder for each data set.
     """
 
     dir: str | None = None

@@ -31,10 +31,11 @@ class Ruler(Benchmark):
     """RULER.
 
     Attributes:
-        haystack: Text file of essays, or RULER's PaulGrahamEssays.json; else the Hub's, else Python's documentation.
-        squad: SQuAD's dev-v2.0.json for qa_1; else the Hub's, else questions about Python's documentation.
-        hotpotqa: HotpotQA's hotpot_dev_distractor_v1.json for qa_2; else as for squad.
-        dir: Folder of ready-made RULER files, which are used instead of generated prompts.
+        haystack: Text file of essays, or RULER's PaulGrahamEssays.json; by default from the Hub, or Python's docs
+            if the Hub cannot be reached.
+        squad: SQuAD's dev-v2.0.json for qa_1; by default from the Hub, or questions about Python's documentation.
+        hotpotqa: HotpotQA's hotpot_dev_distractor_v1.json for qa_2; by default as for squad.
+        dir: Folder of RULER files to use instead of generated prompts.
     """
 
     TASKS: ClassVar[tuple[str, ...]] = (*texts.NEEDLES, "vt", "cwe", "fwe", "qa_1", "qa_2")
