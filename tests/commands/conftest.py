@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from markupsafe import Markup
@@ -21,24 +22,18 @@ sources:
 """
 
 
-_FIGURE, _DRAWINGS = Plot.figure, Plot.drawings
-
-
 @pytest.fixture(scope="module", autouse=True)
-def blank_plots() -> Iterator[None]:
-    """Plots are empty: drawing took most of a command's time, and has tests in tests/eval/report."""
+def blank_plots() -> Iterator[dict[str, Any]]:
+    """Plots are empty: drawing took most of a command's time, and has tests in tests/eval/report.
+
+    Gives the methods that draw them for users.
+    """
+    drawing = {"figure": Plot.figure, "drawings": Plot.drawings}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Plot, "figure", lambda _: Figure(figsize=(1, 1)))
         patch.setattr(Plot, "drawings", lambda plot: [Markup("<svg></svg>")] * len(plot.panels))
         patch.setattr("keepsight.files.DPI", 20)
-        yield
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plots as users get them."""
-    monkeypatch.setattr(Plot, "figure", _FIGURE)
-    monkeypatch.setattr(Plot, "drawings", _DRAWINGS)
+        yield drawing
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,9 @@
 """`keepsight eval` and `keepsight inspect` from the prompt to their files, stopped and gone on with."""
 
 import base64
+import contextlib
 import csv
+import io
 import json
 import re
 import zlib
@@ -15,6 +17,7 @@ from keepsight.commands import eval as evaluation
 from keepsight.commands import variants
 from keepsight.commands.cli import main
 from keepsight.commands.recipe import say_once
+from keepsight.eval.report.figures import Plot
 from keepsight.eval.tasks.jsonl import RULER_METRIC
 from keepsight.files import append_lines, one_writer, read_json, read_jsonl, write_json, write_lines
 from keepsight.models.chat import chat_text
@@ -30,12 +33,27 @@ METHODS = ["full", "oracle", "lookaheadkv", "snapkv", "streamingllm"]
 
 
 @pytest.fixture(scope="module")
-def whole(prepared: Path) -> list[dict[str, Any]]:
-    """The rows of an evaluation that nothing stops."""
-    with pytest.MonkeyPatch.context() as patch:
+def evaluated(prepared: Path, blank_plots: dict[str, Any]) -> tuple[Path, str, list[tuple[str, Any]]]:
+    """Folder and printed lines of an evaluation that nothing stops, and the methods that were made for it."""
+    made, make = [], variants.make_method
+
+    def noted(name: str, budget: Any, *rest: Any, **options: Any) -> Any:
+        made.append((name, budget))
+        return make(name, budget, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.chdir(prepared)
+        patch.setattr(variants, "make_method", noted)
+        for name, drawing in blank_plots.items():
+            patch.setattr(Plot, name, drawing)
         assert main(last_of_each_key(["eval", *TINY, "out=whole", *NEEDLES])) == 0
-    return rows_of(prepared / "whole")
+    return prepared / "whole", printed.getvalue(), made
+
+
+@pytest.fixture
+def whole(evaluated: Any) -> list[dict[str, Any]]:
+    """Its rows."""
+    return rows_of(evaluated[0])
 
 
 def rows_of(out: Path) -> list[dict[str, Any]]:
@@ -43,24 +61,13 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
     return [row | CLOCKS for row in read_jsonl(out / "results.jsonl")]
 
 
-@pytest.mark.usefixtures("drawn")
-def test_every_method_and_budget_has_a_row_and_a_mean(
-    keepsight: CommandLine, here: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, make = [], variants.make_method
-
-    def noted(name: str, budget: Any, *rest: Any, **options: Any) -> Any:
-        made.append((name, budget))
-        return make(name, budget, *rest, **options)
-
-    monkeypatch.setattr(variants, "make_method", noted)
-    printed = keepsight("eval", *TINY, *NEEDLES)
-    assert files_of_run(here / "out") == RUN_FILES
-    assert rows_of(here / "out") == comparable(whole)
+def test_every_method_and_budget_has_a_row_and_a_mean(evaluated: Any, whole: Any) -> None:
+    out, printed, made = evaluated
+    assert files_of_run(out) == RUN_FILES
     cells = [("full", None), *((name, budget) for name in METHODS[1:] for budget in (40, 0.25))]
     assert Counter((row["method"], row["budget"]) for row in whole) == dict.fromkeys(cells, 3)
     assert sorted({row["depth"] for row in whole}) == pytest.approx([0.118, 0.5, 0.736], abs=1e-3)
-    with (here / "out" / "summary.csv").open() as table:
+    with (out / "summary.csv").open() as table:
         summary = list(csv.DictReader(table))
     assert list(summary[0])[:8] == ["task", "length", "method", "budget", "n", "score", "excess_nll", "agreement"]
     assert list(summary[0])[8:10] == ["score_low", "score_high"]
@@ -72,7 +79,7 @@ def test_every_method_and_budget_has_a_row_and_a_mean(
         for column in ("score", "excess_nll", "agreement"):
             assert float(mean[column]) == pytest.approx(sum(row[column] for row in rows) / 3, abs=1e-4)
         assert mean["method"] in printed
-    html = (here / "out" / "report.html").read_text("utf-8")
+    html = (out / "report.html").read_text("utf-8")
     named = [(name, budget) for name in METHODS[1:] for budget in (40, 0.25)]
     assert made == 2 * named, "before the model is loaded, which checks them, and with it"
     assert all(name in html for name in METHODS) and "adapter" in html
@@ -81,13 +88,16 @@ def test_every_method_and_budget_has_a_row_and_a_mean(
     shown = f"first prompt, niah_single {first['sample']}: {first['prompt_tokens']} tokens, nothing cut\n"
     assert printed.startswith(shown) and head.startswith("<|user|>A special magic number is hidden")
     assert tail.partition("\n---\n")[0].endswith("mentioned in the provided text is")
-    assert len(plots) == 4 and all((here / "out" / name).read_bytes().startswith(b"\x89PNG") for name in plots)
+    assert len(plots) == 4 and all((out / name).read_bytes().startswith(b"\x89PNG") for name in plots)
 
 
 def test_all_methods_are_those_that_can_be_made(
     keepsight: CommandLine, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What lacks trained weights is named before the model is loaded, what refuses the model at the end."""
+    """What lacks trained weights is named before the model is loaded, what refuses the model at the end.
+
+    The methods of the papers' tables keep what their budget says, and tell their time by part.
+    """
     say_once.cache_clear()
     small = ("lengths=[320]", "samples=1", "budgets=[80]", "max_new_tokens=3", "pages=0", "question=unseen")
     given = (*TINY, *NEEDLES, "draft.layers=[0,2]", *small)
@@ -105,6 +115,19 @@ def test_all_methods_are_those_that_can_be_made(
     )
     assert ran | refused | left | {"evict"} == {*known.METHODS, "kivi group=8"} and not ran & (refused | left)
     assert len(ran) > 30
+    papers = {"full", "oracle", "lookaheadkv", "laq", "speckv", "dapq", "specpc"}
+    papers |= {"snapkv", "pyramidkv", "adakv", "h2o", "tova", "streamingllm"}
+    for row in read_jsonl(here / "out" / "results.jsonl"):
+        assert row["time_to_first_token"] == pytest.approx(sum(row["seconds"].values()))
+        assert row["tokens_per_second"] is None or row["tokens_per_second"] > 0
+        if (name := row["method"]) in papers:
+            papers.remove(name)
+            assert (row["seconds"]["draft"] > 0) == (name in ("oracle", "speckv", "dapq", "specpc")), name
+            assert name in printed
+            if row["budget"]:
+                assert row["kept"] == row["budget"] and 0 < row["recall"] < 1, name
+                assert row["kv_bytes"] == row["budget"] * 3 * 2 * 8 * 2 * 4  # layers, KV heads, floats, key and value
+    assert not papers
 
 
 def test_a_stopped_evaluation_goes_on(
@@ -160,106 +183,50 @@ def test_only_settings_that_answers_depend_on_may_not_change(keepsight: CommandL
     assert (here / "out" / "results.jsonl").read_bytes() == before["results.jsonl"]
 
 
+REAL = [*TINY, "tasks=[jsonl]", "jsonl.dir=real", "methods=[snapkv]", "budgets=[40]", "max_tokens=512"]
+
+
 def real_samples(folder: Path) -> None:
     """Three samples in LongBench's layout, and what to do with them."""
+    folder.mkdir()
     template = {"prompt": "{context}\n{input}", "layout": "longbench", "metric": "qa_f1", "max_new_tokens": 8}
     write_json(folder / "tasks.json", {"facts": template})
-    fields = {
-        "input": "Who?",
-        "answers": ["Ada"],
-        "length": 1,
-        "dataset": "facts",
-        "language": "en",
-        "all_classes": None,
-    }
+    fields = {"input": "Who?", "answers": ["Ada"], "length": 1, "dataset": "facts", "language": "en"}
+    fields["all_classes"] = None
     texts = ["Ada wrote it. " * count for count in (9, 12, 400)]
     rows = [{**fields, "context": text, "_id": str(number)} for number, text in enumerate(texts)]
     append_lines(folder / "facts.jsonl", rows)
 
 
 def test_real_samples(keepsight: CommandLine, here: Path) -> None:
-    (here / "real").mkdir()
     real_samples(here / "real")
-    given = [*TINY, "tasks=[jsonl]", "jsonl.dir=real", "methods=[snapkv]", "budgets=[40]", "max_tokens=512"]
     whole_file = (here / "real" / "facts.jsonl").read_bytes()
     (here / "real" / "facts.jsonl").write_bytes(whole_file[:-9])
-    assert "facts.jsonl:3: changed or cut off" in keepsight.fails("eval", *given, "skip=0")
+    assert "facts.jsonl:3: changed or cut off" in keepsight.fails("eval", *REAL, "skip=0")
     assert not (here / "out").exists()
     (here / "real" / "facts.jsonl").write_bytes(whole_file)
-    printed = keepsight("eval", *given)
+    printed = keepsight("eval", *REAL)
     assert "facts: 1 samples do not fit max_tokens=512" in printed
     found = [(row["task"], row["length"], row["sample"], row["method"]) for row in rows_of(here / "out")]
-    assert found == [
-        ("facts", 512, sample, method) for sample in "10" for method in ("full", "snapkv")
-    ]  # longest first
+    expected = [("facts", 512, sample, method) for sample in "10" for method in ("full", "snapkv")]
+    assert found == expected, "longest first"
 
 
-def test_a_prompt_is_rendered_once(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three samples one is too long; the others come apart at their questions, which are not seen."""
+def test_questions_of_real_samples(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt is rendered once: of three samples one is too long; the others come apart at their questions."""
     rendered: list[Any] = []
-
-    def noted(tokenizer: Any, turns: Any) -> str:
-        rendered.append(turns)
-        return chat_text(tokenizer, turns)
-
-    monkeypatch.setattr("keepsight.eval.tasks.samples.chat_text", noted)
-    (here / "real").mkdir()
+    note = "keepsight.eval.tasks.samples.chat_text"
+    monkeypatch.setattr(note, lambda *given: rendered.append(given) or chat_text(*given))
     real_samples(here / "real")
-    given = [*TINY, "tasks=[jsonl]", "jsonl.dir=real", "methods=[snapkv]", "budgets=[40]", "max_tokens=512"]
-    keepsight("eval", *given, "question=unseen")
+    keepsight("eval", *REAL, "question=unseen")
     assert len(rendered) == 3 + 2
-
-
-def test_questions_of_real_samples(keepsight: CommandLine, here: Path) -> None:
-    (here / "real").mkdir()
-    real_samples(here / "real")
-    given = [*TINY, "tasks=[jsonl]", "jsonl.dir=real", "methods=[snapkv]", "budgets=[40]", "max_tokens=512"]
-    keepsight("eval", *given, "question=unseen")
     assert {row["question"] for row in rows_of(here / "out")} == {"unseen"}
     row = {"input": "Who wrote it?", "outputs": ["Ada"], "answer_prefix": "It is", "index": 0}
     (here / "real" / "tasks.json").write_text(json.dumps({"facts": {**RULER, "max_new_tokens": 8}}))
     write_lines(here / "real" / "facts.jsonl", [row])
-    message = keepsight.fails("eval", *given, "question=unseen", "out=other", "model.id=tiny")
+    message = keepsight.fails("eval", *REAL, "question=unseen", "out=other")
     assert message == "sample facts/facts-0 does not say where its question starts; evaluate it with question=seen"
     assert not (here / "other").exists()
-
-
-def test_several_questions_of_one_context(keepsight: CommandLine, here: Path) -> None:
-    given = [*TINY, "tasks=[niah_multikey]", "lengths=[600]", "samples=2", "max_new_tokens=6", "methods=[snapkv,h2o]"]
-    keepsight("eval", *given, "budgets=[40]", "question=multi")
-    rows = rows_of(here / "out")
-    names = [f"1000-{number}-{key}" for number in range(2) for key in range(4)]
-    assert sorted(row["sample"] for row in rows) == [name for name in names for _ in range(3)]
-    assert {row["question"] for row in rows} == {"multi"}
-    assert len({tuple(row["references"]) for row in rows}) == 8
-    assert json.loads((here / "out" / "settings.json").read_text())["question"] == "multi"
-    left = [row for row in read_jsonl(here / "out" / "results.jsonl") if row["sample"] not in names[2:5]]
-    write_lines(here / "out" / "results.jsonl", left)
-    keepsight("eval", *given, "budgets=[40]", "question=multi")
-    again = rows_of(here / "out")
-    assert sorted(again, key=str) == sorted(rows, key=str)
-
-
-EVERY = "full,oracle,lookaheadkv,laq,speckv,dapq,snapkv,pyramidkv,adakv,h2o,tova,streamingllm,specpc"
-
-
-def test_all_methods_of_the_papers(keepsight: CommandLine, here: Path) -> None:
-    given = ["tasks=[niah]", "lengths=[700]", f"methods=[{EVERY}]", "budgets=[72,128]", "samples=1"]
-    printed = keepsight("eval", *TINY, "draft.layers=[0,1]", "max_new_tokens=6", *given)
-    rows = rows_of(here / "out")
-    cells = [("full", None), *((name, budget) for name in EVERY.split(",")[1:] for budget in (72, 128))]
-    assert [(row["method"], row["budget"]) for row in rows] == cells * 4
-    assert files_of_run(here / "out") == RUN_FILES
-    for row in rows:
-        assert row["method"] in printed
-        if row["budget"]:
-            assert row["kept"] == row["budget"]
-            assert row["kv_bytes"] == row["budget"] * 3 * 2 * 8 * 2 * 4  # layers, KV heads, floats, key and value
-            assert 0 < row["recall"] < 1
-    for row in read_jsonl(here / "out" / "results.jsonl"):
-        assert row["time_to_first_token"] == pytest.approx(sum(row["seconds"].values()))
-        assert row["tokens_per_second"] is None or row["tokens_per_second"] > 0
-        assert (row["seconds"]["draft"] > 0) == (row["method"] in ("oracle", "speckv", "dapq", "specpc"))
 
 
 @pytest.mark.parametrize("method", ["adakv", "speckv"])

@@ -9,7 +9,7 @@ import pytest
 
 from keepsight.commands.eval import own_share
 from keepsight.eval.tasks.samples import Sample, render
-from keepsight.files import append_lines, one_writer, read_jsonl, write_lines
+from keepsight.files import append_lines, one_writer, read_json, read_jsonl, write_lines
 from tests.commands.commands import RUN_FILES, CommandLine, files_of_run
 from tests.eval.rows import CLOCKS, comparable
 from tests.launch import launch
@@ -30,7 +30,11 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 def test_two_processes_give_what_one_gives_and_go_on_where_others_stopped(keepsight: CommandLine, here: Path) -> None:
     keepsight("eval", *GIVEN, *TASK, "out=one")
     expected = rows_of(here / "one")
-    assert len(expected) == 3 * 4 * 3
+    names = [f"1000-{number}-{key}" for number in range(3) for key in range(4)]
+    assert [row["sample"] for row in expected] == [name for name in names for _ in range(3)]
+    assert {row["question"] for row in expected} == {"multi"}
+    assert len({tuple(row["references"]) for row in expected}) == 12
+    assert read_json(here / "one" / "settings.json")["question"] == "multi"
 
     # As three processes leave it that were killed: one part empty, one torn.
     rows = list(read_jsonl(here / "one" / "results.jsonl"))

@@ -97,7 +97,8 @@ def test_a_training_from_a_configuration_alone(keepsight: CommandLine, here: Pat
     assert printed.startswith("8b in bfloat16, a prompt of 512 and an answer of 64 tokens on each GPU\n")
     assert "of 1.00 GiB a GPU" in printed and printed.count(": fits") == 1
     assert "at an assumed 50% of 100 TFLOP/s:" in printed
-    assert "does not fit: lower tokens=" in keepsight(*given, "tokens=512", "gpu=10MiB")
+    printed = keepsight(*given, "tokens=512", "gpu=10MiB", "gpus=8", "shard=true")
+    assert "does not fit: lower tokens=" in printed and "divided over 8 GPUs" in printed
     fsdp2 = "model.device_map=fsdp2"
     wrong = {
         "tokens=1000000000": "tokens=1000000000 is more than the model's context of 131072; lower it",
@@ -112,6 +113,7 @@ def test_a_training_from_a_configuration_alone(keepsight: CommandLine, here: Pat
         assert keepsight.fails(*given, *keys.split()).startswith(said)
 
 
+@pytest.mark.slow  # tests/train/test_plan.py divides a smaller one
 def test_a_divided_target_takes_less_of_each_gpu(keepsight: CommandLine, here: Path) -> None:
     """FSDP2 leaves whole what is in no layer: embeddings and what makes logits."""
     (here / "8b" / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": 8, "vocab_size": 8192}))

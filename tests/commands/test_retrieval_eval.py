@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from keepsight.files import read_json, read_jsonl, write_json
+from keepsight.files import read_json, read_jsonl
 from keepsight.models.card import Provenance
-from keepsight.models.retrieval_head import CONFIG
 from keepsight.models.targets import load_target
 from tests.commands.commands import CommandLine
 from tests.models.retrieval_heads import tiny_draft_head, tiny_retrieval_head
@@ -47,22 +46,6 @@ def test_every_method_and_budget_has_a_row(keepsight: CommandLine, here: Path, h
     assert any(abs(row["excess_nll"]) > 1e-3 for row in rows if row["budget"] == 64)
     settings = read_json(here / "out" / "settings.json")
     assert settings["retrieval"] == "head" and settings["retrieval_digest"].startswith("sha256:")
-
-
-def test_bad_heads_are_named(keepsight: CommandLine, here: Path, head: Path) -> None:
-    specontext = *TINY, "methods=[specontext]", "budgets=[64]", "samples=1", "retrieval=null"
-    assert keepsight.fails("eval", *specontext) == (
-        "method 'specontext': needs retrieval=FOLDER_OR_HUB_ID; train one with train_retrieval_head.py"
-    )
-    assert "method 'specontext': shipped:nothing: keepsight ships no such artifact" in keepsight.fails(
-        "eval", *specontext, "retrieval=shipped:nothing"
-    )
-    tiny_retrieval_head().save(here / "other", Provenance("other"), "# Card\n")
-    assert "this retrieval head is for another model than" in keepsight.fails("eval", *specontext, "retrieval=other")
-    values = read_json(head / CONFIG)
-    write_json(head / CONFIG, values | {"digests": {}})
-    assert "head" in keepsight.fails("eval", *specontext, "retrieval=head")
-    assert keepsight.fails("eval", *TINY, "methods=[quest]", "budgets=[16]").startswith("Quest: budget 16 is below 31")
 
 
 def test_a_draft_head_is_a_draft(keepsight: CommandLine, here: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ TRAININGS = {
     "draft head": (DRAFT_HEAD, "model.safetensors"),
     "retrieval head": (RETRIEVAL_HEAD, "retrieval_head.safetensors"),
 }
+FAST = [("lookahead", "disk"), ("draft head", "devices"), ("retrieval head", "devices")]
+"""tests/train/test_training.py has a lookahead module over two devices, and one whose layers run twice."""
 NEEDLES = ["tasks=[niah_single]", "lengths=[320]", "samples=1", "budgets=[40]", "max_new_tokens=4"]
 METHODS = "draft.layers=[0,2] methods=[full,oracle,lookaheadkv,speckv,quest,snapkv,adakv,h2o]"
 _ENDS = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head")
@@ -59,8 +62,10 @@ def loaded_in(parts: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize("training", TRAININGS)
+@pytest.mark.parametrize(
+    ("training", "parts"),
+    [pytest.param(*each, marks=[] if each in FAST else [pytest.mark.slow]) for each in product(TRAININGS, PARTS)],
+)
 def test_a_training(keepsight: CommandLine, here: Path, training: str, parts: str) -> None:
     (command, *keys), weights = TRAININGS[training]
     keepsight(command, *TINY, *keys, "data=data", "out=whole")
