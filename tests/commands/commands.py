@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from keepsight.commands.cli import main
 from keepsight.commands.config import COMMANDS
 from keepsight.commands.config_shared import UsesModel
 from keepsight.data_gen.store import TrainingSample, finished_manifest, finished_samples
-from keepsight.eval.report.figures import FORMATS
+from keepsight.eval.report.figures import FORMATS, Plot
 from keepsight.models.card import Provenance
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
@@ -41,6 +43,23 @@ def last_of_each_key(arguments: Sequence[str]) -> list[str]:
 def samples_of(folder: Path) -> list[TrainingSample]:
     """The samples of a finished data folder."""
     return [*finished_samples(folder, finished_manifest(folder))]
+
+
+_DRAWING = ((Plot, "figure", Plot.figure), (Plot, "drawings", Plot.drawings), (Figure, "savefig", Figure.savefig))
+
+
+def draw_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Plots are empty: drawing took most of a command's time, and has tests in tests/eval/report and tests/train."""
+    (*_, save) = _DRAWING[-1]
+    patch.setattr(Plot, "figure", lambda _: Figure(figsize=(1, 1)))
+    patch.setattr(Plot, "drawings", lambda plot: [Markup("<svg></svg>")] * len(plot.panels))
+    patch.setattr(Figure, "savefig", lambda _, *to, **given: save(Figure(figsize=(1, 1)), *to, **given))
+
+
+def draw(patch: pytest.MonkeyPatch) -> None:
+    """Plots are drawn as for users."""
+    for each in _DRAWING:
+        patch.setattr(*each)
 
 
 class CommandLine:

@@ -3,15 +3,11 @@
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from markupsafe import Markup
-from matplotlib.figure import Figure
 
-from keepsight.eval.report.figures import Plot
 from keepsight.files import write_lines
-from tests.commands.commands import CommandLine, save_target_and_adapter
+from tests.commands.commands import CommandLine, draw, draw_nothing, save_target_and_adapter
 
 MIXTURE = """
 min_tokens: 100
@@ -23,17 +19,16 @@ sources:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def blank_plots() -> Iterator[dict[str, Any]]:
-    """Plots are empty: drawing took most of a command's time, and has tests in tests/eval/report.
-
-    Gives the methods that draw them for users.
-    """
-    drawing = {"figure": Plot.figure, "drawings": Plot.drawings}
+def blank_plots() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Plot, "figure", lambda _: Figure(figsize=(1, 1)))
-        patch.setattr(Plot, "drawings", lambda plot: [Markup("<svg></svg>")] * len(plot.panels))
-        patch.setattr("keepsight.files.DPI", 20)
-        yield drawing
+        draw_nothing(patch)
+        yield
+
+
+@pytest.fixture
+def drawn(blank_plots: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this test, plots are drawn as for users."""
+    draw(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ TEXTS = ("mixture=mixture.yaml", "prompt_tokens=[100,300]", "samples=2", "held_o
 FILES = ["data/manifest.json", "data/shard-00000.arrow", "draft.json", "draft.png", "search.jsonl"]
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_table_the_recipes_lines_and_the_files(keepsight: CommandLine, here: Path) -> None:
     printed = keepsight("bench", "draft", *TINY, *TEXTS, "keep=[2,1]")
     assert [re.sub("-[0-9a-f]{16}", "", name) for name in tree(here / "draft")] == FILES

@@ -2,11 +2,9 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from keepsight.eval.report.figures import Plot
 from keepsight.files import read_jsonl
 from keepsight.models.card import Provenance
 from keepsight.models.targets import load_target
@@ -30,11 +28,8 @@ def heads(here: Path) -> Path:
     return here
 
 
-def test_methods_heads_and_bounds_have_a_row_each(
-    keepsight: CommandLine, here: Path, heads: Path, blank_plots: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, drawing in blank_plots.items():
-        monkeypatch.setattr(Plot, name, drawing)
+@pytest.mark.usefixtures("drawn")
+def test_methods_heads_and_bounds_have_a_row_each(keepsight: CommandLine, here: Path, heads: Path) -> None:
     options = "retrieval=retrieval", "budgets=[64,128,1000]", "heads={pruned: draft,groups: groups}", *SHORT
     printed = keepsight("bench", "hits", *TINY, *options)
     rows = list(read_jsonl(here / "out" / "hits.jsonl"))

@@ -10,6 +10,7 @@ import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,13 +18,12 @@ from keepsight.commands import eval as evaluation
 from keepsight.commands import variants
 from keepsight.commands.cli import main
 from keepsight.commands.recipe import say_once
-from keepsight.eval.report.figures import Plot
 from keepsight.eval.tasks.jsonl import RULER_METRIC
 from keepsight.files import append_lines, one_writer, read_json, read_jsonl, write_json, write_lines
 from keepsight.models.chat import chat_text
 from keepsight.runtime import methods as known
 from keepsight.runtime.methods import SnapKV
-from tests.commands.commands import NEEDLES, RUN_FILES, CommandLine, files_of_run, last_of_each_key, tree
+from tests.commands.commands import NEEDLES, RUN_FILES, CommandLine, draw, files_of_run, last_of_each_key, tree
 from tests.eval.rows import CLOCKS, comparable
 
 RULER = {"layout": "ruler", "prompt": "{input}{answer_prefix}", "metric": RULER_METRIC}
@@ -33,7 +33,7 @@ METHODS = ["full", "oracle", "lookaheadkv", "snapkv", "streamingllm"]
 
 
 @pytest.fixture(scope="module")
-def evaluated(prepared: Path, blank_plots: dict[str, Any]) -> tuple[Path, str, list[tuple[str, Any]]]:
+def evaluated(prepared: Path, blank_plots: None) -> tuple[Path, str, list[tuple[str, Any]]]:
     """Folder and printed lines of an evaluation that nothing stops, and the methods that were made for it."""
     made, make = [], variants.make_method
 
@@ -44,8 +44,7 @@ def evaluated(prepared: Path, blank_plots: dict[str, Any]) -> tuple[Path, str, l
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.chdir(prepared)
         patch.setattr(variants, "make_method", noted)
-        for name, drawing in blank_plots.items():
-            patch.setattr(Plot, name, drawing)
+        draw(patch)
         assert main(last_of_each_key(["eval", *TINY, "out=whole", *NEEDLES])) == 0
     return prepared / "whole", printed.getvalue(), made
 
@@ -84,7 +83,8 @@ def test_every_method_and_budget_has_a_row_and_a_mean(evaluated: Any, whole: Any
     assert made == 2 * named, "before the model is loaded, which checks them, and with it"
     assert all(name in html for name in METHODS) and "adapter" in html
     plots = [name for name in RUN_FILES if name.endswith("png")]
-    first, head, tail = whole[0], *printed.split("--- head\n")[1].split("\n--- tail\n")
+    first = whole[0]
+    head, tail = printed.split("--- head\n")[1].split("\n--- tail\n")
     shown = f"first prompt, niah_single {first['sample']}: {first['prompt_tokens']} tokens, nothing cut\n"
     assert printed.startswith(shown) and head.startswith("<|user|>A special magic number is hidden")
     assert tail.partition("\n---\n")[0].endswith("mentioned in the provided text is")
@@ -214,12 +214,11 @@ def test_real_samples(keepsight: CommandLine, here: Path) -> None:
 
 def test_questions_of_real_samples(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt is rendered once: of three samples one is too long; the others come apart at their questions."""
-    rendered: list[Any] = []
-    note = "keepsight.eval.tasks.samples.chat_text"
-    monkeypatch.setattr(note, lambda *given: rendered.append(given) or chat_text(*given))
+    rendered = Mock(side_effect=chat_text)
+    monkeypatch.setattr("keepsight.eval.tasks.samples.chat_text", rendered)
     real_samples(here / "real")
     keepsight("eval", *REAL, "question=unseen")
-    assert len(rendered) == 3 + 2
+    assert rendered.call_count == 3 + 2
     assert {row["question"] for row in rows_of(here / "out")} == {"unseen"}
     row = {"input": "Who wrote it?", "outputs": ["Ada"], "answer_prefix": "It is", "index": 0}
     (here / "real" / "tasks.json").write_text(json.dumps({"facts": {**RULER, "max_new_tokens": 8}}))

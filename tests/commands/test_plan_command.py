@@ -67,6 +67,7 @@ def test_what_the_context_needs(keepsight: CommandLine, here: Path) -> None:
     assert "does not fit: it needs" in printed and "with 32 of 32 layers on the CPU" in printed
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_plot(keepsight: CommandLine, here: Path) -> None:
     assert keepsight("plan", *EIGHT_B, "out=plots/plan.png").splitlines()[-1] == "plots/plan.png"
     assert (here / "plots" / "plan.png").read_bytes().startswith(b"\x89PNG")

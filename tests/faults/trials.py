@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from random import Random
 
@@ -108,7 +109,7 @@ def two_writers(world: World, rng: Random, count: int) -> Iterator[Verdict]:
 
 def damaged_files(world: World, rng: Random, count: int) -> Iterator[Verdict]:
     """A file that a command reads is damaged; it refuses the file, or ends with the same result."""
-    places = [*_places(world)]
+    places = [*islice(_places(world), count)]
     for number in range(count):
         here, scene, patterns = places[number % len(places)]
         paths = [path for pattern in patterns for path in sorted(here.glob(pattern)) if path.is_file()]

@@ -4,15 +4,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
 
-from keepsight.train.plots import draft_head_figure, lookahead_figure, retrieval_figure, running_mean
+from keepsight.train.plots import (
+    ablation_figure,
+    draft_head_figure,
+    eviction_figure,
+    lookahead_figure,
+    retrieval_figure,
+    running_mean,
+)
 
 Drawn = dict[str, dict[str, list[float]]]
 
 
 def drawn(figure: Figure) -> Drawn:
-    """For each panel by title, the values of each line by label."""
+    """For each panel by title, the values of each line by label; all that is done to draw them is done."""
+    figure.draw_without_rendering()
     lines = {panel.get_title(): panel.get_lines() for panel in figure.axes}
     return {
         title: {str(line.get_label()): np.asarray(line.get_xydata()).ravel().tolist() for line in each}
@@ -69,3 +78,13 @@ def test_curves_of_a_retrieval_head() -> None:
     loss, hits = drawn(retrieval_figure(log)).values()
     assert loss["held-out KL"] == [1, 15.0]
     assert [*hits.values()] == [[1, 0.25], [1, 0.125]] and "64 entries" in hits
+
+
+def test_curves_of_an_ablation_and_of_a_training_on_answers() -> None:
+    cells = {"rank0": [evaluation(0, 0.1)], "rank2": [evaluation(0, 0.3), evaluation(2, 0.4)]}
+    lines = drawn(ablation_figure(cells))["Held-out KL"]
+    assert {name: lines[name] for name in cells} == {"rank0": [0, 0.1], "rank2": [0, 0.3, 2, 0.4]}
+    figure = eviction_figure([{"step": 1, "loss": 2.0, "eval_excess_nll_at_6": 0.5}], torch.tensor([[1, 2.0]] * 3), [6])
+    assert drawn(figure)["Held-out excess NLL (nats)"]["6 entries"] == [1, 0.5]
+    (image,) = figure.axes[2].images
+    assert np.asarray(image.get_array()).tolist() == [[0, 0, 0], [1, 1, 1]]
