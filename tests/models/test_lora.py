@@ -14,9 +14,10 @@ from keepsight.runtime.methods import LookaheadKV
 from keepsight.train.dataset import Batch
 from keepsight.train.importance import ImportanceObjective
 from tests.close import assert_close
-from tests.families import FAMILIES, family_model, fresh_model
+from tests.families import family_model, fresh_model
 from tests.models.modules import random_module, random_on, save
 from tests.tiny import prompt_ids, tiny_model
+from tests.train.runs import GRID
 
 ATTENTION, MLP = "self_attn.q_proj k_proj v_proj o_proj", "mlp.gate_proj up_proj down_proj"
 EXPECTED = {
@@ -76,7 +77,7 @@ def test_targets_are_chosen_by_name():
             chosen_targets(model, ["q_proj", wrong])
 
 
-@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"Mistral with a window"}))
+@pytest.mark.parametrize("family", GRID)
 def test_every_trained_parameter_gets_a_gradient(family):
     """Also of a batch whose prompts have different lengths."""
     ids, mask = prompt_ids(30, 17)
@@ -85,9 +86,6 @@ def test_every_trained_parameter_gets_a_gradient(family):
     trained = {name: each for name, each in objective.named_parameters() if each.requires_grad}
     assert len(trained) == 1 + 2 * len(lora_targets(objective.lookahead.model))
     assert [name for name, each in trained.items() if each.grad is None or not each.grad.any()] == []
-
-
-WITHOUT = {"Mistral with a window"}  # no layer with full attention, and so nothing to adapt
 
 
 def lora_of(model: Any) -> Lora:
@@ -102,7 +100,7 @@ def outputs(model: Any, lora: Lora | FoldedLora) -> torch.Tensor:
         return model(prompt_ids(12, 12)[0]).logits
 
 
-@pytest.mark.parametrize("family", sorted({*FAMILIES} - WITHOUT))
+@pytest.mark.parametrize("family", GRID)
 def test_the_update_is_that_of_the_trained_lora(family: str) -> None:
     model = family_model(family)
     lora = lora_of(model)

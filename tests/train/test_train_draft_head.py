@@ -158,12 +158,6 @@ def test_teacher_files_are_made_on_where_a_killed_run_stopped(place, trained, tm
         train_heads.draft(config(place, tmp_path / "third", features=str(tmp_path / "features")))
 
 
-def test_a_vocabulary_larger_than_the_targets_is_refused(place, tmp_path):
-    with pytest.raises(UserError, match=r"draft_head.vocabulary=600 must lie between 1 and 512"):
-        train_heads.draft(config(place, tmp_path / "head", draft_head=head_settings(vocabulary=600)))
-    assert not (tmp_path / "head").exists()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [None, "zero2"])
 def test_two_processes_divide_the_features_and_train_one_head(config, place, tmp_path):
