@@ -63,6 +63,11 @@ def pooled(importance, kernel=7):
     return torch.stack([importance[:, max(t - half, 0) : t + half + 1].amax(1) for t in range(length)], dim=1)
 
 
+def best_of(scores, count):
+    """The indices of the `count` highest, in this order, lowest index first among equals."""
+    return sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count]
+
+
 def best(importance, count):
-    """For each KV head the indices of the `count` highest, lowest index first among equals."""
-    return [set(sorted(range(len(row)), key=lambda t: (-row[t], t))[:count]) for row in importance.tolist()]
+    """For each KV head the indices of the `count` highest."""
+    return [set(best_of(row, count)) for row in importance.tolist()]

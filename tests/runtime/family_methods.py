@@ -1,6 +1,8 @@
 """The methods, made so that they work on a short prompt of any family."""
 
-from collections.abc import Iterable
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +22,6 @@ from tests.families import FAMILIES, family_model
 from tests.models.modules import SHAPE, random_on, save
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.models.scorers import tiny_scorer
-from tests.pairwise import cover
 from tests.tiny import SmallVocabulary, prompt_ids, tiny_model
 
 LENGTH, BUDGET = 41, 16
@@ -207,3 +208,31 @@ _KINDS = {
     "chunked_attention": "chunked",
     "linear_attention": "linear",
 }
+
+
+Kinds = Mapping[str, Set[str]]
+"""The names of rows or columns, and what each of them is."""
+
+
+def cover(rows: Kinds, columns: Kinds) -> list[tuple[str, str]]:
+    """Choose cases greedily, the same ones every time.
+
+    Each kind of row meets each kind of column, and each row and each column occurs. Of the cases that add as many such
+    pairs, the one whose row and column were chosen least often comes first.
+
+    Returns:
+        Names of rows and columns, in the order of the grid.
+    """
+    pairs = {
+        (row, column): {*itertools.product(rows[row], columns[column]), (row, None), (None, column)}
+        for row in rows
+        for column in columns
+    }
+    missing = set[tuple[str | None, str | None]]().union(*pairs.values())
+    chosen, used = set[tuple[str, str]](), Counter[str]()
+    while missing:
+        best = max(pairs, key=lambda case: (len(pairs[case] & missing), -used[case[0]] - used[case[1]]))
+        chosen.add(best)
+        used.update(best)
+        missing -= pairs[best]
+    return [case for case in pairs if case in chosen]

@@ -1,4 +1,4 @@
-"""How likely an answer is after a state, teacher-forced, and what observers score: what methods are compared by."""
+"""What methods are compared by: how likely an answer is, what observers score, what was recorded, what is kept."""
 
 from typing import Any
 
@@ -8,10 +8,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from keepsight.runtime import observe
+from keepsight.runtime.allocate import Allocation, HeadSizes
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import reduce_group
-from keepsight.runtime.state import State, read
+from keepsight.runtime.state import State, prefill, read
 
 
 @torch.no_grad()
@@ -44,3 +45,25 @@ def observed_by_query_head(model: Any, method: Evict, state: State) -> list[Tens
     ):
         assert torch.equal(scores, reduce_group(heads, held.keys.shape[1], method.reduce.heads))
     return by_query_head
+
+
+def recorded(state: State, name: str) -> list[Tensor]:
+    """The `queries` or `accumulated` attention of each layer; none where nothing of the kind was recorded."""
+    found = [getattr(layer.recorded, name, None) for layer in state.layers]
+    return [each for each in found if each is not None]
+
+
+def divide(allocate: Allocation, importance: list[Tensor], budget: int) -> list[Tensor]:
+    """For each layer [B, K] int64, entries to keep, of [B, K, C]: +inf where protected, -inf for padding."""
+    every = torch.stack(importance)
+    held = HeadSizes((every != -torch.inf).sum(-1).numpy(), (every == torch.inf).sum(-1).numpy())
+    return list(torch.from_numpy(allocate(held, [budget] * every.shape[1], importance)))
+
+
+def kept_entries(method: Any, model: Any, ids: Tensor, mask: Any = None, chunk: int | None = None) -> list[Any]:
+    """For each row, layer and KV head the kept entries, counted without padding."""
+    state = prefill(model, ids, mask, needs=method.needs(), chunk=chunk)
+    first = (ids.shape[1] - state.lengths).tolist()
+    chosen = method.select(state, method.importance(model, state))
+    rows = range(len(ids))
+    return [[[(head.nonzero()[:, 0] - first[row]).tolist() for head in each[row]] for each in chosen] for row in rows]

@@ -7,7 +7,7 @@ from keepsight.runtime.methods.drafts import Oracle
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV
 from keepsight.runtime.methods.positions import StreamingLLM
 from keepsight.runtime.methods.window import PromptWindow
-from tests.runtime.dividing import divide
+from tests.runtime.scoring import divide
 
 
 class Slow:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive, Global, Pyramid, Uniform, blended, pyramid_schedule
 from keepsight.runtime.importance import top_mask
-from tests.runtime.dividing import divide
+from tests.runtime.scoring import divide
 
 ALL = [
     Uniform(),

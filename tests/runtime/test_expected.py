@@ -16,6 +16,8 @@ from keepsight.runtime.saved import load_state, save_state
 from keepsight.runtime.state import Needs, prefill
 from tests.close import assert_close
 from tests.families import FAMILIES, family_model
+from tests.runtime.dense import best_of
+from tests.runtime.scoring import kept_entries
 from tests.tiny import prompt_ids, tiny_model
 
 BUDGET, SINKS, WIDTH, GROUP, AHEAD = 16, 4, 8, 2, 512
@@ -111,13 +113,9 @@ def trigonometric(model, ids):
     return [scores] * 3
 
 
-def best(scores, count):
-    return sorted(sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count])
-
-
 def adaptive(layer):
     """AdaKV without a blend: each head its best 3 (a fifth of 16), then the layer's best."""
-    first = [best(scores, 3) for scores in layer]
+    first = [best_of(scores, 3) for scores in layer]
     rest = [(-score, head, e) for head, of in enumerate(layer) for e, score in enumerate(of) if e not in first[head]]
     more = sorted(rest)[: 2 * BUDGET - 6]
     return [sorted(first[head] + [e for _, of, e in more if of == head]) for head in range(2)]
@@ -126,7 +124,7 @@ def adaptive(layer):
 CASES = {
     "expected_attention": (
         ExpectedAttention(BUDGET),
-        lambda *given: [[best(head, BUDGET) for head in layer] for layer in expected(*given)],
+        lambda *given: [[sorted(best_of(head, BUDGET)) for head in layer] for layer in expected(*given)],
     ),
     "expected_adakv": (
         ExpectedAdaKV(BUDGET),
@@ -134,18 +132,9 @@ CASES = {
     ),
     "triattention": (
         TriAttention(BUDGET),
-        lambda *given: [[best(head, BUDGET) for head in layer] for layer in trigonometric(*given)],
+        lambda *given: [[sorted(best_of(head, BUDGET)) for head in layer] for layer in trigonometric(*given)],
     ),
 }
-
-
-def kept(method, model, ids, mask=None, chunk=None):
-    """For each row, layer and KV head the kept entries, counted without padding."""
-    state = prefill(model, ids, mask, needs=method.needs(), chunk=chunk)
-    first = (ids.shape[1] - state.lengths).tolist()
-    chosen = method.select(state, method.importance(model, state))
-    rows = range(len(ids))
-    return [[[(head.nonzero()[:, 0] - first[row]).tolist() for head in each[row]] for each in chosen] for row in rows]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -153,12 +142,12 @@ def test_methods_keep_what_their_definitions_say(name, tiny):
     """Alone, in chunks, and in a batch with padding, in which the shortest prompt fits the budget."""
     method, reference = CASES[name]
     ids, mask = prompt_ids(53, 38, 9, seed=1)
-    batch = kept(method, tiny, ids, mask)
+    batch = kept_entries(method, tiny, ids, mask)
     for row, length in enumerate((53, 38)):
         alone = ids[row : row + 1, 53 - length :]
         keeps = reference(tiny, alone)
-        assert kept(method, tiny, alone)[0] == keeps
-        assert kept(method, tiny, alone, chunk=10)[0] == keeps
+        assert kept_entries(method, tiny, alone)[0] == keeps
+        assert kept_entries(method, tiny, alone, chunk=10)[0] == keeps
         assert batch[row] == keeps
     assert method.start(tiny, ids, mask).counts().sum(dim=(0, 2)).tolist() == [96, 96, 54]
 
@@ -214,4 +203,4 @@ def test_values_are_checked(tiny):
     with pytest.raises(UserError, match="can be negative"):
         TriAttention(16, value_norm=True)
     own = TriAttention(16, Trigonometric(per_layer=True))
-    assert kept(own, tiny, ids) != kept(TriAttention(16), tiny, ids)
+    assert kept_entries(own, tiny, ids) != kept_entries(TriAttention(16), tiny, ids)

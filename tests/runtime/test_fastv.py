@@ -38,8 +38,9 @@ class SlowFastV:
         return hidden
 
 
-@pytest.mark.parametrize(("budget", "layer", "stays"), [(0.5, 1, 4), (3, 1, 3), (0.25, 2, 2)])
-@pytest.mark.parametrize("loaded", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("budget", "layer", "stays", "loaded"), [(0.5, 1, 4, "sdpa"), (3, 1, 3, "eager"), (0.25, 2, 2, "sdpa")]
+)
 def test_answers_are_those_of_the_masked_model(budget, layer, stays, loaded):
     model, inputs = fresh_model(QWEN), prompt(QWEN)
     model.set_attn_implementation(loaded)

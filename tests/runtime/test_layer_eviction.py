@@ -20,7 +20,7 @@ from keepsight.runtime.methods.positions import Earliness
 from keepsight.runtime.state import State, cache_bytes, read
 from tests.families import family_model, fresh_model
 from tests.runtime.family_methods import grid
-from tests.runtime.recording import recorded
+from tests.runtime.scoring import recorded
 from tests.runtime.test_images import QWEN, prompt
 from tests.tiny import prompt_ids, tiny_model
 

@@ -21,11 +21,12 @@ from keepsight.runtime.methods import SnapKV, StreamingLLM
 from keepsight.runtime.state import Needs, prefill, read
 from tests.close import assert_close
 from tests.package_files import ROOT
-from tests.runtime.recording import recorded
+from tests.runtime.scoring import recorded
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]
 RAGGED = SnapKV(12, window=3, pool=Pool(kernel=3), allocate=Adaptive())
+CAPPED = Softmax(0.3, 5.0, torch.arange(12.0))
 METHODS = [RAGGED, SnapKV(12, window=3, allocate=Pyramid(beta=4)), StreamingLLM(9), StreamingLLM(20), FullCache()]
 
 
@@ -37,8 +38,7 @@ def random_cache(lengths, dtype=torch.float32, layers=2, seen=50):
     return Cache(layers=[RaggedLayer(keys, values, counts, seen) for keys, values in packed]), packed
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), zip(reversed(FAMILIES), DTYPES, strict=True))
 def test_joined_states_decode_as_they_do_alone(family, dtype):
     """Dense, ragged and whole states of a padded batch, all in one."""
     model = tiny_model(family).to(dtype)
@@ -57,8 +57,9 @@ def test_joined_states_decode_as_they_do_alone(family, dtype):
         assert torch.equal(ids, torch.cat(answers))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("method", METHODS, ids=["adaptive", "pyramid", "nine", "twenty", "full"])
+@pytest.mark.parametrize(
+    ("method", "dtype"), [*((method, torch.float32) for method in METHODS), (RAGGED, torch.bfloat16)]
+)
 def test_reading_several_tokens_equals_reading_one_by_one(dtype, method):
     model = tiny_model("qwen3").to(dtype)
     state = method.compress(model, prefill(model, *prompt_ids(30, 13), needs=Needs(3, accumulated=True)))
@@ -98,8 +99,7 @@ def test_the_recording_attention_computes_what_the_model_does(dtype, attention):
 
 
 @pytest.mark.skipif(not ragged_kernel.HAS_TRITON, reason="Triton has no wheels for this platform, or is not installed")
-@pytest.mark.parametrize("softmax", [Softmax(0.3), Softmax(0.3, 5.0, torch.arange(12.0))], ids=["plain", "capped"])
-@pytest.mark.parametrize("rows", [1, 2, 30])
+@pytest.mark.parametrize(("rows", "softmax"), [(1, CAPPED), (2, Softmax(0.3)), (30, CAPPED)])
 def test_the_kernel_attends_as_one_head_after_another(monkeypatch, rows, softmax):
     """Run by Triton's interpreter: heads of one entry and of several parts, in room that more tokens have."""
     monkeypatch.setattr(ragged_kernel, "PART", 32)

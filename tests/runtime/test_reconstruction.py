@@ -13,7 +13,7 @@ from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import KVgrad, KVzip, KVzipPlus, Reconstruction, make_method
 from keepsight.runtime.methods.make import Resources
 from keepsight.runtime.methods.reconstruction import Attribution
-from keepsight.runtime.state import prefill
+from tests.runtime.scoring import kept_entries
 from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer
 
 BUDGET, CHUNK, GROUP, WIDTH = 16, 20, 2, 8
@@ -102,30 +102,19 @@ def method_of(name, budget=BUDGET):
     return make_method(name, budget, Resources(tokenizer=TOKENIZER), observer={"chunk": CHUNK})
 
 
-def kept(method, model, ids, mask=None):
-    """For each row, layer and KV head the kept entries, counted without padding."""
-    state = prefill(model, ids, mask, needs=method.needs())
-    first = (ids.shape[1] - state.lengths).tolist()
-    chosen = method.select(state, method.importance(model, state))
-    return [
-        [[(head.nonzero()[:, 0] - first[row]).tolist() for head in layer[row]] for layer in chosen]
-        for row in range(len(ids))
-    ]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["kvzip", "kvzip+", "kvgrad"])
 def test_methods_keep_what_their_definitions_say(name, tiny):
     """Alone, and in a batch with padding, in which the shortest prompt fits the budget."""
     ids, mask = prompt_ids(53, 38, 9, seed=1)
-    batch = kept(method_of(name), tiny, ids, mask)
+    batch = kept_entries(method_of(name), tiny, ids, mask)
     chat = torch.cat([torch.tensor([[USER]]), ids[:1, 1:]], dim=1)
     beside = torch.cat([ids[1:2], chat])
-    assert kept(method_of(name), tiny, beside, mask[[1, 0]])[1] == reference(name, tiny, chat[0].tolist())
+    assert kept_entries(method_of(name), tiny, beside, mask[[1, 0]])[1] == reference(name, tiny, chat[0].tolist())
     for row, length in enumerate((53, 38)):
         alone = ids[row : row + 1, 53 - length :]
         expected = reference(name, tiny, alone[0].tolist())
-        assert kept(method_of(name), tiny, alone)[0] == expected
+        assert kept_entries(method_of(name), tiny, alone)[0] == expected
         assert batch[row] == expected
     assert batch[2] == [[[*range(9)]] * 2] * 3
 
@@ -135,10 +124,10 @@ def test_batches_chunks_and_inference_mode_change_nothing(name, tiny):
     """As little as the passes change the model: its weights stay trainable, and get no gradient."""
     method = method_of(name)
     ids, mask = prompt_ids(47, 31, 8, seed=2)
-    batch = kept(method, tiny, ids, mask)
+    batch = kept_entries(method, tiny, ids, mask)
     with torch.inference_mode():
-        inferred = kept(method, tiny, ids, mask)
-    assert batch == inferred and batch[1] == kept(method, tiny, ids[1:2, 16:])[0]
+        inferred = kept_entries(method, tiny, ids, mask)
+    assert batch == inferred and batch[1] == kept_entries(method, tiny, ids[1:2, 16:])[0]
     assert all(each.requires_grad and each.grad is None for each in tiny.parameters())
     assert method.start(tiny, ids, mask).counts().sum(dim=(0, 2)).tolist() == [96, 96, 48]
 

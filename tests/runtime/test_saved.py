@@ -17,7 +17,7 @@ from keepsight.runtime.layer import RaggedLayer
 from keepsight.runtime.methods import SnapKV
 from keepsight.runtime.saved import load_state, save_state
 from keepsight.runtime.state import Needs, prefill, read
-from tests.runtime.recording import recorded
+from tests.runtime.scoring import recorded
 from tests.tiny import prompt_ids, tiny_model
 
 DENSE, RAGGED = SnapKV(12, window=4), SnapKV(12, window=4, allocate=Adaptive())

@@ -16,7 +16,7 @@ from tests.devices import FIRST, SECOND, in_halves, several_devices
 from tests.families import fresh_model
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.runtime.family_methods import DRAFT, KINDS, NAMES, method_of
-from tests.runtime.recording import recorded
+from tests.runtime.scoring import recorded
 from tests.tiny import prompt_ids
 
 FAMILY = "Llama 3"

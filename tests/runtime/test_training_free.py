@@ -17,6 +17,8 @@ from keepsight.runtime.methods.geometry import output_norms
 from keepsight.runtime.methods.rkv import Redundancy
 from keepsight.runtime.state import prefill
 from tests.close import assert_close
+from tests.runtime.dense import best_of
+from tests.runtime.scoring import kept_entries
 from tests.tiny import prompt_ids, tiny_model
 
 BUDGET, WINDOW, GROUP = 16, 4, 2
@@ -31,10 +33,6 @@ def layers_of(model, ids) -> list[Any]:
     outputs = [layer.self_attn.o_proj.weight.detach().unflatten(1, (-1, 8)) for layer in model.model.layers]
     plain = zip(seen, values, outputs, strict=True)
     return [(query.double(), key.double(), value.double(), output.double()) for (query, key), value, output in plain]
-
-
-def best(scores, count):
-    return sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count]
 
 
 def dot(one, other):
@@ -65,7 +63,7 @@ def window_scores(query, key, head):
 def keydiff(head, query, key, value, output):
     unit = [[float(x) / math.sqrt(dot(each, each)) for x in each] for each in key[head]]
     anchor = [sum(column) / len(unit) for column in zip(*unit, strict=True)]
-    return best([-cosine(each, anchor) for each in unit], BUDGET)
+    return best_of([-cosine(each, anchor) for each in unit], BUDGET)
 
 
 def curdkv(head, query, key, value, output):
@@ -77,13 +75,13 @@ def curdkv(head, query, key, value, output):
         for of in (key[head], value[head]):
             score *= dot(of[entry], of[entry]) / sum(dot(of[each], of[each]) for each in block)
         scores.append(score)
-    return best(scores, BUDGET)
+    return best_of(scores, BUDGET)
 
 
 def critical(head, query, key, value, output, *, budget=BUDGET):
     length, scores = len(key[head]), window_scores(query, key, head)
     own = list(range(length - WINDOW, length))
-    chosen = best(scores, max(budget // 2 - WINDOW, 0))
+    chosen = best_of(scores, max(budget // 2 - WINDOW, 0))
     weighted = []
     for entry, score in enumerate(scores):
         norms = 0.0
@@ -91,7 +89,7 @@ def critical(head, query, key, value, output, *, budget=BUDGET):
             written = [dot(row[each], value[head][entry]) for row in output]
             norms += sum(abs(x) for x in written) / GROUP
         weighted.append(math.inf if entry in chosen else (score + 1e-4) * norms)
-    return best(weighted, budget - WINDOW) + own
+    return best_of(weighted, budget - WINDOW) + own
 
 
 def rkv(head, query, key, value, output):
@@ -115,7 +113,7 @@ def rkv(head, query, key, value, output):
         mean = [before + each / length for before, each in zip(mean, alike, strict=True)]
     redundant = softmax(mean)
     scores = [0.1 * pooled[entry] - 0.9 * redundant[entry] for entry in range(older)]
-    return best(scores, BUDGET - 8) + list(range(older, length))
+    return best_of(scores, BUDGET - 8) + list(range(older, length))
 
 
 CASES = {
@@ -124,16 +122,6 @@ CASES = {
     "criticalkv": (CriticalKV(BUDGET, window=WINDOW), critical),
     "rkv": (RKV(BUDGET), rkv),
 }
-
-
-def selected(method, model, ids, mask=None):
-    """For each layer, row and KV head, the kept entries, counted without padding."""
-    state = prefill(model, ids, mask, needs=method.needs())
-    first = ids.shape[1] - state.lengths
-    return [
-        [[(head.nonzero()[:, 0] - first[row]).tolist() for head in heads] for row, heads in enumerate(layer)]
-        for layer in method.select(state, method.importance(model, state))
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -150,14 +138,14 @@ def test_methods_keep_what_their_definitions_say(name, tiny):
     """Alone, and in a batch with padding, in which the shortest prompt fits the budget."""
     method, reference = CASES[name]
     ids, mask = prompt_ids(53, 38, 9, seed=1)
-    batch = selected(method, tiny, ids, mask)
+    batch = kept_entries(method, tiny, ids, mask)
     for row, length in enumerate((53, 38)):
         alone = ids[row : row + 1, 53 - length :]
-        kept = selected(method, tiny, alone)
+        kept = kept_entries(method, tiny, alone)
         for layer, of_layer in enumerate(layers_of(tiny, alone)):
             for head in range(2):
-                assert kept[layer][0][head] == sorted(reference(head, *of_layer)), (layer, head)
-                assert batch[layer][row][head] == kept[layer][0][head], (layer, head)
+                assert kept[0][layer][head] == sorted(reference(head, *of_layer)), (layer, head)
+                assert batch[row][layer][head] == kept[0][layer][head], (layer, head)
     assert method.start(tiny, ids, mask).counts().sum(dim=(0, 2)).tolist() == [6 * BUDGET, 6 * BUDGET, 6 * 9]
 
 
@@ -165,12 +153,12 @@ def test_importance_alone_divides_the_budget_of_heads(tiny):
     ids = prompt_ids(53, seed=1)[0]
     method = CriticalAdaKV(BUDGET, window=WINDOW)
     adakv = SnapKV(BUDGET, window=WINDOW, allocate=method.allocate)
-    kept, plain = (selected(each, tiny, ids) for each in (method, adakv))
+    kept, plain = (kept_entries(each, tiny, ids) for each in (method, adakv))
     for layer, of_layer in enumerate(layers_of(tiny, ids)):
         for head in range(2):
-            count = len(plain[layer][0][head])
-            assert kept[layer][0][head] == sorted(critical(head, *of_layer, budget=count)), (layer, head)
-    assert kept != plain and selected(CriticalKV(BUDGET, window=WINDOW, first=1), tiny, ids) == selected(
+            count = len(plain[0][layer][head])
+            assert kept[0][layer][head] == sorted(critical(head, *of_layer, budget=count)), (layer, head)
+    assert kept != plain and kept_entries(CriticalKV(BUDGET, window=WINDOW, first=1), tiny, ids) == kept_entries(
         SnapKV(BUDGET, window=WINDOW), tiny, ids
     )
 

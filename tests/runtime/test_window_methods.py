@@ -24,7 +24,9 @@ from keepsight.runtime.methods.positions import (
 from keepsight.runtime.methods.window import H2O, TOVA, AdaKV, PyramidKV, SnapKV
 from keepsight.runtime.state import prefill
 from tests.models.modules import random_module, save
+from tests.runtime.dense import best_of
 from tests.runtime.family_methods import method_of
+from tests.runtime.scoring import kept_entries
 from tests.tiny import prompt_ids, tiny_model
 
 BUDGET, WINDOW = 16, 4
@@ -42,17 +44,6 @@ METHODS = {
     "adakv": AdaKV(BUDGET, window=WINDOW),
     "adakv of kvpress": AdaKV(BUDGET, window=WINDOW, allocate=Adaptive(blend=False, floor=0.5)),
 }
-
-
-def _selected(method, model, ids, mask=None, chunk=None):
-    """For each layer, row and KV head, the kept entries, counted without padding."""
-    state = prefill(model, ids, mask, chunk=chunk, needs=method.needs())
-    selected = method.select(state, method.importance(model, state))
-    first = ids.shape[1] - state.lengths
-    return [
-        [[(head.nonzero()[:, 0] - first[row]).tolist() for head in heads] for row, heads in enumerate(layer)]
-        for layer in selected
-    ]
 
 
 def _attention(model, ids):
@@ -81,10 +72,6 @@ def _scale_queries_and_keys(model, factor=300):
                 weight.mul_(factor)
 
 
-def _best(scores, count):
-    return sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count]
-
-
 def _of_group(weights, kv_head):
     group = len(weights) // 2
     return weights[kv_head * group : (kv_head + 1) * group]
@@ -96,13 +83,13 @@ def _h2o(weights, keys, head, layer):
         sum(float(_of_group(weights, head)[each, row, entry]) for each in range(2) for row in range(length)) / 2
         for entry in range(length - WINDOW)
     ]
-    return _best(received, BUDGET - WINDOW) + list(range(length - WINDOW, length))
+    return best_of(received, BUDGET - WINDOW) + list(range(length - WINDOW, length))
 
 
 def _tova(weights, keys, head, layer):
     length = weights.shape[1]
     looked_at = [sum(float(each[length - 1, entry]) for each in weights) / 4 for entry in range(length - 1)]
-    return [*_best(looked_at, BUDGET - 1), length - 1]
+    return [*best_of(looked_at, BUDGET - 1), length - 1]
 
 
 def _window_scores(weights, head):
@@ -113,11 +100,11 @@ def _window_scores(weights, head):
 
 def _snapkv(weights, keys, head, layer):
     length = weights.shape[1]
-    return _best(_window_scores(weights, head), BUDGET - WINDOW) + list(range(length - WINDOW, length))
+    return best_of(_window_scores(weights, head), BUDGET - WINDOW) + list(range(length - WINDOW, length))
 
 
 def _key_norm(weights, keys, head, layer):
-    return _best([-(sum(float(x) ** 2 for x in key) ** 0.5) for key in keys[head]], BUDGET)
+    return best_of([-(sum(float(x) ** 2 for x in key) ** 0.5) for key in keys[head]], BUDGET)
 
 
 def _streamingllm(weights, keys, head, layer):
@@ -150,14 +137,14 @@ def _compacted(length, budget, layer, layers, ladder, kept):
 def _pyramidkv(weights, keys, head, layer):
     """B = 12 and beta = 4: layers get 21, 12 and 3 entries beside the window."""
     length = weights.shape[1]
-    return _best(_window_scores(weights, head), [21, 12, 3][layer]) + list(range(length - WINDOW, length))
+    return best_of(_window_scores(weights, head), [21, 12, 3][layer]) + list(range(length - WINDOW, length))
 
 
 def _shared(weights):
     """How many of the layer's best 24 entries lie in head 0, and in head 1."""
     length = weights.shape[1]
     both = [score for head in range(2) for score in _window_scores(weights, head)]
-    best = _best(both, 2 * (BUDGET - WINDOW))
+    best = best_of(both, 2 * (BUDGET - WINDOW))
     return [sum(index // (length - WINDOW) == head for index in best) for head in range(2)]
 
 
@@ -169,14 +156,14 @@ def _adakv(weights, keys, head, layer):
         step = 1 if sum(counts) < 24 else -1
         gaps = [round((count * 0.8 + 2.4 - got) * step, 6) for count, got in zip(shared, counts, strict=True)]
         counts[gaps.index(max(gaps))] += step
-    return _best(_window_scores(weights, head), counts[head]) + list(range(length - WINDOW, length))
+    return best_of(_window_scores(weights, head), counts[head]) + list(range(length - WINDOW, length))
 
 
 def _adakv_kvpress(weights, keys, head, layer):
     """At least int(16 * .5) entries, the window of 4 among them."""
     length, shared = weights.shape[1], _shared(weights)
     counts = [min(max(count, 4), 20) for count in shared]
-    return _best(_window_scores(weights, head), counts[head]) + list(range(length - WINDOW, length))
+    return best_of(_window_scores(weights, head), counts[head]) + list(range(length - WINDOW, length))
 
 
 REFERENCES = {
@@ -213,14 +200,16 @@ def test_methods_keep_what_their_definitions_say(family, dtype, large):
             torch.nn.init.uniform_(weight, 0.5, 1.5)
     attention = _attention(model, ids)
     for name, reference in REFERENCES.items():
-        kept = _selected(METHODS[name], model, ids)
+        kept = kept_entries(METHODS[name], model, ids)
         for layer, (weights, keys) in enumerate(attention):
             for head in range(2):
-                assert kept[layer][0][head] == sorted(reference(weights, keys, head, layer)), (name, layer, head)
+                assert kept[0][layer][head] == sorted(reference(weights, keys, head, layer)), (name, layer, head)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["laq", "laq++", "dapq", "oracle", "kivi", "lookaheadkv"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    zip(["laq", "laq++", "dapq", "oracle", "kivi", "lookaheadkv"], [torch.float16, torch.bfloat16] * 3, strict=True),
+)
 def test_methods_that_read_on_take_products_above_the_range_of_float16(name, dtype, tmp_path):
     model, ids = tiny_model(eos_token_id=None), prompt_ids(61, seed=2)[0]
     _scale_queries_and_keys(model)
@@ -266,7 +255,7 @@ def test_ladders_stop_at_any_budget(observer):
             ranks = observer._ranks(length, layer, 6).tolist()
             for budget in range(4, length):
                 expected = _compacted(length, budget, layer, 6, ladder, kept)
-                assert sorted(_best(ranks, budget)) == expected, (length, layer, budget)
+                assert sorted(best_of(ranks, budget)) == expected, (length, layer, budget)
 
 
 @pytest.mark.parametrize(

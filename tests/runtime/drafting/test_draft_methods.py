@@ -16,6 +16,7 @@ from keepsight.runtime.methods.laq import LAQ, LAQPlus, QueryCache
 from keepsight.runtime.state import prefill
 from tests.close import assert_close
 from tests.runtime.dense import best, observed, pooled, run_dense
+from tests.runtime.scoring import kept_entries
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 DRAFT = LayerSubset((0, 2))
@@ -34,9 +35,7 @@ METHODS = {
 
 def kept(method, model, ids):
     """For each layer and KV head, the indices that a method keeps of ids [1, N]."""
-    state = prefill(model, ids, needs=method.needs())
-    selected = method.select(state, method.importance(model, state))
-    return [[set(head.nonzero()[:, 0].tolist()) for head in layer[0]] for layer in selected]
+    return [[set(head) for head in layer] for layer in kept_entries(method, model, ids)[0]]
 
 
 def continued(model, ids, count, see=None):

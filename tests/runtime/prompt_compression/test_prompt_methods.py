@@ -1,5 +1,11 @@
-"""What all methods that shorten the prompt have in common."""
+"""What methods that shorten the prompt have in common, and those that choose among words and sentences."""
 
+import random
+import sys
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import numpy as np
 import pytest
 import torch
 
@@ -7,9 +13,17 @@ from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.prompt_compression import text
 from keepsight.runtime.prompt_compression.r2c import R2C
-from keepsight.runtime.prompt_compression.text import LLMLingua2, Truncation
+from keepsight.runtime.prompt_compression.text import (
+    LLMLingua2,
+    SentenceSimilarity,
+    Truncation,
+    kept_tokens,
+    split_sentences,
+    token_texts,
+)
 from tests.runtime.prompt_compression.prompts import (
     PROSE,
+    by_word_length,
     small_cascade,
     small_specpc,
     text_ids,
@@ -17,7 +31,7 @@ from tests.runtime.prompt_compression.prompts import (
     tiny_draft,
     wide_model,
 )
-from tests.tiny import prompt_ids, tiny_model
+from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -79,3 +93,143 @@ def test_values_out_of_range_are_refused(make, message):
     with pytest.raises(UserError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["naïve café — 東京 🙂🙃 end\n", "<|user|>Hi<|end|> there"])
+def test_pieces_are_the_text(text):
+    ids = text_ids(text).tolist()
+    texts = token_texts(tiny_tokenizer(), ids)
+    assert len(texts) == len(ids)
+    assert "".join(texts) == text
+
+
+def test_sentences_own_their_tokens():
+    texts = ["One", " is", " here.", " Two", "?\n", "\n", "Pi", " is", " 3", ".", "5", ' "so', '."', " End"]
+    sentences, owners = split_sentences(texts)
+    assert sentences == ["One is here.", " Two?", "\n\n", 'Pi is 3.5 "so."', " End"]
+    assert owners == [0, 0, 0, 1, 1, 2, 3, 3, 3, 3, 3, 3, 3, 4]
+
+
+def test_the_closest_sentences_are_kept_in_order():
+    method, ids = text_methods(budget=60, window=12)[1], text_ids(PROSE)
+    kept = method.select(wide_model(), ids).tolist()
+    assert " The with statement wraps the execution of a block!" in tiny_tokenizer().decode(ids[kept])
+    assert kept[-12:] == list(range(len(ids) - 12, len(ids)))
+    assert len(kept) == 60 and kept == sorted(set(kept))
+
+
+def test_kept_words_find_their_tokens():
+    texts = ["The", " qui", "ck", " fox", ",", "\n", "  ", "the", " ", "end"]
+    words = [("The", True), ("quick", False), ("gone", True), ("fox", True), (",", False), ("the", True)]
+    assert kept_tokens(texts, words) == [0, 3, 7]
+    assert kept_tokens(texts, [("quick", True)]) == [1, 2]
+    assert kept_tokens(texts, []) == []
+    assert kept_tokens(["", "", "€", " 5", "", "é", ""], [("€", True), ("5", False), ("é", True)]) == [0, 1, 2, 4, 5]
+
+
+def test_too_many_kept_words_are_asked_for_again():
+    """A compressor that keeps twice what it is asked for."""
+    asked = []
+
+    def generous(text, rate):
+        asked.append(rate)
+        return by_word_length(text, min(2 * rate, 1))
+
+    ids = text_ids(PROSE)
+    method = LLMLingua2(40, 5, tokenizer=tiny_tokenizer(), label=generous)
+    kept = method.select(wide_model(), ids)
+    assert 5 < len(kept) <= 40 and len(asked) > 1
+    never = LLMLingua2(40, 5, tokenizer=tiny_tokenizer(), label=lambda text, _: by_word_length(text, 1))
+    assert never.select(wide_model(), ids).tolist() == list(range(len(ids) - 5, len(ids)))
+
+
+class FakeCompressor:
+    """As `llmlingua.PromptCompressor`: it seeds every generator, and labels words in one string."""
+
+    def __init__(self, model_name, device_map, model_config, use_llmlingua2):
+        assert use_llmlingua2 and model_config == {"trust_remote_code": False, "use_safetensors": True}
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(42)
+
+    def compress_prompt_llmlingua2(self, context, rate, return_word_label, word_sep, label_sep):
+        assert return_word_label
+        labelled = by_word_length(context[0], rate)
+        return {"fn_labeled_original_prompt": word_sep.join(f"{word}{label_sep}{int(keep)}" for word, keep in labelled)}
+
+
+def generators():
+    """Where the process's random number generators stand."""
+    return random.getstate(), str(np.random.get_state(legacy=False)), torch.random.get_rng_state().tolist()
+
+
+def test_llmlingua_package_is_called_with_its_own_interface(monkeypatch):
+    compressor = Mock(wraps=FakeCompressor)
+    monkeypatch.setitem(sys.modules, "llmlingua", SimpleNamespace(PromptCompressor=compressor))
+    text._compressor.cache_clear()
+    model, ids, tokenizer = wide_model(), text_ids(PROSE), tiny_tokenizer()
+    method, plain = (LLMLingua2(40, 5, tokenizer=tokenizer, **label) for label in ({}, {"label": by_word_length}))
+    before = generators()
+    kept = [method.select(model, ids).tolist() for _ in range(2)]
+    assert generators() == before
+    text._compressor.cache_clear()
+    assert kept == [plain.select(model, ids).tolist()] * 2
+    compressor.assert_called_once()
+
+
+class FakeEncoder:
+    """As `sentence_transformers.SentenceTransformer`: bags of words."""
+
+    def __init__(self, model, trust_remote_code, model_kwargs):
+        if model == "nowhere":
+            raise OSError("no such folder\nand more lines")
+        assert not trust_remote_code and model_kwargs == {"use_safetensors": True}
+
+    def encode(self, texts, convert_to_tensor, normalize_embeddings, show_progress_bar):
+        assert convert_to_tensor and normalize_embeddings and not show_progress_bar
+        words = sorted({word for text in texts for word in text.lower().split()})
+        rows = [[float(text.lower().split().count(word)) for word in words] for text in texts]
+        return torch.nn.functional.normalize(torch.tensor(rows), dim=1)
+
+
+def test_sentence_transformers_package_is_called_with_its_own_interface(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentence_transformers", SimpleNamespace(SentenceTransformer=FakeEncoder))
+    text._encoder.cache_clear()
+    close, far = text.Cosine()(["which block", "something else"], "which block is it").tolist()
+    assert (close, far) == (pytest.approx(2 / 8**0.5), 0)
+    with pytest.raises(UserError, match=r"model 'nowhere' cannot be loaded.*: no such folder$"):
+        text.Cosine("nowhere")(["a"], "b")
+    text._encoder.cache_clear()
+
+
+def test_sentences_are_ranked_in_float32_whatever_the_default_dtype():
+    """Similarities that bfloat16 holds for equal."""
+    tokenizer, ids = tiny_tokenizer(), text_ids("One two. Three four. Five six. Seven")
+
+    def similarity(sentences, question):
+        return torch.tensor([0.5 + place / 10**5 for place in range(len(sentences))], dtype=torch.float32)
+
+    method = SentenceSimilarity(8, 3, tokenizer=tokenizer, similarity=similarity)
+    model = wide_model()
+    expected = method.select(model, ids)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = method.select(model, ids)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected) and int(found[0]) > 3
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "kind", "cached"),
+    [
+        ("llmlingua", "llmlingua", LLMLingua2, text._compressor),
+        ("sentence_transformers", "sentences", SentenceSimilarity, text._encoder),
+    ],
+)
+def test_a_missing_package_is_named(monkeypatch, module, extra, kind, cached):
+    cached.cache_clear()
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(
+        UserError, match=rf"package '{module}' is not installed; run `pip install keepsight\[{extra}\]`"
+    ):
+        kind(20, 5, tokenizer=tiny_tokenizer()).select(wide_model(), text_ids(PROSE))

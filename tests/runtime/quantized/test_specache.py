@@ -96,8 +96,7 @@ def test_another_default_dtype_changes_nothing(dtype):
         assert all(torch.equal(*pair) for pair in zip(found[0][1], found[1][1], strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("speculative", VARIANTS)
+@pytest.mark.parametrize(("speculative", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
 def test_autocast(speculative, dtype):
     """Values are in half precision, keys after RoPE are not: with slots for all entries it is full attention still."""
     model, ids, method = tiny_model(head_dim=WIDTH), prompt_ids(50)[0], _method(1000, speculative=speculative)
