@@ -4,6 +4,7 @@ import pydoc_data.topics
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -30,6 +31,8 @@ _SHAPE: dict[str, Any] = {
     "pad_token_id": 2,
 }
 FAMILIES = ["llama", "qwen3"]
+FAMILY_PARAMS = ["llama", pytest.param("qwen3", marks=pytest.mark.slow)]
+"""For fixtures of what no family changes; tests/runtime has tests of every family."""
 _VOCABULARY = 512
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"

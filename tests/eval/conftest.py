@@ -3,10 +3,10 @@
 import pytest
 
 from keepsight.models.targets import Target, load_target
-from tests.tiny import FAMILIES, save_tiny_target
+from tests.tiny import FAMILY_PARAMS, save_tiny_target
 
 
-@pytest.fixture(scope="session", params=FAMILIES)
+@pytest.fixture(scope="session", params=FAMILY_PARAMS)
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
     """With so many end tokens that answers differ in length."""
     folder = save_tiny_target(tmp_path_factory.mktemp("target"), request.param)

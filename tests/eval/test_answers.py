@@ -13,7 +13,7 @@ from keepsight.runtime.methods import H2O, TOVA, AdaKV, PyramidKV, SnapKV, Strea
 from keepsight.runtime.state import State, prefill, read
 from tests.close import assert_close
 from tests.runtime.scoring import score_answer
-from tests.tiny import FAMILIES, prompt_ids, tiny_model
+from tests.tiny import FAMILY_PARAMS, prompt_ids, tiny_model
 
 END = [2, *range(100, 128)]
 """So many that answers differ in length."""
@@ -30,7 +30,7 @@ NOTHING = torch.empty(1, 0, dtype=torch.long)
 MANY = 100_000
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=FAMILY_PARAMS)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return tiny_model(request.param)
 

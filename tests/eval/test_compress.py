@@ -34,8 +34,8 @@ from keepsight.runtime.methods.drafts import OwnAnswer, PromptEnds
 from keepsight.runtime.observe import observe
 from keepsight.runtime.state import State, prefill
 from tests.close import assert_close
-from tests.runtime.recording import recorded
-from tests.tiny import FAMILIES, prompt_ids, tiny_model
+from tests.runtime.scoring import recorded
+from tests.tiny import FAMILY_PARAMS, prompt_ids, tiny_model
 
 DRAFT = LayerSubset((0, 1))
 METHODS: list[Method] = [
@@ -59,7 +59,7 @@ METHODS: list[Method] = [
 TOKENS = 150
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=FAMILY_PARAMS)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return tiny_model(request.param, max_position_embeddings=512)
 

@@ -1,11 +1,18 @@
-"""`summary.csv`, means over tasks, and the terminal's table."""
+"""`summary.csv`, means over tasks, tables in the terminal and in files, intervals, and what is said of all these."""
+
+import csv
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from keepsight.eval.report import summary
-from keepsight.eval.report.tables import overall_table, task_table
-from keepsight.eval.results import Row
+from keepsight.eval.report.intervals import estimate, weighted, wilson_interval
+from keepsight.eval.report.summary import difference, differences, findings, mean_over_tasks, summarize
+from keepsight.eval.report.tables import Column, Table, overall_table, task_table
+from keepsight.eval.results import Row, Run, labels_of
+from keepsight.files import write_csv
 from tests.eval.report.results import row
 
 
@@ -103,3 +110,187 @@ def test_names_cannot_steer_the_terminal() -> None:
     lines = summary.summarize([row("full", None, 1.0, task=steering), row(steering, 64, 0.5, task=steering)])
     for text in (summary.summary_table(lines), overall_table(lines).markdown()):
         assert all(each.isprintable() or each == "\n" for each in text) and r"a\x1b[2J\nb" in text
+
+
+def test_ours_is_compared_with_the_best_other_one_by_excess_nll() -> None:
+    """By hand: 0.1 and 0.5 nats in every sample; oracle attention, which is a bound, is not the best other one."""
+    losses = {"lookaheadkv": 0.1, "snapkv": 0.5, "laq": 0.7, "oracle": 0.0}
+    rows = [row("full", None, 1.0, sample=str(at)) for at in range(12)]
+    for at in range(12):
+        rows += [row(name, 64, 0.5, sample=str(at), excess_nll=loss) for name, loss in losses.items()]
+        rows.append(row("snapkv", 128, 1.0, sample=str(at), excess_nll=0.25))
+    first, second = findings(summarize(rows))
+    assert first == (
+        "At 64 entries lookaheadkv has an excess NLL of 0.100 nats per token, 0.400 less than snapkv, the best "
+        "other method (95 % interval 0.400 to 0.400). Score 0.50, snapkv 0.50, full cache 1.00; 12 samples."
+    )
+    assert second == (
+        "At 128 entries snapkv has an excess NLL of 0.250 nats per token. Score 1.00, full cache 1.00; 12 samples."
+    )
+
+
+def test_methods_within_the_noise_are_level() -> None:
+    rows = [row("lookaheadkv", 0.1, 1.0, sample=f"{at:02}", excess_nll=(-1) ** at) for at in range(20)]
+    rows += [row("snapkv", 0.1, 1.0, sample=f"{at:02}", excess_nll=0.05) for at in range(20)]
+    (sentence,) = findings(summarize(rows))
+    assert sentence.startswith(
+        "At 10 % of the prompt lookaheadkv has an excess NLL of 0.000 nats per token: level with "
+    )
+    assert "(0.050 less, 95 % interval -0." in sentence
+
+
+@pytest.mark.parametrize(
+    ("settings", "labels"),
+    [
+        ([{"adapter": "runs/a"}, {"adapter": "runs/b/"}], ["a", "b"]),
+        ([{"samples": 5}, {"samples": 20}], ["samples=5", "samples=20"]),
+        ([{"model": {"dtype": "float32"}}, {"model": {"dtype": "bfloat16"}}], ["float32", "bfloat16"]),
+        ([{"a": 1, "command": "x"}, {"a": 1, "command": "y"}], ["first", "second"]),
+        ([{"methods": ["snapkv"]}, {"methods": ["full"]}], ["first", "second"]),
+    ],
+)
+def test_runs_are_labelled_by_what_differs(settings: list[dict[str, Any]], labels: list[str]) -> None:
+    runs = [Run(Path("runs") / name, [], each) for name, each in zip(("first", "second"), settings, strict=True)]
+    assert labels_of(runs) == labels
+
+
+def test_wilson_interval() -> None:
+    assert wilson_interval(1.0, 50) == pytest.approx((0.9286, 1.0), abs=1e-4)
+    assert wilson_interval(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+
+
+def test_shares_have_wilsons_interval_and_others_the_bootstraps() -> None:
+    share = estimate([1.0, 0.0, 1.0, 1.0], "a", can_be_share=True)
+    assert share.interval == wilson_interval(0.75, 4)
+    generator = np.random.default_rng(0)
+    values = generator.normal(3.0, 2.0, size=400).tolist()
+    found = estimate(values, "a", can_be_share=True).interval
+    assert found is not None
+    half = 1.96 * np.std(values) / 20
+    assert found == pytest.approx((np.mean(values) - half, np.mean(values) + half), abs=0.03)
+    assert estimate([0.5], "a").interval is None
+    assert estimate([0.5], "a").ends == (0.5, 0.5)
+
+
+def test_the_bootstrap_covers_the_mean_about_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(1)
+    inside = 0
+    for _ in range(200):
+        low, high = estimate(generator.exponential(size=60).tolist(), "a").ends
+        inside += low <= 1.0 <= high
+    assert 0.87 <= inside / 200 <= 0.98
+
+
+def test_differences_are_paired() -> None:
+    """Two methods that differ little on samples that differ much."""
+    generator = np.random.default_rng(2)
+    hard = generator.random(50)
+    first, second = estimate((hard + 0.05).tolist(), "a"), estimate(hard.tolist(), "a")
+    low, high = (first - second).ends
+    assert (low, high) == pytest.approx((0.05, 0.05), abs=1e-3)
+    assert first.ends[1] - first.ends[0] > 0.1
+    apart = estimate((hard + 0.05).tolist(), "b") - second  # other draws, as for other samples
+    assert apart.ends[1] - apart.ends[0] > 0.1
+
+
+def test_a_mean_over_strata_draws_within_each() -> None:
+    parts = [estimate([0.0] * 20, "a"), estimate([2.0] * 20, "b")]
+    mean = weighted(parts, [0.5, 0.5])
+    assert mean.value == 1.0
+    assert mean.ends == (1.0, 1.0)
+    lone = estimate([1.0], "c")
+    assert not weighted([parts[0], lone], [0.5, 0.5]).is_drawn
+    mostly = weighted([parts[0], lone], [0.96, 0.04])
+    assert mostly.interval == pytest.approx([0.96 * end + 0.04 for end in parts[0].ends])
+
+
+def test_methods_are_paired_at_equal_budget_and_with_the_full_cache(rows: list[Row]) -> None:
+    found = differences(mean_over_tasks(summarize(rows)))
+    assert [(each.method, each.budget, each.against) for each in found] == [
+        ("lookaheadkv", 64, "full"),
+        ("snapkv", 64, "full"),
+        ("lookaheadkv", 128, "full"),
+        ("snapkv", 128, "full"),
+        ("lookaheadkv", 64, "snapkv"),
+        ("lookaheadkv", 128, "snapkv"),
+    ]
+    assert found[4].estimates["score"].value == pytest.approx(0.5 - (1 / 4 + 1 / 2) / 2)
+
+
+def test_different_samples_have_no_paired_difference() -> None:
+    (first, second) = summarize([row("snapkv", 64, 1.0), row("laq", 64, 1.0, sample="1")])
+    assert difference(first, second) is None
+    (first, second) = summarize([row("snapkv", 64, 1.0, sample_digest="a"), row("laq", 64, 1.0, sample_digest="b")])
+    assert difference(first, second) is None
+
+
+def test_few_equal_samples_have_no_interval() -> None:
+    assert estimate([0.25, 0.25], "a").interval is None
+    assert estimate([0.25] * 10, "a").interval == (0.25, 0.25)
+
+
+SHARE = estimate([1.0, 1.0, 0.0, 0.0], "a", can_be_share=True)
+TABLE = Table(
+    "scores",
+    "Scores of 100 % & more.",
+    (Column("budget", "budget"), Column("method", "method", is_text=True), Column("gain", "τ gain", 2, is_signed=True)),
+    [
+        {"budget": None, "method": "full", "gain": None},
+        {"budget": 64, "method": "a|b_c", "gain": SHARE},
+        {"budget": 0.5, "method": "{x}", "gain": -0.001},
+    ],
+)
+
+
+def test_markdown_is_aligned_and_escaped() -> None:
+    assert TABLE.markdown().splitlines() == [
+        "Scores of 100 % & more.",
+        "",
+        "| budget | method |               τ gain |",
+        "| -----: | ------ | -------------------: |",
+        "|    all | full   |                    – |",
+        r"|     64 | a\|b_c | +0.50 [+0.15, +0.85] |",
+        "|  0.500 | {x}    |                +0.00 |",
+    ]
+
+
+def test_latex_is_escaped() -> None:
+    lines = TABLE.latex().splitlines()
+    assert lines[2] == r"\caption{Scores of 100 \% \& more.}"
+    assert lines[4:6] == [r"\begin{tabular}{rlr}", r"\toprule"]
+    assert lines[6] == r"budget & method & $\tau$ gain \\"
+    assert lines[8:11] == [
+        r"all & full & -- \\",
+        r"64 & a|b\_c & +0.50 {\scriptsize [+0.15, +0.85]} \\",
+        r"0.500 & \{x\} & +0.00 \\",
+    ]
+
+
+def test_csv_has_columns_for_the_ends(tmp_path: Path) -> None:
+    TABLE.save(tmp_path)
+    assert (tmp_path / "scores.csv").read_text("utf-8").splitlines() == [
+        "budget,method,gain,gain_low,gain_high",
+        ",full,,,",
+        "64,a|b_c,0.5,0.150036,0.849964",
+        "0.5,{x},-0.001,,",
+    ]
+
+
+def test_what_separates_cells_and_lines_stays_in_its_cell(tmp_path: Path) -> None:
+    table = Table("t", "c", (Column("method", "method", is_text=True),), [{"method": "a\\|b\rc"}])
+    assert table.markdown().splitlines()[-1] == r"| a\\\|b\rc |"
+    table.save(tmp_path)
+    with (tmp_path / "t.csv").open(newline="", encoding="utf-8") as lines:
+        assert [*csv.reader(lines)] == [["method"], ["a\\|b\nc"]]
+
+
+@pytest.mark.parametrize("text", ["=1+1", "@x", "+1+cmd|' /C calc'!A0", "-2+3", "\n=1"])
+def test_no_text_is_a_formula_of_a_spreadsheet(tmp_path: Path, text: str) -> None:
+    table = Table("t", "c", (Column("method", "method", is_text=True), Column("n", "n")), [{"method": text, "n": -1.5}])
+    table.save(tmp_path)
+    found = summary.summary_rows(summary.summarize([row(text, 64, 1.0, task=text, excess_nll=-0.5)]))
+    write_csv(tmp_path / "summary.csv", summary.COLUMNS, found)
+    for path, numbers in ((tmp_path / "t.csv", {"n": "-1.5"}), (tmp_path / "summary.csv", {"excess_nll": "-0.5000"})):
+        with path.open(newline="", encoding="utf-8") as lines:
+            (cells,) = csv.DictReader(lines)
+        assert cells["method"] == f"'{text}" and numbers.items() <= cells.items()

@@ -4,20 +4,27 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from keepsight.commands.eval import Config
+from keepsight.commands.from_recipe import resources_of, target_of
+from keepsight.commands.parse import parse
 from keepsight.corpus import evaluation_paragraphs, sentences, source_documents, topic_documents
 from keepsight.data_gen.words import texts
 from keepsight.errors import UserError
+from keepsight.eval.sweep import Variant, run_samples
 from keepsight.eval.tasks import niah
 from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.metrics import score
+from keepsight.eval.tasks.niah import make_samples
 from keepsight.eval.tasks.ruler import Ruler
 from keepsight.eval.tasks.samples import RenderedSample
+from keepsight.runtime.methods import make_method
 
 TEMPLATE = (
     "{% for turn in messages %}<|{{ turn.role }}|>\n{{ turn.content }}\n{% endfor %}"
@@ -198,3 +205,23 @@ def test_key_words_are_not_shared_with_training() -> None:
     evaluation = {*words}
     assert len(evaluation) == len(words) > 100
     assert not training & (evaluation | {word + "s" for word in evaluation})
+
+
+@pytest.mark.slow
+def test_on_needles_the_oracle_is_ahead_of_lookaheadkv_and_that_of_snapkv():
+    config = parse(Config, ["model.device=cpu", "out=unused"])
+    target = target_of(config)
+    resources = resources_of(config, target)
+    variants = [Variant(name, make_method(name, 64, resources)) for name in ("oracle", "lookaheadkv", "snapkv")]
+    samples = make_samples("single", 512, 4, 7, target.tokenizer, max_new_tokens=12)
+    rows = [row for sample in samples for row in run_samples(target, [sample], variants, 10_000)[0]]
+    score = {
+        name: fmean(row["score"] for row in rows if row["method"] == name) for name in ("full", "oracle", "snapkv")
+    }
+    ours = fmean(row["score"] for row in rows if row["method"] == "lookaheadkv")
+    assert score["full"] >= score["oracle"] >= ours > score["snapkv"]
+    loss = {row["method"]: 0.0 for row in rows}
+    for row in rows:
+        loss[row["method"]] += row["excess_nll"]
+    assert loss["lookaheadkv"] < loss["snapkv"]
+    assert loss["oracle"] < loss["snapkv"]
