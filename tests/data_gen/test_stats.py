@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from keepsight.commands.cli import main
-from keepsight.commands.data import stats_of, stats_table
 from keepsight.data_gen.store import DataSettings, ShardWriter, TrainingSample
 
 END, LIMIT = 2, 4
@@ -20,11 +19,6 @@ ROWS = [
     "needles/single 1 2 / 2 / 2 4 / 4 / 4 0 1",
     "all 4 2 / 3 / 3 2 / 4 / 4 2 1",
 ]
-
-
-def test_stats_by_source_and_of_all() -> None:
-    lines = stats_table(stats_of(SAMPLES, LIMIT)).splitlines()
-    assert [" ".join(line.split()) for line in lines[1:]] == ROWS
 
 
 def test_the_command_prints_a_table_and_draws_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
