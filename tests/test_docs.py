@@ -1,8 +1,10 @@
-"""What README and the documentation tell a reader to type is understood, and what they name is there."""
+"""What README and the documentation tell a reader to type is understood, what they name is there, tables agree."""
 
 import importlib
 import re
+import runpy
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,3 +72,27 @@ def test_the_reference_names_what_exists_and_every_method() -> None:
         module, _, member = name.rpartition(".")
         assert hasattr(importlib.import_module(module), member) or find_spec(name), name
     assert {f"{each.__module__}.{each.__qualname__}" for each in METHODS.values()} <= {*referred}
+
+
+TABLES = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+
+
+@pytest.mark.parametrize("page", TABLES["PAGES"], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_holds_the_tables_of_the_files(page: Path) -> None:
+    text = page.read_text("utf-8")
+    assert TABLES["PLACE"].search(text) and TABLES["with_tables"](text) == text, "python docs/tables.py makes them"
+
+
+def test_each_row_of_the_files_has_a_run_and_a_processor() -> None:
+    rows_of = TABLES["rows_of"]
+    runs = {row["run"] for row in rows_of("runs")}
+    files = [path.stem for path in (ROOT / "results").glob("*.csv") if path.stem != "runs"]
+    rows = [row for file in files for row in rows_of(file)]
+    assert len(rows) > 300 and all(row["processor"] and None not in row for row in rows)
+    assert {row["run"] for row in rows} == runs - {"untrained"}
+
+
+def test_pages_are_short() -> None:
+    lengths = {page: len(page.read_text("utf-8").splitlines()) for page in TABLES["PAGES"]}
+    assert lengths[ROOT / "README.md"] <= 180 and lengths.pop(ROOT / "RESULTS.md") <= 200
+    assert all(length <= 180 for length in lengths.values())

@@ -4,10 +4,13 @@ Its weights are dequantised into the user's own cache, once, as for whoever runs
 """
 
 import json
+import os
 import re
 import runpy
+import subprocess
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -17,6 +20,7 @@ import pytest
 from huggingface_hub import constants
 
 from keepsight.models import targets
+from tests.typed import ROOT
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NUMBER = "4719203"
@@ -117,3 +121,28 @@ def test_the_readmes_first_snippet_runs_as_pasted_from_any_folder(
     printed = capsys.readouterr().out.splitlines()
     told = re.findall(r"```text\n(.*?)```", readme, flags=re.DOTALL)[0].splitlines()
     assert [line for line in printed if line in told] == told
+
+
+SRUN = 'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done'
+
+
+def test_two_nodes_of_a_stand_in(tmp_path: Path) -> None:
+    programs = {"srun": SRUN, "scontrol": "echo one; echo two", "accelerate": "printf '<%s> ' \"$@\"; echo"}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_NODELIST": "n[1-2]"}
+    given = ["recipe=llama3.1-8b", "out=a folder", "methods=[full,{name: snapkv}]"]
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples/fit.sbatch"), *given],
+        env=os.environ | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    launched = [line.strip(" <>").split("> <") for line in done.stdout.splitlines()]
+    assert len(launched) == 2
+    for rank, words in enumerate(launched):
+        told = dict(pairwise(words))
+        assert told["--num_processes"] == "8" and told["--machine_rank"] == str(rank)
+        assert told["--main_process_ip"] == "one" and words[-4:] == ["fit", *given]

@@ -1,4 +1,4 @@
-"""Loading targets from folders, and every way in which that goes wrong."""
+"""Loading targets from folders, every way in which that goes wrong, and which models are supported."""
 
 import itertools
 import json

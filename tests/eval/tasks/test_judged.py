@@ -1,5 +1,6 @@
-"""MT-Bench and LongBench-Write from their own files."""
+"""MT-Bench and LongBench-Write from their own files; and how a prompt comes apart at its question."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.judged import LongWriter, MtBench
 from keepsight.eval.tasks.registry import Benchmarks, make_all
-from keepsight.eval.tasks.samples import RenderedSample
+from keepsight.eval.tasks.samples import RenderedSample, Sample, render, render_apart
 from keepsight.files import write_lines
+from tests.tiny import tiny_tokenizer
 
 QUESTIONS = [
     {"question_id": 81, "category": "writing", "turns": ["Write .", "Rewrite ."]},
@@ -93,3 +95,64 @@ def test_what_is_missing_is_said(words: Any, mt_bench: Benchmarks, tmp_path: Pat
         write_lines(tmp_path / "gpt-4.jsonl", [{"question_id": 1, "choices": choices}])
         with pytest.raises(UserError, match=r"gpt-4.jsonl:1: (expected question_id and choices|field 'turns')"):
             made(words, mt_bench, "mt_bench")
+
+
+CONTEXT = "Who is it? The fox said: who is it? It is the fox, said the bear."
+QUESTION = "\n\nWho is it?"
+SAMPLE = Sample(
+    "one", "test", 64, CONTEXT + QUESTION, ("fox",), "qa_f1", 8, answer_prefix="Who is it?", question=QUESTION
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tiny_tokenizer()
+
+
+def apart(sample: Sample, tokenizer: Any) -> RenderedSample:
+    return render_apart(render(sample, tokenizer), tokenizer)
+
+
+def texts(sample: Sample, tokenizer: Any) -> tuple[str, str]:
+    whole, parts = render(sample, tokenizer), apart(sample, tokenizer)
+    both = [*parts.prompt_ids, *parts.question_ids]
+    assert tokenizer.decode(both) == tokenizer.decode(whole.prompt_ids) and not len(whole.question_ids)
+    return tokenizer.decode(parts.prompt_ids), tokenizer.decode(parts.question_ids)
+
+
+def test_with_a_chat_template(tokenizer: Any) -> None:
+    before, after = texts(SAMPLE, tokenizer)
+    assert before == f"<|user|>{CONTEXT}"
+    assert after == f"{QUESTION}<|end|><|assistant|>Who is it?"
+
+
+def test_without_a_chat_template(tokenizer: Any) -> None:
+    assert texts(replace(SAMPLE, chat=False), tokenizer) == (CONTEXT, f"{QUESTION}Who is it?")
+
+
+def test_white_space_goes_with_the_question(tokenizer: Any) -> None:
+    spaced = replace(SAMPLE, prompt=f"  {CONTEXT} \n {QUESTION}\n ", question=f"{QUESTION}\n ", answer_prefix=" It is")
+    for chat in (True, False):
+        before, after = texts(replace(spaced, chat=chat), tokenizer)
+        assert before.endswith(f"  {CONTEXT}") and after.startswith(f" \n {QUESTION}\n ")
+
+
+def test_a_template_that_strips_and_one_that_repeats_words_of_the_prompt() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content | trim }}\nWho is it? Now answer:"
+    before, after = texts(replace(SAMPLE, prompt=f" {CONTEXT}{QUESTION}\n", question=f"{QUESTION}\n"), tokenizer)
+    assert (before, after) == (CONTEXT, f"{QUESTION}\nWho is it? Now answer:Who is it?")
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        replace(SAMPLE, question=""),
+        replace(SAMPLE, question="\n "),
+        replace(SAMPLE, prompt=QUESTION),
+        replace(SAMPLE, prompt=f" {QUESTION}", chat=False),
+    ],
+)
+def test_a_question_that_cannot_be_told_apart(sample: Sample, tokenizer: Any) -> None:
+    with pytest.raises(UserError, match=r"sample test/one does not say where its question starts; .* question=seen"):
+        apart(sample, tokenizer)
