@@ -39,6 +39,14 @@ def require_whole(name: str, least: int = 0, **values: object) -> None:
             raise UserError(f"{name}: {field} {value!r} must be a whole number of at least {least}")
 
 
+def require_kind(kind: Any, name: str, value: object) -> None:
+    """UserError for a value outside a type such as `Whole`; the message begins with `name`."""
+    try:
+        _adapter(kind).validate_python(value)
+    except ValidationError:
+        raise _outside(kind, name, value) from None
+
+
 def require_same(what: str, found: Mapping[str, object], wanted: Mapping[str, object], advice: str) -> None:
     """UserError with every difference from the settings that `what` began with (`runs/data: this data was made`)."""
     names = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
@@ -96,7 +104,7 @@ def as_options(kind: Kind) -> Kind:
                 try:
                     _adapter(ranges[name]).validate_python(value)
                 except ValidationError:
-                    raise UserError(f"{kind.__name__}: {name} {value!r} {_expected(ranges[name])}") from None
+                    raise _outside(ranges[name], f"{kind.__name__}: {name}", value) from None
         init(*given.args, **given.kwargs)
 
     made.__init__, made.__repr__ = __init__, _shown
@@ -107,6 +115,10 @@ def as_options(kind: Kind) -> Kind:
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     choices = (each for each in getattr(kind, "__metadata__", ()) if get_origin(each) is Literal)
     return TypeAdapter(next(choices, kind), config=ConfigDict(strict=True))
+
+
+def _outside(kind: Any, name: str, value: object) -> UserError:
+    return UserError(f"{name} {value!r} {_expected(kind)}")
 
 
 def _expected(kind: Any) -> str:

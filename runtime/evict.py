@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from typing_extensions import override
+from typing_extensions import final, override
 
 from keepsight.errors import Budget, UserError, Whole
 from keepsight.runtime import registry
@@ -124,6 +124,7 @@ class Evict(CacheMethod):
     def adapter_digest(self) -> str | None:
         return self.observer.adapter_digest
 
+    @final
     @override
     def needs(self) -> Needs:
         return self.bound_observer.needs()
@@ -158,16 +159,16 @@ class Evict(CacheMethod):
     @override
     @torch.no_grad()
     def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
-        evict, (batch, width) = None, input_ids.shape
+        evict, observer, (batch, width) = None, self.bound_observer, input_ids.shape
         waits = self.waits or self.during_prefill is False or self.allocate.across_layers
-        if not waits and isinstance(observer := self.bound_observer, LayerObserver):
+        if not waits and isinstance(observer, LayerObserver):
             lengths = [width] * batch if mask is None else mask.sum(dim=1).tolist()
             budgets = [self.budget_for(length) for length in lengths]
             if any(length > budget for length, budget in zip(lengths, budgets, strict=True)):
                 if isinstance(self.budget, float):
                     self._check_room(budgets)
                 evict = _LayerEviction(self, observer, lengths, budgets, min(lengths) < width)
-        state = prefill(model, input_ids, mask, needs=self.needs(), after_layer=evict, **options)
+        state = prefill(model, input_ids, mask, needs=observer.needs(), after_layer=evict, **options)
         return self.compress_state(model, state) if evict is None else state
 
     @override

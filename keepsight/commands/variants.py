@@ -10,7 +10,7 @@ from typing import Any
 
 from keepsight.commands.config_serving import Evicting
 from keepsight.commands.recipe import say_once
-from keepsight.errors import UserError
+from keepsight.errors import Budget, UserError, require_kind
 from keepsight.eval.results import FULL
 from keepsight.eval.sweep import Variant
 from keepsight.models.targets import Target
@@ -29,6 +29,8 @@ def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resourc
     named, something twice, or a method cannot be made.
     """
     variants: list[Variant] = []
+    for budget in budgets:
+        require_kind(Budget, f"budgets={budgets}: budget", budget)
     for given in _with_all(methods, budgets, resources):
         if given == FULL or given == {"name": FULL}:
             continue  # the sweep always answers from the full cache first

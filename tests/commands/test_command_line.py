@@ -245,7 +245,7 @@ WRONG = {
     "eval out=out methods=[full]": "methods= and budgets= must name at least one method that evicts, and one budget",
     "eval out=out methods=[{name:snapkv,windw:8}]": "method 'snapkv': there is no option 'windw'; it takes observer, ",
     "eval out=out methods=[{name:snapkv,label:full}]": "methods={'name': 'snapkv', 'label': 'full'}: 'full' is the ",
-    "eval out=out methods=[oracle] budgets=[64,0]": "Oracle: budget 0 must be a whole number of at least 1, or a ratio",
+    "eval out=out methods=[oracle] budgets=[64,0]": "budgets=[64, 0]: budget 0 must be a whole number of at least",
     "eval out=out methods=[snapkv,snapkv]": "methods= and budgets= name 'snapkv' at budget 64 twice; name it once",
     "eval out=out methods=[speckv]": "method 'speckv': needs a draft: set draft.layers=[...] ",
     "eval out=out methods=[lookaheadkv]": "method 'lookaheadkv': needs adapter=FOLDER_OR_HUB_ID; ",
