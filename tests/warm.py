@@ -1,4 +1,4 @@
-"""A Python that has imported what commands need, which takes longer than most commands on a tiny model.
+"""A Python with the imports that commands need, which take longer than most commands on a tiny model; plots are empty.
 
 Each program that is started with it runs in a fork, with the files, the folder and the environment of whoever started
 it; a signal that the starter gets reaches the program. As a module it is the process that is forked: python -m
@@ -148,9 +148,14 @@ def _as_python_does(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    from pytest import MonkeyPatch
+
+    from tests.commands.commands import draw_nothing
+
     listening = socket.socket(fileno=int(sys.argv[1]))
     for module in IMPORTED:
         importlib.import_module(module)
+    draw_nothing(MonkeyPatch())
     gc.freeze()  # what is here stays, and forks share its memory
     if (asked := _serve(listening)) is not None:
         status = _run(asked)
