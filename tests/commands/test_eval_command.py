@@ -307,7 +307,7 @@ def test_what_no_prompt_can_be_packed_with_is_refused_before_the_model_is_loaded
 ) -> None:
     monkeypatch.setattr(evaluation, "target_of", lambda *_: pytest.fail("loaded"))
     message = keepsight.fails("eval", *TINY, *NEEDLES, f"methods=[snapkv,{PACKED}]")
-    assert message.startswith("inner: KV heads that hold different numbers of entries cannot be packed; use an alloc")
+    assert message.startswith("method 'kivi': inner: KV heads that hold different numbers of entries cannot be packed")
 
 
 def test_a_method_that_is_refused_meanwhile_loses_no_row_of_the_others(

@@ -34,6 +34,11 @@ def ragged() -> KeptLayer:
     return RaggedLayer(keys, values, np.array([[3, 1]]), 5)
 
 
+def append_to(layer: KeptLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """A selected layer appends when it attends, the others when the model hands them new entries."""
+    (layer.append if isinstance(layer, SelectedLayer) else layer.update)(keys, values)
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("make", [kept, ragged, selected])
 def test_copies_of_a_layer_go_their_own_ways(make, seed):
@@ -46,7 +51,7 @@ def test_copies_of_a_layer_go_their_own_ways(make, seed):
         what = chosen.choice(["append", "append", "crop", "share"])
         if what == "append":
             new = torch.randn(1, 2, chosen.choice([1, 3, 40]), 4)
-            layer._append(new, -new)
+            append_to(layer, new, -new)
             expected[index] = torch.cat([expected[index], new], dim=2)
         elif what == "crop" and (count := chosen.randint(0, min(stored - first, 4))):
             layer.crop(-count)
@@ -66,7 +71,7 @@ def test_room_grows_by_a_share_of_what_is_held(make):
     layer, places = make(), []
     for _ in range(5000):
         new = torch.zeros(1, 2, 1, 4)
-        layer._append(new, new)
+        append_to(layer, new, new)
         places.append(layer.keys.untyped_storage().data_ptr())
     assert sum(one != other for one, other in itertools.pairwise(places)) <= 45
     row = 2 * 4 * 4
