@@ -286,9 +286,9 @@ class RaggedLayer(OwnAttention, KeptLayer):
     many entries each has is known without waiting for the device. Each head is attended to by itself; a GPU can attend
     to all of them in one kernel (`keepsight.runtime.ragged_kernel`).
 
-    Keys and values are given as [total, d], concatenated over heads, then rows, and held as [1, 1, total, d], from the
-    first update on with the rooms between heads. `counts` [B, K] are the heads' entries without the tokens `appended`
-    since.
+    The constructor takes keys and values [total, d], concatenated over heads, then rows. They are stored as
+    [1, 1, total, d]; the first update makes room after each head. `counts` [B, K] is the number of entries per head
+    before any token was appended.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, counts: Counts, seen: int) -> None:

@@ -47,8 +47,8 @@ class ModelConfig:
         attention: auto, sdpa, eager, or flash_attention_2, _3 or _4 (experimental).
         template: Arguments for the chat template, such as {enable_thinking: false}.
         quantize: nf4 or int8: bitsandbytes quantises the weights while they are loaded.
-        device_map: auto distributes the layers over the GPUs of one process and offloads those that do not fit to the
-            CPU (experimental); fsdp2 shards every layer over the processes that train a lookahead module.
+        device_map: auto distributes the layers over the GPUs of one process and offloads the rest to the CPU
+            (experimental); fsdp2 shards every layer over the processes that train a lookahead module.
         trust_remote_code: Run code from the model's repository. Enable it only if you have read that code.
     """
 

@@ -69,7 +69,7 @@ class FastV(Method):
 
 
 class _Pruning:
-    """One prefill that tokens leave before `layer`: all but `stays` of those that `of_images` [N] bool marks."""
+    """A prefill that drops image tokens before `layer`; `stays` of the tokens marked in `of_images` [N] bool remain."""
 
     def __init__(self, layer: int, stays: int, of_images: Tensor) -> None:
         self._layer, self._stays, self._of_images = layer, stays, of_images

@@ -220,7 +220,7 @@ def _usable(layer: KeptLayer) -> LayerEntries:
 
 
 def _add(scores: Tensor, layer: KeptLayer, probe: Probe | None, mask: Tensor, reduce: Reduce, of: Observed) -> None:
-    """Raise the scores [B, K, C] of a layer to those that a probe with a mask [B, q] bool gives, if these are larger.
+    """Take the maximum of a layer's scores [B, K, C] and the scores from a probe with mask [B, q] bool.
 
     Without a probe all entries are scored, by what the layer observed, `of`.
     """
