@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, one_line, require_same
 from keepsight.files import file_digest, read_json, sync, write_json
+from keepsight.train.settings import MAY_CHANGE
 
 SETTINGS, SEAL = "settings.json", "digests.json"
 _NAME = re.compile(r"checkpoint-\d{1,18}\Z")
@@ -92,8 +93,18 @@ def check_same_settings(work: Path, settings: dict[str, Any]) -> None:
             raise UserError(f"{others[0]}: not a checkpoint of this training; choose another out=")
         write_json(path, settings)
     else:
+        begun = read_json(path, dict[str, Any])
+        begun = {name: begun[name] for name in begun if name.rpartition(".")[2] not in MAY_CHANGE}  # files of before
         advice = "choose another out=, or delete the folder"
-        require_same(f"{path}: this training began", read_json(path, dict[str, Any]), settings, advice)
+        require_same(f"{path}: this training began", begun, settings, advice)
+
+
+class NewIntervals(TrainerCallback):
+    """Lets a resumed training measure and save as often as it is told now; the Trainer takes the checkpoint's steps."""
+
+    @override
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        state.compute_steps(args, state.max_steps)
 
 
 class StopOnInterrupt(TrainerCallback):

@@ -17,7 +17,7 @@ TRACKERS = ("tensorboard", "trackio", "wandb")
 LARGEST_BUDGET = 1 << 24
 SHARPEST = 1e-3
 """The lowest temperature of a soft selection, in nats: gradients of sharper ones are 0 almost everywhere."""
-_MAY_CHANGE = ("checkpoints", "flops", "gradient_checkpointing")
+MAY_CHANGE = ("checkpoints", "flops", "gradient_checkpointing", "measure_every", "report_to", "save_every")
 """Fields that do not decide what is learned: they may differ when a training is resumed."""
 
 Count = Annotated[int, Ge(1)]
@@ -112,7 +112,7 @@ class TrainSettings:
 
     def decisive(self) -> dict[str, Any]:
         """The settings that decide what is learned, and so must be the same when a training is resumed."""
-        return {name: value for name, value in asdict(self).items() if name not in _MAY_CHANGE}
+        return {name: value for name, value in asdict(self).items() if name not in MAY_CHANGE}
 
     def accumulation(self, processes: int, key: str) -> int:
         """Gradient accumulation steps of each process.

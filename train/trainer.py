@@ -27,7 +27,14 @@ from keepsight.files import append_lines, one_writer, read_bytes, whole_lines, w
 from keepsight.models.artifacts import check_names_and_shapes, read_tensors
 from keepsight.models.decoder import is_spread
 from keepsight.models.distributed import check_builds
-from keepsight.train.checkpoints import StopOnInterrupt, check_same_settings, check_seal, last_checkpoint, sealing
+from keepsight.train.checkpoints import (
+    NewIntervals,
+    StopOnInterrupt,
+    check_same_settings,
+    check_seal,
+    last_checkpoint,
+    sealing,
+)
 from keepsight.train.dataset import (
     Batch,
     GroupedByLength,
@@ -196,6 +203,7 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         """
         stopper = StopOnInterrupt()
         self.add_callback(stopper)
+        self.add_callback(NewIntervals())
         with one_writer(self.work) if self.is_world_process_zero() else nullcontext():
             if self.is_world_process_zero():
                 check_same_settings(self.work, self._decisive)

@@ -99,6 +99,20 @@ def test_measurements_of_a_resumed_training_stand_once_and_in_order(tmp_path):
     assert [row["step"] for row in rows(tmp_path / "fidelity.jsonl")] == list(range(9))
 
 
+def test_how_often_a_training_is_measured_and_saved_may_change(straight, tmp_path):
+    with pytest.raises(RuntimeError, match="power failure"):
+        train(disturbed(5, crash), settings(), tmp_path, samples())
+    begun = read_json(tmp_path / "settings.json")
+    assert not any("measure_every" in name for name in begun)
+    write_json(
+        tmp_path / "settings.json", begun | {"train.measure_every": 3, "train.save_every": 3}
+    )  # as files of before had them
+    resumed = objective()
+    train(resumed, settings(measure_every=5, save_every=1), tmp_path, samples())
+    assert same(tensors(resumed), straight[0])
+    assert "checkpoint-7" in checkpoints(tmp_path)
+
+
 def test_ctrl_c_keeps_a_checkpoint_and_goes_on_as_if_nothing_had_happened(straight, tmp_path):
     before = signal.getsignal(signal.SIGINT)
     trainer, finished = train(disturbed(5, press_ctrl_c), settings(), tmp_path, samples())
