@@ -1,6 +1,6 @@
 """Answers from many states of one prompt, in batches, by the loop that `generate` runs.
 
-Scoring the full cache's answer from a state in one pass tells at each token what the state itself would have written.
+Scoring the full cache's answer from a state in one pass tells at each token what the state would have generated.
 A state that agrees with all of it answers the same; the others are decoded from where the first of them disagrees.
 States that cannot be joined, and methods that evict while decoding, are decoded one by one, and so are sampled answers,
 which have the draws of the full cache's. Under greedy decoding this is exact up to rounding: in bfloat16, where two
@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from keepsight.models.decoder import cached_kv_heads, head_width
 from keepsight.runtime.attention import Reader
-from keepsight.runtime.generate import Reapply, decode, stop_after
+from keepsight.runtime.generate import PeriodicEviction, decode, stop_after
 from keepsight.runtime.join import join
 from keepsight.runtime.state import State, read
 
@@ -61,7 +61,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are decoded: 0 as temperature is greedy; draws depend on the seed and on the tokens read before."""
+    """How answers are decoded: temperature 0 is greedy; draws depend on the seed and on the tokens read before."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -88,7 +88,7 @@ class Limits:
         criteria = stop_after(self.max_new_tokens, self.end_tokens)
         return decode(model, state, criteria, pad_token=self.end_tokens[0], **options).ids
 
-    def drawn(self, model: Reader, state: State, reapply: Reapply | None = None) -> Tensor:
+    def drawn(self, model: Reader, state: State, eviction: PeriodicEviction | None = None) -> Tensor:
         """A sampled answer [1, T] int64; the state's cache grows. The draws depend on the seed and the prompt alone."""
         warpers = LogitsProcessorList([TemperatureLogitsWarper(float(self.sampling.temperature))])
         if self.sampling.top_p < 1:
@@ -96,7 +96,7 @@ class Limits:
         device = state.logits.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(random.Random(f"{self.sampling.seed}:{state.tokens.tolist()}").getrandbits(31))
-            return self.decoded(model, state, logits_processor=warpers, do_sample=True, reapply=reapply)
+            return self.decoded(model, state, logits_processor=warpers, do_sample=True, eviction=eviction)
 
 
 @dataclass(frozen=True)
@@ -188,27 +188,29 @@ def answer_alone(
     question: Tensor,
     answer: Tensor,
     limits: Limits,
-    reapply: Reapply | None,
+    eviction: PeriodicEviction | None,
 ) -> Answered:
     """`answer_all` for one state that cannot be joined, or whose method evicts while decoding.
 
     `readers` are what reads the question after the state, and what decodes from it: the base model, or the method's
-    own. `reapply` is the method's eviction while decoding; the answer is scored between evictions.
+    own. `eviction` is what the method evicts while decoding; the answer is scored between evictions.
     """
     start = time.perf_counter()
     state, (asker, model) = state.copy(), readers
     if question.shape[1]:
         state, _ = read(asker, state, question, logits_to_keep=1)
         # The question has filled what was spared for generated tokens.
-        state = reapply.compress(state) if reapply is not None else state
+        state = eviction.compress(state) if eviction is not None else state
     asking = time.perf_counter() - start
-    (own,) = _write(model, state.copy(), answer[:, :0], limits, reapply)
-    nll, hits = score(model, state, answer, reapply)
+    (own,) = _write(model, state.copy(), answer[:, :0], limits, eviction)
+    nll, hits = score(model, state, answer, eviction)
     return Answered(own.ids, nll[0], hits[0], own.tokens_per_second, question=asking)
 
 
 @torch.no_grad()
-def score(model: Reader, state: State, answer: Tensor, reapply: Reapply | None = None) -> tuple[Tensor, Tensor]:
+def score(
+    model: Reader, state: State, answer: Tensor, eviction: PeriodicEviction | None = None
+) -> tuple[Tensor, Tensor]:
     """How likely an answer [1, T] is after each row of a state, which is changed.
 
     Returns:
@@ -222,10 +224,10 @@ def score(model: Reader, state: State, answer: Tensor, reapply: Reapply | None =
         hits.append(logits.argmax(dim=-1) == tokens)
 
     compare(state.logits[:, None], answer[0, :1])
-    block, last = reapply.every if reapply is not None else _TOKENS_AT_ONCE, answer.shape[1] - 1
+    block, last = eviction.interval if eviction is not None else _TOKENS_AT_ONCE, answer.shape[1] - 1
     for start in range(0, last, block):
-        if start and reapply is not None:
-            state = reapply.compress(state)
+        if start and eviction is not None:
+            state = eviction.compress(state)
         end = min(start + block, last)
         state, logits = read(model, state, answer[:, start:end].expand(len(state.lengths), -1))
         compare(logits, answer[0, start + 1 : end + 1])
@@ -242,19 +244,19 @@ def joined_by_length(model: PreTrainedModel, states: Sequence[State], more: int,
     most_padding = sum(weight.nbytes for weight in model.parameters()) / entry_bytes(model)
     lengths = [state.length for state in states]
 
-    def together(batch: Sequence[int]) -> bool:
+    def fits(batch: Sequence[int]) -> bool:
         padded = lengths[batch[-1]] * len(batch)
         within = padded + more * len(batch) <= most
         return within and padded - sum(lengths[index] for index in batch) <= most_padding
 
-    return batches(sorted(range(len(states)), key=lengths.__getitem__), together)
+    return batches(sorted(range(len(states)), key=lengths.__getitem__), fits)
 
 
-def batches(items: Iterable[Item], together: Callable[[Sequence[Item]], bool]) -> Iterator[list[Item]]:
-    """Consecutive items, as many as `together` allows in one batch; of a single one it is not asked."""
+def batches(items: Iterable[Item], fits: Callable[[Sequence[Item]], bool]) -> Iterator[list[Item]]:
+    """Consecutive items, as many in a batch as `fits` allows; a single item always fits."""
     batch = list[Item]()
     for item in items:
-        if batch and not together([*batch, item]):
+        if batch and not fits([*batch, item]):
             yield batch
             batch = []
         batch.append(item)
@@ -290,14 +292,14 @@ def _read(model: PreTrainedModel, state: State, tokens: Tensor) -> State:
 
 
 def _write(
-    model: Reader, state: State, known: Tensor, limits: Limits, reapply: Reapply | None = None
+    model: Reader, state: State, known: Tensor, limits: Limits, eviction: PeriodicEviction | None = None
 ) -> list[_Written]:
     """The answer of each row, whose first tokens [1, t] are known and have been read; of a single row where sampled."""
     rows, start = len(state.lengths), time.perf_counter()
     if limits.sampling.temperature:
-        ids = limits.drawn(model, state, reapply)
+        ids = limits.drawn(model, state, eviction)
     else:
-        ids = limits.decoded(model, state, prompt_ids=known.expand(rows, -1), reapply=reapply)
+        ids = limits.decoded(model, state, prompt_ids=known.expand(rows, -1), eviction=eviction)
     answers = [row[: _length(row.tolist(), limits.end_tokens)] for row in ids]
     tokens = sum(map(len, answers)) - known.numel() * rows
     speed = tokens / (time.perf_counter() - start)

@@ -1,4 +1,4 @@
-"""States that the methods of a sweep answer from, compressed from one prefilled prompt; what they cost and keep.
+"""The compressed states of a sweep's methods, from one prefill; their times, and the entries that they keep.
 
 Methods with the same observer and reduction share one observation, those with the same drafter one draft.
 """
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import joined
-from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft
+from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, FixedDraft
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import CacheMethod, Method
 from keepsight.runtime.images import Images
@@ -67,14 +67,14 @@ def kendall_tau(scores: Tensor, attention: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds before a method's first token, by phase. What methods share is timed once and shown for each of them.
+    """Seconds before a method's first token, by phase. Shared steps are timed once and shown for each method.
 
     Attributes:
         prefill: The model's pass over the prompt; everything, for a method that reads the prompt in its own way.
-        draft: Writing a draft, or choosing the tokens of a shorter prompt.
+        draft: Generating a draft, or choosing the tokens of a shorter prompt.
         observe: The observer's pass, LAQ's draft included.
         select: Reduction, pooling, allocation and gathering.
-        question: Reading, in one batch with other variants, a question that follows the compression.
+        question: Prefill of a question after the compression, in one batch with other variants.
     """
 
     prefill: float = 0.0
@@ -86,7 +86,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Compressed:
-    """What a method answers from: a one-row state, and the seconds before its first token.
+    """The one-row state that a method answers from, and the seconds before its first token.
 
     `kept` is [L, K, N] bool, which of the prompt's entries it holds; None where that is not known.
     """
@@ -141,12 +141,12 @@ class SharedPrompt:
         return Compressed(state, seconds, of_chosen)
 
     def _of_prefill(self, method: CacheMethod) -> Compressed:
-        """What a method makes of the prefill; entries are known to be kept only where it evicts."""
+        """The compressed prefill; which entries it keeps is known only for methods that evict."""
         seconds, start, kept = Seconds(prefill=self.seconds), time.perf_counter(), None
         if not isinstance(method, Evict):
-            state = method.compress(self.model, self.state)
+            state = method.compress_state(self.model, self.state)
         elif method.fits(self.state):
-            state, kept = method.compress(self.model, self.state), self.state.select_all()
+            state, kept = method.compress_state(self.model, self.state), self.state.select_all()
         else:
             observed, seconds = self._observe(method.bound_observer, method.reduce)
             start = time.perf_counter()
@@ -181,7 +181,7 @@ class SharedPrompt:
             drafting = 0.0
             if isinstance(observer, DraftObserver):
                 draft, drafting = self._draft(observer.drafter)
-                observer = replace(observer, drafter=GivenDraft(draft))
+                observer = replace(observer, drafter=FixedDraft(draft))
             start = time.perf_counter()
             scored = observer(self.model, self.state, reduce)
             observed = [scores if scores.is_floating_point() else scores.float() for scores in scored]

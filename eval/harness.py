@@ -165,8 +165,8 @@ class HarnessModel(TemplateLM):
                 yield request, (0.0, True)
                 continue
             answer = torch.tensor([continuation], device=self.device)
-            reader, reapply = self.method.reader(self.model), self.method.reapply(self.model)
-            nll, hits = score(reader, state.copy(), answer, reapply)
+            reader, eviction = self.method.reader(self.model), self.method.periodic_eviction(self.model)
+            nll, hits = score(reader, state.copy(), answer, eviction)
             yield request, (-nll.sum().item(), bool(hits.all()))
 
     def _fitting(self, context: list[int], answer_tokens: int) -> Tensor:

@@ -87,8 +87,8 @@ def answering(
 
 
 def choices(model: PreTrainedModel, method: CacheMethod, seen: Answering) -> Iterator[list[Tensor]]:
-    """For each step, what each layer reads of the entries before the token, [K, C] bool."""
-    state = method.compress(model, seen.before)
+    """For each step, the entries before the token that each layer reads, [K, C] bool."""
+    state = method.compress_state(model, seen.before)
     cache: Any = state.cache
     keys = [layer.attended().keys for layer in seen.after.layers]
     recorded = [recorded_queries(layer, seen.answer.shape[1]) for layer in seen.after.layers]
@@ -138,7 +138,7 @@ def best_shared(seen: Answering, budget: int, groups: int = 1) -> Iterator[list[
 
 
 def compare(name: str, budget: int, seen: Answering, chosen: Iterator[list[Tensor]]) -> Hits | None:
-    """What the choices of a method hit in one answer; None where all steps have no more entries than the budget."""
+    """The hit rate of a method's choices in one answer; None where all steps have no more entries than the budget."""
     rows: list[list[Tensor]] = []
     previous: Tensor | None = None
     for step, of_layers in enumerate(chosen):

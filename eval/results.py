@@ -17,7 +17,7 @@ from keepsight.errors import UserError, require_same
 from keepsight.files import read_json, read_jsonl, whole_lines, write_json, write_lines
 
 FULL = "full"
-"""What the `method` column says of the full cache."""
+"""The full cache in the `method` column."""
 Row = dict[str, Any]
 Key = tuple[str, int, str]
 """Task, length and id of a sample."""
@@ -83,7 +83,7 @@ class Measured(TypedDict):
 
 
 class MadeWith(TypedDict):
-    """What is read again of `settings.json`; it says more."""
+    """The fields of `settings.json` that are read again; it has more."""
 
     target: NotRequired[dict[str, Any] | None]
     versions: NotRequired[dict[str, str] | None]
@@ -112,9 +112,9 @@ def finished(rows: Iterable[Row], rows_each: int) -> set[Key]:
 
 
 def merge(out: Path, settings: dict[str, Any]) -> None:
-    """Bring what all processes of this and earlier runs have written into `results.jsonl`.
+    """Move the rows of all processes, of this run and earlier ones, into `results.jsonl`.
 
-    Where the settings name more than before, all rows go to `EARLIER` instead. UserError lists all settings that differ
+    If the settings were extended, all rows go to `EARLIER` instead. A UserError lists all settings that differ
     otherwise.
     """
     path, results, earlier = out / "settings.json", out / "results.jsonl", out / EARLIER
@@ -138,8 +138,8 @@ def _latest(rows: Iterable[Row]) -> list[Row]:
 
 
 def _is_extended(out: Path, settings: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Whether the settings name more than before; they may not differ otherwise."""
-    settings, before = _without_how_asked(settings), _without_how_asked(before)
+    """Whether the settings were extended, as with more tasks or methods; a UserError if they differ otherwise."""
+    settings, before = _without_transport(settings), _without_transport(before)
     changed = [key for key in settings if key not in _MAY_CHANGE and settings[key] != before.get(key)]
     grown = [key for key in changed if key in before and _grows(key, before[key], settings[key])]
     others = [key for key in changed if key not in grown]
@@ -148,8 +148,8 @@ def _is_extended(out: Path, settings: dict[str, Any], before: dict[str, Any]) ->
     return bool(grown)
 
 
-def _without_how_asked(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings without the judge's keys that no mark depends on."""
+def _without_transport(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings without the judge's keys that no score depends on."""
     judge = settings.get("judge") or {}
     return settings | {"judge": {key: judge[key] for key in judge if key not in ("parallel", "key")}}
 
@@ -166,7 +166,7 @@ def key_of(row: Row) -> Key:
 
 
 MAY_DIFFER = ("targets", "samples")
-"""What `keepsight compare` refuses to compare unless it is said."""
+"""Differences that `keepsight compare` refuses unless `allow=` names them."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
 
 def labels_of(runs: Sequence[Run]) -> list[str]:
-    """What tells runs apart: the settings that differ, such as `samples=20`; `names_of` where these are many.
+    """Labels of runs: the settings that differ, such as `samples=20`; `names_of` where these are many.
 
     Of the only setting that differs the value is enough where it is a word.
     """

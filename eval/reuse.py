@@ -1,4 +1,4 @@
-"""What a row of results depends on, as one digest, so that rows of earlier runs can be used again.
+"""The digest of a row's inputs, by which rows of earlier runs are used again.
 
 The digest covers the base model's weights, dtype, device and attention; the sample's tokens, references and metric; the
 method with every option and the weights it was trained to; and `RESULTS_VERSION`. It does not cover names: a method

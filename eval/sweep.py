@@ -4,11 +4,11 @@ The prompt is prefilled once, the full cache answers, each observer observes onc
 it (`keepsight.eval.compress`), and the answers of all variants come from one batch (`keepsight.eval.answers`). Rows
 that an earlier run has measured on the same inputs are used again (`keepsight.eval.reuse`).
 
-`question` says what a method sees while it compresses: `seen`, the whole prompt; `unseen`, only the part before the
-question, which is read from the compressed cache; `multi`, the same, and all samples with one context are asked of one
-compressed cache. In a conversation each turn's prompt is the whole conversation so far, read and compressed anew: a
-variant's own answer follows its own earlier ones; all else is measured in the full cache's conversation, which is the
-same for all.
+`question` says what a method compresses: `seen`, the whole prompt; `unseen`, only the part before the question, which
+is then read after the compressed cache; `multi`, the same, with one compressed cache for all samples of one context. In
+a conversation each turn's prompt is the whole conversation so far, read and compressed anew. A variant's answer follows
+its own earlier answers; its likelihood and what it keeps are measured in the full cache's conversation, which is the
+same for all variants.
 """
 
 import functools
@@ -77,7 +77,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Asked:
-    """A question put to the full cache: [1, q] int64, read after the context; empty when the whole prompt was.
+    """A question [1, q] int64 that is read after the context, and the full cache's answer; empty if the prompt has it.
 
     `answer` [1, T] int64 is the full cache's under `limits`, and `full` has it with its likelihood.
     """
@@ -97,11 +97,11 @@ def row_of(
     answered: Answered,
     measured: dict[str, float | None],
 ) -> dict[str, Any]:
-    """What a variant answered, as `results.jsonl` has it; `measured` are recall, mass and tau of what it kept."""
+    """The row of a variant's answer in `results.jsonl`; `measured` are recall, mass and tau of what it kept."""
     sample, state = asked.sample, compressed.state
     seconds = asdict(replace(compressed.seconds, question=answered.question))
     text = str(target.tokenizer.decode(answered.ids, skip_special_tokens=True))
-    evicts_again = variant.method.reapply(target.model) is not None
+    evicts_again = variant.method.periodic_eviction(target.model) is not None
     appended = [asked.question.shape[1], *[1] * (len(answered.ids) - 1)]
     peak = None if evicts_again else state.copy().kv_peak_bytes(appended)
     row = {
@@ -192,9 +192,9 @@ def run_samples(
         variants: Methods and budgets; a full cache among them is answered once, not twice.
         batch_tokens: Bounds the batches; see `keepsight.eval.answers.Limits`.
         question: What the methods see: `seen`, `unseen` or `multi`. The samples come split for all but `seen`.
-        note: Is told which entries of the prompt each variant keeps, where that is known.
+        note: Called with the entries of the prompt that each variant keeps, where these are known.
         refused: Gets the error of each variant that raises a UserError, which then has no rows; None to raise it.
-        sampling: How all answer.
+        sampling: How answers are decoded.
 
     Raises:
         UserError: as `check_samples`.
@@ -214,7 +214,7 @@ def run_samples(
 class _Run:
     """The arguments of `run_samples`, and its steps.
 
-    `said` is what each variant's conversation has had so far, [1, M] int64, without the last answer's end token.
+    `said` has each variant's conversation so far, [1, M] int64, without the last answer's end token.
     """
 
     target: Target
@@ -258,13 +258,13 @@ class _Run:
             for variant, whole, ids in zip(group, own, found[0][1], strict=True):
                 self._continue(variant, whole, ids)
 
-        def together(group: Sequence[Variant]) -> bool:
+        def fits(group: Sequence[Variant]) -> bool:
             return sum(min(each.method.budget_for(length), length) for each in group) <= self.batch_tokens
 
-        for group in batches(compared, together):
+        for group in batches(compared, fits):
             try:
                 run(group)
-            except UserError:  # by one of them: the others have their rows
+            except UserError:  # of one variant: the others are run without it
                 if self.refused is None:
                     raise
                 for variant in group:
@@ -278,7 +278,7 @@ class _Run:
         return rows
 
     def _ask(self, state: State, sample: RenderedSample) -> Asked:
-        """A sample put to the full cache."""
+        """A sample, answered from the full cache."""
         target, rest = self.target, sample.question_ids[None].to(self.target.model.device)
         limits = Limits(sample.max_new_tokens, target.end_tokens, self.batch_tokens, self.sampling)
         return Asked(sample, rest, limits, *answer_full(target.model, state, rest, limits))
@@ -296,7 +296,7 @@ class _Run:
         group: Sequence[Variant],
         own: Sequence[Tensor],
     ) -> list[tuple[list[Row], list[Tensor]]]:
-        """For each question, the rows of variants that are decoded together, and their answers [T] int64.
+        """For each question, the rows of variants that are decoded in one batch, and their answers [T] int64.
 
         `attended` are `attention` and `ranks`, `own` each variant's prompt [1, N] in its own conversation.
         """
@@ -338,11 +338,11 @@ class _Run:
 
     def _alone(self, asked: Asked, method: Method, state: State) -> Answered | None:
         """The answer of a method that evicts while decoding, or from a state that cannot be joined; None for others."""
-        model, reapply = self.target.model, method.reapply(self.target.model)
-        if reapply is None and can_join(state):
+        model, eviction = self.target.model, method.periodic_eviction(self.target.model)
+        if eviction is None and can_join(state):
             return None
         readers = method.turn_reader(model), method.reader(model)
-        return answer_alone(readers, state, asked.question, asked.answer, asked.limits, reapply)
+        return answer_alone(readers, state, asked.question, asked.answer, asked.limits, eviction)
 
 
 def _own_prompt(prompt: Tensor, before: Tensor | None, own: Tensor | None) -> Tensor:
@@ -423,7 +423,7 @@ def _completed(
 
 
 def groups_of(samples: Sequence[RenderedSample], question: str) -> list[list[RenderedSample]]:
-    """What one prefill serves: single samples, the turns of a conversation, or under `multi` those with one context."""
+    """Samples by prefill: a single sample, the turns of a conversation, or under `multi` samples with one context."""
     groups: list[list[RenderedSample]] = []
     for sample in samples:
         if groups and (sample.earlier or (question == "multi" and _shared_by(sample) == _shared_by(groups[-1][0]))):

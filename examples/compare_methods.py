@@ -28,7 +28,7 @@ methods = [
 whole = prefill(base.model, ids)
 print(f"{ids.shape[1]} tokens")
 for method in methods:
-    state = method.compress(base.model, whole)  # leaves `whole` unchanged
+    state = method.compress_state(base.model, whole)  # leaves `whole` unchanged
     size = state.kv_bytes / 2**20
     answer = decode(base.model, state, stop_after(12, base.end_tokens), pad_token=base.pad_token).ids[0]
     print(f"{type(method).__name__:<13}{size:5.1f} MiB   {base.tokenizer.decode(answer, skip_special_tokens=True)!r}")

@@ -1,4 +1,4 @@
-"""keepsight trains small modules that look ahead, and keeps the KV-cache entries that the coming answer will read.
+"""KV-cache eviction for transformers models, by trained lookahead modules and by 46 other methods.
 
 ```python
 from keepsight import LookaheadKV, SnapKV, generate

@@ -1,4 +1,4 @@
-"""Errors that users can mend, options, and text that is safe to print. Every folder may import it; it imports none."""
+"""User errors, checked options, and escaping of untrusted text. Every folder may import it; it imports none."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ class UserError(ValueError):
 
 
 class BadRow(UserError):
-    """A row of data, or an answer to it, that cannot be used; the run goes on without it."""
+    """A row of data, or an answer to it, that cannot be used; the run continues without it."""
 
 
 def require_whole(name: str, least: int = 0, **values: object) -> None:

@@ -1,1 +1,1 @@
-"""Modules with parameters, how they are saved, loaded and pushed; loading of targets."""
+"""Base models, and trained modules: how they are saved, loaded and published."""

@@ -209,7 +209,7 @@ def unpickled(path: Path) -> dict[str, Tensor]:
     """
     try:  # some published weights exist in no other form; `weights_only` runs nothing that the file names
         tensors = dict(_tensors_in(torch.load(path, map_location="cpu", weights_only=True), ""))
-    except (OSError, MemoryError):  # it cannot be opened or held, which is no fault of its contents
+    except (OSError, MemoryError):  # it cannot be opened, or does not fit into memory: no fault of its contents
         raise
     except Exception as error:  # damaged pickles raise anything; the reason is in the message
         raise UserError(f"{path}: not a pickle of tensors alone ({one_line(error, 200)}); it was not read") from None

@@ -37,7 +37,7 @@ from keepsight.models.decoder import values_of
 logger = logging.getLogger("keepsight")
 
 LOADING = threading.RLock()
-"""Held while transformers reads weights: it unties weights in the whole process, and two at a time leave them so."""
+"""A lock for reading weights: transformers unties weights in the whole process, and two loads at once leave them so."""
 
 _RECORDED = "_keepsight_version"
 _BLOCKS, _BLOCK = 256, 4096

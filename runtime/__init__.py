@@ -1,1 +1,1 @@
-"""The shared runtime: importance, attention, cache, prefill, selection, decoding."""
+"""The runtime of all methods: cache layers, prefill, observers, allocation, eviction, decoding."""

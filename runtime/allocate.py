@@ -1,4 +1,4 @@
-"""Budget and allocation: how many entries each layer and KV head keeps; together they are exactly the budget.
+"""Allocation: how many entries each layer and KV head keeps; their sum is exactly the budget.
 
 Counts are numpy arrays: the CPU works on them without waiting for the device. Of scores only the counts that `Adaptive`
 and `Global` make of them are fetched, for all layers at once.

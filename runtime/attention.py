@@ -1,4 +1,4 @@
-"""Attention of a model whose cache holds what no implementation of transformers knows, and how it is observed.
+"""Attention to cache layers that transformers does not know, and the recording of queries and keys.
 
 While a pass of `run` is under way, the model's configuration names one registered attention function. What a pass needs
 (its cache, its recorder) travels with the pass as keyword arguments, which models hand on to their attention: passes of
@@ -36,7 +36,7 @@ from keepsight.errors import UserError
 
 
 class Reader(Protocol):
-    """What appends tokens to a cache: a model, or a wrapper of one for caches that need more than a forward pass."""
+    """A model, or a wrapper of one for caches that need more than a forward pass: it appends tokens to a cache."""
 
     @property
     def config(self) -> Any:
@@ -85,7 +85,7 @@ class Softmax(NamedTuple):
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
 
     def of_head(self, index: int, kv_heads: int) -> "Softmax":
-        """That of the query heads of one KV head."""
+        """The softmax of the query heads of one KV head."""
         return self if self.sinks is None else self._replace(sinks=self.sinks.view(kv_heads, -1)[index])
 
     def sinks_of(self, kv_heads: int, rows: int) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Conversations: each turn goes on from the state that the last answer has left."""
+"""Conversations: each turn continues from the state after the last answer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -82,8 +82,8 @@ class Conversation(CustomGenerate):
         if self._adapters not in (None, adapters := adapters_digest(model)):
             raise UserError("conversation: the model has other active adapters than at the last turn; activate those")
         state = self._read(request.input_ids, request.chunk)
-        reader, reapply = self.method.reader(model), self.method.reapply(model)
-        decoded = decode(reader, state, reapply=reapply, **request.decoding)
+        reader, eviction = self.method.reader(model), self.method.periodic_eviction(model)
+        decoded = decode(reader, state, eviction=eviction, **request.decoding)
         self.state, self.ids, self._unread = decoded.state, decoded.ids, decoded.ids[:, -1:]
         self._adapters = adapters
         return decoded

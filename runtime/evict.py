@@ -4,10 +4,9 @@
 state, and serves any number of prompts and models. Every eviction method of the papers is an `Evict` with other parts.
 
 The budget, for every method: entries per layer and KV head on average, sinks and window included; all layers and heads
-together keep exactly layers x KV heads x budget. A ratio (a float between 0 and 1) stands for `round(ratio * N)`, N
+keep exactly layers x KV heads x budget entries. A ratio (a float between 0 and 1) stands for `round(ratio * N)`, N
 being the prompt's own length, whatever the batch. A prompt no longer than the budget is left untouched. Generated
-tokens are not counted and never evicted, unless `every` is set: then prompt and generated tokens together never exceed
-the budget.
+tokens are not counted and never evicted, unless `every` is set: then they count, and the sum never exceeds the budget.
 """
 
 import functools
@@ -27,14 +26,14 @@ from keepsight.errors import Budget, UserError, Whole
 from keepsight.runtime import registry
 from keepsight.runtime.allocate import Allocation, HeadSizes, Uniform
 from keepsight.runtime.attention import is_bounded
-from keepsight.runtime.generate import CacheMethod, Reapply
+from keepsight.runtime.generate import CacheMethod, PeriodicEviction
 from keepsight.runtime.importance import Pool, Reduce, reduce_group, select_top, top_mask, value_norms
 from keepsight.runtime.layer import Counts, KeptLayer
 from keepsight.runtime.observe import LayerObserver, Observer
 from keepsight.runtime.state import Needs, State, prefill, with_full_layers
 
 Scores = Callable[[Observer, PreTrainedModel, State, Reduce], list[Tensor]]
-"""Calls an observer, or remembers what an equal one has returned for the state."""
+"""Calls an observer, or returns the known scores of an equal one for the state."""
 
 
 @registry.method("evict")
@@ -183,8 +182,8 @@ class Evict(CacheMethod):
         return self.keep(model, state, self.select(state, self.importance(model, state, scores)))
 
     @override
-    def reapply(self, model: PreTrainedModel) -> Reapply | None:
-        return Reapply(self.every, lambda state: self.compress_state(model, state)) if self.every else None
+    def periodic_eviction(self, model: PreTrainedModel) -> PeriodicEviction | None:
+        return PeriodicEviction(self.every, lambda state: self.compress_state(model, state)) if self.every else None
 
     def fits(self, state: State) -> bool:
         """Whether the state is within the budget, or has no layer to evict from."""
@@ -282,7 +281,7 @@ class Evict(CacheMethod):
 
 @dataclass
 class _LayerEviction:
-    """Evicts from each layer of some prompts as soon as it is read.
+    """Evicts from each layer of a batch of prompts as soon as it is read.
 
     What a layer computes does not depend on the entries of others, so the same entries stay as with eviction after the
     prefill, and only one layer is whole at a time. A prompt that is read in chunks is evicted from in the last pass.

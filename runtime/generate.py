@@ -1,4 +1,4 @@
-"""`generate`: a method makes the state of a prompt, one loop decodes the answer from it.
+"""`generate`: a method computes the state of a prompt, and `decode` generates the answer from it.
 
 A method is also a `custom_generate` of transformers: `model.generate(**inputs, custom_generate=SnapKV(128))`.
 """
@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast, overload
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -40,18 +40,18 @@ _READ = IMAGE_INPUTS | {"attention_mask", "logits_to_keep", "past_key_values", "
 
 
 @dataclass(frozen=True)
-class Reapply:
-    """Eviction while decoding: `compress` compresses the state after every so many generated tokens."""
+class PeriodicEviction:
+    """Eviction while decoding: after every `interval` generated tokens, `compress` evicts from the state."""
 
-    every: int
+    interval: int
     compress: Callable[[State], State]
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """Answers, and the state they leave behind, in which all tokens are read but the answers' last.
+    """Generated answers, and the state after them, which has read all tokens but each answer's last.
 
-    `ids` [B, N + T] int64 are the given prompt ids, then the answers with their end tokens, padded on the right.
+    `ids` [B, N + T] int64 are the prompt's ids, then the answers with their end tokens, padded on the right.
     """
 
     ids: Tensor
@@ -83,20 +83,20 @@ def decode(
     logits_processor: LogitsProcessorList | None = None,
     do_sample: bool = False,
     streamer: BaseStreamer | None = None,
-    reapply: Reapply | None = None,
+    eviction: PeriodicEviction | None = None,
 ) -> Decoded:
     """Generate an answer for each row.
 
     Args:
         model: What reads the state: the base model without adapters, or the method's reader.
         state: State to start from; its cache grows.
-        stopping_criteria: As transformers defines them, over prompt and answer together.
+        stopping_criteria: As transformers defines them, over prompt and answer.
         pad_token: Fills the rows that have ended.
         prompt_ids: [B, N], for processors and criteria that see the prompt; an empty prompt by default.
         logits_processor: As transformers defines it.
         do_sample: Sample from the processed logits instead of taking the arg-max.
         streamer: Receives each token.
-        reapply: Evicts while decoding.
+        eviction: Eviction while decoding; None for none.
     """
     ids = prompt_ids if prompt_ids is not None else state.lengths.new_empty(len(state.logits), 0)
     unfinished = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
@@ -111,8 +111,8 @@ def decode(
         unfinished = unfinished & ~stopping_criteria(ids, scores)
         if not unfinished.any():
             break
-        if reapply is not None and since_eviction == reapply.every:
-            state, since_eviction = reapply.compress(state), 0
+        if eviction is not None and since_eviction == eviction.interval:
+            state, since_eviction = eviction.compress(state), 0
         state, _ = read(model, state, token[:, None])
         since_eviction += 1
     if streamer is not None:
@@ -121,11 +121,11 @@ def decode(
 
 
 class Past(Cache):
-    """What an answer leaves behind: the `past_key_values` of its output, from which the next turn goes on.
+    """The `past_key_values` of an answer's output, from which the next turn continues.
 
     Args:
-        method: What answered.
-        decoded: Its answer to one prompt. Its state stays unchanged, so that several turns can go on from it.
+        method: The method that answered.
+        decoded: Its answer to one prompt. The state stays unchanged, so that several turns can continue from it.
         adapters: Digest of the model's own active adapters.
 
     Attributes:
@@ -139,16 +139,16 @@ class Past(Cache):
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """What `model.generate` asks of a `custom_generate`.
+    """The arguments of `model.generate`, as a `custom_generate` gets them.
 
     Attributes:
         input_ids: [B, N] int64, the prompts, padded on the left.
         mask: [B, N], 0 for padding; None when no row is padded.
-        past: What an earlier answer has left behind, whose tokens `input_ids` repeats; None to begin anew.
+        past: Cache of an earlier answer, whose tokens `input_ids` repeats; None to begin anew.
         unread: [B, n] int64: the tokens of `input_ids` that `past` has not read.
         chunk: Tokens per forward pass of the prefill; None for the whole prompt in one.
         images: Images in the prompts; None for none.
-        goes_on: Whether a further turn may go on from the answer.
+        goes_on: Whether a further turn may continue from the answer.
         decoding: Keyword arguments of `decode`.
     """
 
@@ -163,9 +163,10 @@ class GenerateRequest:
 
 
 class _Signature:
-    """What a `custom_generate` takes, which transformers asks when it has dropped a `tokenizer` (5.18 to 5.24).
+    """The signature of a `custom_generate`, which transformers (5.18 to 5.24) reads after it dropped the `tokenizer`.
 
-    The criteria of `stop_strings` need that: it is put back among the arguments of the running `model.generate`.
+    The criteria of `stop_strings` need a tokenizer, so reading the signature puts it back among the arguments of the
+    running `model.generate`.
     """
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature | None:
@@ -178,11 +179,11 @@ class _Signature:
 
 
 class CustomGenerate(ABC):
-    """What transformers calls in place of its own decoding: `model.generate(**inputs, custom_generate=...)`.
+    """A callable for `model.generate(**inputs, custom_generate=...)`, used instead of transformers' own decoding.
 
     Attributes:
-        reads_images: Whether prompts may hold images.
-        starts_prompts: Whether what it is given begins a prompt; text then gets the tokenizer's special tokens.
+        reads_images: Whether prompts may contain images.
+        starts_prompts: Whether the ids begin a prompt; text then gets the tokenizer's special tokens.
     """
 
     reads_images = False
@@ -211,7 +212,7 @@ class CustomGenerate(ABC):
             holds them, their `scores` and `logits` if asked for, and `past_key_values` to go on from.
 
         Raises:
-            UserError: `model.generate` was given something that this cannot honour.
+            UserError: `model.generate` has an argument that is not supported.
         """
         require_supported(model)
         options = _locals_of("generate")
@@ -310,7 +311,7 @@ def _locals_of(name: str) -> dict[str, Any]:
 def _require_honoured(
     config: GenerationConfig, options: dict[str, Any], inputs: dict[str, Any], input_ids: Tensor, images: Images | None
 ) -> None:
-    """Refuse what `model.generate` was asked for and a compressed cache cannot give, and padding on the right."""
+    """Refuse options of `model.generate` that a compressed cache cannot support, and padding on the right."""
     mode = config.get_generation_mode(options.get("assistant_model"))
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise UserError(
@@ -350,7 +351,7 @@ def _require_honoured(
 
 
 class Method(CustomGenerate):
-    """From a prompt to the state that its answer is decoded from.
+    """A method: it reads a prompt and returns the state that the answer is decoded from.
 
     Attributes:
         is_full_cache: Whether it answers from the full cache.
@@ -394,10 +395,10 @@ class Method(CustomGenerate):
         return state
 
     def compress(self, model: PreTrainedModel, **inputs: Any) -> Any:
-        """Read prompts; what `generate(model, **inputs)` takes.
+        """Read prompts without generating; `inputs` are the arguments of `generate`.
 
         Returns:
-            The `past_key_values` to go on from, with this method as `custom_generate`: further prompts begin with the
+            The `past_key_values` for `generate` or `model.generate` with this method; later prompts begin with the
             same ids.
         """
         once = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True}
@@ -432,21 +433,21 @@ class Method(CustomGenerate):
         return None
 
     def reader(self, model: PreTrainedModel) -> Reader:
-        """What reads and decodes from this method's states in the model's place."""
+        """The model, or a wrapper that reads and decodes from this method's states in its place."""
         return model
 
     def turn_reader(self, model: PreTrainedModel) -> Reader:
-        """What reads a further turn after this method's states, in passes over many tokens."""
+        """The model or wrapper that reads a further turn after this method's states, many tokens a pass."""
         return self.reader(model)
 
-    def reapply(self, model: PreTrainedModel) -> Reapply | None:
-        """How to evict while decoding; None for a method that does not."""
+    def periodic_eviction(self, model: PreTrainedModel) -> PeriodicEviction | None:
+        """Eviction while decoding; None for a method that does not evict then."""
         return None
 
     def check(self, length: int, context: int) -> None:
-        """Refuse a prompt of `length` tokens that this method cannot work on, before any model runs.
+        """Refuse (`UserError`) a prompt of `length` tokens that this method cannot read, before any model runs.
 
-        `context` is the base model's context length. A `UserError` says why in one line.
+        `context` is the base model's context length.
         """
 
     @override
@@ -460,28 +461,18 @@ class Method(CustomGenerate):
             for length in {ids.shape[1]} if mask is None else {*mask.sum(dim=1).tolist()}:
                 self.check(length, context)
             state = self.start(model, ids, mask, chunk=request.chunk, images=request.images)
-        reapply = self.reapply(model) if self.every else None
-        if reapply is None and not request.goes_on and state.needs != Needs():
+        eviction = self.periodic_eviction(model) if self.every else None
+        if eviction is None and not request.goes_on and state.needs != Needs():
             state = replace(state, needs=Needs(), features=())  # recording without a reader would cost every step
-        return decode(self.reader(model), state, reapply=reapply, **request.decoding)
+        return decode(self.reader(model), state, eviction=eviction, **request.decoding)
 
 
 class CacheMethod(Method):
     """A method that reads the whole prompt and then compresses its cache."""
 
-    @overload
-    def compress(self, model: PreTrainedModel, state: State) -> State: ...
-
-    @overload
-    def compress(self, model: PreTrainedModel, **inputs: Any) -> Any: ...
-
-    def compress(self, model: PreTrainedModel, state: State | None = None, **inputs: Any) -> Any:
-        """See `compress_state` and `Method.compress`."""
-        return super().compress(model, **inputs) if state is None else self.compress_state(model, state)
-
     @abstractmethod
     def compress_state(self, model: PreTrainedModel, state: State) -> State:
-        """The state to decode from; the given one stays unchanged."""
+        """The compressed state to decode from; `state` stays unchanged."""
 
     @override
     def resume(self, model: PreTrainedModel, state: State, tokens: Tensor, *, chunk: int | None = None) -> State:
@@ -534,7 +525,7 @@ def generate(
         the output of `model.generate` as it is, whose `sequences` begin with the prompts.
 
     Raises:
-        UserError: `method` is something else, such as a state, or `model.generate` was given what cannot be honoured.
+        UserError: `method` is something else, such as a state, or an option of `model.generate` is not supported.
     """
     method = FullCache() if method is None else method
     if not isinstance(method, CustomGenerate):  # transformers ignores what it cannot call

@@ -27,23 +27,23 @@ class Images:
     Attributes:
         inputs: Inputs of the model for them, as its processor names them; see `IMAGE_INPUTS`.
         positions: [3, B, N] int64: the positions of the prompts' tokens, where they are known and not as in text.
-        given: The inputs as the processor made them, for another model that reads the same images.
+        processed: The inputs as the processor made them, for another model that reads the same images.
     """
 
     inputs: Mapping[str, Any]
     positions: Tensor | None = None
-    given: Mapping[str, Any] = field(default_factory=dict)
+    processed: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def among(cls, inputs: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> "Images | None":
-        """The images among a model's inputs; None where there are none. `given` are those before any was encoded."""
+    def among(cls, inputs: Mapping[str, Any], processed: Mapping[str, Any] | None = None) -> "Images | None":
+        """The images among a model's inputs; None for none. `processed` are the inputs before any image was encoded."""
         if not any(inputs.get(name) for name in PIXELS[1:]) and inputs.get(PIXELS[0]) is None:
             return None
         positions = inputs.get("position_ids")
         known = positions[-3:] if positions is not None and positions.dim() == 3 else None
         own, raw = (
             {name: each[name] for name in IMAGE_INPUTS if each.get(name) is not None}
-            for each in (inputs, given or inputs)
+            for each in (inputs, processed or inputs)
         )
         return cls(own, known, raw)
 
@@ -53,7 +53,7 @@ class Images:
 
     def read_by(self, other: PreTrainedModel) -> "Images":
         """The same images for another model with the same processor."""
-        return Images({name: each.to(other.device) for name, each in self.given.items()})
+        return Images({name: each.to(other.device) for name, each in self.processed.items()})
 
     def shortened(self, model: PreTrainedModel, input_ids: Tensor, kept: Tensor) -> "Images":
         """What is left of the images in a shortened prompt [1, N], of which `kept` [C] int64, ascending, stay.

@@ -1,4 +1,4 @@
-"""How important each entry is to the queries that observe it.
+"""Importance: attention scores of observing queries to each entry, reduced, pooled and ranked.
 
 Shapes: B batch, H query heads, K KV heads (query head h reads KV head h // (H / K)), q queries, S keys, N observed
 entries, d head dimension. The order is that of LookaheadKV's implementation base (KVCache-Factory with KV-head
@@ -23,7 +23,7 @@ from keepsight.runtime.layer import Counts, KeptLayer
 ROWS_AT_ONCE = 128
 """Bounds the memory of one block of attention weights to B x H x 128 x S float32."""
 STACKED = 2**20
-"""Bounds the memory of layers that are worked on together."""
+"""Bounds the memory of layers that one operator works on."""
 _OVER_QUERIES = ("mean", "max", "sum")
 OverHeads = Annotated[str, Literal["mean", "max", "mean of layer"]]
 
@@ -44,7 +44,7 @@ class Reduce:
 @as_options
 @dataclass(frozen=True)
 class Pool:
-    """Pooling over neighbouring entries with stride 1, so that an entry is kept together with its neighbours.
+    """Pooling over neighbouring entries with stride 1, so that an entry is kept with its neighbours.
 
     Attributes:
         kind: `max` pads with -inf; `avg` pads with zeros and always divides by `kernel` (SnapKV's two poolings).

@@ -64,8 +64,8 @@ class Recorded:
         query_mask: [B, w] bool, False where one of these tokens is padding; None when none is.
         ahead: [B, w] int64, how many tokens after its own each of them sees; None where none does. See
             `keepsight.runtime.importance.seen_ahead`.
-        accumulated: [B, H, C] float32, the attention that each entry has received from all queries; None where it was
-            not asked for.
+        accumulated: [B, H, C] float32, accumulated attention: the sum over all queries; None where it was not asked
+            for.
         scores: By trained scorer, its numbers for each entry, [B, K x numbers, C] float32.
         statistics: Of all queries; None where they were not asked for.
     """
@@ -233,8 +233,8 @@ class KeptLayer(DynamicLayer):
         """Bytes of the keys and values, without room for more."""
         return self.keys.nbytes + self.values.nbytes if self.is_initialized else 0
 
-    def held_bytes(self, appended: Iterable[int]) -> int:
-        """Bytes of its tensors, marks and room included, once more was appended; see `room_after`."""
+    def memory_bytes(self, appended: Iterable[int]) -> int:
+        """Bytes of its tensors, marks and room included, after the tokens `appended`; see `room_after`."""
         if not self.is_initialized:
             return 0
         count = self.keys.shape[2]
@@ -333,7 +333,7 @@ class RaggedLayer(OwnAttention, KeptLayer):
         return _entry_bytes(self.keys) + _entry_bytes(self.values)
 
     @override
-    def held_bytes(self, appended: Iterable[int]) -> int:
+    def memory_bytes(self, appended: Iterable[int]) -> int:
         entries, heads = int(self.counts.sum()), self.counts.size
         mean = entries // heads
         room = room_after(mean + self.appended, mean + max(self._writable, self.appended), appended) - mean

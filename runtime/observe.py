@@ -1,9 +1,9 @@
-"""Observers: what scores a state's entries. Many run a second, short pass whose queries look back at the cache.
+"""Observers score a state's entries. Many run a second, short pass whose queries attend to the cache.
 
-What follows a prompt cannot change the prompt's keys and values (causality), so that any number of observers can run
-after one prefill, and none of them changes the cache.
+Tokens after a prompt cannot change the prompt's keys and values (causality), so any number of observers can run after
+one prefill, and none of them changes the cache.
 
-Several rows of observers may share the entries of one row, each seeing those that its own mask shows. They then attend
+Several rows of observers may share the entries of one row, each under a mask of its own. They then attend
 side by side, as further queries of that row: [R, H, q, d] is taken as [B, H, (R / B) x q, d], and no entry is repeated.
 """
 
@@ -130,7 +130,7 @@ def combine(of_window: Tensor, of_draft: Tensor, rows: int, real: Tensor, reduct
 
 
 OfLayer = Callable[[int, Tensor], Tensor]
-"""What is kept of the attention [B, H, N] of the layer at a place, an index among those with full attention."""
+"""Reduces the attention [B, H, N] of a layer, which has this index among the layers with full attention."""
 
 
 def all_heads(place: int, attention: Tensor) -> Tensor:
@@ -239,12 +239,12 @@ def observe(
         first: [R] int64, the first observer's position; the number of real tokens by default.
         observer_mask: [R, n] bool, False for padding on the right of the observers.
         reduction: Reduction over the observers: `mean` or `max`.
-        keep: What is returned of a layer's attention, called as soon as that is computed.
+        keep: Reduces a layer's attention as soon as it is computed.
         stops: Whether the pass may end in the middle of the model, once the last layer's entries are scored: hooks that
             others put around its modules are then not called.
 
     Returns:
-        For each layer with full attention, what is kept of [R, H, N] float32, the observers' attention. Gradients flow
+        For each layer with full attention, `keep` of the observers' attention [R, H, N] float32. Gradients flow
         to `embeddings` and to the model's trainable parameters; without gradients the result may be inference tensors.
     """
     if first is None:
@@ -289,7 +289,7 @@ def as_observed(cache: Cache, layers: Any) -> Cache:
 
 
 class ObservedRecurrence(LinearAttentionLayer):
-    """A recurrent state as observers see it: it goes on for them, but is never stored, so that gradients can flow.
+    """A recurrent state for observers: they advance it, but it is never stored, so that gradients can flow.
 
     Args:
         layer: The layer that it belongs to.
@@ -335,12 +335,11 @@ class ViewedLayer(OwnAttention, DynamicLayer):
 
 
 class ObservedLayer(ViewedLayer):
-    """A layer to which observers attend: all that is new observes. For `layer` and `mask` see `ViewedLayer`.
+    """A layer to which observers attend. For `layer` and `mask` see `ViewedLayer`.
 
     `observer_mask` [R, n] bool is False where an observer is padding, which does not count. `keep` gets the attention
     [R, H, N] float32, reduced over the observers by `mean` or `max`. Large attention weights are not kept for the
-    backward pass: of all layers together, they would take 2 GiB after 16K tokens, for 32 layers and heads and as many
-    observers.
+    backward pass: they would take 2 GiB in all after 16K tokens, for 32 layers and heads and as many observers.
     """
 
     attention: Tensor | None = None
@@ -358,7 +357,7 @@ class ObservedLayer(ViewedLayer):
         self.observer_mask, self.reduction, self.keep = observer_mask, reduction, keep
 
     def taken(self) -> Tensor:
-        """What was kept; nothing more is: when it is recomputed in the backward pass, the layer attends again."""
+        """The kept attention, once: the layer attends again when it is recomputed in the backward pass."""
         kept, self.attention = self.attention, None
         self.is_taken = True
         assert kept is not None
@@ -412,11 +411,11 @@ class ObservedLayer(ViewedLayer):
 
 
 class AllObserved(Exception):
-    """Ends a pass."""
+    """Ends a forward pass early: all layers have been observed."""
 
 
 class LastObservedLayer(ObservedLayer):
-    """The last layer that observers look back at; nothing is asked of the model after it."""
+    """The last layer that observers attend to; the forward pass ends in it."""
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:

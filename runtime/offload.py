@@ -39,7 +39,7 @@ class FromDevice:
 
 
 class Begun:
-    """All the work that a device's current stream was given so far.
+    """All work enqueued so far on a device's current stream.
 
     Args:
         device: The device; on a CPU there is nothing to wait for.
@@ -57,7 +57,7 @@ class Begun:
             self._event.synchronize()
 
     def precede(self) -> None:
-        """Let what the current stream is given from now on wait for it; the calling thread does not."""
+        """Let work that is enqueued on the current stream from now on wait for it; the calling thread does not."""
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
 

@@ -1,4 +1,4 @@
-"""What reads in a model's place: token by token, or a further turn after layers that read a few entries per step."""
+"""Wrappers of a model: one reads token by token, one a further turn after layers that read a few entries per step."""
 
 from abc import ABC, abstractmethod
 from typing import Any, cast

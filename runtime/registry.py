@@ -1,4 +1,4 @@
-"""The registry: what YAML and the command line call methods and their parts, and how reports draw a method.
+"""The registry: names of methods and their parts in YAML and on the command line, and styles in plots.
 
 A new method is one file: a class under `@method("name")`. Files in `runtime/methods/` are found by themselves, others
 are named as a plugin (`plugins=[my_module]`).

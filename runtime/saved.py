@@ -296,7 +296,7 @@ def layer_tensors(layer: Any) -> dict[str, Tensor | None]:
 
 
 def _beside_layers(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors of a state on the model's devices: what is of a layer is where that layer runs."""
+    """The tensors of a state on the model's devices: a layer's tensors are where that layer runs."""
     scored = full_attention_layers(model.config)
     devices = [running_devices(layer)[0] for layer in decoder_of(model).layers]
 

@@ -1,8 +1,8 @@
-"""The state of a prompt that a model has read: its cache, the next position, and what is needed to observe it.
+"""The state of a prompt that a model has read: its cache, its tokens, and what was recorded for observers.
 
 `prefill` makes a state, eviction a smaller one, `read` appends tokens to one, `decode` answers from one, `join` makes a
-batch of several. Whole and evicted states have one type, so that a method can be applied to an evicted cache again, in
-the middle of an answer or at the next turn of a conversation.
+batch of several. Whole and evicted states have one type, so that a method can evict from a cache again, while an answer
+is decoded or at the next turn of a conversation.
 
 The entries of a state are those of layers with full attention. Bounded layers (a sliding window, a chunk, a recurrent
 state) keep the cache that transformers gives them: they are copied with the others, and never evicted from.
@@ -38,11 +38,11 @@ Kind = TypeVar("Kind", bound="State")
 
 @dataclass(frozen=True)
 class Needs:
-    """What observers need of the tokens read; nothing else is recorded.
+    """What a forward pass records for observers.
 
     Attributes:
         window: Number of last queries kept in every layer.
-        accumulated: Whether to sum the attention that each entry receives from all queries.
+        accumulated: Whether to sum the attention of all queries to each entry.
         features: Layers whose outputs are kept for every token; indices from 0, ascending.
         scorers: Trained scorers that score every token in every layer, as it is read.
         statistics: Whether to sum up statistics of all queries.
@@ -70,7 +70,7 @@ WINDOW = Needs(window=32)
 
 @dataclass(frozen=True)
 class State:
-    """What a model has read so far. Reading and decoding append to the cache; methods leave it unchanged.
+    """The tokens that a model has read, and their cache. Prefill and decoding append to it; methods leave it unchanged.
 
     Attributes:
         cache: C entries per layer and KV head (C may differ), of M >= C tokens.
@@ -111,21 +111,21 @@ class State:
         return cache_bytes(self.cache)
 
     def kv_peak_bytes(self, appended: Sequence[int]) -> int | None:
-        """Bytes of all tensors that the cache of an answer holds in the end, which is when they are most.
+        """Peak bytes of the cache of an answer, which is reached at its last token.
 
         Unlike `kv_bytes` it counts room for tokens to come, and the marks of padded rows. `appended` are the tokens of
-        each reading, such as a question of 20 and an answer token by token: [20, 1, 1]. While a layer grows, its former
-        tensors lie beside the new ones for a moment. None for states of subclasses, which store entries in their own
-        form.
+        each forward pass, such as a question of 20 and an answer token by token: [20, 1, 1]. Growing a layer briefly
+        takes its old tensors beside the new ones, which is not counted. None for states of subclasses, which store
+        entries in their own form.
         """
         if not self.joins:
             return None
         layers = self.cache.layers
-        return sum(each.held_bytes(appended) if isinstance(each, KeptLayer) else _bytes(each) for each in layers)
+        return sum(each.memory_bytes(appended) if isinstance(each, KeptLayer) else _bytes(each) for each in layers)
 
     @property
     def joins(self) -> bool:
-        """Whether it can be read together with others; states of subclasses store entries in their own form."""
+        """Whether it can be in a batch with others; states of subclasses store entries in their own form."""
         return type(self) is State
 
     @property
@@ -153,14 +153,14 @@ class State:
         return replace(self, cache=share(self.cache))
 
     def unrecorded(self, needs: Needs = Needs()) -> "State":
-        """A copy without what was recorded; `needs` is recorded of the tokens that follow."""
+        """A copy without recorded queries, scores and features; `needs` is recorded from the next token on."""
         after = replace(self.copy(), needs=needs, features=(), seconds=0.0)
         for layer in after.layers:
             layer.recorded = None
         return after
 
     def as_kind(self, kind: type[Kind], cache: Cache) -> Kind:
-        """The state of a method that stores entries in its own form; nothing is recorded from here on."""
+        """The same as a state of a method that stores entries in its own form; nothing is recorded any more."""
         return kind(cache, self.logits, self.tokens, self.lengths, rope_offset=self.rope_offset, padded=self.padded)
 
     def crop(self, count: int, logits: Tensor) -> "State":

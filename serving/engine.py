@@ -90,7 +90,7 @@ class Job:
 
 @dataclass
 class Totals:
-    """What an engine has done, as `/metrics` shows it."""
+    """Counters of an engine, as `/metrics` shows them."""
 
     ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("stop", "length", "cancelled", "failed"), 0))
     prompt_tokens: int = 0
@@ -320,7 +320,7 @@ class Engine:
             return False
 
     def _keep(self, places: list[int]) -> None:
-        """Let all rows but these leave; those that were cancelled have not ended yet."""
+        """Keep these rows and remove the others; cancelled ones have not ended yet."""
         if len(places) == len(self._batch):
             return
         for place, row in enumerate(self._batch):
@@ -341,7 +341,7 @@ class Engine:
     def _require_joinable(self) -> None:
         name, reader = type(self.method).__name__, self.method.reader(self.model)
         state = None
-        if self.method.reapply(self.model) is None and reader is self.model:
+        if self.method.periodic_eviction(self.model) is None and reader is self.model:
             try:
                 length = min(_PROBE, self.context // 2)
                 state = self.method.start(self.model, torch.full((1, length), 3, device=self.model.device))

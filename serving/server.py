@@ -29,7 +29,7 @@ from keepsight.serving.engine import BUCKETS, Busy, Engine, Job
 STATUS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
 """Types of errors by status; all others are `invalid_request_error`."""
 COMPLETION_TOKENS = 16
-"""What completions answer where `max_tokens` is not given, as in OpenAI's interface."""
+"""Default of `max_tokens` for completions, as in OpenAI's interface."""
 _Text = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -62,7 +62,7 @@ class Asked(BaseModel):
     metadata: dict[str, Any] | None = None
 
     def options(self, answer_tokens: int, own_top_k: int | None) -> dict[str, Any]:
-        """Options of `model.generate`; what is not given is as the model's generation configuration has it."""
+        """Options of `model.generate`; unset fields are as in the model's generation configuration."""
         options: dict[str, Any] = {"max_new_tokens": answer_tokens}
         if self.temperature is not None:
             options["do_sample"] = self.temperature > 0

@@ -62,7 +62,7 @@ class Subset(Closeness):
 
 @torch.no_grad()
 def read_answer(model: PreTrainedModel, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Text:
-    """Read a given answer with the model."""
+    """Read an answer with the model."""
     ids = torch.tensor([[*prompt_ids, *answer_ids[:-1]]], device=model.device)
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(answer_ids)).logits[0]
     return Text(ids, logits.float().log_softmax(-1))

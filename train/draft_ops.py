@@ -111,7 +111,7 @@ class _Merged(Function):
     On CUDA experimental: torch's memory-efficient kernel takes the place of the CPU's.
 
     The flash kernel's backward needs each row's output and log-sum-exp alone to rebuild the probabilities of its keys.
-    Given the merged ones it yields the merged softmax's gradients for these keys; the few others are added by hand.
+    From the merged ones it yields the merged softmax's gradients for these keys; the few others are added by hand.
     """
 
     @staticmethod

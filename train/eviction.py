@@ -66,7 +66,7 @@ class TokensInTraining(Observer):
 
 
 class EvictionObjective(ReplayedObjective):
-    """The KL divergence that a soft eviction causes; weights of heads and, where it is given, the module learn.
+    """The KL divergence that a soft eviction causes; weights of heads and, unless it is frozen, the module learn.
 
     Args:
         model: The base model; frozen.

@@ -238,7 +238,7 @@ class ImportanceObjective(ReplayedObjective):
         return self.compared(self.teacher_outputs(batch), batch)
 
     def compared(self, outputs: TeacherOutputs, batch: Batch) -> Importances:
-        """`importances`, given the teacher outputs of the batch."""
+        """`importances`, from the teacher outputs of the batch."""
         lookahead, cuts = self.lookahead, Cuts.of(batch, self.cuts)
         cache = outputs.cache(lookahead.model, cuts.length)
         embeddings = lookahead.observers(len(batch.prompt_ids) * self.cuts)

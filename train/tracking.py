@@ -1,4 +1,4 @@
-"""What experiment trackers get beside the loss: tokens per second, model FLOPs utilisation, memory, values by layer.
+"""Metrics for experiment trackers beside the loss: tokens per second, model FLOPs utilisation, memory, values by layer.
 
 transformers' own counters see one input alone, and the time of measuring and saving too.
 """
@@ -39,13 +39,13 @@ _EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 
 
 class Throughput(TrainerCallback):
-    """Adds to each logged loss what the steps since the one before took, all processes together.
+    """Adds to each logged loss what the steps since the one before took, over all processes.
 
     - `tokens_per_second`: tokens of prompts and answers, without padding and in each replay anew, in the time of the
       steps alone.
     - `mfu`, model FLOPs utilisation: the operations of the steps, without what is recomputed to save memory, as a share
       of all devices' peak. Missing where the peak is not known, or `Objective.flops`.
-    - `peak_memory_gib`: the most that a process has held so far of its GPU's memory, or of the CPU's where it has none.
+    - `peak_memory_gib`: the peak of a process's GPU memory so far, or of its CPU memory where it has no GPU.
 
     Trackers and the console get them; the training's own log stays the same from run to run.
     """
@@ -105,7 +105,7 @@ def peak_of(gpu: str) -> float:
 
 
 def peak_memory() -> int:
-    """Most bytes so far: given out by the allocator of the fullest GPU, or held by the process where there is none."""
+    """Peak bytes so far: allocated on the fullest GPU, or resident in the process where there is none."""
     if torch.cuda.is_available():
         return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

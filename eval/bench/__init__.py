@@ -1,1 +1,1 @@
-"""What things cost: time and memory."""
+"""Benchmarks of time and memory."""

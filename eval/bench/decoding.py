@@ -104,7 +104,7 @@ def _of_rows(model: PreTrainedModel, method: Method, alone: State, rows: int, le
     if can_join(alone):
         return join([alone] * rows)
     assert isinstance(method, CacheMethod)
-    return method.compress(model, random_state(model, method.needs(), rows, length))
+    return method.compress_state(model, random_state(model, method.needs(), rows, length))
 
 
 class _Decoding:

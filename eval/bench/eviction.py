@@ -96,7 +96,7 @@ def operators_of(model: PreTrainedModel, method: Method, ids: Tensor) -> dict[st
     counts = {}
     if isinstance(method, Evict):
         evict, state = method, prefill(model, ids, needs=method.needs())
-        evict.compress(model, state)
+        evict.compress_state(model, state)
         observe = functools.partial(evict.bound_observer, model, state, evict.reduce)
         scores = observe()
         selected = evict.select(state, evict.importance(model, state, lambda *_: scores))

@@ -40,9 +40,9 @@ from keepsight.eval.bench.roofline import (
     Figures,
     Row,
     all_rows,
-    held_and_read,
     known_card,
     measured_card,
+    memory_and_traffic,
     outline,
     roofline,
     rows_that_fit,
@@ -146,7 +146,7 @@ class Bench:
             if states:
                 state = join(states * (figures.rows or 0))
             else:
-                state = method.compress(model, random_state(model, Needs(), figures.rows or 0, row.tokens))
+                state = method.compress_state(model, random_state(model, Needs(), figures.rows or 0, row.tokens))
             figures.batch_s = _step(reader, state.unrecorded())
 
         while figures.rows and figures.batch_s is None:
@@ -302,7 +302,7 @@ def dry_lines(card: Card, missing: Sequence[Row]) -> Iterator[str]:
     yield f"{card.name}: {rates}, {size_text(card.memory)}; beside it {size_text(card.host)}"
     for name, config in SHAPES.items():
         heads = f"{config.num_attention_heads} query and {config.num_key_value_heads} KV heads of {config.head_dim}"
-        entry = held_and_read("full", config, 1)[0]
+        entry = memory_and_traffic("full", config, 1)[0]
         sizes = f"{size_text(stored_bytes(outline(name)))} of weights, {entry} bytes of KV entries a token"
         yield f"{name}: {config.num_hidden_layers} layers of {config.hidden_size}, {heads}, {sizes}"
     yield f"budget {BUDGET}; {len(missing)} rows to measure; figure / roofline; KV and peak: what is known to be held"

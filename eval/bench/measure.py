@@ -71,7 +71,7 @@ def _synchronize() -> None:
 
 
 def peak_bytes(action: Callable[[], object]) -> int:
-    """The most bytes of tensors that an action holds at once, beyond what was there before.
+    """Peak bytes of tensors during an action, beyond those before it.
 
     On a CPU PyTorch's profiler sums up allocations, which slows the action down: do not time it.
     """
@@ -96,7 +96,7 @@ def peak_bytes(action: Callable[[], object]) -> int:
 
 
 def peak_kv_bytes(model: nn.Module, start: Callable[[], State]) -> int:
-    """The most bytes of keys and values in memory at once while a prompt is read and compressed.
+    """Peak bytes of keys and values while a prompt is read and compressed.
 
     They are counted in every layer: before attention, and again once a smaller layer lies beside the whole one.
     """

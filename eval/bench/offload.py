@@ -31,7 +31,7 @@ from keepsight.runtime.state import Needs, State, prefill
 
 
 def size_lines(target: Target, head: RetrievalHead, draft: DraftHead | None) -> Iterator[str]:
-    """The head's parameters and bytes; given the draft head it was pruned from, the share that pruning removed."""
+    """The head's parameters and bytes, and the share of the draft head, if known, that pruning removed."""
     own, whole, size = parameters(head), parameters(target.model), sum(each.nbytes for each in head.parameters())
     yield (
         f"retrieval head (features: {head.config.features}): {own:,} parameters, {size:,} bytes as "
@@ -95,7 +95,7 @@ def random_state(model: PreTrainedModel, needs: Needs, rows: int, length: int) -
 @torch.no_grad()
 def _step(model: PreTrainedModel, method: CacheMethod, state: State, repeats: int) -> tuple[float, str]:
     """Seconds of a step, and the columns with its parts."""
-    state = method.compress(model, state).unrecorded()
+    state = method.compress_state(model, state).unrecorded()
     reader = method.reader(model)
 
     def step() -> None:
@@ -173,7 +173,7 @@ def traffic_lines(
 def _traffic(model: PreTrainedModel, method: SpeContext, state: State, steps: int) -> Traffic:
     """Traffic of the steps after the one that fills the slots."""
     reader = method.reader(model)
-    state = read_greedily(reader, method.compress(model, state), 1)
+    state = read_greedily(reader, method.compress_state(model, state), 1)
     traffic = elastic_layers(state.cache.layers)[0].full.traffic
     before = replace(traffic)
     read_greedily(reader, state, steps)

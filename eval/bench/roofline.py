@@ -144,10 +144,10 @@ def all_rows() -> list[Row]:
     return rows
 
 
-def held_and_read(method: str, config: Any, tokens: int, item: int = 2) -> tuple[int, int, int]:
-    """Bytes of one row of a batch: held on the device, read there in a step, held in CPU memory.
+def memory_and_traffic(method: str, config: Any, tokens: int, item: int = 2) -> tuple[int, int, int]:
+    """Bytes of one row of a batch: stored on the device, read there in a step, stored in CPU memory.
 
-    What is held is counted as `State.kv_bytes` does; `item` is the size of a number.
+    Stored bytes are counted as `State.kv_bytes` does; `item` is the size of a number.
     """
     layers, heads, width = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
     row = heads * 2 * width * item  # of a layer and token
@@ -184,7 +184,7 @@ def outline(name: str) -> PreTrainedModel:
 def rows_that_fit(row: Row, card: Card) -> int:
     """Rows of the largest batch, with room to grow and to copy a layer; at least 1."""
     config = SHAPES[row.model]
-    held, _, in_cpu = held_and_read(row.method, config, row.tokens)
+    held, _, in_cpu = memory_and_traffic(row.method, config, row.tokens)
     each = held * (1 + GROWTH + 2 / config.num_hidden_layers) + 8 * config.vocab_size
     fitting = min((card.memory - stored_bytes(outline(row.model))) * 0.9 / each, MOST_ROWS)
     pinned = card.host * 0.8 / (2 * in_cpu) if in_cpu else fitting  # which comes in powers of two
@@ -202,7 +202,7 @@ def roofline(row: Row, card: Card, rows: int | None = None) -> Figures:
         moved = entries + 2 * 2 * row.tokens * width
         whole, last = 2 * row.tokens**2 * width, 4 * row.tokens * width
         return Figures(card.seconds(whole, moved), None, card.seconds(last, entries), kv_bytes=entries)
-    full = held_and_read("full", config, row.tokens)[0]
+    full = memory_and_traffic("full", config, row.tokens)[0]
     first = card.seconds(pass_flops(model, per_token, row.tokens), weights + full)
     if row.kind == "train":
         objective = ImportanceObjective(Lookahead(model, LookaheadSettings()))
@@ -212,7 +212,7 @@ def roofline(row: Row, card: Card, rows: int | None = None) -> Figures:
         importance = config.num_hidden_layers * config.num_attention_heads * row.tokens * 4
         trained = card.seconds(flops, weights + full + learned)
         return Figures(first, trained / first, trained, kv_bytes=full, peak_bytes=full + importance + learned)
-    held, read, _ = held_and_read(row.method, config, row.tokens)
+    held, read, _ = memory_and_traffic(row.method, config, row.tokens)
     rows = rows or rows_that_fit(row, card)
 
     def step(rows: int) -> float:
@@ -239,7 +239,7 @@ class Work(NamedTuple):
     moved: float
 
 
-def reading(model: PreTrainedModel, tokens: int, before: int = 0) -> Work:
+def work_of(model: PreTrainedModel, tokens: int, before: int = 0) -> Work:
     """A pass over `tokens` after `before` entries, with the logits of the last token."""
     flops = pass_flops(model, weights_per_token(model), tokens, before) + 2 * input_embedding(model).numel()
     return Work(flops, stored_bytes(model) + entry_bytes(model) * (before + tokens))
@@ -255,11 +255,11 @@ def scoring(model: PreTrainedModel, observers: int, tokens: int) -> Work:
 
 def passes_of(model: PreTrainedModel, draft: PreTrainedModel | None, tokens: int, budget: int) -> dict[str, list[Work]]:
     """What each method runs before its first token: drafts of 32 tokens, LAQ's from a cache of `budget` entries."""
-    plain, look, beyond = reading(model, tokens), scoring(model, WINDOW, tokens), reading(model, tokens + WINDOW)
-    drafted = [reading(model, 1, budget + step) for step in range(WINDOW)]
+    plain, look, beyond = work_of(model, tokens), scoring(model, WINDOW, tokens), work_of(model, tokens + WINDOW)
+    drafted = [work_of(model, 1, budget + step) for step in range(WINDOW)]
     found = {PLAIN: [plain], "lookaheadkv": [beyond, look], "snapkv": [plain, look]}
     if draft is not None:
-        written = [reading(draft, tokens), *(reading(draft, 1, tokens + step) for step in range(WINDOW))]
+        written = [work_of(draft, tokens), *(work_of(draft, 1, tokens + step) for step in range(WINDOW))]
         found["speckv"] = [*written, beyond, scoring(model, 2 * WINDOW, tokens)]
     return found | {"laq": [plain, look, *drafted, look]}
 

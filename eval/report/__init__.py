@@ -1,1 +1,1 @@
-"""What a run shows: tables, plots and HTML pages."""
+"""The report of an evaluation: tables, plots and HTML pages."""

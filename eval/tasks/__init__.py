@@ -1,1 +1,1 @@
-"""What is evaluated: tasks, their samples and their metrics."""
+"""Tasks, their samples and their metrics."""

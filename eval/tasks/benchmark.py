@@ -17,7 +17,7 @@ _HUB_SECONDS = 5.0
 NO_TEMPLATE = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
 """LongBench's few-shot and code tasks, whose prompts its authors do not put through the chat template."""
 Make = Callable[[str, Row, int], Any]
-"""Makes the sample of a row, or a list of turns, given its place in a file for messages, its fields, its number."""
+"""Makes the sample of a row, or a list of turns, from its place in a file (for messages), its fields and its number."""
 _RULER_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 
 

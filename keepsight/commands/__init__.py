@@ -1,1 +1,1 @@
-"""One file a command: a `Config` with its keys, and `run(config)`."""
+"""The command line: `cli.py` reads it, `config.py` lists the commands and their keys, other files run them."""

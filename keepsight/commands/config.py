@@ -321,7 +321,7 @@ class Push:
         keepsight push runs/adapter user/smollm2-135m-lookahead --public
 
     Uploads only the files of the adapter or head and the PNG images beside them, no links or hidden files. The
-    repository is private unless --public is given. The token comes from HF_TOKEN or `hf auth login`.
+    repository is private without --public. The token comes from HF_TOKEN or `hf auth login`.
 
     Attributes:
         folder: Folder of the lookahead adapter, draft head or retrieval head.

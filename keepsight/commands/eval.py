@@ -39,10 +39,10 @@ from keepsight.models.decoder import context_of
 from keepsight.models.retrieval_head import WEIGHTS
 from keepsight.models.targets import Target, processor_of
 
-_OF_NO_RESULT = ("out", "max_batch_tokens", "reuse", "pages", "skip")
+_NOT_IN_RESULTS = ("out", "max_batch_tokens", "reuse", "pages", "skip")
 """Keys that no answer depends on."""
 SKIPPED = "rows skipped"
-"""What the note on all rows that make no sample is about."""
+"""Subject of the note on rows that make no sample."""
 
 
 def run(config: Config) -> None:
@@ -60,7 +60,7 @@ def run(config: Config) -> None:
         samples = [render_apart(sample, target.tokenizer) for sample in samples]
     check_samples(target, samples, variants)
     pages = {*first_of_each(samples, config.pages)}  # before sorting: they stay the same when samples are added
-    # What does not fit into memory ends in the first minute, and processes that take turns end together.
+    # Longest first: what does not fit into memory fails in the first minute, and processes end at about the same time.
     samples.sort(key=lambda sample: -len(sample.prompt_ids))
     with one_writer(out) if processes.is_main_process else nullcontext():
         if processes.is_main_process:
@@ -115,7 +115,7 @@ def _measure(
 ) -> Refused:
     """Append the rows of this process's share of the samples to its part of the results; returns what was refused.
 
-    `unjudged` is filled with why the judge gives no verdict on some samples, which then have no rows.
+    `unjudged` gets the errors of samples without a verdict of the judge, which then have no rows.
     """
     out, refused = Path(config.out), Refused()
     rows = whole_lines(out / "results.jsonl", Measured)
@@ -198,7 +198,7 @@ def print_notes(notes: Mapping[str, str]) -> None:
 def settings_of(config: Config, target: Target, variants: list[Variant]) -> dict[str, Any]:
     """What the results depend on: configuration, base model, trained weights, hardware and library versions."""
     given = asdict(config)
-    kept = {key: given[key] for key in given if key not in _OF_NO_RESULT}
+    kept = {key: given[key] for key in given if key not in _NOT_IN_RESULTS}
     digests = dict.fromkeys(filter(None, (variant.method.adapter_digest for variant in variants)))
     versions = {
         "keepsight": __version__,

@@ -119,7 +119,7 @@ def _published(config: configs.Fit, out: Path) -> Path:
 
 
 def _stage(kind: type[Stage], config: configs.Fit, *shared: type, **given: Any) -> Stage:
-    """A stage's configuration: what it is given, and of its keys, or of those `shared`, this command's values."""
+    """A stage's configuration: the keywords, and this command's values of its other keys, or of those in `shared`."""
     names = [each.name for keys in shared or (kind,) for each in fields(keys) if hasattr(config, each.name)]
     return kind(**{name: getattr(config, name) for name in names} | given)
 

@@ -65,7 +65,7 @@ def _method(name: str, config: Config, resources: Resources) -> Evict:
 
 
 def read_text(prompt: str) -> str:
-    """A prompt that is given as text, or as @FILE."""
+    """A prompt from its text, or from @FILE."""
     if not prompt.startswith("@"):
         return prompt
     try:
@@ -97,6 +97,6 @@ def _compressed(method: Evict, target: Target, ids: torch.Tensor) -> tuple[np.nd
 @torch.no_grad()
 def _answer(method: Method, target: Target, state: State, limit: int) -> str:
     """The greedy answer from a state, which grows."""
-    stop, reapply = stop_after(limit, target.end_tokens), method.reapply(target.model)
-    decoded = decode(method.reader(target.model), state, stop, pad_token=target.pad_token, reapply=reapply)
+    stop, eviction = stop_after(limit, target.end_tokens), method.periodic_eviction(target.model)
+    decoded = decode(method.reader(target.model), state, stop, pad_token=target.pad_token, eviction=eviction)
     return str(target.tokenizer.decode(decoded.ids[0], skip_special_tokens=True))

@@ -72,7 +72,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def texts_of(overrides: Sequence[str]) -> dict[str, str]:
-    """The text of each key's value; UserError for a key that is given twice."""
+    """The text of each key's value; UserError for a key that is set twice."""
     given: dict[str, str] = {}
     for override in overrides:
         key, _, value = override.partition("=")
@@ -83,7 +83,7 @@ def texts_of(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def unknown_key(name: str, known: Iterable[str]) -> str:
-    """What is said of a key that a command does not have."""
+    """The error message for a key that a command does not have."""
     group = [key for key in known if key.startswith(f"{name}.")]
     near = difflib.get_close_matches(name, [*known], n=1, cutoff=0.5)
     hint = f"it holds {', '.join(group)}" if group else f"did you mean {near[0]!r}?" if near else "see --help"

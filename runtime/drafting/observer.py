@@ -43,8 +43,8 @@ class Drafter(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class GivenDraft(Drafter):
-    """A draft that has been written already."""
+class FixedDraft(Drafter):
+    """A draft of known tokens."""
 
     draft: DraftIds
 
@@ -60,7 +60,7 @@ class GivenDraft(Drafter):
 @registry.observer("draft_tokens")
 @dataclass(frozen=True)
 class DraftObserver(Observer):
-    """The tokens of a draft observe, at the positions of the answer, together with the last prompt tokens.
+    """The tokens of a draft observe, at the positions of the answer, and so do the last prompt tokens.
 
     Attributes:
         drafter: Writes the draft.

@@ -25,7 +25,7 @@ from keepsight.models.decoder import context_of, has_latents
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
 from keepsight.runtime import registry
 from keepsight.runtime.attention import OwnAttention, Softmax, grouped_attention, later, run
-from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft, greedy_draft
+from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, FixedDraft, greedy_draft
 from keepsight.runtime.drafting.speculative import head_answer
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce, attention_weights, observed_attention, top_indices
@@ -147,7 +147,7 @@ class SparsePattern(ABC):
     @property
     @abstractmethod
     def longest_dense(self) -> int:
-        """The most tokens, of a prompt and its draft together, that are read densely."""
+        """The largest total length of a prompt and its draft that is read densely."""
 
     @abstractmethod
     def attend(
@@ -160,7 +160,7 @@ class SparsePattern(ABC):
         """
 
     def active(self, length: int) -> bool:
-        """Whether a prompt and its draft, `length` tokens together, are read sparsely."""
+        """Whether a prompt and its draft, `length` tokens in all, are read sparsely."""
         return length > self.longest_dense
 
     @torch.no_grad()
@@ -372,7 +372,7 @@ class SpecKV(Evict):
 
     Attributes:
         sparse: Sparse prefill of long prompts: `SparsePrefill`, or `MInference`; None to read all prompts densely. It
-            applies to `start` alone: a prompt that `compress` is given has been read already.
+            applies to `start` alone: the prompt of `compress_state` has been read already.
     """
 
     reduce: Reduce = Reduce("max", "max")
@@ -420,7 +420,7 @@ class SpecKV(Evict):
         _require_whole_prompts(length, mask, options.get("chunk"))
         draft = drafter.write(model, input_ids)
         if not self.sparse.active(length + draft.ids.shape[1]):
-            given = replace(self, sparse=None, observer=replace(self.observer, drafter=GivenDraft(draft)))  # type: ignore[type-var]
+            given = replace(self, sparse=None, observer=replace(self.observer, drafter=FixedDraft(draft)))  # type: ignore[type-var]
             return given.start(model, input_ids)
         score = self._score(draft, length)
         state, importance = self.sparse(model, input_ids, draft.ids, score, needs=self.needs(), window=self.window)

@@ -1,4 +1,4 @@
-"""Draft heads at work: an EAGLE chain drafts tokens, and the model verifies them (exact speculative decoding)."""
+"""Exact speculative decoding: an EAGLE draft head drafts a chain of tokens, and the model verifies them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

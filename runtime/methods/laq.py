@@ -94,7 +94,7 @@ class QueryCache(Observer):
                 "LAQ: the observer has no budget for the cache that the draft is written from; give it one, as in "
                 "QueryCache(budget=64), or observe with a method, whose budget it takes"
             )
-        small = SnapKV(self.budget, window=self.first_window, pool=self.first_pool).compress(model, state)
+        small = SnapKV(self.budget, window=self.first_window, pool=self.first_pool).compress_state(model, state)
         small = small.unrecorded(Needs(window=self.lookahead))  # from here on the draft's queries alone
         end = end_ids(model)
         draft = decode(model, small, stop_after(self.lookahead, end), pad_token=0)

@@ -69,7 +69,7 @@ class LookaheadKV(Evict):
         `selection` names another way: `shared`, `paper` or `uniform`, see `keepsight.models.lookahead_settings`.
 
         The model that it is used on is compared with the adapter's base, its revision and its quantisation then. A
-        tokenizer that is given is compared with the adapter's vocabulary and chat template at once. `options` are
+        tokenizer, if any, is compared with the adapter's vocabulary and chat template at once. `options` are
         fields of the method, or `compression_ratio` in place of the budget. A `UserError` if the adapter cannot be had,
         is corrupt, or an option is out of range.
         """

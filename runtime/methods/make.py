@@ -7,7 +7,7 @@ the method's own: `{name: lookaheadkv, adapter: DIR, label: longer}`, `{name: kv
 how a lookahead module selects: `{name: lookaheadkv, selection: paper}`. Weights of heads may be a file of
 `keepsight finetune`: `{name: snapkv, allocate: {name: global, weights: DIR/head_weights.json}}`.
 
-What some methods need beside their options, a trained adapter or head, a draft, a tokenizer, are `Resources`.
+`Resources` hold the trained adapters and heads, the draft and the tokenizer that some methods need.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ class Later:
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """What methods are made with, each loaded once, when it is first needed.
+    """Trained modules, draft and tokenizer of methods, each loaded once, when it is first needed.
 
     Attributes:
         adapter: Folder or Hub id of a lookahead adapter.
@@ -141,7 +141,7 @@ class Resources:
 
 @dataclasses.dataclass(frozen=True)
 class ResourcesLater(Resources):
-    """What is known before the base model is loaded: methods made with it are only checked, and hold `Later`."""
+    """Resources before the base model is loaded: methods made with it are only checked, and hold `Later`."""
 
     @override
     def find(self, name: str) -> object:
@@ -200,7 +200,7 @@ def _kind(name: str) -> type[Method]:
 
 @dataclasses.dataclass(frozen=True)
 class _OptionReader:
-    """Reads plain values; what a part needs and is not given comes from the resources."""
+    """Reads plain values; parts that they leave out come from the resources."""
 
     resources: Resources
     selection: str | None = None

@@ -16,7 +16,7 @@ from keepsight.models.draft_sources import DraftHeadSource, DraftSource
 from keepsight.runtime import registry
 from keepsight.runtime.allocate import Allocation, Uniform
 from keepsight.runtime.attention import Softmax
-from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDraft
+from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, FixedDraft
 from keepsight.runtime.drafting.speckv import SpecKV, require_draft_fits
 from keepsight.runtime.drafting.speculative import head_answer
 from keepsight.runtime.generate import Method, decode, end_ids, stop_after
@@ -264,7 +264,7 @@ class SpecKVPC(Method):
             drafted.append(generated)
         evict = self._evict(_pad_right(drafted), tuple(len(prompt) for prompt in prompts))
         state = prefill(model, *pad_left(short), needs=evict.needs(), **options)
-        return evict.compress(model, state)
+        return evict.compress_state(model, state)
 
     def _shorten(self, entries: int) -> SpecPC:
         return SpecPC(
@@ -277,7 +277,7 @@ class SpecKVPC(Method):
         )
 
     def _evict(self, draft: DraftIds, lengths: tuple[int, ...] = ()) -> SpecKV:
-        observer = DraftObserver(GivenDraft(draft), self.window)
+        observer = DraftObserver(FixedDraft(draft), self.window)
         return _OfWholePrompt(self.budget, observer, allocate=self.allocate, window=self.window, lengths=lengths)
 
 

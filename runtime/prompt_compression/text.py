@@ -117,7 +117,7 @@ class LLMLingua2(ShortenText):
     would exceed it, the package is asked again for less. Line breaks are not words and are dropped.
 
     Attributes:
-        label: Labels the words of a text, given the share of them to keep; the package by default.
+        label: Labels the words of a text for a share of them to keep; the package by default.
     """
 
     label: Callable[[str, float], LabelledWords] = Package()

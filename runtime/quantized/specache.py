@@ -30,7 +30,7 @@ def most_attended(attention: Tensor, topk: int, heads: str) -> Tensor:
 
 
 class _Prefetched(NamedTuple):
-    """What a step leaves for the next one: the speculative token [B, 1], a guess of the token after the next.
+    """Prefetched by a step for the next one: the speculative token [B, 1], a prediction of the token after the next.
 
     And the entries that the next token reads in full precision; None for none.
     """
@@ -106,7 +106,7 @@ def specache_layers(cache: Cache) -> list[SpeCacheLayer]:
 
 
 class SpeculativeReader(TokenReader):
-    """Reads each token of a SpeCache state together with a speculative token, a guess of the next one."""
+    """Reads each token of a SpeCache state with a speculative token, a prediction of the next one."""
 
     @override
     def step(self, token: Tensor, position: Tensor, attention_mask: Tensor | None, cache: Cache) -> Tensor:

@@ -1,4 +1,4 @@
-"""Memory plan: how many layers' entries must be in CPU memory at which length, given the device's memory.
+"""Memory plan: how many layers' entries must be in CPU memory at which length, for a device's memory.
 
 SpeContext (arXiv 2512.00722), section 6.2, equations 6 and 7 and algorithm 1, with corrections. On the device are the
 weights, with a margin for activations; the retrieval head's keys; the entries of the layers there; and slots for
@@ -32,7 +32,7 @@ class MemoryPlan:
         layers: Number of the base model's layers.
         kv_heads: KV heads per layer.
         head_dim: Dimensions of a key, and of a value.
-        requests: Rows decoded together.
+        requests: Rows in a batch.
         budget: Slots per request, layer on the CPU, and KV head.
         head_keys: Bytes per token of the retrieval head's keys; it stores no values.
         item: Bytes per number.

@@ -184,7 +184,7 @@ class ClusterKV(SummaryRead):
     Attributes:
         sinks: Number of first entries that are always read (16 in the paper).
         tokens: Entries per cluster, on average: a prompt of L tokens has L / 80 clusters.
-        window: Tokens of the answer that are clustered together; until then they are read besides the budget.
+        window: Tokens of the answer that are clustered at a time; until then they are read besides the budget.
         dense_layers: Number of first layers that read all entries.
         iterations: Most assignments of k-means.
     """

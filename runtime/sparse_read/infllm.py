@@ -29,7 +29,7 @@ _PARTS = 49
 class Sizes:
     """What a token reads, in tokens: `sinks`, a `window` that includes itself, and `top` blocks of `block` tokens.
 
-    A block is represented by so many tokens per query head; `step` tokens look up blocks together.
+    A block is represented by so many tokens per query head; `step` tokens look up blocks at a time.
     """
 
     sinks: int
@@ -164,7 +164,7 @@ class InfLLM(SparseRead):
         sinks: First entries, in blocks.
         window: Last entries, in blocks.
         representatives: Entries that represent a block, per query head.
-        step: Tokens of a prompt that look up blocks together, in blocks; at most `window`.
+        step: Tokens of a prompt that look up blocks at a time, in blocks; at most `window`.
     """
 
     block: Positive | None = None

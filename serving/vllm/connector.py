@@ -49,7 +49,7 @@ class Load:
 
 @dataclass
 class Step(KVConnectorMetadata):
-    """What the scheduler tells the workers of one step.
+    """The scheduler's message to the workers for one step.
 
     Attributes:
         loads: Entries to write.

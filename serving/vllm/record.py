@@ -87,8 +87,8 @@ class RecordingStep(Step):
     finished: set[str] = field(default_factory=set)
 
 
-class Reading:
-    """A prompt while it is read: what passed through the attention layers.
+class RecordedPrompt:
+    """A prompt in prefill: its queries, keys and values, as they pass the attention layers.
 
     Args:
         layers: Number of layers.
@@ -144,9 +144,9 @@ class Recording:
         if self.connector is not None and self.connector.parts and attn_metadata is not None:
             if not hasattr(attn_metadata, "keepsight_parts"):
                 attn_metadata.keepsight_parts = self.connector.recorded(attn_metadata)
-            for rows, reading in attn_metadata.keepsight_parts:
+            for rows, prompt in attn_metadata.keepsight_parts:
                 softmax = Softmax(of.scale, of.logits_soft_cap or None, of.sinks)
-                reading.add(extract_layer_index(layer.layer_name), softmax, query[rows], key[rows], value[rows])
+                prompt.add(extract_layer_index(layer.layer_name), softmax, query[rows], key[rows], value[rows])
         forward: Any = super().forward  # type: ignore[misc]
         answer: Tensor = forward(
             layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
@@ -206,7 +206,7 @@ class EvictingConnector(KeepsightConnector):
         self._refused: dict[str, str] = {}
         self._tickets: dict[str, str] = {}
         # The worker's: prompts that are read, what the step reads by the block of its last token, what was said of each
-        self.readings: dict[str, Reading] = {}
+        self.prompts: dict[str, RecordedPrompt] = {}
         self.parts: dict[int, Part] = {}
         self._written: dict[str, Path] = {}
 
@@ -303,22 +303,22 @@ class EvictingConnector(KeepsightConnector):
         """Tell the attention backend what to record in the step."""
         super().bind_connector_metadata(connector_metadata)
         for name in connector_metadata.finished:
-            self.readings.pop(name, None)
+            self.prompts.pop(name, None)
             if (path := self._written.pop(name, None)) is not None:
                 path.unlink(missing_ok=True)  # of a client that left; the others are read before
         for part in connector_metadata.parts:
             if part.start == part.first:  # also of a request that was preempted
                 needs = Needs(window=self.method.bound_observer.positions()) if part.first else self.method.needs()
-                self.readings[part.name] = Reading(len(self._caches), needs)
+                self.prompts[part.name] = RecordedPrompt(len(self._caches), needs)
         self.parts = {part.block: part for part in connector_metadata.parts}
 
-    def recorded(self, metadata: Any) -> list[tuple[slice, Reading]]:
+    def recorded(self, metadata: Any) -> list[tuple[slice, RecordedPrompt]]:
         """Rows of a batch that are recorded, from the attention's metadata."""
         starts, lengths, found = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist(), []
         for row, length in enumerate(lengths):
             part = self.parts.get(int(metadata.block_table[row, (length - 1) // self.block_size]))
             if part is not None and (length, starts[row + 1] - starts[row]) == (part.stop, part.stop - part.start):
-                found.append((slice(starts[row], starts[row + 1]), self.readings[part.name]))
+                found.append((slice(starts[row], starts[row + 1]), self.prompts[part.name]))
         return found
 
     def wait_for_save(self) -> None:
@@ -329,10 +329,10 @@ class EvictingConnector(KeepsightConnector):
             if part.tokens is None:
                 continue
             try:
-                reading = self.readings.pop(part.name, None)
-                if reading is None:
+                prompt = self.prompts.pop(part.name, None)
+                if prompt is None:
                     raise UserError("soft tokens were in vLLM's prefix cache; give each pass a cache_salt of its own")
-                said = self._evicted(reading.state(part.tokens[part.first :]), part)
+                said = self._evicted(prompt.state(part.tokens[part.first :]), part)
             except Exception as error:  # of one request, not of those in its batch
                 logger.warning("a prompt of %d tokens became no prefix: %s", part.stop, error)
                 said = {FAILED: one_line(error)}
@@ -349,7 +349,7 @@ class EvictingConnector(KeepsightConnector):
 
     @torch.no_grad()
     def _evicted(self, state: State, part: Part) -> dict[str, Any]:
-        """Write what is kept of a prompt, or of that which these soft tokens look back at."""
+        """Write the kept entries of a prompt, or of the prompt that these soft tokens attend to."""
         model: Any = None  # nothing more is run
         method = replace(self.method, budget=part.budget)
         if looks_back(method) and not part.first:

@@ -134,13 +134,13 @@ def test_eviction_while_decoding(model: PreTrainedModel, method: Any, most: int)
     ids, _ = prompt_ids(90)
     limits, state = Limits(most, [2], MANY), method.start(model, ids)
     guess = prompt_ids(most, seed=5)[0]
-    answered = answer_alone((model, model), state, NOTHING, guess, limits, method.reapply(model))
+    answered = answer_alone((model, model), state, NOTHING, guess, limits, method.periodic_eviction(model))
     alone = generate(model, ids, method, max_new_tokens=most, do_sample=False, eos_token_id=2)
     assert answered.ids.tolist() == alone[0].tolist()
     logits, step, since = [state.logits], state.copy(), 0
     for token in guess[0, :-1]:
         if since == method.every:
-            step, since = method.compress(model, step), 0
+            step, since = method.compress_state(model, step), 0
         step, _ = read(model, step, token.view(1, 1))
         logits.append(step.logits)
         since += 1

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from keepsight.eval.compress import Compressed, SharedPrompt, attention_mass, needs_of_all, recall
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.runtime.allocate import Adaptive
-from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft
+from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, FixedDraft
 from keepsight.runtime.drafting.speckv import SparsePrefill
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import CacheMethod, FullCache, Method, decode, stop_after
@@ -91,7 +91,7 @@ def test_each_state_is_that_of_the_method_alone(shared: SharedPrompt, method: Me
     compressed = shared.compress(method)
     expected = alone(shared, method)
     assert_same(compressed.state, expected)
-    if method.reapply(shared.model) is not None:  # goes on observing while it decodes
+    if method.periodic_eviction(shared.model) is not None:  # goes on observing while it decodes
         queries = [[each.shape for each in recorded(state, "queries")] for state in (compressed.state, expected)]
         assert queries[0] == queries[1]
     assert compressed.state.kv_bytes == expected.kv_bytes
@@ -99,7 +99,7 @@ def test_each_state_is_that_of_the_method_alone(shared: SharedPrompt, method: Me
 
 def test_the_oracle_observes_with_what_comes(shared: SharedPrompt) -> None:
     for method in (Oracle(16), Oracle(24, allocate=Adaptive(), window=4)):
-        given = replace(method, observer=DraftObserver(GivenDraft(shared.continuation)))
+        given = replace(method, observer=DraftObserver(FixedDraft(shared.continuation)))
         assert_same(shared.compress(method).state, alone(shared, given))
     short = Oracle(16, DraftObserver(OwnAnswer(2)))
     assert_same(shared.compress(short).state, alone(shared, short))

@@ -84,7 +84,7 @@ def test_a_head_chooses_as_it_does_while_it_decodes(model, seen, groups):
     """The choices of the first step depend on the prompt alone, and are those that the method's own reader makes."""
     method = SpeContext(BUDGET, _head(model, groups))
     first = next(choices(model, method, seen))
-    state = method.compress(model, seen.before)
+    state = method.compress_state(model, seen.before)
     announced: list[torch.Tensor] = []
     layers: list[Any] = list(state.cache.layers)
     for layer in layers:

@@ -14,7 +14,7 @@ from keepsight.eval.sweep import Variant, groups_of, run_samples, sweep
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render, render_apart
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.models.targets import Target
-from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDraft
+from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, FixedDraft
 from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.methods import H2O, LAQ, AdaKV, Oracle, SnapKV, SpecKV, SpecPC, StreamingLLM, Truncation
 from keepsight.runtime.state import State, prefill, read
@@ -64,8 +64,8 @@ def ids_of(target: Target, each: Sample) -> tuple[Tensor, Tensor]:
 
 def decoded(target: Target, state: State, variant: Variant | None = None) -> Tensor:
     criteria = stop_after(12, target.end_tokens)
-    reapply = variant.method.reapply(target.model) if variant else None
-    return decode(target.model, state.copy(), criteria, pad_token=0, reapply=reapply).ids
+    eviction = variant.method.periodic_eviction(target.model) if variant else None
+    return decode(target.model, state.copy(), criteria, pad_token=0, eviction=eviction).ids
 
 
 def full_answer(target: Target, each: Sample) -> Tensor:
@@ -78,13 +78,13 @@ def by_hand(target: Target, variant: Variant, asked: Sample, group: Sequence[Sam
     method: Any = variant.method
     if isinstance(method, Oracle):
         coming = [part for each in group for part in (ids_of(target, each)[1], full_answer(target, each))]
-        method = replace(method, observer=DraftObserver(GivenDraft(DraftIds(torch.cat(coming, dim=1)))))
+        method = replace(method, observer=DraftObserver(FixedDraft(DraftIds(torch.cat(coming, dim=1)))))
     state = method.start(target.model, context)
     after = read(target.model, state.copy(), rest)[0]
-    reapply = method.reapply(target.model)
-    if reapply is None:
+    eviction = method.periodic_eviction(target.model)
+    if eviction is None:
         return state, after
-    after = reapply.compress(after)  # the question has filled what was spared for generated tokens
+    after = eviction.compress(after)  # the question has filled what was spared for generated tokens
     assert after.counts().float().mean() <= method.budget - method.every
     return state, after
 
@@ -102,7 +102,7 @@ def check_rows(target: Target, rows: list[dict[str, Any]], asked: Sample, group:
         assert row["kv_bytes"] == state.kv_bytes
         own = decoded(target, after, variant)
         assert row["answer"] == target.tokenizer.decode(own[0], skip_special_tokens=True), variant
-        if variant.method.reapply(target.model) is None:
+        if variant.method.periodic_eviction(target.model) is None:
             nll = score_answer(target.model, after, answer)[0]
             assert row["excess_nll"] == pytest.approx((nll - base).mean().item(), abs=1e-4)
     assert len({row["answer"] for row in rows}) > 4

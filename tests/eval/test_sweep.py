@@ -106,9 +106,9 @@ def test_scores_equal_those_of_each_cache_alone(
     prefilled = prefill(target.model, ids_of(target))
     options: dict[str, Any] = {"max_new_tokens": SAMPLE.max_new_tokens, "do_sample": False}
     answer = generate(target.model, ids_of(target), FullCache(), **options)
-    base, _ = score_answer(target.model, FullCache().compress(target.model, prefilled), answer)
+    base, _ = score_answer(target.model, FullCache().compress_state(target.model, prefilled), answer)
     for row, variant in zip(rows[1:], variants, strict=True):
-        kept = alone(variant.method).compress(target.model, prefilled)
+        kept = alone(variant.method).compress_state(target.model, prefilled)
         assert (row["kept"], row["kv_bytes"]) == (kept.length, cache_bytes(kept.cache))
         nll, hits = score_answer(target.model, kept, answer)
         assert row["excess_nll"] == pytest.approx((nll - base).mean().item(), abs=1e-4)

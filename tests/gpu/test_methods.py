@@ -167,10 +167,10 @@ def test_neither_eviction_nor_decoding_waits_for_the_device(name: str) -> None:
         return read(reader, state, state.logits.argmax(dim=-1, keepdim=True))[0]
 
     state = prefill(model, ids, needs=needs)
-    step(step(method.compress(model, state).unrecorded()))  # caches of masks, kernels, room
+    step(step(method.compress_state(model, state).unrecorded()))  # caches of masks, kernels, room
     torch.cuda.set_sync_debug_mode("error")
     try:
-        compressed = method.compress(model, state).unrecorded()
+        compressed = method.compress_state(model, state).unrecorded()
         for _ in range(3):
             compressed = step(compressed)
     finally:

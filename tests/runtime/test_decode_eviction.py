@@ -55,7 +55,7 @@ def make(artifacts):
 def answer(model, method, ids, mask=None, tokens=TOKENS):
     """As `generate`, whatever the end token: the answer's ids and the state after it."""
     state = method.start(model, ids, mask)
-    return decode(model, state, stop_after(tokens, None), pad_token=0, reapply=method.reapply(model))
+    return decode(model, state, stop_after(tokens, None), pad_token=0, eviction=method.periodic_eviction(model))
 
 
 @pytest.fixture
@@ -79,16 +79,16 @@ def test_the_budget_is_never_exceeded_and_always_used(make, held, name, allocate
     ids, mask = prompt_ids(PROMPT, 21)
     state = method.start(model, ids, mask)
     held.clear()
-    reapply = method.reapply(model)
+    eviction = method.periodic_eviction(model)
 
     def compress(before):
         count = len(held)
-        after = reapply.compress(before)
+        after = eviction.compress(before)
         del held[count:]
         return after
 
-    quiet = type(reapply)(reapply.every, compress)
-    decode(model, state, stop_after(TOKENS, None), pad_token=0, reapply=quiet)
+    quiet = type(eviction)(eviction.interval, compress)
+    decode(model, state, stop_after(TOKENS, None), pad_token=0, eviction=quiet)
     totals = [each.double().mean(dim=(0, 2)).tolist() for each in held]
     cycle = [BUDGET - EVERY + step % EVERY + 1 for step in range(TOKENS - 1)]
     assert totals == [[total, total] for total in cycle]

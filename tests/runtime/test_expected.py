@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from keepsight.errors import UserError
-from keepsight.runtime.generate import Reapply, decode, stop_after
+from keepsight.runtime.generate import PeriodicEviction, decode, stop_after
 from keepsight.runtime.methods import ExpectedAdaKV, ExpectedAttention, TriAttention
 from keepsight.runtime.methods.expected import ExpectedQueries, Trigonometric
 from keepsight.runtime.rotary import Rotary
@@ -186,9 +186,9 @@ def test_eviction_while_decoding_and_saved_states(method, tiny, tmp_path):
 
         def compress(of, seen=seen):
             seen.append(of.length)
-            return method.compress(tiny, of)
+            return method.compress_state(tiny, of)
 
-        after = decode(tiny, each, stop_after(30, None), pad_token=0, reapply=Reapply(6, compress))
+        after = decode(tiny, each, stop_after(30, None), pad_token=0, eviction=PeriodicEviction(6, compress))
         assert seen == [24] * 4
         answers.append(after.ids.tolist())
     assert answers[0] == answers[1]
@@ -199,7 +199,7 @@ def test_values_are_checked(tiny):
     with pytest.raises(UserError, match="epsilon 2 must be between 0 and 1"):
         ExpectedQueries(epsilon=2)
     with pytest.raises(UserError, match="statistics of queries were not recorded"):
-        ExpectedAttention(16).compress(tiny, prefill(tiny, ids))
+        ExpectedAttention(16).compress_state(tiny, prefill(tiny, ids))
     with pytest.raises(UserError, match="can be negative"):
         TriAttention(16, value_norm=True)
     own = TriAttention(16, Trigonometric(per_layer=True))

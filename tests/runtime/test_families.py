@@ -57,7 +57,7 @@ def test_a_method_answers_as_masked_eager_attention_does(family, name, folder):
         whole = prefill(model, PROMPT, needs=method.needs())
         fits = method.fits(whole)
         kept = whole.select_all() if fits else method.select(whole, method.importance(model, whole))
-        state = method.compress(model, whole)
+        state = method.compress_state(model, whole)
         assert state.length == (0 if kept == [] else int(torch.stack(kept).sum(-1).max())), "what was counted is held"
         assert sum(int(each.sum()) for each in kept) == BUDGET * sum(each.shape[1] for each in kept)
         hide = hiding(kept)

@@ -81,7 +81,7 @@ def test_answers_see_what_was_kept(family: str, name: str, tmp_path: Path) -> No
     method = method_of(name, family, tmp_path)
     whole = prefill(model, inputs["input_ids"], needs=method.needs(), images=Images.among(inputs))
     kept = method.select(whole, method.importance(model, whole))
-    state = method.compress(model, whole)
+    state = method.compress_state(model, whole)
     assert sum(int(each.sum()) for each in kept) == BUDGET * sum(each.shape[1] for each in kept)
     _, expected = slow_pass(model, hiding(kept), **longer(inputs, ANSWER))
     for place in range(ANSWER.shape[1]):
@@ -156,7 +156,7 @@ def test_generate_takes_what_the_processor_makes(family: str) -> None:
     evicted = generate(model, method=SnapKV(BUDGET, window=8), max_new_tokens=6, **inputs)
     method = SnapKV(BUDGET, window=8)
     whole = prefill(model, inputs["input_ids"], needs=method.needs(), images=Images.among(inputs))
-    state = method.compress(model, whole)
+    state = method.compress_state(model, whole)
     for token in evicted[0].tolist():
         assert int(state.logits.argmax()) == token
         state, _ = read(model, state, torch.tensor([[token]]))

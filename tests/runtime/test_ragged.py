@@ -43,7 +43,7 @@ def test_joined_states_decode_as_they_do_alone(family, dtype):
     """Dense, ragged and whole states of a padded batch, all in one."""
     model = tiny_model(family).to(dtype)
     prefilled = prefill(model, *prompt_ids(30, 13))
-    states = [method.compress(model, prefilled) for method in METHODS]
+    states = [method.compress_state(model, prefilled) for method in METHODS]
     tokens = prompt_ids(*[4] * 2 * len(states), seed=4)[0]
     joined, logits = read(model, join([state.copy() for state in states]), tokens)
     assert torch.equal(joined.counts(), torch.cat([state.counts() + 4 for state in states], dim=1))
@@ -62,7 +62,7 @@ def test_joined_states_decode_as_they_do_alone(family, dtype):
 )
 def test_reading_several_tokens_equals_reading_one_by_one(dtype, method):
     model = tiny_model("qwen3").to(dtype)
-    state = method.compress(model, prefill(model, *prompt_ids(30, 13), needs=Needs(3, accumulated=True)))
+    state = method.compress_state(model, prefill(model, *prompt_ids(30, 13), needs=Needs(3, accumulated=True)))
     tokens = prompt_ids(6, 6, seed=5)[0]
     at_once, logits = read(model, state.copy(), tokens)
     single, one_by_one = state.copy(), []

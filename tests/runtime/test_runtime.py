@@ -60,7 +60,7 @@ def test_observing_leaves_the_prompt_untouched():
     prefilled = prefill(model, prompt_ids(40)[0])
     before = [tensor.clone() for each in prefilled.entries() for tensor in each[:2]]
     for method in (*SMALL, SnapKV(99, window=4)):  # the last one keeps all
-        decode(model, method.compress(model, prefilled), stop_after(4, None), pad_token=0)
+        decode(model, method.compress_state(model, prefilled), stop_after(4, None), pad_token=0)
     after = [tensor for each in prefilled.entries() for tensor in each[:2]]
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
 
@@ -90,7 +90,7 @@ def test_scores_of_other_shapes_than_the_cache_are_refused(observer, said):
     model, method = tiny_model(), Evict(12, observer)
     state = prefill(model, prompt_ids(40)[0])
     with pytest.raises(UserError, match=f"^_Ones returned {said}"):
-        method.compress(model, state)
+        method.compress_state(model, state)
     with pytest.raises(UserError, match=f"^_Ones returned {said}"):
         method.importance(model, state, lambda scorer, *given: scorer(*given))
 
@@ -98,14 +98,14 @@ def test_scores_of_other_shapes_than_the_cache_are_refused(observer, said):
 @pytest.mark.parametrize("heads", [2, 4])
 def test_scores_are_by_kv_head_or_by_query_head(heads):
     model = tiny_model()
-    kept = Evict(12, _Ones((1, heads, 40))).compress(model, prefill(model, prompt_ids(40)[0]))
+    kept = Evict(12, _Ones((1, heads, 40))).compress_state(model, prefill(model, prompt_ids(40)[0]))
     assert kept.counts().unique().tolist() == [12]
 
 
 def test_an_observer_without_queries_says_so():
     model = tiny_model()
     with pytest.raises(UserError, match="no query is left of the 4"):
-        SMALL[1].compress(model, prefill(model, prompt_ids(40)[0], needs=Needs()))
+        SMALL[1].compress_state(model, prefill(model, prompt_ids(40)[0], needs=Needs()))
 
 
 PACKED = [Kivi(2, 8, 8), SpeCache(2, 8, 8, topk=4), SpeCache(2, 8, 8, topk=4, speculative=False)]

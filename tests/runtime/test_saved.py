@@ -28,7 +28,7 @@ STATES: dict[str, Any] = {
     "whole prompt": lambda model: prefill(model, prompt_ids(30)[0], needs=Needs(4, accumulated=True)),
     "appended": lambda model: read(model, RAGGED.start(model, prompt_ids(30)[0]), prompt_ids(5)[0])[0],
     "joined": lambda model: join([STATES["dense"](model), STATES["ragged"](model)]),
-    "received": lambda model: RAGGED.compress(
+    "received": lambda model: RAGGED.compress_state(
         model, prefill(model, prompt_ids(30)[0], needs=Needs(4, accumulated=True))
     ),
 }

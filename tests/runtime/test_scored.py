@@ -161,7 +161,7 @@ def test_batches_chunks_and_eviction_while_reading_keep_the_same(name):
     (kind, _), model, (ids, mask) = METHODS[name], tiny_model(), prompt_ids(LENGTH, 43)
     window: dict[str, Any] = {} if issubclass(kind, TrimKV) else {"window": 8}
     method = kind(BUDGET, TrainedScores(tiny_scorer(kind.scorer, model)), **window)
-    whole = method.compress(model, prefill(model, ids, mask, needs=method.needs()))
+    whole = method.compress_state(model, prefill(model, ids, mask, needs=method.needs()))
     for state in (method.start(model, ids, mask), method.start(model, ids, mask, chunk=16)):
         for one, other in zip(whole.entries(), state.entries(), strict=True):
             assert_close(one.keys, other.keys)
@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"model\.safetensors: holds no tensor of a LocretScorer"):
         make_method("locret", 64, scorer=str(folder))
     with pytest.raises(UserError, match="entries were not scored when they were read"):
-        method.compress(model, prefill(model, ids))
+        method.compress_state(model, prefill(model, ids))
     for wrong, said in (
         (tiny_model(hidden_size=48), "layer 0 does not fit this model"),
         (tiny_model(num_key_value_heads=4), "scores 2 KV heads, and layer 0 of this model has 4"),

@@ -11,7 +11,7 @@ import torch
 
 from keepsight.errors import UserError
 from keepsight.runtime.attention import recording
-from keepsight.runtime.generate import Reapply, decode, stop_after
+from keepsight.runtime.generate import PeriodicEviction, decode, stop_after
 from keepsight.runtime.methods import RKV, CriticalAdaKV, CriticalKV, CurDKV, Evict, KeyDiff, KeyNorm, SnapKV
 from keepsight.runtime.methods.geometry import output_norms
 from keepsight.runtime.methods.rkv import Redundancy
@@ -167,7 +167,7 @@ def test_norms_of_what_entries_add_survive_an_eviction(tiny):
     whole = prefill(tiny, prompt_ids(41)[0])
     method = KeyNorm(BUDGET)
     masks = method.select(whole, method.importance(tiny, whole))
-    for before, after, mask in zip(whole.layers, method.compress(tiny, whole).layers, masks, strict=True):
+    for before, after, mask in zip(whole.layers, method.compress_state(tiny, whole).layers, masks, strict=True):
         expected = output_norms(before, 2)[mask.repeat_interleave(GROUP, dim=1)].view(1, 4, BUDGET)
         assert_close(output_norms(after, 2), expected)
 
@@ -181,10 +181,10 @@ def test_eviction_while_decoding_never_exceeds_the_budget(method, tiny):
 
     def compress(each):
         seen.append(each.length)
-        return method.compress(tiny, each)
+        return method.compress_state(tiny, each)
 
     assert state.length == 18
-    after = decode(tiny, state, stop_after(30, None), pad_token=0, reapply=Reapply(6, compress)).state
+    after = decode(tiny, state, stop_after(30, None), pad_token=0, eviction=PeriodicEviction(6, compress)).state
     assert seen == [24] * 4 and after.length <= 24
 
 

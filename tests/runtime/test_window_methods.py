@@ -226,7 +226,7 @@ def test_methods_that_read_on_take_products_above_the_range_of_float16(name, dty
 def test_budget_and_bytes_are_exact(name):
     """Layers x KV heads x budget entries, and those x head dim x 2 x item size bytes; bytes have no padding."""
     model, (ids, mask) = tiny_model().to(torch.bfloat16), prompt_ids(50, 33, 9)
-    kept = METHODS[name].compress(model, prefill(model, ids, mask, needs=METHODS[name].needs()))
+    kept = METHODS[name].compress_state(model, prefill(model, ids, mask, needs=METHODS[name].needs()))
     assert kept.counts().sum(dim=(0, 2)).tolist() == [6 * BUDGET, 6 * BUDGET, 6 * 9]
     assert kept.kv_bytes == 6 * (BUDGET + BUDGET + 9) * 8 * 2 * 2
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from keepsight.errors import UserError
 from keepsight.eval.bench import gpu, roofline
 from keepsight.eval.bench.gpu import Bench, Results, main, run
-from keepsight.eval.bench.roofline import KERNELS, METHODS, Card, Figures, Row, all_rows, held_and_read, known_card
+from keepsight.eval.bench.roofline import KERNELS, METHODS, Card, Figures, Row, all_rows, known_card, memory_and_traffic
 
 CPU = torch.device("cpu")
 CARD = Card("CPU", 1e12, 1e11, 2**30, 2**30)
@@ -45,7 +45,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> LlamaConfig:
 @pytest.mark.parametrize("method", [each for each in METHODS if "flash" not in each])
 def test_every_method_is_measured_and_holds_the_bytes_that_arithmetic_says(method: str, tiny: LlamaConfig) -> None:
     figures = Bench(CPU, CARD).measure(Row("generate", "tiny", 200, method))
-    assert figures.kv_bytes == held_and_read(method, tiny, 200)[0]
+    assert figures.kv_bytes == memory_and_traffic(method, tiny, 200)[0]
     assert figures.rows == 2 and all(getattr(figures, name) > 0 for name in ("first_s", "step_s", "batch_s"))
     assert figures.peak_bytes and figures.batch_peak_bytes
 

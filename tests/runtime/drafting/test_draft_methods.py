@@ -8,7 +8,7 @@ import torch
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.runtime.allocate import Adaptive
-from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDraft
+from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, FixedDraft
 from keepsight.runtime.drafting.speckv import ModelDrafter, SpecKV
 from keepsight.runtime.importance import Pool, Reduce
 from keepsight.runtime.methods.drafts import ConstantText, DapQ, PromptEnds, RandomTokens
@@ -63,7 +63,7 @@ def published_speckv(model, ids, draft, capacity, window):
 def test_speckv_keeps_the_published_set(family, drafted):
     """Published capacity 20 and window 8 are 21 and 9 here: the token that is read again, N - 1, is counted."""
     model, ids, draft = tiny_model(family), prompt_ids(60)[0], prompt_ids(drafted, seed=5)[0]
-    method = SpecKV(21, DraftObserver(GivenDraft(DraftIds(draft)), window=None), window=9)
+    method = SpecKV(21, DraftObserver(FixedDraft(DraftIds(draft)), window=None), window=9)
     selected, window = published_speckv(model, ids, draft, 20, 8)
     assert max(window) == 58
     for ours, theirs in zip(kept(method, model, ids), selected, strict=True):
@@ -193,7 +193,7 @@ def test_dot_products_beyond_float16():
     with torch.no_grad():
         for each in (model.model.layers[0].self_attn.q_proj, model.model.layers[0].self_attn.k_proj):
             each.weight.mul_(400)
-    method = SpecKV(20, DraftObserver(GivenDraft(DraftIds(prompt_ids(5, seed=5)[0])), window=None), window=9)
+    method = SpecKV(20, DraftObserver(FixedDraft(DraftIds(prompt_ids(5, seed=5)[0])), window=None), window=9)
     wide, narrow = kept(method, model, ids)[0], kept(method, model.half(), ids)[0]
     assert [len(head) for head in narrow] == [20, 20]
     assert all(len(one & other) >= 18 for one, other in zip(wide, narrow, strict=True))
@@ -213,7 +213,7 @@ def test_a_draft_within_the_prompt_sees_what_comes_before_it():
 def test_a_draft_further_ahead_has_later_positions():
     model, (ids, mask) = tiny_model("llama"), prompt_ids(40)
     draft = torch.tensor([[5, 9, 77]])
-    observer = DraftObserver(GivenDraft(DraftIds(draft)), start=100)
+    observer = DraftObserver(FixedDraft(DraftIds(draft)), start=100)
     assert observer.positions() == 103
     ahead = observer(model, prefill(model, ids, mask), Reduce())
     positions = torch.cat([torch.arange(40), torch.arange(140, 143)])[None]

@@ -15,7 +15,7 @@ from transformers.generation import (
 from keepsight import Kivi, PyramidKV, SnapKV, SpecKV, SpecPC, Truncation, generate
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import DraftHeadSource
-from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDraft
+from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, FixedDraft
 from keepsight.runtime.drafting.speckv import ModelDrafter, SparsePrefill
 from keepsight.runtime.drafting.speculative import (
     Round,
@@ -36,7 +36,7 @@ METHODS = {"full": FullCache(), "snapkv": SnapKV(20, window=8), "pyramidkv": Pyr
 def both(model, head, ids, method=None, *, tokens=5, length=28, end=None, mask=None, **options):
     """The answer of plain decoding and of speculative decoding from the same state."""
     method = method or FullCache()
-    state = method.compress(model, prefill(model, ids, mask, needs=method.needs() | Needs(features=LAYERS)))
+    state = method.compress_state(model, prefill(model, ids, mask, needs=method.needs() | Needs(features=LAYERS)))
     bare = state.unrecorded()
     plain = decode(model, bare, stop_after(length, end), pad_token=0, **options)
     state = state.copy()
@@ -224,10 +224,10 @@ def test_speckv_keeps_what_the_heads_draft_observes():
     model, (ids, mask) = four_layers(), prompt_ids(60, 60)
     method = SpecKV.with_draft(HEAD, 20, 5, window=8)
     draft = ModelDrafter(HEAD, 5)(model, prefill(model, ids, needs=method.needs()))
-    given = SpecKV(20, DraftObserver(GivenDraft(draft), window=None), window=8)
+    given = SpecKV(20, DraftObserver(FixedDraft(draft), window=None), window=8)
     for ours, theirs in zip(method.start(model, ids).entries(), given.start(model, ids).entries(), strict=True):
         assert torch.equal(ours.keys, theirs.keys)
-    other = SpecKV(20, DraftObserver(GivenDraft(DraftIds(draft.ids.flip(1))), window=None), window=8).start(model, ids)
+    other = SpecKV(20, DraftObserver(FixedDraft(DraftIds(draft.ids.flip(1))), window=None), window=8).start(model, ids)
     assert not torch.equal(method.start(model, ids).entries()[0].keys, other.entries()[0].keys)
     made = make_method("speckv", 20, Resources(draft=HEAD), window=8, observer={"drafter": {"lookahead": 5}})
     assert made == method

@@ -60,7 +60,7 @@ def test_attention_equals_dense_attention_over_what_is_unpacked():
 def test_prefill_packs_layer_by_layer_to_the_same_state():
     model = tiny_model(head_dim=WIDTH)
     ids, _ = prompt_ids(50, 50)
-    whole = SMALL.compress(model, prefill(model, ids))
+    whole = SMALL.compress_state(model, prefill(model, ids))
     for chunk in (None, 13):
         state = SMALL.start(model, ids, chunk=chunk)
         assert_close(state.logits, whole.logits)
@@ -152,7 +152,7 @@ def test_bad_inputs_are_refused():
     with pytest.raises(UserError, match="different lengths"):
         generate(model, ids, SMALL, attention_mask=mask, max_new_tokens=2)
     with pytest.raises(UserError, match="different lengths"):
-        SMALL.compress(model, prefill(model, ids, mask))
+        SMALL.compress_state(model, prefill(model, ids, mask))
     with pytest.raises(UserError, match="group 32 does not divide the head dimension 16; choose a group of 8, 16"):
         Kivi().start(model, ids)
 

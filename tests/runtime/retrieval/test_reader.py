@@ -172,9 +172,9 @@ def test_states_that_cannot_be_chosen_from_are_refused() -> None:
     evicted = SnapKV(40, window=4).start(model, ids)
     for method in (method_of("exact", 12), method_of("quest", 12)):
         with pytest.raises(UserError, match="selects among all 60 tokens, and the cache holds 40"):
-            method.compress(model, evicted)
+            method.compress_state(model, evicted)
     with pytest.raises(UserError, match=r"did not record layer 0; give it needs=method\.needs\(\)"):
-        method_of("specontext", 12).compress(model, prefill(model, ids, needs=Needs()))
+        method_of("specontext", 12).compress_state(model, prefill(model, ids, needs=Needs()))
 
 
 def test_another_model_than_the_reader_is_refused() -> None:

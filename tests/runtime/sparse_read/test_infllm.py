@@ -161,7 +161,7 @@ def test_what_cannot_be_is_refused() -> None:
         "InfLLM: step 5 is above window 4": lambda: InfLLM(64, window=4, step=5),
         "InfLLM: budget 0.5 leaves 20 entries, which is below 49": lambda: InfLLM(0.5).start(model, ids),
         "InfLLM reads prompts without padding": lambda: METHOD.start(model, ids, mask),
-        "InfLLM makes its blocks while it reads": lambda: METHOD.compress(model, prefill(model, ids)),
+        "InfLLM makes its blocks while it reads": lambda: METHOD.compress_state(model, prefill(model, ids)),
         "positions in cached keys of deepseek_v3": lambda: METHOD.start(tiny_deepseek(), ids),
         "crop: InfLLM's blocks": lambda: layer.crop(-1),
     }

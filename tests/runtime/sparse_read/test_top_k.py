@@ -138,7 +138,9 @@ def test_what_cannot_be_is_refused() -> None:
     whole = prefill(model, ids)
     shorter: list[Any] = [KeptLayer(each.keys[:, :, :5], each.values[:, :, :5], 10) for each in whole.entries()]
     with pytest.raises(UserError, match="the cache holds 5 of them"):
-        method_of("specontext of embeddings", 8, HEADS).compress(model, replace(whole, cache=Cache(layers=shorter)))
+        method_of("specontext of embeddings", 8, HEADS).compress_state(
+            model, replace(whole, cache=Cache(layers=shorter))
+        )
     projection = model.model.layers[0].self_attn.kv_b_proj
     projection.weight = torch.nn.Parameter(projection.weight.to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(UserError, match=r"kv_b_proj of layer 0 is a Linear of torch.float8_e4m3fn"):

@@ -208,8 +208,8 @@ def test_nothing_is_left_of_a_client_that_has_left(world):
     engine.abort_request(["left"])
     world.ask([world.cases[0].prompt], [None], 1)
     assert {*world.made.root.glob("*.safetensors")} == files
-    (readings,) = world.engine.collective_rpc(lambda _: len(get_kv_transfer_group().readings))
-    assert not readings and not [*world.made.root.glob(f"{TICKETS}/*")]
+    (left,) = world.engine.collective_rpc(lambda _: len(get_kv_transfer_group().prompts))
+    assert not left and not [*world.made.root.glob(f"{TICKETS}/*")]
 
 
 @only("h2o")
