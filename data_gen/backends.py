@@ -63,7 +63,7 @@ Answers = list[tuple[Rendered, list[int] | BadRow]]
 
 
 class Backend(Protocol):
-    """Something that answers as the base model does."""
+    """Generates the base model's answers."""
 
     def __call__(self, prompts: list[Rendered], decoding: Decoding) -> Iterator[Answers]:
         """Answer prompts that have no response of their own; yields what is ready, in any order."""

@@ -54,7 +54,7 @@ class Judge:
 
     @property
     def name(self) -> str:
-        """What scores depend on; empty where there is no judge."""
+        """The judge's model and settings, on which scores depend; empty where there is no judge."""
         options = f" {json.dumps(self.options, sort_keys=True, default=str)}" if self.options else ""
         return f"{self.model} {self.mode}{options}" if self.url else ""
 
@@ -182,7 +182,7 @@ def _words(reply: Any) -> str:
 
 
 def _talk(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a variant answered, turn after turn."""
+    """A variant's answers, turn after turn."""
     return tuple(answer.strip() for answer in (*row.get("before", ()), row["answer"]))
 
 

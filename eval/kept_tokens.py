@@ -51,7 +51,7 @@ class KeptTokens:
         self._counts: dict[Key, dict[tuple[str, object], str]] = defaultdict(dict)
 
     def note(self, samples: Sequence[RenderedSample], variant: Variant, kept: Tensor) -> None:
-        """What a variant keeps of a prompt: [L, K, N] bool."""
+        """Note the entries [L, K, N] bool that a variant keeps of a prompt."""
         for sample in samples:
             if sample.key in self.samples:
                 self._counts[sample.key][variant.name, variant.budget] = encode_counts(kept.cpu().numpy())

@@ -1,4 +1,4 @@
-"""Model cards: what is recorded of an artifact's training, and the card that is generated from it."""
+"""Model cards: the record of an artifact's training, and the card that is generated from it."""
 
 import re
 from collections.abc import Mapping

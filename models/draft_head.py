@@ -1,12 +1,12 @@
-"""Draft heads, which guess the base model's next tokens from its own features: EAGLE-3, EAGLE-1 and EAGLE-2.
+"""Draft heads, which predict the base model's next tokens from its own features: EAGLE-3, EAGLE-1 and EAGLE-2.
 
 EAGLE-3 (Li et al. 2025, arXiv 2503.01840, section 3.1): row t reads the features of token t, outputs of three of the
-model's layers, and the embedding of token t + 1, and guesses token t + 2. The layer's output replaces the features of
+model's layers, and the embedding of token t + 1, and predicts token t + 2. The layer's output replaces the features of
 the next row, so that drafting can continue without the model.
 
 EAGLE-1 (Li et al. 2024, arXiv 2401.15077, section 3; EAGLE-2, arXiv 2406.16858, drafts trees with the same head): the
-feature is the input of the model's lm_head. Row t guesses the feature of token t + 1, from which the
-model's own lm_head guesses token t + 2.
+feature is the input of the model's lm_head. Row t predicts the feature of token t + 1, from which the
+model's own lm_head predicts token t + 2.
 
 Module names are the keys of public checkpoints, `keepsight.json` is ours. Heads that are published as a pickle are read
 by torch's `weights_only`, which makes tensors and runs nothing.
@@ -63,9 +63,9 @@ _SAVED = (*SIZES, "hidden_act", "num_key_value_heads", "max_position_embeddings"
 _SAVED_IF_SET = ("eagle_config", "fc_norm", "norm_output", "qkv_bias")
 
 _ABOUT = """An [EAGLE-3](https://arxiv.org/abs/2503.01840) draft head for `{base_model}`: one decoder layer
-that guesses the next tokens from the outputs of three of the base model's layers. The embedding is the base model's
-and not stored here. With greedy decoding the base model checks every guess, so the head changes how fast an answer
-comes, not what it says."""
+that predicts the next tokens from the outputs of three of the base model's layers. The embedding is the base model's
+and not stored here. With greedy decoding the base model verifies every draft token, so the head changes the speed of an
+answer, not its tokens."""
 
 _USE = """With keepsight, give `draft.head=FOLDER_OR_HUB_ID` to a command, or load it in Python:
 

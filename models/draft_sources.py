@@ -1,4 +1,4 @@
-"""Draft sources: where the methods that observe with a guessed answer (SpecKV, SpecPC) get their draft model.
+"""Draft sources: where the methods that observe with a drafted answer (SpecKV, SpecPC) get their draft model.
 
 A source is a value that a method holds; `source.of(target)` is the model that drafts for a target. Not every target has
 a smaller sibling with the same tokenizer, so the draft model may also be made of the target's own layers, as in

@@ -45,7 +45,7 @@ class Job:
         tokens: The answer so far, with its end token.
         kept: Entries that each KV head keeps of the prompt, on average.
         reason: `stop` (an end token, or `took` asked for it), `length`, `cancelled` or `failed`; None before the end.
-        error: What a failed request failed with.
+        error: The exception of a failed request.
         first: Seconds from submission to the first token; None before.
     """
 
@@ -61,18 +61,18 @@ class Job:
         self.done = threading.Event()
 
     def cancel(self) -> None:
-        """Nobody waits for the answer: it leaves the batch before the next step."""
+        """Cancel the request: it leaves the batch before the next step."""
         self.cancelled = True
 
     def started(self) -> None:
-        """The prompt has been read."""
+        """Called when the prompt has been read."""
 
     def took(self, token: int) -> bool:
         """Take a token of the answer; returns whether the answer ends with it."""
         return False
 
     def ended(self) -> None:
-        """`reason` is set, and no token follows."""
+        """Called after the last token, when `reason` is set."""
 
     def result(self, timeout: float | None = None) -> list[int]:
         """The whole answer, once it has ended.
@@ -104,7 +104,7 @@ class Totals:
 
 
 class _Asked(CustomGenerate):
-    """What transformers makes of a request's options, without an answer."""
+    """Lets transformers turn a request's options into processors and criteria, without an answer."""
 
     request: GenerateRequest
 
@@ -116,7 +116,7 @@ class _Asked(CustomGenerate):
 
 @dataclass
 class _Row:
-    """A request in the batch; `ids` [1, N + T] are its prompt and its answer so far, `failed` what went wrong."""
+    """A request in the batch; `ids` [1, N + T] are its prompt and its answer so far, `failed` its exception."""
 
     job: Job
     decoding: dict[str, Any]

@@ -43,7 +43,7 @@ _HEADERS = 4096
 
 @dataclass(frozen=True)
 class Header:
-    """What a prefix file says of itself; all of it is in the digest that names the file.
+    """The header of a prefix file; the digest that names the file covers all of it.
 
     Attributes:
         entries: B, the number of placeholder tokens, and the position of the next token.
@@ -187,7 +187,7 @@ class PrefixStore:
         return path
 
     def header(self, digest: str) -> Header:
-        """What a prefix says of itself; a `UserError` if there is no such prefix, or its file is damaged."""
+        """The header of a prefix; a `UserError` if there is no such prefix, or its file is damaged."""
         self.path(digest)  # it may have been removed
         if digest not in self._headers:
             self._read(digest)

@@ -1,1 +1,1 @@
-"""The trainers."""
+"""Training of lookahead modules, draft heads and retrieval heads."""

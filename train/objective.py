@@ -1,4 +1,4 @@
-"""The interface of everything that is trained: a batch goes in, a loss comes out; its passes may be recomputed."""
+"""`Objective`, the interface of a module in training: from a batch to a loss; and recomputation of activations."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -68,7 +68,7 @@ class Objective(nn.Module, ABC):
         return [{"params": self.trained_parameters(), "lr": settings.learning_rate}]
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """What is trained."""
+        """The parameters that are trained."""
         return [each for each in self.parameters() if each.requires_grad]
 
     def flops(self, batch: Batch) -> float | None:

@@ -40,7 +40,7 @@ _ALIGNED = 64
 
 @dataclass(frozen=True)
 class TeacherOutputs:
-    """What a pass of the frozen base model over a batch shows, without gradients.
+    """Outputs of the frozen base model for a batch, without gradients.
 
     Attributes:
         layers: The tensors of each layer of its cache by their names, see `layer_tensors`: `keys` and `values`, or the

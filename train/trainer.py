@@ -61,12 +61,12 @@ MEASUREMENTS = "fidelity.jsonl"
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """Where a module is trained, and on what.
+    """The folder and the samples of a training.
 
     Attributes:
         work: Folder for checkpoints, logs and measurements.
         samples: Training and held-out ones.
-        start: What must be the same when the training is resumed, beside its settings, by recipe key.
+        start: Values that must be the same when the training is resumed, beside its settings, by recipe key.
         replay: How teacher outputs are kept, where the settings' `replays` is above 1.
         trained: Prompts of earlier stages; None where they are not known.
         unseen: Which samples are divided before their question; None for none.

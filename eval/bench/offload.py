@@ -194,7 +194,7 @@ def bench_specache(target: Target, method: SpeCache, tokens: int, batch: int, st
     yield f"{'cache':<22}{'ms a step':>11}{'tokens/s':>10}{'KV MB':>9}{moved}"
     kivi = Kivi(method.bits, method.group, method.residual, one_bit=method.one_bit)
     guessing, waiting = (replace(method, speculative=each) for each in (True, False))
-    methods = {"full": FullCache(), "KIVI": kivi, "SpeCache": guessing, "no guess": waiting}
+    methods = {"full": FullCache(), "KIVI": kivi, "SpeCache": guessing, "not speculative": waiting}
     for name, each in methods.items():
         yield _cache_line(name, model, each, ids, steps)
     yield from _part_lines(model, guessing, ids, steps)

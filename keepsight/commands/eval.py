@@ -190,13 +190,13 @@ def _show(sample: RenderedSample, target: Target) -> None:
 
 
 def print_notes(notes: Mapping[str, str]) -> None:
-    """Print what samples_of notes."""
+    """Print the notes of `samples_of`."""
     for subject, note in notes.items():
         print(printable(f"{subject}: {note}"))
 
 
 def settings_of(config: Config, target: Target, variants: list[Variant]) -> dict[str, Any]:
-    """What the results depend on: configuration, base model, trained weights, hardware and library versions."""
+    """The content of settings.json: configuration, base model, trained weights, hardware and library versions."""
     given = asdict(config)
     kept = {key: given[key] for key in given if key not in _NOT_IN_RESULTS}
     digests = dict.fromkeys(filter(None, (variant.method.adapter_digest for variant in variants)))

@@ -99,7 +99,7 @@ def draft_of(config: UsesMethods, target: Target) -> DraftSource | DraftHeadSour
 
 
 def resources_of(config: UsesMethods, target: Target) -> Resources:
-    """What methods may need: adapter, draft and retrieval head, and the base model's tokenizer."""
+    """The resources of methods: adapter, draft and retrieval head, and the base model's tokenizer."""
     draft = functools.cache(lambda: draft_of(config, target))
     return Resources(config.adapter, draft, target.tokenizer, config.retrieval, target.model)
 

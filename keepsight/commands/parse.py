@@ -196,7 +196,7 @@ def compose_config(schema: type, overrides: Sequence[str]) -> tuple[DictConfig, 
 
 
 def _selecting(kinds: Mapping[str, Any], selection: str | None) -> dict[str, Any]:
-    """What `selection=` stands for in training. Single keys written after it override it."""
+    """The keys of lookahead.* that `selection=` stands for. Single keys written after it override it."""
     return {"lookahead": SELECTIONS.get(selection or "", {})} if "lookahead.queries" in kinds else {}
 
 

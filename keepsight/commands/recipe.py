@@ -23,7 +23,7 @@ _SETTINGS = ("lookahead", "train", "replay", "finetune", "draft_head", "retrieva
 
 
 class Choice(NamedTuple):
-    """The recipe that a command takes its values from (None for none), its sections, and the line that says so."""
+    """A command's recipe (None for none), the sections it takes from it, and the line that names it."""
 
     name: str | None
     sections: Sequence[str]
@@ -56,7 +56,7 @@ def chosen(schema: type, given: Mapping[str, str]) -> Choice:
 
 
 def values_of(choice: Choice) -> DictConfig:
-    """What the recipe says of the sections; UserError if there is no such recipe."""
+    """The recipe's values of the sections; UserError if there is no such recipe."""
     if choice.name is None:
         return OmegaConf.create()
     if choice.name not in (known := recipe_files("recipe")):

@@ -47,7 +47,7 @@ def read_samples(config: Training, target: Target) -> tuple[Sequence[TrainingSam
 
 
 def _short_enough(config: Training, samples: Sequence[TrainingSample]) -> Sequence[TrainingSample]:
-    """Without those with more tokens than `max_prompt_tokens`, where the command has that key; 0 keeps all."""
+    """The samples of at most `max_prompt_tokens` tokens, where the command has that key; 0 keeps all."""
     if longest := getattr(config, "max_prompt_tokens", 0):
         samples = no_longer_than(samples, longest)
     if not samples:
@@ -56,7 +56,7 @@ def _short_enough(config: Training, samples: Sequence[TrainingSample]) -> Sequen
 
 
 def run_of(config: Training, target: Target, samples: Sequence[TrainingSample], key: str, *weights: str) -> TrainingRun:
-    """What a training runs on; it resumes only with the same base model and the same initial module.
+    """The `TrainingRun` of a command; it resumes only with the same base model and the same initial module.
 
     `key` is the command's key that names the initial module, and `weights` are file names of which only such a module
     has one.
@@ -90,7 +90,7 @@ def basics_of(
     described: Mapping[str, Any],
     loss: str = "nats",
 ) -> CardBasics:
-    """What the card and the artifact say about a training: `described` has further facts, `loss` its name and unit."""
+    """The record of a training for card and artifact: `described` has further facts, `loss` the loss's unit."""
     settings, losses = trained.settings, trained.losses
     training = {
         **_weights_origin(config, target),

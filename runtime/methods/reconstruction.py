@@ -57,7 +57,7 @@ class Probe(NamedTuple):
 
 
 class Replayed(ViewedLayer):
-    """A layer that keeps what looked back at it: queries [B, H, q, d], their own keys [B, K, q, d] and the softmax."""
+    """A layer that records its observers: queries [B, H, q, d], their own keys [B, K, q, d] and the softmax."""
 
     seen: tuple[Tensor, Tensor, Softmax]
 
@@ -160,7 +160,7 @@ class Reconstruction(Observer):
         return count * (same.all(dim=1, keepdim=True) & (lengths > count))
 
     def _replayed(self, model: PreTrainedModel, state: State, probe: Probe) -> Iterator["Observed"]:
-        """What each layer observed while a probe was read."""
+        """The queries and keys of a probe in each layer."""
         read = list[Tensor]()
         watch = WatchInputs(model, lambda *given: read.append(given[2])) if self.normalized else nullcontext()
         with torch.inference_mode(), watch:
@@ -174,7 +174,7 @@ class Reconstruction(Observer):
 
 
 class Observed(NamedTuple):
-    """What a layer observed: queries [B, H, q, d], keys [B, K, q, d] of the same tokens, and its softmax.
+    """Observing queries [B, H, q, d] of a layer, keys [B, K, q, d] of the same tokens, and its softmax.
 
     `weights` [B, q] float32 are those by which each query's attention counts, None for 1; `by_output` says whether
     attention counts by the norm of what the entry's value adds to the layer's output.
@@ -189,7 +189,7 @@ class Observed(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def _around(tokenizer: Any) -> tuple[str, str]:
-    """What the chat template puts before a user's words and behind them."""
+    """The parts of the chat template before and after a user's text."""
     mark = "#####"
     if not tokenizer.chat_template:
         return "", "\n"

@@ -23,7 +23,7 @@ from keepsight.runtime.state import Needs
 
 @dataclass(frozen=True)
 class TrainedScores(LayerObserver):
-    """What a trained scorer has made of each entry when it was read.
+    """The scores of a trained scorer, computed as each entry is read.
 
     Of TRIM-KV's two numbers, log b and the position p, it is (n + 1 - p) log b after n tokens: how much of the entry is
     left, in its logarithm.

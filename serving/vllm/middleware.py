@@ -420,7 +420,7 @@ def _at(scope: Message, length: int) -> Message:
 
 
 def _again(body: bytes, receive: Receive | None = None) -> Receive:
-    """A channel that gives a body first, and then what else arrives, such as the client's leaving."""
+    """An ASGI channel that gives a body first, and then further messages, such as the client's disconnect."""
     waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def channel() -> Message:

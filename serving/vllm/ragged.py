@@ -66,7 +66,7 @@ class Pages:
 
 @dataclass
 class Shared:
-    """What the layers of an engine share: their buffer, and the step's prefixes by the request's first block."""
+    """Shared by the layers of an engine: their buffer, and the step's prefixes by the request's first block."""
 
     layout: Layout
     prefixes: dict[int, Pages] = field(default_factory=dict)
@@ -83,7 +83,7 @@ def records() -> bool:
 
 
 def shared_by(modules: Mapping[str, Any], kv_caches: dict[str, Tensor]) -> Shared | None:
-    """What the layers with these caches share from now on; None where they do not attend by the backend.
+    """Make the `Shared` of the layers with these caches; None if they do not use the backend.
 
     Raises:
         UserError: the layers' caches are not adjacent parts of one buffer.

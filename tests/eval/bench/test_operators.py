@@ -106,7 +106,7 @@ def test_operators_a_layer(model: Any, counts: dict[str, Any]) -> None:
 
 
 PACKED = {"kivi": (Kivi(2, 8, 16), 69), "specache": (SpeCache(2, 8, 16, 8), 83)}
-PACKED |= {"specache, no guess": (SpeCache(2, 8, 16, 8, speculative=False), 86)}
+PACKED |= {"specache, not speculative": (SpeCache(2, 8, 16, 8, speculative=False), 86)}
 
 
 @pytest.mark.parametrize("name", PACKED)
