@@ -415,7 +415,7 @@ class FeatureHead(EagleHead):
         """
         lm_head = self._lm_head[0]
         if lm_head is None:
-            raise UserError("an EAGLE-1 or EAGLE-2 head has no lm_head of its own; load it together with its model")
+            raise UserError("an EAGLE-1 or EAGLE-2 head has no lm_head of its own; load it with its model")
         return lm_head(hidden)
 
 

@@ -187,7 +187,7 @@ class LookaheadAdapter(Artifact):
         return module
 
     def check_base(self, model: PreTrainedModel) -> None:
-        """Warn of a model with other weights than those that the adapter was trained on.
+        """Warn if a model's weights are not those of the adapter's base model.
 
         Raises:
             UserError: the adapter was trained for another model.

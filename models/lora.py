@@ -30,7 +30,7 @@ _LEFT_OUT = re.compile(r"(^|\.)(experts|router|gate|shared_expert_gate|kv_b_proj
 _SCORED = re.compile(r"(^|\.)(qkv|q|kv|k)_[^.]*$")
 """What makes queries and keys."""
 _QUERIES_AND_VALUES = r"(qkv|q|kv|v)_[^.]*"
-"""What makes queries and values, alone or together with keys."""
+"""Projections of queries and values, without and with those of keys."""
 
 _SAME_INPUT = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 """Modules of one parent that read the same input."""

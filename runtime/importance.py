@@ -130,7 +130,7 @@ def attention_weights(
     Where `hidden`, [B, q, m] bool, says which of the last m keys each query does not see, the queries may be others.
 
     Returns:
-        [B, H, q, S] float32, causal unless `hidden` is given.
+        [B, H, q, S] float32, causal unless `hidden` is set.
     """
     batch, heads, rows, width = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]

@@ -51,7 +51,7 @@ class SavedState(CustomGenerate):
         question: What was compressed: `seen`, the whole prompt with its question; `unseen`, the context alone;
             `multi`, the context alone, to be asked several questions.
         target: Name of the model that read it, for information.
-        template_digest: Digest of the chat template that rendered the prompt; empty when none was given.
+        template_digest: Digest of the chat template that rendered the prompt; empty when there is none.
         adapters: Digest of the model's own adapters that were active; empty where none was.
     """
 

@@ -35,7 +35,7 @@ def _folders(work: Path) -> list[Path]:
 
 
 def last_checkpoint(work: Path, before: int | None = None) -> Path | None:
-    """The newest complete checkpoint in `work`; if `before` is given, the newest of an earlier step."""
+    """The newest complete checkpoint in `work`; with `before`, the newest of an earlier step."""
     return next((path for step, path in reversed(checkpoints(work).items()) if before is None or step < before), None)
 
 

@@ -153,7 +153,7 @@ class ReplayedObjective(Objective):
         """The loss, from teacher outputs in float32 or the base model's dtype."""
 
     def teacher_outputs(self, batch: Batch) -> TeacherOutputs:
-        """The teacher outputs of a batch: those that were kept, where they are."""
+        """The teacher outputs of a batch, from the buffer if there is one."""
         if self.buffer is None:
             return self.run_teacher(batch)
         return self.buffer.take(batch, lambda: self.run_teacher(batch))

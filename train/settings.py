@@ -7,9 +7,10 @@ from importlib.util import find_spec
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import TypeAdapter, ValidationError
 from typing_extensions import override
 
-from keepsight.errors import UserError
+from keepsight.errors import Positive, Share, UserError, Whole
 from keepsight.files import read_bytes
 
 PRECISIONS = ("no", "bf16", "fp16")
@@ -20,9 +21,7 @@ SHARPEST = 1e-3
 MAY_CHANGE = ("checkpoints", "flops", "gradient_checkpointing", "measure_every", "report_to", "save_every")
 """Fields that do not decide what is learned: they may differ when a training is resumed."""
 
-Count = Annotated[int, Ge(1)]
-Share = Annotated[float, Ge(0), Le(1)]
-Positive = Annotated[float, Gt(0), Lt(float("inf"))]
+PositiveFloat = Annotated[float, Gt(0), Lt(float("inf"))]
 
 
 def check_ranges(settings: object, key: str) -> None:
@@ -31,8 +30,6 @@ def check_ranges(settings: object, key: str) -> None:
     Raises:
         UserError: a value is out of range.
     """
-    from pydantic import TypeAdapter, ValidationError  # takes a while
-
     try:
         TypeAdapter(type(settings)).validate_python(vars(settings))
     except ValidationError as error:
@@ -77,25 +74,25 @@ class TrainSettings:
             by default.
     """
 
-    steps: Annotated[int, Ge(0)] = 0
+    steps: Whole = 0
     epochs: Annotated[float, Gt(0), Le(1e6)] = 1.0
-    batch_size: Count = 1
-    samples_per_step: Annotated[int, Ge(0)] = 0
+    batch_size: Positive = 1
+    samples_per_step: Whole = 0
     learning_rate: Annotated[float, Gt(0), Le(100)] = 1e-3
     warmup: int | float = 0.03
     min_learning_rate: Share = 0.1
     clip: Annotated[float, Gt(0), Le(1e9)] = 1.0
     precision: str = "no"
     seed: Annotated[int, Ge(0), Lt(2**32)] = 0
-    held_out: Annotated[int, Ge(0)] = 16
-    measure_every: Count = 100
-    save_every: Count = 100
-    checkpoints: Count = 2
-    budget: Count = 64
+    held_out: Whole = 16
+    measure_every: Positive = 100
+    save_every: Positive = 100
+    checkpoints: Positive = 2
+    budget: Positive = 64
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
     flops: Annotated[float, Ge(0), Le(1e6)] = 0.0
     group_by_length: bool | None = None
-    replays: Count = 1
+    replays: Positive = 1
     tf32: bool | None = None
 
     def check(self, key: str) -> None:
@@ -160,7 +157,7 @@ class ReplaySettings:
 
     Attributes:
         memory: Memory for them per process, such as 4GiB, held-out samples included. With more memory, more samples are
-            shuffled together.
+            shuffled at a time.
         dir: Folder on a fast disk to store them in, instead of memory.
         dtype: Stores KV entries in `int8`, which changes a loss by at most half a percent, or in `bfloat16`, which is
             exact if the base model is in bfloat16.
@@ -188,7 +185,7 @@ class DraftHeadSettings:
         train: Optimisation.
     """
 
-    vocabulary: Count = 32000
+    vocabulary: Positive = 32000
     unroll: Annotated[int, Ge(1), Le(64)] = 7
     decay: Annotated[float, Gt(0), Le(1)] = 0.8
     max_tokens: Annotated[int, Ge(3)] = 4096
@@ -218,9 +215,9 @@ class RetrievalHeadSettings:
     """
 
     features: str = "previous-step"
-    groups: Count = 1
-    queries: Count = 128
-    temperature: Positive = 2.0
+    groups: Positive = 1
+    queries: Positive = 128
+    temperature: PositiveFloat = 2.0
     answers: Share = 0.67
     max_tokens: Annotated[int, Ge(2)] = 4096
     train: TrainSettings = field(default_factory=TrainSettings)

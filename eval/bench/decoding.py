@@ -1,4 +1,4 @@
-"""The speed of decoding: from what each method keeps, with a draft head, and in an evaluation's sweep."""
+"""The speed of decoding: from each method's cache, with a draft head, and in an evaluation's sweep."""
 
 import statistics
 import time

@@ -305,7 +305,7 @@ def dry_lines(card: Card, missing: Sequence[Row]) -> Iterator[str]:
         entry = memory_and_traffic("full", config, 1)[0]
         sizes = f"{size_text(stored_bytes(outline(name)))} of weights, {entry} bytes of KV entries a token"
         yield f"{name}: {config.num_hidden_layers} layers of {config.hidden_size}, {heads}, {sizes}"
-    yield f"budget {BUDGET}; {len(missing)} rows to measure; figure / roofline; KV and peak: what is known to be held"
+    yield f"budget {BUDGET}; {len(missing)} rows to measure; figure / roofline; KV and peak: bytes known to be stored"
     yield HEAD
     for row in missing:
         yield text_of(row, Figures(), roofline(row, card), row.note)

@@ -1,4 +1,4 @@
-"""The registry of metrics, each from 0 to 1, and those that several benchmarks or a `tasks.json` use.
+"""The registry of metrics, each from 0 to 1, and the metrics that several benchmarks or a `tasks.json` use.
 
 RULER and LongBench report a mean over samples times 100; here nothing is multiplied or rounded.
 """

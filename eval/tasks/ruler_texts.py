@@ -193,7 +193,7 @@ class Question(NamedTuple):
 
 
 def question_over(question: Question, texts: Sequence[str], rng: random.Random, size: int) -> RulerText:
-    """A question over `size` documents, those that it needs among them; where there are too few, they are repeated."""
+    """A question over `size` documents, which include the needed ones; where there are too few, they are repeated."""
     near = rng.sample(question.near, len(question.near))
     known = {*question.needed, *near}
     others = [index for index in range(len(texts)) if index not in known]

@@ -126,7 +126,7 @@ class DataKeys(UsesModel):
 
     Attributes:
         mixture: Mixture of prompts: a file in recipes/mixtures/, or a path to your own YAML file.
-        rows: Folder of JSON Lines files that replace the Hub's data sets, as given by `local` in the mixture.
+        rows: Folder of JSON Lines files that replace the Hub's data sets, as `local` in the mixture says.
         limit: Number of samples.
         max_new_tokens: Longest answer in tokens.
         temperature: Sampling temperature of the answers; 0 decodes greedily.

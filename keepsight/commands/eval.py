@@ -226,7 +226,7 @@ def settings_of(config: Config, target: Target, variants: list[Variant]) -> dict
 
 
 def _head_digests(config: Config, variants: list[Variant]) -> Iterator[str]:
-    """Digests of the retrieval heads that methods use: `retrieval`, and those that methods name themselves."""
+    """Digests of the retrieval heads that methods use: `retrieval`, and those named in `methods`."""
     if not any(variant.method.uses_retrieval_head for variant in variants):
         return
     own = [given.get("retrieval") for given in config.methods if isinstance(given, Mapping)]

@@ -120,7 +120,7 @@ def retrieval(config: TrainRetrievalHead) -> None:
             "longest sample (tokens)": longest,
             "tokens of a sample that are distilled": settings.queries,
             "temperature": settings.temperature,
-            "share of the loss on answers": settings.answers,
+            "answers' share of the loss": settings.answers,
         }
         basics = training.basics_of(
             config, target, manifest, trainer.trained(), described, "KL at that temperature, nats"

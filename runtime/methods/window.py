@@ -58,7 +58,7 @@ class TOVA(Evict):
     window: int = 1
 
 
-@registry.observer("received_attention")
+@registry.observer("accumulated_attention")
 @dataclass(frozen=True)
 class AccumulatedAttention(LayerObserver):
     """Accumulated attention: what each entry gets from all queries (H2O, arXiv 2306.14048, section 4).

@@ -65,7 +65,7 @@ class Quantizer:
         return self.pack(keys.unflatten(2, (-1, self.group)).transpose(-1, -2))
 
     def unpack_keys(self, packed: Packed, out: Tensor | None = None) -> Tensor:
-        """Groups [B, K, T / g, d] -> [B, K, T, d], in `out` where it is given."""
+        """Groups [B, K, T / g, d] -> [B, K, T, d], in `out` if it is not None."""
         groups = None if out is None else out.unflatten(2, (-1, self.group)).transpose(-1, -2)
         return self.unpack(packed, groups).transpose(-1, -2).flatten(2, 3)
 
@@ -74,7 +74,7 @@ class Quantizer:
         return self.pack(values.unflatten(3, (-1, self.group)))
 
     def unpack_values(self, packed: Packed, out: Tensor | None = None) -> Tensor:
-        """Groups [B, K, T, d / g] -> [B, K, T, d], in `out` where it is given."""
+        """Groups [B, K, T, d / g] -> [B, K, T, d], in `out` if it is not None."""
         return self.unpack(packed, None if out is None else out.unflatten(3, (-1, self.group))).flatten(3, 4)
 
     def pack(self, groups: Tensor) -> Packed:
@@ -94,7 +94,7 @@ class Quantizer:
         return Packed(pack_codes(codes.to(torch.uint8), self.bits), scale, zero)
 
     def unpack(self, packed: Packed, out: Tensor | None = None) -> Tensor:
-        """[..., g], in the dtype of the scale, and in `out` where it is given."""
+        """[..., g], in the dtype of the scale, and in `out` if it is not None."""
         codes = unpack_codes(packed.codes, self.bits)
         return torch.addcmul(packed.zero[..., None], codes, packed.scale[..., None], out=out)
 

@@ -115,7 +115,7 @@ class MemoryLayer(OwnAttention, KeptLayer):
         return keys, values, torch.cat([sinks, torch.full_like(tokens[0], -1), rest])
 
     def _remember(self, attention: Tensor) -> None:
-        """Add the attention [B, H, n] of the window's last n tokens, and make blocks of those that have left it."""
+        """Add the attention [B, H, n] of the window's last n tokens, and make blocks of the tokens that left it."""
         assert self._scores is not None and self._blocks is not None
         sizes, since = self.sizes, self.seen - self._far
         scores = attention.new_zeros(*attention.shape[:2], since)

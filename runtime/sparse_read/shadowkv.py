@@ -239,7 +239,7 @@ class ShadowKV(SparseRead):
 
     Attributes:
         chunk: Entries per chunk.
-        rank: Rank of the keys, of all KV heads of a layer together; at most their dimensions.
+        rank: Rank of the keys of all KV heads of a layer; at most their dimensions.
         local: Number of last full chunks that are kept exactly, with the entries after them.
         outliers: Share of the budget for chunks that are kept exactly, since a key in them is far from their mean (3/16
             in the paper's fast implementation).
