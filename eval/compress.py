@@ -142,17 +142,16 @@ class SharedPrompt:
 
     def _of_prefill(self, method: CacheMethod) -> Compressed:
         """The compressed prefill; which entries it keeps is known only for methods that evict."""
-        seconds, start, kept = Seconds(prefill=self.seconds), time.perf_counter(), None
-        if not isinstance(method, Evict):
-            state = method.compress_state(self.model, self.state)
-        elif method.fits(self.state):
-            state, kept = method.compress_state(self.model, self.state), self.state.select_all()
+        scores, kept, seconds = None, None, Seconds(prefill=self.seconds)
+        if isinstance(method, Evict) and not method.fits(self.state):
+            scores, seconds = self._observe(method.bound_observer, method.reduce)
+        start = time.perf_counter()
+        if isinstance(method, Evict):
+            state, selected = method.evict(self.model, self.state, scores)
+            kept = joined(selected)
         else:
-            observed, seconds = self._observe(method.bound_observer, method.reduce)
-            start = time.perf_counter()
-            kept = method.select(self.state, method.importance(self.model, self.state, lambda *_: observed))
-            state = method.keep(self.model, self.state, kept)
-        return Compressed(state, replace(seconds, select=since(start)), None if kept is None else joined(kept))
+            state = method.compress_state(self.model, self.state)
+        return Compressed(state, replace(seconds, select=since(start)), kept)
 
     @torch.no_grad()
     def attention(self) -> Tensor:

@@ -10,7 +10,6 @@ tokens are not counted and never evicted, unless `every` is set: then they count
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,9 +30,6 @@ from keepsight.runtime.importance import Pool, Reduce, reduce_group, select_top,
 from keepsight.runtime.layer import Counts, KeptLayer
 from keepsight.runtime.observe import LayerObserver, Observer
 from keepsight.runtime.state import Needs, State, prefill, with_full_layers
-
-Scores = Callable[[Observer, PreTrainedModel, State, Reduce], list[Tensor]]
-"""Calls an observer, or returns the known scores of an equal one for the state."""
 
 
 @registry.method("evict")
@@ -171,15 +167,27 @@ class Evict(CacheMethod):
         return self.compress_state(model, state) if evict is None else state
 
     @override
-    @torch.no_grad()
-    def compress_state(self, model: PreTrainedModel, state: State, scores: Scores | None = None) -> State:
-        """Evict from a state that has been read, evicted from before or not; it stays unchanged.
+    def compress_state(self, model: PreTrainedModel, state: State) -> State:
+        return self.evict(model, state)[0]
 
-        `scores` calls the observer in this method's place; see `Scores`.
+    @torch.no_grad()
+    def evict(
+        self, model: PreTrainedModel, state: State, scores: list[Tensor] | None = None
+    ) -> tuple[State, list[Tensor]]:
+        """Evict from a state, evicted from before or not; it stays unchanged.
+
+        Args:
+            model: The base model.
+            state: What it has read.
+            scores: What the bound observer returned for the state; by default it is called.
+
+        Returns:
+            The state to decode from, and for each layer which entries it keeps, [B, K, C] bool.
         """
         if self.fits(state):
-            return self._unevicted(state)
-        return self.keep(model, state, self.select(state, self.importance(model, state, scores)))
+            return self._unevicted(state), state.select_all()
+        selected = self.select(state, self.importance(model, state, scores))
+        return self.keep(model, state, selected), selected
 
     @override
     def periodic_eviction(self, model: PreTrainedModel) -> PeriodicEviction | None:
@@ -191,16 +199,16 @@ class Evict(CacheMethod):
         return not real.size or bool((real.mean(axis=(0, 2)) <= self.budgets(state)).all())
 
     @torch.no_grad()
-    def importance(self, model: PreTrainedModel, state: State, scores: Scores | None = None) -> list[Tensor]:
+    def importance(self, model: PreTrainedModel, state: State, scores: list[Tensor] | None = None) -> list[Tensor]:
         """For each layer, the importance [B, K, C] float32: +inf where protected, -inf for padding.
 
         One call serves every budget and allocation. Scores are reduced layer by layer where the observer allows it. A
-        `UserError` if the observer did not score every entry of every layer.
+        `UserError` if the observer did not score every entry of every layer. `scores` are as for `evict`.
         """
         observer, layers = self.bound_observer, state.layers
         if scores is None and isinstance(observer, LayerObserver):
             return [self.layer_importance(observer.score(each, self.reduce.queries), each) for each in layers]
-        found = scores(observer, model, state, self.reduce) if scores else observer(model, state, self.reduce)
+        found = observer(model, state, self.reduce) if scores is None else scores
         if len(found) != len(layers):
             name = type(self.observer).__name__
             raise UserError(f"{name} returned scores for {len(found)} layers; there are {len(layers)}")

@@ -99,10 +99,10 @@ def operators_of(model: PreTrainedModel, method: Method, ids: Tensor) -> dict[st
         evict.compress_state(model, state)
         observe = functools.partial(evict.bound_observer, model, state, evict.reduce)
         scores = observe()
-        selected = evict.select(state, evict.importance(model, state, lambda *_: scores))
+        selected = evict.select(state, evict.importance(model, state, scores))
         counts = {
             "observe": count(lambda: evict.fits(state) or observe()),
-            "select": count(lambda: evict.select(state, evict.importance(model, state, lambda *_: scores))),
+            "select": count(lambda: evict.select(state, evict.importance(model, state, scores))),
             "gather": count(lambda: evict.keep(model, state, selected)),
         }
     reader, token = method.reader(model), ids[:, -1:]
@@ -212,4 +212,4 @@ def _steps(model: PreTrainedModel, method: Evict, state: State) -> tuple[Callabl
     """Observing and selecting, each by itself."""
     observe = functools.partial(method.bound_observer, model, state, method.reduce)
     scores = observe()
-    return observe, lambda: method.compress_state(model, state, lambda *_: scores)
+    return observe, lambda: method.evict(model, state, scores)

@@ -90,8 +90,8 @@ def _compressed(method: Evict, target: Target, ids: torch.Tensor) -> tuple[np.nd
     state: State = prefill(target.model, ids, needs=method.needs())
     if method.fits(state):
         raise UserError(f"budget={method.budget} keeps all {state.length} prompt tokens; lower it")
-    selected = method.select(state, method.importance(target.model, state))
-    return torch.cat(selected).cpu().numpy(), method.keep(target.model, state, selected)
+    kept, selected = method.evict(target.model, state)
+    return torch.cat(selected).cpu().numpy(), kept
 
 
 @torch.no_grad()

@@ -15,7 +15,6 @@ Methods that score entries when they are read (SnapKV, TOVA, H2O and their like)
 its keys and values are in memory twice. One worker; CPU backend.
 """
 
-import functools
 import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -361,7 +360,7 @@ class EvictingConnector(KeepsightConnector):
         if part.first:
             whole = str(digest_in(part.tokens, self.alphabet))
             read, before = _whole_state(self.store.tensors(whole)), self.store.header(whole).before
-            kept = method.compress_state(model, read, functools.partial(_looked_back, state))
+            kept, _ = method.evict(model, read, _looked_back(state, read, method.reduce))
         else:
             kept = method.compress_state(model, state)
         about = {"before": before, "method": repr(method), "weights": self.weights}
@@ -385,7 +384,7 @@ def _whole_state(tensors: dict[str, Tensor]) -> State:
     return _state(cache, [0] * count, Needs())
 
 
-def _looked_back(observers: State, _: Any, __: Any, state: State, reduce: Reduce) -> list[Tensor]:
+def _looked_back(observers: State, state: State, reduce: Reduce) -> list[Tensor]:
     """What `keepsight.runtime.observe.look_back` gives, from queries and keys of soft tokens that were recorded."""
     found = []
     for own, layer in zip(observers.layers, state.layers, strict=True):

@@ -92,7 +92,7 @@ def test_scores_of_other_shapes_than_the_cache_are_refused(observer, said):
     with pytest.raises(UserError, match=f"^_Ones returned {said}"):
         method.compress_state(model, state)
     with pytest.raises(UserError, match=f"^_Ones returned {said}"):
-        method.importance(model, state, lambda scorer, *given: scorer(*given))
+        method.importance(model, state, observer(model, state, method.reduce))
 
 
 @pytest.mark.parametrize("heads", [2, 4])
