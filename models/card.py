@@ -87,7 +87,7 @@ HEAD_WEIGHTS = """\
 The heads of all layers share one budget, and each has a weight by which its importance is multiplied before they are
 compared (head_weights.png)."""
 FINETUNING = """\
-## Fine-tuning on answers
+## Fine-tuning for eviction
 
 The module and the weights of its heads were trained further, jointly, on the loss of the base model's answers after
 eviction (`keepsight finetune`; finetuning.png)."""

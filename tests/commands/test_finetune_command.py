@@ -93,12 +93,12 @@ def test_tensors_and_weights_learn_and_cards_keep_the_sections_of_other_training
     assert Path("finetuned/head_weights.png").read_bytes() == Path("weighted/head_weights.png").read_bytes()
     assert Path("finetuned/finetuning.png").read_bytes().startswith(b"\x89PNG")
     card, weighted_card = Path("finetuned/README.md").read_text(), Path("weighted/README.md").read_text()
-    assert card.startswith(weighted_card.rstrip()) and card.count("## Fine-tuning on answers") == 1
+    assert card.startswith(weighted_card.rstrip()) and card.count("## Fine-tuning for eviction") == 1
     assert after.provenance.training["fine-tuning, steps"] == after.provenance.training["head weights, steps"] == 2
     assert keepsight("push", "finetuned", "ada/x", "--dry-run").count("finetuning.png") == 1
 
     own = Path("finetuned/README.md")
-    own.write_text(own.read_text() + "```\n## Fine-tuning on answers\n## Data\n```\n\n## Mine\n")
+    own.write_text(own.read_text() + "```\n## Fine-tuning for eviction\n## Data\n```\n\n## Mine\n")
     keepsight(*TUNE, "adapter=finetuned", "out=again")
     again = Path("again/README.md").read_text()
     assert "```\n## Fine-tuning" not in again and again.count("\n## Data") == 1 and "\n## Mine\n" in again
