@@ -156,17 +156,16 @@ class Server:
 
     def __init__(self, target: Target, settings: ServerSettings) -> None:
         settings.check()
-        assert settings.url is not None
         self._target, self._settings, self._name = target, settings, f"server.url={settings.url}"
-        self._endpoint = Endpoint(settings.url, settings.key, settings.tries)
         self._forms = [self._ids_both_ways, self._ids, self._text]
 
     def __call__(self, prompts: list[Rendered], decoding: Decoding) -> Iterator[Answers]:
         """See `Backend`; UserError if the server fails: then no further prompt is sent."""
         stopped, failure = threading.Event(), None
+        endpoint = Endpoint(str(self._settings.url), self._settings.key, self._settings.tries, stopped)
 
         def ask(prompt: Rendered) -> Answers:
-            return [] if stopped.is_set() else [(prompt, self._ask(prompt, decoding, stopped))]
+            return [] if stopped.is_set() else [(prompt, self._ask(prompt, decoding, endpoint))]
 
         first, *others = prompts
         yield ask(first)
@@ -187,12 +186,12 @@ class Server:
         if failure:
             raise failure
 
-    def _ask(self, prompt: Rendered, decoding: Decoding, stopped: threading.Event) -> list[int] | BadRow:
+    def _ask(self, prompt: Rendered, decoding: Decoding, endpoint: Endpoint) -> list[int] | BadRow:
         """The answer; the first one tells which form of prompts the server takes."""
         refusal = EndpointError("not asked")
         for form in self._forms:
             try:
-                made = self._post(prompt, decoding, form, stopped)
+                made = self._post(prompt, decoding, form, endpoint)
                 self._forms = [form]
                 return made
             except BadRow as error:
@@ -207,9 +206,9 @@ class Server:
         reason = f"no answer to prompt {prompt.index} ({refusal}); finished answers are kept: {after}"
         raise UserError(f"{self._name}: {reason}")
 
-    def _post(self, prompt: Rendered, decoding: Decoding, form: Any, stopped: threading.Event) -> list[int]:
+    def _post(self, prompt: Rendered, decoding: Decoding, form: Any, endpoint: Endpoint) -> list[int]:
         body = {"model": self._settings.model or self._target.name, **decoding.options(prompt.index), **form(prompt)}
-        reply = self._endpoint.post("completions", body, _completion, stopped)
+        reply = endpoint.post("completions", body, _completion)
         choice, usage = reply["choices"][0], reply.get("usage") or {}
         said, longest = f"prompt {prompt.index} ({prompt.source})", decoding.max_new_tokens
         reason = (choice.get("finish_reason") or "").lower()

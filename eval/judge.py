@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from keepsight.endpoint import Endpoint, EndpointError, check_url, refuse_filtered
@@ -139,11 +139,10 @@ class Judge:
 
     def _complete(self, body: Mapping[str, Any], subject: str) -> str:
         """The judge's words; `subject` names what is judged in messages."""
-        assert self.url is not None
-        endpoint, body = Endpoint(self.url, self.key, _TRIES), self._with_options({"model": self.model, **body})
+        body = self._with_options({"model": self.model, **body})
         while True:
             try:
-                return endpoint.post("chat/completions", body, _words)
+                return self._endpoint.post("chat/completions", body, _words)
             except EndpointError as error:
                 if error.is_filter or (error.status and _TOO_LONG.search(error.body)):
                     raise BadRow(f"judge.url={self.url}: no judgment of {subject} ({error})") from None
@@ -151,6 +150,10 @@ class Judge:
                 if changed == body:
                     raise UserError(f"judge.url={self.url}: no judgment ({error}); run the command again") from None
                 body = changed
+
+    @cached_property
+    def _endpoint(self) -> Endpoint:
+        return Endpoint(str(self.url), self.key, _TRIES)
 
     def _with_options(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The request with `options`; a limit of tokens among them replaces the usual one under either name."""

@@ -1,38 +1,29 @@
-"""Requests to an OpenAI-compatible endpoint: JSON in, JSON out, sent again while that may help."""
+"""Requests to OpenAI-compatible servers with the openai client; a reply of the wrong form is asked for again."""
 
-import base64
 import html
 import json
 import os
 import re
-import socket
 import threading
-import time
+from base64 import b64encode, urlsafe_b64encode
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
-from contextlib import suppress
-from dataclasses import dataclass
-from http.client import HTTPException
-from typing import Any, TypeVar
-from urllib.error import HTTPError
-from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener, getproxies, proxy_bypass
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import unquote
 
 import pydantic_core
 
 from keepsight.errors import UserError, require_whole
 
+if TYPE_CHECKING:  # importing it takes a second
+    from openai import OpenAI
+
 FIRST_WAIT = 2.0
-"""Seconds before the second try; doubled for each further one."""
-LONGEST_WAIT = 60.0
-"""Seconds between two tries at most."""
-LOOK = 10.0
-"""Seconds between checks that the server of a pending request still listens: vLLM's, when it ends, keeps open
-connections and never replies."""
-_BUSY = (408, 425, 429)
-"""Statuses below 500 after which another try may succeed."""
-_LARGEST, _LARGEST_REFUSAL = 64 << 20, 64 << 10
-"""Bytes of a reply and of a refusal that are read at most."""
+"""Seconds before a reply of the wrong form is asked for again; doubled for each further one, up to a minute."""
+_LARGEST = 64 << 20
+"""Bytes of a reply at most."""
 
 _FILTERED = re.compile(r"filter|safety|guardrail|sensitive|prohibited|recitation|refus|block|moderat", re.IGNORECASE)
 """`finish_reason` of answers that a content filter stopped."""
@@ -49,13 +40,12 @@ Reply = TypeVar("Reply")
 class EndpointError(Exception):
     """No usable reply: `body` is the refusal on one line, without the API key; the message has its beginning.
 
-    `status` is the HTTP status of a reply after which the request is not sent again; 0 where there was no reply, or a
-    malformed one. `wait` are the seconds that the server asks to wait before the next try.
+    `status` is the HTTP status of a refusal that no further try changes, and 0 for all other failures.
     """
 
-    def __init__(self, reason: str, status: int = 0, wait: float = 0.0) -> None:
+    def __init__(self, reason: str, status: int = 0) -> None:
         super().__init__(reason[:300])
-        self.status, self.body, self.wait = status, reason, wait
+        self.status, self.body = status, reason
 
     @property
     def is_filter(self) -> bool:
@@ -69,136 +59,98 @@ def refuse_filtered(choice: Mapping[str, Any]) -> None:
         raise EndpointError("the server's content filter refuses it", 200)
 
 
-class _NoRedirects(HTTPRedirectHandler):
-    """urllib would send the API key on to whatever host a redirect names."""
-
-    def redirect_request(self, *_: object) -> None:
-        return None
-
-
 @dataclass(frozen=True)
 class Endpoint:
-    """A server's URL, such as http://localhost:8000/v1, how often a request is tried, and seconds for one whole reply.
+    """A server's URL, such as http://localhost:8000/v1, and how often a request is tried.
 
-    `key` is the environment variable that holds the API key; none is sent where it is not set.
+    `key` is the environment variable that holds the API key; none is sent where it is not set. Once `stopped` is set,
+    no request is sent.
     """
 
     url: str
     key: str
     tries: int = 5
-    patience: float = 600.0
+    stopped: threading.Event = field(default_factory=threading.Event)
 
-    def post(
-        self, path: str, body: Mapping[str, Any], read: Callable[[Any], Reply], stopped: threading.Event | None = None
-    ) -> Reply:
+    @cached_property
+    def client(self) -> "OpenAI":
+        """The client; it follows no redirect. EndpointError for a key that no header can hold."""
+        from openai import DefaultHttpxClient, OpenAI, OpenAIError
+
+        def refuse_stopped(_: object) -> None:
+            if self.stopped.is_set():
+                raise OpenAIError("stopped")
+
+        def refuse_large(response: Any) -> None:
+            if int(response.headers.get("Content-Length", 0)) > _LARGEST:
+                raise OpenAIError("the reply is too large")
+
+        if not (self._secret.isprintable() and self._secret.isascii()):
+            raise EndpointError(f"the key in {self.key} has control characters, or others than ASCII's", 400)
+        hooks: Any = {"request": [refuse_stopped], "response": [refuse_large]}
+        http, retries = DefaultHttpxClient(follow_redirects=False, event_hooks=hooks), self.tries - 1
+        return OpenAI(base_url=self.url, api_key=self._secret or "none", max_retries=retries, http_client=http)
+
+    def post(self, path: str, body: Mapping[str, Any], read: Callable[[Any], Reply]) -> Reply:
         """Send a request to `path` below the URL, and read its reply.
 
-        `read` takes the reply's JSON and returns what is needed; where it raises, the request is sent again. `stopped`
-        ends the waiting between tries. EndpointError: refused, or no try brings a reply of the right form.
+        `read` takes the reply's JSON and returns what is needed; where it raises, the request is sent again.
+        EndpointError: refused, or no try brings a reply of the right form.
         """
-        data, error = json.dumps(body).encode(), EndpointError("not asked")
+        from openai import Omit, OpenAIError
+
+        options: Any = {} if self._secret else {"headers": {"Authorization": Omit()}}
+        error = EndpointError("not asked")
         for attempt in range(self.tries):
-            try:
-                return read(self._read(self._reply(path, data)))
-            except EndpointError as refused:
-                error = refused
-                if error.status:
-                    raise
-            except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as problem:
-                error = EndpointError(self._without_key(f"{type(problem).__name__}: {problem}"))
-            pause = min(max(FIRST_WAIT * 2**attempt, error.wait), LONGEST_WAIT)
-            if attempt + 1 < self.tries and (stopped or threading.Event()).wait(pause):
+            if attempt and self.stopped.wait(min(FIRST_WAIT * 2 ** (attempt - 1), 60)):
                 break
+            try:
+                reply = self.client.post(path, cast_to=str, body=body, options=options)
+            except (OpenAIError, ImportError, OSError, ValueError) as problem:  # the last three: of proxies and hosts
+                raise self._refused(problem) from None
+            try:
+                return read(self._json(reply))
+            except (ValueError, LookupError, TypeError, AttributeError) as problem:
+                error = EndpointError(self._without_key(f"{type(problem).__name__}: {problem}"))
         raise error
 
-    def _reply(self, path: str, data: bytes) -> bytes:
-        """One reply, within `patience` and while the server listens."""
-        reply, deadline = Future[bytes](), time.monotonic() + self.patience
-
-        def send() -> None:
-            try:
-                reply.set_result(self._sent(path, data))
-            except Exception as error:
-                reply.set_exception(error)
-
-        threading.Thread(target=send, daemon=True).start()
-        while not wait([reply], min(LOOK, self.patience)).done:
-            if time.monotonic() > deadline:
-                raise TimeoutError("timed out")
-            self._check_listens()
-        return reply.result()
-
-    def _sent(self, path: str, data: bytes) -> bytes:
-        request = Request(f"{self.url.rstrip('/')}/{path}", data, self._headers)
-        try:
-            with build_opener(_NoRedirects).open(request, timeout=self.patience) as response:
-                reply = bytes(response.read(_LARGEST + 1))
-                if len(reply) > _LARGEST or response.length:
-                    raise ValueError(f"the reply is {'too large' if len(reply) > _LARGEST else 'cut off'}")
-                return reply
-        except HTTPError as refusal:
-            raise self._refused(refusal) from None
-
-    def _read(self, reply: bytes) -> Any:
+    def _json(self, reply: str) -> Any:
         """The JSON of a reply; some servers report an error with status 200."""
         value = pydantic_core.from_json(reply)
         if isinstance(value, dict) and value.get("error") and not value.get("choices"):
             said = self._without_key(json.dumps(value["error"], ensure_ascii=False))
-            raise EndpointError(said, 200 if _FILTER.search(said) else 0)
+            raise EndpointError(said, 200) if _FILTER.search(said) else ValueError(said)
         return value
 
-    def _check_listens(self) -> None:
-        host = urlsplit(self.url)
-        if host.scheme in getproxies() and not proxy_bypass(host.hostname or ""):
-            return
-        port = host.port or {"http": 80, "https": 443}[host.scheme]
-        with suppress(TimeoutError):  # it is busy
-            socket.create_connection((host.hostname, port), timeout=LOOK).close()
+    def _refused(self, problem: Exception) -> EndpointError:
+        """The error for one of the client's, which has tried again where that may help."""
+        from openai import APIStatusError
 
-    def _refused(self, refusal: HTTPError) -> EndpointError:
-        said, asked = b"", 0.0
-        with suppress(OSError, HTTPException):
-            said = refusal.read(_LARGEST_REFUSAL)
-        with suppress(ValueError):  # a date
-            asked = float(refusal.headers.get("Retry-After") or 0)
-        text = self._without_key(f"HTTPError: {refusal} {said.decode(errors='replace')}")
-        if len(said) == _LARGEST_REFUSAL:
-            text = text[: -6 * len(self._secret) or None]  # which may be the first half of the key
-        passing = refusal.code >= 500 or refusal.code in _BUSY
-        return EndpointError(text, 0 if passing else refusal.code, asked)
+        if not isinstance(problem, APIStatusError):
+            return EndpointError(self._without_key(f"{type(problem).__name__}: {problem} {problem.__cause__ or ''}"))
+        status, text = problem.status_code, self._without_key(problem.response.text)
+        is_passing = status >= 500 or status in (408, 409, 429)
+        return EndpointError(f"HTTP status {status}: {text}", 0 if is_passing else status)
 
     def _without_key(self, text: str) -> str:
-        """The text on one line, without the key, which some servers repeat, also escaped."""
-        forms = (
-            rf"{re.escape(each)}|{re.escape(html.escape(each))}|(u00|x|%(25){{,9}}){code:02x}|&#x?0*({code}|{code:x});"
-            for each, code in ((each, ord(each)) for each in self._secret)
-        )
-        if pattern := "".join(rf"(\\|%(25){{,9}}5c){{,9}}({form})" for form in forms):
-            text = re.sub("|".join([pattern, *self._in_base64]), "***", text, flags=re.IGNORECASE)
-        return " ".join(text.split())
+        """The text on one line; *** stands for a word with the key, which some servers repeat."""
+        return " ".join("***" if self._secret and self._is_key_in(word) else word for word in text.split())
 
-    @property
-    def _in_base64(self) -> list[str]:
-        """Patterns of a word in base64, of either alphabet, that holds the key after 0, 1 or 2 bytes, modulo 3."""
-        secret, forms = self._secret.encode(), list[str]()
-        for skipped in range(3):
-            digits = base64.b64encode(bytes(skipped) + secret).decode()
-            own = digits[-(-skipped * 4 // 3) : (skipped + len(secret)) * 8 // 6]  # the others hold neighbours' bits
-            if len(own) >= 4:
-                own = re.sub(r"\+|/", r"([+/_-]|\\\\/|%2b|%2f)", own)
-                forms.append(rf"(?<![\w+/\\%-])[\w+/\\%-]*{own}[\w+/\\%-]*=*")
-        return forms
+    def _is_key_in(self, word: str) -> bool:
+        """Whether a word has the key, also in base64 after 0, 1 or 2 bytes, modulo 3, and escaped up to four times."""
+        secret, forms = self._secret.encode(), [self._secret, self._secret.replace("\\", "")]
+        for skipped, encode in product(range(3) if len(secret) > 3 else (), (b64encode, urlsafe_b64encode)):
+            digits = encode(bytes(skipped) + secret).decode()
+            forms.append(digits[-(-skipped * 4 // 3) : (skipped + len(secret)) * 8 // 6])  # those of the key alone
+        for _ in range(5):
+            if any(form in word for form in forms):
+                return True
+            word = unquote(html.unescape(re.sub(r"\\+u00", "%", word).replace("\\", "")))
+        return False
 
     @property
     def _secret(self) -> str:
         return os.environ.get(self.key, "").strip()
-
-    @property
-    def _headers(self) -> dict[str, str]:
-        if not (self._secret.isprintable() and self._secret.isascii()):
-            raise EndpointError(f"the key in {self.key} has control characters, or others than ASCII's", 400)
-        authorization = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
-        return {"Content-Type": "application/json"} | authorization
 
 
 @dataclass
@@ -210,7 +162,7 @@ class ServerSettings:
         model: Name of the base model in the API; model.id by default.
         parallel: Number of concurrent requests.
         key: Environment variable with the API key; without it no key is sent.
-        tries: Maximum number of tries for a request, with pauses that double from 2 seconds to a minute.
+        tries: Maximum number of tries for a request, with pauses that double from half a second to 8 seconds.
     """
 
     url: str | None = None
@@ -229,16 +181,12 @@ class ServerSettings:
 
 def check_url(key: str, url: str) -> None:
     """UserError for a text that is no URL of an endpoint, or that holds a query or a password."""
-    shown = f"{key}=" + " ".join(re.sub(r"[^/@]*@|[?#][\s\S]*", "", url).split())
-    if not url.startswith(("http://", "https://")):
-        raise UserError(f"{shown} must begin with http:// or https://")
     try:
-        host = urlsplit(url)
-        port = host.port
-    except ValueError as error:
-        raise UserError(f"{shown}: {error}") from None
-    if port == 0 or not host.hostname:
-        raise UserError(f"{shown} must name a host, and a port above 0 if any")
-    if host.query or host.fragment or "@" in host.netloc or not url.isprintable() or " " in url:
-        variable = f"{key.removesuffix('url')}key"
-        raise UserError(f"{shown}: a URL has no query, password or space; an API key is read from {variable}=VARIABLE")
+        parts = pydantic_core.Url(url)
+        is_right = url.startswith(("http://", "https://")) and parts.port and not (parts.username or parts.password)
+    except ValueError:
+        is_right = False
+    if not is_right or re.search(r"[?#\s]", url) or not url.isprintable():
+        shown = " ".join(re.sub(r"[^/@]*@|[?#][\s\S]*", "", url).split())
+        form = "must be a URL such as http://localhost:8000/v1, with no query, password or space"
+        raise UserError(f"{key}={shown} {form}; an API key is read from {key.removesuffix('url')}key=VARIABLE")

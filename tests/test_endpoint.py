@@ -1,4 +1,4 @@
-"""Requests to a server that stops listening, takes long, or replies with anything but JSON."""
+"""Requests to a server that takes long, moves, fails, or replies with anything but JSON."""
 
 import base64
 import html
@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from urllib.parse import quote
 
 import pytest
@@ -23,38 +23,32 @@ REPLY = HEAD + b"Content-Length: 2\r\n\r\n{}"
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.0)
-    monkeypatch.setattr(endpoint, "LOOK", 0.1)
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.0)
 
 
 @contextmanager
-def serving(
-    *parts: bytes, listens: bool = True, pause: float = 0.0, requests: list[bytes] | None = None
-) -> Iterator[int]:
-    """A port whose server replies to every request with some parts, each after a pause; it may stop listening."""
+def serving(*parts: bytes, pause: float = 0.0, requests: list[bytes] | None = None) -> Iterator[int]:
+    """A port whose server replies to every request, which must be {}, with some parts, each after a pause."""
     done = threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
 
     def reply(connection: socket.socket) -> None:
-        with connection:
-            try:
-                request = connection.recv(65536)
-                if request and requests is not None:
-                    requests.append(request)
-                for part in parts if request else ():
-                    done.wait(pause)
-                    connection.sendall(part)
-            except OSError:
-                pass
+        with connection, suppress(OSError):
+            request = b""
+            while not request.endswith(b"\r\n\r\n{}"):
+                if not (received := connection.recv(65536)):
+                    return
+                request += received
+            if requests is not None:
+                requests.append(request)
+            for part in parts:
+                done.wait(pause)
+                connection.sendall(part)
 
     def serve() -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            if not listens:
-                listener.close()
-            threading.Thread(target=reply, args=(connection,), daemon=True).start()
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=reply, args=(listener.accept()[0],), daemon=True).start()
 
     threading.Thread(target=serve, daemon=True).start()
     try:
@@ -64,35 +58,47 @@ def serving(
         listener.close()
 
 
-def ask(port: int, patience: float = 30.0, tries: int = 1, key: str = "NO_KEY") -> object:
-    made = Endpoint(f"http://127.0.0.1:{port}", key, tries=tries, patience=patience)
+def ask(port: int, tries: int = 1, key: str = "NO_KEY", timeout: float = 30.0) -> object:
+    made = Endpoint(f"http://127.0.0.1:{port}", key, tries)
+    made.client.timeout = timeout
     return made.post("x", {}, lambda reply: reply)
 
 
-def test_a_server_that_keeps_a_request_and_stops_listening() -> None:
-    """As vLLM's on SIGTERM: its engine is gone, it waits for its connections to close, and no reply comes."""
-    began = time.monotonic()
-    with serving(REPLY, listens=False, pause=30) as port, pytest.raises(EndpointError, match="Connection refused"):
-        ask(port)
-    assert time.monotonic() - began < 10
-
-
-def test_a_server_that_takes_long_is_waited_for_while_patience_lasts() -> None:
+def test_a_server_that_takes_long_is_waited_for_until_the_time_limit() -> None:
     with serving(REPLY, pause=0.6) as port:
         assert ask(port) == {}
-    with serving(REPLY, pause=30) as port, pytest.raises(EndpointError, match="timed out"):
-        ask(port, patience=0.3)
+    with serving(REPLY, pause=30) as port, pytest.raises(EndpointError, match="Request timed out"):
+        ask(port, timeout=0.3)
 
 
-def test_patience_is_for_the_whole_reply() -> None:
-    """A body that drips never lets one read time out."""
+def test_retry_after_is_waited_for() -> None:
+    requests: list[bytes] = []
+    busy = b"HTTP/1.1 429 Busy\r\nRetry-After: 0.4\r\nContent-Length: 2\r\n\r\n{}"
     began = time.monotonic()
-    with (
-        serving(HEAD + b"Content-Length: 1000\r\n\r\n", *[b" "] * 1000, pause=0.05) as port,
-        pytest.raises(EndpointError, match="timed out"),
-    ):
-        ask(port, patience=0.5)
-    assert time.monotonic() - began < 5
+    with serving(busy, requests=requests) as port, pytest.raises(EndpointError, match="HTTP status 429"):
+        ask(port, tries=3)
+    assert len(requests) == 3 and time.monotonic() - began >= 0.8
+
+
+@pytest.mark.parametrize("reply", [b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", REPLY], ids=["busy", "malformed"])
+def test_no_request_is_sent_once_it_is_stopped(reply: bytes) -> None:
+    stopped = threading.Event()
+
+    class Stops(list[bytes]):
+        def append(self, request: bytes) -> None:
+            super().append(request)
+            stopped.set()
+
+    requests = Stops()
+    with serving(reply, requests=requests) as port, pytest.raises(EndpointError):
+        Endpoint(f"http://127.0.0.1:{port}", "NO_KEY", 5, stopped).post("x", {}, lambda reply: reply["choices"])
+    assert len(requests) == 1
+
+
+def test_a_proxy_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "gopher://127.0.0.1:9")
+    with pytest.raises(EndpointError, match=r"Unknown scheme for proxy URL.*gopher"):
+        Endpoint("http://127.0.0.1:9", "NO_KEY").post("x", {}, lambda reply: reply)
 
 
 @pytest.mark.parametrize(
@@ -101,14 +107,13 @@ def test_patience_is_for_the_whole_reply() -> None:
         HEAD + b"Content-Length: 1000\r\n\r\n{}",  # IncompleteRead
         b"HTTP/1.1 abc\r\n\r\n",
         b"not http at all\r\n\r\n",
-        HEAD + b"X-Long: " + b"a" * 70_000 + b"\r\n\r\n{}",
-        HEAD + b"".join(b"X-%d: a\r\n" % number for number in range(200)) + b"\r\n{}",
+        HEAD + b"X-Long: " + b"a" * 200_000 + b"\r\n\r\n{}",
         HEAD + b"\r\n" + b"[" * 100_000,
         HEAD + b"\r\n\xff\xfe",
         HEAD + b"\r\n<html>",
         b"HTTP/1.1 503 Busy\r\nRetry-After: tomorrow\r\nContent-Length: 99\r\n\r\nshort",
     ],
-    ids=["cut", "status", "no http", "long header", "many headers", "deep", "bytes", "html", "busy"],
+    ids=["cut", "status", "no http", "long header", "deep", "bytes", "html", "busy"],
 )
 def test_malformed_replies_are_retried_and_end_in_one_line(reply: bytes) -> None:
     requests: list[bytes] = []
@@ -120,28 +125,31 @@ def test_malformed_replies_are_retried_and_end_in_one_line(reply: bytes) -> None
 
 def test_a_reply_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "_LARGEST", 1000)
-    with serving(HEAD + b"\r\n" + b" " * 2000) as port, pytest.raises(EndpointError, match="too large"):
+    with (
+        serving(HEAD + b"Content-Length: 2000\r\n\r\n" + b" " * 2000) as port,
+        pytest.raises(EndpointError, match="too large"),
+    ):
         ask(port)
 
 
 @pytest.mark.parametrize("key", ["s3cret-key", "s3cret?+(\"-'<k/y", "s3cret-key\n"])
-@pytest.mark.parametrize("filling", [0, 285, (64 << 10) - 25])
+@pytest.mark.parametrize("filling", [0, 285])
 @pytest.mark.parametrize(
     "escape", [str, html.escape, lambda text: quote(text, safe=""), lambda text: text.replace("/", "\\/")]
 )
 def test_a_key_is_sent_and_never_shown(
     key: str, filling: int, escape: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Servers repeat it, also escaped; the message's end, or that of the bytes that are read, may cut it."""
+    """Servers repeat it, also escaped; the message's end may cut it."""
     monkeypatch.setenv("MY_KEY", key)
     requests: list[bytes] = []
-    said = " " * filling + escape(json.dumps({"error": f"no key like {key.strip()}"}))
+    said = "x" * filling + " " + escape(json.dumps({"error": f"no key like {key.strip()}"}))
     with (
         serving(f"HTTP/1.1 401 No\r\nContent-Length: {len(said)}\r\n\r\n{said}".encode(), requests=requests) as port,
         pytest.raises(EndpointError) as refused,
     ):
         ask(port, key="MY_KEY", tries=3)
-    assert f"Authorization: Bearer {key.strip()}\r\n".encode() in requests[0] and len(requests) == 1
+    assert f"authorization: bearer {key.strip()}\r\n".encode() in requests[0].lower() and len(requests) == 1
     assert "s3c" not in refused.value.body and refused.value.status == 401
 
 
@@ -155,19 +163,25 @@ def test_a_key_in_base64_is_not_shown(
     for before in ("", "a", "ab", "Bearer "):
         word = escape(encode(f"{before}{key}, said it".encode()).decode())
         said = Endpoint("http://a", "MY_KEY")._without_key(f"no key like auth={word} here, {quote(quote(quote(key)))}")
-        assert said == "no key like auth=*** here, ***"
+        assert said == "no key like *** here, ***"
 
 
-def test_a_redirect_is_refused_and_a_key_with_control_characters_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("status", [302, 307, 308])
+def test_a_redirect_is_refused(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the key nor the prompt goes to another host."""
+    monkeypatch.setenv("MY_KEY", "s3cret")
     requests: list[bytes] = []
-    moved = b"HTTP/1.1 307 Moved\r\nLocation: http://127.0.0.1:9/x\r\nContent-Length: 0\r\n\r\n"
-    with serving(moved, requests=requests) as port:
-        with pytest.raises(EndpointError, match="307"):
-            ask(port)
-        monkeypatch.setenv("MY_KEY", "a\nb")
-        with pytest.raises(EndpointError, match="control characters"):
+    with serving(REPLY, requests=requests) as other:
+        moved = f"HTTP/1.1 {status} Moved\r\nLocation: http://localhost:{other}/x\r\nContent-Length: 0\r\n\r\n"
+        with serving(moved.encode()) as port, pytest.raises(EndpointError, match=str(status)):
             ask(port, key="MY_KEY")
-    assert len(requests) == 1
+    assert not requests
+
+
+def test_a_key_with_control_characters_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "a\nb")
+    with pytest.raises(EndpointError, match="control characters"):
+        ask(9, key="MY_KEY")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from tests.tiny import save_tiny_target
 @pytest.fixture
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keepsight.endpoint.FIRST_WAIT", 0.0)
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.0)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 

@@ -54,7 +54,7 @@ def server(say: Say, port: int = 0, path: str = "/v1/completions") -> Iterator[H
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with heard.lock:
                 heard.bodies.append(body)
-                heard.headers.append(dict(self.headers))
+                heard.headers.append({name.lower(): value for name, value in self.headers.items()})
                 heard.at_once += 1
                 heard.most_at_once = max(heard.most_at_once, heard.at_once)
             reply = say(body) if self.path == path else (404, {"error": "no such path"})

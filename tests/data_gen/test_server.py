@@ -29,7 +29,7 @@ def test_ids_there_and_back_are_the_models_own(target: Target) -> None:
     with server(speaks(target)) as heard:
         assert answered(client(target, heard, parallel=4), asked) == own(target, asked)
     assert 1 < heard.most_at_once <= 4 and len(heard.bodies) == 10
-    assert "Authorization" not in heard.headers[0] and not {"seed", "top_p"} & heard.bodies[0].keys()
+    assert "authorization" not in heard.headers[0] and not {"seed", "top_p"} & heard.bodies[0].keys()
 
 
 def test_sampling_is_asked_for_with_a_seed_of_each_prompt(target: Target) -> None:
@@ -143,7 +143,7 @@ def test_what_a_server_refuses_is_to_be_fixed_first(target: Target) -> None:
     """Of a later prompt that is too long vLLM says so with status 400; the same command would meet it again."""
     say = speaks(target)
     too_long = {"message": "This model's maximum context length is 10 tokens."}
-    refused = r"HTTP Error 400: Bad Request .*maximum context length is 10 tokens.*once this is fixed, run the same"
+    refused = r"HTTP status 400: .*maximum context length is 10 tokens.*once this is fixed, run the same"
     with (
         server(lambda body: say(body) if len(body["prompt"]) < 10 else (400, {"error": too_long})) as heard,
         pytest.raises(UserError, match=refused),

@@ -17,7 +17,7 @@ from keepsight.models.targets import load_target, outline_target
 from tests.data_gen.served import free_port, serving
 from tests.tiny import save_tiny_target
 
-for package in ("fastapi", "openai", "uvicorn"):
+for package in ("fastapi", "uvicorn"):
     pytest.importorskip(package, reason="transformers[serving] is not installed")
 pytestmark = pytest.mark.slow
 MIXTURE = {"min_tokens": 100, "max_tokens": 140, "sources": [{"kind": "key_values"}]}

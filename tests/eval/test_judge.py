@@ -27,6 +27,7 @@ def rows(*answers: str, before: tuple[str, ...] = ()) -> list[dict[str, Any]]:
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keepsight.endpoint.FIRST_WAIT", 0.0)
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.0)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
@@ -136,14 +137,14 @@ def test_no_verdict_and_no_endpoint_end_in_one_line(monkeypatch: pytest.MonkeyPa
     thinking = {"finish_reason": "length", "message": {"content": None, "reasoning_content": "[[3]]"}}
     with endpoint(lambda _: thinking) as heard, pytest.raises(BadRow, match=r"no verdict .* let it write more"):
         Judge(heard.url).score(FIRST, rows("A cod."))
-    with endpoint(lambda _: 401) as heard, pytest.raises(UserError, match=r"no judgment \(HTTPError: HTTP Error 401"):
+    with endpoint(lambda _: 401) as heard, pytest.raises(UserError, match=r"no judgment \(HTTP status 401: "):
         Judge(heard.url).score(FIRST, rows("A cod."))
     assert len(heard.bodies) == 1
     said: Iterator[Any] = iter([500, 429, {"message": None}, {"message": {"content": [7]}}, "[[1]]"])
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with endpoint(lambda _: next(said)) as heard:
         assert Judge(heard.url).score(FIRST, rows("A cod."))[0]["score"] == 0.1
-    assert {each["Authorization"] for each in heard.headers} == {"Bearer secret"}
+    assert {each["authorization"] for each in heard.headers} == {"Bearer secret"}
     with pytest.raises(UserError, match="no judgment"):
         Judge(heard.url).score(FIRST, rows("A cod."))  # it is gone
 
@@ -169,7 +170,7 @@ def test_what_the_judge_refuses_to_read_is_a_bad_row(reply: Any) -> None:
     [
         (Judge(mode="both"), "judge.mode=both is unknown"),
         (Judge(parallel=0), "judge.parallel=0 must be at least 1"),
-        (Judge("localhost:8000"), "judge.url=localhost:8000 must begin with"),
+        (Judge("localhost:8000"), "judge.url=localhost:8000 must be a URL such as"),
     ],
 )
 def test_bad_keys_are_refused(judge: Judge, message: str) -> None:
