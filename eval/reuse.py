@@ -30,7 +30,7 @@ RESULTS_VERSION = 1
 _NOT_ASKED = ("id", "task", "length", "is_cut")
 
 
-def rows_of_runs(folders: Iterable[str | Path]) -> dict[str, Row]:
+def earlier_rows(folders: Iterable[str | Path]) -> dict[str, Row]:
     """The rows of earlier runs by `inputs_digest`; UserError for a folder without results."""
     rows: dict[str, Row] = {}
     for folder in folders:

@@ -89,7 +89,7 @@ class Asked:
     full: Answered
 
 
-def row_of(
+def result_row(
     target: Target,
     asked: Asked,
     variant: Variant,
@@ -205,7 +205,7 @@ def run_samples(
         if part[0].earlier:
             whole = torch.cat([run.said[FULL_CACHE.cell][0].cpu(), part[0].question_ids])
             part = [replace(part[0], prompt_ids=whole, question_ids=whole[:0])]
-        rows += run.rows_of(part)
+        rows += run.answer_samples(part)
     _add_earlier_answers(samples, rows)
     return rows
 
@@ -226,7 +226,7 @@ class _Run:
     sampling: Sampling
     said: dict[Cell, Tensor] = field(default_factory=dict)
 
-    def rows_of(self, samples: Sequence[RenderedSample]) -> list[list[Row]]:
+    def answer_samples(self, samples: Sequence[RenderedSample]) -> list[list[Row]]:
         """The rows of samples with one prompt, or of one turn of a conversation, after which `said` has it too."""
         target, said = self.target, self.said
         compared = [each for each in self.variants if not samples[0].earlier or each.cell in said]
@@ -245,14 +245,14 @@ class _Run:
         attended = shared.attention(), shared.ranks()
         full = FULL_CACHE, Compressed(state, Seconds(prefill=seconds), None)
         kept = {"recall": 1.0, "mass": 1.0, "tau": None}
-        rows = [[row_of(target, each, *full, each.full, kept)] for each in asked]
+        rows = [[result_row(target, each, *full, each.full, kept)] for each in asked]
         before = said.get(FULL_CACHE.cell)
         self._continue(FULL_CACHE, prompt, asked[0].full.ids)
         length = prompt.shape[1]
 
         def run(group: Sequence[Variant]) -> None:
             own = [_own_prompt(prompt, before, said.get(variant.cell)) for variant in group]
-            found = self._rows_of_group(shared, attended, asked, group, own)
+            found = self._answer_group(shared, attended, asked, group, own)
             for made, (of_group, _) in zip(rows, found, strict=True):
                 made += of_group
             for variant, whole, ids in zip(group, own, found[0][1], strict=True):
@@ -288,7 +288,7 @@ class _Run:
         answer = answer[:-1] if answer[-1:].tolist()[0] in self.target.end_tokens else answer
         self.said[variant.cell] = torch.cat([prompt, answer[None]], dim=1)
 
-    def _rows_of_group(
+    def _answer_group(
         self,
         shared: SharedPrompt,
         attended: tuple[Tensor, Tensor],
@@ -314,7 +314,7 @@ class _Run:
             for place, ids in zip(other, of_own, strict=True):
                 answers[place] = replace(answers[place], ids=ids)
             columns = zip(group, compressed, answers, measured, strict=True)
-            made = [row_of(self.target, each, *column) for column in columns]
+            made = [result_row(self.target, each, *column) for column in columns]
             rows.append((made, [answered.ids for answered in answers]))
         for variant, state in zip(group, compressed, strict=True):
             if state.kept is not None:

@@ -43,7 +43,7 @@ def join(states: Sequence[State]) -> State:
     )
 
 
-def rows_of(state: State, rows: Sequence[int]) -> State:
+def take_rows(state: State, rows: Sequence[int]) -> State:
     """Some rows of a batch that `join` made, without the padding that all of them share; entries are copied."""
     index = torch.tensor(rows, device=state.lengths.device)
     lengths = state.lengths[index]
@@ -51,7 +51,7 @@ def rows_of(state: State, rows: Sequence[int]) -> State:
     seen = state.cache.get_seq_length() - (before - width)
     full = iter(state.entries())
     layers: list[Any] = [
-        _rows_of_bounded(layer, index, seen) if is_bounded(layer) else _rows_of_entries(next(full), index, seen)
+        _take_bounded(layer, index, seen) if is_bounded(layer) else _take_entries(next(full), index, seen)
         for layer in state.cache.layers
     ]
     return State(
@@ -64,7 +64,7 @@ def rows_of(state: State, rows: Sequence[int]) -> State:
     )
 
 
-def _rows_of_entries(entries: LayerEntries, index: Tensor, seen: int) -> KeptLayer:
+def _take_entries(entries: LayerEntries, index: Tensor, seen: int) -> KeptLayer:
     keys, values = entries.keys[index], entries.values[index]
     if entries.real is None:
         return KeptLayer(keys, values, seen)
@@ -74,7 +74,7 @@ def _rows_of_entries(entries: LayerEntries, index: Tensor, seen: int) -> KeptLay
     return KeptLayer(keys, values, seen, None if bool(real.all()) else real)
 
 
-def _rows_of_bounded(layer: Any, index: Tensor, seen: int) -> Any:
+def _take_bounded(layer: Any, index: Tensor, seen: int) -> Any:
     """A layer with a sliding window or chunks, which holds no more than the tokens seen."""
     rows = copy.copy(layer)
     first = max(layer.keys.shape[2] - seen, 0)

@@ -20,7 +20,7 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.models.decoder import context_of
 from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, end_ids, generate
-from keepsight.runtime.join import can_join, join, rows_of
+from keepsight.runtime.join import can_join, join, take_rows
 from keepsight.runtime.state import State, read
 
 _PROBE = 512
@@ -327,7 +327,7 @@ class Engine:
             if place not in places and row.job.reason is None:
                 self._end(row.job, "cancelled")
         self._batch = [self._batch[place] for place in places]
-        self._state = rows_of(self._state, places) if places and self._state is not None else None
+        self._state = take_rows(self._state, places) if places and self._state is not None else None
 
     def _end(self, job: Job, reason: str, error: Exception | None = None) -> None:
         if job.reason is not None:

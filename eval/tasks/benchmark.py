@@ -211,7 +211,7 @@ class Benchmark(ABC):
         """The samples of one task, by its name in `TASKS`."""
 
 
-def rows_of(path: Path, missing: str = "name an existing file") -> Iterator[tuple[str, Row]]:
+def file_rows(path: Path, missing: str = "name an existing file") -> Iterator[tuple[str, Row]]:
     """The rows of a JSON Lines file, UTF-8 or UTF-16, plain or gzipped; each with its place (`FILE:LINE`) for messages.
 
     UserError with the advice `missing` if there is no such file.

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, fill_in, rows_of, text_field
+from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, file_rows, fill_in, text_field
 from keepsight.eval.tasks.metrics import METRICS, metric, normalise
 from keepsight.eval.tasks.samples import HELMET_JUDGED, RenderedSample, Sample, render
 from keepsight.files import Row, own_yaml, read_json
@@ -131,7 +131,7 @@ class Helmet(Benchmark):
 def _rows(path: Path) -> list[tuple[str, Row]]:
     if path.suffix == ".json" and path.is_file():
         return [(f"{path}: {number}", row) for number, row in enumerate(read_json(path, list[Row]))]
-    return list(rows_of(path, "helmet.dir must hold HELMET's data in its own layout"))
+    return list(file_rows(path, "helmet.dir must hold HELMET's data in its own layout"))
 
 
 def _texts(value: Any) -> tuple[str, ...]:

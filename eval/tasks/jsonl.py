@@ -22,8 +22,8 @@ from keepsight.eval.tasks.benchmark import (
     NO_TEMPLATE,
     Benchmark,
     TaskRequest,
+    file_rows,
     fill_in,
-    rows_of,
     ruler_family,
     text_field,
     texts_field,
@@ -78,7 +78,7 @@ class Jsonl(Benchmark):
         made: list[RenderedSample] = []
         for file in _choose_files(Path(self.dir), self.files):
             make = partial(_sample, file)
-            made += request.collect(file.task, rows_of(file.path), make, request.max_tokens, render_in_bucket)
+            made += request.collect(file.task, file_rows(file.path), make, request.max_tokens, render_in_bucket)
         return made
 
 

@@ -10,7 +10,15 @@ from typing import ClassVar
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, hub_rows, rows_of, text_field, texts_field
+from keepsight.eval.tasks.benchmark import (
+    Benchmark,
+    Protocol,
+    TaskRequest,
+    file_rows,
+    hub_rows,
+    text_field,
+    texts_field,
+)
 from keepsight.eval.tasks.metrics import metric
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render, render_turns
 from keepsight.files import Row
@@ -54,7 +62,7 @@ class MtBench(Benchmark):
 
     def _rows(self) -> Iterator[tuple[str, Row]]:
         if self.file is not None:
-            yield from rows_of(Path(self.file))
+            yield from file_rows(Path(self.file))
             return
         name = "HuggingFaceH4/mt_bench_prompts"
         rows = hub_rows(name, "train")
@@ -67,7 +75,7 @@ class MtBench(Benchmark):
 
 def _reference_answers(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
     """The answers of FastChat's file by question."""
-    for where, row in rows_of(path):
+    for where, row in file_rows(path):
         try:
             yield str(row["question_id"]), texts_field(where, row["choices"][0], "turns")
         except (AttributeError, LookupError, TypeError):
@@ -129,7 +137,7 @@ class LongWriter(Benchmark):
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         self.require(task, request.judge)
         assert self.file is not None
-        return request.collect("longwriter", rows_of(Path(self.file)), partial(self._sample, task, request))
+        return request.collect("longwriter", file_rows(Path(self.file)), partial(self._sample, task, request))
 
     def _sample(self, task: str, request: TaskRequest, where: str, row: Row, number: int) -> RenderedSample:
         if type(row.get("length")) is not int or row["length"] < 1:

@@ -21,10 +21,10 @@ from keepsight.eval.tasks.benchmark import (
     Benchmark,
     Protocol,
     TaskRequest,
+    file_rows,
     fill_in,
     hub_file,
     json_rows,
-    rows_of,
     text_field,
     texts_field,
 )
@@ -119,7 +119,7 @@ class LongBench(Benchmark):
     def _rows(self, task: str) -> Iterator[tuple[str, Row]]:
         """Where a row stands, and the row."""
         if self.dir is not None:
-            yield from rows_of(Path(self.dir) / _file_name(task), "without longbench.dir it is taken from the Hub")
+            yield from file_rows(Path(self.dir) / _file_name(task), "without longbench.dir it is taken from the Hub")
             return
         archive = _archive()
         with zipfile.ZipFile(archive) as members, members.open(f"data/{_file_name(task)}") as lines:
@@ -305,7 +305,7 @@ class LongBenchV2(Benchmark):
 @lru_cache(maxsize=1)
 def _v2_rows(path: Path) -> list[tuple[str, Row]]:
     if path.suffix == ".jsonl":
-        return [*rows_of(path)]
+        return [*file_rows(path)]
     return [(f"{path}: {row.get('_id')}", row) for row in read_json(path, list[Row])]
 
 

@@ -21,7 +21,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, rows_of, text_field
+from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, file_rows, text_field
 from keepsight.eval.tasks.metrics import metric, normalise
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render_in_bucket
 from keepsight.files import Row
@@ -84,7 +84,7 @@ class LongProc(Benchmark):
 
     def _rows(self) -> Iterator[tuple[str, Row]]:
         for path in sorted(Path(self.dir or "").glob("*.jsonl")):
-            yield from rows_of(path)
+            yield from file_rows(path)
 
 
 def _sample(task: str, where: str, row: Row, number: int) -> Sample:

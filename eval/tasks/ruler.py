@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.eval.tasks import ruler_texts as texts
-from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, rows_of, ruler_family, text_field
+from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, file_rows, ruler_family, text_field
 from keepsight.eval.tasks.samples import RenderedSample, Sample, bucket, render, render_all
 from keepsight.files import Row
 
@@ -138,7 +138,7 @@ def _rows(folder: Path) -> list[tuple[str, Row]]:
         named = path.parent.name if path.stem in ("validation", "test") else path.stem
         lengths = [int(part) for part in path.relative_to(folder).parts if part.isdecimal()]
         known = {"nominal": lengths[-1]} if lengths else {}
-        found += [(where, {"task": named, **row, **known}) for where, row in rows_of(path)]
+        found += [(where, {"task": named, **row, **known}) for where, row in file_rows(path)]
     return found
 
 

@@ -28,7 +28,7 @@ from keepsight.eval.kept_tokens import KeptTokens, first_of_each
 from keepsight.eval.report.pages import write_outputs
 from keepsight.eval.report.summary import findings, summary_table
 from keepsight.eval.results import EARLIER, Measured, Row, finished, key_of, merge, part_of, read_run
-from keepsight.eval.reuse import by_digest, rows_of_runs
+from keepsight.eval.reuse import by_digest, earlier_rows
 from keepsight.eval.sweep import Refused, Variant, check_samples, groups_of, sweep
 from keepsight.eval.tasks.benchmark import TaskRequest, protocol_named
 from keepsight.eval.tasks.registry import make_all, tasks_of
@@ -55,7 +55,7 @@ def run(config: Config) -> None:
     target = target_of(config)
     variants = variants_of(*named, resources_of(config, target))
     settings = settings_of(config, target, variants) | {"notes": notes}
-    earlier = rows_of_runs(config.reuse)
+    earlier = earlier_rows(config.reuse)
     if config.question != "seen":
         samples = [render_apart(sample, target.tokenizer) for sample in samples]
     check_samples(target, samples, variants)

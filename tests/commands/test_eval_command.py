@@ -52,10 +52,10 @@ def evaluated(prepared: Path, blank_plots: None) -> tuple[Path, str, list[tuple[
 @pytest.fixture
 def whole(evaluated: Any) -> list[dict[str, Any]]:
     """Its rows."""
-    return rows_of(evaluated[0])
+    return rows_without_times(evaluated[0])
 
 
-def rows_of(out: Path) -> list[dict[str, Any]]:
+def rows_without_times(out: Path) -> list[dict[str, Any]]:
     """Results without what clocks decide."""
     return [row | CLOCKS for row in read_jsonl(out / "results.jsonl")]
 
@@ -107,7 +107,7 @@ def test_all_methods_are_those_that_can_be_made(
     scored = "kvzap, fastkvzip, trimkv, dbtrimkv, locret: needs scorer=FILE_FOLDER_OR_HUB_ID, its published weights"
     assert scored in line and "restorekv" in line and "r2c: option 'relevance' is missing" in line
     assert "specontext: needs retrieval=FOLDER_OR_HUB_ID; train one with train_retrieval_head.py" in line
-    ran = {row["method"] for row in rows_of(here / "out")}
+    ran = {row["method"] for row in rows_without_times(here / "out")}
     (ending,) = [each for each in printed.splitlines() if "fastv at budget 80 was left out: FastV leaves out" in each]
     refused = {each.split(" at budget ")[0] for each in re.split(r"; (?=\S+ at budget )", ending)}
     left = set(
@@ -159,7 +159,7 @@ def test_a_stopped_evaluation_goes_on(
         patch.setattr(evaluation, "append_lines", counted)
         keepsight("eval", *TINY, *NEEDLES)
     assert written == [9, 9, 9, 9]
-    assert rows_of(here / "out") == comparable(whole)
+    assert rows_without_times(here / "out") == comparable(whole)
     assert files_of_run(here / "out") == RUN_FILES
     before = (here / "out" / "results.jsonl").read_bytes()
     keepsight("eval", *TINY, *NEEDLES, "max_batch_tokens=1")
@@ -207,7 +207,7 @@ def test_real_samples(keepsight: CommandLine, here: Path) -> None:
     (here / "real" / "facts.jsonl").write_bytes(whole_file)
     printed = keepsight("eval", *REAL)
     assert "facts: 1 samples do not fit max_tokens=512" in printed
-    found = [(row["task"], row["length"], row["sample"], row["method"]) for row in rows_of(here / "out")]
+    found = [(row["task"], row["length"], row["sample"], row["method"]) for row in rows_without_times(here / "out")]
     expected = [("facts", 512, sample, method) for sample in "10" for method in ("full", "snapkv")]
     assert found == expected, "longest first"
 
@@ -219,7 +219,7 @@ def test_questions_of_real_samples(keepsight: CommandLine, here: Path, monkeypat
     real_samples(here / "real")
     keepsight("eval", *REAL, "question=unseen")
     assert rendered.call_count == 3 + 2
-    assert {row["question"] for row in rows_of(here / "out")} == {"unseen"}
+    assert {row["question"] for row in rows_without_times(here / "out")} == {"unseen"}
     row = {"input": "Who wrote it?", "outputs": ["Ada"], "answer_prefix": "It is", "index": 0}
     (here / "real" / "tasks.json").write_text(json.dumps({"facts": {**RULER, "max_new_tokens": 8}}))
     write_lines(here / "real" / "facts.jsonl", [row])

@@ -21,7 +21,7 @@ TASK = ["tasks=[niah_multikey]", "lengths=[600]", "max_new_tokens=6", "question=
 EVAL = ["-m", "keepsight", "eval", *GIVEN, *TASK]
 
 
-def rows_of(out: Path) -> list[dict[str, Any]]:
+def rows_without_times(out: Path) -> list[dict[str, Any]]:
     """Results in a fixed order, without what clocks decide."""
     rows = [row | CLOCKS for row in read_jsonl(out / "results.jsonl")]
     return sorted(rows, key=lambda row: (row["sample"], row["method"]))
@@ -29,7 +29,7 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 
 def test_two_processes_give_what_one_gives_and_go_on_where_others_stopped(keepsight: CommandLine, here: Path) -> None:
     keepsight("eval", *GIVEN, *TASK, "out=one")
-    expected = rows_of(here / "one")
+    expected = rows_without_times(here / "one")
     names = [f"1000-{number}-{key}" for number in range(3) for key in range(4)]
     assert [row["sample"] for row in expected] == [name for name in names for _ in range(3)]
     assert {row["question"] for row in expected} == {"multi"}
@@ -47,7 +47,7 @@ def test_two_processes_give_what_one_gives_and_go_on_where_others_stopped(keepsi
     result = launch(here, *EVAL, "out=two")
     assert result.returncode == 0, result.stderr
     assert files_of_run(here / "two") == RUN_FILES
-    assert rows_of(here / "two") == comparable(expected)
+    assert rows_without_times(here / "two") == comparable(expected)
     assert result.stdout.count("report: two/report.html") == result.stdout.count("first prompt, ") == 1
     kept = [row for row in read_jsonl(here / "two" / "results.jsonl") if row in rows]
     assert kept == rows[:3] + rows[12:18]  # done before, and not done again
@@ -57,7 +57,7 @@ def test_two_processes_give_what_one_gives_and_go_on_where_others_stopped(keepsi
     write_lines(here / "two" / "results.jsonl", rows[:9])
     keepsight("eval", *GIVEN, *TASK, "out=two")
     assert files_of_run(here / "two") == RUN_FILES
-    assert rows_of(here / "two") == comparable(expected)
+    assert rows_without_times(here / "two") == comparable(expected)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from keepsight.errors import UserError
 from keepsight.eval.kept_tokens import path_of
 from keepsight.eval.report.pages import write_outputs, write_sample_pages
 from keepsight.eval.results import Measured, Row, Run, finished, merge, part_of, read_run
-from keepsight.eval.reuse import rows_of_runs
+from keepsight.eval.reuse import earlier_rows
 from keepsight.files import append_lines, read_json, read_jsonl, write_json, write_lines
 from tests.eval.report.results import row
 
@@ -111,7 +111,7 @@ def test_what_is_missing_is_one_line_when_it_is_read(tmp_path: Path) -> None:
             merge(tmp_path, SETTINGS)
     write_lines(path, [whole | {"seconds": {"prefill": 1.0}}])
     with pytest.raises(UserError, match=r"results\.jsonl:1: seconds\.draft: Field required"):
-        rows_of_runs([tmp_path])
+        earlier_rows([tmp_path])
 
 
 @pytest.mark.parametrize("digest", ["a", "sha256:../../elsewhere", "sha256:" + "g" * 64])
