@@ -6,12 +6,12 @@ A line added to a file appears in the tables at the next run; its command goes t
 place of a table with `<!-- table: NAME -->`; what stands between it and `<!-- end -->` is replaced.
 """
 
-import csv
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
@@ -24,7 +24,6 @@ PAGES = [ROOT / "README.md", ROOT / "RESULTS.md", *sorted((ROOT / "checkpoints")
 PLACE = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 EXCESS = "{excess_nll} ({low} to {high})"
 OURS = "LookaheadKV (shipped)"
-Row = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -46,34 +45,40 @@ class Table:
 
     def text(self) -> str:
         """The table in Markdown."""
-        found = [row for row in rows_of(self.file) if all(row[key] in those for key, those in self.where.items())]
-        if not found:
+        found = read(self.file)
+        found = found[found.isin(self.where)[[*self.where]].all(axis=1)]
+        if found.empty:
             return "Not measured.\n"
-        places = list(dict.fromkeys(row[self.across] for row in found))
-        shown = self.rows or {row[self.by]: row[self.by] for row in found}
-        lines = [[self.title or self.by, *(self.head.format(thousands(place)) for place in places), *self.columns]]
-        lines.append(["---"] * len(lines[0]))
-        for name, label in shown.items():
-            own = {row[self.across]: row for row in found if row[self.by] == name}
-            if not own:
-                raise KeyError(f"results/{self.file}.csv has no {self.by} {name!r}")
-            cells = [filled(self.cell, own[place]) if place in own else "–" for place in places]
-            ends = [", ".join(dict.fromkeys(row[key] for row in own.values() if row[key])) for key in self.columns]
-            lines.append([f"**{label}**" if name == OURS else label, *cells, *ends])
-        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        found = found.assign(cell=found.apply(lambda row: filled(self.cell, row), axis=1))
+        cells = found.pivot(index=self.by, columns=self.across, values="cell").fillna("–")
+        cells = cells[found[self.across].unique()].rename(columns=lambda place: self.head.format(thousands(place)))
+        lines = cells.join(found.groupby(self.by)[[*self.columns]].agg(joined))
+        shown = self.rows or alike(*found[self.by].unique())
+        lines = lines.loc[[*shown]].rename(lambda name: f"**{shown[name]}**" if name == OURS else shown[name])
+        return markdown(lines.rename_axis(self.title or self.by).reset_index())
 
 
-def rows_of(file: str) -> list[Row]:
-    """The rows of a file of `results/`."""
-    with (ROOT / "results" / f"{file}.csv").open(encoding="utf-8", newline="") as lines:
-        return list(csv.DictReader(lines))
+def read(file: str) -> pd.DataFrame:
+    """The rows of a file of `results/`; all values are texts."""
+    return pd.read_csv(ROOT / "results" / f"{file}.csv", dtype=str, keep_default_na=False)
 
 
-def filled(cell: str, row: Row) -> str:
+def markdown(frame: pd.DataFrame) -> str:
+    """A frame as a table."""
+    lines = [frame.columns, ["---"] * frame.shape[1], *frame.to_numpy()]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def joined(values: Iterable[str]) -> str:
+    """The different values, without the empty one."""
+    return ", ".join(dict.fromkeys(filter(None, values)))
+
+
+def filled(cell: str, row: pd.Series) -> str:
     """A cell; its part in brackets is left out where a value of it is missing."""
     if any(not row[key] for key in re.findall(r"{(\w+)}", cell.partition(" (")[2])):
         cell = cell.partition(" (")[0]
-    return cell.format(**{key: value or "–" for key, value in row.items()})
+    return cell.format(**row.replace("", "–"))
 
 
 def thousands(place: str) -> str:
@@ -141,30 +146,23 @@ TABLES = {
 
 def time_table() -> str:
     """The table of times: a line per row of the file, of the runs that say most."""
-    keys = ("what", "method", "setting", "values", "unit", "date", "processor", "run")
-    shown = [row for row in rows_of("time") if row["run"] in ("evict", "decode2048", "train8x4", "sweep")]
-    rows = [[row[key] for key in keys] for row in shown if row["what"] not in ("observing", "selecting")]
-    return "".join(f"| {' | '.join(line)} |\n" for line in [list(keys), ["---"] * len(keys), *rows])
+    found = read("time")
+    found = found[found["run"].isin(["evict", "decode2048", "train8x4", "sweep"])]
+    found = found[~found["what"].isin(["observing", "selecting"])]
+    return markdown(found[["what", "method", "setting", "values", "unit", "date", "processor", "run"]])
 
 
 def front_table() -> str:
     """README's table: excess NLL at 64 / 128 / 256 entries with the question seen and unseen, and costs of runs."""
-    shares = {row["method"]: row["values"].split(" / ") for row in rows_of("time") if row["run"] == "question_seen"}
-    lines = [
-        ["method", "question seen", "question unseen", "cost in prefills"],
-        ["---", "---", "---", "---"],
-        ["full cache", "0", "0", "1"],
-    ]
+    times, means = read("time"), read("question").query("samples == '33'")
+    shares = times[times["run"] == "question_seen"].set_index("method")["values"]
+    means = means.groupby(["method", "question"])["excess_nll"].agg(" / ".join).unstack()
+    lines = [("full cache", "0", "0", "1")]
     for name in (OURS, "KVgrad", "KVzip", "LAQ", "SnapKV, mean over 3"):
-        means: dict[str, list[str]] = {"seen": [], "unseen": []}
-        for row in rows_of("question"):
-            if row["method"] == name and row["samples"] == "33":
-                means[row["question"]].append(row["excess_nll"])
         label = name.partition(" (")[0].partition(",")[0]
-        costs = [f"{1 + float(each) / 100:.2f}" for each in shares[label]]
-        shown = [" / ".join(each) for each in means.values()]
-        lines.append([f"**{label}**" if name == OURS else label, *shown, " to ".join(dict.fromkeys(costs))])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        costs = " to ".join(dict.fromkeys(f"{1 + float(each) / 100:.2f}" for each in shares[label].split(" / ")))
+        lines.append((f"**{label}**" if name == OURS else label, *means.loc[name, ["seen", "unseen"]], costs))
+    return markdown(pd.DataFrame(lines, columns=["method", "question seen", "question unseen", "cost in prefills"]))
 
 
 def made(name: str) -> str:
@@ -196,19 +194,12 @@ PLOTTED = {
 BUDGETS = [64, 128, 256]
 
 
-def intervals(method: str) -> Iterator[tuple[float, float, float]]:
-    """For each budget, the mean of a method on real prompts and the ends of its interval."""
-    for row in rows_of("real_prompts"):
-        if row["method"] == method:
-            yield float(row["excess_nll"]), float(row["low"]), float(row["high"])
-
-
 def draw() -> Figure:
     """Excess NLL against the budget."""
     figure = Figure(figsize=(8, 4), dpi=150, layout="constrained")
-    axes = figure.subplots()
+    axes, found = figure.subplots(), read("real_prompts").set_index("method")
     for place, (name, (label, style)) in enumerate(PLOTTED.items()):
-        means, low, high = zip(*intervals(name), strict=True)
+        means, low, high = found.loc[name, ["excess_nll", "low", "high"]].to_numpy(float).T
         budgets = [budget * 2 ** (0.03 * (place - 4)) for budget in BUDGETS]  # so that intervals stay apart
         axes.vlines(budgets, low, high, style.colour, linewidth=1, alpha=0.5)
         width = 2.4 if label == "LookaheadKV" else 1.4

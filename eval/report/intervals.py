@@ -2,6 +2,10 @@
 
 The bootstrap draws samples with replacement within each task and length (Efron 1979; percentile intervals). Its draws
 are the same for every method, so that the difference of two means over the same samples is a paired one.
+
+`scipy.stats.bootstrap` pairs samples of one length or draws within strata, not both: a call for each stratum, measure
+and method would pair by a shared seed, but takes 1.4 ms where draws that all share take 0.02 ms, and refuses strata of
+one sample.
 """
 
 import functools
@@ -51,6 +55,9 @@ class Estimate:
     def ends(self) -> Interval:
         """The interval, or the value twice where there is none."""
         return self.interval or (self.value, self.value)
+
+    def __float__(self) -> float:
+        return self.value
 
     def __sub__(self, other: "Estimate") -> "Estimate":
         """The mean difference, paired: both must be over the same samples."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from numpy.typing import NDArray
 
@@ -21,7 +22,7 @@ from keepsight.eval.report.figures import Plot, glyph, label_of, styles_of
 from keepsight.eval.report.summary import (
     COLUMNS,
     MEASURES,
-    SummaryRow,
+    Frame,
     difference,
     findings,
     mean_over_tasks,
@@ -30,14 +31,13 @@ from keepsight.eval.report.summary import (
     summarize,
     summary_rows,
 )
-from keepsight.eval.report.tables import PLACE, VARIANT, Cells, Column, Table, interval_text, sort_key, value_text
+from keepsight.eval.report.tables import PLACE, VARIANT, Column, Table, interval_text, sort_key, value_text
 from keepsight.eval.results import FULL, Key, Row, Run, flatten, key_of, labels_of, names_of
 from keepsight.files import read_json, write_csv, write_text
 
 Settings = Mapping[str, Any]
 _FUNCTIONS = (glyph, label_of, value_text, interval_text, number_text, sort_key)
 """Functions that templates may call."""
-Summaries = Sequence[Sequence[SummaryRow]]
 _LABELS = {"score": "Score", "excess_nll": "Excess NLL (nats/token)", "agreement": "Top-1 agreement"}
 EXAMPLES = 10
 
@@ -163,10 +163,10 @@ def _joined(values: Iterable[str | None]) -> str:
 # The report, and the comparison of several runs
 
 
-def write_outputs(runs: Sequence[Run], folder: Path) -> list[SummaryRow]:
+def write_outputs(runs: Sequence[Run], folder: Path) -> Frame:
     """Write `summary.csv`, the plots, the tables, a page a sample, and `report.html` that shows all of it.
 
-    Several runs have the same base model, and no sample and variant twice. Returns the rows of `summary.csv`.
+    Several runs have the same base model, and no sample and variant twice. Returns the `summarize`d rows.
     """
     rows = [row for run in runs for row in run.rows]
     write_csv(folder / "summary.csv", COLUMNS, summary_rows(summary := summarize(rows)))
@@ -179,14 +179,14 @@ def write_outputs(runs: Sequence[Run], folder: Path) -> list[SummaryRow]:
     return summary
 
 
-def plots_of(rows: Sequence[Row], summary: Sequence[SummaryRow]) -> list[Plot]:
+def plots_of(rows: Sequence[Row], summary: Frame) -> list[Plot]:
     """The plots of a run, in the order of the page."""
     makers = (plots.overview_plot, plots.tradeoffs_plot, plots.scores_plot, plots.excess_nll_plot)
     deep = plots.depth_plot(rows)
     return [*(make(summary) for make in makers), *([deep] if deep else [])]
 
 
-def tables_of(rows: Sequence[Row], summary: Sequence[SummaryRow]) -> list[Table]:
+def tables_of(rows: Sequence[Row], summary: Frame) -> list[Table]:
     """The tables of a run, in the order of the page."""
     of_scores = [make(summary) for make in (tables.overall_table, tables.difference_table, tables.task_table)]
     return [*of_scores, tables.cost_table(rows)]
@@ -218,10 +218,9 @@ def write_comparison(runs: Sequence[Run], folder: Path) -> list[Table]:
     means = [mean_over_tasks(summary) for summary in by_task]
     overall = [_table(measure, means, names) for measure in MEASURES]
     detailed = [_table(measure, by_task, names, PLACE) for measure in MEASURES]
-    later = list(enumerate(names))[1:]
-    matched = _matched(means)
-    pairs = {f"{name} - {names[0]}": [difference(found[at], found[0]) for found in matched] for at, name in later}
-    plot = plots.comparison_plot({name: [each for each in found if each] for name, found in pairs.items()})
+    later = zip(names[1:], means[1:], strict=True)
+    pairs = {f"{name} - {names[0]}": difference(mean, means[0], on=["method", "order"]) for name, mean in later}
+    plot = plots.comparison_plot(pairs)
     if plot.panels:
         plot.save(folder / "plots")
     for table in (*overall, *detailed):
@@ -232,40 +231,24 @@ def write_comparison(runs: Sequence[Run], folder: Path) -> list[Table]:
     return overall
 
 
-def _table(measure: str, summaries: Summaries, names: Sequence[str], places: Sequence[Column] = ()) -> Table:
+def _table(measure: str, summaries: Sequence[Frame], names: Sequence[str], places: Sequence[Column] = ()) -> Table:
     """One measure of every run, and its difference from the first run; `places` are the first columns."""
-    later = list(enumerate(names))[1:]
-    columns = (
-        *places,
-        *VARIANT,
-        *(Column(f"run{at}", name) for at, name in enumerate(names)),
-        *(Column(f"minus{at}", f"{name} - {names[0]}", is_signed=True) for at, name in later),
-        Column("n", "n"),
-    )
-    rows: list[Cells] = []
-    for found in _matched(summaries):
-        first = next(row for row in found if row)
-        cells: dict[str, Any] = {each.name: getattr(first, each.name) for each in (*places, *VARIANT)}
-        cells |= {f"run{at}": row and row.estimates[measure] for at, row in enumerate(found)}
-        for at, _ in later:
-            pair = difference(found[at], found[0])
-            cells[f"minus{at}"] = pair and pair.estimates[measure]
-        counts = {row.n for row in found if row}
-        rows.append(cells | {"n": counts.pop() if len(counts) == 1 else None})
-    notes = " ".join(filter(None, dict.fromkeys(notes_on(summary) for summary in summaries)))
+    columns = [*places, *VARIANT]
+    on = [*(column.name for column in places), "method", "order"]
+    groups = pd.concat(summaries).groupby(on, sort=False)
+    rows = groups["budget"].first().to_frame()
+    for at, (name, summary) in enumerate(zip(names, summaries, strict=True)):
+        rows[f"run{at}"] = summary.set_index(on)[measure]
+        columns.append(Column(f"run{at}", name))
+    for at, (name, summary) in enumerate(zip(names[1:], summaries[1:], strict=True), 1):
+        rows[f"minus{at}"] = difference(summary, summaries[0], on=on).set_index(on)[measure]
+        columns.append(Column(f"minus{at}", f"{name} - {names[0]}", is_signed=True))
+    rows["n"] = groups["n"].first().astype("Int64").where(groups["n"].nunique() == 1)
+    notes = " ".join(filter(None, dict.fromkeys(map(notes_on, summaries))))
     name, title = (f"{measure}_by_task", "by task and length") if places else (measure, "mean over tasks")
     caption = f"{_LABELS[measure]}{' ' if places else ', '}{title}"
-    return Table(name, f"{caption}. {notes}" if notes else caption, columns, rows)
-
-
-def _matched(summaries: Summaries) -> list[list[SummaryRow | None]]:
-    """The rows of one task, length, method and budget, None for a run that has none."""
-    places: dict[tuple[Any, ...], list[SummaryRow | None]] = {}
-    for at, summary in enumerate(summaries):
-        for row in summary:
-            key = (row.task if row.length else "", row.length, row.method, row.budget)  # a mean's task is a sentence
-            places.setdefault(key, [None] * len(summaries))[at] = row
-    return list(places.values())
+    columns.append(Column("n", "n"))
+    return Table.of(name, f"{caption}. {notes}" if notes else caption, columns, rows.reset_index())
 
 
 def _differing(runs: Sequence[Run]) -> dict[str, list[str]]:

@@ -1,14 +1,13 @@
 """The plots of an evaluation: measures against budget, time or memory, scores by needle depth, top-k hit rates."""
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
 
@@ -22,7 +21,7 @@ from keepsight.eval.report.figures import (
     mark_break,
     styles_of,
 )
-from keepsight.eval.report.summary import SummaryRow, by_task_and_length, mean_over_tasks
+from keepsight.eval.report.summary import Frame, are_shares, by_task_and_length, mean_over_tasks
 from keepsight.eval.results import Row
 from keepsight.runtime.registry import Style
 
@@ -32,7 +31,6 @@ _FIFTHS = [0.1, 0.3, 0.5, 0.7, 0.9]
 SAMPLES_A_CELL = 3
 """Heat maps with fewer samples in a cell would show noise, and are not drawn."""
 
-Curves = Sequence[SummaryRow]
 Styles = Mapping[str, Style]
 Scale = Callable[[Axes, list[float]], None]
 """Sets an axis for the values on it, ends of intervals included."""
@@ -47,51 +45,51 @@ class Measure(NamedTuple):
 
 
 class Against(NamedTuple):
-    """An x-axis: label, a row's value (None if not measured), scale, and whether methods are offset sideways."""
+    """An x-axis: label, the rows' values (NaN if not measured), scale, and whether methods are offset sideways."""
 
     label: str
-    value: Callable[[SummaryRow], float | None]
+    values: Callable[[Frame], Any]
     scale: Scale
     apart: bool = False
 
 
-def overview_plot(summary: Curves) -> Plot:
+def overview_plot(summary: Frame) -> Plot:
     """Score, excess NLL and top-1 agreement against the budget, each the mean over tasks."""
-    styles, mean = styles_of(row.method for row in summary), mean_over_tasks(summary)
+    styles, mean = styles_of(summary["method"]), mean_over_tasks(summary)
     measures = {"score": SCORE, "excess NLL": EXCESS_NLL, "top-1 agreement": AGREEMENT}
     panels = [_panel(title, mean, measure, _budget_of(mean), styles) for title, measure in measures.items()]
     return Plot("overview", panels, styles, columns=3)
 
 
-def tradeoffs_plot(summary: Curves) -> Plot:
+def tradeoffs_plot(summary: Frame) -> Plot:
     """Score and excess NLL against time to first token and memory, for each length the mean over tasks.
 
     The second figure of LookaheadKV (arXiv 2603.10899) shows the first of these.
     """
-    styles, panels = styles_of(row.method for row in summary), []
-    for length in sorted({row.length for row in summary}):
-        mean = mean_over_tasks([row for row in summary if row.length == length])
+    styles, panels = styles_of(summary["method"]), []
+    for length, rows in summary.groupby("length"):
+        mean = mean_over_tasks(rows)
         for (title, measure), against in product({"score": SCORE, "excess NLL": EXCESS_NLL}.items(), (TIME, MEMORY)):
             panels.append(_panel(f"{title}, {length} tokens", mean, measure, against, styles, length=length))
     return Plot("tradeoffs", panels, styles)
 
 
-def scores_plot(summary: Curves) -> Plot:
+def scores_plot(summary: Frame) -> Plot:
     """Score against the budget, a panel for each task and length."""
     return _small_multiples("scores", summary, SCORE)
 
 
-def excess_nll_plot(summary: Curves) -> Plot:
+def excess_nll_plot(summary: Frame) -> Plot:
     """Excess NLL against the budget, a panel for each task and length."""
     return _small_multiples("excess_nll", summary, EXCESS_NLL)
 
 
-def comparison_plot(differences: Mapping[str, Curves]) -> Plot:
+def comparison_plot(differences: Mapping[str, Frame]) -> Plot:
     """Paired differences against the budget, a row of panels for each name of a run."""
-    styles, panels = styles_of(each.method for found in differences.values() for each in found), []
+    styles, panels = styles_of(pd.concat(differences.values())["method"]), []
     for name, found in differences.items():
-        rows = [each for each in found if each.budget is not None]
-        panels += [_panel(name, rows, measure, _budget_of(rows), styles) for measure in DIFFERENCES] if rows else []
+        rows = found[found["budget"].notna()]
+        panels += [_panel(name, rows, measure, _budget_of(rows), styles) for measure in DIFFERENCES if len(rows)]
     return Plot("comparison", panels, styles, columns=len(DIFFERENCES))
 
 
@@ -101,52 +99,39 @@ def depth_plot(rows: Sequence[Row]) -> Plot | None:
     A depth of 0 is the beginning of the prompt, 1 its end. Where cells would have fewer than `SAMPLES_A_CELL` samples,
     depths are binned into fifths; where that is not enough, or no row has a depth, there is no plot.
     """
-    deep = [row for row in rows if row.get("depth") is not None]
-    if not deep:
-        return None
-    found = sorted({round(row["depth"], 3) for row in deep})
-    lengths = sorted({row["length"] for row in deep})
+    names = ["method", "budget", "length", "depth", "score"]
+    deep = pd.DataFrame([row for row in rows if row.get("depth") is not None], columns=names, dtype=object)
+    found, lengths = sorted({round(depth, 3) for depth in deep["depth"]}), sorted({*deep["length"]})
     for depths in (found, _FIFTHS) if len(found) <= _MAX_DEPTHS else (_FIFTHS,):
-        cells = _cells(deep, depths, lengths)
-        if all(len(scores) >= SAMPLES_A_CELL for own in cells.values() for scores in own.values()):
+        deep["row"] = [int(np.abs(np.array(depths) - depth).argmin()) for depth in deep["depth"]]
+        if deep.groupby(["method", "budget", "row", "length"], dropna=False).size().min() >= SAMPLES_A_CELL:
             break
     else:
         return None
     panels = []
-    for method, budget in sorted(cells, key=lambda place: (place[0], place[1] or 0)):
-        values = np.full((len(depths), len(lengths)), np.nan)
-        for place, scores in cells[method, budget].items():
-            values[place] = fmean(scores)
+    deep = deep.assign(order=deep["budget"].astype(float).fillna(0), score=deep["score"].astype(float))
+    for _, own in deep.groupby(["method", "order"]):
+        method, budget = own["method"].iloc[0], own["budget"].iloc[0]
+        cells = own.pivot_table(index="row", columns="length", values="score")
+        values = cells.reindex(index=range(len(depths)), columns=lengths).to_numpy()
         title = label_of(method) if budget is None else f"{label_of(method)}, budget {budget}"
         draw = partial(_draw_depths, values=values, depths=depths, lengths=lengths)
         panels.append(Panel(title, draw, method=method, budget=budget))
     return Plot("depth", panels)
 
 
-def _cells(
-    rows: Sequence[Row], depths: list[float], lengths: list[int]
-) -> dict[tuple[str, Any], dict[tuple[int, int], list[float]]]:
-    """For each method and budget the scores by row (the nearest depth) and column (the length)."""
-    cells: dict[tuple[str, Any], dict[tuple[int, int], list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        nearest = int(np.abs(np.array(depths) - row["depth"]).argmin())
-        cells[row["method"], row["budget"]][nearest, lengths.index(row["length"])].append(row["score"])
-    return cells
-
-
-def hits_plot(rows: Sequence[dict[str, Any]]) -> Plot:
+def hits_plot(rows: Frame) -> Plot:
     """Top-k hit rate and attention mass against the budget, a row of two panels for each task and length."""
-    styles, panels = styles_of(row["method"] for row in rows), []
-    for task, length in sorted({(row["task"], row["length"]) for row in rows}):
-        chosen = [row for row in rows if (row["task"], row["length"]) == (task, length)]
+    styles, panels = styles_of(rows["method"]), []
+    for (task, length), chosen in rows.groupby(["task", "length"]):
         for measure, label in {"hit": "top-k hit rate", "mass": "attention mass read"}.items():
             draw = partial(_draw_hits, rows=chosen, measure=measure, styles=styles)
             panels.append(Panel(f"{task}, {length} tokens: {label}", draw, task, length))
     return Plot("hits", panels, styles, columns=2)
 
 
-def _small_multiples(name: str, summary: Curves, measure: Measure) -> Plot:
-    styles, groups = styles_of(row.method for row in summary), by_task_and_length(summary)
+def _small_multiples(name: str, summary: Frame, measure: Measure) -> Plot:
+    styles, groups = styles_of(summary["method"]), by_task_and_length(summary)
     panels = [
         _panel(f"{task}, {length} tokens", rows, measure, _budget_of(rows), styles, task=task, length=length)
         for (task, length), rows in groups.items()
@@ -157,34 +142,32 @@ def _small_multiples(name: str, summary: Curves, measure: Measure) -> Plot:
     return Plot(name, panels, styles, max(1, min(MAX_COLUMNS // step * step, len(groups))))
 
 
-def _panel(title: str, rows: Curves, measure: Measure, against: Against, styles: Styles, **place: Any) -> Panel:
+def _panel(title: str, rows: Frame, measure: Measure, against: Against, styles: Styles, **place: Any) -> Panel:
     draw = partial(_draw_curves, rows=rows, measure=measure, against=against, styles=styles)
     return Panel(title, draw, **place)
 
 
-def _draw_curves(axes: Axes, rows: Curves, measure: Measure, against: Against, styles: Styles) -> None:
+def _draw_curves(axes: Axes, rows: Frame, measure: Measure, against: Against, styles: Styles) -> None:
     """One line a method, and the full cache as a level; the place of a method in `styles` names its marks."""
-    estimates = [row.estimates[measure.name] for row in rows]
-    measure.scale(axes, [end for each in estimates for end in (each.value, *each.ends)])
-    against.scale(axes, [value for row in rows if (value := against.value(row)) is not None])
+    rows = rows.assign(shown=rows[measure.name], at=against.values(rows))
+    measure.scale(axes, [end for each in rows["shown"] for end in (each.value, *each.ends)])
+    against.scale(axes, rows["at"].dropna().tolist())
     numbers = {method: f"m{number}" for number, method in enumerate(styles)}
-    for row in rows:
-        if row.budget is None:  # keeps every entry: a level, and a point where it has a place on the x-axis
-            style, number, level = styles[row.method], numbers[row.method], row.estimates[measure.name].value
-            gid = f"{number}-level"
-            axes.axhline(level, color=style.colour, linestyle=style.line, linewidth=1, label=row.method, gid=gid)
-            if (at := against.value(row)) is not None:
-                axes.plot(at, level, "*", color=style.colour, markersize=8, gid=f"{number}-point")
-    placed = [(row, value) for row in rows if row.budget is not None and (value := against.value(row)) is not None]
-    methods = sorted({row.method for row, _ in placed})
-    for place, method in enumerate(methods):
+    for row in rows[rows["budget"].isna()].itertuples():
+        # The full cache: a level, and a point where it has a place on the x-axis.
+        style, number, level = styles[row.method], numbers[row.method], row.shown.value
+        gid = f"{number}-level"
+        axes.axhline(level, color=style.colour, linestyle=style.line, linewidth=1, label=row.method, gid=gid)
+        if not math.isnan(row.at):
+            axes.plot(row.at, level, "*", color=style.colour, markersize=8, gid=f"{number}-point")
+    methods = rows[rows["budget"].notna() & rows["at"].notna()].groupby("method")
+    for place, (method, own) in enumerate(methods):
         style, number = styles[method], numbers[method]
         shift = 2 ** (0.04 * (place - (len(methods) - 1) / 2)) if against.apart else 1.0
-        own = sorted((each for each in placed if each[0].method == method), key=lambda each: _entries(each[0]) or 0)
-        places, found = [value * shift for _, value in own], [row.estimates[measure.name] for row, _ in own]
-        low, high = zip(*(each.ends for each in found), strict=True)
+        own = own.loc[_entries(own).sort_values(kind="stable").index]
+        places, values, width = own["at"] * shift, own["shown"].astype(float), 2.0 if method == "lookaheadkv" else 1.4
+        low, high = zip(*(each.ends for each in own["shown"]), strict=True)
         axes.vlines(places, low, high, style.colour, linewidth=1, alpha=0.5, gid=f"{number}-intervals")
-        values, width = [each.value for each in found], 2.0 if method == "lookaheadkv" else 1.4
         (line,) = axes.plot(places, values, style.line, color=style.colour, linewidth=width, label=method)
         # A score of 0 lies on the edge of the panel.
         line.set(marker=style.marker, markersize=4.5, clip_on=False, gid=f"{number}-line")
@@ -209,12 +192,11 @@ def _draw_depths(axes: Axes, values: Any, depths: list[float], lengths: list[int
     axes.set_ylabel("needle depth", fontsize=8.5, color=TEXT)
 
 
-def _draw_hits(axes: Axes, rows: Sequence[dict[str, Any]], measure: str, styles: Styles) -> None:
-    _budget_scale(axes, [row["budget"] for row in rows])
-    for method in sorted({row["method"] for row in rows}):
-        points = sorted((row["budget"], row[measure]) for row in rows if row["method"] == method)
+def _draw_hits(axes: Axes, rows: Frame, measure: str, styles: Styles) -> None:
+    _budget_scale(axes, rows["budget"].tolist())
+    for method, own in rows.sort_values("budget").groupby("method"):
         style = styles[method]
-        (line,) = axes.plot(*zip(*points, strict=True), style.line, color=style.colour)
+        (line,) = axes.plot(own["budget"], own[measure], style.line, color=style.colour)
         line.set(marker=style.marker or "o", markersize=4.5)
     look(axes)
     axes.set_ylim(0, 1.04)
@@ -222,15 +204,15 @@ def _draw_hits(axes: Axes, rows: Sequence[dict[str, Any]], measure: str, styles:
     axes.set_xlabel("budget (KV entries read per step and head)")
 
 
-def _entries(row: SummaryRow) -> float | None:
-    """The budget as a number of entries; the mean over prompts where it is a share of each."""
-    return row.means["budget_entries"] if isinstance(row.budget, float) else row.budget
+def _entries(rows: Frame) -> Any:
+    """The budgets as numbers of entries; the mean over prompts where they are shares of each."""
+    return rows["budget"].astype(float).mask(are_shares(rows), rows["budget_entries"])
 
 
-def _budget_of(rows: Iterable[SummaryRow]) -> Against:
+def _budget_of(rows: Frame) -> Against:
     """The axis of budgets: of shares where all are shares of the prompt."""
-    are_shares = {isinstance(row.budget, float) for row in rows if row.budget is not None}
-    return SHARE if are_shares == {True} else BUDGET
+    evicting = rows[rows["budget"].notna()]
+    return SHARE if len(evicting) and are_shares(evicting).all() else BUDGET
 
 
 # Scales
@@ -304,6 +286,6 @@ _LABELS = {"score": "score difference", "excess_nll": "difference of excess NLL 
 _LABELS["agreement"] = "agreement difference"
 DIFFERENCES = [Measure(name, label, _difference_scale) for name, label in _LABELS.items()]
 BUDGET = Against("KV budget (entries per layer and head)", _entries, _budget_scale, apart=True)
-SHARE = Against("KV budget (share of the prompt)", lambda row: row.budget, _budget_scale, apart=True)
-TIME = Against("time to first token (s)", lambda row: row.means["time_to_first_token"], _cost_scale)
-MEMORY = Against("KV cache (MiB)", lambda row: row.means["kv_mib"], _cost_scale)
+SHARE = Against("KV budget (share of the prompt)", lambda rows: rows["budget"].astype(float), _budget_scale, apart=True)
+TIME = Against("time to first token (s)", lambda rows: rows["time_to_first_token"], _cost_scale)
+MEMORY = Against("KV cache (MiB)", lambda rows: rows["kv_mib"], _cost_scale)

@@ -1,17 +1,15 @@
 """From `results.jsonl` to means: `summary.csv`, the table of the terminal, paired differences, and findings."""
 
 import math
-import operator
-import statistics
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations, groupby
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import pandas as pd
 
 from keepsight.errors import printable
 from keepsight.eval.report.figures import label_of
 from keepsight.eval.report.intervals import FEW, Estimate, estimate, weighted
-from keepsight.eval.results import FULL, Key, Row, key_of
+from keepsight.eval.results import FULL, Row
 
 MEASURES = ("score", "excess_nll", "agreement")
 """Columns that get an interval."""
@@ -29,193 +27,155 @@ OURS = "lookaheadkv"
 """Methods whose name begins with this word are compared with the others."""
 BOUNDS = ("oracle", "exact_topk", "random")
 """Methods that no method competes with: the bounds from above and below."""
+PLACE = ["task", "length"]
+Frame: TypeAlias = Any
+"""A `pandas.DataFrame`, whose own types know no columns."""
 _MOST = 4
 """Findings at most."""
+_PLOTTED = ("time_to_first_token", "kv_mib", "budget_entries")
+_NUMBERS = (*MEANS[:3], "prompt_tokens", "first_difference", "answer_tokens", "time_to_first_token", "kv_bytes", "kept")
 
 
-def _same_tokens(row: Row) -> int | None:
-    """Tokens of the answer before it differs from the full cache's; all of them where it does not."""
-    first = row.get("first_difference")
-    return row.get("answer_tokens") if first is None else first
+def summarize(rows: Iterable[Row]) -> Frame:
+    """Means over the samples of each task, length, method and budget, in the order of `summary.csv`.
 
-
-def _budget_entries(row: Row) -> float | None:
-    budget: float | None = row["budget"]
-    return budget * (row.get("prompt_tokens") or row["length"]) if isinstance(budget, float) else budget
-
-
-_MEAN_OF: dict[str, Callable[[Row], float | None]] = {
-    **{name: operator.methodcaller("get", name) for name in ("recall", "mass", "tau", "prompt_tokens")},
-    "same_tokens": _same_tokens,
-    "time_to_first_token": lambda row: row["time_to_first_token"],
-    "kv_mib": lambda row: row["kv_bytes"] / 2**20,
-    "budget_entries": _budget_entries,
-}
-
-
-@dataclass(frozen=True)
-class SummaryRow:
-    """Means over the samples of one task, length, method and budget.
-
-    Attributes:
-        task: Name of the task; a sentence such as `mean of 3 tasks` in what `mean_over_tasks` returns.
-        length: Nominal prompt length in tokens; 0 for a mean over lengths.
-        budget: KV entries per layer and KV head, or a share of the prompt; None for the full cache.
-        estimates: By the names in `MEASURES`: the score of the task's metric, 0 to 1; excess NLL (delta NLL vs. full
-            cache): the mean negative log-likelihood of the full cache's own answer minus that under the full cache, in
-            nats per token; top-1 agreement, the share of that answer's tokens that stay the arg-max.
-        means: By the names in `_MEAN_OF`, None where something was not measured: recall of the entries that the answer
-            attends to most, attention mass kept, Kendall's tau, tokens of the prompt, tokens before the answer differs
-            from the full cache's, seconds before the first token, MiB of keys and values, the budget in entries.
+    Columns of the result:
+        task, length, method: Of the samples; the length is nominal, in tokens.
+        budget: KV entries per layer and KV head (int), or a share of the prompt (float); None for the full cache.
+        order: The budget as a number, 0 for the full cache.
+        n: Number of samples.
+        score: `Estimate` of the task's metric, 0 to 1.
+        excess_nll: `Estimate` of the excess NLL (delta NLL vs. full cache): the mean negative log-likelihood of the
+            full cache's own answer minus that under the full cache, in nats per token.
+        agreement: `Estimate` of the top-1 agreement: the share of that answer's tokens that stay the arg-max.
+        of_full: The score as a share of the full cache's; NaN where that is missing or zero.
+        recall, mass, tau: Recall of the entries that the answer attends to most, attention mass kept, Kendall's tau.
+        same_tokens: Tokens of the answer before it differs from the full cache's; all of them where it does not.
+        prompt_tokens, time_to_first_token, kv_mib, budget_entries: Tokens of the prompt, seconds, MiB of keys and
+            values, and the budget in entries. These means, and those before, are NaN where nothing was measured.
         samples: The samples, as text.
         not_evicted: Number of samples of which the method kept as much as the full cache.
-        against: In a paired difference, the method that is subtracted.
     """
-
-    task: str
-    length: int
-    method: str
-    budget: int | float | None
-    n: int
-    estimates: Mapping[str, Estimate]
-    means: Mapping[str, float | None]
-    samples: str = ""
-    not_evicted: int = 0
-    against: str = ""
-
-    @property
-    def score(self) -> float:
-        """Mean score."""
-        return self.estimates["score"].value
-
-    @property
-    def excess_nll(self) -> float:
-        """Mean excess NLL."""
-        return self.estimates["excess_nll"].value
-
-
-def summarize(rows: Iterable[Row]) -> list[SummaryRow]:
-    """Mean over samples for each task, length, method and budget, in the order of `summary.csv`."""
-    groups: dict[tuple[str, int, str, float | None], list[Row]] = defaultdict(list)
-    rows = [*rows]
-    full = {key_of(row): row["kept"] for row in rows if row["method"] == FULL}
-    for row in rows:
-        groups[row["task"], row["length"], row["method"], row["budget"]].append(row)
-    found = [_mean_over_samples(*key, group, full) for key, group in groups.items()]
-    return sorted(found, key=lambda row: (row.task, row.length, row.method != FULL, row.method, row.budget or 0))
+    columns = [*PLACE, "method", "budget", "sample", "sample_digest", *MEASURES, *_NUMBERS]
+    frame = pd.DataFrame([*rows], columns=columns, dtype=object).sort_values("sample", kind="stable")
+    frame = frame.astype(dict.fromkeys((*MEASURES, *_NUMBERS), float))
+    frame["order"] = frame["budget"].astype(float).fillna(0)
+    frame["evicts"] = frame["method"] != FULL
+    frame["stratum"] = frame["task"] + ", " + frame["length"].map(str) + " tokens"
+    frame["samples"] = frame["sample_digest"].fillna(frame["sample"])
+    frame["same_tokens"] = frame["first_difference"].fillna(frame["answer_tokens"])
+    frame["kv_mib"] = frame["kv_bytes"] / 2**20
+    tokens = frame["prompt_tokens"].fillna(frame["length"].astype(float))
+    frame["budget_entries"] = frame["order"].mask(are_shares(frame), frame["order"] * tokens)
+    whole = frame["kept"].mask(frame["evicts"]).groupby([frame[name] for name in (*PLACE, "sample")]).transform("max")
+    frame["not_evicted"] = frame["budget"].notna() & (frame["kept"] >= whole)
+    groups = frame.groupby([*PLACE, "evicts", "method", "order"])
+    summary = groups.agg(
+        budget=("budget", "first"),
+        n=("sample", "size"),
+        **{name: (name, list) for name in MEASURES},
+        **{name: (name, "mean") for name in (*MEANS, *_PLOTTED)},
+        stratum=("stratum", "first"),
+        samples=("samples", ", ".join),
+        not_evicted=("not_evicted", "sum"),
+    ).reset_index()
+    summary["samples"] = summary["stratum"] + ": " + summary["samples"]
+    for name in MEASURES:
+        pairs = zip(summary[name], summary["stratum"], strict=True)
+        summary[name] = [estimate(*pair, can_be_share=name == "score") for pair in pairs]
+    return _with_share_of_full(summary)
 
 
-def summary_rows(summary: Iterable[SummaryRow]) -> list[dict[str, object]]:
+def are_shares(rows: Frame) -> Any:
+    """Whether each budget is a share of the prompt."""
+    return rows["budget"].map(lambda budget: isinstance(budget, float))
+
+
+def summary_rows(summary: Frame) -> list[dict[str, object]]:
     """What `summary.csv` has in its `COLUMNS`: floats with 4 decimals, an empty budget for the full cache."""
-    cells = []
-    for row in summary:
-        means = [row.estimates[measure].value for measure in MEASURES]
-        ends = [end for measure in MEASURES for end in row.estimates[measure].interval or (None, None)]
-        place = row.task, row.length, row.method, row.budget, row.n
-        values = *place, *means, *ends, *(row.means[name] for name in MEANS), row.not_evicted
-        cells.append(dict(zip(COLUMNS, map(_cell, values), strict=True)))
-    return cells
+    cells = summary.copy()
+    for name in MEASURES:
+        cells[name] = summary[name].astype(float)
+        cells[[f"{name}_low", f"{name}_high"]] = [each.interval or (math.nan, math.nan) for each in summary[name]]
+    return [{name: _cell(value) for name, value in row.items()} for row in records(cells[[*COLUMNS]])]
 
 
-def mean_over_tasks(summary: Sequence[SummaryRow]) -> list[SummaryRow]:
+def records(frame: Frame) -> list[dict[Any, Any]]:
+    """The rows of a frame as dicts, with None for what is missing."""
+    return frame.astype(object).where(frame.notna(), None).to_dict("records")
+
+
+def mean_over_tasks(summary: Frame) -> Frame:
     """Means of each method and budget over tasks of equal weight, and over lengths (shown as 0); `ranked`."""
-    names = {row.task for row in summary}
-    title = f"mean of {len(names)} tasks" if len(names) > 1 else next(iter(names), "")
-    variants: dict[tuple[str, int | float | None], list[SummaryRow]] = defaultdict(list)
-    for row in summary:
-        variants[row.method, row.budget].append(row)
-    return ranked(_weighted_mean(title, rows) for rows in variants.values())
+    variant, numbers, tasks = ["method", "order"], [*MEANS, *_PLOTTED], summary["task"].unique()
+    samples_of_task = summary.groupby([*variant, "task"])["n"].transform("sum")
+    weight = summary["n"] / samples_of_task / summary.groupby(variant)["task"].transform("nunique")
+    groups = summary.assign(weight=weight, **summary[numbers].mul(weight, axis=0)).groupby(variant)
+    mean = groups.agg(
+        budget=("budget", "first"),
+        n=("n", "sum"),
+        weight=("weight", list),
+        **{name: (name, list) for name in MEASURES},
+        **{name: (name, "sum") for name in numbers},
+        samples=("samples", "; ".join),
+        not_evicted=("not_evicted", "sum"),
+    )
+    mean[numbers] = mean[numbers].where(groups[numbers].count().eq(groups.size(), axis=0))
+    for name in MEASURES:
+        mean[name] = [weighted(*pair) for pair in zip(mean[name], mean["weight"], strict=True)]
+    title = f"mean of {len(tasks)} tasks" if len(tasks) > 1 else "".join(tasks)
+    return ranked(_with_share_of_full(mean.reset_index().assign(task=title, length=0)))
 
 
-def by_task_and_length(summary: Iterable[SummaryRow]) -> dict[tuple[str, int], list[SummaryRow]]:
+def by_task_and_length(summary: Frame) -> dict[tuple[str, int], Frame]:
     """The rows of each task and length, both ascending; within one in the order of `ranked`."""
-
-    def place(row: SummaryRow) -> tuple[str, int]:
-        return row.task, row.length
-
-    return {key: ranked(rows) for key, rows in groupby(sorted(summary, key=place), place)}
+    return {(task, length): ranked(rows) for (task, length), rows in summary.groupby(PLACE)}
 
 
-def ranked(rows: Iterable[SummaryRow]) -> list[SummaryRow]:
+def ranked(rows: Frame) -> Frame:
     """Rows by budget, the full cache first; at equal budget the best score first, then the lowest excess NLL."""
-    return sorted(rows, key=lambda row: (row.budget or 0, -row.score, row.excess_nll, row.method))
+    numbers = rows.assign(score=-rows["score"].astype(float), excess_nll=rows["excess_nll"].astype(float))
+    return rows.loc[numbers.sort_values(["order", "score", "excess_nll", "method"]).index]
 
 
-def difference(row: SummaryRow | None, other: SummaryRow | None) -> SummaryRow | None:
-    """One row with another one subtracted from its estimates; None where one is missing, or their samples differ."""
-    if row is None or other is None or row.samples != other.samples:
-        return None
-    estimates = {name: row.estimates[name] - other.estimates[name] for name in MEASURES}
-    return replace(row, estimates=estimates, against=other.method)
+def difference(rows: Frame, others: Frame, **on: Any) -> Frame:
+    """Rows merged with others (`on` as in `DataFrame.merge`), whose estimates are subtracted; the samples are the same.
+
+    `against` is the other row's method; its other columns have `_other` behind their names.
+    """
+    pairs = rows.merge(others, suffixes=("", "_other"), **on).rename(columns={"method_other": "against"})
+    pairs = pairs[pairs["samples"] == pairs["samples_other"]]
+    return pairs.assign(**{name: pairs[name] - pairs[f"{name}_other"] for name in MEASURES})
 
 
-def differences(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
+def differences(rows: Frame) -> Frame:
     """All pairs of `ranked` methods at equal budget, the better first, and every method against the full cache."""
-    full = [row for row in rows if row.method == FULL]
-    evicting = [row for row in rows if row.method != FULL]
-    pairs = [(row, other) for row in evicting for other in full]
-    pairs += [(row, other) for row, other in combinations(evicting, 2) if row.budget == other.budget]
-    return [each for each in (difference(*pair) for pair in pairs) if each is not None]
+    rows = rows.assign(rank=range(len(rows)))
+    full, evicting = rows[rows["method"] == FULL], rows[rows["method"] != FULL]
+    pairs = difference(evicting, evicting, on="order").query("rank < rank_other")
+    return pd.concat([difference(evicting, full, how="cross"), pairs])
 
 
-def share_of_full(row: SummaryRow, rows: Iterable[SummaryRow]) -> float | None:
-    """`row.score` as a share of the full cache's score among `rows`; None where that is missing or zero."""
-    full = next((other.score for other in rows if other.method == FULL), 0.0)
-    return row.score / full if full else None
-
-
-def summary_table(summary: Sequence[SummaryRow]) -> str:
+def summary_table(summary: Frame) -> str:
     """A plain-text table for the terminal: the mean over tasks last, after a block for each of a few tasks."""
     groups = by_task_and_length(summary)
     blocks = [_block(f"{task}, {length} tokens", rows) for (task, length), rows in groups.items()]
     mean = mean_over_tasks(summary)
     if len(blocks) > 1:
-        blocks = [*(blocks if len(blocks) <= MAX_BLOCKS else []), _block(f"{mean[0].task}, all lengths", mean)]
+        title = f"{mean['task'].iloc[0]}, all lengths"
+        blocks = [*(blocks if len(blocks) <= MAX_BLOCKS else []), _block(title, mean)]
     return "\n\n".join(filter(None, [*blocks, printable(notes_on(mean))]))
 
 
-def _mean_over_samples(
-    task: str, length: int, method: str, budget: float | None, rows: list[Row], full: Mapping[Key, float]
-) -> SummaryRow:
-    rows, stratum = sorted(rows, key=lambda row: str(row["sample"])), f"{task}, {length} tokens"
-    values = {name: [float(row[name]) for row in rows] for name in MEASURES}
-    estimates = {name: estimate(values[name], stratum, can_be_share=name == "score") for name in MEASURES}
-    means = {}
-    for name, value_of in _MEAN_OF.items():
-        known = [value for row in rows if (value := value_of(row)) is not None]
-        means[name] = statistics.fmean(known) if known else None
-    samples = f"{stratum}: {', '.join(str(row.get('sample_digest') or row['sample']) for row in rows)}"
-    not_evicted = sum(budget is not None and row["kept"] >= full.get(key_of(row), math.inf) for row in rows)
-    return SummaryRow(task, length, method, budget, len(rows), estimates, means, samples, not_evicted)
-
-
-def _weighted_mean(title: str, rows: list[SummaryRow]) -> SummaryRow:
-    samples: dict[str, int] = defaultdict(int)
-    for row in rows:
-        samples[row.task] += row.n
-    weights = [row.n / samples[row.task] / len(samples) for row in rows]
-    means: dict[str, float | None] = {}
-    for name in _MEAN_OF:
-        pairs = zip(weights, (row.means[name] for row in rows), strict=True)
-        known = [weight * value for weight, value in pairs if value is not None]
-        means[name] = math.fsum(known) if len(known) == len(rows) else None
-    estimates = {name: weighted([row.estimates[name] for row in rows], weights) for name in MEASURES}
-    n, not_evicted = sum(row.n for row in rows), sum(row.not_evicted for row in rows)
-    text = "; ".join(row.samples for row in rows)
-    return SummaryRow(title, 0, rows[0].method, rows[0].budget, n, estimates, means, text, not_evicted)
-
-
-def notes_on(rows: Sequence[SummaryRow]) -> str:
+def notes_on(rows: Frame) -> str:
     """What weakens the numbers of some rows, as sentences: nothing was evicted, or samples are missing or few."""
-    most = Counter[tuple[str, int]]()
-    for row in rows:
-        most[row.task, row.length] = max(row.n, most[row.task, row.length])
-    whole = [f"{row.method} {row.budget} ({row.not_evicted} of {row.n})" for row in rows if row.not_evicted]
-    counts = [(row, most[row.task, row.length]) for row in rows]
-    missing = [f"{row.method} {row.budget} ({row.n} of {wanted})" for row, wanted in counts if row.n < wanted]
+    rows = rows.assign(most=rows.groupby(PLACE)["n"].transform("max"))
+    kept_all, few = rows[rows["not_evicted"] > 0].itertuples(), rows[rows["n"] < rows["most"]].itertuples()
+    whole = [f"{row.method} {row.budget} ({row.not_evicted} of {row.n})" for row in kept_all]
+    missing = [f"{row.method} {row.budget} ({row.n} of {row.most})" for row in few]
     titles = {"Nothing was evicted in some samples": whole, "Some samples were not measured": missing}
     notes = [f"{title}: {', '.join(dict.fromkeys(found))}." for title, found in titles.items() if found]
-    if any(row.n < FEW for row in rows):
+    if (rows["n"] < FEW).any():
         notes.append(f"Intervals of fewer than {FEW} samples are too narrow.")
     return " ".join(notes)
 
@@ -231,35 +191,38 @@ def _cell(value: object) -> object:
     return "" if value is None else value
 
 
-def _block(title: str, rows: Sequence[SummaryRow]) -> str:
-    names = [printable(row.method) for row in rows]
+def _with_share_of_full(summary: Frame) -> Frame:
+    scores = summary["score"].astype(float)
+    full = scores.where(summary["method"] == FULL).groupby([summary[name] for name in PLACE]).transform("max")
+    return summary.assign(of_full=scores / full.where(full != 0))
+
+
+def _block(title: str, rows: Frame) -> str:
+    names = rows["method"].map(printable)
     width = max(len("method"), *map(len, names))
     columns = f"{'score':>6}  {'95 %':<14}  {'':<12}  {'excess NLL':>10}  {'top-1 agreement':>15}  {'n':>4}"
-    length = rows[0].means["prompt_tokens"]
-    prompts = "" if length is None else f" (prompts: {length:.0f} on average)"
-    lines, previous = [f"{printable(title)}{prompts}", f"{'budget':>6}  {'method':<{width}}  {columns}"], object()
-    for name, row in zip(names, rows, strict=True):
-        budget = "" if row.budget == previous else "all" if row.budget is None else str(row.budget)
-        share, ends = share_of_full(row, rows), row.estimates["score"].interval
-        of_full = "" if row.method == FULL or share is None else f"{share:.2f} of full"
-        interval = f"[{ends[0]:.3f}, {ends[1]:.3f}]" if ends else ""
+    length = rows["prompt_tokens"].iloc[0]
+    prompts = "" if math.isnan(length) else f" (prompts: {length:.0f} on average)"
+    lines = [f"{printable(title)}{prompts}", f"{'budget':>6}  {'method':<{width}}  {columns}"]
+    for row, name, again in zip(rows.itertuples(), names, rows["budget"].duplicated(), strict=True):
+        budget = "" if again else "all" if row.budget is None else str(row.budget)
+        of_full = "" if row.method == FULL or math.isnan(row.of_full) else f"{row.of_full:.2f} of full"
+        interval = "[{:.3f}, {:.3f}]".format(*row.score.interval) if row.score.interval else ""
         lines.append(
-            f"{budget:>6}  {name:<{width}}  {row.score:6.3f}  {interval:<14}  {of_full:<12}  "
-            f"{number_text(row.excess_nll, 3):>10}  {row.estimates['agreement'].value:15.3f}  {row.n:4d}"
+            f"{budget:>6}  {name:<{width}}  {row.score.value:6.3f}  {interval:<14}  {of_full:<12}  "
+            f"{number_text(row.excess_nll.value, 3):>10}  {row.agreement.value:15.3f}  {row.n:4d}"
         )
-        previous = row.budget
     return "\n".join(lines)
 
 
-def findings(summary: Sequence[SummaryRow]) -> list[str]:
+def findings(summary: Frame) -> list[str]:
     """A sentence for each of the smallest budgets, about the means over tasks; the measure is excess NLL.
 
     Without a row of `OURS` the best method is compared with the second best.
     """
     mean = mean_over_tasks(summary)
-    full = next((row for row in mean if row.method == FULL), None)
-    evicting = [row for row in mean if row.budget is not None and kind_of(row.method) not in BOUNDS]
-    return [_finding([*rows], full) for _, rows in groupby(evicting, lambda row: row.budget)][:_MOST]
+    evicting = mean[mean["budget"].notna() & ~mean["method"].map(kind_of).isin(BOUNDS)]
+    return [_finding(rows, mean[mean["method"] == FULL]) for _, rows in evicting.groupby("order")][:_MOST]
 
 
 def kind_of(method: str) -> str:
@@ -267,20 +230,21 @@ def kind_of(method: str) -> str:
     return method.partition(" ")[0]
 
 
-def _finding(rows: list[SummaryRow], full: SummaryRow | None) -> str:
-    rows.sort(key=lambda row: (row.excess_nll, -row.score))
-    best = next((row for row in rows if kind_of(row.method) == OURS), rows[0])
-    other = next((row for row in rows if row is not best and kind_of(row.method) != OURS), None)
-    budget = best.budget
-    place = f"{100 * budget:g} % of the prompt" if isinstance(budget, float) else f"{budget} entries"
-    nats = f"{number_text(best.excess_nll, 3)} nats per token"
-    sentence = f"At {place} {label_of(best.method)} has an excess NLL of {nats}"
-    if pair := difference(best, other):
-        sentence += _compared(pair.estimates["excess_nll"], f"{label_of(pair.against)}, the best other method")
-    scores = [f"Score {number_text(best.score, 2)}"]
-    scores += [f"{label_of(other.method)} {number_text(other.score, 2)}"] if other else []
-    scores += [f"full cache {number_text(full.score, 2)}"] if full else []
-    return f"{sentence}. {', '.join(scores)}; {best.n} samples."
+def _finding(rows: Frame, full: Frame) -> str:
+    rows = rows.sort_values("excess_nll", key=lambda estimates: estimates.astype(float), kind="stable")
+    ours = rows["method"].map(kind_of) == OURS
+    best = (rows[ours] if ours.any() else rows)[:1]
+    other = rows[~ours].drop(best.index, errors="ignore")[:1]
+    (row,) = best.itertuples()
+    place = f"{100 * row.budget:g} % of the prompt" if isinstance(row.budget, float) else f"{row.budget} entries"
+    nats = f"{number_text(row.excess_nll.value, 3)} nats per token"
+    sentence = f"At {place} {label_of(row.method)} has an excess NLL of {nats}"
+    for pair in difference(best, other, how="cross").itertuples():
+        sentence += _compared(pair.excess_nll, f"{label_of(pair.against)}, the best other method")
+    scores = [f"Score {number_text(row.score.value, 2)}"]
+    scores += [f"{label_of(each.method)} {number_text(each.score.value, 2)}" for each in other.itertuples()]
+    scores += [f"full cache {number_text(each.score.value, 2)}" for each in full.itertuples()]
+    return f"{sentence}. {', '.join(scores)}; {row.n} samples."
 
 
 def _compared(found: Estimate, other: str) -> str:

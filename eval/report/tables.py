@@ -1,23 +1,23 @@
 """The tables of an evaluation, which a page shows sortable, and which are saved as Markdown, LaTeX and CSV."""
 
 import re
-import statistics
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+import pandas as pd
 
 from keepsight.errors import printable
 from keepsight.eval.report.intervals import Estimate
 from keepsight.eval.report.summary import (
-    SummaryRow,
+    Frame,
     by_task_and_length,
     differences,
     mean_over_tasks,
     notes_on,
     number_text,
-    share_of_full,
+    records,
 )
 from keepsight.eval.results import FULL, Row
 from keepsight.files import write_csv, write_text
@@ -49,6 +49,11 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Cells]
 
+    @classmethod
+    def of(cls, name: str, caption: str, columns: Sequence[Column], frame: Frame) -> "Table":
+        """A table of the columns of a frame."""
+        return cls(name, caption.strip(), columns, records(frame[[column.name for column in columns]]))
+
     def save(self, folder: Path) -> None:
         """Write it as Markdown, LaTeX (for the package booktabs) and CSV."""
         write_text(folder / f"{self.name}.md", self.markdown())
@@ -71,22 +76,15 @@ class Table:
 
     def latex(self) -> str:
         """A `table` with intervals in small type."""
-        rows = [" & ".join(_latex_cell(row, column) for column in self.columns) for row in self.rows]
-        lines = [
-            r"\begin{table}",
-            r"\centering",
-            rf"\caption{{{printable(self.caption).translate(_LATEX)}}}",
-            rf"\label{{tab:{self.name}}}",
-            rf"\begin{{tabular}}{{{''.join('l' if column.is_text else 'r' for column in self.columns)}}}",
-            r"\toprule",
-            " & ".join(printable(column.title).translate(_LATEX) for column in self.columns) + r" \\",
-            r"\midrule",
-            *(rf"{row} \\" for row in rows),
-            r"\bottomrule",
-            r"\end{tabular}",
-            r"\end{table}",
-        ]
-        return "\n".join(lines) + "\n"
+        cells = [[_latex_cell(row, column) for column in self.columns] for row in self.rows]
+        frame = pd.DataFrame(cells, columns=[_latex(column.title) for column in self.columns])
+        return frame.style.hide(axis="index").to_latex(
+            caption=_latex(self.caption),
+            label=f"tab:{self.name}",
+            column_format="".join("l" if column.is_text else "r" for column in self.columns),
+            position_float="centering",
+            hrules=True,
+        )
 
     def csv_rows(self) -> tuple[list[str], list[dict[str, object]]]:
         """Columns and cells of the CSV: whole numbers as they are, others with 6 digits; two columns an interval."""
@@ -138,8 +136,12 @@ def _plain(value: object) -> object:
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value
 
 
+def _latex(text: str) -> str:
+    return printable(text).translate(_LATEX)
+
+
 def _latex_cell(row: Cells, column: Column) -> str:
-    text, ends = value_text(row, column).translate(_LATEX), interval_text(row, column)
+    text, ends = _latex(value_text(row, column)), interval_text(row, column)
     return rf"{text} {{\scriptsize [{ends}]}}" if ends else text
 
 
@@ -180,61 +182,38 @@ _MEANS = (
 )
 
 
-def overall_table(summary: Sequence[SummaryRow]) -> Table:
+def overall_table(summary: Frame) -> Table:
     """The mean over tasks of every method and budget."""
     mean = mean_over_tasks(summary)
-    title = f"{mean[0].task}, all lengths" if mean else "no results"
-    caption = f"Score and fidelity with 95 % intervals over samples: {title}. {notes_on(mean)}".strip()
-    return Table("overall", caption, (*VARIANT, *_SCORES), _score_rows(mean))
+    title = f"{mean['task'].iloc[0]}, all lengths"
+    caption = f"Score and fidelity with 95 % intervals over samples: {title}. {notes_on(mean)}"
+    return Table.of("overall", caption, (*VARIANT, *_SCORES), mean)
 
 
-def task_table(summary: Sequence[SummaryRow]) -> Table:
+def task_table(summary: Frame) -> Table:
     """Every method and budget at each task and length."""
-    groups = by_task_and_length(summary).items()
-    rows = [{"task": task, "length": length, **row} for (task, length), group in groups for row in _score_rows(group)]
-    rest = notes_on([row for _, group in groups for row in group])
-    caption = f"Score and fidelity by task and prompt length, with 95 % intervals over samples. {rest}".strip()
-    return Table("by_task", caption, (*PLACE, *VARIANT, *_SCORES), rows)
+    rows = pd.concat(by_task_and_length(summary).values())
+    caption = f"Score and fidelity by task and prompt length, with 95 % intervals over samples. {notes_on(rows)}"
+    return Table.of("by_task", caption, (*PLACE, *VARIANT, *_SCORES), rows)
 
 
-def difference_table(summary: Sequence[SummaryRow]) -> Table:
+def difference_table(summary: Frame) -> Table:
     """Every pair of methods at equal budget, and each against the full cache, over all tasks."""
-    names = ("budget", "method", "against", "n")
-    found = differences(mean_over_tasks(summary))
-    rows = [{name: getattr(each, name) for name in names} | {**each.estimates} for each in found]
-    rest = notes_on([replace(each, not_evicted=0) for each in found])
-    caption = f"Paired differences of methods over the same samples, with 95 % intervals. {rest}".strip()
-    return Table("differences", caption, _DIFFERENCES, rows)
+    found = differences(mean_over_tasks(summary)).assign(not_evicted=0)
+    caption = f"Paired differences of methods over the same samples, with 95 % intervals. {notes_on(found)}"
+    return Table.of("differences", caption, _DIFFERENCES, found)
 
 
 def cost_table(rows: Sequence[Row]) -> Table:
     """Seconds by phase, decoding speed, KV entries and memory: means over all samples, the full cache first."""
-    variants: dict[tuple[float, str], list[Row]] = defaultdict(list)
-    for row in rows:
-        variants[row["budget"] or 0, row["method"]].append(row)
-    cells: list[Cells] = []
-    for _, group in sorted(variants.items()):
-        made = [{**row, **row["seconds"], **_memory(row)} for row in group]
-        known = {column.name: [row[column.name] for row in made if row[column.name] is not None] for column in _MEANS}
-        means = {name: statistics.fmean(values) if values else None for name, values in known.items()}
-        cells.append({"budget": group[0]["budget"], "method": group[0]["method"]} | means)
+    frame = pd.DataFrame([{"kv_peak_bytes": None} | row | row["seconds"] for row in rows], dtype=object)
+    frame["order"] = frame["budget"].astype(float).fillna(0)
+    frame[["kv_mib", "kv_peak_mib"]] = frame[["kv_bytes", "kv_peak_bytes"]].astype(float) / 2**20
+    means = {column.name: (column.name, "mean") for column in _MEANS}
+    groups = frame.astype(dict.fromkeys(means, float)).groupby(["order", "method"])
+    costs = groups.agg(budget=("budget", "first"), **means).reset_index()
     caption = (
         "Time and memory, means over samples. tokens/s counts what the whole batch of an answer decoded, each answer "
         "from where it leaves the full cache's; the batch size is the number of its answers."
     )
-    return Table("costs", caption, (*VARIANT, *_MEANS), cells)
-
-
-def _memory(row: Row) -> dict[str, float | None]:
-    """MiB of the entries that were kept, and of their cache at the answer's end; None where that is not known."""
-    peak = row.get("kv_peak_bytes")
-    return {"kv_mib": row["kv_bytes"] / 2**20, "kv_peak_mib": None if peak is None else peak / 2**20}
-
-
-def _score_rows(rows: Sequence[SummaryRow]) -> list[Cells]:
-    names = ("budget", "method", "n", "not_evicted")
-    return [
-        {name: getattr(row, name) for name in names}
-        | {**row.estimates, **row.means, "of_full": share_of_full(row, rows)}
-        for row in rows
-    ]
+    return Table.of("costs", caption, (*VARIANT, *_MEANS), costs)

@@ -1,11 +1,10 @@
 """keepsight bench hits: top-k hit rate of the methods that read a part of the cache, step by step."""
 
-from collections import defaultdict
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pandas as pd
 from tqdm import tqdm
 
 from keepsight.commands.config_bench import BenchHits as Config
@@ -15,6 +14,7 @@ from keepsight.commands.variants import variants_of
 from keepsight.errors import UserError, require_same
 from keepsight.eval.hits import SHARED, Hits, answering, best_shared, choices, compare
 from keepsight.eval.report.plots import hits_plot
+from keepsight.eval.report.summary import Frame
 from keepsight.eval.report.tables import Column, Table
 from keepsight.eval.sweep import Variant, check_samples
 from keepsight.eval.tasks.registry import Benchmarks
@@ -26,7 +26,7 @@ from keepsight.models.retrieval_head import PREVIOUS_STEP, WEIGHTS, RetrievalHea
 from keepsight.models.targets import Target
 from keepsight.runtime.methods import SpeContext
 
-_MEANS = ("hit", "mass", "overlap", "read")
+_MEANS = ["hit", "mass", "overlap", "read"]
 _COLUMNS = (
     *(Column(name, name, is_text=name in ("task", "method")) for name in ("task", "length", "method", "budget")),
     *(Column(name, name, digits=1 if name == "read" else 4) for name in ("samples", "steps", *_MEANS)),
@@ -62,12 +62,12 @@ def run(config: Config) -> None:
         done = {(row.task, row.length, row.sample) for row in whole_lines(path, _Row)}
         for sample in tqdm([each for each in samples if each.key not in done], desc="samples", unit="sample"):
             append_lines(path, map(asdict, _rows(target, sample, variants, config.budgets)))
-        rows = _summary(whole_lines(path, _Row))
-        if not rows:
+        if not (rows := whole_lines(path, _Row)):
             raise UserError(f"budgets={config.budgets}: no step has more entries than the smallest; lower it")
-        table = Table("hits", "Top-k hit rates: means over steps, layers and KV heads.", _COLUMNS, rows)
+        summary = _summary(rows)
+        table = Table.of("hits", "Top-k hit rates: means over steps, layers and KV heads.", _COLUMNS, summary)
         write_csv(out / "hits.csv", *table.csv_rows())
-        write_png(out / "hits.png", hits_plot(rows).figure())
+        write_png(out / "hits.png", hits_plot(summary).figure())
     print(table.markdown())
 
 
@@ -120,15 +120,13 @@ def _rows(target: Target, sample: RenderedSample, variants: list[Variant], budge
     return [_Row(**asdict(each), task=sample.task, length=sample.length, sample=sample.id) for each in found if each]
 
 
-def _summary(rows: list[_Row]) -> list[dict[str, Any]]:
+def _summary(rows: list[_Row]) -> Frame:
     """Means over the steps of each task, length, method and budget; of equal budgets the best hit rate first."""
-    groups: dict[tuple[str, int, str, int], list[Hits]] = defaultdict(list)
-    for each in rows:
-        groups[each.task, each.length, each.name, each.budget].append(each)
-    summary = []
-    for place, found in groups.items():
-        steps = [each.steps for each in found]
-        row = {**dict(zip(("task", "length", "method", "budget"), place, strict=True)), "samples": len(found)}
-        means = {name: float(np.average([getattr(each, name) for each in found], weights=steps)) for name in _MEANS}
-        summary.append(row | {"steps": sum(steps)} | means)
-    return sorted(summary, key=lambda row: (row["task"], row["length"], row["budget"], -row["hit"]))
+    frame = pd.DataFrame(rows).rename(columns={"name": "method"})
+    frame[_MEANS] = frame[_MEANS].mul(frame["steps"], axis=0)
+    sums = {name: (name, "sum") for name in ("steps", *_MEANS)}
+    groups = frame.groupby(["task", "length", "method", "budget"], sort=False)
+    summary = groups.agg(samples=("sample", "size"), **sums)
+    summary[_MEANS] = summary[_MEANS].div(summary["steps"], axis=0)
+    order = {"task": True, "length": True, "budget": True, "hit": False}
+    return summary.reset_index().sort_values([*order], ascending=[*order.values()])

@@ -5,13 +5,12 @@ import os
 import shlex
 import shutil
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TypeVar
 
+import pandas as pd
 import yaml
 from omegaconf import OmegaConf
 
@@ -220,14 +219,12 @@ def with_results(card: str, evaluated: Path, own: str = OURS) -> str:
 
 def shortcomings(rows: Sequence[Mapping[str, Any]], own: str) -> Iterator[str]:
     """Lines of Markdown: where a method with the same budget has a lower excess NLL; the largest difference first."""
-    values = defaultdict[tuple[Any, ...], dict[str, list[float]]](lambda: defaultdict(list))
-    for row in rows:
-        if row["budget"] is not None:
-            values[row["task"], row["length"], row["budget"]][row["method"]].append(row["excess_nll"])
+    frame = pd.DataFrame([*rows], columns=["task", "length", "budget", "method", "excess_nll"], dtype=object)
+    frame = frame[frame["budget"].notna() & ~frame["method"].map(kind_of).isin(BOUNDS)].astype({"excess_nll": float})
     found = []
-    for (task, length, budget), by_method in values.items():
-        means = {method: fmean(each) for method, each in by_method.items() if kind_of(method) not in BOUNDS}
-        best = min(means, key=lambda method: means[method], default=own)
+    for (task, length, _), at_budget in frame.groupby(["task", "length", "budget"]):
+        budget, means = at_budget["budget"].iloc[0], at_budget.groupby("method")["excess_nll"].mean()
+        best = means.idxmin()
         if own in means and (less := means[own] - means[best]) > _MORE_THAN:
             said = f"- {task}, {length or 'all lengths'}, budget {budget}: {best} loses {means[best]:.3f} nats, "
             found.append((less, f"{said}this module {means[own]:.3f}"))

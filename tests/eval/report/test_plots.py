@@ -62,7 +62,7 @@ def test_a_method_has_one_colour_in_every_figure(rows: list[Row]) -> None:
             if line.get_label() == method
         ]
         assert len(drawn) >= 5
-        assert set(drawn) == {drawing.styles_of(line.method for line in lines)[method].colour}
+        assert set(drawn) == {drawing.styles_of(lines["method"])[method].colour}
     assert len({style.colour for style in drawing.STYLES.values()}) == len(drawing.STYLES)
 
 

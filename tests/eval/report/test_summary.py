@@ -1,6 +1,7 @@
 """`summary.csv`, means over tasks, tables in the terminal and in files, intervals, and what is said of all these."""
 
 import csv
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from keepsight.eval.report import summary
 from keepsight.eval.report.intervals import estimate, weighted, wilson_interval
-from keepsight.eval.report.summary import difference, differences, findings, mean_over_tasks, summarize
+from keepsight.eval.report.summary import differences, findings, mean_over_tasks, summarize
 from keepsight.eval.report.tables import Column, Table, overall_table, task_table
 from keepsight.eval.results import Row, Run, labels_of
 from keepsight.files import write_csv
@@ -32,14 +33,14 @@ def test_summary_csv_holds_means_in_a_fixed_order(rows: list[Row]) -> None:
 
 
 def test_mean_over_tasks_weighs_tasks_alike(rows: list[Row]) -> None:
-    mean = {(line.method, line.budget): line for line in summary.mean_over_tasks(summary.summarize(rows))}
-    snapkv = mean["snapkv", 64]
-    assert snapkv.score == pytest.approx((1 / 4 + 1 / 2) / 2)
-    assert snapkv.excess_nll == pytest.approx((2.5 + 1.5) / 2)
+    mean = summary.mean_over_tasks(summary.summarize(rows))
+    (snapkv,) = mean.query("method == 'snapkv' and budget == 64").itertuples()
+    assert snapkv.score.value == pytest.approx((1 / 4 + 1 / 2) / 2)
+    assert snapkv.excess_nll.value == pytest.approx((2.5 + 1.5) / 2)
     assert snapkv.n == 6
-    assert snapkv.estimates["score"].n == pytest.approx(1 / (0.25 / 4 + 0.25 / 2))
+    assert snapkv.score.n == pytest.approx(1 / (0.25 / 4 + 0.25 / 2))
     errors = np.std([1, 2, 3, 4]) / 2, np.std([1, 2]) / np.sqrt(2)  # of means of samples drawn with replacement
-    assert np.std(snapkv.estimates["excess_nll"].draws) == pytest.approx(np.hypot(*errors) / 2, rel=0.05)
+    assert np.std(snapkv.excess_nll.draws) == pytest.approx(np.hypot(*errors) / 2, rel=0.05)
 
 
 def test_table_sorts_by_score_at_equal_budget_and_shows_the_share_of_full(rows: list[Row]) -> None:
@@ -67,20 +68,17 @@ def test_table_sorts_by_score_at_equal_budget_and_shows_the_share_of_full(rows: 
 
 def test_share_of_full_is_missing_where_full_scores_nothing() -> None:
     lines = summary.summarize([row("full", None, 0.0), row("snapkv", 64, 0.5)])
-    assert summary.share_of_full(lines[1], lines) is None
+    assert lines["of_full"].isna().all()
     assert "of full" not in summary.summary_table(lines)
 
 
 def test_what_was_not_measured_is_left_out(rows: list[Row]) -> None:
     rows[1]["recall"] = None
     lines = summary.mean_over_tasks(summary.summarize(rows))
-    assert [(line.method, line.means["recall"]) for line in lines[:3]] == [
-        ("full", 1.0),
-        ("lookaheadkv", 0.5),
-        ("snapkv", 0.5),
-    ]
-    assert lines[0].means["tau"] is None
-    assert lines[0].means["same_tokens"] == 5  # all of the answer
+    assert lines["method"].tolist()[:3] == ["full", "lookaheadkv", "snapkv"]
+    assert lines["recall"].tolist()[:3] == [1.0, 0.5, 0.5]
+    assert math.isnan(lines["tau"].iloc[0])
+    assert lines["same_tokens"].iloc[0] == 5  # all of the answer
 
 
 def test_samples_in_which_nothing_was_evicted_are_named() -> None:
@@ -206,7 +204,7 @@ def test_a_mean_over_strata_draws_within_each() -> None:
 
 def test_methods_are_paired_at_equal_budget_and_with_the_full_cache(rows: list[Row]) -> None:
     found = differences(mean_over_tasks(summarize(rows)))
-    assert [(each.method, each.budget, each.against) for each in found] == [
+    assert [(each.method, each.budget, each.against) for each in found.itertuples()] == [
         ("lookaheadkv", 64, "full"),
         ("snapkv", 64, "full"),
         ("lookaheadkv", 128, "full"),
@@ -214,14 +212,14 @@ def test_methods_are_paired_at_equal_budget_and_with_the_full_cache(rows: list[R
         ("lookaheadkv", 64, "snapkv"),
         ("lookaheadkv", 128, "snapkv"),
     ]
-    assert found[4].estimates["score"].value == pytest.approx(0.5 - (1 / 4 + 1 / 2) / 2)
+    assert found["score"].iloc[4].value == pytest.approx(0.5 - (1 / 4 + 1 / 2) / 2)
 
 
 def test_different_samples_have_no_paired_difference() -> None:
-    (first, second) = summarize([row("snapkv", 64, 1.0), row("laq", 64, 1.0, sample="1")])
-    assert difference(first, second) is None
-    (first, second) = summarize([row("snapkv", 64, 1.0, sample_digest="a"), row("laq", 64, 1.0, sample_digest="b")])
-    assert difference(first, second) is None
+    same = row("snapkv", 64, 1.0, sample_digest="a")
+    assert len(differences(summarize([same, row("laq", 64, 1.0, sample_digest="a")]))) == 1
+    for other in (row("laq", 64, 1.0, sample="1"), row("laq", 64, 1.0, sample_digest="b")):
+        assert differences(summarize([same, other])).empty
 
 
 def test_few_equal_samples_have_no_interval() -> None:
