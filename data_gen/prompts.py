@@ -82,7 +82,7 @@ class _Attempt(NamedTuple):
 def fit(build: Callable[[int], str], request: Request) -> str:
     """The fullest text of at most `request.tokens` tokens that `build` makes in a few attempts, else DoesNotFit.
 
-    `build` makes the text with about so many characters of filling, always the same.
+    `build` makes the text with about that many characters of filling, always the same.
     """
     wanted, best = request.tokens, ""
     fitting, too_long = None, None

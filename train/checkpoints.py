@@ -94,7 +94,8 @@ def check_same_settings(work: Path, settings: dict[str, Any]) -> None:
         write_json(path, settings)
     else:
         begun = read_json(path, dict[str, Any])
-        begun = {name: begun[name] for name in begun if name.rpartition(".")[2] not in MAY_CHANGE}  # files of before
+        # Earlier versions wrote what may change, too.
+        begun = {name: begun[name] for name in begun if name.rpartition(".")[2] not in MAY_CHANGE}
         advice = "choose another out=, or delete the folder"
         require_same(f"{path}: this training began", begun, settings, advice)
 

@@ -158,7 +158,7 @@ def _read_sample(task: str, protocol: Protocol, where: str, row: Row, _: int) ->
 
 
 Make = Callable[[int], Sample]
-"""Makes a sample whose haystack has so many units (words, sentences, documents)."""
+"""Makes a sample whose haystack has that many units (words, sentences, documents)."""
 _BATCH = 16
 """Prompts are rendered in batches, since tokenizers then work in parallel; more would hold too much text."""
 _ROUNDS = 12
