@@ -103,7 +103,7 @@ def test_a_public_eagle1_head_is_the_slow_one(name, tmp_path):
     assert_close(logits, expected @ model.lm_head.weight.T)
     head.to(torch.bfloat16)
     assert model.lm_head.weight.dtype == torch.float32
-    with pytest.raises(UserError, match="no lm_head of its own; load it together with its model"):
+    with pytest.raises(UserError, match="no lm_head of its own; load it with its model"):
         EagleHead.load(tmp_path).logits(torch.zeros(1, 1, 32))
     with pytest.raises(UserError, match="only EAGLE-3 heads"):
         DraftHead.load(tmp_path)
