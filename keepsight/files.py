@@ -142,14 +142,23 @@ def regular(path: Path, *others: Path) -> Path:
 
 @contextmanager
 def _unfinished(folder: Path) -> Iterator[Path]:
-    """Yield an empty temporary folder in `folder`, after removing those of processes that were killed."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Yield an empty temporary folder in `folder`, after removing those of processes that were killed.
+
+    UserError if it was removed within the block.
+    """
+    is_nested = any(part.startswith(_UNFINISHED) for part in folder.parts)
+    if not is_nested:  # where the one around it was removed, what it held would be missing
+        folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(f"{_UNFINISHED}*"):
         if _is_abandoned(left):
             shutil.rmtree(left, ignore_errors=True)
     made = Path(tempfile.mkdtemp(prefix=f"{_UNFINISHED}{socket.gethostname()}-{os.getpid()}-", dir=folder))
     try:
         yield made
+    except FileNotFoundError:
+        if is_nested or made.exists():
+            raise
+        raise UserError(f"{folder}: removed while it was being written; run the same command again") from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
 

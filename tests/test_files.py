@@ -78,6 +78,16 @@ def test_files_that_fail_to_move_do_not_pass_for_whole(tmp_path: Path, monkeypat
     assert tree(tmp_path) == {"card": "new"}
 
 
+def test_a_folder_removed_while_files_are_written_to_it_gets_none_of_the_others(tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    error = "adapter: removed while it was being written; run the same command again"
+    with pytest.raises(UserError, match=error), atomic_files(folder, last="config") as unfinished:
+        write_text(unfinished / "weights", "1")
+        shutil.rmtree(folder)
+        write_text(unfinished / "config", "1")
+    assert not folder.exists()
+
+
 def test_content_is_synced_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done, replace = list[str](), Path.replace
     monkeypatch.setattr(os, "fsync", lambda opened: done.append(Path(os.readlink(f"/proc/self/fd/{opened}")).name))
