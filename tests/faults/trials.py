@@ -76,11 +76,11 @@ def full_disks(world: World, rng: Random, count: int) -> Iterator[Verdict]:
 
 
 def removed_folders(world: World, rng: Random, count: int) -> Iterator[Verdict]:
-    """The folder that a command writes to goes while it runs."""
+    """The folder that a command writes to goes while it runs, before its result is whole."""
     for _ in range(count):
         scene, here = rng.choice(MAKERS), world.folder.with_name("gone")
         world.copy(here, without=scene.out)
-        yield _disturbed(world, scene, here, Disturbance(remove_at=rng.randint(1, world.events[scene.name] - 3)))
+        yield _disturbed(world, scene, here, Disturbance(remove_at=rng.randint(1, world.events[scene.name] - 4)))
 
 
 def _disturbed(world: World, scene: Scene, here: Path, disturbance: Disturbance) -> Verdict:

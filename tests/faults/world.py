@@ -167,7 +167,7 @@ def results_of(out: Path) -> dict[str, Any]:
     """What a command wrote that must be the same whatever happened meanwhile, by file."""
     if out.is_file():
         return {out.name: out.read_bytes()}
-    return {path.name: _content(path) for path in _lasting(out)}
+    return {path.name: _content(path) for path in _lasting(out)} if out.exists() else {}
 
 
 def _lasting(out: Path) -> Iterator[Path]:
