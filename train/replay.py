@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import accumulate
 from mmap import mmap
 from pathlib import Path
 from typing import Any
@@ -238,9 +238,10 @@ def replay_order(sizes: Sequence[float], replays: int, memory: int, rng: random.
 class ReplaySampler(Sampler[Use]):
     """Every sample `replays` times an epoch, batch after batch; seed and epoch decide the order.
 
-    A batch keeps its samples through all its uses. Of every `processes` batches the n-th is the n-th process's, as
-    accelerate distributes them. Samples that do not fill a batch for each process are left out of an epoch. Packed
-    teacher outputs take `token_bytes` a token, and those of one process at most `memory` bytes.
+    Of every `processes` batches, a round, the n-th is the n-th process's, as accelerate distributes them. The batches
+    of a round keep their samples and are used in the same steps: with `group_by_length` they take about as long, so
+    that no process waits long for another. Samples that do not fill a round are left out of an epoch. Packed teacher
+    outputs take `token_bytes` a token, and those of one process at most `memory` bytes.
     """
 
     def __init__(
@@ -249,34 +250,27 @@ class ReplaySampler(Sampler[Use]):
         self.lengths, self.token_bytes, self.memory = list(lengths), token_bytes, memory
         self.settings, self.processes, self.epoch = settings, processes, 0
 
-    @property
-    def _rounds(self) -> int:
-        """Batches of each process."""
-        return len(self.lengths) // (self.settings.batch_size * self.processes)
-
     def __len__(self) -> int:
-        return self._rounds * self.processes * self.settings.batch_size * self.settings.replays
+        return sum(map(len, self._rounds())) * self.settings.replays
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch; accelerate calls it when one begins."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Use]:
-        batches, last = self._batches(), self.settings.replays - 1
-        orders = [self._order(batches[process :: self.processes], process) for process in range(self.processes)]
-        for batch, turn in chain.from_iterable(zip(*orders, strict=True)):
-            yield from (Use(place, turn, turn == last) for place in batch)
+        rng = random.Random(f"{self.settings.seed}:{self.epoch}:0")
+        rounds, last = self._rounds(), self.settings.replays - 1
+        token_bytes = self.token_bytes * self.settings.batch_size
+        sizes = [token_bytes * max(self.lengths[place] for place in places) for places in rounds]
+        for number, turn in replay_order(sizes, self.settings.replays, self.memory, rng):
+            yield from (Use(place, turn, turn == last) for place in rounds[number])
 
-    def _batches(self) -> list[list[int]]:
-        size, generator = self.settings.batch_size, torch.Generator().manual_seed(self.settings.seed + self.epoch)
+    def _rounds(self) -> list[list[int]]:
+        """The samples of each round: a batch of the first process, one of the second, and so on."""
+        count = self.settings.batch_size * self.processes
+        generator = torch.Generator().manual_seed(self.settings.seed + self.epoch)
         if self.settings.group_by_length:
-            order = get_length_grouped_indices(self.lengths, size * self.processes, generator=generator)
+            order = get_length_grouped_indices(self.lengths, count, generator=generator)
         else:
             order = torch.randperm(len(self.lengths), generator=generator).tolist()
-        return [order[size * number : size * (number + 1)] for number in range(self._rounds * self.processes)]
-
-    def _order(self, batches: list[list[int]], process: int) -> Iterator[tuple[list[int], int]]:
-        rng = random.Random(f"{self.settings.seed}:{self.epoch}:{process}")
-        sizes = [self.token_bytes * len(batch) * max(self.lengths[place] for place in batch) for batch in batches]
-        order = replay_order(sizes, self.settings.replays, self.memory, rng)
-        return ((batches[number], turn) for number, turn in order)
+        return [order[first : first + count] for first in range(0, len(order) - count + 1, count)]

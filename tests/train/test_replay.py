@@ -61,6 +61,16 @@ def test_batches_stay_together_and_belong_to_one_process(processes: int, grouped
     assert set(turns.values()) == {3}
 
 
+def test_processes_read_samples_of_similar_lengths_in_the_same_steps() -> None:
+    lengths = random.Random(0).choices(range(100, 5000), k=400)
+    settings = runs.settings(replays=3, batch_size=1, group_by_length=True)
+    uses, ratios = list(ReplaySampler(lengths, 2.0, 10**6, settings, processes=2)), list[float]()
+    for one, other in zip(uses[::2], uses[1::2], strict=True):
+        assert (one.turn, one.last) == (other.turn, other.last)
+        ratios.append(lengths[one.place] / lengths[other.place])
+    assert sum(0.8 < ratio < 1.25 for ratio in ratios) > 0.95 * len(ratios)
+
+
 def batch_of(places: list[int], last: bool = True) -> Batch:
     dataset = SampleDataset(samples())
     return Batch(**collate([dataset[Use(place, 0, last)] for place in places]))
