@@ -1,7 +1,7 @@
 """Allocation: how many entries each layer and KV head keeps; their sum is exactly the budget.
 
-Counts are numpy arrays: the CPU works on them without waiting for the device. Of scores only the counts that `Adaptive`
-and `Global` make of them are fetched, for all layers at once.
+Counts are numpy arrays: the CPU works on them without waiting for the device. `Adaptive` and `Global` compare scores on
+the device and fetch nothing but the counts, for all layers at once.
 """
 
 import heapq
@@ -24,11 +24,11 @@ from keepsight.runtime.layer import Counts
 
 
 class HeadSizes(NamedTuple):
-    """The numbers of entries that a budget is divided over.
+    """How many entries each head has, and how many of them are protected.
 
     Attributes:
         real: [L, B, K], entries of each head, without padding.
-        protected: [L, B, K], those of them that are always kept.
+        protected: [L, B, K], entries of each head that are always kept.
     """
 
     real: Counts
@@ -45,7 +45,7 @@ class Allocation(ABC):
 
     Attributes:
         reads_scores: Whether it depends on the entries' importance, and not on their number alone.
-        across_layers: Whether it compares importance across layers, so that none can be evicted from before all are
+        across_layers: Whether it compares importance across layers, so that no layer can be evicted from before all are
             read.
     """
 
@@ -57,8 +57,8 @@ class Allocation(ABC):
         """Divide a budget.
 
         Args:
-            sizes: How many entries the heads of L layers have. Those of a prompt have the same number, so that each
-                layer can be divided alone, except by `Global` and `Pyramid`.
+            sizes: Entries of the heads of L layers. After a prefill all heads have the same number, so that each layer
+                can be divided alone, except by `Global` and `Pyramid`.
             budgets: For each of B rows, entries per layer and KV head on average, protected ones included.
             importance: For each layer, [B, K, C] float32: +inf where an entry is protected, -inf for padding; not
                 looked at unless `reads_scores`.
@@ -92,9 +92,9 @@ class Uniform(Allocation):
 class Pyramid(Allocation):
     """Budgets that shrink with depth (PyramidKV, arXiv 2406.02069, section 4; KVCache-Factory's integer schedule).
 
-    The schedule divides what is not protected; prompts of less than twice that are divided evenly. Rounding makes the
-    published schedule exceed the budget by up to 5 %; here the surplus is taken back from the layers that were rounded
-    up most, the last ones.
+    The schedule divides the unprotected budget; prompts of fewer than twice as many tokens are divided evenly. Rounding
+    makes the published schedule exceed the budget by up to 5 %; here the surplus is taken back from the layers that
+    were rounded up most, the last ones.
 
     Attributes:
         beta: The last layer gets 1 / beta of the average, the first one 2 - 1 / beta.
@@ -117,10 +117,10 @@ class Pyramid(Allocation):
         return np.stack([self._divide(sizes.real[:, row], sizes.protected[:, row], each) for row, each in rows], axis=1)
 
     def _divide(self, real: Counts, protected: Counts, budget: int) -> Counts:
-        """[L, K] entries to keep, from the numbers of one row's real and protected ones [L, K]."""
+        """Entries to keep [L, K] in one row, from its numbers of real and protected entries [L, K]."""
         available, free = real - protected, budget - int(protected.max())
         total = min(real.size * budget, int(real.sum())) - int(protected.sum())
-        # Layers that differ were evicted from by this schedule before: the prompt was long enough.
+        # Layers of different sizes have been evicted from by this schedule: the prompt was long enough.
         if real.min() == real.max() < 2 * free:
             published = [free] * len(real)
         else:
@@ -134,8 +134,8 @@ class Pyramid(Allocation):
 def pyramid_schedule(budget: int, candidates: int, layers: int, beta: int = 20) -> list[int]:
     """PyramidKV's entries by layer, exactly as KVCache-Factory rounds them; their sum exceeds `budget` x `layers`.
 
-    `budget` are a layer's entries and `candidates` those to choose from, both without the window; for `beta` see
-    `Pyramid`.
+    `budget` is the average number of entries of a layer, `candidates` the number to choose from, both without the
+    window; for `beta` see `Pyramid`.
     """
     smallest = budget // beta
     largest = 2 * budget - smallest
@@ -154,10 +154,10 @@ class Adaptive(Allocation):
 
     Attributes:
         floor: The guaranteed share, alpha.
-        blend: True: of what is not protected, a head gets (1 - alpha) of what it has among the layer's most important
-            entries, plus its floor (AdaKV's code). False: at least its floor, protected entries included, and beyond
-            it by importance alone (kvpress).
-        normalize: Whether a head's importance is scaled by the share that its own top entries hold before heads are
+        blend: True: a head gets (1 - alpha) times the number of its unprotected entries among the layer's most
+            important ones, plus its floor (AdaKV's code). False: a head gets at least its floor, protected entries
+            included; importance alone decides about the rest (kvpress).
+        normalize: Whether a head's importance is scaled by the share of it in the head's top entries before heads are
             compared (KVCache-Factory's variant; for importance of one sign).
     """
 
@@ -202,9 +202,9 @@ class Adaptive(Allocation):
         return np.array(chosen.sum(dim=-1).tolist())  # the only thing to wait for
 
     def _best(self, importance: Tensor, totals: Counts, most: int) -> Tensor:
-        """Importance [L, B, K, C], as heads are compared by it: the best of each head in order, [L, B, K, most].
+        """The highest importance values of each head, descending: [L, B, K, C] -> [L, B, K, most].
 
-        No head gets more of its layer's `totals` [L, B] than all of them.
+        `totals` [L, B], the entries that each layer divides over its heads, are read by `normalize` alone.
         """
         ranked = importance.nan_to_num(posinf=-torch.inf, neginf=-torch.inf)
         if self.normalize:
@@ -227,8 +227,8 @@ class Global(Allocation):
         floor: The share of the average that every head is guaranteed, protected entries included.
         weights: L rows of K numbers above 0, by which the importance of a head's entries is multiplied before heads are
             compared, and only then; None for 1. For importance that is not negative.
-        page: Every head keeps a multiple of so many entries, as the pages of a serving engine hold them; 1 for any
-            number. The budget is then kept exactly where the page divides it.
+        page: Every head keeps a multiple of this number of entries, the page size of a serving engine; 1 for any
+            number. The budget is met exactly only where the page divides it.
     """
 
     across_layers = True
@@ -305,7 +305,7 @@ def _ahead(promised: Counts, best: Tensor) -> Tensor:
 
 
 def _comparable(candidates: Tensor, share: int) -> Tensor:
-    """The importance [K, C] of a layer's heads, each scaled by what its own `share` best entries hold of it."""
+    """The importance [K, C] of a layer's heads, each scaled by the part of it in the head's `share` best entries."""
     ordered = candidates.sort(dim=-1, descending=True).values.nan_to_num(neginf=0.0)
     top, whole = ordered[:, :share].sum(-1, keepdim=True), ordered.sum(-1, keepdim=True)
     scaled = candidates * torch.where(whole == 0, 1.0, top / whole)
@@ -331,7 +331,7 @@ def _check_promise(name: str, budget: int, floor: float) -> None:
 
 
 def _evenly(available: Counts, share: int) -> Counts:
-    """`share` of each; what some lack is taken from the others."""
+    """`share` entries of each; where some have fewer, others get the difference."""
     total = min(available.size * share, int(available.sum()))
     return adjust_to_sum(available.clip(max=share), np.full(available.shape, share), total, available)
 
@@ -343,22 +343,22 @@ def adjust_to_sum(counts: Counts, ideal: NDArray[Any], total: int, most: Counts)
     one shape; ties go to the first.
     """
     limits, wanted = most.flatten().tolist(), ideal.flatten().tolist()
-    settled = [max(0, min(pair)) for pair in zip(counts.flatten().tolist(), limits, strict=True)]
-    missing = total - sum(settled)
+    adjusted = [max(0, min(pair)) for pair in zip(counts.flatten().tolist(), limits, strict=True)]
+    missing = total - sum(adjusted)
     step = 1 if missing > 0 else -1
 
     def place(index: int) -> tuple[float, int]:
         # Rounded, so that the noise of floats does not decide ties.
-        return round((settled[index] - wanted[index]) * step, 6), index
+        return round((adjusted[index] - wanted[index]) * step, 6), index
 
     def can_change(index: int) -> bool:
-        return settled[index] < limits[index] if step > 0 else settled[index] > 0
+        return adjusted[index] < limits[index] if step > 0 else adjusted[index] > 0
 
-    waiting = [place(index) for index in range(len(settled)) if can_change(index)]
+    waiting = [place(index) for index in range(len(adjusted)) if can_change(index)]
     heapq.heapify(waiting)
     for _ in range(abs(missing)):
         _, index = heapq.heappop(waiting)
-        settled[index] += step
+        adjusted[index] += step
         if can_change(index):
             heapq.heappush(waiting, place(index))
-    return np.array(settled).reshape(counts.shape)
+    return np.array(adjusted).reshape(counts.shape)

@@ -53,7 +53,7 @@ class Softmax(NamedTuple):
 
     Attributes:
         scaling: Factor of the dot products.
-        softcap: Logits are bent to between -softcap and softcap by tanh (Gemma 2); None for none.
+        softcap: Logits are squashed by tanh to between -softcap and softcap (Gemma 2); None for none.
         sinks: [H], for each query head a logit that takes its share of the weights and has no value (GPT-OSS); None
             for none.
     """
@@ -65,14 +65,15 @@ class Softmax(NamedTuple):
     def logits(self, grouped: Tensor, keys: Tensor) -> Tensor:
         """Queries [..., r, d] and keys [..., S, d] -> [..., r, S] float32.
 
-        Products of 16 bits are made in float32: in float16 they overflow where an attention kernel does not, in
-        bfloat16 they are off by 2%. With gradients those stay, which would keep the keys in float32.
+        16-bit queries and keys are multiplied in float32: in float16 products overflow where an attention kernel's do
+        not, in bfloat16 they are off by 2%. With gradients bfloat16 stays: autograd would store float32 keys.
         """
         if keys.dtype == torch.float16 or (keys.dtype == torch.bfloat16 and not torch.is_grad_enabled()):
             grouped, keys = grouped.float(), keys.float()
         rows = grouped * self.scaling
         if keys.is_cpu and keys.element_size() == 2 and not keys.is_contiguous():
-            # All heads at once, oneDNN makes a transposed copy of keys with room behind them, which takes far longer.
+            # Head by head: for all heads at once oneDNN makes a transposed copy of non-contiguous keys, which is far
+            # slower.
             by_head = zip(rows.flatten(0, -3), keys.flatten(0, -3), strict=True)
             products = torch.stack([row @ key.t() for row, key in by_head]).view(*rows.shape[:-1], keys.shape[-2])
         else:
@@ -97,7 +98,7 @@ class Softmax(NamedTuple):
     def normalised(self, logits: Tensor) -> Tensor:
         """The weights of grouped logits [B, K, H / K, q, S], masked ones very low or -inf; may overwrite `logits`."""
         if self.sinks is None:
-            # In place: a CPU gives the memory of another tensor of that size back, and pays for it, in each layer.
+            # In place: a second tensor of this size would be allocated and freed in each layer, which is slow on a CPU.
             in_place = logits.is_cpu and not torch.is_grad_enabled()
             return torch.softmax(logits, dim=-1, out=logits) if in_place else logits.softmax(dim=-1)
         sinks = self.sinks.float().view(1, logits.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
@@ -138,7 +139,7 @@ _PASSES: Counter[int] = Counter()
 
 
 def run(model: Reader, cache: Cache, *, recorder: Recorder | None = None, **inputs: Any) -> Any:
-    """A model's output for more tokens, which it appends to a cache; `inputs` are further arguments of the model.
+    """Run a model on new tokens, append them to a cache, and return its output; `inputs` are arguments of the model.
 
     Raises:
         UserError: the model is being trained with gradient checkpointing.
@@ -287,7 +288,7 @@ def later(rows: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Expansion:
-    """From the latents of a layer to each head's keys and values.
+    """Expands the latents of a layer to each head's keys and values.
 
     Attributes:
         weight: [H, nope + v, rank], the rows of `kv_b_proj` by head: those of keys before those of values.
@@ -327,6 +328,6 @@ class Expansion:
 
 
 def expansions(model: PreTrainedModel) -> list[Expansion]:
-    """One for each cache layer, of which a decoder layer may have several."""
+    """The expansion of each cache layer; a decoder layer may have several."""
     attentions: list[Any] = [module for module in model.modules() if hasattr(module, "kv_b_proj")]
     return [Expansion.of(attention) for attention in sorted(attentions, key=lambda each: int(each.layer_idx))]

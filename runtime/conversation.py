@@ -18,11 +18,11 @@ from keepsight.runtime.state import State
 class Conversation(CustomGenerate):
     """Several turns over one cache.
 
-    The first turn is what `generate` does. Each later turn is read after what the cache still holds, at the positions
-    that a full cache would use, and then the method is applied to the whole cache again, observing from the turn's end:
-    before every answer the cache holds at most the method's budget, however long the conversation. A ratio counts all
-    tokens so far. Methods that shorten the prompt do so at the first turn only, and methods that pack entries evict at
-    the first turn only. Evicted entries are gone for good.
+    The first turn is what `generate` does. Each later turn is read after the entries still in the cache, at the
+    positions that a full cache would use, and then the method is applied to the whole cache again, observing from the
+    turn's end: before every answer the cache holds at most the method's budget, however long the conversation. A ratio
+    counts all tokens so far. Methods that shorten the prompt do so at the first turn only, and methods that pack
+    entries evict at the first turn only. Evicted entries are gone for good.
 
     Args:
         model: The base model.

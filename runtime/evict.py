@@ -48,8 +48,8 @@ class Evict(CacheMethod):
         every: Eviction interval: number of generated tokens after which the method is applied again, keeping `budget -
             every` entries, so that the cache never exceeds the budget; 0 to evict from the prompt alone.
         during_prefill: Whether each layer is evicted from as soon as it is read, so that only one is whole at a time;
-            the same entries stay. None for where the observer and the allocation allow it; an observer that looks back,
-            or an allocation that compares layers, does not.
+            the same entries stay. None: where observer and allocation allow it, which an observer that looks back, or
+            an allocation that compares layers, does not.
         value_norm: Whether an entry's importance is multiplied by the L2 norm of its value: what it adds to a layer's
             output grows with both (VATP, arXiv 2406.12335, which takes the L1 norm). For scores that are not negative.
 
@@ -91,7 +91,7 @@ class Evict(CacheMethod):
             return
         protected = self.sinks + self.window
         if self.budget - self.every <= protected and (protected or self.every):
-            spared = f" and the {self.every} of every" if self.every else ""
+            spared = f" plus every={self.every}" if self.every else ""
             raise UserError(
                 f"{name}: budget {self.budget} must be above the {protected} protected entries (sinks + window){spared}"
             )
@@ -174,7 +174,7 @@ class Evict(CacheMethod):
     def evict(
         self, model: PreTrainedModel, state: State, scores: list[Tensor] | None = None
     ) -> tuple[State, list[Tensor]]:
-        """Evict from a state, evicted from before or not; it stays unchanged.
+        """Evict from a state, which may have been evicted from before; it stays unchanged.
 
         Args:
             model: The base model.
@@ -264,7 +264,7 @@ class Evict(CacheMethod):
             counts = np.array(torch.stack([mask.sum(dim=-1).to(selected[0].device) for mask in selected]).tolist())
         else:
             counts = self.allocate(self._sizes(state), self.budgets(state), [])
-        # Bounded layers go on to need the model's mask of padding, which then fits no dense layer.
+        # Bounded layers still need the model's padding mask, which fits no dense layer after eviction.
         ragged = state.tokens_mask is not None and any(map(is_bounded, state.cache.layers))
         marked, evicted = bool(counts.min() != counts.max()), zip(state.layers, selected, counts, strict=True)
         layers = [
@@ -291,7 +291,7 @@ class Evict(CacheMethod):
 class _LayerEviction:
     """Evicts from each layer of a batch of prompts as soon as it is read.
 
-    What a layer computes does not depend on the entries of others, so the same entries stay as with eviction after the
+    What a layer computes does not depend on the entries of others, so the same entries stay as by eviction after the
     prefill, and only one layer is whole at a time. A prompt that is read in chunks is evicted from in the last pass.
     """
 

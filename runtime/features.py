@@ -1,4 +1,4 @@
-"""Features: the outputs of chosen layers of a model, recorded while it runs; and what goes into their attention."""
+"""Hooks that record a model's features (the outputs of chosen layers) and watch the inputs of its attention."""
 
 import functools
 import threading
@@ -42,7 +42,7 @@ class RecordFeatures(ExitStack):
         return tuple(self._outputs[place].to(self._device) for place in range(len(self._layers)))
 
     def after(self, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """`outputs` of the latest pass behind those of the tokens before it; none before the first pass."""
+        """`outputs` of the latest pass appended to `before`, those of earlier tokens; empty before the first pass."""
         new = self.outputs()
         return tuple(torch.cat(pair, dim=1) for pair in zip(before, new, strict=True)) if before else new
 
@@ -61,9 +61,9 @@ def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class WatchInputs(ExitStack):
-    """While entered, hands on what goes into the attention of each layer with full attention.
+    """While entered, calls `watch` with the attention input of each layer with full attention.
 
-    `watch` is called with the decoder layer's index, its attention module, and the module's input [B, q, hidden]. A
+    Its arguments are the decoder layer's index, its attention module, and the module's input [B, q, hidden]. A
     `UserError` if the model's attention modules are not known.
     """
 

@@ -144,7 +144,7 @@ class GenerateRequest:
     Attributes:
         input_ids: [B, N] int64, the prompts, padded on the left.
         mask: [B, N], 0 for padding; None when no row is padded.
-        past: Cache of an earlier answer, whose tokens `input_ids` repeats; None to begin anew.
+        past: Cache of an earlier answer, whose tokens `input_ids` repeats; None for a first turn.
         unread: [B, n] int64: the tokens of `input_ids` that `past` has not read.
         chunk: Tokens per forward pass of the prefill; None for the whole prompt in one.
         images: Images in the prompts; None for none.
@@ -172,9 +172,9 @@ class _Signature:
     def __get__(self, instance: Any, owner: type) -> inspect.Signature | None:
         if instance is None:
             return None  # a class is called as its __init__ says
-        given = _locals_of("_extract_generation_mode_kwargs")
-        if (tokenizer := given.get("generation_mode_kwargs", {}).get("tokenizer")) is not None:
-            given["kwargs"]["tokenizer"] = tokenizer
+        variables = _locals_of("_extract_generation_mode_kwargs")
+        if (tokenizer := variables.get("generation_mode_kwargs", {}).get("tokenizer")) is not None:
+            variables["kwargs"]["tokenizer"] = tokenizer
         return inspect.signature(instance.__call__)
 
 
@@ -209,7 +209,7 @@ class CustomGenerate(ABC):
 
         Returns:
             As `model.generate`: prompt and answer, [B, N + T] int64; with `return_dict_in_generate`, the output that
-            holds them, their `scores` and `logits` if asked for, and `past_key_values` to go on from.
+            holds them, their `scores` and `logits` if asked for, and `past_key_values` to continue from.
 
         Raises:
             UserError: `model.generate` has an argument that is not supported.
@@ -299,8 +299,8 @@ class _Recorder(LogitsProcessor):
 def _locals_of(name: str) -> dict[str, Any]:
     """The arguments and variables of a method of `GenerationMixin` that is running; none if it is not.
 
-    transformers shows a streamer the prompt but gives it to no callable of ours, and silently drops an assistant
-    model (5.18 to 5.24); the frame of `generate` is the only place where they can be had.
+    transformers (5.18 to 5.24) does not pass the streamer on to a `custom_generate`, and silently drops an assistant
+    model. Only the frame of `generate` has both.
     """
     code, frame = inspect.unwrap(vars(GenerationMixin)[name]).__code__, inspect.currentframe()
     while frame is not None and frame.f_code is not code:
@@ -323,7 +323,7 @@ def _require_honoured(
         "output_attentions": config.output_attentions or None,
         "output_hidden_states": config.output_hidden_states or None,
         "synced_gpus": options.get("synced_gpus") or None,
-        "cache_implementation": options.get("kwargs", {}).get("cache_implementation"),  # the model's own is no wish
+        "cache_implementation": options.get("kwargs", {}).get("cache_implementation"),  # a model default is no request
     }
     for name in sorted(asked.keys() - _READ):
         if asked[name] is not None and asked[name] != {}:
@@ -386,8 +386,8 @@ class Method(CustomGenerate):
     def resume(self, model: PreTrainedModel, state: State, tokens: Tensor, *, chunk: int | None = None) -> State:
         """Read a further turn and return the state to answer from, within the budget again.
 
-        The state, of this method or one that `joins`, stays unchanged. `tokens` are [B, n] int64, without padding; none
-        to answer what has been read. `chunk` is as for `start`.
+        The state, of this method or one that `joins`, stays unchanged. `tokens` are [B, n] int64, without padding; with
+        n = 0 the answer follows what has been read. `chunk` is as for `start`.
         """
         reader, state = model if state.joins else self.turn_reader(model), state.copy()
         for part in tokens.split(chunk or tokens.shape[1], dim=1) if tokens.shape[1] else ():
@@ -463,7 +463,7 @@ class Method(CustomGenerate):
             state = self.start(model, ids, mask, chunk=request.chunk, images=request.images)
         eviction = self.periodic_eviction(model) if self.every else None
         if eviction is None and not request.goes_on and state.needs != Needs():
-            state = replace(state, needs=Needs(), features=())  # recording without a reader would cost every step
+            state = replace(state, needs=Needs(), features=())  # unread recordings would slow every step
         return decode(self.reader(model), state, eviction=eviction, **request.decoding)
 
 

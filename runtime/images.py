@@ -1,4 +1,4 @@
-"""Prompts with images: what a model takes beside their tokens, and the positions that it gives these."""
+"""Prompts with images: the model's inputs beside the token ids, and the positions of the tokens."""
 
 import inspect
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from keepsight.models.decoder import decoder_of
 from keepsight.runtime.features import in_this_thread
 
 PIXELS = ("pixel_values", "mm_encoder_outputs")
-"""Either of them holds the images: as the processor made them, or as `model.generate` has encoded them before."""
+"""Inputs with the images themselves: as the processor made them, or encoded by `model.generate`."""
 _NO_KINDS = "mm_token_type_ids, which say where images are, are missing; pass everything that the processor returns"
 IMAGE_INPUTS = frozenset({*PIXELS, "image_grid_thw", "mm_token_type_ids", "token_type_ids"})
 
@@ -26,7 +26,7 @@ class Images:
 
     Attributes:
         inputs: Inputs of the model for them, as its processor names them; see `IMAGE_INPUTS`.
-        positions: [3, B, N] int64: the positions of the prompts' tokens, where they are known and not as in text.
+        positions: [3, B, N] int64: the tokens' M-RoPE positions, where they are known; else None.
         processed: The inputs as the processor made them, for another model that reads the same images.
     """
 
@@ -56,11 +56,10 @@ class Images:
         return Images({name: each.to(other.device) for name, each in self.processed.items()})
 
     def shortened(self, model: PreTrainedModel, input_ids: Tensor, kept: Tensor) -> "Images":
-        """What is left of the images in a shortened prompt [1, N], of which `kept` [C] int64, ascending, stay.
+        """The images of a prompt [1, N] that is shortened to its tokens `kept` [C] int64, ascending.
 
-        The tokens are embedded before some are left out. Positions are numbered anew without gaps, which for text are
-        0, 1, 2, ..., and for a whole image the rows and columns that it had. A `UserError` if the model's images cannot
-        be read in part.
+        The tokens are embedded before some are left out. Positions are renumbered without gaps: 0, 1, 2, ... for text,
+        and the same rows and columns for a whole image. A `UserError` if the model's images cannot be read in part.
         """
         if "token_type_ids" in self.inputs:
             raise UserError(
@@ -121,12 +120,12 @@ class _Embedded(Images):
 
 
 class _Embeddings(Exception):
-    """Ends a pass where the decoder begins."""
+    """Raised by a hook to end a forward pass where the decoder begins."""
 
 
 @torch.no_grad()
 def _embedded(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor:
-    """What a model's decoder reads of a prompt with images: [1, N, hidden]."""
+    """The decoder's input embeddings of a prompt with images: [1, N, hidden]."""
 
     @in_this_thread
     def stop(module: Any, args: Any, options: dict[str, Any]) -> None:

@@ -79,7 +79,7 @@ def observed_attention(
     Args:
         query: [B, H, q, d], the queries of the last q of the S positions; causal among themselves but for `ahead`.
         key: [B, K, S, d].
-        softmax: The layer's; what its sinks take is lost to the entries.
+        softmax: The layer's; the weights of its sinks go to no entry.
         length: N; later columns take part in the softmax and are dropped after it.
         key_mask: [B, S], or [B, 1 or K, S], bool, False for padding. Where absent, every key is real.
         query_mask: [B, q] bool, False for padding rows, which do not count; or float, a weight per query. [B, C, q]
@@ -125,9 +125,10 @@ def observed_attention(
 def attention_weights(
     query: Tensor, key: Tensor, softmax: Softmax, key_mask: Tensor | None = None, hidden: Tensor | None = None
 ) -> Tensor:
-    """Softmax in float32 of the queries of the last q keys; arguments as for `observed_attention`.
+    """Attention weights in float32; arguments as for `observed_attention`.
 
-    Where `hidden`, [B, q, m] bool, says which of the last m keys each query does not see, the queries may be others.
+    The queries are those of the last q keys, unless `hidden` [B, q, m] bool says which of the last m keys each of them
+    does not see.
 
     Returns:
         [B, H, q, S] float32, causal unless `hidden` is set.
@@ -147,7 +148,7 @@ def attention_weights(
 
 
 def recorded_queries(layer: KeptLayer, wanted: int) -> Any:
-    """What was recorded of the last `wanted` tokens, or of fewer where no more is left: see `Recorded`.
+    """The recording of the last `wanted` tokens, or of as many as are left: see `Recorded`.
 
     Raises:
         UserError: no query was recorded, or all of their entries may have been evicted.
@@ -162,11 +163,11 @@ def recorded_queries(layer: KeptLayer, wanted: int) -> Any:
 
 
 def seen_ahead(mask: Any, rows: int) -> Tensor | None:
-    """How many tokens after its own each token sees, as those of an image do in Gemma 3, which see the whole image.
+    """How many later tokens each token sees: in Gemma 3 the tokens of an image see the whole image.
 
-    `mask` is what the model gave its attention for one pass: [B, 1, q, S], bool (True where a query may look) or added
-    to the logits, or flex attention's; what else there is (None, the padding of flash attention) is causal. [B, rows]
-    int64, for the last `rows` tokens of the pass; None where each token sees none.
+    `mask` is the attention mask of one pass: [B, 1, q, S], bool (True where a query may look) or added to the logits,
+    or flex attention's; any other (None, the padding mask of flash attention) is causal. Returns [B, rows] int64, for
+    the last `rows` tokens of the pass; None where no token sees a later one.
     """
     if rows < 2 or mask is None or len(mask.shape) != 4:
         return None
@@ -192,7 +193,7 @@ def reduce_group(importance: Tensor, kv_heads: int, reduction: str = "mean") -> 
 
 
 def stacked(layers: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
-    """Neighbouring layers of one shape and device as one tensor [l, ...], for which one operator does the work of l.
+    """Stack neighbouring layers of one shape and device to [l, ...], so that one operator serves all of them.
 
     Yields:
         The places of the layers, and the stack, not to be written to: of `STACKED` numbers at most, or a single layer.
@@ -253,7 +254,7 @@ def _descending(count: int, device: torch.device) -> Tensor:
 
 
 def select_top(importance: Sequence[Tensor], counts: Counts) -> list[Tensor]:
-    """For each layer, its most important entries [B, K, C] bool, [L, B, K] in each head; ties go to the first index."""
+    """For each layer, the mask [B, K, C] bool of the `counts` [L, B, K] top entries; ties go to the first index."""
     chosen: list[Tensor] = []
     for places, layers in stacked(importance):
         chosen += top_mask(layers, counts[places]).unbind()

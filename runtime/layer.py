@@ -31,7 +31,7 @@ Counts: TypeAlias = NDArray[np.int64]
 ROOM = 64
 """Least room, in entries, that a cache adds when it grows; memory plans count it."""
 GROWTH = 1 / 16
-"""Room that it adds, as a share of the entries in memory, where that is more; memory plans count it."""
+"""Room that a growing cache adds, as a share of its entries, if that is more than `ROOM`; memory plans count it."""
 
 
 class LayerEntries(NamedTuple):
@@ -66,8 +66,8 @@ class Recorded:
             `keepsight.runtime.importance.seen_ahead`.
         accumulated: [B, H, C] float32, accumulated attention: the sum over all queries; None where it was not asked
             for.
-        scores: By trained scorer, its numbers for each entry, [B, K x numbers, C] float32.
-        statistics: Of all queries; None where they were not asked for.
+        scores: For each trained scorer, its `numbers` outputs per entry, [B, K x numbers, C] float32.
+        statistics: Statistics of all queries; None where they were not asked for.
     """
 
     softmax: Softmax
@@ -94,7 +94,7 @@ def spare(count: int, least: int = ROOM) -> int:
 
 
 def room_after(count: int, room: int, appended: Iterable[int]) -> int:
-    """Entries that there is room for once so many more were appended, one number after another."""
+    """Capacity in entries after `appended` entries, one number after another, were added to `count` of `room`."""
     for more in appended:
         count += more
         if count > room:
@@ -109,13 +109,14 @@ class KeptLayer(DynamicLayer):
         keys: [B, K, C, d]; None for a layer that has read nothing.
         values: [B, K, C, d]; None likewise.
         seen: Logical length: tokens seen so far, evicted ones included.
-        real: [B, K, C] bool, False for keys returned by `update` that were padded to one length; attention then heeds
-            it, and no mask of the model. None otherwise.
+        real: [B, K, C] bool, False for keys returned by `update` that were padded to one length; attention then uses it
+            in place of the model's mask. None otherwise.
 
     Attributes:
         token_mask: [B, M] bool, False for left padding among the first tokens of a batch from which nothing was
             evicted; None for none. Attention takes it from the model's mask.
-        expansion: Makes every head's keys and values of cached latents; None where the cache holds keys and values.
+        expansion: Computes every head's keys and values from cached latents; None where the cache holds keys and
+            values.
         origin: The model, and the index of the decoder layer that it belongs to; None for a layer without a model.
         recorded: What was recorded while tokens were read; None for nothing.
     """
@@ -206,16 +207,16 @@ class KeptLayer(DynamicLayer):
         return LayerEntries(self.keys, self.values, real)
 
     def attended(self, stored: LayerEntries | None = None) -> LayerEntries:
-        """All entries, or some of them, as queries see them: of latents, every head's keys and values.
+        """All entries, or the `stored` ones, as attention reads them: latents are expanded to every head.
 
-        Those take far more memory.
+        Expanded entries take far more memory.
         """
         keys, values, real = self.entries() if stored is None else stored
         return LayerEntries(*((keys, values) if self.expansion is None else self.expansion(keys, values)), real)
 
     @property
     def kv_heads(self) -> int:
-        """K."""
+        """Number of KV heads, K."""
         return self.keys.shape[1]
 
     @property
@@ -254,8 +255,8 @@ class KeptLayer(DynamicLayer):
         """A layer of the entries that `mask` [B, K, C] bool marks, `counts` [B, K] of each head.
 
         They are copied, so that the memory of the others can be freed. The last `window` tokens' entries all stay; the
-        recorded queries of others are dropped. The layer is ragged where heads differ, or if `ragged`; a dense layer
-        that is `marked` marks its entries as real, so that it heeds no mask of the model.
+        recorded queries of others are dropped. The layer is ragged where heads differ, or if `ragged`; with `marked`, a
+        dense layer marks its entries as real, and attention ignores the model's mask.
         """
         keys, values, _ = self.entries()
         count = None if ragged or counts.min() != counts.max() else int(counts.min())
@@ -280,7 +281,7 @@ class KeptLayer(DynamicLayer):
 
 
 class RaggedLayer(OwnAttention, KeptLayer):
-    """Different numbers of entries per KV head, without padding: one head's lie behind the other's.
+    """Different numbers of entries per KV head, stored without padding, one head after the other.
 
     From the first update on each head has the same room behind its entries, to which tokens are appended in place. How
     many entries each has is known without waiting for the device. Each head is attended to by itself; a GPU can attend
@@ -354,13 +355,13 @@ class RaggedLayer(OwnAttention, KeptLayer):
         return key_states, value_states
 
     def _make_room(self, room: int) -> None:
-        """Copy all entries to where there is room for so many tokens behind each head's."""
+        """Copy all entries to new memory with room for `room` tokens after each head's."""
         places, spans = _one_after_another(self.counts, room), self._spans()
         entries, grown = int(self.counts.sum()) + room * self.counts.size, list[Tensor]()
-        for held in (self.keys, self.values):
-            grown.append(held.new_empty(1, 1, entries, held.shape[3]))
+        for tensor in (self.keys, self.values):
+            grown.append(tensor.new_empty(1, 1, entries, tensor.shape[3]))
             for (to, _), span in zip(places, spans, strict=True):
-                grown[-1].narrow(2, to, span[1]).copy_(held.narrow(2, *span))
+                grown[-1].narrow(2, to, span[1]).copy_(tensor.narrow(2, *span))
         self.keys, self.values = grown
         self._kept, self._writable, self._shared = places, room, 0
         bounds = torch.tensor([[first for first, _ in places], [sum(each) for each in places]])
@@ -419,7 +420,7 @@ class RaggedLayer(OwnAttention, KeptLayer):
 
 
 def _one_after_another(counts: Counts, room: int) -> list[tuple[int, int]]:
-    """Where each head's entries begin, with so much room behind them, and how many there are."""
+    """Where each head's entries begin, with `room` places after each head's, and how many there are."""
     numbers = counts.ravel().tolist()
     return [*zip(itertools.accumulate((each + room for each in numbers), initial=0), numbers, strict=False)]
 
@@ -430,13 +431,13 @@ def _entry_bytes(entries: Tensor) -> int:
 
 
 def _unpack(packed: Tensor, places: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """[total, d] -> [B, K, C, d] of the shape [B, K, C], zeros but at the places [total] int64 of all B x K x C."""
+    """Rows [total, d] at `places` [total] int64 of B x K x C rows, the others zero: [B, K, C, d], `shape` [B, K, C]."""
     padded = packed.new_zeros(math.prod(shape), packed.shape[1])
     return padded.index_copy_(0, places, packed).view(*shape, packed.shape[1])
 
 
 def _at(recorded: Tensor, mask: Tensor, counts: Counts) -> Tensor:
-    """[B, H, C] at the entries [B, K, C] bool that a query head's KV head keeps, padded on the left if heads differ."""
+    """The columns of [B, H, C] that each query head's KV head keeps ([B, K, C] bool), left-padded if heads differ."""
     group, length = recorded.shape[1] // mask.shape[1], mask.shape[2]
     if counts.min() == counts.max():
         places = torch.nonzero_static(mask, size=int(counts.sum()))[:, -1].view(*counts.shape, -1)

@@ -51,7 +51,7 @@ class Observer(ABC):
 
         Args:
             model: The base model.
-            state: A prompt that it has read, evicted from or not.
+            state: A prompt that it has read, before or after eviction.
             reduce: Reduction over the observing queries and over the query heads of a KV head; unused by scorers
                 without queries.
 
@@ -92,10 +92,10 @@ class LayerObserver(Observer):
 @registry.observer("prompt_window")
 @dataclass(frozen=True)
 class PromptWindow(LayerObserver):
-    """The last tokens observe (SnapKV, arXiv 2404.14469, section 4); their queries were kept when they were read.
+    """The last tokens observe (SnapKV, arXiv 2404.14469, section 4), by queries recorded when they were read.
 
     Attributes:
-        window: Number of observing tokens, or of all that were kept where they are fewer; None for the method's window.
+        window: Number of observing tokens, at most as many as were recorded; None for the method's window.
     """
 
     window: Positive | None = None
@@ -118,7 +118,7 @@ class PromptWindow(LayerObserver):
 
 
 def combine(of_window: Tensor, of_draft: Tensor, rows: int, real: Tensor, reduction: str) -> Tensor:
-    """Combine what a prompt's last queries and a draft observe in a layer, [B, H, C] float32 each.
+    """Combine the attention of a prompt's last queries and of a draft in a layer, [B, H, C] float32 each.
 
     Both are reduced by `reduction` (`mean` or `max`): over `rows` queries of the window, and over a draft of which
     `real` [B, T] bool is False for padding.
@@ -151,9 +151,9 @@ def look_back(
 ) -> list[Tensor]:
     """Let observers look back from the position of a state's next token, or `start` tokens after it; see `observe`.
 
-    Each layer's attention is reduced to KV heads when it is computed, after `combined`, with which other observers add
-    theirs: [B, K, N] float32 for each layer. A `UserError` if `start` is not 0, and entries were evicted before, or a
-    layer sees only some of them; or it is before the prompt.
+    Each layer's attention is reduced to KV heads when it is computed, after `combined`, which adds that of other
+    observers: [B, K, N] float32 for each layer. A `UserError` if `start` is before the prompt, or is not 0 though
+    entries were evicted before or a layer is bounded.
     """
     kv_heads, hidden = [layer.kv_heads for layer in state.layers], max(-start, 0)
     seen = _before(state, start) if start else state
@@ -240,8 +240,8 @@ def observe(
         observer_mask: [R, n] bool, False for padding on the right of the observers.
         reduction: Reduction over the observers: `mean` or `max`.
         keep: Reduces a layer's attention as soon as it is computed.
-        stops: Whether the pass may end in the middle of the model, once the last layer's entries are scored: hooks that
-            others put around its modules are then not called.
+        stops: Whether the pass may end in the middle of the model, once the last layer's entries are scored: forward
+            hooks around its modules are then not called.
 
     Returns:
         For each layer with full attention, `keep` of the observers' attention [R, H, N] float32. Gradients flow
@@ -283,7 +283,7 @@ def read_with(
 
 
 def as_observed(cache: Cache, layers: Any) -> Cache:
-    """A cache with other layers in place of those with full attention, for observers, who change no recurrent state."""
+    """A cache with other layers in place of those with full attention; observers change no recurrent state of it."""
     copied = with_full_layers(cache, layers).layers
     return Cache(layers=[ObservedRecurrence(one) if isinstance(one, LinearAttentionLayer) else one for one in copied])
 
@@ -312,7 +312,7 @@ class ObservedRecurrence(LinearAttentionLayer):
 
 
 class ViewedLayer(OwnAttention, DynamicLayer):
-    """Stored entries to which new tokens attend, and each other, without storing what they append.
+    """Stored entries to which new tokens attend, and to each other, without being appended.
 
     Args:
         layer: The layer that stores the entries, or its entries.
@@ -329,7 +329,7 @@ class ViewedLayer(OwnAttention, DynamicLayer):
         self.lazy_initialization(stored.keys, stored.values)
         self.keys, self.values = stored.keys, stored.values
         self.real = stored.real
-        unmarked = mask is not None and (stored.real is None or len(mask) != len(stored.keys))  # as rows share entries
+        unmarked = mask is not None and (stored.real is None or len(mask) != len(stored.keys))  # rows share entries
         if mask is not None and unmarked and stored.keys.shape[2] >= mask.shape[1]:
             self.real = mask[:, None].to(stored.keys.device)
 
@@ -357,7 +357,7 @@ class ObservedLayer(ViewedLayer):
         self.observer_mask, self.reduction, self.keep = observer_mask, reduction, keep
 
     def taken(self) -> Tensor:
-        """The kept attention, once: the layer attends again when it is recomputed in the backward pass."""
+        """The kept attention. Later calls of `attend`, when the backward pass recomputes the layer, keep none."""
         kept, self.attention = self.attention, None
         self.is_taken = True
         assert kept is not None
@@ -371,7 +371,7 @@ class ObservedLayer(ViewedLayer):
             attention, output = checkpoint(look, query, key, value, use_reentrant=False, preserve_rng_state=False)
         else:
             attention, output = look(query, key, value)
-        kept = self.keep(attention)  # also where it is only recomputed: what autograd saves must be the same
+        kept = self.keep(attention)  # also when recomputed: autograd must save the same tensors
         if not self.is_taken:
             self.attention = kept
         return output
@@ -426,9 +426,9 @@ class LastObservedLayer(ObservedLayer):
 def _weights(query: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax, real: Tensor | None) -> Tensor:
     """Attention weights [B, K, (H / K) x (R / B) x q, N + S] float32 of observers, to stored entries and to each other.
 
-    Queries [R, H, q, d] are those of the last q of S observers, causal among themselves, whose keys `own_keys` [R, K,
-    S, d] are. R / B neighbouring rows share a row of the entries' keys [B, K, N, d], of which `real` [R, 1 or K, N]
-    bool is False where a row does not see one.
+    Queries [R, H, q, d] are those of the last q of S observers, causal among themselves; `own_keys` [R, K, S, d] are
+    the keys of these. R / B neighbouring rows share a row of the entries' keys [B, K, N, d]; `real` [R, 1 or K, N] bool
+    is False where a row does not see an entry.
     """
     sharing, (heads, rows), kv_heads = len(query) // len(keys), query.shape[1:3], keys.shape[1]
     grouped = query.reshape(len(query), kv_heads, -1, query.shape[3])

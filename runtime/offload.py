@@ -1,4 +1,4 @@
-"""The full cache in CPU memory, work in the background, and entries fetched meanwhile.
+"""The full cache in CPU memory, from which a background thread fetches entries.
 
 On a GPU all of it is experimental; the side stream is off by default.
 """
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class FromDevice:
-    """A tensor on its way to the CPU; a thread can wait for it, and for all device work enqueued before it.
+    """A tensor that is being copied to the CPU; a thread can wait for it, and for all device work before it.
 
     Args:
         tensor: On any device.
@@ -64,7 +64,7 @@ class Begun:
 
 @contextmanager
 def on_side_stream(device: torch.device) -> Iterator[None]:
-    """Work enqueued inside runs beside the model (experimental); where streams are off, between its work."""
+    """Enqueue work on a side stream, beside the model (experimental); on the model's stream where streams are off."""
     if device.type != "cuda" or not is_on("streams"):
         yield
         return
@@ -98,7 +98,7 @@ class Traffic:
     Attributes:
         offloaded: Bytes sent to the CPU.
         fetched: Bytes sent back to the device.
-        asked: Bytes that would have been sent back had no entry been on the device already.
+        asked: Bytes of all requested entries, those already on the device included.
         reused: Entries that were on the device already.
         selections: Number of selections that slots were filled with, one per layer and step.
         fetching: Seconds spent gathering.
@@ -145,11 +145,11 @@ class Fetch:
         self._indices, self._coming, self._traffic = indices, coming, traffic
 
     def wait(self) -> FetchedEntries:
-        """The entries, which the device's work from here on waits for; may be called again."""
+        """The entries. Device work enqueued from here on waits for them, the CPU does not; may be called again."""
         return FetchedEntries(self._indices, *self.rows().chunk(2, dim=3))
 
     def rows(self) -> Tensor:
-        """Likewise [B, K, k, 2d], keys beside values."""
+        """As `wait`, but one tensor [B, K, k, 2d], keys beside values."""
         rows, sending = await_counted(self._coming, self._traffic)
         sending.precede()
         if rows.is_cuda:
@@ -161,7 +161,7 @@ class Fetch:
 class FullEntries:
     """The entries of one layer in CPU memory, pinned where there is a GPU.
 
-    Appending returns another view; both stay valid, and share what they have in common.
+    Appending returns another view; both stay valid, and share memory.
 
     Attributes:
         length: Number of entries per KV head.

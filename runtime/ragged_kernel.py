@@ -22,7 +22,7 @@ if HAS_TRITON := find_spec("triton") is not None:
 
     @triton.jit
     def online_softmax(scores, best, total):  # type: ignore[no-untyped-def]
-        """Weights of more scores, the factor of what was summed before, and the new highest score and denominator."""
+        """Weights of more scores, the factor for earlier sums, and the new highest score and denominator."""
         highest = tl.maximum(best, tl.max(scores, 1))
         least = tl.where(highest == float("-inf"), 0.0, highest)  # where a query sees no entry yet
         weights, fade = tl.exp(scores - least[:, None]), tl.exp(best - least)
@@ -40,7 +40,7 @@ STAGES = 1
 
 
 def usable(query: Tensor, values: Tensor) -> bool:
-    """Whether the kernel is on, and can be compiled for where a query [..., d] and values [..., d] are."""
+    """Whether the kernel is on, and can be compiled for the device of a query [..., d] and values [..., d]."""
     there = query.is_cuda and HAS_TRITON and torch.version.hip is None
     return there and query.shape[-1] == values.shape[-1] and is_on("ragged")
 
@@ -50,9 +50,9 @@ def attend_ragged(
 ) -> Tensor:
     """Causal attention [B, q, H, d], contiguous, of queries [B, H, q, d], the last q tokens of each KV head's entries.
 
-    Keys and values [total, d] are those of all rows and KV heads. `starts` and `ends` [B x K] int64 are the places of
-    each head's first entry and behind its last one, which is of the last query; `longest` is at least the longest
-    head's number.
+    Keys and values [total, d] are those of all rows and KV heads. `starts` and `ends` [B x K] int64 are the place of
+    each head's first entry and one past its last, the entry of the last query; `longest` is at least the largest number
+    of entries of a head.
     """
     batch, _, rows, width = query.shape
     kv_heads = len(starts) // batch

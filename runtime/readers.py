@@ -1,4 +1,4 @@
-"""Wrappers of a model: one reads token by token, one a further turn after layers that read a few entries per step."""
+"""Wrappers of a model that read token by token, or read a further turn into a cache that is read sparsely."""
 
 from abc import ABC, abstractmethod
 from typing import Any, cast
@@ -14,7 +14,7 @@ from keepsight.runtime.attention import OwnAttention, Reader, Softmax, grouped_a
 
 
 class TokenReader(ABC):
-    """A model that reads one token after the other.
+    """Base of wrappers of a model that read one token after the other.
 
     Args:
         model: The base model.
@@ -52,8 +52,8 @@ class TokenReader(ABC):
 class TurnLayer(DynamicLayer, OwnAttention):
     """A layer while a turn is read.
 
-    `layer`, to which it appends, has a `read_turn(keys, values)` that takes those of the new tokens, as its own
-    `attend` does, and returns all its entries in full precision.
+    `layer`, to which it appends, has a `read_turn(keys, values)` that appends the new tokens' entries and returns all
+    entries in full precision.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -81,7 +81,7 @@ class TurnLayer(DynamicLayer, OwnAttention):
 
 
 class TurnReader:
-    """A model that reads a turn after a state whose layers read a few entries per step.
+    """A wrapper of a model that reads a further turn densely into a cache that is read sparsely at each step.
 
     Args:
         model: The base model.

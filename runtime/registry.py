@@ -29,9 +29,9 @@ OBSERVERS: dict[str, type[Any]] = {}
 DRAFTERS: dict[str, type[Any]] = {}
 ALLOCATIONS: dict[str, type[Any]] = {}
 LABELS: dict[str, str] = {}
-"""What plots and pages call a method, where that is not its name."""
+"""Labels of methods in plots and pages, where they differ from their names."""
 STYLES: dict[str, Style] = {}
-"""How methods are drawn; those without a style take the colours that are left."""
+"""How methods are drawn; methods without a style take the remaining colours."""
 
 
 def method(
@@ -39,8 +39,8 @@ def method(
 ) -> Callable[[Registered], Registered]:
     """Register a method under the name that `methods=` calls it by.
 
-    Plots and pages call it `label`, its name by default, and draw it in the `colour` `#RRGGBB`, one that is left over
-    by default, with a `marker` and a `line` of matplotlib.
+    Plots and pages call it `label`, its name by default, and draw it in the `colour` `#RRGGBB`, one of the remaining
+    colours by default, with a `marker` and a `line` of matplotlib.
     """
     if label:
         LABELS[name] = label

@@ -1,4 +1,4 @@
-"""RoPE of a base model, undone and applied anew; statistics of all queries that a layer has seen, without positions."""
+"""RoPE of a base model, inverted and applied again; statistics of a layer's queries without their positions."""
 
 import sys
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from keepsight.errors import UserError
 from keepsight.models.decoder import FULL, attention_of, decoder_of, has_latents, layer_kinds
 
 _BY_LENGTH = ("dynamic", "longrope")
-"""Kinds of RoPE whose angles follow the length of what is read."""
+"""Kinds of RoPE whose angles depend on the length of the prompt."""
 SINKS = 4
 """First tokens whose queries are left out of the statistics: they are unlike all others."""
 
@@ -19,8 +19,8 @@ SINKS = 4
 class Rotary:
     """RoPE of a decoder layer of a model; layers without it leave heads as they are.
 
-    If `latent`, heads may be expanded from latents (MLA), whose last dimensions alone are turned. A `UserError` if the
-    model's latents, or angles that follow the prompt's length, cannot be undone.
+    If `latent`, heads may be expanded from latents (MLA), and only their last dimensions have RoPE. A `UserError` if
+    the model's latents, or angles that follow the prompt's length, cannot be undone.
     """
 
     def __init__(self, model: PreTrainedModel, index: int, *, latent: bool = False) -> None:
@@ -34,7 +34,7 @@ class Rotary:
         self._latent = has_latents(model)
         unknown = (self._latent and not latent) or (self._embedding is not None and self._apply is None)
         if kind in _BY_LENGTH or unknown:
-            reason = f"its rope_type is {kind}" if kind in _BY_LENGTH else "its heads are turned in a way of their own"
+            reason = f"its rope_type is {kind}" if kind in _BY_LENGTH else "its attention applies RoPE in its own way"
             raise UserError(
                 f"positions in cached keys of {config.model_type} cannot be undone: {reason}; take a method that "
                 "reads keys as they are, such as quest"
@@ -60,7 +60,7 @@ class Rotary:
         return self._by(heads, cos.mean(dim=1, keepdim=True), sin.mean(dim=1, keepdim=True))
 
     def pair_norms(self, heads: Tensor) -> Tensor:
-        """The norm of the pair that each dimension is turned in, [B, h, n, d]; 0 for dimensions without RoPE."""
+        """The norm of each dimension's RoPE pair, [B, h, n, d]; 0 for dimensions without RoPE."""
         if self._embedding is None:
             return torch.zeros_like(heads)
         cos, sin = self._angles(heads, torch.zeros(1, 1, dtype=torch.long))
@@ -69,13 +69,13 @@ class Rotary:
         return torch.hypot(heads, self._by(heads, *quarter)) * (self._by(ramp, *quarter) != ramp)
 
     def _angles(self, heads: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines at positions [B or 1, n], on the device of heads; the embedding is on one of the model."""
+        """Cosines and sines at positions [B or 1, n], on the device of `heads`, where the embedding need not be."""
         device = next((each.device for each in self._embedding.buffers()), heads.device)
         cos, sin = self._embedding(heads.new_empty(0, device=device), positions.to(device), *self._kind)
         return cos.to(heads.device), sin.to(heads.device)
 
     def _by(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Heads turned by cosines and sines [B or 1, n or 1, r]."""
+        """Heads rotated by cosines and sines [B or 1, n or 1, r]."""
         fixed = heads[..., : heads.shape[-1] - cos.shape[-1]] if self._latent else heads[..., :0]
         moved = heads[..., fixed.shape[-1] :]
         return torch.cat([fixed, self._apply(moved, moved[:, :0], cos, sin)[0]], dim=-1)
@@ -86,9 +86,9 @@ class QueryStatistics(NamedTuple):
 
     Attributes:
         queries: [B] float32, how many there were.
-        total: [B, H, d] float32.
-        squares: [B, H, d, d] float32: of the outer products of queries with themselves.
-        norms: [B, H, d] float32: of the norms of the pairs that RoPE turns, scaled as RoPE does.
+        total: [B, H, d] float32: sum of the queries.
+        squares: [B, H, d, d] float32: sum of the outer products of queries with themselves.
+        norms: [B, H, d] float32: sum of the norms of the pairs that RoPE rotates, scaled as RoPE does.
     """
 
     queries: Tensor

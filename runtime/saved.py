@@ -1,6 +1,6 @@
-"""A compressed state on disk, to answer further questions from: one self-describing safetensors file.
+"""Compressed states on disk, from which further questions are answered: one self-describing safetensors file each.
 
-The file holds the cache as in memory (ragged layers without padding), what observers need to evict further, and the
+The file holds the cache as in memory (ragged layers without padding), the recordings that later evictions need, and the
 tokens read. Nothing in it is ever unpickled.
 """
 
@@ -44,12 +44,12 @@ _OTHER_ADAPTERS = "the model has other active adapters than when the state was c
 
 @dataclass(frozen=True)
 class SavedState(CustomGenerate):
-    """A loaded state and its metadata; `generate(model, question_ids, saved)` asks it, any number of times.
+    """A loaded state and its metadata; `generate(model, question_ids, saved)` answers from it, any number of times.
 
     Attributes:
-        state: State on the base model's device. Reading and decoding append to it: go on from a `state.copy()`.
-        question: What was compressed: `seen`, the whole prompt with its question; `unseen`, the context alone;
-            `multi`, the context alone, to be asked several questions.
+        state: State on the base model's device. Reading and decoding append to it: continue from a `state.copy()`.
+        question: The part of the prompt that was compressed: `seen`, the whole prompt with its question; `unseen`, the
+            context alone; `multi`, the context alone, to be asked several questions.
         target: Name of the model that read it, for information.
         template_digest: Digest of the chat template that rendered the prompt; empty when there is none.
         adapters: Digest of the model's own adapters that were active; empty where none was.
@@ -182,7 +182,7 @@ class _Header:
     digest: str = ""
 
     def values(self) -> dict[str, Any]:
-        """Its content; that of earlier releases says nothing of adapters."""
+        """Its fields as JSON values; headers of earlier releases have no `adapters`."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -283,7 +283,7 @@ def layer_tensors(layer: Any) -> dict[str, Tensor | None]:
     """The tensors of a layer by their names."""
     if not isinstance(layer, DynamicLayer):
         states = ("conv", layer.conv_states), ("recurrent", layer.recurrent_states)
-        return {f"{kind}.{place}": tensor for kind, held in states for place, tensor in held.items()}
+        return {f"{kind}.{place}": tensor for kind, by_place in states for place, tensor in by_place.items()}
     if isinstance(layer, RaggedLayer):
         keys, values = layer.packed()
         none = (each.new_empty(*layer.counts.shape, 0, each.shape[1]) for each in (keys, values))
@@ -342,7 +342,7 @@ def _state_of_tensors(
 
 
 def layer_of_tensors(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
-    """A layer from its tensors; `empty` is one as the model begins with."""
+    """A layer from its tensors; `empty` is the layer of an empty cache of the model."""
     layer: Any = empty
     if not isinstance(layer, DynamicLayer):  # of a recurrent state
         for name, tensor in tensors.items():
@@ -359,7 +359,7 @@ def layer_of_tensors(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
     if "counts" in tensors:
         counts = tensors["counts"].cpu().numpy()
         layer = RaggedLayer(tensors["kept_keys"], tensors["kept_values"], counts, seen - keys.shape[2])
-        if keys.shape[2]:  # earlier releases stored tokens that were read after the eviction apart
+        if keys.shape[2]:  # earlier releases stored tokens read after the eviction separately
             layer.update(keys, values)
     elif "real" not in tensors:
         layer.token_mask = empty.token_mask

@@ -63,7 +63,7 @@ def sparse_attention(query: Tensor, key: Tensor, value: Tensor, columns: Tensor,
 
 
 def by_blocks(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: int, softmax: Softmax) -> Tensor:
-    """`sparse_attention`, 64 queries at a time over nothing but their band and the columns before it."""
+    """`sparse_attention`, 64 queries at a time over their band and the columns before it alone."""
     length = query.shape[2]
     first_keys, first_values = at_columns(key, columns), at_columns(value, columns)
     blocks = []
@@ -88,8 +88,8 @@ def by_flex(
 ) -> Tensor:
     """`sparse_attention` as one FlexAttention over the columns' keys followed by all keys.
 
-    Gathered and ascending, the columns that a query block sees are the first ones, so that whole blocks of them can be
-    skipped; left among the other keys, hardly any block of the prompt would be without one.
+    Gathered and ascending, the columns that a query block sees come first, so that whole blocks of the others can be
+    skipped. At their own places, nearly every block of the prompt would contain one.
     """
     mask = block_mask(columns, query.shape[1], query.shape[2], band)
     keys, values = (torch.cat([at_columns(each, columns), each], dim=2) for each in (key, value))
@@ -322,7 +322,7 @@ class _SparseLayer(DynamicLayer, OwnAttention):
 @registry.drafter("draft_model")
 @dataclass(frozen=True)
 class ModelDrafter(Drafter):
-    """A draft's greedy answer to everything the base model has read.
+    """The greedy answer of a draft model, or of a draft head, to everything the base model has read.
 
     A draft model reads all of it again. A draft head reads the features that the prefill recorded, in one layer, and
     continues from the base model's own first token.
@@ -388,14 +388,14 @@ class SpecKV(Evict):
             return
         if self._drafter() is None:
             raise UserError(
-                "SpecKV: sparse needs an observer that is DraftObserver of a ModelDrafter, and a draft that is a "
-                "model: a draft head reads what the model has read"
+                "SpecKV: sparse needs observer=DraftObserver(ModelDrafter(draft)) whose draft is a model; a draft "
+                "head reads the features of a dense prefill"
             )
         most = self.sparse.longest_dense
         if isinstance(self.budget, float) or self.budget > most:
             raise UserError(
-                f"SpecKV: sparse needs a budget of at most {most} entries (it reads as many tokens densely), not "
-                f"{self.budget}"
+                f"SpecKV: sparse needs a budget of at most {most} entries (prompts up to that length are read "
+                f"densely), not {self.budget}"
             )
 
     @classmethod
@@ -420,8 +420,8 @@ class SpecKV(Evict):
         _require_whole_prompts(length, mask, options.get("chunk"))
         draft = drafter.write(model, input_ids)
         if not self.sparse.active(length + draft.ids.shape[1]):
-            given = replace(self, sparse=None, observer=replace(self.observer, drafter=FixedDraft(draft)))  # type: ignore[type-var]
-            return given.start(model, input_ids)
+            dense = replace(self, sparse=None, observer=replace(self.observer, drafter=FixedDraft(draft)))  # type: ignore[type-var]
+            return dense.start(model, input_ids)
         score = self._score(draft, length)
         state, importance = self.sparse(model, input_ids, draft.ids, score, needs=self.needs(), window=self.window)
         return self.keep(model, state, self.select(state, importance))

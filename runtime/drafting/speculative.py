@@ -128,7 +128,8 @@ def _recorded_rows(state: State, layers: tuple[int, ...], newest: Tensor) -> tup
 class Round:
     """One pass of the model over drafted tokens, and how many tokens of the answer it emitted.
 
-    Of the judged tokens, those up to the answer's end where it ended within the draft, it accepted the first ones.
+    `judged` counts the drafted tokens that were verified, up to the answer's end if the draft goes beyond it, and
+    `accepted` the first of them that the model agreed with.
     """
 
     judged: int
@@ -138,7 +139,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Speculated(Decoded):
-    """An answer, the state after it, of which nothing is recorded, and the outcome of each pass."""
+    """An answer, the state after it, without recordings, and the outcome of each pass."""
 
     rounds: tuple[Round, ...]
 

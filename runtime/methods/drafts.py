@@ -115,11 +115,11 @@ class ConstantText(Drafter):
     ids: Sequence[int]
 
     def __post_init__(self) -> None:
-        given: Any = self.ids
-        given = given.tolist() if hasattr(given, "tolist") else given
-        ids = tuple(given) if isinstance(given, Sequence) else ()
+        raw: Any = self.ids
+        raw = raw.tolist() if hasattr(raw, "tolist") else raw
+        ids = tuple(raw) if isinstance(raw, Sequence) else ()
         if not ids or any(type(each) is not int or each < 0 for each in ids):
-            raise UserError(f"DapQ: ids {given!r} must be a list of token ids, at least one")
+            raise UserError(f"DapQ: ids {raw!r} must be a list of token ids, at least one")
         object.__setattr__(self, "ids", ids)
 
     @override

@@ -1,6 +1,6 @@
 """Expected Attention and TriAttention: the attention of future queries, estimated from past ones.
 
-Before RoPE the queries of a head point in much the same direction at all positions. Their statistics, turned to the
+Before RoPE the queries of a head point in much the same direction at all positions. Their statistics, rotated to the
 positions of the answer, stand for its queries; no attention is computed. Both work before the question is known.
 """
 
@@ -41,10 +41,10 @@ def _rotary(layer: KeptLayer) -> Rotary:
 @registry.observer("expected_queries")
 @dataclass(frozen=True)
 class ExpectedQueries(LayerObserver):
-    """Attention that normally distributed queries at the next positions give on average (arXiv 2510.00636, section 3).
+    """Mean attention of normally distributed queries at the next positions (arXiv 2510.00636, section 3).
 
-    Mean and covariance are those of the queries read so far without the first 4, turned by the mean rotation of the
-    next positions. What a query adds to a key's logit is then normal too, and the mean of its exponential is known; the
+    Mean and covariance are those of the queries read so far without the first 4, rotated by the mean rotation of the
+    next positions. A key's logit is then normally distributed too, and the mean of its exponential is known; the
     softmax is over all entries but the sinks.
 
     Attributes:

@@ -33,7 +33,7 @@ class FastV(Method):
 
     Attributes:
         budget: Tokens of the prompt's images that stay, or their share, 1 - R in the paper.
-        layer: K: the number of layers that read all tokens; the attention of the last of them ranks.
+        layer: K: the number of layers that read all tokens; the last of them ranks tokens by its attention.
     """
 
     budget: Budget
@@ -44,12 +44,12 @@ class FastV(Method):
     def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
         images: Images | None = options.get("images")
         if images is None:
-            raise UserError("FastV leaves out tokens of images, and there is none; for text take one such as SnapKV")
+            raise UserError("FastV leaves out tokens of images, and the prompt has none; for text take SnapKV")
         if len(input_ids) != 1:
-            raise UserError("FastV: other tokens stay in each prompt; give one prompt at a time")
+            raise UserError("FastV: each prompt keeps different tokens; give one prompt at a time")
         kinds = layer_kinds(model.config)
         if {*kinds} != {FULL}:
-            raise UserError(f"FastV: {model.config.model_type} has layers of a bounded cache, which cannot miss tokens")
+            raise UserError(f"FastV: {model.config.model_type} has layers with a bounded cache; take SnapKV")
         if self.layer >= len(kinds):
             raise UserError(f"FastV: layer {self.layer} must be below the model's {len(kinds)} layers")
         if getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None):
@@ -65,7 +65,7 @@ class FastV(Method):
 
     @override
     def budget_for(self, length: int) -> int:
-        return length  # the budget is of image tokens
+        return length  # the budget counts image tokens alone
 
 
 class _Pruning:

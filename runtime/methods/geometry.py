@@ -1,4 +1,4 @@
-"""Methods that look at the geometry of keys and values: KeyDiff and CurDKV at it alone, CriticalKV beside importance.
+"""Methods that score by the geometry of keys and values: KeyDiff and CurDKV alone, CriticalKV beside attention.
 
 CriticalKV (arXiv 2502.03805) asks which entries an eviction must keep so that a layer's output changes least.
 """
@@ -28,7 +28,7 @@ _LEAST = 1e-4
 @registry.observer("distinct_keys")
 @dataclass(frozen=True)
 class DistinctKeys(LayerObserver):
-    """Minus the cosine of each key, after RoPE, with the mean of all keys of length 1 (KeyDiff, arXiv 2504.15364)."""
+    """Minus the cosine of each key, after RoPE, with the mean of the normalised keys (KeyDiff, arXiv 2504.15364)."""
 
     signed = True
 
@@ -47,7 +47,7 @@ class KeyDiff(Evict):
     """Keeps the keys that are least like the others, without sinks or window (KeyDiff, arXiv 2504.15364, section 4).
 
     The paper evicts after each block of a prompt that is read under the budget. Here the whole prompt is read with full
-    attention first, as in kvpress, and `every` evicts from what is generated.
+    attention first, as in kvpress, and `every` evicts while decoding.
     """
 
     observer: Observer = DistinctKeys()
@@ -59,7 +59,8 @@ class KeyDiff(Evict):
 class Leverage(LayerObserver):
     """Squared norm of each key times that of its value, each as a share of its block (CurDKV, arXiv 2509.15038).
 
-    Squared norms stand in for leverage scores: the paper's, after a random projection to 20 dimensions, on average.
+    Squared norms stand in for leverage scores: on average they are the paper's, after a random projection to 20
+    dimensions.
 
     Attributes:
         block: Number of consecutive entries whose norms are compared; 0 for all.

@@ -1,7 +1,7 @@
 """Presses of kvpress as methods, and methods as presses (github.com/NVIDIA/kvpress, 0.5.5).
 
 kvpress 0.5.5 takes transformers below 5.3 and keepsight 5.18 or later: a press has to come from a newer kvpress,
-or be a class of one's own with the same interface: `compression_ratio` and
+or be your own class with the same interface: `compression_ratio` and
 `score(module, hidden_states, keys, values, attentions, kwargs) -> [B, KV heads, entries]`.
 """
 

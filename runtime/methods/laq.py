@@ -27,8 +27,8 @@ from keepsight.runtime.state import Needs, State, read
 class QueryCache(Observer):
     """The queries of a draft that the base model writes from a SnapKV cache score the whole cache (LAQ).
 
-    They stay as the pass over the small cache computed them: nothing is run over the whole cache, and the softmax is
-    over its entries alone.
+    They are used as computed over the small cache: the model is not run over the whole cache, and the softmax is over
+    its entries alone.
 
     Attributes:
         lookahead: Maximum length of the draft in tokens, its end token included.

@@ -64,14 +64,14 @@ class LookaheadKV(Evict):
         selection: str | None = None,
         **options: Any,
     ) -> "LookaheadKV":
-        """The method with an adapter (a folder, a Hub id or `shipped:NAME`), which selects as it says.
+        """The method with an adapter (a folder, a Hub id or `shipped:NAME`) and the selection that its settings name.
 
         `selection` names another way: `shared`, `paper` or `uniform`, see `keepsight.models.lookahead_settings`.
 
-        The model that it is used on is compared with the adapter's base, its revision and its quantisation then. A
+        Each model that the method runs on is compared with the adapter's base, revision and quantisation. A
         tokenizer, if any, is compared with the adapter's vocabulary and chat template at once. `options` are
-        fields of the method, or `compression_ratio` in place of the budget. A `UserError` if the adapter cannot be had,
-        is corrupt, or an option is out of range.
+        fields of the method, or `compression_ratio` in place of the budget. A `UserError` if the adapter cannot be
+        loaded, is corrupt, or an option is out of range.
         """
         artifact = LookaheadAdapter.from_pretrained(adapter, revision=revision)
         if tokenizer is not None:

@@ -45,7 +45,7 @@ _TRAINED = ("adapter", "retrieval", "scorer")
 
 @dataclasses.dataclass(frozen=True)
 class Later:
-    """Stands in a method for a resource that takes the loaded base model: a draft, tokenizer or head."""
+    """Placeholder in a method for a resource that needs the loaded base model: a draft, tokenizer or head."""
 
     name: str
 
@@ -56,10 +56,10 @@ class Resources:
 
     Attributes:
         adapter: Folder or Hub id of a lookahead adapter.
-        draft: Source of the draft model, or a draft head; or a function that gets it once a method needs it.
+        draft: Source of the draft model, or a draft head; or a function that returns it when a method needs it.
         tokenizer: The base model's tokenizer.
         retrieval: Folder or Hub id of a retrieval head.
-        target: The model that the retrieval head must be for; None leaves that unchecked.
+        target: The base model, for which the retrieval head must have been trained; None to check nothing.
         scorer: File, folder or Hub id of the weights of a trained scorer.
     """
 
@@ -74,7 +74,7 @@ class Resources:
 
     @cached_property
     def artifact(self) -> LookaheadAdapter:
-        """The adapter, loaded; a `UserError` if there is none, or it cannot be had."""
+        """The adapter, loaded; a `UserError` if there is none, or it cannot be loaded."""
         if self.adapter is None:
             raise UserError("needs adapter=FOLDER_OR_HUB_ID; train one with train_lookahead.py")
         artifact = LookaheadAdapter.from_pretrained(self.adapter)
@@ -82,7 +82,7 @@ class Resources:
         return artifact
 
     def check(self, artifact: LookaheadAdapter) -> None:
-        """Warn, where the base model's tokenizer is known, of another one than the adapter's."""
+        """Warn if the base model's tokenizer is known and is not the adapter's."""
         if isinstance(self.tokenizer, PreTrainedTokenizerBase):
             artifact.check_tokenizer(self.tokenizer)
 
@@ -91,7 +91,7 @@ class Resources:
         """The retrieval head, loaded; with a base model, on its device, and with the layers of its features named.
 
         Raises:
-            UserError: there is none, it cannot be had, or it is for another base model.
+            UserError: there is none, it cannot be loaded, or it is for another base model.
         """
         if self.retrieval is None:
             raise UserError("needs retrieval=FOLDER_OR_HUB_ID; train one with train_retrieval_head.py")
@@ -101,10 +101,10 @@ class Resources:
         return head
 
     def scorer_of(self, kind: type[Published]) -> Published:
-        """The trained scorer of a method, or other weights that were published for it, loaded.
+        """The trained scorer of a method, or other published weights of a method, loaded.
 
         Raises:
-            UserError: there is none, it cannot be had, or it is for another method.
+            UserError: there is none, it cannot be loaded, or it is for another method.
         """
         if self.scorer is None:
             raise UserError("needs scorer=FILE_FOLDER_OR_HUB_ID, its published weights")
@@ -113,7 +113,7 @@ class Resources:
         return self._scorers[kind]
 
     def other(self, **named: str) -> "Resources":
-        """These resources with another adapter, retrieval head or scorer; the same ones when they are named again."""
+        """These resources with another adapter, retrieval head or scorer; loaded once for each name."""
         changed = {key: value for key, value in named.items() if value != str(getattr(self, key))}
         if not changed:
             return self
@@ -127,8 +127,8 @@ class Resources:
         """
         if name in ("artifact", "head"):
             return getattr(self, name)
-        given = getattr(self, name)
-        found = given() if name == "draft" and callable(given) else given
+        resource = getattr(self, name)
+        found = resource() if name == "draft" and callable(resource) else resource
         if found is not None:
             return found
         if name == "draft":
@@ -145,7 +145,7 @@ class ResourcesLater(Resources):
 
     @override
     def find(self, name: str) -> object:
-        found = super().find(name)  # refuses what is missing, or cannot be had
+        found = super().find(name)  # refuses what is missing, or cannot be loaded
         return found if name == "artifact" else Later(name)
 
 

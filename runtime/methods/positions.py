@@ -1,4 +1,4 @@
-"""Methods that look at no query: StreamingLLM, LaCache, key norms and a random choice."""
+"""Methods that need no queries: StreamingLLM, LaCache, key norms and a random choice."""
 
 import functools
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class Earliness(LayerObserver):
 class StreamingLLM(Evict):
     """Keeps the first 4 entries (sinks) and the most recent ones (StreamingLLM, arXiv 2309.17453, section 3).
 
-    KVCache-Factory's has a fixed number of recent entries, and spends the rest of the budget on sinks:
+    KVCache-Factory's version has a fixed number of recent entries, and spends the rest of the budget on sinks:
     `StreamingLLM(budget, observer=Earliness(), window=32)`.
     """
 
@@ -151,7 +151,7 @@ class ShortKeys(LayerObserver):
 class KeyNorm(Evict):
     """Keeps the entries with the shortest keys (arXiv 2406.11430, section 2), without sinks or window.
 
-    KVCache-Factory leaves the first two layers whole, and so exceeds its budget. Here all layers count.
+    KVCache-Factory evicts nothing from the first two layers, and so exceeds its budget. Here all layers count.
     """
 
     observer: Observer = ShortKeys()

@@ -1,7 +1,7 @@
-"""KVzip, KVzip+ and KVgrad: what the base model needs to repeat the context stays, whatever will be asked about it.
+"""KVzip, KVzip+ and KVgrad: they keep the entries that the base model needs to repeat the context.
 
 After the prefill the context is repeated chunk by chunk, as if a user had asked for it: an instruction, the last tokens
-of the chunk before, what begins an answer by the chat template, and the chunk itself. These tokens are read, not
+of the chunk before, the chat template's beginning of an answer, and the chunk itself. These tokens are read, not
 generated; they look back at the whole cache, which does not change. The question need not be known: in the evaluation
 `question=unseen` compresses before it, as the papers do.
 """
@@ -46,7 +46,7 @@ class Probe(NamedTuple):
     """A chunk of the context, and the tokens that repeat it.
 
     `ids` [B, q] int64 are instruction, carried tokens, beginning of the answer and chunk, padded on the right, where
-    `mask` [B, q] is False. `places` [B, 4 + n] int64 are where the sinks and the chunk's n tokens stand among the
+    `mask` [B, q] is False. `places` [B, 4 + n] int64 are the places of the sinks and the chunk's n tokens among the
     tokens read; `valid` [B, 4 + n] is False for tokens that a row lacks, and for sinks in the chunk itself.
     """
 
@@ -88,16 +88,16 @@ class Reconstruction(Observer):
     An entry's score is its largest attention from the tokens that repeat its chunk, by a softmax over the first 4
     entries, the chunk and those tokens themselves. Other entries take no part in it, though they are seen.
 
-    What the chat template puts before a user's words is not repeated, and scores 0, as in kvpress; the authors never
-    evict it. From a cache that was evicted from before, whose entries no longer tell their places, the softmax is over
-    all that is left.
+    The chat template's tokens before a user's words are not repeated, and score 0, as in kvpress; the authors never
+    evict them. In a cache that was evicted from before the places of entries are unknown: the softmax is then over all
+    of them.
 
     Attributes:
         tokenizer: The base model's.
         chunk: Tokens that are repeated in one pass. 2,048 in kvpress, 2,000 in the authors' code.
-        normalized: Whether attention is divided by the norm of what the observing token reads, and multiplied by that
-            of what the value adds to the output, v W_O: KVzip+ (KVzap, arXiv 2601.07891). As in kvpress the former is
-            the input of the attention, after the layer's norm.
+        normalized: Whether attention is multiplied by the norm of v W_O, the value's share of the output, and divided
+            by that of the observing token's hidden state: KVzip+ (KVzap, arXiv 2601.07891). As in kvpress the hidden
+            state is the input of the attention, after the layer's norm.
     """
 
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
@@ -119,7 +119,7 @@ class Reconstruction(Observer):
         return scores
 
     def probes(self, state: State) -> Iterator[Probe]:
-        """What repeats each chunk; rows with fewer chunks get one of padding alone."""
+        """The probe of each chunk; rows with fewer chunks get probes of padding alone."""
         tokens, lengths, device = state.tokens, state.lengths[:, None], state.tokens.device
         first, before = tokens.shape[1] - lengths, self._before_context(tokens, lengths)
         context, last, sinks = lengths - before, tokens.shape[1] - 1, torch.arange(_SINKS, device=device)
@@ -146,13 +146,13 @@ class Reconstruction(Observer):
         return max(asked) + _CARRIED + min(self.chunk, length)
 
     def _asked(self, later: bool) -> tuple[Tensor, Tensor]:
-        """The instruction, and what begins an answer by the chat template; int64."""
+        """The instruction, and the chat template's beginning of an answer; int64."""
         texts = _LATER if later else _FIRST, _around(self.tokenizer)[1]
         instruction, answer = (torch.tensor(_encoded(self.tokenizer, each)) for each in texts)
         return instruction, answer
 
     def _before_context(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """[B, 1] int64: how many of a row's first tokens are what the chat template puts before a user's words."""
+        """[B, 1] int64: how many of a row's first tokens the chat template puts before a user's words."""
         before = torch.tensor(_encoded(self.tokenizer, _around(self.tokenizer)[0]), dtype=torch.long)
         count = len(before)
         places = tokens.shape[1] - lengths + torch.arange(count, device=tokens.device)
@@ -162,22 +162,22 @@ class Reconstruction(Observer):
     def _replayed(self, model: PreTrainedModel, state: State, probe: Probe) -> Iterator["Observed"]:
         """The queries and keys of a probe in each layer."""
         read = list[Tensor]()
-        watch = WatchInputs(model, lambda *given: read.append(given[2])) if self.normalized else nullcontext()
+        watch = WatchInputs(model, lambda *seen: read.append(seen[2])) if self.normalized else nullcontext()
         with torch.inference_mode(), watch:
             layers = _read(model, state, model.get_input_embeddings()(probe.ids))
         for place, layer in enumerate(layers):
             weights = None
             if self.normalized:
                 norms = read[place].float().norm(dim=-1)
-                weights = torch.where(norms > 0, 1 / norms, 0.0)  # a token may read nothing: an embedding of 0
+                weights = torch.where(norms > 0, 1 / norms, 0.0)  # a token's hidden state may be 0
             yield Observed(*layer.seen, weights, self.normalized)
 
 
 class Observed(NamedTuple):
     """Observing queries [B, H, q, d] of a layer, keys [B, K, q, d] of the same tokens, and its softmax.
 
-    `weights` [B, q] float32 are those by which each query's attention counts, None for 1; `by_output` says whether
-    attention counts by the norm of what the entry's value adds to the layer's output.
+    `weights` [B, q] float32 multiply the attention of each query, None for 1; `by_output` says whether attention is
+    also multiplied by the norm of the value's share of the layer's output.
     """
 
     query: Tensor
@@ -212,7 +212,7 @@ def _read(model: PreTrainedModel, state: State, embeddings: Tensor) -> list[Repl
 
 
 def _usable(layer: KeptLayer) -> LayerEntries:
-    """A layer's entries; those of `torch.inference_mode` are copied where gradients are to flow."""
+    """A layer's entries; inference tensors are copied if gradients are enabled."""
     stored = layer.attended()
     if not torch.is_grad_enabled() or not stored.keys.is_inference():
         return stored
@@ -220,9 +220,9 @@ def _usable(layer: KeptLayer) -> LayerEntries:
 
 
 def _add(scores: Tensor, layer: KeptLayer, probe: Probe | None, mask: Tensor, reduce: Reduce, of: Observed) -> None:
-    """Take the maximum of a layer's scores [B, K, C] and the scores from a probe with mask [B, q] bool.
+    """Raise a layer's scores [B, K, C], in place, to those that a probe with mask [B, q] bool gives by `of`.
 
-    Without a probe all entries are scored, by what the layer observed, `of`.
+    Without a probe all entries are scored.
     """
     keys, _, real = layer.attended()
     sinks, kv_heads = 0, scores.shape[1]
@@ -251,11 +251,11 @@ def _add(scores: Tensor, layer: KeptLayer, probe: Probe | None, mask: Tensor, re
 @registry.observer("attribution")
 @dataclass(frozen=True)
 class Attribution(Reconstruction):
-    """The same tokens, by what an entry changes in the last layer's outputs, to first order (KVgrad, kvpress PR 279).
+    """`Reconstruction` by the first-order effect of an entry on the last layer's outputs (KVgrad, kvpress PR 279).
 
     An entry's score is the largest of: its attention from a token p that repeats its chunk, times the norm of v W_O,
     times the norm of the gradient of all tokens' squared outputs at the last layer, before the final norm, with respect
-    to what the attention of p adds to the residual stream.
+    to the attention output at p.
 
     Attributes:
         chunk: See `Reconstruction`; smaller here, since one gradient is shared by the tokens of a chunk.
@@ -266,7 +266,7 @@ class Attribution(Reconstruction):
 
     def __post_init__(self) -> None:
         if self.normalized:
-            raise UserError("attribution: normalized is of KVzip+; leave it out")
+            raise UserError("attribution: normalized belongs to KVzip+; leave it out")
 
     @override
     def _replayed(self, model: PreTrainedModel, state: State, probe: Probe) -> Iterator[Observed]:
@@ -276,7 +276,7 @@ class Attribution(Reconstruction):
                 embeddings = model.get_input_embeddings()(probe.ids.clone()).clone()
             added = list[Tensor]()
             projections = (output_projection(model, place) for place in full_attention_layers(model.config))
-            hooks = ((each, lambda *given: added.append(given[2])) for each in projections)
+            hooks = ((each, lambda *seen: added.append(seen[2])) for each in projections)
             with hooked(hooks), RecordFeatures(model, [last]) as recorded:
                 layers = _read(model, state, embeddings.requires_grad_())
             outputs = recorded.outputs()[0]
@@ -321,7 +321,7 @@ class KVzip(Evict):
 @registry.method("kvzip+", label="KVzip+")
 @dataclass(frozen=True)
 class KVzipPlus(KVzip):
-    """KVzip by what each entry adds to a layer's output, relative to what is read there (arXiv 2601.07891)."""
+    """KVzip by each entry's share of a layer's output, relative to the layer's input (arXiv 2601.07891)."""
 
     @staticmethod
     @override
@@ -332,7 +332,7 @@ class KVzipPlus(KVzip):
 @registry.method("kvgrad", label="KVgrad")
 @dataclass(frozen=True)
 class KVgrad(KVzip):
-    """KVzip by what each entry changes in the last layer's outputs (KVgrad, kvpress PR 279): gradients, no training.
+    """KVzip by each entry's effect on the last layer's outputs (KVgrad, kvpress PR 279): gradients, no training.
 
     Takes a backward pass through the base model for each chunk.
     """

@@ -1,4 +1,4 @@
-"""RestoreKV: KVzip, and within its budget the entries of a few learned tokens, which read the whole cache before.
+"""RestoreKV: KVzip, and within its budget the entries of a few learned tokens, which attend to the whole cache.
 
 Their trained weights, soft tokens and a LoRA, load in both published formats: kvpress's PEFT adapter with
 `restore_embeddings.safetensors`, and the authors' checkpoint, a pickle of tensors.
@@ -39,7 +39,7 @@ class RestoreWeights:
     """Learned tokens, and the LoRA with which they are read (RestoreKV, arXiv 2608.01247).
 
     `tokens` [n, D] are input embeddings; `lora` holds A [r, in] and B [out, r] of each linear module, by its name and
-    `A` or `B`, whose update is scaled by alpha / r. `source` is where the tensors are from, for messages.
+    `A` or `B`, whose update is scaled by alpha / r. `source` names the file of the tensors, for messages.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class RestoreWeights:
         """The weights in a file or a folder, or on the Hub as `user/name`.
 
         Raises:
-            UserError: they cannot be had, or their files hold no such tensors.
+            UserError: they cannot be loaded, or their files hold no such tensors.
         """
         files = published_files(str(reference))
         read = [read_tensors(each) if each.suffix == ".safetensors" else unpickled(each) for each in files]
         tensors = {name: tensor for each in read for name, tensor in each.items()}
         tokens = [tensor for name, tensor in tensors.items() if _TOKENS.fullmatch(name) and tensor.ndim == 2]
         if len(tokens) != 1:
-            raise UserError(f"{reference}: holds no restore_embeddings; name what was published for RestoreKV")
+            raise UserError(f"{reference}: holds no restore_embeddings; name weights that were published for RestoreKV")
         lora = {
             (match[1], match[2].upper()): tensor for name, tensor in tensors.items() if (match := _LORA.fullmatch(name))
         }
@@ -94,7 +94,7 @@ class RestoreWeights:
         missing = sorted(name for name, module in linears.items() if not hasattr(module, "in_features"))
         if missing or self.tokens.shape[1] != embeddings.weight.shape[1]:
             what = f"{missing[0]} is no linear module" if missing else f"tokens have {self.tokens.shape[1]} dimensions"
-            raise UserError(f"{self.source}: does not fit this model ({what}); take what was trained for it")
+            raise UserError(f"{self.source}: does not fit this model ({what}); take weights that were trained for it")
         tokens = usable.pop("tokens").to(model.device, model.dtype)
         if not linears:
             return tokens, None
@@ -106,15 +106,15 @@ class RestoreWeights:
                 if found is None or found.shape != own.shape:
                     shape = "nothing" if found is None else [*found.shape]
                     raise UserError(
-                        f"{self.source}: {part} of {name} is {shape}, expected {[*own.shape]}; take what was trained "
-                        "for this model"
+                        f"{self.source}: {part} of {name} is {shape}, expected {[*own.shape]}; take weights that "
+                        "were trained for this model"
                     )
                 own.data = found.to(own.device)
         return tokens, FoldedLora(lora, model.dtype)
 
 
 class _RestoringLayer(Replayed):
-    """A layer that keeps the entries [B, K, n, d] which the tokens that observe it would add."""
+    """A layer that observers attend to, which keeps their own entries [B, K, n, d]."""
 
     made: tuple[Tensor, Tensor]
 
@@ -129,12 +129,12 @@ class _RestoringLayer(Replayed):
 class RestoreKV(KVzip):
     """KVzip's selection with learned entries in its budget (RestoreKV, arXiv 2608.01247).
 
-    n learned tokens (8 as published) are read after the prompt, through a LoRA that nothing else is read with, while
-    the cache is whole. Their entries stay in every layer and head, with KVzip's choice of budget - n; what follows
-    stands n positions later. A prompt that fits the budget stays as it is.
+    n learned tokens (8 as published) are read after the prompt, through a LoRA of their own, while the cache is whole.
+    Their entries stay in every layer and head, beside the budget - n that KVzip keeps; later tokens are at positions n
+    higher. A prompt that fits the budget stays as it is.
 
     Attributes:
-        weights: What was trained; by name, what `scorer` names: a file, a folder or a Hub id.
+        weights: The trained weights; in a recipe `scorer` names them: a file, a folder or a Hub id.
     """
 
     weights: RestoreWeights | None = None

@@ -18,17 +18,17 @@ from keepsight.runtime.observe import LayerObserver, Observer
 @registry.observer("redundancy")
 @dataclass(frozen=True)
 class Redundancy(LayerObserver):
-    """Attention of the last tokens minus how much an entry's key is like the others' (R-KV, section 3).
+    """Attention of the last tokens minus the similarity of an entry's key to the others' (R-KV, section 3).
 
     The softmax of the attention is over the entries before the window alone, of each KV head's largest logits. For a
-    key that is like no other, the published code ignores its likeness to the first key; the paper does not, nor does
-    this.
+    key that is similar to no other, the published code ignores its similarity to the first key; neither the paper nor
+    this class does.
 
     Attributes:
         share: Weight of the attention, lambda; the redundancy has the rest. 0.1 in the paper, 0.07 in its code.
         window: Number of last tokens that observe; None for the method's window.
-        threshold: Cosine above which two keys are alike. Of the keys that are like a key, the last one is not penalised
-            for it.
+        threshold: Cosine above which two keys are similar. The last of the keys that are similar to a key is not
+            penalised for it.
         kernel: Of the max pooling of the attention.
     """
 
@@ -39,7 +39,7 @@ class Redundancy(LayerObserver):
     signed = True
 
     def __post_init__(self) -> None:
-        Pool(kernel=self.kernel)  # refuses what cannot pool
+        Pool(kernel=self.kernel)  # refuses kernels that cannot pool
 
     @override
     def score(self, layer: KeptLayer, reduction: str) -> Tensor:
@@ -69,7 +69,7 @@ class Redundancy(LayerObserver):
         return functional.max_pool1d(mean, self.kernel, stride=1, padding=self.kernel // 2)
 
     def _redundancy(self, layer: KeptLayer) -> Tensor:
-        """[B, K, C] float32: the softmax over entries of their mean likeness to others; block by block of rows."""
+        """[B, K, C] float32: the softmax over entries of their mean similarity to others, computed block by block."""
         keys, _, real = layer.attended()
         directions = functional.normalize(keys.float(), dim=-1)
         if real is not None:
@@ -91,7 +91,7 @@ class Redundancy(LayerObserver):
 @registry.method("rkv", label="R-KV")
 @dataclass(frozen=True)
 class RKV(Evict):
-    """Keeps the last 8 entries, and what they attend to and no later entry repeats (R-KV, arXiv 2505.24133).
+    """Keeps the last 8 entries, and those that they attend to and no later key resembles (R-KV, arXiv 2505.24133).
 
     Evicts once after the prompt, which the published code does for the first prompt alone; `every=128` evicts while
     decoding, as the paper does.

@@ -1,6 +1,6 @@
-"""Methods whose scorers others trained: KVzap, Fast KVzip, TRIM-KV, DBTrimKV, Locret.
+"""Methods with published, trained scorers: KVzap, Fast KVzip, TRIM-KV, DBTrimKV, Locret.
 
-A small network in each layer scores a token's entries from what goes into the layer's attention, as it is read.
+A small network in each layer scores a token's entries from the input of the layer's attention, as the token is read.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ from keepsight.runtime.state import Needs
 class TrainedScores(LayerObserver):
     """The scores of a trained scorer, computed as each entry is read.
 
-    Of TRIM-KV's two numbers, log b and the position p, it is (n + 1 - p) log b after n tokens: how much of the entry is
-    left, in its logarithm.
+    TRIM-KV predicts log b, and p is the entry's position: its score after n tokens is (n + 1 - p) log b, the logarithm
+    of the part of the entry that is left.
 
     Attributes:
         scorer: The scorer.
@@ -59,7 +59,7 @@ class TrainedScores(LayerObserver):
 
 @dataclass(frozen=True)
 class ScoredEvict(Evict):
-    """Base of the methods whose scorers others trained.
+    """Base of the methods with published, trained scorers.
 
     Attributes:
         scorer: The kind of scorer.
@@ -73,7 +73,7 @@ class ScoredEvict(Evict):
         """The method with published weights: a file, a folder, or `user/name` or `user/name/FOLDER` on the Hub.
 
         Raises:
-            UserError: they cannot be had, are for another method, or an option is out of range.
+            UserError: they cannot be loaded, are for another method, or an option is out of range.
         """
         return cls(budget, TrainedScores(cls.scorer.from_pretrained(weights)), **options)
 
@@ -84,7 +84,8 @@ class KVzap(ScoredEvict):
     """Keeps what the repetition of the prompt would attend to, as a network predicts it (KVzap, arXiv 2601.07891).
 
     The paper evicts entries that score below a threshold, except for the last 128 tokens (section 3.3). One budget for
-    the heads of all layers is such a threshold, set so that it keeps as many; the window leaves room in small budgets.
+    the heads of all layers equals a threshold that keeps that many entries; a window of 32 leaves room in small
+    budgets.
     """
 
     scorer = KVzapScorer
@@ -109,7 +110,7 @@ class FastKVzip(ScoredEvict):
 @registry.method("trimkv", label="TRIM-KV")
 @dataclass(frozen=True)
 class TrimKV(ScoredEvict):
-    """Keeps the entries of which most is left, each fading at a rate of its own (TRIM-KV, arXiv 2512.03324, section 3).
+    """Keeps the entries that have decayed least, each at a rate of its own (TRIM-KV, arXiv 2512.03324, section 3).
 
     With `every` it evicts while decoding too, as in the paper.
     """

@@ -61,7 +61,7 @@ class TOVA(Evict):
 @registry.observer("accumulated_attention")
 @dataclass(frozen=True)
 class AccumulatedAttention(LayerObserver):
-    """Accumulated attention: what each entry gets from all queries (H2O, arXiv 2306.14048, section 4).
+    """Accumulated attention: the sum of all queries' attention to an entry (H2O, arXiv 2306.14048, section 4).
 
     It is summed while the tokens are read, in blocks of queries, and not divided by the number of queries that could
     see an entry, so that early entries have an advantage.

@@ -63,7 +63,7 @@ class ShortenPrompt(Method):
             self._require_choice(kept)
 
     def _require_choice(self, kept: int) -> None:
-        """Refuse a budget that the window fills: what is left of the prompt would be its end, whatever the method."""
+        """Refuse a budget that the window fills: every method would then keep the end of the prompt alone."""
         if kept <= self.window:
             tokens = "" if kept == self.budget else f" (here {kept} tokens)"
             raise UserError(

@@ -26,7 +26,7 @@ _PICKLE = "pytorch_model.bin"
 
 
 class ReadChunk(NamedTuple):
-    """What a reader's first answer token attends to in a chunk.
+    """The attention of a reader's first answer token to a chunk.
 
     `mean` is over the tokens of the reader's input for the chunk, question included, that get any attention; `tokens`
     are the character of the chunk at which each of the reader's tokens starts, and its attention.
@@ -112,10 +112,10 @@ def _loaded(model: str) -> Any:
 class R2C(ShortenText):
     """Keeps the window, and the chunks and sentences before it that a reader attends to (R2C, sections 3.3 and 3.4).
 
-    The window's text is the question. Chunks are lines, packed up to `chunk` tokens; longer ones are divided evenly. Of
-    what has to go, whole chunks make up 1 - `sentences`; sentences of the others make up the rest, more of them in
-    chunks of a low score. Lengths are counted in the base model's tokens, where R2C counts another model's; its special
-    rules for demonstrations and titles are left out.
+    The window's text is the question. Chunks are lines, packed up to `chunk` tokens; longer ones are divided evenly.
+    Whole chunks make up 1 - `sentences` of the dropped tokens; sentences of the other chunks make up the rest, more of
+    them in chunks of a low score. Lengths are counted in the base model's tokens, where R2C counts another model's; its
+    special rules for demonstrations and titles are left out.
 
     Attributes:
         relevance: Reads chunks to answer a question: `Fusion(FOLDER)`.
@@ -167,10 +167,10 @@ def _best_chunks(chunks: list[tuple[int, int]], read: list[ReadChunk], surplus: 
 
 
 def _dropped_sentences(texts: list[str], ranked: list[tuple[tuple[int, int], ReadChunk]], goes: int) -> set[int]:
-    """Tokens of the sentences that go, until at least `goes` tokens have gone; `ranked` has the best chunk first.
+    """Tokens of the dropped sentences, at least `goes`; `ranked` has the best chunk first.
 
-    A chunk's share of what goes is inverse to its score. What a chunk cannot give goes on to the next better one; what
-    it gives beyond its share, for sentences are not cut, is spared by the best.
+    The number of tokens that a chunk drops is inverse to its score. What it lacks is dropped from the next better
+    chunk; what it drops in excess, as sentences are not cut, is spared in the best ones.
     """
     inverse = [1 / max(read.mean, 1e-30) for _, read in ranked]
     quotas, dropped, spare = [goes * each / sum(inverse) for each in inverse], set[int](), 0.0

@@ -25,7 +25,7 @@ from keepsight.runtime.prompt_compression.method import ShortenPrompt
 
 @dataclass(frozen=True)
 class ShortenText(ShortenPrompt):
-    """A method that selects from the prompt's text: that of the tokens themselves, so that nothing is tokenised again.
+    """A method that selects tokens by their text, so that nothing is tokenised again.
 
     Attributes:
         tokenizer: The base model's tokenizer.
@@ -78,7 +78,7 @@ def _optional_package(name: str, extra: str) -> ModuleType:
 
 _KINDS = ("xlm-roberta-large", "bert-base-multilingual-cased")
 _STEP = 0.01  # the package keeps whole percents
-_SLACK = 32  # characters between two words, beyond what could not be found
+_SLACK = 32  # characters between two words, beyond words that were not found
 _BETWEEN_WORDS, _BEFORE_LABEL = "\t\t|\t\t", " "
 LabelledWords = list[tuple[str, bool]]
 """The words of a text in their order, and whether each is kept."""

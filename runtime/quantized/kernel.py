@@ -30,7 +30,7 @@ STAGES = 1
 
 
 def usable(query: Tensor) -> bool:
-    """Whether the kernel is on, and can be compiled for where a query is."""
+    """Whether the kernel is on, and can be compiled for the device of a query."""
     return query.is_cuda and HAS_TRITON and torch.version.hip is None and is_on("kernel")
 
 
@@ -57,7 +57,7 @@ def attend_packed(
         # Under autocast keys are float32 and values are not; on the CPU both are float32.
         keys.scatter_(2, places, fetched.keys.to(keys.dtype))
         values.scatter_(2, places, fetched.values.to(values.dtype))
-    with torch.autocast(query.device.type, enabled=False):  # which would round the logits
+    with torch.autocast(query.device.type, enabled=False):  # it would round the logits
         logits = softmax.logits(query.reshape(batch, keys.shape[1], -1, width).float(), keys.float())
         logits = logits.unflatten(2, (-1, rows))
         if rows > 1:

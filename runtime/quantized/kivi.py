@@ -171,7 +171,7 @@ class PackedMethod(CacheMethod):
 
     @abstractmethod
     def packer(self) -> PackLayer:
-        """What packs the layers of a state."""
+        """The function that packs the layers of a state."""
 
     def check_model(self, model: PreTrainedModel, tokens: Tensor) -> None:
         """Refuse a model or prompts [B, N] that cannot be packed."""

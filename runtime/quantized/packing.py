@@ -1,4 +1,4 @@
-"""Packed KV entries: codes of 1, 2 or 4 bits with scales and zero points, in groups, and memory that they grow in."""
+"""Packed KV entries: codes of 1, 2 or 4 bits with a scale and zero point per group, and the memory for them."""
 
 import functools
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ class Packed(NamedTuple):
 
     Attributes:
         codes: [..., g * bits / 8] uint8. Element e of a group is in the bits from bits * e on, little-endian.
-        scale: [...], in the dtype of what was quantised.
+        scale: [...], in the dtype of the quantised tensor.
         zero: [...], the value of code 0; the same dtype.
     """
 
@@ -116,9 +116,9 @@ def _shifts(bits: int, device: torch.device) -> Tensor:
 
 
 class PackedRoom:
-    """Memory to which groups are appended. Views of it stay valid: only what follows the longest view is written.
+    """Memory to which groups are appended. Views of it stay valid: only memory after the longest view is written.
 
-    What is appended to a shorter view moves to a room of its own.
+    Groups appended to a shorter view get a room of their own.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class PackedRoom:
         self._filled = 0
 
     def append(self, packed: Packed, new: Packed) -> tuple["PackedRoom", Packed]:
-        """Groups of this room and more after them, along dimension 2, and the room that these are in."""
+        """Append groups along dimension 2; returns the room that they are in, and all groups."""
         before, after = packed.scale.shape[2], packed.scale.shape[2] + new.scale.shape[2]
         fits = bool(self._rows) and before == self._filled and after <= self._rows[0].shape[2]
         room = self if fits else _moved(packed, after)
@@ -137,7 +137,7 @@ class PackedRoom:
 
 
 def _moved(packed: Packed, after: int) -> PackedRoom:
-    """A new room that begins with `packed`, for `after` groups and, where there were some before, a share more."""
+    """A new room that begins with `packed`, for `after` groups, and spare ones if `packed` has any."""
     room, before = PackedRoom(), packed.scale.shape[2]
     capacity = after + (spare(after) if before else 0)
     room._rows = tuple(part.new_empty(*part.shape[:2], capacity, *part.shape[3:]) for part in packed)
@@ -199,7 +199,7 @@ class PackedEntries:
         )
 
     def packed(self) -> "PackedEntries":
-        """The entries with whatever exceeds the residual packed."""
+        """The entries, with those that exceed the residual packed."""
         recent, old = self.recent_keys.shape[2], max(self.recent_values.shape[2] - self.residual, 0)
         full, packed = recent - recent % self.residual, self
         if full:

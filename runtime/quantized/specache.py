@@ -30,9 +30,9 @@ def most_attended(attention: Tensor, topk: int, heads: str) -> Tensor:
 
 
 class _Prefetched(NamedTuple):
-    """Prefetched by a step for the next one: the speculative token [B, 1], a prediction of the token after the next.
+    """Prefetched by a step for the next one: a speculative token, and the entries to read in full precision.
 
-    And the entries that the next token reads in full precision; None for none.
+    The token [B, 1] is a prediction of the one after the next; `fetch` is None for no entries.
     """
 
     token: Tensor
@@ -42,9 +42,9 @@ class _Prefetched(NamedTuple):
 class SpeCacheLayer(PackedLayer):
     """Packed entries, backed by the same ones in full precision on the CPU; for `topk` and `heads` see `SpeCache`.
 
-    It fetches what each token's own attention asks for; `SpeculativeReader` makes it fetch ahead. `full` are the
-    entries with packed keys in full precision, `prefetched` is what the last step of that reader left; None before the
-    first.
+    It fetches the entries that each token's own attention selects; `SpeculativeReader` makes it fetch ahead. `full`
+    holds the entries with packed keys in full precision, `prefetched` the result of that reader's last step; None
+    before the first.
     """
 
     prefetched: _Prefetched | None = None
@@ -172,8 +172,8 @@ class SpeCache(PackedMethod):
         topk: Entries fetched per KV head; all packed ones where there are fewer, none for 0. More than the prompt has
             tokens is refused.
         heads: Reduction of attention over the query heads of a KV head; see `Reduce.heads`.
-        speculative: Prefetch with a speculative token. Otherwise fetch what a token's own attention asks for, and
-            attend again: exact, but every fetch is waited for (the paper's table 4).
+        speculative: Prefetch with a speculative token. Otherwise fetch the entries that a token's own attention
+            selects, and attend again: exact, but every fetch is waited for (the paper's table 4).
     """
 
     residual: int = 64

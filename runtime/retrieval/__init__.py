@@ -1,1 +1,1 @@
-"""SpeContext: reading what a retrieval head selects, with layers on the device or on the CPU."""
+"""SpeContext: a retrieval head selects the entries to read; layers may be on the device or on the CPU."""

@@ -35,7 +35,7 @@ _EMPTY, _UNCHANGED = -1, -2
 
 
 class SlotChange:
-    """The change from what the slots hold to what a step selects, the same for all layers; `after` are the slots then.
+    """The change of the slots from one selection to the next, the same for all layers; `after` are the new slots.
 
     `arriving` [B, K, budget] int64 is the entry to be copied into each slot, -1 for none, -2 where the entry stays.
     """
@@ -45,7 +45,7 @@ class SlotChange:
 
     @cached_property
     def moves(self) -> tuple[Tensor, Tensor, int]:
-        """What it copies; for the fetching thread, because it waits for the device.
+        """The copies to make; called in the fetching thread, because it waits for the device.
 
         Returns:
             Flat indices [n] int64 on the CPU into the entries [S, B, K] of a layer and into its slots [B, K, budget],
@@ -57,7 +57,7 @@ class SlotChange:
 
 
 class SlotMap:
-    """Which entry each slot of a layer holds; immutable, and shared by the layers that hold the same.
+    """Which entry each slot of a layer holds; immutable, and shared by layers with the same entries.
 
     Args:
         entries: [B, K, budget] int64, -1 for an empty slot.
@@ -74,7 +74,7 @@ class SlotMap:
         return cls(torch.full((batch, kv_heads, budget), _EMPTY, device=device))
 
     def to(self, selection: Selection, length: int) -> SlotChange:
-        """The change to what a step selects among `length` entries, which the first slots then hold.
+        """The change to a step's selection among `length` entries, which the first slots then hold.
 
         It is computed once for all layers of a step, as long as one of them keeps it.
         """
@@ -252,7 +252,7 @@ class Placement:
         """Move layers with full attention to the CPU, in place in their list, before a step to `length` entries a row.
 
         Raises:
-            UserError: they do not fit with all layers on the CPU either, or a layer selects for itself.
+            UserError: they do not fit even with all layers on the CPU, or a layer has its own selector.
         """
         places = [index for index, layer in enumerate(layers) if not is_bounded(layer)]
         moving = self.on_cpu(len(layers[places[0]].keys), length) if places else 0

@@ -1,4 +1,4 @@
-"""Memory plan: how many layers' entries must be in CPU memory at which length, for a device's memory.
+"""Memory plan: the number of layers whose entries must be in CPU memory, by length, for a device's memory.
 
 SpeContext (arXiv 2512.00722), section 6.2, equations 6 and 7 and algorithm 1, with corrections. On the device are the
 weights, with a margin for activations; the retrieval head's keys; the entries of the layers there; and slots for
@@ -21,7 +21,7 @@ from keepsight.runtime.layer import GROWTH, ROOM
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a model, its retrieval head and its requests hold on the device.
+    """Device memory of a model, its retrieval head and its requests.
 
     Lengths are entries per layer and KV head, summed over all requests, stored padding included.
 
@@ -36,8 +36,8 @@ class MemoryPlan:
         budget: Slots per request, layer on the CPU, and KV head.
         head_keys: Bytes per token of the retrieval head's keys; it stores no values.
         item: Bytes per number.
-        room: Tokens per request that a layer on the device, and the head, may have room for beyond those they hold.
-        growth: Share of the tokens they hold for which they may have room besides.
+        room: Spare tokens per request, beyond those stored, of a layer on the device and of the head.
+        growth: Further spare tokens, as a share of those stored.
         groups: Groups of layers for which the retrieval head selects; the slots of each hold entries of their own.
         share: Factor on the weights that leaves space for activations.
 
@@ -95,7 +95,7 @@ class MemoryPlan:
         return self.weights_held + room + indices + layers_on_cpu * self.slots
 
     def _growing(self, layers_on_cpu: int) -> int:
-        """Bytes per token of what grows in place."""
+        """Bytes per token of the tensors that grow in place."""
         return (self.layers - layers_on_cpu) * self.entry + self.head_keys
 
     def _each(self, layers_on_cpu: int) -> float:
@@ -119,7 +119,7 @@ class MemoryPlan:
         """The fewest layers on the CPU with which a length fits.
 
         Raises:
-            UserError: it does not fit with all of them on the CPU either; the arithmetic is shown.
+            UserError: it does not fit even with all of them on the CPU; the arithmetic is shown.
         """
         if length > self.thresholds[-1]:
             needed, on_cpu = self.least(length)
@@ -136,7 +136,7 @@ class MemoryPlan:
         return min((self.memory(length, on_cpu), on_cpu) for on_cpu in range(self.layers + 1))
 
     def paper_thresholds(self, group: int) -> tuple[int, ...]:
-        """Tokens per request for 0, 1, ..., all layers on the CPU, as the paper counts them, with one slip mended.
+        """Tokens per request for 0, 1, ..., all layers on the CPU, as the paper counts them, with one error corrected.
 
         2 bytes per number; a layer's worth of memory for the retrieval head, values included; scratch for keys and
         values repeated for all query heads, `group` (the paper's alpha) per KV head. Algorithm 1, line 3 lacks the

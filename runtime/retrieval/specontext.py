@@ -1,4 +1,4 @@
-"""SpeContext (arXiv 2512.00722): a retrieval head selects for all layers what the next step reads, before it runs."""
+"""SpeContext (arXiv 2512.00722): a retrieval head selects the entries of all layers before each step."""
 
 import copy
 import functools
@@ -31,8 +31,9 @@ from keepsight.runtime.state import Needs, State, full_layers, positions_of, pre
 class HeadSelector:
     """Selects for all layers before the model runs, by the attention of a retrieval head over its own keys.
 
-    The head is for as many positions as there are keys, and extended as they grow. `layers` are the base model's layers
-    whose outputs are its features; empty when it reads embeddings alone. `padding` [B] int64 counts tokens on the left.
+    The head covers as many positions as there are keys, and is extended as they grow. `layers` are the base model's
+    layers whose outputs are its features; empty when it reads embeddings alone. `padding` [B] int64 counts tokens on
+    the left.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class HeadSelector:
         return self._layer.keys
 
     def select(self, embeddings: Tensor, positions: Tensor) -> Selection:
-        """Select what the base model reads for a token, group after group, and append its key.
+        """Select the entries that the base model reads for a token, group after group, and append the token's key.
 
         `embeddings` [B, 1, hidden] are the base model's, `positions` [B or 1, 1] int64.
         """
@@ -77,7 +78,7 @@ class HeadSelector:
             self._layer.crop(-extra)
 
     def _reach(self, length: int) -> None:
-        """Extend the head, and turn its keys to the angles that it then has."""
+        """Extend the head to `length` positions, and rotate its keys to the new RoPE angles."""
         if (head := self.head.reaching(length)) is not self.head:
             places = torch.arange(self._layer.seen, device=self.keys.device)[None]
             positions = places if self.padding is None else (places - self.padding[:, None]).clamp(min=0)
@@ -92,7 +93,7 @@ class HeadSelector:
 
 
 class RetrievalCache(Cache):
-    """A layer for each of the base model, the selector of what they read, and which of them are on the CPU."""
+    """The layers of the base model, the selector of the entries that they read, and their placement."""
 
     def __init__(self, layers: list[Any], selector: HeadSelector, placement: Placement) -> None:
         super().__init__(layers=layers)
@@ -149,7 +150,7 @@ class RetrievalState(SelectedState):
 
 
 def retrieval_cache(cache: Cache) -> RetrievalCache:
-    """The cache; a `UserError` if it is another one."""
+    """The cache as a `RetrievalCache`; a `UserError` if it is another kind."""
     if not isinstance(cache, RetrievalCache):
         raise UserError("a retrieval head's reader reads states of its own method; give the state of method.start")
     return cache
@@ -211,12 +212,12 @@ _BLOCK = 4096
 @registry.method("specontext", colour="#332288", marker="h")
 @dataclass(frozen=True)
 class SpeContext(SparseRead):
-    """Reads what a retrieval head selects before the base model runs: the same entries in all layers of a group.
+    """Reads entries that a retrieval head selects before the base model runs, the same in all layers of a group.
 
     SpeContext (arXiv 2512.00722), section 4.3, where all layers are one group.
 
-    Where the longest prompt of a batch and its answer, which grows, exceed what the head was trained with, YaRN extends
-    it to twice that length, four times, and so on.
+    Where a prompt and its growing answer exceed the head's training length, YaRN extends the head to twice that length,
+    four times, and so on.
 
     Attributes:
         head: The retrieval head; it is moved to the model's device.
@@ -275,7 +276,7 @@ class SpeContext(SparseRead):
     @override
     def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
         self._check_model(model)
-        self._placement(model, *input_ids.shape).on_cpu(*input_ids.shape)  # what can never fit ends here
+        self._placement(model, *input_ids.shape).on_cpu(*input_ids.shape)  # refuses what can never fit
         needs = _needs(self.head.layers_of(model))
         return self.compress_state(model, prefill(model, input_ids, mask, needs=needs, **options))
 

@@ -1,4 +1,4 @@
-"""Sparse reading: the cache keeps every entry, and each step reads a few of them; base of the methods that do so."""
+"""Sparse reading: the cache keeps every entry, and each step reads a few of them; the methods' common base."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -30,29 +30,29 @@ class Selection(NamedTuple):
     real: Tensor | None
 
     def part(self, place: int, parts: int, device: torch.device) -> "Selection":
-        """Of KV heads in `parts` runs of the same number, those of the run at `place`, on a device."""
+        """The part at `place` of the KV heads, divided into `parts` equal ones, on a device."""
         indices, real = (None if each is None else each.tensor_split(parts, dim=1)[place].to(device) for each in self)
         assert indices is not None
         return Selection(indices, real)
 
 
 class LayerSelector(ABC):
-    """Selects inside a layer, once its queries are known."""
+    """Selects entries inside a layer, once its queries are known."""
 
     @abstractmethod
     def select(self, query: Tensor, softmax: Softmax, keys: Tensor, padding: Tensor | None) -> Selection:
-        """Select what a step reads, from its query [B, H, 1, d] and keys [B, K, C + 1, d], its own last, after RoPE.
+        """Select entries by a step's query [B, H, 1, d] and keys [B, K, C + 1, d], the step's own last, after RoPE.
 
         `padding` [B] int64 is the number of padding entries on the left; None for none.
         """
 
     @property
     def nbytes(self) -> int:
-        """Bytes beside the cache."""
+        """Bytes of the selector's own tensors, beside the cache."""
         return 0
 
     def share(self) -> "LayerSelector":
-        """An independent copy; a selector without state is its own."""
+        """An independent copy; a selector without state returns itself."""
         return self
 
 
@@ -82,7 +82,7 @@ class SelectedLayer(OwnAttention, KeptLayer):
         return super().nbytes + (self.selector.nbytes if self.selector is not None else 0)
 
     def prepare(self, selection: Selection) -> None:
-        """Announce what the next step reads, before the model runs; a layer may start to fetch it."""
+        """Announce the next step's selection before the model runs; a layer may start to fetch it."""
         self._announced = selection
 
     def gather(self, selection: Selection) -> LayerEntries:
@@ -116,7 +116,7 @@ class SelectedLayer(OwnAttention, KeptLayer):
         selection, self._announced = self._announced, None
         if selection is None:
             if self.selector is None:
-                raise UserError("this state is read by its method's reader: give method.reader(model) for the model")
+                raise UserError("this state is read by its method's reader: pass method.reader(model), not the model")
             selection = self.selector.select(query, softmax, self.keys, self.padding)
         keys, values, real = self.gather(selection)
         return grouped_attention(query, keys, values, None if real is None else real[:, :, None], softmax)
@@ -158,11 +158,11 @@ class DenseLayer(OwnAttention, KeptLayer):
 
 
 class SelectedState(State):
-    """A state that keeps every entry and reads a few of them per step. Its layers know what is padding."""
+    """A state that keeps every entry and reads a few of them per step. Its layers know their padding."""
 
 
 def entries_of(state: State) -> Iterator[tuple[Tensor, Tensor, int, Tensor | None]]:
-    """Keys and values [B, K, C, d], logical length, and each row's padding [B] or None: of layers with full attention.
+    """For each layer with full attention: keys, values [B, K, C, d], logical length, and padding by row [B] or None.
 
     Raises:
         UserError: entries were evicted before.

@@ -51,7 +51,7 @@ class Clusters(NamedTuple):
         return cls(centroids, sizes, members.int(), sizes.cumsum(dim=2) - sizes)
 
     def and_then(self, later: "Clusters") -> "Clusters":
-        """These and clusters of later entries."""
+        """These clusters followed by those of later entries."""
         firsts = later.firsts + self.members.shape[2]
         return Clusters(*(torch.cat(pair, dim=2) for pair in zip(self, later._replace(firsts=firsts), strict=True)))
 
@@ -63,7 +63,7 @@ def _joined(rows: list[Tensor]) -> Tensor:
 
 
 def kmeans(keys: Tensor, count: int, iterations: int) -> tuple[Tensor, Tensor]:
-    """Cluster the keys [B, K, n, d] of each head by their cosines into `count` <= n, from evenly spaced keys on.
+    """k-means: cluster the keys [B, K, n, d] of each head by cosine into `count` <= n, from evenly spaced keys on.
 
     Assignments end after `iterations`, or when one changes nothing. Returns the centroids [B, K, count, d], means of a
     cluster's keys (one without keys keeps its centroid), and each key's cluster [B, K, n] int64.
@@ -162,7 +162,7 @@ class TopClusters(Summaries):
 
     @override
     def summarise(self, keys: Tensor, padding: Tensor | None) -> None:
-        """Cluster the keys [B, K, C, d] of a prompt, and then every `window` more; all anew where some were cropped."""
+        """Cluster the keys [B, K, C, d] of a prompt, then every `window` more; start over if some were cropped."""
         length, starts = keys.shape[2], row_starts(padding)
         if self._clusters is None or length < self._end:
             first = [min(start + self.sinks, length) for start in starts]
@@ -179,7 +179,8 @@ class TopClusters(Summaries):
 class ClusterKV(SummaryRead):
     """Reads clusters of entries with similar keys, by their centroids (ClusterKV, arXiv 2412.03213, section III).
 
-    k-means begins with evenly spaced keys, where the paper draws them: an answer is the same each time, and in a batch.
+    k-means begins with evenly spaced keys, where the paper draws them at random: answers are reproducible, also in a
+    batch.
 
     Attributes:
         sinks: Number of first entries that are always read (16 in the paper).

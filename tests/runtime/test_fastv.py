@@ -82,14 +82,14 @@ def test_what_it_cannot_prune_is_refused():
     model, inputs = family_model(QWEN), prompt(QWEN)
     images = Images.among(inputs)
     ids = inputs["input_ids"]
-    with pytest.raises(UserError, match="FastV leaves out tokens of images, and there is none"):
+    with pytest.raises(UserError, match="FastV leaves out tokens of images, and the prompt has none"):
         FastV(0.5).start(model, ids)
     with pytest.raises(UserError, match="give one prompt at a time"):
         FastV(0.5).start(model, ids.expand(2, -1), images=images)
     with pytest.raises(UserError, match="layer 40 must be below the model's"):
         FastV(0.5, 40).start(model, ids, images=images)
     gemma = prompt(GEMMA)
-    with pytest.raises(UserError, match="has layers of a bounded cache"):
+    with pytest.raises(UserError, match="has layers with a bounded cache"):
         FastV(0.5).start(family_model(GEMMA), gemma["input_ids"], images=Images.among(gemma))
     with pytest.raises(UserError, match="layer 0"):
         FastV(0.5, 0)

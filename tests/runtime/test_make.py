@@ -216,7 +216,7 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("specpc", 64, {"draft": "x"}, "there is no option 'draft'"),
     ("snapkv", 64, {"window": 64}, "budget 64 must be above the 64 protected"),
     ("snapkv", 64, {"window": 0}, "PromptWindow: window 0 must be a whole number of at least 1"),
-    ("snapkv", 64, {"every": 32}, "budget 64 must be above the 32 protected .* and the 32 of every"),
+    ("snapkv", 64, {"every": 32}, "budget 64 must be above the 32 protected .* plus every=32"),
     ("snapkv", 0.5, {"every": 4}, "every 4 needs a budget in entries"),
     ("snapkv", 64, {"value_norm": 3}, "value_norm 3 must be true or false"),
     ("snapkv", 64, {"pool": {"kernel": 4}}, "pool: kernel 4 must be odd"),

@@ -153,5 +153,5 @@ def test_options_and_limits(tiny):
         KVzip(BUDGET, Reconstruction(given)).check(100, 200)
     with pytest.raises(UserError, match="chunk 0 must be"):
         Reconstruction(given, 0)
-    with pytest.raises(UserError, match="normalized is of KVzip"):
+    with pytest.raises(UserError, match="normalized belongs to KVzip"):
         Attribution(given, normalized=True)

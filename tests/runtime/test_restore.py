@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_one_line(tiny, folder, tmp_path):
     with pytest.raises(UserError, match=r"does not fit this model \(tokens have 32 dimensions\)"):
         wide = tiny_model(hidden_size=64)
         RestoreWeights("given", tiny_restore(tiny).tokens, {}).bound(wide)
-    with pytest.raises(UserError, match=r"up_proj is \[64, 2\], expected \[16, 2\]; take what was trained"):
+    with pytest.raises(UserError, match=r"up_proj is \[64, 2\], expected \[16, 2\]; take weights that were trained"):
         RestoreWeights.from_pretrained(folder).bound(tiny_model("qwen3", intermediate_size=16))
     save_file({"other": torch.ones(2)}, tmp_path / "a.safetensors")
     with pytest.raises(UserError, match="holds no restore_embeddings"):

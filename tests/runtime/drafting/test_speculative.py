@@ -273,7 +273,7 @@ def test_specpc_scores_are_the_heads_attention(reduction, lookahead):
 
 
 def test_what_a_head_cannot_do():
-    with pytest.raises(UserError, match="a draft that is a model: a draft head reads what the model has read"):
+    with pytest.raises(UserError, match="whose draft is a model; a draft head reads the features of a dense prefill"):
         SpecKV.with_draft(HEAD, 20, 5, window=8, sparse=SparsePrefill(16, 64))
     with pytest.raises(UserError, match="choose a draft model"):
         ModelDrafter(HEAD).write(tiny_model(), prompt_ids(20)[0])
