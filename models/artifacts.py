@@ -72,7 +72,7 @@ class Artifact(ModelHubMixin, ABC):
     def from_pretrained(  # type: ignore[override]
         cls, reference: str | Path, *, revision: str | None = None, model: PreTrainedModel | None = None
     ) -> Self:
-        """`load` of what `fetch` finds."""
+        """Find the artifact's folder by `fetch`, and `load` it."""
         return cls.load(fetch(str(reference), revision), model)
 
     def save(
@@ -278,9 +278,9 @@ def load_weights(
 ) -> None:
     """Verify the tensors of a file and move them into a module that is on the meta device.
 
-    The module is then on the model's device, in its dtype, or on the CPU in that of the tensor `main`, but for the
-    tensors named in `exact`, and in evaluation mode. A `UserError` if a tensor is missing, surplus, of another shape or
-    dtype, or not finite.
+    The module is then in evaluation mode, on the model's device and in its dtype; without a model on the CPU, in the
+    dtype of the tensor `main`. Tensors named in `exact` keep theirs. A `UserError` if a tensor is missing, surplus, of
+    another shape or dtype, or not finite.
     """
     check_names_and_shapes(path, tensors, module.state_dict())
     weights = {name: tensor for name, tensor in tensors.items() if name not in exact}

@@ -80,7 +80,7 @@ model.generate(**inputs, custom_generate={method}.from_pretrained("FOLDER_OR_HUB
 max_new_tokens=64)
 ```"""
 
-_EVALUATION = "## Evaluation\n\nOf `keepsight eval`, with pictures in evaluation.png:\n\n"
+_EVALUATION = "## Evaluation\n\nMeasured by `keepsight eval`; plots are in evaluation.png:\n\n"
 HEAD_WEIGHTS = """\
 ## Weights of heads
 
@@ -96,8 +96,8 @@ _EVICTION = """\
 
 {training}
 
-The measurements above are from before this training. Excess NLL is of an answer's tokens after the first, which follows
-the whole prompt; 0 where a prompt is within the budget.
+The measurements above are from before this training. Excess NLL counts an answer's tokens after the first, which is
+predicted from the whole prompt; it is 0 where a prompt is within the budget.
 
 | held-out excess NLL (nats) | before | after |
 | --- | --- | --- |
@@ -194,7 +194,7 @@ def write_card(
 
 
 def _license(license: str | None, base_model: str) -> dict[str, Any]:
-    """Metadata of the licence; the base model's where none is named, by a link where it is not known."""
+    """Licence fields of the card's metadata: of `license`, else of the base model, else a link to it."""
     if known := license or LICENSES.get(base_model):
         return {"license": known}
     link = {"license_link": f"https://huggingface.co/{base_model}"} if "/" in base_model else {}
@@ -213,7 +213,7 @@ def _quotable(text: str) -> str:
 
 
 def read_card(folder: Path) -> str:
-    """The card in a folder; what is no UTF-8 in it is replaced."""
+    """The card in a folder; bytes that are not UTF-8 are replaced."""
     return (folder / CARD).read_text(encoding="utf-8-sig", errors="replace")
 
 
@@ -259,7 +259,7 @@ def excess_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
 
 
 def with_section(card: str, section: str) -> str:
-    """The card with a section at its end, without the one of the same heading; headings in code fences are none."""
+    """The card with a section at its end, without the one of the same heading; headings in code fences do not count."""
     heading, parts, fenced = section.partition("\n")[0], [""], False
     for line in card.splitlines(keepends=True):
         fenced ^= line.startswith("```")

@@ -33,7 +33,7 @@ def load_tokenizer(source: str | Path, **options: Any) -> "PreTrainedTokenizerBa
 
 
 def ids_of(model: "PreTrainedModel", prompts: Any, options: dict[str, Any], special: bool) -> "Tensor":
-    """The ids [B, N] of prompts: text, a tokenizer's output or ids; a tokenizer if needed and the rest go to `options`.
+    """The ids [B, N] of prompts: text, a tokenizer's output or ids. Its other outputs are added to `options`.
 
     Raises:
         UserError: they are something else, or text without a tokenizer.
@@ -87,7 +87,7 @@ def chat_text(tokenizer: Any, turns: Sequence[dict[str, Any]], chat_template: st
 
 
 def with_arguments(template: Any, arguments: Mapping[str, Any]) -> str:
-    """A chat template in which arguments, such as `enable_thinking`, are set for whoever applies it.
+    """A chat template that sets arguments of its own, such as `enable_thinking`.
 
     Raises:
         UserError: there is no single template, or an argument is not a value that can be written there.

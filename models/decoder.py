@@ -112,7 +112,7 @@ def attention_of(model: PreTrainedModel, index: int) -> nn.Module:
     for module in decoder_of(model).layers[index].modules():
         if hasattr(module, "layer_idx") and any(hasattr(module, name) for name in _OUTPUTS):
             return module
-    raise UserError(f"{model.config.model_type}: the attention of layer {index} has no output projection that is known")
+    raise UserError(f"{model.config.model_type}: the attention of layer {index} has no known output projection")
 
 
 def output_projection(model: PreTrainedModel, index: int) -> nn.Module:
@@ -163,7 +163,7 @@ def require_supported(model: PreTrainedModel) -> None:
         )
     if has_latents(model) and any(hasattr(module, "indexer") for module in decoder.modules()):
         raise UserError(
-            f"{kind} selects itself what its latent attention reads; load a model with full attention, such as "
+            f"{kind} selects the entries that its latent attention reads; load a model with full attention, such as "
             "DeepSeek-V3"
         )
     if not hasattr(model, "hf_device_map"):  # no hook moves activations between devices
@@ -249,7 +249,7 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def on_each(tensor: Tensor | None) -> Callable[[torch.device], Any]:
-    """A function that gives a tensor, or None, on a device; it is copied once to each device."""
+    """A function that returns a tensor, or None, on a device; it is copied once to each device."""
     return functools.cache(lambda device: None if tensor is None else tensor.to(device))
 
 

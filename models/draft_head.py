@@ -145,7 +145,7 @@ class HeadRotaryEmbedding(LlamaRotaryEmbedding):
 
 
 class HeadLayer(nn.Module):
-    """The decoder layer of EAGLE-1; EAGLE-3's norms its inputs. The residual is the feature, not the embedding.
+    """The decoder layer of EAGLE-1, or of EAGLE-3, which norms its inputs; the residual is the feature.
 
     Args:
         config: The head's configuration.
@@ -235,12 +235,12 @@ class EagleHead(nn.Module, Artifact):
         """The configuration under the names of public heads, which serving engines read.
 
         Raises:
-            UserError: the head is of a version that is only read.
+            UserError: the head is of a version that can only be loaded.
         """
         raise UserError("only EAGLE-3 heads can be saved")
 
     def card(self, basics: CardBasics, measured: Any = "") -> str:
-        """See `Artifact.card`; of a version that is only read there is none, as for `public_config`."""
+        """See `Artifact.card`; a `UserError` for versions that can only be loaded."""
         raise UserError("only EAGLE-3 heads can be saved")
 
     @abstractmethod
@@ -256,7 +256,7 @@ class EagleHead(nn.Module, Artifact):
         """Output of `forward` -> logits [..., draft_vocab] of token t + 2."""
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """The model's ids of the draft's ids."""
+        """Ids of the draft's vocabulary -> ids of the model's."""
         return draft_ids
 
 
@@ -480,7 +480,7 @@ def read_weights(folder: Path, origin: Origin | None) -> tuple[Path, dict[str, T
     """The file of a head's weights and its tensors, an EAGLE-3 layer's under `midlayer.*`."""
     if not (path := folder / WEIGHTS).is_file():
         tensors = unpickled(path := folder / PICKLE)
-        logger.warning("%s: a pickle; its %d tensors were read as safetensors would be", path, len(tensors))
+        logger.warning("%s: a pickle; only its %d tensors were read, no code was run", path, len(tensors))
     else:
         if origin is not None:
             check_digest(path, origin.digests.get(WEIGHTS, "missing"), ORIGIN)

@@ -1,9 +1,9 @@
 """Draft sources: where the methods that observe with a drafted answer (SpecKV, SpecPC) get their draft model.
 
-A source is a value that a method holds; `source.of(target)` is the model that drafts for a target. Not every target has
-a smaller sibling with the same tokenizer, so the draft model may also be made of the target's own layers, as in
-self-speculative decoding (Zhang et al. 2023, "Draft & Verify", arXiv 2309.08168). A draft head is no model of its own:
-it continues from the target's features.
+A source is a field of a method; `source.of(target)` is the draft model for a base model (`target`). Not every base
+model has a smaller sibling with the same tokenizer, so the draft model may also be made of the base model's own layers,
+as in self-speculative decoding (Zhang et al. 2023, "Draft & Verify", arXiv 2309.08168). A draft head is no model of its
+own: it continues from the base model's features.
 """
 
 import copy
@@ -23,15 +23,15 @@ from keepsight.models.draft_head import EagleHead
 from keepsight.models.targets import Target, load_target
 
 _DRAFTS: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], PreTrainedModel]] = WeakKeyDictionary()
-"""Of each target, the drafts made of its layers; nothing is kept on the target itself."""
+"""For each base model, the drafts made of its layers; nothing is stored on the model itself."""
 
 
 class DraftSource(Protocol):
-    """Source of the model that drafts for a target. Hashable: methods with equal sources can share one draft."""
+    """Source of the draft model for a base model. Hashable: methods with equal sources can share one draft."""
 
     @property
     def name(self) -> str:
-        """For tables and plots."""
+        """The source's name in tables and plots."""
         ...
 
     def of(self, target: PreTrainedModel) -> PreTrainedModel:
@@ -41,20 +41,20 @@ class DraftSource(Protocol):
 
 @dataclass(frozen=True)
 class LayerSubset:
-    """Some of the target's own layers between its embedding and its lm_head; the weights are shared, not copied.
+    """Some of the base model's layers between its embedding and its lm_head; the weights are shared, not copied.
 
     Attributes:
         layers: Indices of the layers to keep, ascending.
 
     Raises:
-        UserError: `layers` is empty or does not ascend; or, when it is first used, the target has no such layer.
+        UserError: `layers` is empty or does not ascend; or, when it is first used, the base model has no such layer.
     """
 
     layers: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        given: tuple[Any, ...] = self.layers
-        plain = (each.item() if getattr(each, "ndim", None) == 0 else each for each in given)
+        layers: tuple[Any, ...] = self.layers
+        plain = (each.item() if getattr(each, "ndim", None) == 0 else each for each in layers)
         object.__setattr__(self, "layers", tuple(plain))
         if not self.layers:
             raise UserError("draft layers [] keep nothing; name the layers of the base model to keep, such as [0,1,5]")
@@ -65,14 +65,14 @@ class LayerSubset:
 
     @property
     def name(self) -> str:
-        """Such as `layers 0-3,7,9-11`."""
+        """The layers, such as `layers 0-3,7,9-11`."""
         starts = [layer for layer in self.layers if layer - 1 not in self.layers]
         ends = [layer for layer in self.layers if layer + 1 not in self.layers]
         runs = (str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
         return f"layers {','.join(runs)}"
 
     def of(self, target: PreTrainedModel) -> PreTrainedModel:
-        """The model of these layers, made once per target; a `UserError` if the target has no such layer."""
+        """The model of these layers, made once per base model; a `UserError` if that has no such layer."""
         made = _DRAFTS.setdefault(target, {})
         if self.layers not in made:
             last, count = self.layers[-1], target.config.get_text_config().num_hidden_layers
@@ -84,11 +84,11 @@ class LayerSubset:
 
 @dataclass(frozen=True)
 class LoadedDraft:
-    """Another model with the target's vocabulary; `load_draft` makes it.
+    """Another model with the base model's vocabulary; `load_draft` makes it.
 
     Attributes:
         name: Hub id or folder.
-        version: Revision or digest of its weights, as for a target.
+        version: Revision or digest of its weights, as `Target.version`.
         model: The model, in evaluation mode, without gradients on its parameters.
     """
 
@@ -97,13 +97,13 @@ class LoadedDraft:
     model: PreTrainedModel = field(compare=False, repr=False)
 
     def of(self, target: PreTrainedModel) -> PreTrainedModel:
-        """The loaded model for any target: `load_draft` has compared the vocabularies."""
+        """The loaded model, for any base model: `load_draft` has compared the vocabularies."""
         return self.model
 
 
 @dataclass(frozen=True)
 class DraftHeadSource:
-    """A draft head of the target, on its device and in its dtype, and the target's layers whose outputs it reads.
+    """A draft head on the base model's device and in its dtype, and the layers whose outputs it reads.
 
     `load_head` makes it; its name is a Hub id or folder.
     """
@@ -114,20 +114,20 @@ class DraftHeadSource:
 
 
 def load_head(name: str, folder: Path, target: PreTrainedModel) -> DraftHeadSource:
-    """Load a draft head from a folder, for its target.
+    """Load a draft head from a folder, for its base model.
 
     Raises:
-        UserError: the folder holds no head, or one of another target.
+        UserError: the folder holds no head, or one of another base model.
     """
     head = EagleHead.load(folder, target)
     return DraftHeadSource(name, head.layers_of(target), head)
 
 
 def load_draft(model_id: str, target: Target, *, revision: str | None = None, **options: Any) -> LoadedDraft:
-    """Load a draft model for a target; `options` are the `dtype`, `device` and `attention` of `load_target`.
+    """Load a draft model for a base model; `options` are the `dtype`, `device` and `attention` of `load_target`.
 
     Raises:
-        UserError: the model cannot be had, or its tokenizer has another vocabulary than the target's.
+        UserError: the model cannot be loaded, or its tokenizer has another vocabulary than the base model's.
     """
     loaded = load_target(model_id, revision=revision, **options)
     _check_vocabulary(loaded, target)

@@ -1,4 +1,4 @@
-"""Artifacts to the Hugging Face Hub, or to the server that HF_ENDPOINT names: only an artifact's own files are sent."""
+"""Push artifacts to the Hugging Face Hub, or to the server that HF_ENDPOINT names; only their own files are sent."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ def kind_of(folder: Path) -> type[Artifact]:
 
 @dataclass(frozen=True)
 class Upload:
-    """What a push would send.
+    """The destination and the files of a push.
 
     Attributes:
         folder: The artifact.

@@ -123,7 +123,7 @@ class LookaheadAdapter(Artifact):
         tokens: [n, hidden] float32.
         head_weights: Weights of heads that `keepsight finetune` learned; None where it did not run.
         provenance: Origin of the adapter.
-        folder: Folder that it was read from; there is none before it is saved.
+        folder: Folder that it was loaded from; "a lookahead adapter" before it is saved.
         digest: Digest of `lookahead_config.json`, which holds the settings and the digests of the tensors' files.
         invocation: Largest id of a token that makes PEFT apply the LoRA.
     """
@@ -210,7 +210,7 @@ class LookaheadAdapter(Artifact):
         warn_of_another_base(folder, expected, self.provenance.base_version, model)
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Warn, once, of another vocabulary or chat template than those of the training prompts."""
+        """Warn, once, if the vocabulary or chat template is not that of the training prompts."""
         origin = self.provenance
         warn_of_another_tokenizer(self.folder, origin.template_digest, origin.vocabulary_digest, tokenizer)
 

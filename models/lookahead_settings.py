@@ -84,7 +84,7 @@ class LookaheadSettings:
         return replace(self, **SELECTIONS[selection])
 
     def check(self) -> None:
-        """Refuse settings of which no module can be made.
+        """Refuse settings that no module can have.
 
         Raises:
             UserError: a value is out of range; one line names it as a recipe does.

@@ -26,9 +26,9 @@ from keepsight.models.decoder import RECURRENT, decoder_of, full_attention_layer
 PREFIX = "base_model.model."  # what PEFT puts before the names of a saved adapter's tensors
 
 _LEFT_OUT = re.compile(r"(^|\.)(experts|router|gate|shared_expert_gate|kv_b_proj)(\.|$)")
-"""Experts and what chooses between them; what expands latents, which works on the cache and not on new tokens."""
+"""Experts and their routers; the expansion of latents, which is applied to the cache and not to new tokens."""
 _SCORED = re.compile(r"(^|\.)(qkv|q|kv|k)_[^.]*$")
-"""What makes queries and keys."""
+"""Projections of queries and keys."""
 _QUERIES_AND_VALUES = r"(qkv|q|kv|v)_[^.]*"
 """Projections of queries and values, without and with those of keys."""
 
@@ -36,7 +36,7 @@ _SAME_INPUT = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 """Modules of one parent that read the same input."""
 
 _ATTACHED: ContextVar[tuple[object, ...]] = ContextVar("attached", default=())
-"""What is attached in this thread, or asyncio task."""
+"""Keys of the hooks attached in this thread, or asyncio task."""
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[No
 
 
 class _InContext:
-    """A hook that acts where its key is attached. A copy of the module has nothing attached."""
+    """A hook that acts only where its key is attached. A deep copy of the module gets a hook that does nothing."""
 
     def __init__(self, hook: Callable[..., Any], key: object) -> None:
         self._hook, self._key = hook, key
@@ -108,7 +108,7 @@ class Update(nn.Module):
         self.scaling, self.dropout = scaling, dropout
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """What is added to the output for these inputs [..., in]: [..., out] float32."""
+        """The term to add to the output: inputs [..., in] -> [..., out] float32."""
         inputs = functional.dropout(inputs.to(self.lora_A.dtype), self.dropout, self.training)
         low = functional.linear(inputs, self.lora_A.to(inputs.device)) * self.scaling
         return functional.linear(low, self.lora_B.to(inputs.device))
@@ -193,10 +193,11 @@ def nothing(*_: object) -> None:
 
 
 def lora_targets(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The linear modules that what is observed depends on, by name.
+    """The linear modules that importance depends on, by name.
 
-    Importance reads the queries and keys of layers with full attention: of the last of them only what makes these is
-    adapted, and nothing after it. Experts are left out, and layers with a recurrent state.
+    Importance is computed from the queries and keys of layers with full attention. In the last of them only the
+    projections of queries and keys count, and nothing after it. Experts are left out, and layers with a recurrent
+    state.
     """
     decoder, kinds = decoder_of(model), layer_kinds(model.config)
     start = next(name for name, module in model.named_modules() if module is decoder)
@@ -211,7 +212,7 @@ def lora_targets(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def chosen_targets(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, nn.Module]:
-    """Those of `lora_targets` that settings choose: `all` or `none` alone; or `qv`, and ends of names at a dot.
+    """The modules of `lora_targets` that settings choose: `all` or `none` alone; or `qv`, and dotted suffixes of names.
 
     A `UserError` if the model has no module of such a name.
     """
@@ -235,7 +236,7 @@ def _short(names: Iterable[str]) -> str:
 
 
 def linears(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The linear modules inside a module by name; of one that its owner has adapted, the adapted one."""
+    """The linear modules inside a module by name; where PEFT has wrapped one, the wrapper."""
     for name, child in module.named_children():
         if hasattr(child, "in_features") and hasattr(child, "out_features"):
             yield prefix + name, child

@@ -1,8 +1,8 @@
 """Where a base model's files are, and which weights they hold.
 
 A model is read from a local folder, the Hugging Face Hub or its cache, or a GGUF file inside an installed Python
-package, which is dequantised once into `cache_folder()`. Artifacts record the version of their base model. Digests of
-a loaded model tell its own weights and the PEFT adapters that its owner has put on it.
+package, which is dequantised once into `cache_folder()`. Artifacts record the version of their base model. Digests of a
+loaded model identify its own weights and its PEFT adapters.
 """
 
 import functools
@@ -37,13 +37,13 @@ from keepsight.models.decoder import values_of
 logger = logging.getLogger("keepsight")
 
 LOADING = threading.RLock()
-"""A lock for reading weights: transformers unties weights in the whole process, and two loads at once leave them so."""
+"""A lock for loading: transformers unties weights in the whole process, and two loads at once leave them untied."""
 
 _RECORDED = "_keepsight_version"
 _BLOCKS, _BLOCK = 256, 4096
 _IRRELEVANT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
 FIRST = 64
-"""Values of each weight in `weights_digest`."""
+"""Number of first values of each weight in `weights_digest`."""
 
 
 class _Index(TypedDict):
@@ -282,7 +282,7 @@ def warn_of_another_tokenizer(
 ) -> None:
     """Log one line, once, where a tokenizer differs from the one that an artifact (its folder) was trained with.
 
-    `template` and `vocabulary` are the digests of then; empty where they are not recorded.
+    `template` and `vocabulary` are the digests at its training; empty where they are not recorded.
     """
     if vocabulary and vocabulary != (now := vocabulary_digest(tokenizer)):
         what, was, advice = "tokenizer", vocabulary, "take the base model's own, token ids differ here"
@@ -341,7 +341,7 @@ def _adapted(model: nn.Module) -> Iterator[Any]:
 
 
 def _parts(layer: Any) -> Iterator[Any]:
-    """What a module holds of its adapters, by the adapters' names."""
+    """The containers of adapter weights in a module, each keyed by the adapters' names."""
     for name in (*layer.adapter_layer_names, *layer.other_param_names):
         try:
             yield attrgetter(name)(layer)

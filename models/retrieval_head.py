@@ -1,4 +1,4 @@
-"""The retrieval head: a draft head pruned to what selecting entries of the KV cache needs.
+"""The retrieval head: a draft head pruned to the parts that select entries of the KV cache.
 
 SpeContext (arXiv 2512.00722), section 4.3, keeps the embedding and the query and key projections of the EAGLE-3 layer.
 Token t is scored before the model reads it: with its embedding, and in the variant `previous-step` with the model's
@@ -38,7 +38,7 @@ Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 _ABOUT = """A retrieval head ([SpeContext](https://arxiv.org/abs/2512.00722)) for `{base_model}`: the query
 and key projections of a draft head, which predict before every decoding step which entries of the KV cache the step
 will read{groups}. It reads {reads}. {parameters:,} parameters; the embedding is the base model's and not stored here.
-Trained with up to {trained:,} tokens; YaRN takes it further."""
+Trained with up to {trained:,} tokens; YaRN extends it further."""
 
 _READS = {
     PREVIOUS_STEP: "the coming token's embedding, and outputs of three of the base model's layers for the one before",
@@ -220,7 +220,7 @@ class RetrievalHead(nn.Module, Artifact):
         return _rotate(heads, *self.rotary_emb(heads.float(), positions))
 
     def grouped(self, groups: int) -> "RetrievalHead":
-        """A head of more groups, with weights of its own: each group is split into as many groups, which begin alike.
+        """A copy with more groups: each group is split into equally many, which start from its weights.
 
         Raises:
             UserError: `groups` is no multiple of this head's.
@@ -254,14 +254,14 @@ class RetrievalHead(nn.Module, Artifact):
         return head.requires_grad_(self.q_proj.weight.requires_grad).train(self.training)
 
     def reaching(self, length: int) -> "RetrievalHead":
-        """The head extended to `length` positions, by a power of two, so that batching seldom changes what is read."""
+        """The head extended to `length` positions, by a power of two, so that batching seldom changes selections."""
         context = self.config.trained
         while context < length:
             context *= 2
         return self.extended(context)
 
     def turned(self, keys: Tensor, positions: Tensor, before: "RetrievalHead") -> Tensor:
-        """Keys [B, K, n, d] that `before`, this head for another context, made at positions [B or 1, n], as its own."""
+        """Keys [B, K, n, d] of `before`, this head for another context, at positions [B or 1, n] -> by this RoPE."""
         cos, sin = before.rotary_emb(keys.float(), positions)
         scale = (cos**2 + sin**2)[:, None]  # of YaRN's attention factor
         plain = _rotate(keys.float(), cos, -sin) / scale
@@ -271,7 +271,7 @@ class RetrievalHead(nn.Module, Artifact):
     def from_draft(cls, draft: nn.Module, features: str) -> Self:
         """Prune an EAGLE-3 draft head to copies of its query and key projections, norms, and feature projection.
 
-        With `features` `none` the half of the projections stays that reads embeddings. A `UserError` if it is no
+        With `features` `none` only the half of the projections that reads embeddings stays. A `UserError` if it is no
         EAGLE-3 head, or `features` is neither variant.
         """
         if not isinstance(draft, DraftHead):
@@ -327,7 +327,7 @@ class RetrievalHead(nn.Module, Artifact):
         ).to(model.device)
 
     def check_model(self, model: PreTrainedModel) -> None:
-        """Check that the head is one for a model.
+        """Check that the head fits a model.
 
         Raises:
             UserError: hidden size, vocabulary or KV heads differ; or the model is too shallow for features or groups.
@@ -407,7 +407,7 @@ class _Saved:
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[B, H, n, d] turned by angles [B or 1, n, d], in float32."""
+    """Heads [B, H, n, d] rotated by cosines and sines [B or 1, n, d], in float32."""
     rotated, _ = apply_rotary_pos_emb(heads.float(), heads[:, :0].float(), cos, sin)
     return rotated.to(heads.dtype)
 

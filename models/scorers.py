@@ -1,4 +1,4 @@
-"""Scorers that others trained: a small network a layer, which scores each KV entry from the layer's attention input.
+"""Published, trained scorers: a small network per layer, which scores each KV entry from the layer's attention input.
 
 A file is read as it was published: safetensors, or a pickle whose tensors are read by torch's `weights_only`, which
 runs nothing that the file names. B batch, q tokens, D hidden size, H query heads, K KV heads, d head dimension.
@@ -33,12 +33,12 @@ class Scorer(ABC):
     """A scorer of KV entries with a network for each layer.
 
     Args:
-        source: Where the tensors are from, for messages.
+        source: The file of the tensors, for messages.
         tensors: The published tensors whose names match `names`, by name.
 
     Attributes:
-        names: Matches the name of a tensor; its groups are the layer and the name within it.
-        numbers: How many numbers it gives for each entry and KV head.
+        names: Pattern of a tensor's name; its groups are the layer and the name within it.
+        numbers: Number of outputs for each entry and KV head.
         by_place: Whether layers are counted among those with full attention, and not among all.
     """
 
@@ -59,7 +59,7 @@ class Scorer(ABC):
 
     @cached_property
     def digest(self) -> str:
-        """Digest of what it scores by."""
+        """Digest of the scorer's kind and weights."""
         digest = hashlib.sha256(type(self).__name__.encode())
         for layer, tensors in sorted(self._layers.items()):
             for name, tensor in sorted(tensors.items()):
@@ -72,7 +72,7 @@ class Scorer(ABC):
         """The scorer in a file or a folder, or on the Hub as `user/name` or `user/name/FOLDER`.
 
         Raises:
-            UserError: it cannot be had, or its files hold no tensors, or other ones.
+            UserError: it cannot be loaded, or its files hold no tensors of this kind of scorer.
         """
         files = published_files(str(reference))
         read = [read_tensors(each, cls.names) if each.suffix == ".safetensors" else unpickled(each) for each in files]
@@ -81,13 +81,13 @@ class Scorer(ABC):
     def __call__(self, index: int, place: int, attention: nn.Module, hidden: Tensor, start: int) -> Tensor:
         """Score the tokens of a pass: [B, K x numbers, q] float32, the numbers of a KV head side by side.
 
-        `index` is the decoder layer, `place` its place among those with full attention, `hidden` [B, q, D] what goes
-        into its attention module, and `start` the number of tokens that it has seen before. A `UserError` if there are
-        no weights for the layer, or they are for another model.
+        `index` is the decoder layer, `place` its place among those with full attention, `hidden` [B, q, D] the input of
+        its attention module, and `start` the number of tokens that it has seen before. A `UserError` if there are no
+        weights for the layer, or they are for another model.
         """
         layer = place if self.by_place else index
         if layer not in self._layers:
-            raise UserError(f"{self.source}: holds nothing for layer {layer}; take what was trained for this model")
+            raise UserError(f"{self.source}: holds nothing for layer {layer}; take weights trained for this model")
         key = layer, hidden.dtype, hidden.device
         if key not in self._ready:
             usable = as_weights(Path(self.source), self._layers[layer], hidden.dtype)
@@ -98,7 +98,7 @@ class Scorer(ABC):
         except (KeyError, RuntimeError) as error:
             reason = f"lacks {error}" if isinstance(error, KeyError) else one_line(error, 120)
             raise UserError(
-                f"{self.source}: layer {layer} does not fit this model ({reason}); take what was trained for it"
+                f"{self.source}: layer {layer} does not fit this model ({reason}); take weights trained for it"
             ) from None
         if scores.shape[1] != kv_heads * self.numbers:
             found = scores.shape[1] // self.numbers

@@ -1,6 +1,6 @@
 """Base models: loading a model with its tokenizer, quantised or over several devices, or without its weights.
 
-`fingerprints` reads from a model's files alone the digests by which entries of other models are refused.
+`fingerprints` computes, from a model's files alone, the digests by which prefixes of other models are refused.
 """
 
 import inspect
@@ -143,8 +143,9 @@ def load_target(
         template: Arguments of the chat template; see `with_arguments`.
         quantize: `nf4` or `int8`: weights are quantised while they are loaded, by bitsandbytes.
         device_map: `auto` spreads the layers over all GPUs (experimental), if `device` is `auto` and this process is
-            the only one of its launch, else places them on its own; the rest stays on the CPU, then on the disk, until
-            it runs. Or a device for each module by its name, `""` for the whole. On `meta` no weights are read.
+            the only one of its launch, else places them on the process's own device; layers that do not fit stay on the
+            CPU, then on disk, until they run. Or a device for each module by its name, `""` for the whole. On `meta` no
+            weights are read.
         trust_remote_code: Whether code from the model's repository may run.
 
     Raises:
@@ -324,7 +325,7 @@ def outline_model(
 def outline_target(
     model_id: str, *, template: Mapping[str, Any] | None = None, trust_remote_code: bool = False, **files: str | None
 ) -> Target:
-    """A base model without weights (tokenizer, configuration, version), for answers that a server gives.
+    """A base model without weights (tokenizer, configuration, version), for answers from a server.
 
     The arguments are those of `load_target`; `files` are its `revision`, `packaged` and `packaged_digest`. A
     `UserError` if its configuration, tokenizer or version cannot be read.
@@ -387,15 +388,15 @@ def processor_of(target: Target) -> Any:
 
 
 def fingerprints(model: str) -> frozenset[str]:
-    """`weights_digest` of a model in each dtype that it may be loaded in; none if its files name weights otherwise.
+    """`weights_digest` of a model in each dtype that it may be loaded in; none if its files use other names of weights.
 
     The model is a folder or Hub id whose files are on this machine; a `UserError` if its configuration cannot be read.
     """
     outline = outline_model(model, dtype="float32")
     folder = Path(cached_file(model, "config.json") or model).parent
     try:
-        held = _first_values(folder)
-        values = [held[name] for name, _ in outline.named_parameters()]
+        first = _first_values(folder)
+        values = [first[name] for name, _ in outline.named_parameters()]
     except (KeyError, OSError, SafetensorError):
         return frozenset()
     return frozenset(digest_of_first([value.to(dtype) for value in values]) for dtype in DTYPES.values())

@@ -32,7 +32,7 @@ from keepsight.runtime.layer import KeptLayer, LayerEntries, RaggedLayer, Record
 from keepsight.runtime.rotary import QueryStatistics, Rotary, with_queries
 
 AfterLayer = Callable[[Cache, int, KeptLayer], KeptLayer]
-"""Gives the layer to go on with in place of one that was read, from its cache and its place among the `KeptLayer`s."""
+"""Takes a cache, a layer's place among its `KeptLayer`s, and that layer, just read; returns the layer to keep."""
 Kind = TypeVar("Kind", bound="State")
 
 
@@ -79,9 +79,9 @@ class State:
         lengths: [B] int64: number of each row's tokens without padding.
         needs: What is recorded of the tokens read: in the cache's layers, and in `features`.
         features: For each of the layers in `needs.features`, its output [B, m, hidden] for the last m tokens.
-        rope_offset: [B] int64, or 0 for all rows: how far the next position is beyond a row's number of tokens, where
-            the model counts positions otherwise (an image's tokens under M-RoPE).
-        padded: Whether a row has padding; None where that has to be looked up, for which the CPU has to wait.
+        rope_offset: [B] int64, or 0 for all rows: the next RoPE position minus the row's number of tokens, where
+            positions are not consecutive (an image's tokens under M-RoPE).
+        padded: Whether a row has padding; None where the CPU has to wait for `lengths` to know.
         seconds: Time spent summing accumulated attention; on a GPU, only the time that the CPU was blocked.
     """
 
@@ -102,7 +102,7 @@ class State:
 
     @property
     def length(self) -> int:
-        """Number of entries of the longest KV head, padding included; 0 where every layer is bounded by itself."""
+        """Number of entries of the longest KV head, padding included; 0 where every layer is bounded."""
         return max((layer.longest for layer in self.layers), default=0)
 
     @property
@@ -160,11 +160,11 @@ class State:
         return after
 
     def as_kind(self, kind: type[Kind], cache: Cache) -> Kind:
-        """The same as a state of a method that stores entries in its own form; nothing is recorded any more."""
+        """This state as one of a subclass, with its own form of cache; recordings are dropped."""
         return kind(cache, self.logits, self.tokens, self.lengths, rope_offset=self.rope_offset, padded=self.padded)
 
     def crop(self, count: int, logits: Tensor) -> "State":
-        """The state before its last `count` tokens, which the cache loses; `logits` [B, V] are its last ones."""
+        """The state before its last `count` tokens, which the cache drops; `logits` [B, V] are the new last ones."""
         self.cache.crop(-count)
         return replace(
             self,
@@ -190,14 +190,14 @@ class State:
 
 @dataclass
 class Recorder:
-    """Records what is needed of one forward pass, in the layers of the cache that it appends to.
+    """Records the `needs` of one forward pass in the layers of the cache that it appends to.
 
     Attributes:
         cache: The cache.
         needs: What to record.
         mask: [B, C + q] bool over the entries after the pass, False for padding; None when none is.
-        after_layer: Gives another layer in place of each that has been read; attention goes on with the whole layer,
-            which is freed after it.
+        after_layer: Returns the layer to keep for each that was read; attention still uses the whole layer, which is
+            freed after it.
         places: Number of layers read so far.
         seconds: Time spent summing accumulated attention.
     """
@@ -212,7 +212,7 @@ class Recorder:
     _scores: dict[Scorer, Tensor] = field(default_factory=dict)  # of the layer that is being read
 
     def score(self, index: int, attention: nn.Module, hidden: Tensor) -> None:
-        """Score a pass's tokens in a layer, from what goes into its attention [B, q, hidden]."""
+        """Score a pass's tokens in a layer, from the input of its attention [B, q, hidden]."""
         layer: Any = self.cache.layers[index]
         before = layer.recorded.scores if layer.recorded else {}
         self._scores = {}
@@ -303,11 +303,11 @@ def prefill(
         chunk: Tokens per forward pass; None for the whole prompt in one. The result is the same: eviction waits for
             the whole prompt, so that every token attends to all before it.
         needs: What to record of the prompt for observers.
-        after_layer: Gives another layer in place of each that the last pass has read, such as an evicted one.
+        after_layer: Returns the layer to keep for each that the last pass has read, such as an evicted one.
         images: Images in the prompts, which are then read in one pass.
 
     Raises:
-        UserError: the model is not supported, or images cannot be read so.
+        UserError: the model is not supported or reads no images, or images are to be read in chunks.
     """
     if chunk is not None:
         require_whole("prefill", 1, prefill_chunk_size=chunk)
@@ -346,8 +346,8 @@ def prefill(
         layers = [layer for layer in cache.layers if isinstance(layer, KeptLayer)]
         if recorder.places != len(layers) or any(layer.seen != end for layer in layers):
             raise UserError(
-                f"{model.config.model_type} attends or caches in a way of its own, so that its queries or entries are "
-                "not seen; load another model, such as Llama, Qwen, Mistral or Gemma"
+                f"{model.config.model_type} has its own kind of attention or cache, so that queries or entries cannot "
+                "be recorded; load another model, such as Llama, Qwen, Mistral or Gemma"
             )
     logits = output.logits[:, -1].float()
     return State(cache, logits, input_ids, lengths, needs, features, offset, mask is not None, seconds)
@@ -355,7 +355,7 @@ def prefill(
 
 @torch.no_grad()
 def read(model: Reader, state: State, tokens: Tensor, *, logits_to_keep: int = 0) -> tuple[State, Tensor]:
-    """Read more tokens after a state, evicted or not; the state's cache grows.
+    """Read more tokens after a state, before or after eviction; the state's cache grows.
 
     Args:
         model: The model, without adapters.

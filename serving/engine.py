@@ -1,8 +1,8 @@
 """Batched decoding with continuous admission: many requests, each evicted by one method, in one batch of states.
 
 A request is read and evicted from alone, between two decoding steps of the others; its state then joins the batch, and
-leaves it when the answer ends or nobody waits for it. An answer is what `generate(model, ids, method, **options)` gives
-alone, token for token up to rounding: logits processors and criteria are those that transformers makes of the options.
+leaves it when the answer ends or nobody waits for it. Up to rounding, an answer has the tokens of `generate(model, ids,
+method, **options)`: transformers makes the logits processors and stopping criteria from the options.
 """
 
 import threading
@@ -30,7 +30,7 @@ BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class Busy(UserError):
-    """Too many requests wait."""
+    """Raised where too many requests wait."""
 
 
 class Job:
@@ -173,7 +173,7 @@ class Engine:
         """
         length, more = len(job.ids), int(job.options.get("max_new_tokens") or 1)
         if not 0 < length <= self.max_prompt_tokens:
-            raise UserError(f"the prompt has {length} tokens; 1 to {self.max_prompt_tokens} are read here")
+            raise UserError(f"the prompt has {length} tokens; this server reads 1 to {self.max_prompt_tokens}")
         if length + more > self.context:
             raise UserError(
                 f"{length} prompt tokens and {more} of the answer do not fit the context of {self.context}; lower "
@@ -184,7 +184,7 @@ class Engine:
             if self._closed:
                 raise Busy("the server is shutting down")
             if len(self._queue) >= self.waiting:
-                raise Busy(f"{len(self._queue)} requests are waiting, and no more may; try again later")
+                raise Busy(f"{len(self._queue)} requests are waiting, the most allowed; try again later")
             job.submitted = time.perf_counter()
             self._queue.append(job)
             self._wake.notify()
@@ -196,7 +196,7 @@ class Engine:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Numbers of requests that are answered and that wait."""
+        """Numbers of running and of waiting requests."""
         return len(self._batch), len(self._queue)
 
     @property
@@ -237,7 +237,8 @@ class Engine:
     def step(self) -> bool:
         """Admit the next request if there is room, and decode a token of every answer; returns whether work is left.
 
-        What goes wrong while a prompt is read fails its request alone, while the batch is decoded all of its requests.
+        An error while a prompt is read fails its request alone; an error while the batch is decoded fails all of its
+        requests.
         """
         try:
             self._keep([place for place, row in enumerate(self._batch) if not row.job.cancelled])
@@ -305,7 +306,7 @@ class Engine:
             self.totals.decode_seconds += time.perf_counter() - start
 
     def _give(self, row: _Row, token: int) -> bool:
-        """Whether the job wants no token after this one; what goes wrong with its text fails it alone."""
+        """Give the job a token; returns whether it wants no more. An error in its text fails the job alone."""
         job = row.job
         job.tokens.append(token)
         self.totals.generated_tokens += 1
@@ -335,7 +336,7 @@ class Engine:
         job.reason, job.error = reason, error
         self.totals.ended[reason] += 1
         job.done.set()
-        with suppress(Exception):  # of its text: the others go on
+        with suppress(Exception):  # in its text: other requests go on
             job.ended()
 
     def _require_joinable(self) -> None:

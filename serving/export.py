@@ -1,11 +1,11 @@
 """From a state to a prefix file: an evicted cache as the KV entries of an ordinary, shorter prompt, whole or in pages.
 
 With rotary positions, the score of a query at position p with a key at position s depends on p - s alone. A prompt of N
-tokens whose heads keep B entries goes on at position N. Rotated by a further -(N - B), the kept keys are those of a
-prompt of B tokens, after which an engine goes on at position B: its scheduler, pages and positions need not know.
-Values do not change, nor does the order of the entries matter.
+tokens whose heads keep B entries continues at position N. Rotated by a further -(N - B), the kept keys are those of a
+prompt of B tokens, and an engine continues at position B: its scheduler, pages and positions need no change. Values do
+not change, and the order of the entries does not matter.
 
-The turn is exact for plain, linear, Llama-3 and YaRN scaling (whose factor is in the keys already), for partial
+The rotation is exact for plain, linear, Llama-3 and YaRN scaling (whose factor is in the keys already), for partial
 rotation, M-RoPE and layers without rotation. `turned` compares the next token's logits before and after, so that a
 model whose attention depends on positions in another way is refused.
 """
@@ -34,7 +34,8 @@ from keepsight.serving.prefix import Header, write_prefix
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Scalings of rotary positions whose frequencies do not depend on the length of the prompt."""
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
-"""Mean difference of two log-probabilities that rounding explains: up to 0.06 in bfloat16, 0.4 where turned wrongly."""
+"""Mean difference of two log-probabilities that rounding explains: up to 0.06 in bfloat16, 0.4 after a wrong
+rotation."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Rotation:
     interleaved: bool
 
     def turn(self, keys: Tensor, by: int) -> Tensor:
-        """Keys [..., d] after RoPE, as if each stood `by` positions later; computed in float64, of the same dtype."""
+        """Rotate keys [..., d], after RoPE, by `by` further positions, in float64; the result has the keys' dtype."""
         width = 2 * len(self.inv_freq)
         angle = by * self.inv_freq.to(keys.device)
         cos, sin = angle.cos(), angle.sin()
@@ -66,11 +67,11 @@ def rotations_of(model: PreTrainedModel) -> list[Rotation | None]:
 
     Raises:
         UserError: the model has no rotary positions, scales them by the prompt's length, or has layers whose entries
-            cannot be turned (latents, sliding windows, recurrent states).
+            cannot be rotated (latents, sliding windows, recurrent states).
     """
     kind, config = model.config.model_type, model.config.get_text_config(decoder=True)
     if has_latents(model):
-        raise UserError(f"{kind} caches latents, which cannot be turned yet; serve a model with keys and values")
+        raise UserError(f"{kind} caches latents, which cannot be rotated yet; serve a model with keys and values")
     decoder = decoder_of(model)
     rotary: Any = getattr(decoder, "rotary_emb", None)
     if rotary is None:
@@ -97,7 +98,7 @@ def _is_interleaved(attention: Any, pairs: int) -> bool:
     """Whether the model's own function rotates neighbouring dimensions."""
     rotate: Any = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if rotate is None:
-        return False  # what `turned` compares decides
+        return False  # `turned` checks the result
     key = torch.zeros(1, 1, 1, 2 * pairs)
     key[..., 0] = 1.0
     angle = torch.full((1, 1, 2 * pairs), 0.5)
@@ -110,11 +111,11 @@ def _is_interleaved(attention: Any, pairs: int) -> bool:
 
 @torch.no_grad()
 def turned(model: PreTrainedModel, state: State, entries: int) -> State:
-    """The entries of a state at the positions of a prompt of `entries` tokens, after which the next token stands.
+    """A state with its keys rotated to the positions of a prompt of `entries` tokens, where the next token follows.
 
-    The state is of one prompt, evicted from or not, whose layers all have full attention; it stays unchanged, and
-    nothing is recorded in the new one. A `UserError` if the model's entries cannot be turned, or the next token's
-    logits differ then.
+    The state is of one prompt, before or after eviction, whose layers all have full attention; it stays unchanged, and
+    nothing is recorded in the new one. A `UserError` if the model's keys cannot be rotated, or the rotation changes the
+    next token's logits.
     """
     if len(state.lengths) != 1 or not state.joins:
         raise UserError("a prefix is made of one prompt, and of entries that are stored as they are")
@@ -127,7 +128,7 @@ def turned(model: PreTrainedModel, state: State, entries: int) -> State:
     expected, found = (read(model, each, token)[1].log_softmax(-1) for each in (state.unrecorded(), after.copy()))
     if (difference := float((expected.exp() * (expected - found).abs()).sum())) > _TOLERANCE[model.dtype]:
         raise UserError(
-            f"{model.config.model_type} depends on positions in a way that the turn of its keys does not keep: "
+            f"{model.config.model_type} depends on positions in a way that rotating its keys does not preserve: "
             f"log-probabilities differ by {difference:.2g}; serve another model"
         )
     return after
@@ -162,12 +163,12 @@ def export(
     template: str = "",
     method: str = "",
 ) -> tuple[str, Header]:
-    """Write the state of one prompt, evicted from, as a prefix in the folder `root`; returns its digest and header.
+    """Write the evicted state of one prompt as a prefix in the folder `root`; returns its digest and header.
 
     `page` is the number of entries of a page of the engine's cache, of which every head keeps a multiple; 0 where all
     heads keep the same number. `before` is the rendered text before the document (see `Header`), `template` the digest
-    of the chat template, `method` what evicted. A `UserError` if the heads keep numbers of entries that cannot be
-    stored so, or the model's entries cannot be turned.
+    of the chat template, `method` describes the method. A `UserError` if heads keep numbers of entries that cannot be
+    stored so, or the model's keys cannot be rotated.
     """
     after = turned(model, state, placeholders_of(state, page))
     about = {"before": before, "template": template, "method": method, "weights": weights_digest(model)}
@@ -177,9 +178,9 @@ def export(
 def write_state(
     config: Any, state: State, after: State, root: Path, *, page: int = 0, **about: Any
 ) -> tuple[str, Header]:
-    """Write a state whose keys were turned; see `export`.
+    """Write a state whose keys were rotated; see `export`.
 
-    `state` and `after` are the state before and after the turn; `about` are other fields of the header.
+    `state` and `after` are the state before and after the rotation; `about` are other fields of the header.
     """
     keys, values = _packed(after, ragged=bool(page))
     counts = state.counts()[:, 0].cpu()  # [L, K]

@@ -32,7 +32,7 @@ DIGEST_BYTES = 16
 ID = re.compile("[0-9a-f]{32}")
 MAX_LETTERS = 16
 MARK = "\u2063keepsight\u2063"
-"""Stands for the document while a chat template is rendered."""
+"""Placeholder of the document while a chat template is rendered."""
 EVICT, BEFORE = "keepsight_evict", "keepsight_before"
 MADE, WHOLE, FAILED = "keepsight", "keepsight_whole", "keepsight_error"
 """Fields of requests and replies for eviction inside vLLM; see `keepsight.serving.vllm.record`."""
@@ -57,7 +57,7 @@ class Header:
         rope: The model's parameters of rotary positions.
         method: The method that evicted, with its options.
         tokens: Digest of the tokens read.
-        version: Of this form of file.
+        version: Version of the file format.
     """
 
     entries: PositiveInt
@@ -124,7 +124,7 @@ def digest_in(ids: Sequence[int] | None, alphabet: Sequence[int]) -> str | None:
 
 
 def around_mark(text: str) -> tuple[str, str] | None:
-    """What a rendered text has before and after MARK; None where it does not have it exactly once."""
+    """The parts of a rendered text before and after MARK; None unless MARK occurs exactly once."""
     before, mark, after = text.partition(MARK)
     return (before, after) if mark and MARK not in after else None
 
@@ -145,12 +145,12 @@ def write_prefix(root: Path, header: Header, tensors: dict[str, Tensor]) -> str:
 
 
 def file_of(root: Path, digest: str) -> Path:
-    """Where the file of a digest is, or would be."""
+    """Path of the file of a digest."""
     return root / f"{digest}.safetensors"
 
 
 def transfer_config(root: str | Path) -> dict[str, Any]:
-    """VLLM's `--kv-transfer-config` for the prefixes of a folder."""
+    """The `--kv-transfer-config` of vLLM for the prefixes of a folder."""
     return {
         "kv_connector": "KeepsightConnector",
         "kv_connector_module_path": "keepsight.serving.vllm.connector",
@@ -208,14 +208,14 @@ class PrefixStore:
         return self._tensors[digest]
 
     def _read(self, digest: str) -> dict[str, Tensor]:
-        """The tensors of a file; keeps its header. One read serves check and use: nothing changes in between."""
+        """The tensors of a file; keeps its header. The file is read once: it cannot change after the check."""
         path = self.path(digest)
         try:
             data = path.read_bytes()
         except OSError as error:
             raise UserError(f"{path.name}: {error.strerror}; make the prefix again") from None
         if _digest(data) != digest:
-            raise UserError(f"{path.name}: its contents are not those it is named by; make the prefix again")
+            raise UserError(f"{path.name}: its contents differ from the digest it is named by; make the prefix again")
         try:
             stored = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])  # as safetensors begins
             header = from_json(stored["__metadata__"][_KEY].encode(), Header)

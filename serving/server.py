@@ -1,7 +1,7 @@
 """An OpenAI server over the engine: chat completions and completions, streamed or whole, from evicted caches.
 
-What a request asks is checked before the model runs; what cannot be honoured is refused with HTTP 4xx and one line that
-says why, in OpenAI's form of an error.
+Requests are checked before the model runs. Options that cannot be honoured are refused with HTTP 4xx and one line that
+says why, in OpenAI's error format.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Asked(BaseModel):
-    """What both endpoints take; fields such as `n` allow only the value that this server supports."""
+class CommonFields(BaseModel):
+    """Fields of both endpoints; fields such as `n` allow only the value that this server supports."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str
@@ -68,8 +68,8 @@ class Asked(BaseModel):
             options["do_sample"] = self.temperature > 0
         if self.temperature:
             options |= {"temperature": max(self.temperature, 0.01), "top_k": own_top_k or 0}
-        given = {name: getattr(self, name) for name in ("top_p", "top_k", "repetition_penalty")}
-        return options | {name: value for name, value in given.items() if value is not None}
+        values = {name: getattr(self, name) for name in ("top_p", "top_k", "repetition_penalty")}
+        return options | {name: value for name, value in values.items() if value is not None}
 
     @property
     def stops(self) -> list[str]:
@@ -77,7 +77,7 @@ class Asked(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
-class AskedCompletion(Asked):
+class CompletionRequest(CommonFields):
     """A request of `/v1/completions`."""
 
     prompt: str | list[int] | Annotated[list[str], Field(min_length=1, max_length=1)]
@@ -88,26 +88,26 @@ class AskedCompletion(Asked):
 
 
 class Part(BaseModel):
-    """A part of a message."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(BaseModel):
-    """A message of a chat; what else it holds is ignored."""
+    """A message of a chat; other fields are ignored."""
 
     role: str
     content: str | list[Part]
     name: str | None = None
 
     def turn(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """The message as chat templates take it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": content}
 
 
-class AskedChat(Asked):
+class ChatRequest(CommonFields):
     """A request of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -121,10 +121,10 @@ class AskedChat(Asked):
 
 
 class Streamed(Job):
-    """A request whose text is handed to the event loop piece by piece; the answer ends before one of the texts `stops`.
+    """A request whose text goes to the event loop piece by piece; the answer ends before any of the texts `stops`.
 
-    Attributes: `text`, the answer so far, and `pieces`, what is to be sent, None for the end. Text that may begin a
-    stop is held back.
+    Attributes: `text`, the answer so far, and `pieces`, the queue of texts to send, with None at the end. Text that may
+    begin a stop waits.
     """
 
     def __init__(self, ids: torch.Tensor, tokenizer: Any, stops: list[str], seed: int | None, **options: Any) -> None:
@@ -192,7 +192,7 @@ class Service:
         self._encoding = asyncio.Lock()
 
     def app(self) -> FastAPI:
-        """The application."""
+        """The FastAPI application."""
         app = FastAPI(title="keepsight", docs_url=None, redoc_url=None, openapi_url=None)
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         app.add_api_route("/v1/completions", self.complete, methods=["POST"])
@@ -204,25 +204,25 @@ class Service:
         return app
 
     async def health(self) -> Response:
-        """200 while the engine's thread lives."""
+        """`/health`: 200 while the engine's thread runs."""
         return Response(status_code=200 if self.engine.alive else 503)
 
     async def models(self, request: Request) -> JSONResponse:
-        """The one model."""
+        """`/v1/models`: the one model."""
         self._require_key(request)
         model = {"id": self.name, "object": "model", "created": self.started, "owned_by": "keepsight"}
         return JSONResponse({"object": "list", "data": [model | {"max_model_len": self.engine.context}]})
 
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
-        asked = await self._read(request, AskedChat)
+        asked = await self._read(request, ChatRequest)
         text = chat_text(self.target.tokenizer, [message.turn() for message in asked.messages])
         ids = await self._encoded(text, special=False)
         return await self._answer(request, asked, ids, asked.max_completion_tokens or asked.max_tokens, chat=True)
 
     async def complete(self, request: Request) -> Response:
         """`/v1/completions`."""
-        asked = await self._read(request, AskedCompletion)
+        asked = await self._read(request, CompletionRequest)
         prompt: Any = asked.prompt
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
             (prompt,) = prompt
@@ -252,9 +252,11 @@ class Service:
             raise HTTPException(404, f"the model {asked.model[:200]!r} does not exist; this server has {self.name!r}")
         return asked
 
-    async def _answer(self, request: Request, asked: Asked, ids: list[int], most: int | None, chat: bool) -> Response:
+    async def _answer(
+        self, request: Request, asked: CommonFields, ids: list[int], most: int | None, chat: bool
+    ) -> Response:
         if most is not None and most > self.answer_tokens:
-            raise UserError(f"max_tokens is {most}; answers have at most {self.answer_tokens} tokens here")
+            raise UserError(f"max_tokens is {most}; this server answers with at most {self.answer_tokens}")
         room = self.engine.context - len(ids)
         own: Any = self.target.model.generation_config
         options = asked.options(most or max(min(self.answer_tokens, room), 1), own.top_k)
@@ -295,12 +297,12 @@ class Service:
     def _require_key(self, request: Request) -> None:
         if self.key is None:
             return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), self.key.encode()):
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), self.key.encode()):
             raise HTTPException(401, "a key is needed: send Authorization: Bearer KEY")
 
     async def _refusal(self, request: Request, error: Any) -> JSONResponse:
-        """OpenAI's form of an error."""
+        """The error in OpenAI's format."""
         if isinstance(error, UserError):
             status, message = 429 if isinstance(error, Busy) else 400, one_line(error, 2000)
         elif isinstance(error, HTTPException):
@@ -314,7 +316,7 @@ class Service:
         return JSONResponse(body, status, headers)
 
     async def metrics(self) -> PlainTextResponse:
-        """Prometheus' text format."""
+        """`/metrics`, in Prometheus' text format."""
         return PlainTextResponse("".join(f"{line}\n" for line in self._metric_lines()), media_type="text/plain")
 
     def _metric_lines(self) -> Iterator[str]:
@@ -423,5 +425,5 @@ def _first_fault(error: ValidationError) -> str:
     """One line: which field is wrong, and why; of the fault that lies deepest."""
     fault = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
     where = ".".join(map(str, fault["loc"]))
-    given = "" if fault["type"] in ("missing", "json_invalid") else f", got {fault.get('input')!r:.80}"
-    return f"{where or 'the body'}: {fault['msg']}{given}"
+    found = "" if fault["type"] in ("missing", "json_invalid") else f", got {fault.get('input')!r:.80}"
+    return f"{where or 'the body'}: {fault['msg']}{found}"

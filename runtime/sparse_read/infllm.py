@@ -1,4 +1,4 @@
-"""InfLLM (arXiv 2402.04617): a window, and blocks before it that are looked up by tokens which represent them.
+"""InfLLM (arXiv 2402.04617): a window, and earlier blocks that are looked up by their representative tokens.
 
 Prompts are read this way from their first token on, and may be longer than the model's context.
 """
@@ -29,7 +29,7 @@ _PARTS = 49
 class Sizes:
     """What a token reads, in tokens: `sinks`, a `window` that includes itself, and `top` blocks of `block` tokens.
 
-    A block is represented by so many tokens per query head; `step` tokens look up blocks at a time.
+    `representatives` tokens per query head represent a block; `step` tokens look up blocks at a time.
     """
 
     sinks: int
@@ -43,7 +43,7 @@ class Sizes:
 class MemoryLayer(OwnAttention, KeptLayer):
     """A cache layer of keys without positions, and of the blocks' representatives.
 
-    Between sinks and blocks on one side and the window on the other lie fewer tokens than a block has. Everything
+    Fewer tokens than a block has lie between the last block and the window. Everything
     outside a token's window is read at one distance, the length of the window.
     """
 
@@ -82,7 +82,7 @@ class MemoryLayer(OwnAttention, KeptLayer):
         near_places = torch.arange(first, self.seen, device=query.device)
         near = self.rotary.turned(self.keys[:, :, first:].float(), near_places[None]).to(query.dtype)
         age = positions[0, :, None] - torch.cat([far_places, near_places])
-        hidden = age < window  # of the far ones, which the window has
+        hidden = age < window  # far tokens that the window has too
         hidden[:, : len(far_places)] &= far_places >= self._far
         hidden[:, len(far_places) :] = (age < 0)[:, len(far_places) :] | ~hidden[:, len(far_places) :]
         grouped = [each.unflatten(1, (near.shape[1], -1)).flatten(2, 3) for each in (far_query, query)]
@@ -98,7 +98,7 @@ class MemoryLayer(OwnAttention, KeptLayer):
     def _read_far(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values [B, K, F, d] before the window, by queries [B, H, e, d], and which tokens they are, [F].
 
-        Tokens of blocks stand as -1: rows choose different ones.
+        Tokens in blocks are -1: rows choose different blocks.
         """
         assert self._blocks is not None
         sizes, count, device = self.sizes, self._blocks.shape[2], query.device
@@ -145,7 +145,7 @@ class MemoryLayer(OwnAttention, KeptLayer):
 
     @override
     def crop(self, tokens_to_remove: int) -> None:
-        raise UserError("crop: InfLLM's blocks were made by tokens that were read since; keep a copy of the state")
+        raise UserError("crop: InfLLM's blocks depend on the tokens to remove; keep a copy of the state")
 
 
 @registry.method("infllm", colour="#6699CC", marker="*")
@@ -156,11 +156,11 @@ class InfLLM(SparseRead):
     InfLLM (arXiv 2402.04617), section 3, with the authors' sizes in proportion: of 6272 entries 128 are sinks, 4096 the
     window, and 2048 in 16 blocks of 128. Where their code departs from the paper, the code is followed: the tokens of a
     block that got most attention in the window represent it, and their keys are averaged. Entries stay on the device,
-    where the authors move blocks to the CPU. What does not fill a block yet is read besides the budget.
+    where the authors move blocks to the CPU. Tokens that do not fill a block yet are read besides the budget.
 
     Attributes:
         block: Entries of a block; a 49th of the budget by default. A block is represented by a key of every query head:
-            of small budgets, whose blocks have one entry or two, these take more bytes than the entries.
+            with small budgets, whose blocks have one or two entries, these keys take more bytes than the entries.
         sinks: First entries, in blocks.
         window: Last entries, in blocks.
         representatives: Entries that represent a block, per query head.
@@ -187,7 +187,7 @@ class InfLLM(SparseRead):
         return blocks * self.block, "sinks, window and one block to choose"
 
     def sizes(self, length: int) -> Sizes:
-        """What a token of a prompt of `length` tokens reads, and one of its answer."""
+        """The sizes for a prompt of `length` tokens and its answer."""
         budget = self.budget_for(length)
         block = self.block or budget // _PARTS
         sinks, window, step = (block * each for each in (self.sinks, self.window, self.step))

@@ -1,4 +1,4 @@
-"""Selecting what a step reads: exact top-k attention, and Quest (arXiv 2406.10774), which bounds it page by page."""
+"""Selection of the entries of a step: exact top-k attention, and Quest (arXiv 2406.10774), which bounds it by page."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from keepsight.runtime.state import State
 
 @dataclass(frozen=True)
 class TopAttention(LayerSelector):
-    """Selects what the attention weighs most, an upper bound: all keys are read to select.
+    """Selects the entries with the largest attention weights, an upper bound: all keys are read to select.
 
     Attributes:
         budget: Entries that a KV head reads per step, beside the token's own; all where there are fewer. One number, or
@@ -48,7 +48,7 @@ class TopAttention(LayerSelector):
         return self.top(reduce_group(weights, keys.shape[1], "max"), padding)
 
     def top(self, importance: Tensor, padding: Tensor | None) -> Selection:
-        """The k most important of C entries; rows that read fewer, or have fewer real ones, are filled up.
+        """The k most important of C entries; rows that read fewer, or have fewer real ones, are padded.
 
         Args:
             importance: [B, K, C] float32, at least 0; it may be written to.
@@ -73,7 +73,7 @@ class TopAttention(LayerSelector):
 @registry.method("exact_topk", colour="#44AA99", marker="D", line=":")
 @dataclass(frozen=True)
 class ExactTopK(SparseRead):
-    """The upper bound of methods that read a few entries per step: selecting them takes all keys.
+    """Reads the entries with the largest attention weights: an upper bound, as selecting them takes all keys.
 
     Attributes:
         sinks: Number of first entries that are always read.
@@ -102,7 +102,7 @@ class Summaries(LayerSelector):
 
 
 class SummaryRead(SparseRead):
-    """Reads what summaries of the keys select, in all layers but the first `dense_layers`."""
+    """Reads the entries that summaries of the keys select, in all layers but the first `dense_layers`."""
 
     dense_layers: int
 

@@ -84,7 +84,7 @@ class ShadowPrompt(LayerSelector):
         open: [B, K, c] bool: chunks that a step may choose; False for outliers, and where a row has fewer chunks.
         outliers: Entries of the outliers.
         places: [B, K, o] int64: which entries these are.
-        counts: How much there is.
+        counts: Numbers of tokens and chunks.
         chunk: Entries per chunk.
     """
 
@@ -128,8 +128,8 @@ class ShadowPrompt(LayerSelector):
     @override
     def nbytes(self) -> int:
         """Bytes on the device."""
-        held = [self.keys.left, self.keys.right, self.landmarks, self.open, *self.outliers[:2], self.places]
-        return sum(each.nbytes for each in held)
+        tensors = [self.keys.left, self.keys.right, self.landmarks, self.open, *self.outliers[:2], self.places]
+        return sum(each.nbytes for each in tensors)
 
     def choose(self, query: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor | None]:
         """The entries [B, K, k] int64 that a query [B, H, 1, d] reads beside outliers, and which are real."""
@@ -147,7 +147,7 @@ class ShadowPrompt(LayerSelector):
 
     @override
     def select(self, query: Tensor, softmax: Softmax, keys: Tensor, padding: Tensor | None) -> Selection:
-        """See `LayerSelector.select`, which has the entries before the token in their places in the whole cache."""
+        """See `LayerSelector.select`; the indices are places in the whole cache."""
         chosen, real = self.choose(query, softmax)
         starts = _column([0] * len(query), query) if padding is None else padding[:, None]
         local = starts + _column(self.counts.chunks, query) * self.chunk
@@ -165,7 +165,7 @@ class ShadowPrompt(LayerSelector):
         return _followed(LayerEntries(keys, fetch.rows(), real), self.outliers)
 
     def entries(self) -> LayerEntries:
-        """All of them, keys in low rank but for outliers."""
+        """All entries before the local part; keys are in low rank but for outliers."""
         batch, kv_heads, chunks, _ = self.landmarks.shape
         every = torch.arange(chunks * self.chunk, device=self.landmarks.device)
         keys = self.keys.at(every.expand(batch, kv_heads, -1))
@@ -196,8 +196,7 @@ def _followed(first: LayerEntries, then: LayerEntries) -> LayerEntries:
 class ShadowLayer(SelectedLayer):
     """A cache layer whose own keys and values [B, K, R, d] are the prompt's local part and all that was read since.
 
-    `prompt` holds the entries before these; `padding` [B] int64 counts those of the R entries on the left that are
-    none.
+    `prompt` has the entries before these; `padding` [B] int64 is how many of the R entries, on the left, are padding.
     """
 
     def __init__(
@@ -272,7 +271,7 @@ class ShadowKV(SparseRead):
         return int(self.outliers * budget) // self.chunk
 
     def counts(self, state: State) -> Counts:
-        """How much of the prompts of a state there is."""
+        """Numbers of tokens and chunks of a state's prompts."""
         budgets, width = self.budgets(state), state.tokens.shape[1]
         tokens = [width] * len(budgets) if state.tokens_mask is None else state.lengths.tolist()
         if state.tokens_mask is None:
@@ -302,6 +301,6 @@ class ShadowKV(SparseRead):
 
 
 def _from_first(entries: Tensor, padding: Tensor) -> Tensor:
-    """Entries [B, K, N, d] padded on the left -> padded on the right, with any of their entries."""
+    """Entries [B, K, N, d] padded on the left -> padded on the right, by arbitrary entries."""
     places = torch.arange(entries.shape[2], device=entries.device) + padding[:, None]
     return entries.gather(2, places.clamp(max=entries.shape[2] - 1)[:, None, :, None].expand_as(entries))

@@ -38,7 +38,7 @@ TESTED = ("0.32",)
 class Load:
     """Entries from `first` to below `stop` of a prefix to write before the next pass, into a request's first blocks.
 
-    The digest is empty for a prefix that is to fail; entries before `first` are in vLLM's own prefix cache.
+    The digest is empty for a load that must fail; entries before `first` are in vLLM's own prefix cache.
     """
 
     digest: str
@@ -70,7 +70,7 @@ def require_tested() -> None:
 class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
     """Loads prefixes; see the module.
 
-    `kv_connector_extra_config` holds `root`, the folder of the prefixes. A `UserError` if at start-up, one line: an
+    `kv_connector_extra_config` holds `root`, the folder of the prefixes. A one-line `UserError` at start-up for an
     untested vLLM, no root, a policy under which placeholders would be read as text, a second engine in the process, or
     a model whose layers are of several kinds.
     """
@@ -125,7 +125,7 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
         return min(entries, request.num_tokens - 1)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Note what is to be loaded into a request's blocks."""
+        """Record the entries to load into a request's blocks."""
         if (digest := digest_in(request.prompt_token_ids, self.alphabet)) is None:
             return
         (ids,) = blocks.get_block_ids()
@@ -148,7 +148,7 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """What the workers need for one step."""
+        """The `Step` for the workers."""
         loads, self._pending = self._pending, []
         running = [self._requests[name] for name in scheduler_output.num_scheduled_tokens if name in self._requests]
         return Step(loads, dict(running))

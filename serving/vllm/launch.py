@@ -14,7 +14,7 @@ _GRACE = 10
 def _end_with_parent() -> None:
     sys.stdin.buffer.read()
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_GRACE)  # vLLM may wait for clients whose answers its engine, which is gone, will not end
+    time.sleep(_GRACE)  # vLLM may wait for answers that its engine, already gone, never ends
     os.killpg(0, signal.SIGKILL)
 
 

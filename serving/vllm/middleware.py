@@ -3,16 +3,17 @@ r"""An ASGI middleware of vLLM's server: any OpenAI client names a prefix in its
     KEEPSIGHT_ROOT=prefixes KEEPSIGHT_MODEL=MODEL python -m vllm.entrypoints.openai.api_server --model MODEL ... \
         --middleware keepsight.serving.vllm.middleware.Prefixes
 
-A chat message that begins with `[[keepsight:ID]]` stands for the document; what follows it is read after the prefix. In
-completions, `prompt` is a text that begins so, or token ids that begin with the placeholders. A request that cannot be
-answered rightly is refused with HTTP 4xx and one line; so are other endpoints, which would read placeholders unchecked.
+A chat message that begins with `[[keepsight:ID]]` stands for the document; the text after it is read after the prefix.
+In completions, `prompt` is a text that begins so, or token ids that begin with the placeholders. A request that cannot
+be answered rightly is refused with HTTP 4xx and one line; so are other endpoints, which would read placeholders
+unchecked.
 
 Where `KEEPSIGHT_WORKER` names the socket of a `Worker`, prompts of `KEEPSIGHT_LEAST` tokens or more that name no prefix
 are sent there, and answered from the entries that it keeps; `keepsight serve vllm=true` starts both.
 
 With `kv_transfer_params` {"keepsight_evict": true}, or a budget, the last message is the document of a prefix that the
-engine is to make (`keepsight.serving.vllm.record`): it is read without what the chat template puts after it, and the
-reply's `kv_transfer_params` hold the id; its text is one token and means nothing.
+engine is to make (`keepsight.serving.vllm.record`): it is read without the chat template's text after it. The reply's
+`kv_transfer_params` hold the id; its text is one meaningless token.
 """
 
 import asyncio
@@ -130,9 +131,9 @@ class Rewriter:
         return request | lengths | {"kv_transfer_params": params}
 
     def _rendered(self, turns: list[dict[str, Any]], request: Mapping[str, Any]) -> tuple[str, str]:
-        """What the chat template puts before and after the document."""
+        """The chat template's text before and after the document."""
         if own := [name for name in TEMPLATE if request.get(name) is not None]:
-            raise UserError(f"keepsight: {own[0]} changes the chat template; give chat_template_kwargs in its place")
+            raise UserError(f"keepsight: {own[0]} changes the chat template; give chat_template_kwargs instead")
         options = dict(request.get("chat_template_kwargs") or {})
         options |= {"tools": request["tools"]} if request.get("tools") else {}
         goes_on = bool(request.get("continue_final_message"))
@@ -197,7 +198,7 @@ def _wants_eviction(request: Mapping[str, Any]) -> bool:
         raise UserError(f"keepsight: {EVICT} is {str(wanted)[:64]!r}; give true, or a budget above 0")
     single = {"n": 1, "best_of": 1, "stream": False}
     if several := [name for name, value in single.items() if request.get(name) not in (None, value)]:
-        raise UserError(f"keepsight: {EVICT} has one reply, whole; leave {several[0]} out")
+        raise UserError(f"keepsight: {EVICT} gives one reply, not streamed; leave {several[0]} out")
     return True
 
 
@@ -210,7 +211,7 @@ def bypasses(request: Mapping[str, Any]) -> list[str]:
 def require_no_bypass(request: Mapping[str, Any]) -> None:
     """Refuse options that need the prompt's own tokens."""
     if found := bypasses(request):
-        raise UserError(f"keepsight: {found[0]} needs the prompt's own tokens, which a prefix has not; leave it out")
+        raise UserError(f"keepsight: {found[0]} needs the prompt's own tokens, which a prefix lacks; leave it out")
 
 
 def _text_of(message: Any) -> str | None:
@@ -244,14 +245,14 @@ class Prefixes:
             rewriter = Rewriter(root, model, fingerprints(model))
             if not rewriter.weights:
                 logger.warning(
-                    "keepsight: %s names its weights otherwise; prefixes of other models are not refused", model
+                    "keepsight: the files of %s do not tell its weights; prefixes of others are not refused", model
                 )
             if socket := os.environ.get("KEEPSIGHT_WORKER"):
                 reader = Reader(socket, Path(root), int(os.environ["KEEPSIGHT_LEAST"]))
         self.app, self.rewriter, self.reader = app, rewriter, reader
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Handle a request, as ASGI applications do."""
         path = str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
         if scope["type"] != "http" or scope["method"] != "POST" or path in HARMLESS or not _has_key(scope):
             await self.app(scope, receive, send)  # vLLM itself refuses a missing key
@@ -288,13 +289,13 @@ class Prefixes:
 
     async def _tokens(self, path: str, request: dict[str, Any], scope: Message) -> "list[list[int]] | _Reply":
         """Token ids of each prompt of a request, as vLLM makes them; or vLLM's reply that refuses them."""
-        given, found = [_as_tokenized(request)], list[list[int]]()
+        inputs, found = [_as_tokenized(request)], list[list[int]]()
         if path != PATHS[0]:
             prompt = request.get("prompt")
             prompts = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
             shared = {name: request[name] for name in ("model", "add_special_tokens") if name in request}
-            given = [shared | {"prompt": each} if isinstance(each, str) else each for each in prompts]
-        for each in given:
+            inputs = [shared | {"prompt": each} if isinstance(each, str) else each for each in prompts]
+        for each in inputs:
             if isinstance(each, dict):
                 reply = await _call(self.app, "/tokenize", scope, json.dumps(each).encode())
                 if reply.status != 200:
@@ -345,7 +346,7 @@ def _is_text(message: Any) -> bool:
 
 
 class _Reply:
-    """What an application sends."""
+    """Collects the messages that an application sends."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -409,8 +410,8 @@ def _has_key(scope: Message) -> bool:
     arguments = getattr(getattr(scope.get("app"), "state", None), "args", None)
     keys = [key for key in getattr(arguments, "api_key", None) or [os.environ.get("VLLM_API_KEY")] if key]
     headers = [value for name, value in scope["headers"] if name == b"authorization"]
-    scheme, _, given = (headers or [b""])[0].partition(b" ")
-    known = [hmac.compare_digest(given, key.encode()) for key in keys]
+    scheme, _, sent = (headers or [b""])[0].partition(b" ")
+    known = [hmac.compare_digest(sent, key.encode()) for key in keys]
     return not keys or (scheme.lower() == b"bearer" and any(known))
 
 

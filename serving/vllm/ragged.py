@@ -170,8 +170,8 @@ class RaggedImpl(CPUAttentionBackendImpl):
         """See vLLM's `AttentionImpl`; queries [tokens, H, d]."""
         firsts = [] if attn_metadata is None else attn_metadata.block_table[:, 0].tolist()
         if self.shared is None or not any(first in self.shared.prefixes for first in firsts):
-            given = query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-            return super().forward(layer, *given)
+            arguments = query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            return super().forward(layer, *arguments)
         layout = self.shared.layout
         folded, place = self._folded(attn_metadata, layer, self.shared), layout.places[layer.layer_name]
         rows = attn_metadata.num_actual_tokens * self.num_kv_heads

@@ -48,7 +48,7 @@ class Refused(UserError):
 
 
 class Reader:
-    """Has prompts of at least `least` tokens read by the worker at a socket, each once however many ask for it at once.
+    """Lets the worker at a socket read prompts of at least `least` tokens; requests of the same prompt share a prefix.
 
     Unused prefixes in the folder `root` are removed where there are more than `kept`.
     """

@@ -56,15 +56,15 @@ class Part:
     """The tokens of a recorded prompt that one step reads.
 
     Attributes:
-        name: The request's.
-        ticket: Name of the file in which the worker says what became of it.
-        block: Where the step's last token is stored: in no other request's blocks, unlike what comes before.
+        name: Name of the request.
+        ticket: Name of the file in which the worker reports the result.
+        block: Block of the step's last token; unlike earlier blocks it belongs to no other request.
         first: Number of tokens that are not recorded: those of the prefix that soft tokens look back at; else 0.
         start: Number of tokens read before.
-        stop: Number of tokens read after it.
-        budget: Of the method.
-        tokens: After the last part, the prompt's; None where it goes on.
-        before: After the last part, the rendered text before the document; see `keepsight.serving.prefix.Header`.
+        stop: Number of tokens read after the step.
+        budget: The method's budget.
+        tokens: In the last part, the tokens of the prompt; else None.
+        before: In the last part, the rendered text before the document; see `keepsight.serving.prefix.Header`.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Part:
 
 @dataclass
 class RecordingStep(Step):
-    """What the scheduler tells the worker of one step: prompts to record, and requests that have ended."""
+    """The scheduler's message to the worker for one step: prompts to record, and requests that have ended."""
 
     parts: list[Part] = field(default_factory=list)
     finished: set[str] = field(default_factory=set)
@@ -91,7 +91,7 @@ class RecordedPrompt:
 
     Args:
         layers: Number of layers.
-        needs: What the method needs recorded.
+        needs: What to record for the method.
     """
 
     def __init__(self, layers: int, needs: Needs) -> None:
@@ -122,7 +122,7 @@ def _state(cache: Cache, tokens: list[int], needs: Needs) -> State:
 
 
 class Recording:
-    """Records the marked requests of a batch; goes before a backend's implementation."""
+    """A mixin before a backend's implementation: it records the requests of a batch that are to be evicted from."""
 
     connector: "EvictingConnector | None" = None
 
@@ -180,11 +180,11 @@ class RaggedRecordingBackend(CPUAttentionBackend):
 
 
 class EvictingConnector(KeepsightConnector):
-    """Loads prefixes, and makes them of what the engine has read; see the module.
+    """Loads prefixes, and makes prefixes of prompts that the engine has read; see the module.
 
-    `kv_connector_extra_config` holds `evict` too: a method's name, budget and options. A `UserError` if at start-up,
-    one line: as of `KeepsightConnector`; a method that cannot run so; several workers; a model whose keys cannot be
-    turned.
+    `kv_connector_extra_config` holds `evict` too: a method's name, budget and options. A one-line `UserError` at
+    start-up as by `KeepsightConnector`, and for a method that cannot run so, several workers, or a model whose keys
+    cannot be rotated.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -204,7 +204,7 @@ class EvictingConnector(KeepsightConnector):
         self._asked: dict[str, tuple[Any, Evict, int]] = {}  # requests whose prompt is being read, and `Part.first`
         self._refused: dict[str, str] = {}
         self._tickets: dict[str, str] = {}
-        # The worker's: prompts that are read, what the step reads by the block of its last token, what was said of each
+        # The worker's: prompts that are read, the step's parts by the block of their last token, files of results
         self.prompts: dict[str, RecordedPrompt] = {}
         self.parts: dict[int, Part] = {}
         self._written: dict[str, Path] = {}
@@ -247,7 +247,7 @@ class EvictingConnector(KeepsightConnector):
         return request.request_id in self._asked
 
     def build_connector_meta(self, scheduler_output: Any) -> RecordingStep:
-        """What the worker needs for one step."""
+        """The `RecordingStep` for the worker."""
         step: Any = super().build_connector_meta(scheduler_output)
         parts = []
         for name, count in scheduler_output.num_scheduled_tokens.items():
@@ -265,7 +265,7 @@ class EvictingConnector(KeepsightConnector):
         return RecordingStep(step.loads, step.prefixes, parts, set(scheduler_output.finished_req_ids))
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """What the reply says of the eviction."""
+        """Forget a request; returns the fields of its reply about the eviction."""
         name = request.request_id
         self._requests.pop(name, None)
         self._asked.pop(name, None)
@@ -278,7 +278,7 @@ class EvictingConnector(KeepsightConnector):
         return False, said
 
     def _file_of(self, ticket: str) -> Path:
-        """The file in which the worker, which may be another process, says what became of a prompt."""
+        """The file in which the worker, which may be another process, reports the result for a prompt."""
         return self.store.root / TICKETS / f"{ticket}.json"
 
     # The worker's side
@@ -296,7 +296,7 @@ class EvictingConnector(KeepsightConnector):
         rotated = [each for each in self.rotations if each is not None]  # all by the same frequencies
         ropes = rotary_embedding._ROPE_DICT.values()
         if (rotated and not any(_agree(rotated[0], rope) for rope in ropes)) or len(self.rotations) != len(kv_caches):
-            raise UserError("keepsight: vLLM rotates this model's keys in a way of its own; use `keepsight prefix`")
+            raise UserError("keepsight: vLLM rotates this model's keys unlike transformers; use `keepsight prefix`")
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Tell the attention backend what to record in the step."""
@@ -333,7 +333,7 @@ class EvictingConnector(KeepsightConnector):
                     raise UserError("soft tokens were in vLLM's prefix cache; give each pass a cache_salt of its own")
                 said = self._evicted(prompt.state(part.tokens[part.first :]), part)
             except Exception as error:  # of one request, not of those in its batch
-                logger.warning("a prompt of %d tokens became no prefix: %s", part.stop, error)
+                logger.warning("no prefix was made of a prompt of %d tokens: %s", part.stop, error)
                 said = {FAILED: one_line(error)}
             self._say(part, said)
 
@@ -349,10 +349,10 @@ class EvictingConnector(KeepsightConnector):
     @torch.no_grad()
     def _evicted(self, state: State, part: Part) -> dict[str, Any]:
         """Write the kept entries of a prompt, or of the prompt that these soft tokens attend to."""
-        model: Any = None  # nothing more is run
+        model: Any = None  # no further pass is run
         method = replace(self.method, budget=part.budget)
         if looks_back(method) and not part.first:
-            # The ticket sets this file, which is removed later, apart from those of other requests.
+            # The ticket gives this file, which is removed later, a digest of its own.
             about: dict[str, Any] = {"before": part.before, "method": f"whole: {part.ticket}"}
             digest, header = write_state(self.config, state, state, self.store.root, **about)
             return {WHOLE: digest, "entries": header.entries, "seen": header.seen}
@@ -377,7 +377,7 @@ def looks_back(method: Evict) -> bool:
 
 
 def _whole_state(tensors: dict[str, Tensor]) -> State:
-    """The state of a prompt whose keys were not turned."""
+    """The state of a prompt whose keys were not rotated."""
     pairs = list(zip(tensors["keys"], tensors["values"], strict=True))
     count = pairs[0][0].shape[1]
     cache = Cache(layers=[KeptLayer(keys[None], values[None], count) for keys, values in pairs])
@@ -385,7 +385,7 @@ def _whole_state(tensors: dict[str, Tensor]) -> State:
 
 
 def _looked_back(observers: State, state: State, reduce: Reduce) -> list[Tensor]:
-    """What `keepsight.runtime.observe.look_back` gives, from queries and keys of soft tokens that were recorded."""
+    """The scores of `keepsight.runtime.observe.look_back`, from recorded queries and keys of soft tokens."""
     found = []
     for own, layer in zip(observers.layers, state.layers, strict=True):
         assert own.recorded is not None and own.recorded.queries is not None
@@ -395,13 +395,13 @@ def _looked_back(observers: State, state: State, reduce: Reduce) -> list[Tensor]
     return found
 
 
-def evicting_method(given: Any, block_size: int) -> Evict:
+def evicting_method(config: Any, block_size: int) -> Evict:
     """The method of a configuration {"name": ..., "budget": ..., further options}.
 
     Raises:
         UserError: it cannot run inside vLLM.
     """
-    options = dict(given) if isinstance(given, dict) else {}
+    options = dict(config) if isinstance(config, dict) else {}
     if not {"name", "budget"} <= options.keys():
         raise UserError('keepsight: kv_connector_extra_config needs evict, such as {"name": "snapkv", "budget": 128}')
     name = str(options.pop("name"))
@@ -412,7 +412,10 @@ def evicting_method(given: Any, block_size: int) -> Evict:
         or method.every
         or method.needs().features
     ):
-        raise UserError(f"keepsight: {name} does not evict once by what is read, as snapkv does; use keepsight prefix")
+        raise UserError(
+            f"keepsight: {name} cannot run in vLLM, where a method evicts once, by scores of the tokens read, as "
+            "snapkv does; use keepsight prefix"
+        )
     if isinstance(method.allocate, Global) and method.allocate.page == block_size and ragged.is_asked_for():
         return method
     if not isinstance(method.allocate, Uniform):
@@ -427,7 +430,7 @@ def rotations_from(config: Any) -> list[Rotation | None]:
     """The rotation of each layer, from a model's configuration alone.
 
     Raises:
-        UserError: keys of the model cannot be turned.
+        UserError: keys of the model cannot be rotated.
     """
     text = config.get_text_config(decoder=True)
     parameters = getattr(text, "rope_parameters", None) or {}
@@ -447,7 +450,7 @@ def rotations_from(config: Any) -> list[Rotation | None]:
 
 
 def _agree(rotation: Rotation, rope: Any) -> bool:
-    """Whether vLLM rotates so: its table holds cosines and sines by position, times a factor."""
+    """Whether vLLM uses this rotation: its table holds cosines and sines by position, times a factor."""
     table = rope.cos_sin_cache.float().cpu()
     places = torch.tensor([1, 16, 256]).clamp(max=len(table) - 1)
     angles = places[:, None] * rotation.inv_freq

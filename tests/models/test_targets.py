@@ -361,7 +361,8 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "num_hidden_layers": 2,
 }
-INTERFACE, OWN_WAY = "does not compute attention by transformers' AttentionInterface", "in a way of its own"
+INTERFACE = "does not compute attention by transformers' AttentionInterface"
+OWN_WAY = "has its own kind of attention or cache"
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "bert": ({"is_decoder": True}, INTERFACE),
     "falcon": ({}, INTERFACE),

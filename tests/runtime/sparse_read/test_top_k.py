@@ -147,5 +147,5 @@ def test_what_cannot_be_is_refused() -> None:
         prefill(model, ids)
     model = tiny_deepseek()  # with an indexer in each layer, as DeepSeek-V3.2 has
     model.model.layers[0].self_attn.indexer = torch.nn.Identity()
-    with pytest.raises(UserError, match="deepseek_v3 selects itself what its latent attention reads"):
+    with pytest.raises(UserError, match="deepseek_v3 selects the entries that its latent attention reads"):
         method_of("specontext", 8, HEADS).start(model, ids)
