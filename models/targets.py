@@ -88,7 +88,7 @@ class Target:
 
     @property
     def public_name(self) -> str:
-        """The Hub id, or the name of the folder: what may be published."""
+        """The name that may be published: the Hub id, or the folder's name without its path."""
         return published_name(self.name)
 
     @property

@@ -227,7 +227,7 @@ def _under_loaded_name(module: nn.Module, loaded: str) -> nn.Module:
 
 
 def _eager_of(attention: type[nn.Module]) -> Callable[..., Any]:
-    """The eager attention in the file that defines a class: what transformers takes when nothing else was loaded.
+    """The eager attention in the file that defines a class; transformers uses it where no other was loaded.
 
     Raises:
         UserError: there is none.

@@ -54,8 +54,8 @@ class Conversation(CustomGenerate):
         """Add a turn and answer it. When this raises, the conversation stays as it was.
 
         Args:
-            input_ids: [1, n] int64, n >= 1: what follows the last answer, whose end token belongs to the answer. Of a
-                chat that was rendered whole, give `rendered[:, conversation.ids.shape[1]:]`. Or as for `generate`.
+            input_ids: [1, n] int64, n >= 1: the tokens after the last answer, whose end token belongs to the answer. Of
+                a chat that was rendered whole, give `rendered[:, conversation.ids.shape[1]:]`. Or as for `generate`.
             options: Options of `model.generate`: `max_new_tokens`, `do_sample`, `temperature`, `streamer`, ...
                 Penalties and streamers see the whole conversation as the prompt.
 

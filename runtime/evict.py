@@ -5,8 +5,9 @@ state, and serves any number of prompts and models. Every eviction method of the
 
 The budget, for every method: entries per layer and KV head on average, sinks and window included; all layers and heads
 keep exactly layers x KV heads x budget entries. A ratio (a float between 0 and 1) stands for `round(ratio * N)`, N
-being the prompt's own length, whatever the batch. A prompt no longer than the budget is left untouched. Generated
-tokens are not counted and never evicted, unless `every` is set: then they count, and the sum never exceeds the budget.
+being the prompt's own length, whatever the batch. A prompt no longer than the budget is left untouched. While an answer
+is decoded, its tokens are neither counted nor evicted, unless `every` is set: then they count, and the sum never
+exceeds the budget.
 """
 
 import functools

@@ -18,7 +18,7 @@ from keepsight.runtime.attention import Reader
 class RecordFeatures(ExitStack):
     """While entered, keeps the outputs of chosen decoder layers, `layers`, of a model's latest forward pass.
 
-    One past the last layer stands for what the lm_head reads: the last layer's output after the final norm. A
+    The index one past the last layer means the input of the lm_head: the last layer's output after the final norm. A
     `UserError` if the base model has no such layer.
     """
 

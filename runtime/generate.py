@@ -271,7 +271,7 @@ class CustomGenerate(ABC):
         if not torch.equal(input_ids[:, :read], past.ids):
             raise UserError(
                 f"custom_generate: with past_key_values the input_ids must begin with the {read} tokens already read, "
-                "as output.sequences does, and go on with the next turn"
+                "as output.sequences does, and continue with the next turn"
             )
         if past.adapters != adapters_digest(model):
             raise UserError(
@@ -280,8 +280,8 @@ class CustomGenerate(ABC):
             )
         if past.method != self and not past.state.joins:
             raise UserError(
-                f"custom_generate: past_key_values of {type(past.method).__name__} are stored in its own form; go on "
-                "with the same method"
+                f"custom_generate: past_key_values of {type(past.method).__name__} are stored in its own form; "
+                "continue with the same method"
             )
 
 

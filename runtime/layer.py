@@ -56,7 +56,7 @@ class LayerEntries(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorded:
-    """What was recorded of a layer while tokens were read.
+    """The recordings of a layer, made while tokens were read.
 
     Attributes:
         softmax: The layer's.

@@ -93,7 +93,7 @@ _SPARE = 256
 
 @dataclass
 class Traffic:
-    """What moved between CPU and device, counted over all layers of a cache.
+    """Traffic between CPU and device, counted over all layers of a cache.
 
     Attributes:
         offloaded: Bytes sent to the CPU.
@@ -131,7 +131,7 @@ class FetchedEntries(NamedTuple):
 class _Buffer:
     """Rows [S, B, K, 2d], keys beside values; the first `filled` tokens are taken.
 
-    What is appended is contiguous, so that a GPU can write it asynchronously.
+    Appended rows are contiguous, so that a GPU can write them asynchronously.
     """
 
     rows: Tensor

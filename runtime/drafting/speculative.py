@@ -52,7 +52,7 @@ class HeadCache(KeptLayer):
             self.queries = None if self.queries is None else self.queries[:, :, : self.queries.shape[2] - extra]
 
     def _mask(self, new: int, device: torch.device) -> Tensor:
-        """[B or 1, 1, new, rows] bool: what each of the last `new` rows may see; padding sees itself."""
+        """[B or 1, 1, new, rows] bool: which rows each of the last `new` rows may see; padding sees itself."""
         place = torch.arange(self.seen, device=device)
         own = place[self.seen - new :, None]
         seen = (place <= own)[None, None]

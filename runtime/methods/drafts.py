@@ -49,7 +49,7 @@ class Oracle(Evict):
 @registry.drafter("prompt_ends")
 @dataclass(frozen=True)
 class PromptEnds(Drafter):
-    """The first and the last tokens of what was read (DapQ, arXiv 2603.11564, section 5.1).
+    """The first and the last tokens read so far (DapQ, arXiv 2603.11564, section 5.1).
 
     A row with fewer tokens than `first` or `last` repeats the one at that end.
 

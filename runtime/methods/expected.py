@@ -97,7 +97,7 @@ class ExpectedAttention(Evict):
 @registry.method("expected_adakv", label="Expected Attention, AdaKV")
 @dataclass(frozen=True)
 class ExpectedAdaKV(ExpectedAttention):
-    """Expected Attention whose heads share their layer's budget: what kvpress's leaderboard calls by that name."""
+    """Expected Attention whose heads share their layer's budget; the method of that name on kvpress's leaderboard."""
 
     observer: Observer = ExpectedQueries(epsilon=0.01)
     allocate: Allocation = Adaptive(blend=False)

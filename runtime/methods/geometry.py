@@ -99,7 +99,7 @@ class CurDKV(Evict):
 
 
 def output_norms(layer: KeptLayer, order: int, places: Tensor | None = None) -> Tensor:
-    """[B, H, C] float32: the norm of what each entry's value adds to the layer's output, v W_O, by query head.
+    """[B, H, C] float32: the norm of each entry's term of the layer's output, v W_O, by query head.
 
     The layer was read by a model whose output projection is a plain matrix; `order` of the norm is 1 or 2. For `places`
     [B, n] int64 alone it is [B, H, n].
@@ -146,7 +146,7 @@ class CriticalKV(SnapKV):
 
 
 def _by_output(layer: KeptLayer, importance: Tensor, chosen: Tensor) -> Tensor:
-    """Importance [B, K, C] times the norms of what entries add; +inf for entries chosen already."""
+    """Importance [B, K, C] times `output_norms`; +inf for entries chosen already."""
     weighted = (importance + _LEAST) * reduce_group(output_norms(layer, 1), importance.shape[1])
     weighted = torch.where(importance.isinf(), importance, weighted)  # protected entries and padding
     return weighted.masked_fill(chosen, torch.inf)

@@ -59,11 +59,11 @@ class Probe(NamedTuple):
 class Replayed(ViewedLayer):
     """A layer that records its observers: queries [B, H, q, d], their own keys [B, K, q, d] and the softmax."""
 
-    seen: tuple[Tensor, Tensor, Softmax]
+    observed: tuple[Tensor, Tensor, Softmax]
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        self.seen = query.detach(), key.detach(), softmax
+        self.observed = query.detach(), key.detach(), softmax
         stored, count = self.keys.shape[2], query.shape[2]
         keys, values = torch.cat([self.keys, key], dim=2), torch.cat([self.values, value], dim=2)
         real = self.real
@@ -170,7 +170,7 @@ class Reconstruction(Observer):
             if self.normalized:
                 norms = read[place].float().norm(dim=-1)
                 weights = torch.where(norms > 0, 1 / norms, 0.0)  # a token's hidden state may be 0
-            yield Observed(*layer.seen, weights, self.normalized)
+            yield Observed(*layer.observed, weights, self.normalized)
 
 
 class Observed(NamedTuple):
@@ -219,8 +219,8 @@ def _usable(layer: KeptLayer) -> LayerEntries:
     return LayerEntries(stored.keys.clone(), stored.values.clone(), stored.real)
 
 
-def _add(scores: Tensor, layer: KeptLayer, probe: Probe | None, mask: Tensor, reduce: Reduce, of: Observed) -> None:
-    """Raise a layer's scores [B, K, C], in place, to those that a probe with mask [B, q] bool gives by `of`.
+def _add(scores: Tensor, layer: KeptLayer, probe: Probe | None, mask: Tensor, reduce: Reduce, seen: Observed) -> None:
+    """Raise a layer's scores [B, K, C], in place, to those of a probe with mask [B, q] bool, as `seen`.
 
     Without a probe all entries are scored.
     """
@@ -234,15 +234,15 @@ def _add(scores: Tensor, layer: KeptLayer, probe: Probe | None, mask: Tensor, re
         keys = keys.gather(2, places[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3]))
     observing = mask.to(keys.device)
     attention = observed_attention(
-        of.query,
-        torch.cat([keys, of.key], dim=2),
-        of.softmax,
+        seen.query,
+        torch.cat([keys, seen.key], dim=2),
+        seen.softmax,
         keys.shape[2],
-        key_mask=functional.pad(valid, (0, of.key.shape[2]), value=True),
-        query_mask=observing if of.weights is None else observing * of.weights.to(keys.device),
+        key_mask=functional.pad(valid, (0, seen.key.shape[2]), value=True),
+        query_mask=observing if seen.weights is None else observing * seen.weights.to(keys.device),
         reduction=reduce.queries,
     )
-    if of.by_output:
+    if seen.by_output:
         attention = attention * output_norms(layer, 2, places)
     found = reduce_group(attention, kv_heads, reduce.heads).masked_fill(~valid, 0.0)[..., sinks:]
     scores.scatter_reduce_(2, places[:, None, sinks:].expand_as(found), found, "amax")
@@ -283,7 +283,7 @@ class Attribution(Reconstruction):
             squares = (outputs.float().square().sum(dim=-1) * probe.mask.clone().to(outputs.device)).sum()
             gradients = torch.autograd.grad(squares, added)
         for layer, gradient in zip(layers, gradients, strict=True):
-            yield Observed(*layer.seen, gradient.float().norm(dim=-1), True)
+            yield Observed(*layer.observed, gradient.float().norm(dim=-1), True)
 
 
 @registry.method("kvzip", label="KVzip")

@@ -144,7 +144,7 @@ class RestoreKV(KVzip):
         if not isinstance(self.weights, RestoreWeights):
             raise UserError("RestoreKV: weights must be RestoreWeights.from_pretrained(FILE_FOLDER_OR_HUB_ID)")
         if self.every:
-            raise UserError("RestoreKV: learned entries stand for a prompt that is evicted from once; leave out every")
+            raise UserError("RestoreKV: learned entries are added once, after the prompt; leave out every")
         if isinstance(self.budget, int) and self.budget <= (least := self.added + self.sinks + self.window):
             raise UserError(
                 f"RestoreKV: budget {self.budget} must be above {least}, the {self.added} learned entries and the "

@@ -21,7 +21,7 @@ from keepsight.runtime.state import Needs
 @registry.method("snapkv", colour="#D55E00", marker="s")
 @dataclass(frozen=True)
 class SnapKV(Evict):
-    """The last 32 prompt tokens observe and are kept, with what they attend to (arXiv 2404.14469, section 4)."""
+    """Keeps the last 32 prompt tokens, which observe, and what they attend to most (arXiv 2404.14469, section 4)."""
 
     observer: Observer = PromptWindow()
     window: int = 32

@@ -196,7 +196,7 @@ def _dropped_sentences(texts: list[str], ranked: list[tuple[tuple[int, int], Rea
 
 
 def _by_score(texts: list[str], read: ReadChunk) -> list[list[int]]:
-    """The tokens of each sentence of a chunk, the lowest mean attention first; those that were not read come last."""
+    """The tokens of each sentence of a chunk, the lowest mean attention first, sentences that were not read last."""
     sentences, owners = split_sentences(texts)
     ends = [*accumulate(map(len, sentences))]
     weights: list[list[float]] = [[] for _ in sentences]

@@ -178,7 +178,7 @@ class SpecPC(ShortenPrompt):
         return self._over_heads(torch.cat(by_layer))
 
     def _weights(self, generated: int) -> Tensor:
-        """[window + generated] float32: what the attention of each observing query counts."""
+        """[window + generated] float32: the weight of each observing query's attention."""
         ramp = torch.linspace(0, 1, self.window, dtype=torch.float32)
         if self.window == 1:
             ramp = torch.ones(1, dtype=torch.float32)

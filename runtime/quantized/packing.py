@@ -148,7 +148,7 @@ def _moved(packed: Packed, after: int) -> PackedRoom:
 
 @dataclass(frozen=True)
 class PackedEntries:
-    """The entries of one layer; immutable, and longer copies share the memory of what is packed.
+    """The entries of one layer; immutable, and longer copies share the packed memory.
 
     Attributes:
         quantizer: Bits and groups.

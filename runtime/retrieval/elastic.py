@@ -149,7 +149,7 @@ class ElasticLayer(SelectedLayer):
     @property
     @override
     def nbytes(self) -> int:
-        """Bytes of the slots, without the list of what they hold, which all layers share."""
+        """Bytes of the slots, without the map of their entries, which all layers share."""
         return self.rows.nbytes
 
     @override

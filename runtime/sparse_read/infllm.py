@@ -27,7 +27,7 @@ _PARTS = 49
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a token reads, in tokens: `sinks`, a `window` that includes itself, and `top` blocks of `block` tokens.
+    """Numbers of tokens that a token reads: `sinks`, a `window` that includes itself, and `top` blocks of `block` each.
 
     `representatives` tokens per query head represent a block; `step` tokens look up blocks at a time.
     """

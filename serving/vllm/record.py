@@ -139,12 +139,12 @@ class Recording:
         output_block_scale: Any = None,
     ) -> Tensor:
         """See vLLM's `AttentionImpl`; queries [tokens, H, d], keys and values [tokens, K, d], after RoPE."""
-        of: Any = self
+        impl: Any = self
         if self.connector is not None and self.connector.parts and attn_metadata is not None:
             if not hasattr(attn_metadata, "keepsight_parts"):
                 attn_metadata.keepsight_parts = self.connector.recorded(attn_metadata)
             for rows, prompt in attn_metadata.keepsight_parts:
-                softmax = Softmax(of.scale, of.logits_soft_cap or None, of.sinks)
+                softmax = Softmax(impl.scale, impl.logits_soft_cap or None, impl.sinks)
                 prompt.add(extract_layer_index(layer.layer_name), softmax, query[rows], key[rows], value[rows])
         forward: Any = super().forward  # type: ignore[misc]
         answer: Tensor = forward(

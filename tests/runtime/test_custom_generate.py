@@ -130,7 +130,7 @@ def test_a_past_that_does_not_fit_is_refused():
         model.generate(longer, custom_generate=Speculative(None, SMALL), **GREEDY, **past)  # type: ignore[arg-type]
     packed = model.generate(ids, custom_generate=Kivi(residual=8, group=8), **DICT)
     longer = torch.cat([packed.sequences, prompt_ids(4)[0]], dim=1)
-    with pytest.raises(UserError, match="go on with the same method"):
+    with pytest.raises(UserError, match="continue with the same method"):
         model.generate(longer, custom_generate=SMALL, past_key_values=packed.past_key_values, **GREEDY)
 
 
