@@ -23,10 +23,10 @@ from keepsight.models.targets import Target
 from keepsight.runtime.generate import FullCache
 
 _UNKNOWN_FORM = (400, 404, 422)
-"""Statuses with which servers refuse prompts in a form that they do not know; 404 is also an unknown model."""
+"""HTTP statuses of servers that do not accept a form of prompts; 404 also means an unknown model."""
 _ENDED = ("stop", "eos", "eos_token", "stop_token", "stop_sequence", "stop_str", "end_turn", "end_of_turn", "complete")
 _FULL = ("length", "max_tokens", "max_length", "max_output_tokens", "model_length")
-_AGAIN = "run the same command again to go on"
+_AGAIN = "run the same command again to continue"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How answers are decoded: 0 as temperature is greedy; draws depend on the seed and on the prompt's index alone."""
+    """How answers are decoded. Temperature 0 is greedy; draws depend only on the seed and the prompt's index."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -72,7 +72,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class InThisProcess:
-    """The model itself, in batches of at most `batch_tokens` prompt tokens, padding included."""
+    """Answers with the model in this process, in batches of at most `batch_tokens` prompt tokens, padding included."""
 
     target: Target
     batch_tokens: int
@@ -102,13 +102,13 @@ def answer(target: Target, batch: list[Rendered], decoding: Decoding) -> list[li
     generate: Any = target.model.generate
     sampling = LogitsProcessorList([_Sampling(decoding, batch)] if decoding.temperature else [])
     options = {"max_new_tokens": decoding.max_new_tokens, "do_sample": False, "logits_processor": sampling}
-    # Its cache grows in place, and under a mask of padding no entry is repeated for each query head.
+    # FullCache grows in place and, with a padding mask, does not repeat entries for each query head.
     output = generate(**inputs.to(target.model.device), **options, custom_generate=FullCache())
     return [_until(target.end_tokens, row) for row in output[:, inputs["input_ids"].shape[1] :].tolist()]
 
 
 class _Sampling(LogitsProcessor):
-    """Adds Gumbel noise of each prompt's own generator, so that the largest logit is a sample in any batch."""
+    """Adds Gumbel noise from each prompt's own generator: the arg-max is a sample that does not depend on the batch."""
 
     def __init__(self, decoding: Decoding, batch: list[Rendered]) -> None:
         self._warpers = LogitsProcessorList([TemperatureLogitsWarper(float(decoding.temperature))])
@@ -125,7 +125,7 @@ class _Sampling(LogitsProcessor):
 
 
 def _until(ends: list[int], ids: list[int]) -> list[int]:
-    """Up to and including the first end token; what follows is padding."""
+    """The ids up to and including the first end token; the others are padding."""
     first = next((place for place, token in enumerate(ids) if token in ends), len(ids))
     return ids[: first + 1]
 
@@ -150,8 +150,8 @@ class Server:
     """A server of OpenAI's completions protocol, such as those of vLLM, SGLang or llama.cpp.
 
     Prompts are sent as token ids, or as text to a server that takes no ids. vLLM returns the answer's token ids; the
-    text that others return is tokenised, which gives the ids that were generated, except for rare words that the model
-    spelt in an unusual way.
+    text from other servers is tokenised again, which gives the generated ids, except for rare words that the model
+    tokenised in an unusual way.
     """
 
     def __init__(self, target: Target, settings: ServerSettings) -> None:
@@ -187,7 +187,7 @@ class Server:
             raise failure
 
     def _ask(self, prompt: Rendered, decoding: Decoding, endpoint: Endpoint) -> list[int] | BadRow:
-        """The answer; the first one tells which form of prompts the server takes."""
+        """The answer to a prompt; the first call finds the form of prompts that the server accepts."""
         refusal = EndpointError("not asked")
         for form in self._forms:
             try:
@@ -227,7 +227,7 @@ class Server:
         return ids[:longest]
 
     def _tokenised(self, text: str, reason: str) -> list[int]:
-        """The ids of a text, and the end token that is taken to have ended it."""
+        """The ids of a text, with an end token if the model ended it."""
         ids = list(self._target.tokenizer(text, add_special_tokens=False)["input_ids"])
         ends, usual = self._target.end_tokens, self._target.tokenizer.eos_token_id
         return [*ids, usual if usual in ends else ends[0]] if reason in _ENDED else ids
@@ -239,23 +239,23 @@ class Server:
         return {"prompt": prompt.ids}
 
     def _text(self, prompt: Rendered) -> dict[str, Any]:
-        """The text from which the tokenizer, with the special tokens that it adds by itself, makes the prompt's ids."""
+        """A text that the tokenizer, including the special tokens it adds, encodes to exactly the prompt's ids."""
         tokenizer = self._target.tokenizer
         for ids in (prompt.ids, prompt.ids[1:]):
             text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
             if list(tokenizer(text)["input_ids"]) == prompt.ids:
                 return {"prompt": text}
-        no_text = f"it takes no token ids, and no text stands for the ids of prompt {prompt.index}"
+        no_text = f"it takes no token ids, and no text has exactly the ids of prompt {prompt.index}"
         raise BadRow(f"{self._name}: {no_text}; use a server that takes ids, such as vLLM's")
 
 
 def _completion(reply: Any) -> _Completion:
-    """A reply of the completions protocol, as it is; ValueError if malformed or cut, EndpointError if filtered."""
+    """A checked reply of the completions protocol; ValueError if malformed or truncated, EndpointError if filtered."""
     read = TypeAdapter(_Completion).validate_python(reply, strict=True)
     refuse_filtered(choice := read["choices"][0])
     reason = choice.get("finish_reason") or ""
     if reason.lower() not in (*_ENDED, *_FULL, ""):
-        raise ValueError(f"the answer is cut: finish_reason={reason}")  # vLLM and SGLang abort it when they end
+        raise ValueError(f"the answer is truncated: finish_reason={reason}")  # vLLM and SGLang abort it when they end
     return read
 
 
@@ -282,7 +282,7 @@ class VllmEngine:
     def __call__(self, prompts: list[Rendered], decoding: Decoding) -> Iterator[Answers]:
         """See `Backend`; UserError if the engine does not start, ends, or has too short a context."""
         ends, config = self._target.end_tokens, self._target.model.generation_config
-        penalty = getattr(config, "repetition_penalty", None) or 1.0  # vLLM reads it for servers alone
+        penalty = getattr(config, "repetition_penalty", None) or 1.0  # vLLM reads it only in its server
         fixed = {"stop_token_ids": ends, "repetition_penalty": penalty}
         options = [self._vllm.SamplingParams(**decoding.options(each.index), **fixed) for each in prompts]
         if self._engine is None:
@@ -290,7 +290,7 @@ class VllmEngine:
         try:
             asked = [{"prompt_token_ids": each.ids} for each in prompts]
             replies = self._engine.generate(asked, options, use_tqdm=False)
-        except Exception as error:  # its own have no class in common
+        except Exception as error:  # vLLM's errors have no common class
             reason = one_line(error)
             raise UserError(f"backend=vllm: no answer ({reason}); finished answers are kept: {_AGAIN}") from error
         answers = [reply.outputs[0] for reply in replies]
@@ -301,7 +301,7 @@ class VllmEngine:
         yield [(prompt, _until(ends, list(made.token_ids))) for prompt, made in zip(prompts, answers, strict=True)]
 
     def close(self) -> None:
-        """End the engine's processes, which would otherwise hold their memory as long as this one runs."""
+        """End the engine's processes, which would otherwise occupy their memory until this process ends."""
         if self._engine is not None:
             self._engine.llm_engine.engine_core.shutdown()
             self._engine = None

@@ -52,10 +52,10 @@ def generate_data(
         seed: Random seed of prompts and of sampled answers.
         max_new_tokens: Longest answer in tokens.
         shard_size: Samples per shard.
-        backend: Who answers.
-        skip: Bad rows at most, in this run and process; None for any number.
-        temperature: Of sampled answers; 0 decodes greedily.
-        top_p: Of sampled answers; see `Decoding`.
+        backend: Generates the answers.
+        skip: Maximum number of bad rows in this run and process; None for no limit.
+        temperature: Sampling temperature; 0 decodes greedily.
+        top_p: Nucleus sampling of the answers.
 
     Raises:
         UserError: prompts and answers do not fit the context, the samples do not fit the disk, more rows than `skip` or
@@ -99,7 +99,7 @@ class _Run:
     ) -> None:
         self.target, self.mixture, self.writer, self.backend, self.skip = target, mixture, writer, backend, skip
         self.skipped, tokenizer = 0, target.tokenizer
-        # sources keep the counter, which therefore must not hold the model
+        # sources keep the counter, which therefore must not refer to the model
         self.count_tokens: CountTokens = lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def fill(self, shard: range, progress: "tqdm[Any]") -> None:
@@ -169,7 +169,7 @@ def render_prompt(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase
 
 
 def answers(backend: Backend, prompts: list[Rendered], decoding: Decoding) -> Iterator[Answers]:
-    """The responses that prompts come with, cut to `max_new_tokens`, then a backend's answers to the others."""
+    """The prompts' own responses, truncated to `max_new_tokens`, then a backend's answers to the other prompts."""
     longest = decoding.max_new_tokens
     if ready := [(prompt, prompt.response[:longest]) for prompt in prompts if prompt.response is not None]:
         yield [*ready]
@@ -178,7 +178,7 @@ def answers(backend: Backend, prompts: list[Rendered], decoding: Decoding) -> It
 
 
 def check_sizes(model: PreTrainedModel, mixture: Mixture, out: Path, limit: int, max_new_tokens: int) -> None:
-    """UserError if a prompt with its answer would not fit the context, or the samples, if all were short, the disk.
+    """UserError if prompts with answers exceed the context, or the samples would fill the disk even if all were short.
 
     The model may be without its weights; the other arguments are those of `generate_data`.
     """

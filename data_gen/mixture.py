@@ -64,7 +64,7 @@ class Entry:
 
     @property
     def fills(self) -> bool:
-        """Whether prompts are made as long as is allowed; rows of the user's data are used as they are."""
+        """Whether prompts are filled to the drawn length; rows of the user's data are used as they are."""
         source = self.source
         return not isinstance(source, LocalJsonl) and not (isinstance(source, HubDataset) and not source.text)
 
@@ -86,7 +86,7 @@ class Mixture:
         return cls(tuple(_entry(f"mixture.sources[{row}]", source, values) for row, source in enumerate(sources)))
 
     def check(self) -> None:
-        """UserError for data sets of the Hub that cannot be had, before a model is loaded."""
+        """UserError for data sets of the Hub that cannot be read, before a model is loaded."""
         for entry in self.entries:
             if isinstance(entry.source, HubDataset):
                 entry.source.check()
@@ -136,7 +136,7 @@ def _entry(where: str, values: Any, bounds: dict[str, Any]) -> Entry:
 
 
 def _typed(where: str, values: dict[str, Any], kind: type[Any]) -> Any:
-    """Plain values as a dataclass; nothing is converted to its types."""
+    """Plain values as a dataclass, without type conversion."""
     try:
         return from_json(json.dumps(values).encode(), kind)
     except (ValueError, TypeError) as error:

@@ -115,7 +115,7 @@ def _numbered(
 
 
 def _excerpts(chosen: list[tuple[str, str]], least: int, characters: int) -> list[tuple[str, str]]:
-    """The first entries, at least so many, with their texts cut, about `characters` characters in all."""
+    """The first entries, at least `least`, with truncated texts of about `characters` characters in all."""
     share = max(120, characters // max(1, min(len(chosen), characters // 400)))
     return [(name, text[:share]) for name, text in chosen[: max(least, characters // share)]]
 
@@ -196,7 +196,7 @@ def _imported(document: Document) -> tuple[Document, ...]:
 
 
 def _code_before(name: str, modules: tuple[Document, ...], lines: list[str], place: int, characters: int) -> str:
-    """The lines before line `place` of file `name`, if any after the beginnings of `modules`, half of the text."""
+    """The lines before line `place` of file `name`, after the beginnings of `modules`, if any, as half of the text."""
     if not modules:
         return _lines_before(lines, place, characters)
     shown = modules[: max(1, characters // 1500)]

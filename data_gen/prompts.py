@@ -40,10 +40,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Request:
-    """What one prompt is drawn from: `rng` alone is random, and `seed` is that of the whole mixture.
+    """Parameters of one prompt: all randomness comes from `rng`; `seed` is that of the whole mixture.
 
-    The prompt should have `tokens` tokens, chat template not counted; one that is not filled, at most `limit`. `number`
-    prompts were drawn from this source before.
+    The prompt should have `tokens` tokens, not counting the chat template, or at most `limit` if it is not filled.
+    `number` prompts were drawn from this source before.
     """
 
     rng: random.Random

@@ -70,10 +70,10 @@ class Skipped:
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What decides every sample: a run can be resumed only with the same settings, except `limit`, which it may raise.
+    """The settings that determine every sample. A run can be resumed only with the same ones, except a larger `limit`.
 
     `version` is the model's revision, or the digest of its weight file; `mixture` has plain values; answers have at
-    most `max_new_tokens`. For chat templates that tell the date, `date` is the day on which the data was begun.
+    most `max_new_tokens`. For chat templates that contain the date, `date` is the day on which the run began.
     """
 
     model: str
@@ -118,7 +118,7 @@ class _Damaged(UserError):
 
 
 class LazySamples(Sequence[TrainingSample]):
-    """A sequence of samples that are read when they are asked for; a slice is a list."""
+    """A sequence of samples that are read when they are accessed; a slice is a list."""
 
     @abstractmethod
     def read(self, place: int) -> TrainingSample:
@@ -184,7 +184,7 @@ class ShardWriter:
             self._mark_unfinished()
 
     def missing(self, shard: range) -> list[int]:
-        """Indices of a shard that no earlier run has answered; a shard that lacks some is reopened for `append`."""
+        """Indices of a shard's samples that no earlier run has made; an incomplete shard is reopened for `append`."""
         finished, journal = self._finished(shard), self._journal(shard)
         earlier = self.folder / f"{_name(self._number(shard))}.jsonl"
         if len(finished) == 1 and not (journal.exists() or earlier.exists()):
@@ -223,7 +223,7 @@ class ShardWriter:
         journal.unlink()
 
     def complete(self) -> dict[str, Any]:
-        """Write the final manifest and return it; UserError if nothing was missing, but it names other shards."""
+        """Write the final manifest and return it; UserError if a complete manifest names other shards."""
         shards = {path: shard for shard in self.settings.shards() for path in self._finished(shard)}
         if len(shards) != len([*self.settings.shards()]):
             raise UserError(f"{self.folder}: shards are missing; run the same command again")
@@ -237,13 +237,13 @@ class ShardWriter:
         return asdict(made)
 
     def _mark_unfinished(self) -> None:
-        """Say in the manifest that shards change, until `complete` writes it anew."""
+        """Mark the manifest as unfinished, until `complete` writes it again."""
         if not self._is_marked:
             write_json(self.folder / "manifest.json", {"complete": False, "settings": asdict(self.settings)})
             self._is_marked = True
 
     def _finished(self, shard: range) -> list[Path]:
-        """The Arrow files of a shard, usually one. A damaged one is put aside."""
+        """The Arrow files of a shard, usually one. A damaged one is set aside."""
         paths = sorted(self.folder.glob(f"{_name(self._number(shard))}-*.arrow"))
         for path in paths:
             if not _is_sound(path):
@@ -340,7 +340,7 @@ def finished_samples(folder: Path, manifest: Manifest) -> StoredSamples:
 
 
 def _converted(folder: Path, manifest: Manifest, out: Path) -> Manifest:
-    """The manifest after the lines of an earlier version were written to `out` as Arrow shards."""
+    """Write the JSON Lines of an earlier version to `out` as Arrow shards; returns their manifest."""
     earlier = [folder / Path(name).name for name in manifest.shards]
     if not any(path.suffix == ".jsonl" for path in earlier):
         return manifest  # another process was faster
@@ -370,7 +370,7 @@ def _converted(folder: Path, manifest: Manifest, out: Path) -> Manifest:
 
 
 def _counted(settings: DataSettings, shards: dict[Path, range]) -> Manifest:
-    """The manifest of finished shards, of which the last may hold samples beyond the limit."""
+    """The manifest of finished shards, of which the last may have samples beyond the limit."""
     pc: Any = importlib.import_module("pyarrow.compute")  # its functions are made when it is imported
 
     sources, prompts, answers, skipped = Counter[str](), 0, 0, list[Skipped]()

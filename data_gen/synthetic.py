@@ -1,6 +1,6 @@
-"""Invented prompts whose answer stands in a long text: needles in a haystack, key-value lists, everyday texts.
+"""Synthetic prompts whose answer is in a long text: needles in a haystack, key-value lists, everyday texts.
 
-In others it needs several places of the text, or an earlier turn: things that are moved, second questions.
+Other prompts need several parts of the text, or an earlier turn: moved objects, second questions.
 """
 
 import json
@@ -24,7 +24,7 @@ FORMS = ("single", "multi_key", "multi_value", "multi_query")
 
 
 def framed(question: str, seed: int, text: str) -> str:
-    """The question about the text, put in one of many ways."""
+    """The text with the question, in one of many wordings."""
     rng = random.Random(seed)
     frame = rng.choice(wordings("frames"))
     parts = {"intro": rng.choice(wordings("introductions")), "style": rng.choice(wordings("answer_styles"))}
@@ -59,7 +59,7 @@ class Needles:
     Attributes:
         forms: Weights of `FORMS`.
         haystacks: Weights of the texts: documentation, stories, noise, log, code.
-        prefixed: Share of prompts that hold the beginning of the answer.
+        prefixed: Share of prompts that contain the beginning of the answer.
         truthful: Use the hidden values as the response, where a small model would often answer something else
             (LookaheadKV, appendix D: responses need not be the model's own).
     """
@@ -114,7 +114,7 @@ def make_quiz(form: str, rng: random.Random) -> Quiz:
 
 
 def _stated(facts: Pairs, names: dict[str, str], rng: random.Random) -> list[str]:
-    """The facts as sentences: now all in one wording, now each in its own."""
+    """The facts as sentences: at random all in one wording, or each in its own."""
     chosen = rng.sample(wordings("statements"), len(facts) if rng.random() < 0.5 else 1) * len(facts)
     return [
         _capital(wording.format(key=key, value=value, **names))
@@ -236,7 +236,7 @@ class KeyValues:
 
 
 def _pairs(request: Request) -> Pairs:
-    """As many pairs as a prompt of the wanted length can hold at most."""
+    """As many pairs as a prompt of the wanted length can contain at most."""
     count = max(3, request.tokens // 4)
     keys = distinct(request.rng.choice(_KEY_KINDS), count, request.rng)
     kind = request.rng.choice(_VALUE_KINDS)
@@ -329,7 +329,7 @@ class StateTracking:
 
 
 class _Journeys:
-    """A story of people who walk, pick things up and put them down; it goes on for ever."""
+    """An endless story of people who walk, pick things up and put them down."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -342,7 +342,7 @@ class _Journeys:
         self._length = 0
 
     def moved(self, text: str) -> dict[str, list[str]]:
-        """Where each thing was, in order, by the end of a text that begins as the story does."""
+        """The places of each thing, in order, up to the end of a text that is the story's beginning."""
         places = {thing: list(first) for thing, first in self.things.items()}
         for end, thing, place in self._ends:
             if end <= len(text) + 1:  # the space after the last sentence was cut off

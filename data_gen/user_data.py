@@ -34,9 +34,9 @@ _BYTES_PER_TOKEN = 32
 _BUFFER = 1000
 """Rows among which a stream is shuffled; its files are shuffled too."""
 _COMMIT = re.compile(r"(.*@)?[0-9a-f]{40}")
-_START = re.compile(r"[0-9a-f]{7,39}")  # as the Hub's pages show commits; its files are fetched by whole ones alone
+_START = re.compile(r"[0-9a-f]{7,39}")  # abbreviated commits; the Hub's files are fetched only by full ones
 _SOURCES = 512
-"""So many sources of a mixture keep their rows, counted and shuffled; rows of further sources are read each time."""
+"""Number of sources whose counted and shuffled rows are cached; rows of further sources are read each time."""
 _TRIES = 10
 """A data set is refused if this many rows are drawn first and all are bad."""
 
@@ -54,7 +54,7 @@ class LocalJsonl:
         response_field: The field whose text, where a row has it, is used instead of the model's answer.
         template: Whether the chat template is applied to `prompt` rows; otherwise they are continued as they are.
         shortest: Rows with fewer tokens than this are left out, and those with more than `max_tokens`.
-        leave_out: Patterns such as `LICENSED/*`; rows whose `source` fits one are left out.
+        leave_out: Patterns such as `LICENSED/*`; rows whose `source` matches one are left out.
     """
 
     path: str
@@ -68,7 +68,7 @@ class LocalJsonl:
             raise UserError(f"{self.path}: no such file; a mixture's local_jsonl names its rows with path")
 
     def sample(self, request: Request) -> Prompt:
-        """Row `request.number` of a shuffling by `request.seed`; see `Source`."""
+        """Row `request.number` of the rows shuffled by `request.seed`; see `Source`."""
         rows = _fitting_rows(self, request.limit, request.count_tokens)
         turn, position = divmod(request.number, len(rows))
         row = rows[_shuffled(f"{request.seed}:{self.path}:{turn}", len(rows))[position]]
@@ -150,7 +150,7 @@ def _fits(source: "LocalJsonl | HubDataset", prompt: Prompt, limit: int, count_t
 
 @lru_cache(maxsize=_SOURCES)
 def _shuffled(name: str, count: int) -> "array[int]":
-    """The numbers below `count` in an order that the name decides."""
+    """The numbers below `count`, shuffled with `name` as the seed."""
     order = array("q", range(count))
     random.Random(name).shuffle(order)
     return order
@@ -163,7 +163,7 @@ class HubDataset:
     Attributes:
         id: Hub id of the data set, or a folder with the same files.
         license: Its licence, for the manifest and the model card.
-        revision: Commit, tag or branch; `branch@commit`, as a manifest says it, is that commit.
+        revision: Commit, tag or branch; `branch@commit`, as in a manifest, means that commit.
         subset: Its configuration; the only one by default.
         split: Its split.
         files: Patterns of the files to read; by default the ones that the data set's card names.
@@ -172,7 +172,7 @@ class HubDataset:
         text: Column of documents, which are cut at a random point and continued without the chat template.
         response: Column of responses, texts or lists of one, used instead of the model's answers; with the column of
             `messages`, the assistant's turns at the ends of conversations. By default the model answers.
-        strip: What is cut off a prompt's ends, such as the words that separate speakers.
+        strip: Texts to remove from a prompt's ends, such as the labels of speakers.
         rows: Streams that many rows, evenly from each of `files`, where the whole is too large; 0 downloads all of it.
         template: Whether the chat template is applied to `prompt`s; otherwise they are continued as they are.
         shortest: Rows with fewer tokens than this are left out, and those with more than `max_tokens`.
@@ -211,7 +211,7 @@ class HubDataset:
 
     @property
     def name(self) -> str:
-        """What the manifest calls its prompts."""
+        """Name of its prompts in the manifest."""
         return "/".join(part for part in (self.id.rstrip("/").rpartition("/")[2], self.subset) if part)
 
     def sample(self, request: Request) -> Prompt:
@@ -225,11 +225,11 @@ class HubDataset:
         return user_prompt(self.name, text, template=False)
 
     def check(self) -> None:
-        """UserError for a data set that cannot be had or is no plain data; only its card is downloaded."""
+        """UserError for a data set that cannot be read or is not plain data; only its card is downloaded."""
         _builder(self)
 
     def row_prompt(self, row: Row) -> Prompt | None:
-        """The prompt of a row, None where no turn is the user's; BadRow where a column holds something else."""
+        """The prompt of a row, None if it has no user turn to answer; BadRow if a column has another type."""
         value = row[self.column]
         if self.messages:
             return self._conversation(value, row)
@@ -261,7 +261,7 @@ class HubDataset:
 
 
 class _Fitting:
-    """The rows of a data set that fit, in a shuffled order; found only as far as they are asked for."""
+    """The rows of a data set that fit, in a shuffled order; searched only as far as needed."""
 
     def __init__(self, source: HubDataset, limit: int, count_tokens: CountTokens, seed: int) -> None:
         self._source, self._limit, self._count_tokens = source, limit, count_tokens
@@ -317,10 +317,10 @@ def _options(source: HubDataset) -> Row:
 
 @contextmanager
 def _reading(source: HubDataset) -> Iterator[None]:
-    """Turns what `datasets` raises into a `UserError`."""
+    """Turn exceptions of `datasets` into a `UserError`."""
     try:
         yield
-    except Exception as error:  # of its readers, the Hub's client and the network
+    except Exception as error:  # from its readers, the Hub's client and the network
         reason = one_line(error.__cause__ or error) or type(error).__name__
         gated = "; accept its terms on the Hub and log in with `hf auth login`" if "gated" in reason.lower() else ""
         raise UserError(f"data set {source.id!r} cannot be read: {reason}{gated}") from None
@@ -341,7 +341,7 @@ def _builder(source: HubDataset) -> Any:
 
 @lru_cache(maxsize=_SOURCES)
 def _loaded(source: HubDataset) -> Any:
-    """The rows, in memory-mapped files of the cache of `datasets`; UserError if they cannot be had."""
+    """The rows, in memory-mapped files of the cache of `datasets`; UserError if they cannot be read."""
     from datasets import Dataset
 
     builder = _builder(source)
@@ -359,7 +359,7 @@ def _loaded(source: HubDataset) -> Any:
 
 
 def _streamed(columns: tuple[str, ...], patterns: tuple[str | None, ...], rows: int, **options: Any) -> Iterator[Row]:
-    """The first rows of each pattern's files, in a shuffled order that is always the same."""
+    """The first rows of each pattern's files, in a fixed shuffled order."""
     from datasets import load_dataset
 
     for pattern in patterns:
@@ -371,7 +371,7 @@ def _streamed(columns: tuple[str, ...], patterns: tuple[str | None, ...], rows: 
 
 
 def on_rows(sources: list[Any], folder: Path | None) -> list[Any]:
-    """A mixture's sources; rows in `folder` stand in for data sets of the Hub, as their `local` says.
+    """A mixture's sources, with data sets of the Hub replaced by the rows in `folder` that their `local` names.
 
     `local` has the fields of `LocalJsonl`, with `path` in the folder; a data set's weight and lengths stay. UserError
     if there is no such folder, or a data set has no `local`.
@@ -394,10 +394,10 @@ def _on_rows(source: dict[str, Any], folder: Path | None) -> dict[str, Any]:
 
 
 def pinned(mixture: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A mixture whose data sets of the Hub are named by a commit: `main` becomes `main@COMMIT`, and so does `48e268d`.
+    """A mixture with its Hub data sets pinned to commits: `main` becomes `main@COMMIT`, `48e268d` `48e268d@COMMIT`.
 
-    The commits of data that is in `folder`, of a run to be resumed, stay. A revision stays a branch or tag, with a
-    warning, where the Hub does not say its commit. UserError if the folder's manifest is damaged.
+    A run that is resumed in `folder` keeps its commits. If the Hub does not tell the commit, the revision is kept, with
+    a warning. UserError if the folder's manifest is damaged.
     """
     earlier = earlier_settings(folder)
     before = earlier.mixture["sources"] if earlier else []

@@ -44,7 +44,7 @@ def distinct(kind: str, count: int, rng: random.Random) -> list[str]:
 
 
 def filled(template: str, rng: random.Random, **fixed: str) -> str:
-    """A template in which each `{kind}` becomes a random word of that kind, or what `fixed` says."""
+    """A template in which each `{kind}` becomes a random word of that kind, or its value in `fixed`."""
     return re.sub(r"\{(\w+)\}", lambda found: fixed.get(found[1]) or draw(found[1], rng), template)
 
 
@@ -78,4 +78,4 @@ _MAKERS: dict[str, Callable[[random.Random], str]] = {
     "time": lambda rng: f"{rng.randint(0, 23):02}:{rng.choice((0, 5, 10, 15, 20, 30, 40, 45, 50)):02}",
     "price": lambda rng: f"${rng.randrange(1, 9000)}.{rng.randrange(100):02}",
 }
-"""How keys and values that are no plain words are drawn."""
+"""Functions that draw the keys and values that are not plain words."""

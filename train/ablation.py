@@ -28,7 +28,7 @@ class Cell:
     Attributes:
         name: Unique among the cells.
         objective: Holds the module.
-        settings: Its optimisation; learning rate, clipping and the loss are its own, the rest is the same for all.
+        settings: Its training settings; only learning rate, clipping and the loss may differ between cells.
     """
 
     name: str
@@ -36,17 +36,17 @@ class Cell:
     settings: LookaheadTrainSettings
 
     def of(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The cell's part of a row of the log, by the names of a training of it alone."""
+        """The cell's values of a log row, under the names that training the cell alone would log."""
         end = f"/{self.name}"
         return {key.removesuffix(end): value for key, value in row.items() if key == "step" or key.endswith(end)}
 
 
 class SideBySide(ReplayedObjective):
-    """The sum of the cells' losses on the same teacher outputs, so that each learns what it would learn alone.
+    """Objective of an ablation: the sum of the cells' losses on shared teacher outputs; each trains as it would alone.
 
     Attributes:
         cells: The modules, at least one, on one base model.
-        losses: Losses of the cells since the list was last emptied, [cells] float32 for each batch.
+        losses: The cells' losses, [cells] float32 for each batch since the last log entry.
 
     Raises:
         UserError: the training is in fp16, whose loss must be scaled before its gradients are computed.
@@ -121,7 +121,7 @@ class SideBySide(ReplayedObjective):
 
 
 class AblationTrainer(ModuleTrainer[SideBySide]):
-    """Each cell sees the samples in the order of a training alone, and has its own learning rate and clipping."""
+    """Trains all cells; each has its own learning rate and clipping, and the order of samples of a training alone."""
 
     def __init__(self, cells: Sequence[Cell], run: TrainingRun) -> None:
         super().__init__(SideBySide(cells), cells[0].settings, run)
@@ -133,7 +133,7 @@ class AblationTrainer(ModuleTrainer[SideBySide]):
         return [replace(whole, settings=cell.settings, log=log, metrics=metrics) for cell, log, metrics in parts]
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        """Clip the gradients of each cell to its own norm; returns the norm of all before."""
+        """Clip each cell's gradients to its own maximum norm; returns the norm of all gradients before clipping."""
         norms: list[Any] = [
             self.accelerator.clip_grad_norm_(cell.objective.trained_parameters(), cell.settings.clip)
             for cell in self.objective.cells
@@ -151,14 +151,14 @@ class AblationTrainer(ModuleTrainer[SideBySide]):
 
 
 def _with_gradients(loss: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The same loss with its gradients computed already: their graph is freed before the next cell begins."""
+    """The loss with its gradients already computed, so that its graph is freed before the next cell runs."""
     with torch.autocast(loss.device.type, enabled=False):
         gradients = torch.autograd.grad(loss, parameters)
-    kept: Any = _Known.apply(loss.detach(), gradients, *parameters)
-    return kept
+    result: Any = _KnownGradients.apply(loss.detach(), gradients, *parameters)
+    return result
 
 
-class _Known(Function):
+class _KnownGradients(Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: tuple[Tensor, ...], *parameters: Tensor) -> Tensor:
         ctx.gradients = gradients

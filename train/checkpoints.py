@@ -25,7 +25,7 @@ _NAME = re.compile(r"checkpoint-\d{1,18}\Z")
 
 
 def checkpoints(work: Path) -> dict[int, Path]:
-    """The complete checkpoints in `work` by step, in order; one without a seal is what a kill has left."""
+    """The complete checkpoints in `work` by ascending step; folders without a seal, left by killed runs, are not."""
     named = {int(path.name.rpartition("-")[2]): path for path in _folders(work)}
     return {step: named[step] for step in sorted(named) if (named[step] / SEAL).is_file()}
 
@@ -43,21 +43,20 @@ def last_checkpoint(work: Path, before: int | None = None) -> Path | None:
 def sealing(checkpoint: Path, kept: int, is_main: bool = True) -> Iterator[None]:
     """Seal the checkpoint written within the block with digests of its files, then delete all but the `kept` newest.
 
-    transformers' `save_total_limit` would delete the one before while the new one is not yet whole. Processes that are
-    not `is_main` write files of their own, and neither seal nor delete. A `UserError` if it cannot be written; the
-    checkpoint before it stays.
+    transformers' `save_total_limit` would delete the previous checkpoint before the new one is complete. Only the
+    process that `is_main` seals and deletes. A `UserError` if the checkpoint cannot be written; the previous one stays.
     """
     try:
         if is_main:
-            shutil.rmtree(checkpoint, ignore_errors=True)  # what a kill has left
+            shutil.rmtree(checkpoint, ignore_errors=True)  # left by a killed run
         yield
         if is_main:
             _seal(checkpoint, kept)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError
         shutil.rmtree(checkpoint, ignore_errors=True)
         raise UserError(
-            f"{checkpoint}: the checkpoint cannot be written ({one_line(error, 200)}); fix that, then the "
-            "same command resumes from the checkpoint before"
+            f"{checkpoint}: the checkpoint cannot be written ({one_line(error, 200)}); fix this, then "
+            "run the same command again to resume from the previous checkpoint"
         ) from error
 
 
@@ -77,31 +76,31 @@ def check_seal(checkpoint: Path) -> None:
         fault = "missing" if not path.is_file() else "changed or cut off" if file_digest(path) != expected else None
         if fault is not None:
             raise UserError(
-                f"{path}: {fault} since it was written; delete this checkpoint's folder to resume from the one before"
+                f"{path}: {fault} since it was written; delete this checkpoint's folder to resume from the previous one"
             )
 
 
 def check_same_settings(work: Path, settings: dict[str, Any]) -> None:
-    """Write the settings, by their names in a recipe, when a training begins; compare them when it is resumed.
+    """Write the settings of a new training, by recipe key, to `work`; compare them if it is resumed.
 
-    A `UserError` if the training in `work` began with other settings, all of which are listed, or the folder has
-    checkpoints that another program wrote.
+    A `UserError` lists all settings that differ from those of the training in `work`. Checkpoints that another program
+    wrote are refused, too.
     """
     path = work / SETTINGS
     if last_checkpoint(work) is None:
-        if not path.exists() and (others := _folders(work)):  # which would be deleted as half written
+        if not path.exists() and (others := _folders(work)):  # they would be deleted as incomplete
             raise UserError(f"{others[0]}: not a checkpoint of this training; choose another out=")
         write_json(path, settings)
     else:
         begun = read_json(path, dict[str, Any])
-        # Earlier versions wrote what may change, too.
+        # Earlier versions also stored the settings that may change.
         begun = {name: begun[name] for name in begun if name.rpartition(".")[2] not in MAY_CHANGE}
         advice = "choose another out=, or delete the folder"
         require_same(f"{path}: this training began", begun, settings, advice)
 
 
 class NewIntervals(TrainerCallback):
-    """Lets a resumed training measure and save as often as it is told now; the Trainer takes the checkpoint's steps."""
+    """Applies the current intervals of measuring and saving to a resumed training; the Trainer uses the old ones."""
 
     @override
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -111,8 +110,8 @@ class NewIntervals(TrainerCallback):
 class StopOnInterrupt(TrainerCallback):
     """The first Ctrl-C finishes the step, saves a checkpoint and ends the training; a second one ends it at once.
 
-    The first SIGTERM, by which Slurm announces the end of a job, does what Ctrl-C does; further ones are ignored, as a
-    launcher passes on those that Slurm sends to every process anyway. All processes stop after the same step.
+    The first SIGTERM, which Slurm sends before it ends a job, acts like Ctrl-C. Further ones are ignored: a launcher
+    forwards the signal that Slurm has already sent to every process. All processes stop after the same step.
     """
 
     def __init__(self) -> None:
@@ -139,7 +138,7 @@ class StopOnInterrupt(TrainerCallback):
             stops = bool(summed.item())
         if stops:
             control.should_save = control.should_training_stop = True
-        if control.should_save:  # the mean since the last logged loss is in no checkpoint
+        if control.should_save:  # a checkpoint does not store the mean since the last log entry
             control.should_log = True
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:

@@ -1,8 +1,7 @@
 """Samples as batches: which are held out, how they are ordered and padded, and which prompts were trained on.
 
-A share of the samples can be divided before their question, so that what is compressed ends there: the part before it
-is the prompt, and the question, the end of the chat template and the answer are the answer. The stored data stays as
-it is.
+A share of the samples can be split before the question: the text before it is the prompt, and the answer begins with
+the question and the end of the chat template. The stored data does not change.
 """
 
 import base64
@@ -72,11 +71,11 @@ class Batch:
         return list(ids) if mask is None else [row[real] for row, real in zip(ids, mask, strict=True)]
 
     def prompt_lengths(self) -> list[int]:
-        """For each sample, its prompt's tokens without padding."""
+        """Number of prompt tokens of each sample, without padding."""
         return _lengths(self.prompt_ids, self.prompt_mask)
 
     def answer_lengths(self) -> list[int]:
-        """For each sample, its answer's tokens without padding."""
+        """Number of answer tokens of each sample, without padding."""
         return _lengths(self.answer_ids, self.answer_mask)
 
 
@@ -85,7 +84,7 @@ def _lengths(ids: Tensor, mask: Tensor | None) -> list[int]:
 
 
 class Use(NamedTuple):
-    """One of several uses of the sample at a place of the data set; `turn` and `last` as in `Batch`."""
+    """One of several uses of the sample with index `place`; `turn` and `last` as in `Batch`."""
 
     place: int
     turn: int
@@ -114,16 +113,16 @@ class SampleDataset(Dataset[dict[str, Any]]):
         }
 
     def lengths(self) -> list[int]:
-        """Tokens of each sample."""
+        """Length of each sample in tokens."""
         return [self[place]["length"] for place in range(len(self))]
 
 
 class Chosen(LazySamples):
-    """Samples at some places of a data set, read when they are accessed.
+    """A subset of a data set's samples, read when they are accessed.
 
     Args:
         samples: The data set.
-        places: Indices into it.
+        places: Indices of the subset.
         max_tokens: Length to which samples are truncated; see `cut`.
     """
 
@@ -162,10 +161,10 @@ def require_more(samples: Sequence[TrainingSample], held_out: int, key: str) -> 
 def hold_out(
     samples: Sequence[TrainingSample], held_out: int, key: str = "train", trained: Prompts | None = None
 ) -> tuple[SampleDataset, SampleDataset]:
-    """Training samples and held-out ones: every k-th sample, so that all parts of the mixture are measured.
+    """Split samples into training and held-out ones: every k-th, so that all parts of the mixture are measured.
 
-    At most `held_out` are. Prompts that an earlier stage was `trained` on are held out only if there are no others. A
-    `UserError`, with the settings' `key` in a recipe, if there are too few samples for both.
+    At most `held_out` samples are held out; prompts that an earlier stage was `trained` on only if there are no others.
+    A `UserError`, with the settings' `key` in a recipe, if there are too few samples for both.
     """
     require_more(samples, held_out, key)
     new = [place for place, each in enumerate(samples) if prompt_digest(each) not in trained] if trained else []
@@ -235,12 +234,12 @@ def prompt_digest(sample: TrainingSample) -> bytes:
 
 
 def prompts_of(samples: Iterable[TrainingSample]) -> Prompts:
-    """The prompts of samples."""
+    """Digests of the prompts of samples."""
     return frozenset(map(prompt_digest, samples))
 
 
 def prompts_as_text(prompts: Prompts | None) -> str:
-    """How an artifact records the prompts it was trained on; empty where they are not known."""
+    """The digests of trained prompts as base64 text for an artifact; empty if they are not known."""
     return base64.b64encode(b"".join(sorted(prompts or ()))).decode()
 
 
@@ -254,7 +253,7 @@ def prompts_from_text(text: str) -> Prompts | None:
 
 
 def held_out_text(held_out: Iterable[TrainingSample], trained: Prompts | None) -> tuple[str, bool]:
-    """What a card says of held-out samples, and whether all of them are known to be new to the module."""
+    """A model card's text on the held-out samples, and whether the module is known to be trained on none of them."""
     digests = [prompt_digest(sample) for sample in held_out]
     if trained is None:
         return f"{len(digests)}; whether an earlier stage was trained on them is not recorded", not digests
@@ -263,10 +262,10 @@ def held_out_text(held_out: Iterable[TrainingSample], trained: Prompts | None) -
 
 
 class QuestionStarts:
-    """Where the question of a prompt begins, by its token ids alone.
+    """Finds where the question of a prompt begins, from its token ids alone.
 
     Args:
-        tokenizer: The base model's; a chat template that it has ends the user's turn before the answer.
+        tokenizer: The base model's. Its chat template, if any, ends the user's turn before the answer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -279,8 +278,8 @@ class QuestionStarts:
     def __call__(self, prompt_ids: Sequence[int]) -> int | None:
         """The number of tokens before the question: up to the last line break that can precede one.
 
-        4 to 160 tokens follow it, up to the end of the user's turn; at least 64, and half of the prompt, precede it.
-        None where no line break does.
+        The line break is followed by 4 to 160 tokens of the user's turn and preceded by at least 64 tokens and half of
+        the prompt. None if there is no such line break.
         """
         ids, size = list(prompt_ids), len(self._end)
         last = len(ids) - size
@@ -296,11 +295,11 @@ class QuestionStarts:
 
 @dataclass(frozen=True)
 class Unseen:
-    """Which samples of a training are divided before their question.
+    """Selects the training samples that are split before the question.
 
     Attributes:
-        share: Share of the samples, above 0; those without a place for it stay as they are.
-        seed: Decides with a sample's index alone whether it is one of them.
+        share: Share of the samples, above 0. Samples in which no question is found are not split.
+        seed: With a sample's index, decides whether it is selected.
         starts: Where a prompt's question begins.
     """
 
@@ -310,27 +309,27 @@ class Unseen:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, share: float, seed: int) -> Self | None:
-        """None where the share is 0."""
+        """A selection for the prompts of a tokenizer; None if the share is 0."""
         return cls(share, seed, QuestionStarts(tokenizer)) if share else None
 
     def divided(self, sample: TrainingSample) -> TrainingSample | None:
-        """The sample with its question in its answer; None where there is no place to divide it."""
+        """The sample with its question moved to the answer; None if no question is found."""
         if (start := self.starts(sample.prompt_ids)) is None:
             return None
         asked = [*sample.prompt_ids[start:], *sample.answer_ids]
         return replace(sample, prompt_ids=sample.prompt_ids[:start], answer_ids=asked)
 
     def held_out(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-        """All held-out samples that can be divided.
+        """All held-out samples that can be split.
 
-        Their indices are below 0, so that teacher outputs that are kept differ from those of the whole samples.
+        Their negative indices keep stored teacher outputs apart from those of the whole samples.
         """
         divided = [each for each in map(self.divided, samples) if each is not None]
         return [replace(each, index=~each.index) for each in divided]
 
 
 class SomeUnseen(LazySamples):
-    """Samples of a training, a share of them divided before their question."""
+    """Training samples, a share of them split before the question."""
 
     def __init__(self, samples: Sequence[TrainingSample], unseen: Unseen) -> None:
         self._samples, self._unseen = samples, unseen

@@ -21,14 +21,14 @@ from keepsight.models.decoder import decoder_of, full_attention_layers
 from keepsight.models.distributed import launched, whole_shape
 
 DIVIDED = "fsdp2"
-"""The `model.device_map` that asks for `divide_layers`."""
+"""The value of `model.device_map` that selects `divide_layers`."""
 
 
 def gather_weights(module: nn.Module) -> None:
     """Gather the whole value of every trainable parameter in float32; all processes must call this.
 
-    DeepSpeed computes with copies in the dtype of its mixed precision, which ZeRO-3 divides over the processes; the
-    values that it optimises are float32.
+    DeepSpeed computes with copies in the mixed-precision dtype, which ZeRO-3 shards over the processes. It optimises
+    float32 values.
     """
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -57,22 +57,22 @@ def _whole(parameter: Tensor) -> Tensor:
 
 
 def divide_layers(model: PreTrainedModel) -> None:
-    """Divide the weights of a frozen model's layers over all processes (FSDP2); each layer is whole while it runs.
+    """Shard the layers of a frozen model over all processes with FSDP2; each layer is gathered while it runs.
 
-    The first process has the weights, on the CPU; they go to the devices of all processes one by one, and the others'
-    models may be on the meta device. What is trained beside the model stays an ordinary parameter of DDP. A `UserError`
-    if its weights are quantised.
+    The first process has the weights on the CPU and sends them to all devices one by one; the others' models may be on
+    the meta device. The trained module's parameters stay ordinary DDP parameters. A `UserError` if the model's weights
+    are quantised.
     """
     processes: Any = launched()
     if getattr(model.config, "quantization_config", None) is not None:
-        raise UserError("model.device_map=fsdp2: quantised weights cannot be divided; leave out model.quantize")
+        raise UserError("model.device_map=fsdp2: quantised weights cannot be sharded; leave out model.quantize")
     weights, device = model.state_dict(), processes.device
     mesh = init_device_mesh(device.type, (processes.num_processes,))
     for layer in decoder_of(model).layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     model._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each.to(device))
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    for buffer in model.buffers():  # some are in no state_dict
+    for buffer in model.buffers():  # some buffers are not in the state_dict
         dist.broadcast(buffer, src=0)
     model.tie_weights()
 

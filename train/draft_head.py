@@ -1,4 +1,4 @@
-"""Draft heads: unrolled over its own outputs, a head learns the base model's next-token distributions."""
+"""Draft-head training: unrolled over its own outputs, a head learns the base model's next-token distributions."""
 
 import hashlib
 from collections import Counter
@@ -108,7 +108,7 @@ class _Manifest:
 
 
 class StoredStates:
-    """A teacher that reads a folder that `write_states` has filled; texts are found by their token ids."""
+    """A teacher that reads hidden states from a folder written by `write_states`, by the token ids of a text."""
 
     def __init__(self, folder: Path) -> None:
         self._shards: dict[str, Path] = {}
@@ -138,7 +138,7 @@ class StoredStates:
 
 
 def write_states(folder: Path, teacher: Teacher, texts: Sequence[list[int]], made_of: Mapping[str, Any]) -> None:
-    """Write the hidden states of all texts that the folder lacks, so that a run that was killed resumes.
+    """Write the hidden states of all texts that are missing from the folder; a killed run can thus resume.
 
     Several processes of one launch divide the files among themselves. `made_of` are the settings on which the hidden
     states depend, by name: data, model, layers. A `UserError` if the folder was written with other settings.
@@ -190,7 +190,7 @@ _FROM_MODEL = (
     "initializer_range",
 )
 _ROWS = 512
-"""Rows of which logits are computed at once in a measurement."""
+"""Number of rows whose logits a measurement computes at once."""
 _FIRST_LOGITS = 0.5
 """Standard deviation of a new head's logits."""
 
@@ -200,7 +200,7 @@ def frequent_tokens(
 ) -> Tensor:
     """The most frequent tokens of answers and, in any case, the end tokens.
 
-    Ties, as of all tokens that no answer holds, go to the one that is more frequent in prompts, then to the lower id.
+    Ties, as between all tokens in no answer, go to the token that is more frequent in prompts, then to the lower id.
 
     Returns:
         [count] int64, ascending.
@@ -254,8 +254,8 @@ class DraftHeadObjective(HeadObjective):
 
     Args:
         head: The head in training, in float32.
-        model: Gives embeddings and the lm_head; not a submodule: it is neither trained, saved nor moved.
-        teacher: Gives the base model's hidden states.
+        model: Provides embeddings and lm_head. It is not a submodule, so it is neither trained, saved nor moved.
+        teacher: Provides the base model's hidden states.
         settings: Number of unrolled steps, their weights, and the length at which texts are truncated.
     """
 
@@ -278,7 +278,7 @@ class DraftHeadObjective(HeadObjective):
     def text_loss(self, ids: Tensor, prompt: int = 0) -> Tensor:
         """The loss of one text, [n] int64: the sum over steps of decay^i times the mean cross entropy of its rows.
 
-        Only rows count that predict a token after the first `prompt`.
+        Only rows that predict a token after the first `prompt` tokens count.
         """
         steps, hidden = self.states(ids)
         teacher = self.next_tokens(hidden, _product_dtype(steps[0]))
@@ -326,8 +326,8 @@ def _product_dtype(tensor: Tensor) -> torch.dtype:
 def measure_draft_head(objective: DraftHeadObjective, batches: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Compare a head with its base model on the answers of held-out samples; see `Objective.measure`.
 
-    The answers are the model's greedy ones, so while the tokens of a draft are right, the steps unrolled over the
-    answer are those of the draft.
+    The answers are the model's greedy ones: as long as a draft's tokens are right, the steps unrolled over the answer
+    equal the steps of drafting.
 
     Returns:
         Lists of a value for each unrolled step, and their means `eval_kl` and `eval_agreement`: `eval_kl_by_step`,

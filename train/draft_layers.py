@@ -1,7 +1,7 @@
 """Which of a model's layers make a good draft, found by measurement.
 
-Backward elimination: of the remaining layers, the one is removed without which the draft stays closest to the model.
-Nothing is trained. Which layers can go depends on the model: in large ones most lie late in the middle (Men et al.
+Backward elimination: each step removes the layer without which the draft stays closest to the model. Nothing is
+trained. Which layers can go depends on the model: in large ones most lie late in the middle (Men et al.
 2024, "ShortGPT", arXiv 2403.03853).
 """
 
@@ -30,7 +30,7 @@ from keepsight.train.plots import BLUE, VERMILLION, draw_line, tidy
 class Text:
     """A prompt of N tokens with an answer of T, as the base model reads them.
 
-    `ids` [1, N + T - 1] int64 are without the answer's last token; `expected` [T, V] float32 are the model's
+    `ids` [1, N + T - 1] int64 leave out the answer's last token; `expected` [T, V] float32 are the model's
     log-probabilities of the answer's tokens.
     """
 
@@ -62,7 +62,7 @@ class Subset(Closeness):
 
 @torch.no_grad()
 def read_answer(model: PreTrainedModel, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Text:
-    """Read an answer with the model."""
+    """The text of a prompt and answer, with the model's log-probabilities of the answer."""
     ids = torch.tensor([[*prompt_ids, *answer_ids[:-1]]], device=model.device)
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(answer_ids)).logits[0]
     return Text(ids, logits.float().log_softmax(-1))
@@ -72,7 +72,7 @@ def read_answer(model: PreTrainedModel, prompt_ids: Sequence[int], answer_ids: S
 def closeness(draft: PreTrainedModel, texts: Sequence[Text], hidden: Sequence[Tensor] | None = None) -> Closeness:
     """How closely a draft, or its last layers, follows the model over some texts.
 
-    `hidden` are for each text the inputs of these layers, [1, N + T - 1, hidden size]; its embeddings by default.
+    `hidden` are the inputs of these layers for each text, [1, N + T - 1, hidden size]; the embeddings by default.
     """
     divergences, agreements, accepted = [], [], []
     for text, states in zip(texts, hidden or _embedded(draft, texts), strict=True):

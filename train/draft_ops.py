@@ -15,7 +15,7 @@ _ROWS = 1024
 def chunked_loss(steps: Sequence[Tensor], weight: Tensor, teacher: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """The weighted sum over steps and rows of the cross entropy of softmax(hidden @ weight.T) against the teacher.
 
-    `steps` [n_i, h] are what the lm_head, `weight` [V, h], reads; the rows of a step learn from the last n_i rows of
+    `steps` [n_i, h] are inputs of the lm_head, `weight` [V, h]; the rows of a step learn from the last n_i rows of
     `teacher` [n, V], probabilities in the dtype of the matrix products, with `weights` [n_i] float32. A scalar in nats;
     gradients flow to `steps` and `weight`.
     """
@@ -29,13 +29,13 @@ class _ChunkedLoss(Function):
         narrow_weight = weight.to(teacher.dtype)
         expected = (teacher @ narrow_weight).float()
         taught = torch.zeros_like(expected)
-        # Memory that is used again and again: fresh pages cost a CPU as much as the arithmetic.
+        # Reused buffers: on a CPU, fresh pages cost as much as the arithmetic.
         logits, probabilities = teacher.new_empty(2, min(_ROWS, len(teacher)), len(weight))
         for_weight = torch.zeros_like(weight, dtype=torch.float32)
         wide, product = torch.empty_like(for_weight), torch.empty_like(weight, dtype=teacher.dtype)
 
         def add(shares: Tensor, hidden: Tensor) -> None:
-            """Add shares.T @ hidden, made in the dtype of the matrix products, to the gradient in float32."""
+            """Add shares.T @ hidden, computed in the dtype of the matrix products, to the gradient in float32."""
             torch.mm(shares.T, hidden.to(shares.dtype), out=product)
             for_weight.add_(wide.copy_(product))
 
@@ -90,7 +90,7 @@ class UnrolledAttention:
 
 
 def merged_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Causal attention over the first keys, and over the same row's key alone of all others, in one softmax.
+    """Causal attention over the first step's keys and, of each later step, the same row's key, in one softmax.
 
     Queries [B, H, q, d], and for each step keys and values [B, K, q, d], K dividing H -> [B, H, q, d]; gradients flow
     to everything.
@@ -106,12 +106,12 @@ def merged_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) ->
 
 
 class _Merged(Function):
-    """Flash attention over the first keys; what the other steps add is merged by the log-sum-exp, in float32.
+    """Flash attention over the first keys; the other steps are merged into it by log-sum-exp, in float32.
 
-    On CUDA experimental: torch's memory-efficient kernel takes the place of the CPU's.
+    Experimental on CUDA, where torch's memory-efficient kernel replaces the CPU's flash kernel.
 
-    The flash kernel's backward needs each row's output and log-sum-exp alone to rebuild the probabilities of its keys.
-    From the merged ones it yields the merged softmax's gradients for these keys; the few others are added by hand.
+    The flash kernel's backward rebuilds the probabilities of its keys from each row's output and log-sum-exp. From the
+    merged ones it yields the merged softmax's gradients for these keys; those of the few other keys are added here.
     """
 
     @staticmethod

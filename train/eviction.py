@@ -1,10 +1,10 @@
-"""The eviction objective of a lookahead module and of its heads' weights: what evicting costs the model's answers.
+"""The eviction objective: train a lookahead module and its head weights on the loss that eviction causes in answers.
 
-Importance says which of a head's entries the answer attends to, not how much the answer loses without them. So the
-model reads its own answer again and sees the prompt through gates, a soft form of the selection: under one budget for
-the heads of all layers, or with equally many entries in each (uniform). The loss is the KL divergence of its next-token
-distributions behind the gates from those with all entries; gradients flow through gates and importance to the weights
-of heads, the soft tokens and the LoRA.
+Importance says which of a head's entries the answer attends to, not how much the answer suffers without them. So the
+model reads its own answer again with a gate on each prompt entry, a soft form of the selection: with one budget for the
+heads of all layers, or with the same number of entries in each head (uniform). The loss is the KL divergence of the
+next-token distributions with gates from those with all entries. Gradients flow through gates and importance to the head
+weights, the soft tokens and the LoRA.
 """
 
 import random
@@ -46,7 +46,7 @@ _WEIGHTS = "log_weights"
 
 @dataclass(frozen=True, eq=False)
 class TokensInTraining(Observer):
-    """The soft tokens of a module in training, to which gradients flow; activations may be recomputed for them."""
+    """The soft tokens of a module in training as an observer with gradients; activations may be recomputed."""
 
     lookahead: Lookahead
     checkpoints: bool = False
@@ -66,23 +66,23 @@ class TokensInTraining(Observer):
 
 
 class EvictionObjective(ReplayedObjective):
-    """The KL divergence that a soft eviction causes; weights of heads and, unless it is frozen, the module learn.
+    """The KL divergence that a soft eviction causes; trains the head weights and, unless it is frozen, the module.
 
     Args:
         model: The base model; frozen.
-        method: How entries are scored, with importance that is not negative, and which are always kept; its allocation
-            is not used, its budget by observers that take it.
-        allocate: `Global`, whose floor counts and whose weights are the initial ones, or `Uniform`.
-        settings: Samples and turn decide which of its budgets a loss is at.
+        method: Decides how entries are scored, with importance of at least 0, and which are always kept. Its allocation
+            is not used, and its budget only by observers that depend on it.
+        allocate: `Global`, with the floor and the initial head weights, or `Uniform`.
+        settings: Each loss uses one of its budgets, chosen by samples and turn.
         lookahead: The module in training, whose soft tokens then score in place of the method's observer.
 
     Attributes:
-        log_weights: [L, K] float32, logarithms of the weights by which the importance of a KV head's entries is
+        log_weights: [L, K] float32, logarithms of the head weights, by which the importance of a KV head's entries is
             multiplied before heads are compared.
 
     Raises:
-        UserError: no layer has full attention, such layers cache latents, a budget can leave a head without
-            entries, or nothing would learn.
+        UserError: no layer has full attention, the layers cache latents, a budget can leave a head without entries, or
+            there is nothing to train.
     """
 
     weights_file = "finetuned.safetensors"
@@ -107,7 +107,7 @@ class EvictionObjective(ReplayedObjective):
         shared = allocate if isinstance(allocate, Global) else Global(weights=None)
         self.floor = shared.floor if shared is allocate else None
         if lookahead is None and (self.floor is None or settings.uniform_share):
-            raise UserError("finetune.freeze_module=true: a uniform selection compares no heads, nothing would learn")
+            raise UserError("finetune.freeze_module=true: a uniform selection has no head weights to train")
         self.model, self.settings = model, settings
         if lookahead:
             method = replace(method, observer=TokensInTraining(lookahead, settings.gradient_checkpointing))
@@ -150,7 +150,7 @@ class EvictionObjective(ReplayedObjective):
             load_module_weights(self.lookahead, weights)
 
     def head_weights(self) -> Tensor:
-        """[L, K] float32: the weights, with a geometric mean of 1; a common factor selects nothing else."""
+        """[L, K] float32, scaled to a geometric mean of 1: a common factor does not change the selection."""
         logarithms = self.log_weights.detach().cpu()
         return (logarithms - logarithms.mean()).exp()
 
@@ -159,7 +159,7 @@ class EvictionObjective(ReplayedObjective):
         return self.teacher_flops(batch) + self.module_flops(batch)
 
     def teacher_flops(self, batch: Batch) -> float:
-        """Operations of reading the prompt; none where its outputs were kept."""
+        """Operations of the prefill; 0 if its outputs were stored."""
         rows, prompt = batch.prompt_ids.shape
         return rows * pass_flops(self.model, self._weights, prompt) if batch.turn == 0 else 0.0
 
@@ -204,13 +204,13 @@ class EvictionObjective(ReplayedObjective):
             full = self._log_probabilities(outputs, batch, _hard_gates(~torch.isneginf(importance)))
         gated = self._log_probabilities(outputs, batch, gates)
         nats = functional.kl_div(gated, full, reduction="none", log_target=True).sum(dim=-1)
-        # Where nothing is evicted there is no loss. The model has run all the same, as it must where processes share it
-        # or fill DeepSpeed's buckets with gradients in the same order.
+        # Without eviction the loss is 0. The model runs anyway: processes may share it, and must fill DeepSpeed's
+        # gradient buckets in the same order.
         loss = _answer_means(nats, batch).mean() * bool(longer)
         return loss + 0 * self.log_weights.sum() if floor is None else loss  # DDP awaits a gradient of every parameter
 
     def _floor_of(self, batch: Batch) -> float | None:
-        """The floor of a batch's selection, None for a uniform one: a coin's choice, of the same side when resumed."""
+        """The floor of a batch's selection, None for a uniform one: drawn at random, the same in a resumed training."""
         coin = random.Random(f"{self.settings.train.seed}:{[*batch.indices]}:{batch.turn}:uniform")
         return None if coin.random() < self.settings.uniform_share else self.floor
 
@@ -228,8 +228,8 @@ class EvictionObjective(ReplayedObjective):
     def excess_nll(self, batch: Batch, floors: Sequence[float | None]) -> dict[int, list[list[float]]]:
         """For each budget and floor, how much evicting increases the cross-entropy of each sample's answer, in nats.
 
-        Of an answer's tokens after the first, which follows the whole prompt. 0 where a prompt is within the budget, or
-        an answer has one token.
+        The answer's first token, which follows the whole prompt, is left out. 0 if the prompt is within the budget, or
+        the answer has one token.
         """
         batch = _with_second_token(batch)
         outputs = self.teacher_outputs(batch)
@@ -243,13 +243,13 @@ class EvictionObjective(ReplayedObjective):
         return {budget: [excess(budget, floor) for floor in floors] for budget in self.settings.budgets}
 
     def _cross_entropy(self, outputs: TeacherOutputs, batch: Batch, kept: list[Tensor]) -> Tensor:
-        """[B], in nats: the mean over an answer's tokens but the first, after the entries that are kept."""
+        """[B] in nats, with the kept entries: the mean over an answer's tokens but the first."""
         log_probabilities = self._log_probabilities(outputs, batch, [*map(_hard_gates, kept)])
         nats = -log_probabilities.gather(-1, batch.answer_ids[:, 1:, None])[..., 0]
         return _answer_means(nats, batch)
 
     def _log_probabilities(self, outputs: TeacherOutputs, batch: Batch, gates: Tensor | list[Tensor]) -> Tensor:
-        """[B, T - 1, V] float32: of an answer's tokens but the first, after the prompt behind gates."""
+        """[B, T - 1, V] float32, with gates on the prompt's entries: for an answer's tokens but the first."""
         cache = outputs.cache(self.model, batch.prompt_ids.shape[1])
         pairs = zip(full_layers(cache), gates, strict=True)
         layers = [GatedLayer(each.keys, each.values, gate.to(each.keys.device)) for each, gate in pairs]
@@ -265,7 +265,7 @@ class EvictionObjective(ReplayedObjective):
 
 
 def _with_second_token(batch: Batch) -> Batch:
-    """A batch whose answers have one token, with one more of padding: none is read after the eviction otherwise."""
+    """The batch; answers of one token get a padding token, so that one is read after the eviction."""
     answer, mask = batch.answer_ids, batch.answer_mask
     if answer.shape[1] > 1:
         return batch
@@ -302,8 +302,8 @@ class GatedLayer(ViewedLayer):
     """Stored entries whose attention weights are multiplied by gates before they are normalised: a soft selection.
 
     Keys and values are [B, K, N, d]. `gates` [B, K, N] are logarithms, through which gradients flow: 0 for an entry
-    that is kept, very low for one that is evicted, and for padding: the model's own mask is not looked at. What is new
-    is seen too, causally and whole, and not stored.
+    that is kept, very low for one that is evicted and for padding; the model's own mask is ignored. New tokens attend
+    to each other causally, without gates, and are not stored.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, gates: Tensor) -> None:
@@ -323,22 +323,22 @@ class GatedLayer(ViewedLayer):
 
 
 def soft_gates(importance: Tensor, log_weights: Tensor, budget: int, floor: float | None, temperature: float) -> Tensor:
-    """Logarithms of gates that keep as much as `Global` allocates, or without a floor `Uniform`: a softened selection.
+    """Logarithms of gates that softly select as many entries as `Global`, or without a floor `Uniform`, allocates.
 
-    An entry's score is the logarithm of its importance, with a floor weighted by its head's; its gate is
-    sigmoid((score - threshold) / temperature), and 1 for the entries that `floor` guarantees their head, the same ones
-    as in `Global`. The threshold is where the gates of entries that share a budget (the heads of a row, or without a
-    floor the entries of a head) sum to it; gradients account for how it moves with the scores. Where there are no more
-    real entries than the budget, all are kept.
+    An entry's score is the logarithm of its importance, plus its head's log weight if there is a floor. Its gate is
+    sigmoid((score - threshold) / temperature), or 1 for the entries that `floor` guarantees a head, as in `Global`.
+    The threshold makes the gates of the entries that share a budget (the heads of a row, or without a floor the entries
+    of a head) sum to it; gradients include its dependence on the scores. If there are no more real entries than the
+    budget, all are kept.
 
     Args:
-        importance: [L, B, K, N] float32, not negative; +inf for what a method always keeps, whose gates are open, and
-            -inf for padding, whose gates are closed.
-        log_weights: [L, K] float32, logarithms of the weights of heads.
+        importance: [L, B, K, N] float32, not negative; +inf for entries that are always kept (gates of 1), -inf for
+            padding (gates of 0).
+        log_weights: [L, K] float32, logarithms of the head weights.
         budget: Entries per layer and KV head on average.
         floor: See `Global`; None for the same number in every head.
-        temperature: In nats; towards 0 the selection becomes hard. Below `SHARPEST` it is: the gates, without
-            gradients, are those of the very entries that an eviction keeps, of equal ones too.
+        temperature: In nats; lower is closer to a hard selection. Below `SHARPEST` the gates are those of an eviction's
+            kept entries, ties included, without gradients.
 
     Returns:
         [L, B, K, N] float32.
@@ -379,7 +379,7 @@ def _threshold(scores: Tensor, free: Tensor, wanted: Tensor, temperature: float,
         middle = (low + high) / 2
         over = _sum(torch.sigmoid((scores - middle) / temperature) * free, dims) > wanted
         low, high = torch.where(over, middle, low), torch.where(over, high, middle)
-    return ((low + high) / 2).nan_to_num()  # where no entry is free there is none
+    return ((low + high) / 2).nan_to_num()  # there is no threshold if no entry is free
 
 
 def _sum(gates: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -16,7 +16,7 @@ from keepsight.train.dataset import Batch
 Importances = tuple[list[Tensor], list[Tensor]]
 """Target and predicted importance, for each layer [R, H, M] float32, a row for each sample and cut: see `Cuts`."""
 SINKS, RECENT = 4, 32
-"""First and last entries that are near: they hold most of the mass of an importance."""
+"""First and last entries that count as near; they receive most of the attention."""
 
 
 def importance_divergence(target: list[Tensor], predicted: list[Tensor], shares: Tensor | None = None) -> Tensor:
@@ -36,9 +36,9 @@ def far_divergence(
 ) -> Tensor:
     """`importance_divergence` over the far entries alone: neither a row's first `SINKS` nor its last `RECENT`.
 
-    The near ones hold most of the mass and are learned at once; what decides at a small budget is the order of the
-    rest. 0 for a row without far entries. `mask` [R, N] bool is False for padding on either side; None when nothing is
-    padded.
+    The near entries receive most of the attention and are learned quickly; at a small budget the others' order
+    decides. 0 for a row without far entries. `mask` [R, N] bool is False for padding on either side; None if nothing
+    is padded.
     """
     length = target[0].shape[-1] - RECENT
     if length <= SINKS:
@@ -76,7 +76,7 @@ class Fidelity:
     tau: list[float]
 
     def metrics(self) -> dict[str, Any]:
-        """Means over layers, and the values of every layer, by the names that logs have."""
+        """Means over layers, and the values of every layer, by their names in logs."""
         means = {f"eval_{name}": float(np.mean(values)) for name, values in vars(self).items()}
         return means | {f"eval_{name}_by_layer": values for name, values in vars(self).items()}
 
@@ -116,9 +116,9 @@ def _compare(target: Tensor, predicted: Tensor, kv_heads: int, budget: int) -> t
     true, guess = (reduce_group(each[None], kv_heads)[0] for each in (target, predicted))
     kept = min(budget, true.shape[-1])
     recall = top_mask(guess, kept)[top_mask(true, kept)].float().mean().item()
-    from scipy.stats import kendalltau  # training and the benchmark on a GPU do without
+    from scipy.stats import kendalltau  # imported here: the GPU benchmark does not need it
 
     tau: Any = kendalltau
     pairs = zip(true.cpu().numpy(), guess.cpu().numpy(), strict=True)
     taus = [tau(*pair).statistic for pair in pairs]
-    return kl, recall, float(np.mean(np.nan_to_num(taus)))  # a constant side ranks nothing: 0
+    return kl, recall, float(np.mean(np.nan_to_num(taus)))  # NaN, for a constant ranking, counts as 0

@@ -3,11 +3,11 @@
 A first pass, over prompt and answer without adapter and gradients, gives the target importance and the prompt's cache.
 A second, of n soft tokens over that cache with adapter and gradients, gives the prediction. Nothing after a prompt
 changes the prompt's KV entries, so loss and gradients equal those of one pass over everything, at about the cost of one
-inference prefill; and the first pass can be kept for several steps (`keepsight.train.replay`).
+inference prefill. The first pass's outputs can be used for several steps (`keepsight.train.replay`).
 
-Cuts make several training pairs of one first pass: behind the c-th token of an answer, prompt and answer[:c] are a
-prompt, and answer[c:] is its answer. The cuts of a sample are spread evenly over its answer, the first before it, and
-depend on nothing else: replays and resumed trainings use the same ones.
+A cut after an answer's c-th token makes a training pair of prompt + answer[:c] and answer[c:]. One first pass serves
+all cuts of a sample. They are spread evenly over the answer, the first before it, so that replays and resumed trainings
+use the same ones.
 """
 
 from collections.abc import Iterable
@@ -47,13 +47,13 @@ from keepsight.train.tracking import pass_flops, weights_per_token
 class Cuts:
     """The cuts of a batch of B samples, K of each. A row is a sample at a cut: R = B x K, those of a sample in order.
 
-    An answer of fewer tokens than K has fewer cuts; the rows that it lacks have no weight in the loss.
+    An answer of fewer tokens than K has fewer cuts; the missing rows have no weight in the loss.
 
     Attributes:
         length: M, entries of each sample that are kept: all before its last cut, padded on the left.
         mask: [R, M] bool: which entries precede the cut; None where all do.
         queries: [B, T] or [B, K, T] bool: which of the answer's tokens follow each cut; None where all do.
-        places: [B, M] int64: the entries' places among the tokens of prompt and answer; None for the first ones.
+        places: [B, M] int64: the entries' indices among the tokens of prompt and answer; None for the first M.
         shares: [R] float32: each row's weight in the loss; None for equal weights.
     """
 
@@ -82,7 +82,7 @@ class Cuts:
         return cls(length, real.flatten(0, 1), queries, places.clamp(min=0), torch.tensor(shares, device=device))
 
     def crop(self, cache: Cache, read: int) -> None:
-        """Drop what follows the last cut from a cache of `read` tokens."""
+        """Crop a cache of `read` tokens to the last cut."""
         if self.places is None:
             cache.crop(self.length - read)
             return
@@ -136,7 +136,7 @@ def target_importance(model: PreTrainedModel, batch: Batch, cuts: Cuts | None = 
         inputs = {"input_ids": ids[:, here], "attention_mask": seen, "position_ids": positions[:, here]}
         run(decoder_of(model), into, recorder=recorder, **inputs)
 
-    if has_recurrent(cache):  # from such a layer the answer cannot be removed
+    if has_recurrent(cache):  # a recurrent layer cannot be cropped to the prompt
         read(0, prompt, cache)
         read(prompt, ids.shape[1], share(cache), record)
     else:
@@ -158,7 +158,7 @@ class ImportanceObjective(ReplayedObjective):
         cuts: Cuts of each sample in training; the module is always measured at the prompt's end. See `Cuts`.
 
     Raises:
-        UserError: no layer has full attention, or not all of them where there are several cuts.
+        UserError: no layer has full attention, or with several cuts not all of them.
     """
 
     weights_file = "lookahead.safetensors"
@@ -169,7 +169,7 @@ class ImportanceObjective(ReplayedObjective):
         config = lookahead.model.config
         if cuts > 1 and (odd := sorted({*layer_kinds(config)} - {FULL})):
             raise UserError(
-                f"train.cuts={cuts}: {config.model_type} has layers of {', '.join(odd)}, which forget what precedes an "
+                f"train.cuts={cuts}: {config.model_type} has layers of {', '.join(odd)}, which cannot go back to an "
                 "earlier cut; use train.cuts=1"
             )
         self.lookahead, self.far, self.checkpoints, self._cuts = lookahead, far, checkpoints, cuts
@@ -178,7 +178,7 @@ class ImportanceObjective(ReplayedObjective):
 
     @property
     def cuts(self) -> int:
-        """Cuts of each sample: those of the training, and 1 while the module is measured."""
+        """Number of cuts of each sample: the training's, or 1 while the module is measured."""
         return self._cuts if self.training else 1
 
     @override
@@ -205,12 +205,12 @@ class ImportanceObjective(ReplayedObjective):
         return self.teacher_flops(batch) + self.module_flops(batch)
 
     def teacher_flops(self, batch: Batch) -> float:
-        """Operations of the first pass; none where its outputs were kept."""
+        """Operations of the first pass; 0 if its outputs were stored."""
         (rows, prompt), answer = batch.prompt_ids.shape, batch.answer_ids.shape[1]
         return rows * pass_flops(self.lookahead.model, self._weights, prompt + answer) if batch.turn == 0 else 0.0
 
     def module_flops(self, batch: Batch) -> float:
-        """Operations of the second pass and its gradients, which flow through it once: the weights have none."""
+        """Operations of the second pass and its gradients; the frozen weights have none."""
         (rows, prompt), answer = batch.prompt_ids.shape, batch.answer_ids.shape[1]
         before = prompt + spread(answer, self.cuts)[-1]
         once = pass_flops(self.lookahead.model, self._weights, self.lookahead.settings.tokens, before)
@@ -222,7 +222,7 @@ class ImportanceObjective(ReplayedObjective):
 
     @override
     def kept_tokens(self, batch: Batch) -> int:
-        return len(batch.prompt_ids) * Cuts.of(batch, self.cuts).length  # nothing is kept of the rest of the answer
+        return len(batch.prompt_ids) * Cuts.of(batch, self.cuts).length  # the rest of the answer is not stored
 
     @override
     def loss_of(self, outputs: TeacherOutputs, batch: Batch) -> Tensor:

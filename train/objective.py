@@ -20,12 +20,12 @@ from keepsight.train.settings import TrainSettings
 
 
 class Objective(nn.Module, ABC):
-    """A small module in training beside its frozen base model, as the Trainer wraps it.
+    """A small module in training and its frozen base model, as the Trainer calls them.
 
     Attributes:
         weights_file: Name of the module's weights in a checkpoint.
         settings_key: Name of the optimisation's settings in a recipe.
-        launchers: What it may be trained with beside DDP: files of recipes/accelerate/.
+        launchers: Files of recipes/accelerate/ that it supports besides DDP's.
         measures_autocast: Whether it is measured under the mixed precision of the training.
     """
 
@@ -60,7 +60,7 @@ class Objective(nn.Module, ABC):
         """The inverse of `weights`."""
 
     def decisive(self) -> dict[str, Any]:
-        """Settings beside the optimisation that must be the same when a training is resumed, by their recipe keys."""
+        """Settings besides the optimisation that must be the same when a training is resumed, by their recipe keys."""
         return {}
 
     def parameter_groups(self, settings: TrainSettings) -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ class Objective(nn.Module, ABC):
 
 
 class HeadObjective(Objective):
-    """An objective that trains a head, which is too small to be divided over processes.
+    """An objective that trains a head, which is too small to be sharded over processes.
 
     Attributes:
         head: The head in training.
@@ -133,7 +133,7 @@ class ReplayedObjective(Objective):
 
     @override
     def train(self, mode: bool = True) -> Self:
-        """As in torch, but base models stay in evaluation mode: gradient checkpointing left on would drop the cache."""
+        """As in torch, but base models stay in evaluation mode: with checkpointing, training mode drops the cache."""
         super().train(mode)
         for each in self.modules():
             if isinstance(each, PreTrainedModel):
@@ -174,10 +174,9 @@ def recomputed(
 ) -> Iterator[None]:
     """Within the block, activations of layers with full attention are recomputed for their gradients, if `asked`.
 
-    transformers' own gradient checkpointing goes without a cache. These layers read one and do not write to it. Hooks
-    around a layer are not run again (FSDP2's gather its weights), hooks inside it are. The pass runs `under` a context,
-    such as an adapter that is switched on, and each layer when it is run again. Without gradients the block changes
-    nothing.
+    transformers' own gradient checkpointing works only without a cache; these layers read one and do not write to it.
+    Hooks around a layer (FSDP2's, which gather its weights) are not run again, hooks inside it are. The pass and each
+    recomputation run `under` a context, such as an enabled adapter. Without gradients the block changes nothing.
     """
     if not (asked and torch.is_grad_enabled()):
         yield

@@ -33,23 +33,23 @@ from keepsight.train.settings import LookaheadTrainSettings, ReplaySettings
 from keepsight.train.tracking import peak_memory
 
 COPIES = 4
-"""Of each trained value: itself, its gradient, and Adam's two moments."""
+"""Values stored for each trained weight: itself, its gradient, and Adam's two moments."""
 _QUANTISED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
 """Bytes of a quantised weight: nf4 has an 8-bit scale for 64 weights, and a float32 one for 256 of these."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One sample's part of a training step, on one device; bytes and floating-point operations.
+    """The cost of one sample in a training step on one device, in bytes and floating-point operations.
 
     Attributes:
         weights: Weights of the base model that the device holds.
         module: The module's weights, their gradients and Adam's moments.
-        outputs: Teacher outputs, which the first pass leaves: the KV entries and the target importance.
+        outputs: Teacher outputs, stored after the first pass: the KV entries and the target importance.
         first: Peak of the first pass above weights and module, teacher outputs included.
         second: The same of the second pass and its gradients.
-        first_flops: Of the first pass.
-        second_flops: Of the second pass and its gradients.
+        first_flops: Operations of the first pass.
+        second_flops: Operations of the second pass and its gradients.
     """
 
     weights: int
@@ -79,7 +79,7 @@ def plan_step(
 ) -> StepPlan:
     """Plan a step on one sample of prompt `tokens` and `answer` tokens.
 
-    `make` makes the objective on a model of this configuration and dtype that has no values. Linear layers are stored
+    `make` builds the objective on a model without values, of this configuration and dtype. Linear layers are stored
     as `nf4` or `int8` if `quantize` says so. The model is sharded over `shards` devices, each gathering one layer after
     another; its layers alone if `layers_alone`, as by `model.device_map=fsdp2`.
     """
@@ -113,7 +113,7 @@ def plan_step(
 
 
 def stored_bytes(model: PreTrainedModel, quantize: str | None = None) -> int:
-    """Bytes of a model's weights, whose linear layers may be quantised; those that make logits never are."""
+    """Bytes of a model's weights, whose linear layers may be quantised; the lm_head never is."""
     whole = _bytes_of(model)
     if quantize is None:
         return whole
@@ -133,7 +133,7 @@ def _bytes_of(module: nn.Module) -> int:
 
 @contextmanager
 def _fake_tensors() -> Iterator[None]:
-    """Tensors made within the block hold no values; what is cached of them is forgotten afterwards."""
+    """Tensors made within the block have no values; caches of them are cleared afterwards."""
     later.cache_clear()
     try:
         with FakeTensorMode():
@@ -143,7 +143,7 @@ def _fake_tensors() -> Iterator[None]:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes, `now`, of the storages made within the block that something still refers to."""
+    """Counts in `now` the bytes of storages made within the block that are still referenced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class _LiveBytes(TorchDispatchMode):
         known = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
         output = func(*args, **(kwargs or {}))
         for storage in (each.untyped_storage() for each in tree_leaves(output) if isinstance(each, Tensor)):
-            if (key := storage._cdata) not in self._alive and key not in known:  # no view, nor changed in place
+            if (key := storage._cdata) not in self._alive and key not in known:  # neither a view nor changed in place
                 self._alive[key] = storage.nbytes()
                 self.now += self._alive[key]
                 self._most = max(self._most, self.now)
@@ -178,9 +178,9 @@ def bench_step(
 ) -> Iterator[str]:
     """Time steps on one batch (forward, backward, optimiser) and its prefill in turn, as a few lines of text.
 
-    Several `cells`, modules on one base model, learn side by side, as in an ablation. The prefill runs over prompt and
-    answer; each is timed `repeats` times after one to warm up. Of `settings` count the loss, the batch size, and
-    `replays`: the mean of so many steps is shown.
+    Several `cells`, modules on one base model, are trained side by side, as in an ablation. The prefill covers prompt
+    and answer; each is timed `repeats` times after one warm-up. `settings` decides the loss, the batch size, and
+    the number of `replays` that are averaged.
     """
     model, replays = cells[0].model, settings.replays
     shape = settings.batch_size, tokens + answer_tokens

@@ -64,14 +64,14 @@ def tidy(panel: Axes, title: str, axis: str = "step") -> None:
 
 
 def _curves(panel: Axes, log: Log, title: str, *curves: Curve) -> None:
-    """Numbers over steps."""
+    """Draw numbers of the log over steps."""
     for key, *look in curves:
         draw_line(panel, *series(log, key), *look)
     tidy(panel, title)
 
 
 def _loss(panel: Axes, log: Log, title: str, *curves: Curve, scaled: bool = True) -> None:
-    """The logged training losses, faint, and their running mean, beside other numbers; logarithmic if `scaled`."""
+    """Draw the logged training losses, faint, and their running mean, beside other numbers; logarithmic if `scaled`."""
     steps, losses = series(log, "loss")
     panel.plot(steps, losses, color=BLUE, linewidth=0.8, alpha=0.3)
     draw_line(panel, steps, running_mean(losses), "training (running mean)", BLUE, "-")
@@ -81,7 +81,7 @@ def _loss(panel: Axes, log: Log, title: str, *curves: Curve, scaled: bool = True
 
 
 def _ends(panel: Axes, log: Log, key: str, title: str, axis: str, start: int = 0) -> None:
-    """The lists under `key` at the first and the last measurement; their places count from `start`."""
+    """Draw the lists under `key` at the first and the last measurement; indices count from `start`."""
     rows = [row for row in log if key in row]
     ends = {rows[0]["step"]: (rows[0], GREY, "o:"), rows[-1]["step"]: (rows[-1], BLUE, "o-")} if rows else {}
     for step, (row, colour, line) in ends.items():

@@ -35,7 +35,7 @@ from keepsight.train.settings import ReplaySettings, TrainSettings
 _MARK = ".keepsight-replay"
 """An empty file in each folder that a training fills."""
 _ALIGNED = 64
-"""Bytes, at multiples of which tensors begin that share a piece of memory."""
+"""Alignment, in bytes, of tensors that share a block of memory."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class TeacherOutputs:
     Attributes:
         layers: The tensors of each layer of its cache by their names, see `layer_tensors`: `keys` and `values`, or the
             states of a recurrent layer; empty where the loss needs no cache.
-        importance: Tensors in float32 that the loss compares with; kept without rounding.
+        importance: Tensors in float32 that the loss compares with; stored without rounding.
         features: Hidden states.
     """
 
@@ -122,7 +122,7 @@ def require_replays_alone(folder: Path, processes: str = "process-*") -> None:
 
 @contextmanager
 def _own_folder(folder: Path) -> Iterator[None]:
-    """Within the block, a folder for this process alone, without what a killed training has left; it is then deleted.
+    """Yield an empty folder for this process alone, cleared of files of a killed training; afterwards it is deleted.
 
     Raises:
         UserError: the folder holds files that no training wrote, or another process uses it.
@@ -148,7 +148,7 @@ def _own_folder(folder: Path) -> Iterator[None]:
 
 
 class ReplayBuffer:
-    """Keeps packed teacher outputs that are used again, in memory or, within a `with` block, as files.
+    """Stores packed teacher outputs for reuse: in memory, or within a `with` block in files.
 
     They are dropped after their last use. Each process has a folder of its own.
     """
@@ -168,7 +168,7 @@ class ReplayBuffer:
     def take(self, batch: Batch, run: Callable[[], TeacherOutputs]) -> TeacherOutputs:
         """A batch's teacher outputs: the kept ones, or else those that `run` computes.
 
-        They are packed and unpacked also before their first use, so that all uses see the same values.
+        They are packed and unpacked even before their first use, so that all uses see the same values.
         """
         key = tuple(batch.indices)
         stored, spec = self._kept.pop(key, (None, None))
@@ -219,7 +219,7 @@ def _outside_heap(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def replay_order(sizes: Sequence[float], replays: int, memory: int, rng: random.Random) -> Iterator[tuple[int, int]]:
-    """The order in which teacher outputs are used: (number of the batch, how many times it was used before).
+    """The order in which teacher outputs are used: (index of the batch, number of earlier uses).
 
     As many as fit into `memory` bytes, at least one, are in use at a time, and any of them may come next. After
     `replays` uses one is dropped, and the next ones take its place.
@@ -238,8 +238,8 @@ def replay_order(sizes: Sequence[float], replays: int, memory: int, rng: random.
 class ReplaySampler(Sampler[Use]):
     """Every sample `replays` times an epoch, batch after batch; seed and epoch decide the order.
 
-    Of every `processes` batches, a round, the n-th is the n-th process's, as accelerate distributes them. The batches
-    of a round keep their samples and are used in the same steps: with `group_by_length` they take about as long, so
+    A round is one batch for each of the `processes`, in order, as accelerate distributes them. The batches of a round
+    keep their samples and are used in the same steps: with `group_by_length` they take about as long, so
     that no process waits long for another. Samples that do not fill a round are left out of an epoch. Packed teacher
     outputs take `token_bytes` a token, and those of one process at most `memory` bytes.
     """

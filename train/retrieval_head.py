@@ -80,7 +80,7 @@ def left_padded(batch: Batch) -> Texts:
 
 
 class StepRecorder:
-    """Sums over the layers of each group how important every KV entry is to each of the last queries.
+    """Records the importance of every KV entry to each of the last queries, summed over the layers of each group.
 
     Args:
         rows: Number of queries.
@@ -112,7 +112,7 @@ class StepRecorder:
             total[:, :, start:stop, :seen] += reduce_group(weights, kv_heads).to(total.device)
 
     def importance(self) -> Tensor:
-        """The mean over a group's layers: causal, each row sums to 1 (what sinks take is left out).
+        """The mean over a group's layers: causal, each row sums to 1 (the share of attention sinks is left out).
 
         Returns:
             [B, K, rows, S] float32; K counts the KV heads of all groups, group after group.
@@ -127,8 +127,8 @@ def run_teacher(model: PreTrainedModel, head: RetrievalHead, batch: Texts, queri
 
     Returns:
         `importance`: [B, K, T, S] float32, that of every KV entry to each of the last T tokens; each row sums to 1, and
-        K counts the KV heads of all groups of layers. `features`: [B, S, 3 * hidden], those of the token before; none
-        where the head reads none.
+        K counts the KV heads of all groups of layers. `features`: [B, S, 3 * hidden], those of the previous token;
+        none if the head reads none.
     """
     rows = min(queries, batch.ids.shape[1])
     layers = full_attention_layers(model.config)
@@ -285,10 +285,10 @@ def _by_sample(objective: RetrievalObjective, batch: Batch) -> Iterator[tuple[Te
         yield target, guess, real[real]
 
 
-def at_budget(target: Tensor, guess: Tensor, budget: int) -> dict[str, float]:
+def at_budget(target: Tensor, predicted: Tensor, budget: int) -> dict[str, float]:
     """Measures of one sample at budget B, by name; empty if it has no more than B entries.
 
-    `target` [K, T, S] float32 is the importance of S entries to each of the last T tokens, and `guess` ranks them.
+    `target` [K, T, S] float32 is the importance of S entries to each of the last T tokens, and `predicted` ranks them.
     Means over steps and KV heads: `hit`, the share of the model's top-B entries that are in the head's; `mass`, the
     share of the model's importance on the head's top-B entries; `window_hit` and `window_mass`, the same for the first
     4 and the last B - 4 entries in place of the head's; `best_mass`, the share on the model's own top-B entries;
@@ -298,8 +298,8 @@ def at_budget(target: Tensor, guess: Tensor, budget: int) -> dict[str, float]:
     first = max(length - rows, budget)  # row i is position length - rows + i, and sees that many entries and itself
     if first >= length:
         return {}
-    target, guess = (each[:, first - (length - rows) :] for each in (target, guess))
-    true, chosen = top_mask(target, budget), top_mask(guess, budget)
+    target, predicted = (each[:, first - (length - rows) :] for each in (target, predicted))
+    true, chosen = top_mask(target, budget), top_mask(predicted, budget)
     places = torch.arange(length, device=target.device)
     last = torch.arange(first, length, device=target.device)[:, None]
     sinks = min(SINKS, budget)

@@ -265,7 +265,7 @@ class FinetuneSettings:
 
     @property
     def weights_rate(self) -> float:
-        """Peak learning rate of the weights of heads."""
+        """Peak learning rate of the head weights."""
         return self.head_weights_rate or (0.06 if self.freeze_module else 0.015)
 
     def check(self) -> None:

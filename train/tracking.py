@@ -1,6 +1,6 @@
 """Metrics for experiment trackers beside the loss: tokens per second, model FLOPs utilisation, memory, values by layer.
 
-transformers' own counters see one input alone, and the time of measuring and saving too.
+transformers' own counters look at a single input, and include the time of measuring and saving.
 """
 
 import re
@@ -34,17 +34,17 @@ from keepsight.train.settings import TrainSettings
 
 _HOPPER = {"H100": 989, "H100 NVL": 835, "H100 PCIe": 756, "H200": 989, "H200 NVL": 835}
 _PEAKS = {"A100": 312, **_HOPPER, "B200": 2250, "L4": 121, "L40S": 362}
-"""Peaks of Nvidia's GPUs in bfloat16 without sparsity, in 1e12 operations a second (its data sheets)."""
+"""Peaks of Nvidia's GPUs in bfloat16 without sparsity, in 1e12 operations per second (from its data sheets)."""
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 
 
 class Throughput(TrainerCallback):
-    """Adds to each logged loss what the steps since the one before took, over all processes.
+    """Adds to each logged loss the speed and memory of the steps since the previous one, over all processes.
 
-    - `tokens_per_second`: tokens of prompts and answers, without padding and in each replay anew, in the time of the
+    - `tokens_per_second`: tokens of prompts and answers without padding, counted in each replay, over the time of the
       steps alone.
-    - `mfu`, model FLOPs utilisation: the operations of the steps, without what is recomputed to save memory, as a share
-      of all devices' peak. Missing where the peak is not known, or `Objective.flops`.
+    - `mfu`, model FLOPs utilisation: the operations of the steps, without recomputation, as a share of all devices'
+      peak. Missing if the peak or `Objective.flops` is not known.
     - `peak_memory_gib`: the peak of a process's GPU memory so far, or of its CPU memory where it has no GPU.
 
     Trackers and the console get them; the training's own log stays the same from run to run.

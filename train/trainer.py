@@ -66,10 +66,10 @@ class TrainingRun:
     Attributes:
         work: Folder for checkpoints, logs and measurements.
         samples: Training and held-out ones.
-        start: Values that must be the same when the training is resumed, beside its settings, by recipe key.
+        start: Further values that must be the same when the training is resumed, by recipe key.
         replay: How teacher outputs are kept, where the settings' `replays` is above 1.
         trained: Prompts of earlier stages; None where they are not known.
-        unseen: Which samples are divided before their question; None for none.
+        unseen: Selects the samples that are split before the question; None for none.
     """
 
     work: Path
@@ -85,7 +85,7 @@ class Trained:
     """The result of a training, for cards, tables and plots.
 
     Attributes:
-        settings: Its optimisation.
+        settings: Its training settings.
         steps: Optimiser steps taken.
         samples: Number of samples, held-out ones included.
         samples_per_step: Samples per optimiser step, all processes added.
@@ -157,23 +157,23 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         self._held_out, is_new = held_out_text(held_out.samples, run.trained)
         if not is_new and self.is_world_process_zero():
             logger.warning("held-out samples: %s; their fidelity may be too high", self._held_out)
-        self.callback_handler.callbacks.insert(0, Throughput(objective, settings))  # before what sends the logs
+        self.callback_handler.callbacks.insert(0, Throughput(objective, settings))  # before callbacks that send logs
         self._replay, self._held_out_kept = run.replay if settings.replays > 1 else None, 0
         if self._replay is not None:
             self._check_replay(self._replay)
             self._decisive |= {"replay.memory": self._replay.memory, "replay.dtype": self._replay.dtype}
 
     def _check_launcher(self) -> None:
-        fsdp2 = "take recipes/accelerate/fsdp2.yaml and give model.device_map=fsdp2"
+        fsdp2 = "use recipes/accelerate/fsdp2.yaml with model.device_map=fsdp2"
         if self.is_fsdp_enabled:
-            raise UserError(f"the launcher's FSDP would divide what is trained; {fsdp2}")
+            raise UserError(f"the launcher's FSDP would shard the trained module; {fsdp2}")
         if self.args.world_size > 1 and is_spread(self.objective):
             raise UserError(f"model.device_map=auto is for one process; for several {fsdp2}")
         launchers, launcher = ("ddp", *self.objective.launchers), launcher_of(self.accelerator, self.objective)
         if launcher not in launchers:
             files = " or ".join(f"recipes/accelerate/{name}.yaml" for name in launchers)
-            alone = "" if "fsdp2" in launchers else ", or where no GPU holds the model model.device_map=auto alone"
-            raise UserError(f"{self._key}: this training is not for {launcher}; take {files}{alone}")
+            alone = "" if "fsdp2" in launchers else ", or one process with model.device_map=auto for large models"
+            raise UserError(f"{self._key}: this training does not support {launcher}; use {files}{alone}")
 
     def _check_replay(self, replay: ReplaySettings) -> None:
         setting = f"{self._key}.replays={self.settings.replays}"
@@ -250,7 +250,7 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
             self.state = state
 
     def held_out_batches(self, unseen: bool = False) -> Iterator[dict[str, Any]]:
-        """The held-out samples in batches made by `collate`, on the model's device; or those divided, if `unseen`."""
+        """The held-out samples in batches made by `collate`, on the model's device; if `unseen`, the split ones."""
         size = self.args.per_device_train_batch_size
         loader = DataLoader(self._unseen if unseen else self._held_out_samples, size, collate_fn=collate)
         before = math.ceil(len(self._held_out_samples) / size) if unseen else 0
@@ -272,7 +272,7 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         good = last_checkpoint(self.work, before=self.state.global_step) or "none, there is no checkpoint yet"
         return UserError(
             f"{what} on samples {self._indices}; the last good checkpoint: {good}; "
-            f"lower {self._key}.learning_rate and train again under another out="
+            f"lower {self._key}.learning_rate and train again with another out="
         )
 
     @override
@@ -292,7 +292,7 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         return GroupedByLength(self._train_samples, self.samples_per_step, self.settings.seed)
 
     def _replay_sampler(self, replay: ReplaySettings) -> ReplaySampler:
-        """At most half of the memory keeps outputs for held-out samples; training has the rest."""
+        """The sampler for replays; outputs for held-out samples take at most half of the memory, training the rest."""
         assert isinstance(self.objective, ReplayedObjective)
         lengths = self._train_samples.lengths()
         longest: Any = self._prepare_inputs(collate([self._train_samples[lengths.index(max(lengths))]]))
@@ -387,7 +387,7 @@ def numbers(measured: Mapping[str, Any]) -> dict[str, float]:
 
 
 def training_arguments(settings: TrainSettings, work: Path, key: str = "train") -> TrainingArguments:
-    """The Trainer's arguments for these settings; `work` takes checkpoints and logs, `key` names them in a recipe.
+    """The Trainer's arguments for these settings; `work` gets checkpoints and logs, `key` names them in a recipe.
 
     Raises:
         UserError: the samples of a step do not divide into the batches of all processes, no device supports

@@ -138,7 +138,7 @@ def test_an_engine_that_dies_is_one_line_and_is_gone_on_with(keepsight: CommandL
     said = keepsight.fails("data", *ASKED)
     assert said == (
         "backend=vllm: no answer (EngineCore encountered an issue. See stack trace (above) for the root cause.); "
-        "finished answers are kept: run the same command again to go on"
+        "finished answers are kept: run the same command again to continue"
     )
     assert len([*(here / "data").glob("*.arrow")]) == 1  # of two samples
     assert keepsight("data", *ASKED).startswith("6 samples in data: ")

@@ -62,7 +62,7 @@ def test_ids_that_no_text_stands_for_are_not_sent_as_text(target: Target) -> Non
     with server(speaks(target, "text")) as heard:
         (((_, skipped),),) = client(target, heard)([Rendered(7, "test", ids, None)], Decoding(12))
     assert isinstance(skipped, BadRow)
-    assert "it takes no token ids, and no text stands for the ids of prompt 7" in str(skipped)
+    assert "it takes no token ids, and no text has exactly the ids of prompt 7" in str(skipped)
     assert all(isinstance(body["prompt"], list) for body in heard.bodies)
 
 

@@ -39,7 +39,7 @@ def test_a_real_server_that_is_killed_and_started_again(tmp_path: Path, monkeypa
 
     with serving(folder, port) as process:
         killed.append(process)
-        with pytest.raises(UserError, match=r"no answer .*run the same command again to go on"):
+        with pytest.raises(UserError, match=r"no answer .*run the same command again to continue"):
             generate_data(outline, MIXTURE, data, backend=until_it_is_killed, **MADE)
     (partial,) = data.glob("shard-*.partial")
     assert 4 <= len(list(read_jsonl(partial))) < 16

@@ -84,4 +84,4 @@ def test_what_a_cell_computed_is_freed_before_the_next_begins() -> None:
         node = waiting.pop()
         behind.add(type(node).__name__)
         waiting += [each for each, _ in node.next_functions if each is not None]
-    assert behind == {"SumBackward0", "StackBackward0", "_KnownBackward", "AccumulateGrad"}
+    assert behind == {"SumBackward0", "StackBackward0", "_KnownGradientsBackward", "AccumulateGrad"}

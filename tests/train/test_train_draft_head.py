@@ -72,7 +72,7 @@ def test_mixed_precision_trains_and_measures(tmp_path):
 
 def test_a_head_is_not_divided(tmp_path, monkeypatch):
     monkeypatch.setattr("keepsight.train.trainer.launcher_of", lambda accelerator, objective: "zero3")
-    with pytest.raises(UserError, match=r"not for zero3; .*zero2.yaml, or where .* model.device_map=auto alone"):
+    with pytest.raises(UserError, match=r"not support zero3; .*zero2.yaml, or one process with model.device_map=auto"):
         ModuleTrainer(head_objective(), head_settings().train, TrainingRun(tmp_path, samples()))
 
 

@@ -175,12 +175,12 @@ def test_what_does_not_fit_the_launcher_is_refused(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(ModuleTrainer, "create_accelerator_and_postprocess", launched)
-        with pytest.raises(UserError, match=r"fsdp2.yaml and give model.device_map=fsdp2"):
+        with pytest.raises(UserError, match=r"fsdp2.yaml with model.device_map=fsdp2"):
             ModuleTrainer(objective(), settings(), TrainingRun(tmp_path, samples()))
     each = objective()
     each.lookahead.model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu"}  # type: ignore[assignment]
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
-    with pytest.raises(UserError, match=r"model\.device_map=auto is for one process; for several take recipes/"):
+    with pytest.raises(UserError, match=r"model\.device_map=auto is for one process; for several use recipes/"):
         ModuleTrainer(each, settings(), TrainingRun(tmp_path, samples()))
 
 
