@@ -36,7 +36,7 @@ def keys_page() -> str:
 
 
 def cell(text: str) -> str:
-    """A text that cannot end a cell."""
+    """A text for a table's cell, with `|` escaped."""
     return text.replace("|", "\\|")
 
 

@@ -3,7 +3,7 @@
 kvpress 0.5.5 needs transformers below 5.3 and keepsight 5.10 or later, so that kvpress has an environment of its own.
 `export` runs where keepsight is, with the keys of the evaluation, and adds to its `out` a folder `kvpress`: the model's
 weights and, for each sample, the prompt, the question that follows it with `question=unseen`, and the full cache's
-answer. `measure` knows nothing of keepsight:
+answer. `measure` does not import keepsight:
 
     python docs/kvpress_results.py export out=runs/real tasks=[jsonl] jsonl.dir=DIR ...  # as keepsight eval was given
 
@@ -64,7 +64,7 @@ def export(keys: list[str]) -> None:
 
 
 def measure(folder: Path, budgets: list[int], slow: bool) -> Iterator[dict[str, Any]]:
-    """For each sample, what each press gives at each budget; with `slow`, KVzip and KVgrad as well."""
+    """Yield the row of each press at each budget for each sample; with `slow`, KVzip and KVgrad as well."""
     import kvpress
     from kvpress.presses.base_press import BasePress
 
@@ -85,7 +85,7 @@ def measure(folder: Path, budgets: list[int], slow: bool) -> Iterator[dict[str, 
     }
 
     class Presses(BasePress):
-        """All from one prefill: for each press and budget a cache, and the entries in it that are masked by layer."""
+        """All presses in one prefill: for each press and budget a cache, and by layer its masked entries."""
 
         def __init__(self, ratios: list[float]) -> None:
             self.presses = {(name, place): kind(r) for name, kind in kinds.items() for place, r in enumerate(ratios)}
@@ -144,7 +144,7 @@ def measure(folder: Path, budgets: list[int], slow: bool) -> Iterator[dict[str, 
 
 
 def mask(model: Any, masked: list[Any]) -> None:
-    """Let kvpress's patched attention of each layer overlook entries: indices of rows, heads and entries, or None."""
+    """Mask entries in kvpress's patched attention of each layer: indices of rows, heads and entries, or None."""
     for layer, each in zip(model.model.layers, masked, strict=True):
         layer.self_attn.masked_key_indices = each
 
@@ -158,7 +158,7 @@ def read(model: PreTrainedModel, cache: DynamicCache, tokens: Tensor, position: 
 def likelihood(
     model: PreTrainedModel, cache: DynamicCache, first: Tensor, position: int, question: Tensor, answer: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of an answer [1, T] to a question [1, q]: nats, and 1 for first choices, both [1, T].
+    """Negative log-likelihood (nats) of an answer [1, T] to a question [1, q], and 1 for arg-max tokens, both [1, T].
 
     `first` [1, 1, V] are the logits of the prompt's last token, which choose the answer's first where q is 0.
     """
@@ -168,7 +168,7 @@ def likelihood(
 
 
 def greedy(model: PreTrainedModel, cache: DynamicCache, first: Tensor, position: int, question: Tensor) -> Tensor:
-    """Greedy answer [1, NEEDLE_TOKENS] to a question, what a model says after its end included."""
+    """Greedy answer [1, NEEDLE_TOKENS] to a question, including tokens after its end."""
     if question.shape[1]:
         first = read(model, cache, question, position)[:, -1:]
     ids, position = first.argmax(dim=-1), position + question.shape[1]
@@ -200,12 +200,12 @@ def interval(tasks: list[list[float]], resamples: int = 2000) -> tuple[float, fl
 
 
 if __name__ == "__main__":
-    half, *given = sys.argv[1:]
+    half, *arguments = sys.argv[1:]
     if half == "export":
-        export(given)
+        export(arguments)
     else:
-        written, slow = Path(given[0]) / "measured.jsonl", given[-1] == "all"
+        written, slow = Path(arguments[0]) / "measured.jsonl", arguments[-1] == "all"
         with torch.no_grad(), written.open("w", encoding="utf-8") as stream:
-            for measured in measure(Path(given[0]), [int(each) for each in given[1:] if each != "all"], slow):
+            for measured in measure(Path(arguments[0]), [int(each) for each in arguments[1:] if each != "all"], slow):
                 print(json.dumps(measured), file=stream, flush=True)
         table([json.loads(line) for line in written.read_text("utf-8").splitlines()])

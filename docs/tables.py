@@ -3,7 +3,7 @@
     python docs/tables.py
 
 A line added to a file appears in the tables at the next run; its command goes to `results/runs.csv`. A page marks the
-place of a table with `<!-- table: NAME -->`; what stands between it and `<!-- end -->` is replaced.
+place of a table with `<!-- table: NAME -->`; the text between it and `<!-- end -->` is replaced.
 """
 
 import re
@@ -33,7 +33,7 @@ class Table:
     file: str
     across: str
     cell: str = EXCESS
-    """What a cell says of its row in the file; a value that is missing there becomes a dash."""
+    """Format of a cell, filled from its row in the file; a missing value becomes a dash."""
     by: str = "method"
     rows: dict[str, str] = field(default_factory=dict)
     """The values of `by` that are shown, in this order, with other names for them; all without it."""
@@ -87,7 +87,7 @@ def thousands(place: str) -> str:
 
 
 def alike(*names: str) -> dict[str, str]:
-    """Rows under their own names."""
+    """Rows that are shown under their own names."""
     return {name: name for name in names}
 
 
@@ -145,7 +145,7 @@ TABLES = {
 
 
 def time_table() -> str:
-    """The table of times: a line per row of the file, of the runs that say most."""
+    """The table of times: a line per row of the file, for the most informative runs."""
     found = read("time")
     found = found[found["run"].isin(["evict", "decode2048", "train8x4", "sweep"])]
     found = found[~found["what"].isin(["observing", "selecting"])]
@@ -173,7 +173,7 @@ def made(name: str) -> str:
 
 
 def with_tables(text: str) -> str:
-    """A page with its tables made anew."""
+    """A page with its tables replaced."""
     return PLACE.sub(lambda place: place[1] + place[2] + made(place[1]), text)
 
 

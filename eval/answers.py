@@ -84,7 +84,7 @@ class Limits:
     sampling: Sampling = GREEDY
 
     def decoded(self, model: Reader, state: State, **options: Any) -> Tensor:
-        """An answer of each row [B, T] int64, with options of `decode`; the state's cache grows."""
+        """The answer of each row [B, T] int64, with options of `decode`; the state's cache grows."""
         criteria = stop_after(self.max_new_tokens, self.end_tokens)
         return decode(model, state, criteria, pad_token=self.end_tokens[0], **options).ids
 
@@ -101,7 +101,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class _Written:
-    """An answer [T] int64, the speed of the batch that it was decoded in, and the number of rows of that."""
+    """An answer [T] int64, and the speed and number of rows of the batch in which it was decoded."""
 
     ids: Tensor
     tokens_per_second: float | None
@@ -192,14 +192,14 @@ def answer_alone(
 ) -> Answered:
     """`answer_all` for one state that cannot be joined, or whose method evicts while decoding.
 
-    `readers` are what reads the question after the state, and what decodes from it: the base model, or the method's
-    own. `eviction` is what the method evicts while decoding; the answer is scored between evictions.
+    `readers` process the question and decode the answer: the base model, or the method's own. `eviction` is the
+    method's eviction while decoding; the answer is scored between evictions.
     """
     start = time.perf_counter()
     state, (asker, model) = state.copy(), readers
     if question.shape[1]:
         state, _ = read(asker, state, question, logits_to_keep=1)
-        # The question has filled what was spared for generated tokens.
+        # The question has used the room reserved for generated tokens.
         state = eviction.compress(state) if eviction is not None else state
     asking = time.perf_counter() - start
     (own,) = _write(model, state.copy(), answer[:, :0], limits, eviction)
@@ -294,7 +294,7 @@ def _read(model: PreTrainedModel, state: State, tokens: Tensor) -> State:
 def _write(
     model: Reader, state: State, known: Tensor, limits: Limits, eviction: PeriodicEviction | None = None
 ) -> list[_Written]:
-    """The answer of each row, whose first tokens [1, t] are known and have been read; of a single row where sampled."""
+    """The answer of each row, whose first tokens [1, t] are known and in the state; sampling takes a single row."""
     rows, start = len(state.lengths), time.perf_counter()
     if limits.sampling.temperature:
         ids = limits.drawn(model, state, eviction)

@@ -45,7 +45,7 @@ def recall(kept: Tensor | None, ranks: Tensor) -> float | None:
 
 
 def attention_mass(kept: Tensor | None, attention: Tensor) -> float | None:
-    """Share of the answer's attention to the prompt that falls on what is kept, the mean over layers and KV heads.
+    """Share of the answer's attention to the prompt that falls on kept entries, the mean over layers and KV heads.
 
     `kept` is [L, K, N] bool, None where it is not known; `attention` is that of `SharedPrompt.attention`, [L, K, N]
     float32: where it is not finite or all 0, the mass is unknown.
@@ -88,7 +88,7 @@ class Seconds:
 class Compressed:
     """The one-row state that a method answers from, and the seconds before its first token.
 
-    `kept` is [L, K, N] bool, which of the prompt's entries it holds; None where that is not known.
+    `kept` is [L, K, N] bool, which of the prompt's entries it keeps; None if that is not known.
     """
 
     state: State
@@ -103,7 +103,7 @@ class SharedPrompt:
     Attributes:
         model: The base model.
         state: One-row state of the prompt, with everything recorded that the methods' observers need.
-        continuation: What follows the prompt under the full cache: the oracle's draft.
+        continuation: The tokens after the prompt under the full cache: the oracle's draft.
         seconds: Seconds of the prefill, without the time spent summing accumulated attention.
         continuation_seconds: Seconds that decoding `continuation` took.
         images: Images in the prompt.

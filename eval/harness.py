@@ -1,6 +1,6 @@
 """keepsight's methods as a model of lm-evaluation-harness (extra `lm-eval`), in its registry as `keepsight`.
 
-A request's context is what a method compresses; continuations are scored, and answers written, from what it keeps.
+A request's context is what a method compresses; continuations are scored, and answers generated, from the kept entries.
 Requests that follow each other with one context, such as the choices of a question, share one compressed cache.
 """
 
@@ -40,7 +40,7 @@ _MAX_NEW_TOKENS = 256
 
 @register_model("keepsight")
 class HarnessModel(TemplateLM):
-    """A base model under one method; the arguments are what `--model_args` gives.
+    """A base model under one method; the arguments come from `--model_args`.
 
     Args:
         pretrained: Hub id or local folder of the base model; a packaged file that a recipe names is used offline.
@@ -49,18 +49,18 @@ class HarnessModel(TemplateLM):
         adapter: Lookahead adapter: a folder or Hub id.
         retrieval: Retrieval head: a folder or Hub id.
         draft: Draft model: a Hub id or folder, or indices of the base model's layers joined by `+`, such as 0+1+5.
-        revision: Branch, tag or commit of the target.
+        revision: Branch, tag or commit of the base model.
         dtype: auto, float32, bfloat16 or float16.
         device: auto, cpu, cuda, ...; the harness gives its own `--device`, cuda:0 by default: the CPU without a GPU.
         attention: auto, sdpa, eager, or flash_attention_2, _3 or _4 (experimental).
         max_length: Longest context with its answer, in tokens; the base model's by default. Longer contexts lose their
-            beginning, as the harness's own models have it.
+            beginning, as with the harness's own models.
         batch_size: Must be 1: contexts are compressed one at a time.
         max_batch_size: Not used.
         options: Further fields of the method, such as window=16.
 
     Raises:
-        UserError: the target, the method or a value is not what it should be.
+        UserError: the base model or the method cannot be loaded, or a value is not valid.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def _score(self, group: Sequence[tuple[Any, list[int], list[int]]]) -> Iterator[tuple[Any, tuple[float, bool]]]:
-        """Of each continuation of a context the log-likelihood in nats, and whether greedy decoding would write it."""
+        """The log-likelihood in nats of each continuation of a context, and whether it is the greedy one."""
         longest = max(len(continuation) for _, _, continuation in group)
         prompt = self._fitting(group[0][1], longest)
         state = self.method.start(self.model, prompt)

@@ -1,8 +1,8 @@
 """Top-k hit rate of methods that read a part of the cache: the share of the most attended entries they select.
 
-The full cache writes an answer. Then every token of it is read once more with full attention, and at each step a method
-selects from the base model's queries, keys and features. So methods are compared on the same steps, apart from what
-their own selections would change later on.
+The model answers from the full cache. It then reads the answer again with full attention, and at each step a method
+selects entries by the base model's queries, keys and features. Methods are thus compared on the same steps; what their
+selections would change in later steps is not measured.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,9 +53,9 @@ class Hits:
 class Answering:
     """An answer [1, T] int64 under full attention, as the base model's layers saw it.
 
-    `before` is the one-row state of the prompt; that of `after` has read the answer, whose queries its layers hold, and
-    all features. `weights` [L, K, T, S] float32 is the causal attention over all S entries, mean over a KV head's query
-    heads.
+    `before` is the one-row state of the prompt. `after` is the state after the answer, with its queries in the layers
+    and all features. `weights` [L, K, T, S] float32 is the causal attention over all S entries, mean over a KV head's
+    query heads.
     """
 
     before: State

@@ -25,7 +25,7 @@ from keepsight.files import from_json, own_yaml
 
 MODES = ("single", "pairwise")
 LONGBENCH_WRITE = "longbench-write"
-"""The metric of a sample that LongBench-Write's prompt is for; all others are judged as MT-Bench's are."""
+"""The metric of samples that are judged with LongBench-Write's prompt; all others are judged as in MT-Bench."""
 _MARKS = ("Relevance", "Accuracy", "Coherence", "Clarity", "Breadth and Depth", "Reading Experience")
 _TRIES = 5
 _TOKENS = 2048
@@ -59,7 +59,7 @@ class Judge:
         return f"{self.model} {self.mode}{options}" if self.url else ""
 
     def check(self) -> None:
-        """UserError for keys that no judge can be asked with."""
+        """UserError if a value is out of range or not a URL."""
         if self.mode not in MODES:
             raise UserError(f"judge.mode={self.mode} is unknown; choose one of {', '.join(MODES)}")
         if self.parallel < 1:
@@ -114,7 +114,7 @@ class Judge:
         return {"score": 0.5 + first / 2 if first == -second else 0.5, "judgments": [words, more]}
 
     def _ask(self, name: str, sample: Sample, a: tuple[str, ...], b: tuple[str, ...], read: Any) -> tuple[float, str]:
-        """What `read` finds in the judge's words, and the words; they are asked for again where it finds nothing."""
+        """What `read` finds in the judge's reply, and the reply; asks again if it finds nothing."""
         prompt = _prompts()[name]
         asked = (*sample.earlier, sample.prompt)
         texts = {"question": asked, "ref_answer": sample.references, "answer_a": a, "answer_b": b}

@@ -27,7 +27,7 @@ FOLDER = "kept"
 
 @dataclass(frozen=True)
 class KeptOfSample:
-    """What the file of a sample holds: the texts of its prompt's N tokens, and numbers of layers and KV heads.
+    """The content of a sample's file: the texts of its prompt's N tokens, and numbers of layers and KV heads.
 
     `counts` say by `count_key` of a row how many heads kept each token; see `encode_counts`.
     """
@@ -51,7 +51,7 @@ class KeptTokens:
         self._counts: dict[Key, dict[tuple[str, object], str]] = defaultdict(dict)
 
     def note(self, samples: Sequence[RenderedSample], variant: Variant, kept: Tensor) -> None:
-        """Note the entries [L, K, N] bool that a variant keeps of a prompt."""
+        """Record which entries [L, K, N] bool of a prompt a variant keeps."""
         for sample in samples:
             if sample.key in self.samples:
                 self._counts[sample.key][variant.name, variant.budget] = encode_counts(kept.cpu().numpy())

@@ -1,4 +1,4 @@
-"""How much the queries of pseudo tokens are like the answer's own: by content, and by position.
+"""How similar the queries of pseudo tokens are to the answer's own: by content, and by position.
 
 DapQ (arXiv 2603.11564, section 3, tables 1, 5 and 6, figure 2b): tokens are read after the prompt, at the answer's
 positions or earlier ones, and their queries in each layer and head are compared with those of the answer.

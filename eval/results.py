@@ -1,4 +1,4 @@
-"""The folder of an evaluation: `results.jsonl`, the rows of all samples, and `settings.json`, what they were made with.
+"""The folder of an evaluation: `results.jsonl`, the rows of all samples, and `settings.json`, their settings.
 
 Each of several processes appends to a part of its own, `results-0.jsonl`, `results-1.jsonl`, ...; `merge` brings the
 parts into `results.jsonl`.
@@ -97,7 +97,7 @@ _GROWS: dict[str, Callable[[Any, Any], bool]] = {
     **dict.fromkeys(("adapter_digest", "retrieval_digest"), lambda before, now: f"{now}, ".startswith(f"{before}, ")),
     **dict.fromkeys(("jsonl", "longbench", "longbench_v2"), lambda before, now: before.get("dir", "") is None),
 }
-"""Settings that may change so that only rows are added, and whether they do; from null they always may."""
+"""For each setting that may be extended, whether a change only adds rows; a change from null always may."""
 
 
 def part_of(out: Path, process: int, processes: int) -> Path:
@@ -171,7 +171,7 @@ MAY_DIFFER = ("targets", "samples")
 
 @dataclass(frozen=True)
 class Run:
-    """Results and what they were made with: the rows of `results.jsonl`, at least one, and `settings.json`."""
+    """Results and their settings: the rows of `results.jsonl`, at least one, and `settings.json`."""
 
     folder: Path
     rows: list[Row]
@@ -179,12 +179,12 @@ class Run:
 
     @property
     def target(self) -> dict[str, Any]:
-        """Name, version, dtype and quantization of the target."""
+        """Name, version, dtype and quantization of the base model."""
         return self.settings.get("target") or {}
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read a run's folder; UserError if it holds no results."""
+    """Read a run's folder; UserError if it has no results."""
     folder = Path(folder)
     path = folder / "results.jsonl"
     rows = _latest(read_jsonl(path, Measured)) if path.is_file() else []
@@ -202,7 +202,7 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 def labels_of(runs: Sequence[Run]) -> list[str]:
     """Labels of runs: the settings that differ, such as `samples=20`; `names_of` where these are many.
 
-    Of the only setting that differs the value is enough where it is a word.
+    If only one setting differs, its value alone is the label if it is a word.
     """
     left_out = (*_MAY_CHANGE, *_IN_ROWS)
     settings = [flatten({key: run.settings[key] for key in run.settings if key not in left_out}) for run in runs]
@@ -234,9 +234,9 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def parts_of_one(runs: Sequence[Run]) -> list[Run]:
-    """Runs that can be shown as one: a row that a run before has too, such as the full cache's, is left out.
+    """Runs that can be shown as one, without rows that an earlier run has too, such as the full cache's.
 
-    UserError: targets differ, or two rows of one sample, method and budget depend on different inputs.
+    UserError: base models differ, or two rows of one sample, method and budget depend on different inputs.
     """
     parts: list[Run] = []
     seen: dict[tuple[Any, ...], Any] = {}
@@ -260,9 +260,9 @@ def parts_of_one(runs: Sequence[Run]) -> list[Run]:
 
 
 def comparable(runs: Sequence[Run], allow: Collection[str] = ()) -> list[Run]:
-    """Runs (at least two) with the samples that all have, so that their rows are pairs; unchanged where none is.
+    """Runs (at least two) with their common samples, so that rows are paired; unchanged if there are none.
 
-    UserError: their targets or their samples differ, and `allow` does not name it from `MAY_DIFFER`.
+    UserError: their base models or their samples differ, and `allow` does not name it from `MAY_DIFFER`.
     """
     first = runs[0]
     for run in runs[1:]:

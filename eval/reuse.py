@@ -1,7 +1,7 @@
 """The digest of a row's inputs, by which rows of earlier runs are used again.
 
 The digest covers the base model's weights, dtype, device and attention; the sample's tokens, references and metric; the
-method with every option and the weights it was trained to; and `RESULTS_VERSION`. It does not cover names: a method
+method with every option and its trained weights; and `RESULTS_VERSION`. It does not cover names: a method
 under another label, or a sample under another number, is the same.
 """
 
@@ -61,7 +61,7 @@ def target_digest(target: Target) -> str:
 
 
 def sample_digest(sample: RenderedSample) -> str:
-    """What is asked and how it is scored, apart from the sample's names."""
+    """Digest of a sample's prompt and scoring, without its names."""
     left_out = _NOT_ASKED if sample.pictures else (*_NOT_ASKED, "pictures")  # as when no sample had any
     return text_digest(_text({name: value for name, value in vars(sample).items() if name not in left_out}))
 
@@ -88,7 +88,7 @@ def _text(value: Any) -> str:
 
 
 def _described(part: Any) -> Any:
-    """What JSON does not know: tensors, modules, artifacts, and the frozen dataclasses that methods are made of."""
+    """JSON values for tensors, modules, artifacts, and the frozen dataclasses that methods are made of."""
     if isinstance(part, Tensor):
         return part.tolist()
     if isinstance(part, nn.Module):

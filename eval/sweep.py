@@ -49,7 +49,7 @@ from keepsight.runtime.join import can_join
 from keepsight.runtime.state import State, prefill
 
 _SHOWN = 400
-"""Characters at the end of a prompt that a row shows where its question is not known apart."""
+"""Number of characters from the end of a prompt that a row shows if its question is not separate."""
 
 
 Cell = tuple[str, int | float | None]
@@ -97,7 +97,7 @@ def result_row(
     answered: Answered,
     measured: dict[str, float | None],
 ) -> dict[str, Any]:
-    """The row of a variant's answer in `results.jsonl`; `measured` are recall, mass and tau of what it kept."""
+    """The row of a variant's answer in `results.jsonl`; `measured` are recall, mass and tau of its kept entries."""
     sample, state = asked.sample, compressed.state
     seconds = asdict(replace(compressed.seconds, question=answered.question))
     text = str(target.tokenizer.decode(answered.ids, skip_special_tokens=True))
@@ -346,7 +346,7 @@ class _Run:
 
 
 def _own_prompt(prompt: Tensor, before: Tensor | None, own: Tensor | None) -> Tensor:
-    """The prompt [1, N] of a turn with a variant's own answers, where `before` are the full cache's and the turns."""
+    """A turn's prompt [1, N] with the variant's own conversation in place of `before`, the full cache's."""
     return prompt if before is None or own is None else torch.cat([own, prompt[:, before.shape[1] :]], dim=1)
 
 
@@ -401,9 +401,9 @@ def sweep(
 def _completed(
     run: Callable[[list[Variant]], list[list[Row]]], columns: list[Variant], found: list[list[Row | None]]
 ) -> list[list[Row]]:
-    """The rows of a group of samples: those found, and what `run` gives for the other variants.
+    """The rows of a group of samples: the rows found, and those that `run` measures for the other variants.
 
-    Where the full cache was not found, or now answers otherwise by rounding, nothing that was found is comparable.
+    If the full cache's rows were not found, or its answer now differs by rounding, no row found is comparable.
     """
     missing = [variant for variant, row in zip(columns, found[0], strict=True) if row is None]
     if FULL_CACHE in missing:

@@ -1,4 +1,4 @@
-"""Real English and real code that every Python installation holds, split in two: a training and an evaluation part.
+"""Real English and real code from every Python installation, split in two: a training and an evaluation part.
 
 Documents are the language reference's topics (`pydoc_data.topics`) and the standard library's source files. A document
 belongs to one part as a whole, by a hash of its name, so that the training mixture and the evaluation share none.
@@ -115,7 +115,7 @@ def sentences(paragraph: str) -> list[str]:
 
 @lru_cache(maxsize=1)
 def evaluation_paragraphs() -> tuple[str, ...]:
-    """Prose of the evaluation part, document by document, without the sentences that training documents hold too."""
+    """Prose of the evaluation part, document by document, without the sentences that are also in training documents."""
     topics_prose = [prose(document.text) for document in topic_documents("evaluation")]
     library_prose = [prose(entry.text) for document in source_documents("evaluation") for entry in docstrings(document)]
     paragraphs = [sentences(paragraph) for group in topics_prose + library_prose for paragraph in group]

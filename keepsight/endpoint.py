@@ -74,7 +74,7 @@ class Endpoint:
 
     @cached_property
     def client(self) -> "OpenAI":
-        """The client; it follows no redirect. EndpointError for a key that no header can hold."""
+        """The client; it follows no redirect. EndpointError for a key that is not valid in a header."""
         from openai import DefaultHttpxClient, OpenAI, OpenAIError
 
         def refuse_stopped(_: object) -> None:
@@ -86,7 +86,7 @@ class Endpoint:
                 raise OpenAIError("the reply is too large")
 
         if not (self._secret.isprintable() and self._secret.isascii()):
-            raise EndpointError(f"the key in {self.key} has control characters, or others than ASCII's", 400)
+            raise EndpointError(f"the key in {self.key} has control or non-ASCII characters", 400)
         hooks: Any = {"request": [refuse_stopped], "response": [refuse_large]}
         http, retries = DefaultHttpxClient(follow_redirects=False, event_hooks=hooks), self.tries - 1
         return OpenAI(base_url=self.url, api_key=self._secret or "none", max_retries=retries, http_client=http)
@@ -123,7 +123,7 @@ class Endpoint:
         return value
 
     def _refused(self, problem: Exception) -> EndpointError:
-        """The error for one of the client's, which has tried again where that may help."""
+        """The EndpointError for an error of the client, which has already retried if that may help."""
         from openai import APIStatusError
 
         if not isinstance(problem, APIStatusError):
@@ -180,7 +180,7 @@ class ServerSettings:
 
 
 def check_url(key: str, url: str) -> None:
-    """UserError for a text that is no URL of an endpoint, or that holds a query or a password."""
+    """UserError for a text that is not the URL of an endpoint, or that has a query or a password."""
     try:
         parts = pydantic_core.Url(url)
         is_right = url.startswith(("http://", "https://")) and parts.port and not (parts.username or parts.password)

@@ -58,7 +58,7 @@ _YAML_BYTES, _YAML_VALUES = 1 << 20, 100_000
 
 
 def require_writable(out: Path, folder: bool = True, key: str = "out") -> None:
-    """UserError for a path that cannot be written to, before hours are spent on what is to be written.
+    """UserError for a path that cannot be written to, before hours of work are lost.
 
     The path need not exist. It is to be a folder, or else a regular file; `key` is the command's key that names it.
     """
@@ -147,7 +147,7 @@ def _unfinished(folder: Path) -> Iterator[Path]:
     UserError if it was removed within the block.
     """
     is_nested = any(part.startswith(_UNFINISHED) for part in folder.parts)
-    if not is_nested:  # where the one around it was removed, what it held would be missing
+    if not is_nested:  # if the outer folder was removed, its files would be missing
         folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(f"{_UNFINISHED}*"):
         if _is_abandoned(left):
@@ -267,7 +267,7 @@ def from_json(text: bytes, kind: Any = Any) -> Any:
             raise ValueError("changed or cut off since it was written (the digest at its start differs)")
         text = b"{" + rest
     elif (key := _FIRST_KEY.match(text)) and sum(a != b for a, b in zip(key[1], b"_sha256", strict=True)) < 2:
-        raise ValueError("changed since it was written (the digest at its start is none)")
+        raise ValueError("changed since it was written (its start is not a digest)")
     try:
         return _adapter(kind).validate_json(text, strict=True, extra="allow" if is_typeddict(kind) else "forbid")
     except ValidationError as error:
@@ -375,7 +375,7 @@ def text_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         if data.startswith(_UTF_16):
             data = data.decode("utf-16").encode()
     except (OSError, EOFError, zlib.error, UnicodeError) as error:
-        raise UserError(f"{path}: neither text nor gzip of it ({error})") from None
+        raise UserError(f"{path}: neither text nor gzipped text ({error})") from None
     for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if line.strip():
             yield number, line

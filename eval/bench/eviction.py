@@ -23,12 +23,12 @@ from keepsight.runtime.generate import Method
 from keepsight.runtime.state import State, prefill, read
 
 _FREE = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach"}
-"""Operators that only describe memory in another way, beside those whose result is declared to be a view."""
+"""Operators that launch no work, besides those whose result is declared to be a view."""
 _SYNCS = {"_local_scalar_dense", "equal", "nonzero", "masked_select"}
 _SYNCS |= {"_unique2", "unique_consecutive", "repeat_interleave"}
 """Operators whose result, or its shape, the CPU has to wait for."""
 _READS = {Tensor.tolist, Tensor.numpy, Tensor.cpu}
-"""What reads a tensor on the CPU without an operator when it lies there already."""
+"""Methods that sync with a GPU, but run no operator for a tensor on the CPU."""
 
 
 STEPS = ("observe", "select", "gather", "decode")
@@ -44,7 +44,7 @@ class Counts:
 
 
 def count(step: Callable[[], object]) -> Counts:
-    """What a call runs, counted on the CPU as it would be on a GPU."""
+    """The operators and syncs of a call, counted on the CPU as they would be on a GPU."""
     counts = Counts()
     with _Reads(counts), _Operators(counts):
         step()
@@ -92,7 +92,7 @@ def _has_mask(given: Any) -> bool:
 
 @torch.no_grad()
 def operators_of(model: PreTrainedModel, method: Method, ids: Tensor) -> dict[str, Counts]:
-    """What a method runs in each of its `STEPS`, over all layers, for a prompt [1, N]; caches of masks are warm."""
+    """Operators and syncs of a method's `STEPS`, over all layers, for a prompt [1, N]; caches of masks are warm."""
     counts = {}
     if isinstance(method, Evict):
         evict, state = method, prefill(model, ids, needs=method.needs())
@@ -112,7 +112,7 @@ def operators_of(model: PreTrainedModel, method: Method, ids: Tensor) -> dict[st
 
 @torch.no_grad()
 def operators_of_plain_step(model: PreTrainedModel, ids: Tensor) -> Counts:
-    """What the model itself runs to decode a token after a prompt [1, N]."""
+    """The operators and syncs of the plain model to decode a token after a prompt [1, N]."""
     cache = DynamicCache(config=model.config)
     model(ids, past_key_values=cache, logits_to_keep=1)
     return count(lambda: model(ids[:, -1:], past_key_values=cache))
@@ -140,7 +140,7 @@ def _line(name: str, counts: Mapping[str, Counts], layers: int) -> str:
 
 
 _LEAST_SECONDS = 0.4
-"""A turn of observing or selecting, which are short, takes at least these."""
+"""Minimum seconds of a timed turn of observing or selecting, which are short."""
 
 
 def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[int], repeats: int) -> Iterator[str]:

@@ -95,7 +95,7 @@ class Bench:
         self._loaded: tuple[str, Any] = "", None
 
     def measure(self, row: Row) -> Figures:
-        """The figures of a row; what it made is gone afterwards, but for the model."""
+        """The figures of a row; afterwards everything but the model is freed."""
         try:
             if row.kind == "attention":
                 return self._attention(row)
@@ -188,7 +188,7 @@ class Bench:
 
 
 def _step(reader: Any, state: State) -> float:
-    """Seconds of a step, the mean of several: the CPU waits for none but the last."""
+    """Seconds of a step, the mean of several: the CPU waits only for the last."""
     states = [read_greedily(reader, state, 3)]
     return seconds_of(lambda: states.append(read_greedily(reader, states.pop(), STEPS))) / STEPS
 
@@ -213,7 +213,7 @@ FLOORS = ("first_s", "step_s", "batch_s")
 COLUMNS = ("card", *(each.name for each in fields(Row)), *(each.name for each in fields(Figures)))
 COLUMNS += (*(f"{name}_roofline" for name in FLOORS), "flops", "bandwidth", "torch", "date", "attempts", "note")
 _ATTEMPTS = 2
-"""Attempts at a row at most: one that ended the process, or ran out of time, may do so again."""
+"""Maximum attempts at a row, which may end the process or run out of time each time."""
 
 
 class Results:
@@ -228,7 +228,7 @@ class Results:
                 raise UserError(f"{path}: its columns are not {', '.join(COLUMNS)}; name another file with --out")
 
     def line(self, card: str, row: Row) -> dict[str, Any]:
-        """A row's line; an empty one, not in the table yet, where there is none."""
+        """A row's line, or an empty one that is not in the table yet."""
         key = {"card": card} | {name: str(value) for name, value in asdict(row).items()}
         return next((each for each in self.lines if key.items() <= each.items()), dict.fromkeys(COLUMNS, "") | key)
 
@@ -312,10 +312,10 @@ def dry_lines(card: Card, missing: Sequence[Row]) -> Iterator[str]:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Measure, or say what would be; returns 2 where an argument is refused, else 0."""
+    """Measure, or print what would be measured; returns 2 where an argument is refused, else 0."""
     about = (__doc__ or "").partition(".\n")[0]
     parser = argparse.ArgumentParser(prog="python -m keepsight.eval.bench.gpu", description=about)
-    parser.add_argument("--dry", action="store_true", help="say what would be measured, by the data sheet of --card")
+    parser.add_argument("--dry", action="store_true", help="print what would be measured, by the data sheet of --card")
     parser.add_argument("--card", default="H100", help=f"card of --dry: {', '.join(CARDS)}")
     parser.add_argument("--out", type=Path, default=Path("results/gpu.csv"), help="the CSV (default results/gpu.csv)")
     parser.add_argument("--seconds", type=float, default=420, help="begin no row after these (default 420)")

@@ -1,4 +1,4 @@
-"""Methods that offload entries or read a part of them: step times, traffic, and time that fetches hide."""
+"""Methods that offload entries or read a part of them: step times, traffic, and hidden fetch time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -43,7 +43,7 @@ BUDGET, ANSWER = 1024, 128
 MOST_ROWS = 256
 """Rows of a batch at most; larger batches decode no faster per row."""
 CARDS = {"A100": (2.04, 80), "H100": (3.35, 80), "H100 NVL": (3.9, 94), "H200": (4.8, 141), "B200": (7.7, 180)}
-"""Of Nvidia's GPUs, bandwidth in 1e12 bytes a second and memory in 1e9 bytes (its data sheets)."""
+"""Nvidia's GPUs: bandwidth in 1e12 bytes per second and memory in 1e9 bytes (from its data sheets)."""
 _HOST = 128 * 2**30
 """Bytes of CPU memory that a host is assumed to have, for a card that is not here."""
 
@@ -120,7 +120,7 @@ def known_card(name: str) -> Card:
 
 
 def measured_card(device: torch.device, size: int = 8192) -> Card:
-    """The card in hand: its rate in a product of two matrices, its bandwidth in a copy, bytes read and written."""
+    """This machine's card, measured: rate of a matrix product, bandwidth of a copy (bytes read and written)."""
     one, other = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     product = median_seconds(lambda: one @ other, 10)
     source = torch.randn(size * size * 4, device=device)
@@ -192,7 +192,7 @@ def rows_that_fit(row: Row, card: Card) -> int:
 
 
 def roofline(row: Row, card: Card, rows: int | None = None) -> Figures:
-    """The least that a row's figures can be on a card, in a batch of `rows`; of memory, what it is known to hold."""
+    """Lower bounds of a row's figures on a card, in a batch of `rows`; of memory, the bytes known to be stored."""
     model, config = outline(row.model), SHAPES[row.model]
     weights, width = stored_bytes(model), config.num_attention_heads * config.head_dim
     of_token = 2 * 2 * config.num_key_value_heads * config.head_dim  # bytes of a layer and token
@@ -226,7 +226,7 @@ def roofline(row: Row, card: Card, rows: int | None = None) -> Figures:
 
 FLOPS_REACHED, BANDWIDTH_REACHED = 0.7, 0.9
 WINDOW = 32
-"""Observing tokens: soft tokens, drafts, and the last ones of the prompt."""
+"""Number of observing tokens: soft tokens, draft tokens, or the last ones of the prompt."""
 PLAIN = "forward pass only"
 _MEASURED_AS = {PLAIN: "full", "snapkv": "snapkv", "lookaheadkv": "lookaheadkv, uniform"}
 """Rows of the benchmark on a GPU."""
@@ -254,7 +254,7 @@ def scoring(model: PreTrainedModel, observers: int, tokens: int) -> Work:
 
 
 def passes_of(model: PreTrainedModel, draft: PreTrainedModel | None, tokens: int, budget: int) -> dict[str, list[Work]]:
-    """What each method runs before its first token: drafts of 32 tokens, LAQ's from a cache of `budget` entries."""
+    """The passes of each method before its first token: drafts of 32 tokens, LAQ's from a cache of `budget` entries."""
     plain, look, beyond = work_of(model, tokens), scoring(model, WINDOW, tokens), work_of(model, tokens + WINDOW)
     drafted = [work_of(model, 1, budget + step) for step in range(WINDOW)]
     found = {PLAIN: [plain], "lookaheadkv": [beyond, look], "snapkv": [plain, look]}

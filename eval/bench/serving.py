@@ -80,7 +80,7 @@ def _served(
 
 @dataclass
 class Run:
-    """Answering all requests: seconds in all, to each one's first token, and of each step in which every row took one.
+    """Times of all requests: seconds in total, to each first token, and of each decoding step with all rows filled.
 
     `usage` is the largest share of the engine's cache that was in use.
     """

@@ -82,7 +82,7 @@ def protocol_named(name: str) -> Protocol:
 
 
 def no_images() -> Any:
-    """UserError: the processor of evaluations that read no images."""
+    """Raises a UserError, in place of the processor in evaluations that read no images."""
     raise UserError("tasks with images are not possible here; evaluate them with keepsight eval")
 
 
@@ -91,7 +91,7 @@ class TaskRequest:
     """Parameters of an evaluation that apply to every task.
 
     Attributes:
-        tokenizer: The model's.
+        tokenizer: The base model's.
         context: Context length of the model, in tokens.
         lengths: Lengths of generated prompts in tokens, chat template and answer included.
         samples: Number of samples of a task, at each length of a generated one; 0 for all of a fixed one.

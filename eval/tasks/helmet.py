@@ -47,7 +47,7 @@ HELMET_TASKS = {name: HelmetTask(**entry) for name, entry in _TABLE["tasks"].ite
 _LENGTHS: list[int] = _TABLE["lengths"]
 
 Fields = Callable[[str, Row], tuple[dict[str, str], Any]]
-"""The texts that a row, whose place the first argument names, fills the prompt with, and its answers."""
+"""A row's place, for messages, and the row -> the texts that fill the prompt, and the answers."""
 
 
 @dataclass
@@ -271,7 +271,7 @@ def _options(row: Row) -> tuple[dict[str, str], list[str]]:
 
 
 def _demonstrations(own: str, key: str, rows: Sequence[Row]) -> list[Row]:
-    """The first of a shuffling seeded by the question, each question once and never the row's own."""
+    """The first rows, shuffled with the question as the seed, each question once and never the row's own."""
     import numpy as np  # not at the top: `--help` imports this module
 
     seed = int(hashlib.sha256(own.encode()).hexdigest(), 16) % 2**31

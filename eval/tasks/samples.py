@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 HELMET_JUDGED = ("helmet-answer", "helmet-summary")
-"""The metrics of samples that HELMET's prompts for a judge are for: answers to questions, and summaries."""
+"""The metrics of samples that are judged with HELMET's prompts: answers to questions, and summaries."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class RenderedSample(Sample):
 
 
 def render(sample: Sample, tokenizer: Any) -> RenderedSample:
-    """`render_all` of one sample."""
+    """The sample with its whole prompt as token ids; see `render_all`."""
     return render_all([sample], tokenizer)[0]
 
 

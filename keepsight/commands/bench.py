@@ -176,7 +176,7 @@ def _retrieval_lines(config: configs.BenchRetrieve, target: Target) -> Iterator[
     if prompts:
         yield from traffic_lines(target, head, config.budgets, prompts, config.answer_tokens)
     else:
-        yield "bytes moved are not measured: what a random head chooses says nothing; give retrieval=FOLDER_OR_HUB_ID"
+        yield "bytes moved are not measured: the choices of a random head mean nothing; set retrieval=FOLDER_OR_HUB_ID"
 
 
 def _pruned_draft(config: configs.BenchRetrieve, target: Target) -> DraftHead | None:
@@ -190,7 +190,7 @@ def _pruned_draft(config: configs.BenchRetrieve, target: Target) -> DraftHead | 
 def _methods(config: configs.Benched, *tokens: int) -> tuple[Target, dict[str, Method]]:
     """The base model, and every method at every budget by `LABEL BUDGET`, all for prompts of so many tokens."""
     asked = config.methods, config.budgets, list[int]()
-    variants_of(*asked, resources_later(config))  # bad values end here, before anything loads
+    variants_of(*asked, resources_later(config))  # bad values are refused before anything loads
     require_room(outline_of(config), max(tokens))
     target = target_of(config)
     variants = variants_of(*asked, resources_of(config, target))

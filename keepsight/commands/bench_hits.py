@@ -72,7 +72,7 @@ def run(config: Config) -> None:
 
 
 def _further_heads(config: Config, target: Target, variants: list[Variant]) -> list[Variant]:
-    """Variants of the heads under names of their own."""
+    """Variants for the heads of `heads=`, under their own names."""
     taken = {variant.name for variant in variants}
     if twice := sorted(name for name in config.heads if name in taken or name.startswith(SHARED)):
         raise UserError(f"heads= names {twice[0]!r}, which is another row's name; choose another")
@@ -81,7 +81,7 @@ def _further_heads(config: Config, target: Target, variants: list[Variant]) -> l
 
 
 def _check_same(out: Path, config: Config, target: Target) -> None:
-    """Write what the rows depend on beside their keys; UserError where rows were measured with other settings."""
+    """Write the settings that all rows depend on; UserError if earlier rows were measured with others."""
     given, path = asdict(config), out / "settings.json"
     names = ("methods", "budgets", "heads", "retrieval", "bits", "max_new_tokens", "seed", *_BENCHMARKS)
     settings = {name: given[name] for name in names} | {"model.id": [target.name, target.version]}
@@ -92,7 +92,7 @@ def _check_same(out: Path, config: Config, target: Target) -> None:
 
 
 def _head(reference: str, target: Target) -> RetrievalHead:
-    """A retrieval head as it is; a draft head, pruned."""
+    """A retrieval head, or a draft head pruned to one."""
     folder = fetch(reference)
     if (folder / WEIGHTS).is_file():
         return RetrievalHead.load(folder, target.model)

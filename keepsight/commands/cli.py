@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `keepsight COMMAND ...`; returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # tells every command what is slow on a CPU
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns every command about slow paths on a CPU
     return _guard(lambda: _dispatch(given))
 
 
@@ -82,7 +82,7 @@ def execute(name: str, arguments: Sequence[str]) -> None:
 
 
 def configuration(name: str, arguments: Sequence[str]) -> Any:
-    """A command's configuration, or the cells of an ablation: those of all combinations of several values."""
+    """A command's configuration, or for an ablation those of all combinations of its values."""
     from keepsight.commands.config import COMMANDS
     from keepsight.commands.parse import keys_of, overrides_of, parse, parse_cells
 
@@ -95,14 +95,14 @@ def configuration(name: str, arguments: Sequence[str]) -> Any:
 
 
 def _guard(action: Callable[[], None]) -> int:
-    """Run it; an error that the user can fix ends in one line."""
+    """Run an action; returns the exit status. An error that the user can fix is printed in one line."""
     try:
         action()
     except UserError as error:
         return _fail(str(error))
     except KeyboardInterrupt:
         return _fail("interrupted; what was done is kept: run the same command again to resume")
-    except BrokenPipeError:  # whoever read the output, such as head, has gone
+    except BrokenPipeError:  # the reader of the output, such as head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return STOPPED
     except UnicodeError as error:
@@ -110,7 +110,7 @@ def _guard(action: Callable[[], None]) -> int:
     except Exception as error:
         kind = type(error).__name__
         if kind == "OutOfMemoryError" or "can't allocate memory" in str(error) or isinstance(error, MemoryError):
-            return _fail(f"memory ran out ({error}); lower what is read or answered at a time")
+            return _fail(f"memory ran out ({error}); lower the batch size or the lengths")
         if not isinstance(error, OSError) and kind != "SafetensorError":  # whose module takes a while to import
             raise
         full = getattr(error, "errno", None) in _FULL_DISK or "No space left" in str(error)
@@ -194,7 +194,7 @@ def _entry(key: str, note: str, width: int) -> list[str]:
 
 
 def _written(value: Any) -> str:
-    """A value as it is typed."""
+    """A value as typed on the command line."""
     if value == "???":
         return "required"
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":")).replace('"', "")

@@ -48,7 +48,7 @@ def run(config: Config) -> None:
 
 
 def check(config: Config) -> dict[str, Any]:
-    """The mixture's values, after every check (UserError) that takes neither the Hub nor the base model."""
+    """The mixture's values, after all checks (UserError) that need neither the Hub nor the base model."""
     require_writable(Path(config.out))
     Mixture.from_config(values := read_mixture(config.mixture, config.rows))
     if config.backend == "server":
@@ -71,8 +71,8 @@ def stats(config: DataStats) -> None:
 def stats_of(samples: Iterable[TrainingSample], max_new_tokens: int) -> pd.DataFrame:
     """A row for each sample, with the columns source, prompt and answer (tokens), duplicate and truncated (bool).
 
-    A sample is a duplicate if an earlier one has its prompt. Any last token of an answer with fewer than
-    `max_new_tokens` counts as an end token.
+    A sample is a duplicate if an earlier one has its prompt. The last token of an answer with
+    fewer than `max_new_tokens` counts as an end token.
     """
     rows = [
         (one.source, len(one.prompt_ids), len(one.answer_ids), one.answer_ids[-1], text_digest(str(one.prompt_ids)))
@@ -135,7 +135,7 @@ def read_mixture(name: str, rows: str | None = None) -> dict[str, Any]:
     text = read_yaml(path)
     try:
         loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)  # without the environment
-        values = from_json(json.dumps(loaded, ensure_ascii=False).encode())  # as the manifest will hold them
+        values = from_json(json.dumps(loaded, ensure_ascii=False).encode())  # as the manifest will store them
     except (YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not a YAML file ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict):

@@ -47,7 +47,7 @@ SKIPPED = "rows skipped"
 
 def run(config: Config) -> None:
     """Evaluate, then write the summary, the plots and the report."""
-    check(config)  # bad values end here, before anything loads
+    check(config)  # bad values are refused before anything loads
     named = config.methods, config.budgets, config.bits
     variants_of(*named, resources_later(config))
     processes, out = PartialState(cpu=not torch.cuda.is_available()), Path(config.out)
@@ -148,7 +148,7 @@ def own_share(samples: list[RenderedSample], question: str, process: int, proces
 
 
 def write_all(out: Path) -> None:
-    """Summary, plots and report of the run in a folder; prints the table."""
+    """Write summary, plots and report of the run in a folder, and print the table."""
     run = read_run(out)
     summary = write_outputs([run], out)
     print("\n\n".join([summary_table(summary), *map(printable, findings(summary)), f"report: {out / 'report.html'}"]))

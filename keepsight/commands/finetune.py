@@ -1,4 +1,4 @@
-"""keepsight finetune: train a lookahead module, or the weights of its heads alone, on the loss that eviction causes."""
+"""keepsight finetune: train a lookahead module, or head weights alone, on the loss that eviction causes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from keepsight.train.plots import eviction_figure
 from keepsight.train.trainer import ModuleTrainer
 
 METHOD = "lookaheadkv"
-"""The method whose module is trained; of others, the weights of heads alone are."""
+"""The method whose module is trained; for others, only head weights are."""
 
 
 def run(config: Config) -> None:
@@ -58,7 +58,7 @@ def run(config: Config) -> None:
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         if artifact is None:
-            print(ending(trainer, config, "weights of heads", _write_weights(config, trainer)))
+            print(ending(trainer, config, "head weights", _write_weights(config, trainer)))
         else:
             _write(Path(config.out), artifact, trainer, manifest["digest"])
             print(ending(trainer, config, "adapter", f"eval adapter={quote(config.out)} out=runs/eval"))
@@ -66,7 +66,7 @@ def run(config: Config) -> None:
 
 
 def _method(config: Config, artifact: LookaheadAdapter | None, resources: Resources) -> Evict:
-    """The method at the smallest budget, whose allocation is trained; UserError where no weights of heads apply."""
+    """The method to train, at the smallest budget; UserError if it cannot have head weights."""
     budget, name = min(config.finetune.budgets), f"method={config.method}"
     if artifact is not None:
         if config.options:
@@ -77,14 +77,14 @@ def _method(config: Config, artifact: LookaheadAdapter | None, resources: Resour
     made = make_method(config.method, budget, resources, **config.options)
     method = require_evict(made, f"{name} scores no entries of the cache, so there is nothing to weight")
     if method.observer.signed is not False:
-        raise UserError(f"{name}: its scores can be negative, which weights cannot multiply; take another method")
+        raise UserError(f"{name}: its scores can be negative, which weights cannot multiply; use another method")
     if not isinstance(method.allocate, Global):
         raise UserError(f"{name}: its heads share no budget; give options={{allocate: {{name: global, floor: 0.2}}}}")
     return method
 
 
 def _adapter(config: Config) -> LookaheadAdapter:
-    """The adapter that the training starts from (UserError if none, or in `out`); how it selects may change here."""
+    """The adapter that the training starts from (UserError if none, or in `out`); its selection may change here."""
     if config.adapter is None:
         raise UserError("adapter= is required: the lookahead adapter to start from")
     artifact = LookaheadAdapter.from_pretrained(config.adapter)
@@ -99,7 +99,7 @@ def _adapter(config: Config) -> LookaheadAdapter:
 
 
 def _weights_of(trainer: ModuleTrainer[EvictionObjective]) -> tuple[HeadWeights, Figure]:
-    """The weights of heads, and the curves of the training; UserError where a weight is infinite or 0."""
+    """The head weights and the curves of the training; UserError if a weight is infinite or 0."""
     weights = trainer.objective.head_weights()
     if not (torch.isfinite(weights) & (weights > 0)).all():
         raise trainer.not_finite("the weight of a head is infinite or 0 (finetune.head_weights_rate is too high)")
@@ -108,7 +108,7 @@ def _weights_of(trainer: ModuleTrainer[EvictionObjective]) -> tuple[HeadWeights,
 
 
 def _write_weights(config: Config, trainer: ModuleTrainer[EvictionObjective]) -> str:
-    """Write the weights of another method's heads and the curves; the command that evaluates the method with them."""
+    """Write another method's head weights and the curves; returns the command that evaluates with them."""
     weights, figure = _weights_of(trainer)
     path = Path(config.out, "head_weights.json")
     write_json(path, weights)

@@ -41,12 +41,12 @@ _STAND_IN: dict[str, dict[str, Any]] = {
 }
 """The bundled module of each kind. Methods are checked with it before there is a trained one."""
 _DIVISIBLE = "importance", "eviction", "card"
-"""Stages for which the model may be divided over processes."""
+"""Stages for which the model may be sharded over processes."""
 _SHORT = 8
-"""Most lines of where a module falls short."""
+"""Maximum number of a card's lines on where other methods are better."""
 _SECOND = "fine-tuning, "
 _MORE_THAN = 0.005
-"""Nats by which another method loses less, where the card says so."""
+"""Smallest advantage of another method, in nats, that the card reports."""
 
 
 def run(config: configs.Fit) -> None:
@@ -68,7 +68,7 @@ def run(config: configs.Fit) -> None:
     tests = _stage(configs.Eval, config, EvalKeys, UsesMethods, out=str(out / "eval"), **trained)
     check(config, answers, tests)
     if "evaluation" in chosen:
-        evaluation.samples_of(tests, without_weights(tests))  # what cannot be read ends here, not after hours
+        evaluation.samples_of(tests, without_weights(tests))  # unreadable tasks are refused here, not after hours
     tuned = {"finetune": config.finetune, "max_prompt_tokens": config.max_prompt_tokens, "adapter": adapter}
     eviction = _stage(configs.Finetune, config, Training, data=folder, out=str(out / "eviction"), **tuned)
     distillation = _stage(configs.TrainRetrievalHead, config, data=folder, out=str(out / "head"))
@@ -97,7 +97,7 @@ def run(config: configs.Fit) -> None:
 
 
 def check(config: configs.Fit, answers: configs.Data, tests: configs.Eval) -> None:
-    """Check (UserError) every stage's keys before the first, with a shipped module for the one to be trained."""
+    """Check (UserError) every stage's keys before the first runs, with a shipped module in place of the new one."""
     data.check(answers)
     if config.base is not None:
         check_repo_id(config.base)
@@ -107,7 +107,7 @@ def check(config: configs.Fit, answers: configs.Data, tests: configs.Eval) -> No
 
 
 def _source(out: Path, chosen: list[str]) -> str:
-    """The folder of the module that is evaluated and published: of the last training that is chosen, or was done."""
+    """The folder of the module to evaluate and publish: that of the last training stage, chosen or already done."""
     trained = [name for name in ("importance", "eviction") if name in chosen]
     there = [name for name in ("importance", "eviction") if (out / name / CONFIG).is_file()]
     return (trained or there or ["importance"])[-1]
@@ -177,7 +177,7 @@ def written_card(artifact: LookaheadAdapter, title: str, command: str, out: Path
     stages = {
         "answers": f"{manifest.samples} prompts, {manifest.prompt_tokens} tokens; {manifest.answer_tokens} of answers",
         "importance (what answers attend to)": _listed(first),
-        "eviction (what evicting costs answers)": _listed(second) or "not run",
+        "eviction (the loss that eviction causes)": _listed(second) or "not run",
         "trained on": f"{len(prompts_from_text(origin.trained_on) or ())} prompts; their digests are in its files",
     }
     short = replace(origin, training=stages)
@@ -206,7 +206,7 @@ def _measured(out: Path) -> list[str]:
 
 
 def with_results(card: str, evaluated: Path, own: str = OURS) -> str:
-    """A card that ends with an evaluation's table, if there is one, and where other methods lose less than `own`."""
+    """A card with an evaluation's table at its end, if there is one, and where other methods lose less than `own`."""
     if not (table := evaluated / "tables" / "overall.md").is_file():
         return card
     card = with_evaluation(card, table.read_text(encoding="utf-8"))

@@ -31,9 +31,9 @@ def training_target(config: UsesModel, device_map: Mapping[str, str] | None = No
 
 
 def training_dtype(model: ModelConfig) -> str:
-    """The base model's dtype; `auto` is bfloat16 also on CPUs with AMX, which read three times faster in it.
+    """The base model's dtype; `auto` is bfloat16 also on CPUs with AMX, which prefill three times faster in it.
 
-    CPUs without it whose vector instructions know bfloat16 multiply matrices in it at half the speed of float32.
+    CPUs that have only bfloat16 vector instructions multiply matrices in it at half the speed of float32.
     """
     if model.dtype != "auto":
         return model.dtype
@@ -48,7 +48,7 @@ def outline_of(config: UsesModel) -> PreTrainedModel:
 
 
 def without_weights(config: UsesModel) -> Target:
-    """The base model without its weights: to check with, or for answers that another process gives."""
+    """The base model without its weights: for checks, or if another process generates the answers."""
     return outline_target(**_files_of(config.model), template=config.model.template)
 
 
@@ -64,9 +64,9 @@ def _files_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def draft_named(config: UsesMethods) -> Later | None:
-    """Stands for the draft before the base model is loaded, its files located; None where none is named.
+    """A placeholder for the draft until the base model is loaded, its files located; None if no draft is named.
 
-    UserError if several kinds of draft are named, or the one cannot be had.
+    UserError if several kinds of draft are named, or its files cannot be found.
     """
     named = config.draft
     kinds = {"draft.layers": named.layers, "draft.id": named.id, "draft.head": named.head}
@@ -84,7 +84,7 @@ def draft_named(config: UsesMethods) -> Later | None:
 
 
 def draft_of(config: UsesMethods, target: Target) -> DraftSource | DraftHeadSource | None:
-    """The draft, None if none is named; UserError as of `draft_named`, and where it does not fit the base model."""
+    """The draft, None if none is named; UserError as in `draft_named`, or if it does not fit the base model."""
     named, model = config.draft, config.model
     if draft_named(config) is None:
         return None
@@ -105,7 +105,7 @@ def resources_of(config: UsesMethods, target: Target) -> Resources:
 
 
 def resources_later(config: UsesMethods) -> Resources:
-    """The same before the base model is loaded, to check methods with."""
+    """`resources_of` before the base model is loaded, to check methods."""
     draft = functools.cache(lambda: draft_named(config))
     return ResourcesLater(config.adapter, draft, Later("tokenizer"), config.retrieval)
 

@@ -51,7 +51,7 @@ def evaluate(**keys: Any) -> list[dict[str, object]]:
 
 
 def _overrides(keys: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Keys as they are typed: dicts of a section become dotted names."""
+    """Keys as command-line arguments: a section's dict becomes dotted names."""
     for name, value in keys.items():
         if isinstance(value, Mapping):
             yield from _overrides(value, f"{prefix}{name}.")

@@ -28,10 +28,10 @@ def run(config: Config) -> None:
     out, names = Path(config.out), (config.method, config.compare)
     require_writable(out, folder=False)
     if out.is_file() and not out.read_bytes().startswith(b"<!DOCTYPE html>"):
-        raise UserError(f"out={out} is a file but no page; choose another out=")
+        raise UserError(f"out={out} is a file but not a page; choose another out=")
     for name in names:
         _method(name, config, resources_later(config))
-    text = read_text(config.prompt)  # bad values end here, before anything loads
+    text = read_text(config.prompt)  # bad values are refused before anything loads
     target = target_of(config)
     resources = resources_of(config, target)
     ids = torch.tensor([_ids(text, config.template, target)], device=target.model.device)
@@ -96,7 +96,7 @@ def _compressed(method: Evict, target: Target, ids: torch.Tensor) -> tuple[np.nd
 
 @torch.no_grad()
 def _answer(method: Method, target: Target, state: State, limit: int) -> str:
-    """The greedy answer from a state, which grows."""
+    """The greedy answer from a state, which is changed."""
     stop, eviction = stop_after(limit, target.end_tokens), method.periodic_eviction(target.model)
     decoded = decode(method.reader(target.model), state, stop, pad_token=target.pad_token, eviction=eviction)
     return str(target.tokenizer.decode(decoded.ids[0], skip_special_tokens=True))

@@ -1,7 +1,7 @@
 """keepsight-lm-eval: lm-evaluation-harness's own command with the model `keepsight` in its registry.
 
-Up to 0.4.13 the harness looks for no models outside its own package, so that its command `lm_eval` alone cannot know
-this one; later versions read the entry point in pyproject.toml.
+Up to 0.4.13 the harness finds only models of its own package, so that its command `lm_eval` alone cannot find this
+one; later versions read the entry point in pyproject.toml.
 """
 
 # pyright: reportMissingImports=false

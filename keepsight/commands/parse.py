@@ -1,6 +1,6 @@
 """Configurations: `key=value` arguments over a recipe's values, typed by OmegaConf and checked by pydantic.
 
-Arguments may be typed with dashes or by position; values are in Hydra's grammar, texts need no quotes.
+Arguments may also be options (`--key value`) or positional; values are in Hydra's grammar, texts need no quotes.
 """
 
 import difflib
@@ -28,7 +28,7 @@ Command = TypeVar("Command", bound=Any)
 
 
 class Key(NamedTuple):
-    """A key of a configuration: its name, such as `model.dtype`, its type, this with pydantic's checks, its help."""
+    """A key of a configuration: name, such as `model.dtype`, type, the type with pydantic's checks, and help."""
 
     name: str
     kind: Any
@@ -39,8 +39,8 @@ class Key(NamedTuple):
 def overrides_of(schema: type, keys: Sequence[Key], arguments: Sequence[str]) -> list[str]:
     """The arguments as `key=value`.
 
-    `--dry-run` is dry_run=true and `--tasks niah` tasks=niah; what else has no `=` is the value of one of the schema's
-    POSITIONAL keys, or one of the values of its POSITIONAL_LIST.
+    `--dry-run` means dry_run=true, and `--tasks niah` tasks=niah. Other arguments without `=` are values of the
+    schema's POSITIONAL keys, or of its POSITIONAL_LIST.
     """
     kinds = {key.name: key.kind for key in keys} | {"recipe": str}
     positional, many = iter(getattr(schema, "POSITIONAL", ())), getattr(schema, "POSITIONAL_LIST", None)
@@ -67,7 +67,7 @@ def overrides_of(schema: type, keys: Sequence[Key], arguments: Sequence[str]) ->
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """A quote, or the end of a text, after backslashes: Hydra reads these as they are, but before a quote."""
+    """Double the backslashes before a quote or a text's end, and escape the quote, as Hydra's grammar requires."""
     return found[1] * 2 + ("\\'" if found[2] else "")
 
 
@@ -91,7 +91,7 @@ def unknown_key(name: str, known: Iterable[str]) -> str:
 
 
 def value_of(name: str, kind: Any, text: str) -> Any:
-    """The value of a key's text; where the key's type is a text it stands for itself, and a list needs no brackets."""
+    """Parse a key's value. If the key's type is a text it is taken literally, and a list needs no brackets."""
     kinds = _parts(kind)
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise UserError(f"{name}= is not UTF-8 text: {text!r}")
@@ -138,10 +138,10 @@ def parse(schema: type[Command], overrides: Sequence[str]) -> Command:
 
 
 def parse_cells(schema: type[Command], overrides: Sequence[str]) -> dict[str, tuple[dict[str, str], Command]]:
-    """A configuration for every combination of the values of keys in the schema's VARIED that have several.
+    """A configuration for every combination of values, if keys in the schema's VARIED have several.
 
     Several values are `key=[a,b]` or `key=a,b`; of keys whose value is a list, `key=[[a],[b,c]]`. UserError for a value
-    that is named twice, and as of `parse`.
+    that is named twice, and as in `parse`.
 
     Returns:
         By name, such as `tokens8-rank32`: the values of the keys that have several, and the configuration; nothing if

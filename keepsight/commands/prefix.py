@@ -1,4 +1,4 @@
-"""keepsight prefix: documents that are read and evicted from once, as prefixes that vLLM loads."""
+"""keepsight prefix: prefill documents and evict from them once, as prefixes that vLLM loads."""
 
 import json
 import sys
@@ -45,10 +45,10 @@ class Document:
 
 
 def run(config: Config) -> None:
-    """Write the prefixes, and print what asks about them."""
+    """Write the prefixes, and print the messages that ask about them."""
     if (config.prompt is None) == (config.documents is None):
         raise UserError("give prompt=TEXT, prompt=@FILE or documents=FILE, one of them")
-    documents = [*_documents(config)]  # bad values end here, before anything loads
+    documents = [*_documents(config)]  # bad values are refused before anything loads
     out = Path(config.out)
     require_writable(out)
     prefix_method(config, resources_later(config))
@@ -64,7 +64,9 @@ def run(config: Config) -> None:
             raise error
 
     done, later = 0, list[Document]()
-    for wait, each in chain(((False, each) for each in documents), ((True, each) for each in later)):  # which grows
+    for wait, each in chain(
+        ((False, each) for each in documents), ((True, each) for each in later)
+    ):  # `later` grows meanwhile
         if isinstance(each, BadRow):
             skip(str(config.documents), each)
             continue
@@ -85,7 +87,7 @@ def run(config: Config) -> None:
 
 
 class Writer:
-    """Writes the prefixes of one folder, beside other processes that do; UserError if no prefix can be spelt."""
+    """Writes prefixes to a folder, as other processes may do at the same time; UserError if no id can be encoded."""
 
     def __init__(self, config: Config, target: Target, method: Evict) -> None:
         self.out, self.page, self.target, self.method = Path(config.out), config.page, target, method
@@ -108,9 +110,9 @@ class Writer:
         self.settings = text_digest(json.dumps(settings, sort_keys=True))
 
     def write(self, document: Document, wait: bool) -> Row | None:
-        """What the index says of a document, which is read now if nobody has; None while another process reads it.
+        """The index row of a document, which is prefilled if it has none; None while another process prefills it.
 
-        UserError if it does not fit the model's context, or nothing of it can be stored.
+        UserError if it does not fit the model's context, or cannot be stored.
         """
         key = text_digest(f"{self.settings} {document.text}").removeprefix("sha256:")
         if (known := self._known(key)) is not None:

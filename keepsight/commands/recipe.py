@@ -33,9 +33,10 @@ class Choice(NamedTuple):
 def chosen(schema: type, given: Mapping[str, str]) -> Choice:
     """The recipe for the arguments of a command that has a model.
 
-    It is that of `recipe=`; or that of the Hub id `model.id=`; or of a recipe for the same architecture and size the
-    training settings, without adapter, head or draft; or none: then the dataclasses' defaults apply, which are the
-    papers' but for `selection=shared`. Without either key it is DEFAULT_RECIPE, unless the schema NEEDS_MODEL.
+    The first that exists: the recipe named by `recipe=`; the one for the Hub id `model.id=`; the training settings
+    (no adapter, head or draft) of one for the same architecture and size; none. With none, the dataclasses' defaults
+    apply: the papers', except for `selection=shared`. Without either key it is DEFAULT_RECIPE, unless the schema
+    NEEDS_MODEL.
     """
     every = [each.name for each in fields(schema)]
     if "recipe" in given:
@@ -98,7 +99,7 @@ def preset_values(schema: type, name: str | None) -> dict[str, Any]:
 
 
 def table_of(config: Any) -> str | None:
-    """The table that a configuration measures by `preset=`, with the keys whose values are not the table's."""
+    """The table that `preset=` names, with the keys whose values differ from the preset's."""
     if not (name := getattr(config, "preset", None)):
         return None
     changed = [*_differing(presets()[name].values, config)]
@@ -148,7 +149,7 @@ def _shape(model_id: str, revision: str | None) -> list[Any] | None:
 
 @functools.cache
 def _fetched(model_id: str, revision: str | None) -> Path:
-    """The configuration in the Hub's cache, or on the Hub: or the first run of a model would take other settings."""
+    """The configuration from the Hub's cache or the Hub, so that a model's first run has the settings of later ones."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     found = try_to_load_from_cache(model_id, "config.json", revision=revision)

@@ -11,7 +11,7 @@ from keepsight.models.hub import plan_upload
 from keepsight.models.hub import push as upload_to_hub
 
 OPEN = "next: open the page in a browser"
-"""The last line of a command that has written one."""
+"""The last line that a command prints after writing a page."""
 
 
 def report(config: Report) -> None:

@@ -31,12 +31,12 @@ from keepsight.serving.prefix import transfer_config
 from keepsight.serving.worker import Worker
 
 _GRACE = 30
-"""Seconds that answers under way have to end in, once the server is told to end."""
+"""Seconds that running answers may take once the server is told to stop."""
 _VLLM_KEYS = "page", "min_prompt_tokens", "prefixes", "vllm_options"
-"""Keys that mean nothing without vLLM."""
+"""Keys that have no meaning without vLLM."""
 _VLLM_OWN = "model", "tokenizer", "served_model_name", "host", "port", "api_key", "middleware", "kv_transfer_config"
 _VLLM_GRACE = 30.0
-"""Seconds that vLLM has to end in."""
+"""Seconds that vLLM may take to stop."""
 
 
 def run(config: Config) -> None:
@@ -110,7 +110,7 @@ def _run_vllm(config: Config) -> None:
 
 
 def request_line(url: str, name: str, key: str | None) -> str:
-    """A command that asks the server something; `key` names the variable that holds the key, None without one."""
+    """A curl command with an example request; `key` is the variable with the API key, None without one."""
     asked = json.dumps({"model": name, "messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 16})
     secret = f' -H "Authorization: Bearer ${key}"' if key else ""
     return f"curl {url}/chat/completions{secret} -H 'Content-Type: application/json' -d {shlex.quote(asked)}"
@@ -130,7 +130,7 @@ def _check_vllm(config: Config) -> None:
 
 
 def _least(config: Config, target: Target) -> int:
-    """Shortest prompt that is evicted from; its entries spell an id."""
+    """Length of the shortest prompt to evict from; its kept entries must encode an id."""
     letters, budget = letters_for(target, config.budget), config.budget
     twice = 2 * budget if isinstance(budget, int) else math.ceil(2 * letters / budget)
     return config.min_prompt_tokens or int(twice)
@@ -211,7 +211,7 @@ def _wait_for(child: "subprocess.Popen[bytes]", host: str, port: int) -> None:
 
 
 def _port_of(config: Config) -> int:
-    """The port, or a free one in place of 0; UserError as of `listening`."""
+    """The port, or a free one in place of 0; UserError as in `listening`."""
     with closing(listening(config.host, config.port)) as found:
         return int(found.getsockname()[1])
 

@@ -82,7 +82,7 @@ def _run_of(config: Config, target: Target, samples: Sequence[TrainingSample]) -
 
 
 def check(config: Config) -> LookaheadAdapter | None:
-    """The adapter of `init`, if named, after every check (UserError) that needs no base model."""
+    """The adapter of `init`, if named, after all checks (UserError) that need no base model."""
     training.check_inputs(config, "train", config.train)
     if config.lookahead.rank and config.lookahead.targets[0] not in ("all", "none"):
         chosen_targets(outline_of(config), config.lookahead.targets)
@@ -104,7 +104,7 @@ def placed_target(config: UsesModel) -> Target:
         with created_divided(dtype):
             if (quantize := config.model.quantize) and is_deepspeed_zero3_enabled():
                 start = "start with recipes/accelerate/ddp.yaml or zero2.yaml, which hold them on each GPU"
-                raise UserError(f"model.quantize={quantize}: ZeRO-3 cannot divide quantised weights; {start}")
+                raise UserError(f"model.quantize={quantize}: ZeRO-3 cannot shard quantised weights; {start}")
             target = training_target(config)
         keep_gradients(target.model)
         return target

@@ -154,7 +154,7 @@ def _first_head(
 
 
 def _initial(config: TrainRetrievalHead) -> RetrievalHead | DraftHead:
-    """The head of `head`, read before the base model is."""
+    """The head that `head=` names, read before the base model."""
     assert config.head is not None
     folder = fetch(config.head)
     try:

@@ -1,4 +1,4 @@
-"""Shared by the training commands: the model and data, the state that a training resumes from, provenance, the end."""
+"""Shared by the training commands: input checks, the run to resume, provenance, and the final message."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -58,8 +58,7 @@ def _short_enough(config: Training, samples: Sequence[TrainingSample]) -> Sequen
 def run_of(config: Training, target: Target, samples: Sequence[TrainingSample], key: str, *weights: str) -> TrainingRun:
     """The `TrainingRun` of a command; it resumes only with the same base model and the same initial module.
 
-    `key` is the command's key that names the initial module, and `weights` are file names of which only such a module
-    has one.
+    `key` is the command's key that names the initial module, whose folder has one of the files `weights`.
     """
     given = getattr(config, key)
     folder = fetch(given) if given else None
@@ -139,7 +138,7 @@ def length_summary(what: str, lengths: list[int]) -> dict[str, list[int]]:
 
 
 def ending(trainer: ModuleTrainer[Any], config: Training, what: str, following: str) -> str:
-    """What a training prints in the end: that `what` was trained, metrics now and before, the `following` command."""
+    """A training's final message: that `what` was trained, metrics after and before, and the `following` command."""
     measured = [numbers(row) for row in trainer.measurements()]
     before = measured[0] if len(measured) > 1 else {}
     metrics = [

@@ -70,7 +70,7 @@ def _with_all(methods: list[Any], budgets: list[Any], resources: Resources) -> l
 def import_plugins(names: Iterable[str]) -> None:
     """Import modules, of the working folder too, or entry points of the group keepsight; they may add to METHODS.
 
-    UserError: one cannot be imported, or adds to METHODS what is no method.
+    UserError: one cannot be imported, or adds something to METHODS that is not a method.
     """
     here = os.getcwd()
     for name in names:
@@ -102,7 +102,7 @@ def require_evict(method: Method, refusal: str) -> Evict:
 def _by_bits(
     name: str, label: str, options: dict[str, Any], bits: list[int]
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """The method once for each of `bits`, if it has that option and does not say it itself."""
+    """The method once for each of `bits`, if it has that option and `options` do not set it."""
     if not bits or "bits" in options or not takes(name, "bits"):
         yield name, label, options
         return
@@ -144,7 +144,7 @@ def method_of(config: Evicting, resources: Resources, **options: object) -> Meth
 
 
 def letters_for(target: Target, budget: int | float) -> int:
-    """Letters of a prefix's id, which a budget of entries has to spell; UserError if it or the tokenizer cannot."""
+    """Number of tokens that encode a prefix's id; UserError if the budget or the tokenizer has too few."""
     letters = letters_of(len(alphabet_of(target.tokenizer)))
     if isinstance(budget, int) and budget < letters:
         raise UserError(f"budget={budget} entries cannot spell an id of {letters} letters; raise budget=")

@@ -258,7 +258,7 @@ WRONG = {
     "inspect prompt=Hello method=full out=out": "method 'full' evicts nothing from the cache, so there is nothing ",
     "inspect prompt=@/dev/zero method=snapkv out=out": "/dev/zero: not a regular file; choose another path",
     "inspect prompt=@none.txt method=snapkv out=out": "prompt=@none.txt: cannot be read as UTF-8 text ",
-    "inspect prompt=Hello method=snapkv out=mixture.yaml": "out=mixture.yaml is a file but no page; choose another ",
+    "inspect prompt=Hello method=snapkv out=mixture.yaml": "out=mixture.yaml is a file but not a page; choose another ",
     "inspect prompt=Hello method=snapkv out=out": "budget=64 keeps all 7 prompt tokens; lower it",
 }
 EARLY = [

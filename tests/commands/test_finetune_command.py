@@ -185,7 +185,7 @@ OTHER = ["finetune", *TARGET, "out=other", "finetune.budgets=[6,9]", "finetune.h
 
 def test_weights_for_another_method_go_into_an_evaluation(keepsight: CommandLine, adapter: Path) -> None:
     printed = keepsight(*OTHER, *SNAPKV)
-    assert re.search(r"weights of heads after step 2 in other: excess_nll_at_6 \S+ \(before: \S+\), ", printed)
+    assert re.search(r"head weights after step 2 in other: excess_nll_at_6 \S+ \(before: \S+\), ", printed)
     _, *following = shlex.split(printed.splitlines()[-1].removeprefix("next: "))
     weights = read_json(Path("other/head_weights.json"))
     assert torch.tensor(weights).shape == (3, 2) and torch.tensor(weights).std() > 0.01

@@ -154,7 +154,7 @@ def test_encodings_and_forms_of_conversations(tmp_path: Path) -> None:
         read = [*LocalJsonl(str(path)).rows()]
         assert [row.messages for row in read if isinstance(row, Prompt)] == expected
     path.write_bytes(zipped[:20])
-    with pytest.raises(UserError, match="neither text nor gzip"):
+    with pytest.raises(UserError, match="neither text nor gzipped text"):
         [*LocalJsonl(str(path)).rows()]
 
 
