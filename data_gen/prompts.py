@@ -80,9 +80,9 @@ class _Attempt(NamedTuple):
 
 
 def fit(build: Callable[[int], str], request: Request) -> str:
-    """The fullest text of at most `request.tokens` tokens that `build` makes in a few attempts, else DoesNotFit.
+    """The longest text of at most `request.tokens` tokens that `build` makes in a few attempts, else DoesNotFit.
 
-    `build` makes the text with about that many characters of filling, always the same.
+    `build(n)` makes a text with about n characters of filling, the same each time.
     """
     wanted, best = request.tokens, ""
     fitting, too_long = None, None
@@ -104,7 +104,7 @@ def fit(build: Callable[[int], str], request: Request) -> str:
 
 
 def fitted(make: Callable[[int], Prompt], request: Request) -> Prompt:
-    """The fullest prompt of at most `request.tokens` tokens, all turns counted, that `make` makes; see `fit`."""
+    """The longest prompt of at most `request.tokens` tokens, all turns counted, that `make` makes; see `fit`."""
     made: dict[str, Prompt] = {}
 
     def build(characters: int) -> str:

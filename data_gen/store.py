@@ -314,7 +314,7 @@ def finished_manifest(folder: Path) -> Manifest:
 
 
 def finished_samples(folder: Path, manifest: Manifest) -> StoredSamples:
-    """The samples of a finished data folder, in order, converted if earlier ones; UserError if empty or damaged."""
+    """Samples of a finished data folder, in order, converted from earlier versions; UserError if empty or damaged."""
     if not manifest.shards or not manifest.samples:
         cause = f"all were skipped, such as {manifest.skipped[0]}" if manifest.skipped else "raise limit="
         raise UserError(f"{folder}: this data folder has no samples; {cause}")

@@ -33,7 +33,7 @@ class BadRow(UserError):
 
 
 def require_whole(name: str, least: int = 0, **values: object) -> None:
-    """UserError for the first of the values that is no whole number of at least `least`; `name` has them."""
+    """UserError, which begins with `name`, for the first value that is not a whole number of at least `least`."""
     for field, value in values.items():
         if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
             raise UserError(f"{name}: {field} {value!r} must be a whole number of at least {least}")
@@ -56,9 +56,9 @@ def require_same(what: str, found: Mapping[str, object], wanted: Mapping[str, ob
 
 
 def printable(text: str, lines: bool = False) -> str:
-    """Text from files, servers or users for a terminal: what could steer it is escaped.
+    """Text from files, servers or users, with all characters escaped that could control a terminal.
 
-    With `lines` it may have several lines, and characters without width that some scripts need; names have neither.
+    `lines` allows line breaks, and the zero-width characters that some scripts need.
     """
     if lines:
         return _STEERING.sub(lambda found: _escaped(found[0]), text)

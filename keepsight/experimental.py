@@ -1,4 +1,4 @@
-"""Paths that have never run on a GPU: off unless `KEEPSIGHT_EXPERIMENTAL` names them, as another path does the same.
+"""Paths that have never run on a GPU: off unless `KEEPSIGHT_EXPERIMENTAL` names them; another path does the same.
 
 `KEEPSIGHT_EXPERIMENTAL=kernel,streams` (or `all`) turns them on. `make test-gpu` and `make bench-gpu` turn all of them
 on, and `docs/performance.md` lists what is experimental.

@@ -133,7 +133,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 def regular(path: Path, *others: Path) -> Path:
-    """A path that is read or written, beside others; UserError for a device, a pipe or a socket among them."""
+    """The path; UserError if it or one of the others is a device, a pipe or a socket."""
     for each in (path, *others):
         if each.exists() and not (each.is_file() or each.is_dir()):
             raise UserError(f"{each}: not a regular file; choose another path")

@@ -41,7 +41,7 @@ SHAPES: dict[str, Any] = {
 TOKENS, TRAINED_TOKENS = (8192, 32768, 131072), (16384, 32768)
 BUDGET, ANSWER = 1024, 128
 MOST_ROWS = 256
-"""Rows of a batch at most; larger batches decode no faster per row."""
+"""Maximum rows of a batch; larger batches decode no faster per row."""
 CARDS = {"A100": (2.04, 80), "H100": (3.35, 80), "H100 NVL": (3.9, 94), "H200": (4.8, 141), "B200": (7.7, 180)}
 """Nvidia's GPUs: bandwidth in 1e12 bytes per second and memory in 1e9 bytes (from its data sheets)."""
 _HOST = 128 * 2**30
@@ -66,7 +66,7 @@ class Row:
 
     @property
     def note(self) -> str | None:
-        """The package that it needs and that is not installed."""
+        """A note on a package that the row needs and that is not installed."""
         package = "flash_attn" if self.method == "full, flash-attn" else KERNELS.get(self.method)
         return f"{package} is not installed" if package and find_spec(package) is None else None
 

@@ -31,7 +31,7 @@ PLACE = ["task", "length"]
 Frame: TypeAlias = Any
 """A `pandas.DataFrame`, whose own types know no columns."""
 _MOST = 4
-"""Findings at most."""
+"""Maximum number of findings."""
 _PLOTTED = ("time_to_first_token", "kv_mib", "budget_entries")
 _NUMBERS = (*MEANS[:3], "prompt_tokens", "first_difference", "answer_tokens", "time_to_first_token", "kv_bytes", "kept")
 

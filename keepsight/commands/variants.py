@@ -156,7 +156,7 @@ def prefix_method(config: Evicting, resources: Resources) -> Evict:
     refusal = f"method={config.method} evicts nothing from the cache, so there is no prefix to write"
     method = require_evict(method_of(config, resources), refusal)
     if config.page:
-        shared = isinstance(method.allocate, Global)  # keeps its trained weights of heads
+        shared = isinstance(method.allocate, Global)  # keeps its trained head weights
         allocate = {"page": config.page} if shared else {"name": "global", "page": config.page}
         given = config.options.get("allocate")
         given = {"name": given} if isinstance(given, str) else given or {}
