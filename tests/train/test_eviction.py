@@ -215,7 +215,7 @@ def test_a_coin_per_batch_trains_for_both_selections():
     again = FinetuneSettings(budgets=[12], uniform_share=0.5, train=TrainSettings(seed=3))
     made.settings = again
     assert [sides[made(**batch | {"turn": turn})["loss"].item()] for turn in range(12)] != tossed[0]
-    with pytest.raises(UserError, match="a uniform selection compares no heads"):
+    with pytest.raises(UserError, match="a uniform selection has no head weights"):
         EvictionObjective(tiny_model(), METHOD, Uniform(), SETTINGS)
 
 

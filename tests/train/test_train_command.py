@@ -42,7 +42,7 @@ def test_quantised_weights_are_not_divided(place, tmp_path, monkeypatch):
     given = config(place, tmp_path / "adapter")
     given = replace(given, model=replace(given.model, quantize="nf4"))
     with pytest.raises(
-        UserError, match=r"model\.quantize=nf4: ZeRO-3 cannot divide quantised weights; start with .*ddp"
+        UserError, match=r"model\.quantize=nf4: ZeRO-3 cannot shard quantised weights; start with .*ddp"
     ):
         command.run(given)
     assert not (tmp_path / "adapter").exists()
