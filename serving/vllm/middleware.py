@@ -326,16 +326,16 @@ class Prefixes:
 
 
 def _as_tokenized(request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A chat request for vLLM's `/tokenize`; None where its prompt is not text alone."""
-    messages = request.get("messages")
-    if not isinstance(messages, list) or not all(map(_is_text, messages)):
+    """A chat request for vLLM's `/tokenize`; None where vLLM should say what is wrong, or has more than text."""
+    messages, options = request.get("messages"), request.get("chat_template_kwargs") or {}
+    if not isinstance(messages, list) or not all(map(_is_text, messages)) or not isinstance(options, dict):
         return None
     names = ["model", "messages", "tools", "chat_template", "add_special_tokens"]
     names += ["add_generation_prompt", "continue_final_message"]
     effort = request.get("reasoning_effort")
     arguments = {name: request[name] for name in ("documents", "reasoning_effort") if request.get(name) is not None}
     arguments |= {"enable_thinking": effort != "none"} if effort is not None else {}  # as vLLM does
-    arguments |= request.get("chat_template_kwargs") or {}
+    arguments |= options
     return {name: request[name] for name in names if name in request} | {"chat_template_kwargs": arguments}
 
 

@@ -31,7 +31,7 @@ def lora_for_vllm(adapter: LookaheadAdapter, folder: Path) -> Path:
     Raises:
         UserError: the adapter was never saved.
     """
-    if adapter.folder is None:
+    if not (adapter.folder / PEFT_CONFIG).is_file():
         raise UserError("the adapter was not saved; give one that was read from a folder")
     config = read_json(adapter.folder / PEFT_CONFIG)
     write_tensors(folder / ADAPTER, adapter.lora)

@@ -139,6 +139,9 @@ def test_a_long_prompt_is_read_elsewhere_and_a_short_one_is_not(rewriter: Rewrit
     assert engine.seen[-1] == (COMPLETIONS, {"prompt": "for"}) and len(reader.asked) == 1
     status, reply = sent(app, engine, COMPLETIONS, body | {"echo": True})
     assert status == 400 and "echo" in reply["error"]["message"] and len(engine.seen) == 2
+    odd = {"messages": [{"role": "user", "content": TEXT * 5}], "chat_template_kwargs": 3}
+    sent(app, engine, PATHS[0], odd)
+    assert engine.seen[-1] == (PATHS[0], odd) and len(reader.asked) == 1  # vLLM says what is wrong
 
 
 def test_without_the_key_nothing_is_read_and_other_endpoints_are_closed(rewriter: Rewriter):
