@@ -86,7 +86,7 @@ class Endpoint:
                 raise OpenAIError("the reply is too large")
 
         if not (self._secret.isprintable() and self._secret.isascii()):
-            raise EndpointError(f"the key in {self.key} has control or non-ASCII characters", 400)
+            raise EndpointError(f"the key in {self.key} has control characters or non-ASCII ones", 400)
         hooks: Any = {"request": [refuse_stopped], "response": [refuse_large]}
         http, retries = DefaultHttpxClient(follow_redirects=False, event_hooks=hooks), self.tries - 1
         return OpenAI(base_url=self.url, api_key=self._secret or "none", max_retries=retries, http_client=http)
