@@ -304,7 +304,7 @@ def _invocation(folder: Path) -> int:
 
 
 def _head_weights(folder: Path, config: _Config) -> HeadWeights | None:
-    """The adapter's weights of heads, if it has any; selections that compare no heads across layers leave them out."""
+    """The adapter's head weights, if it has any; selections that compare no heads across layers leave them out."""
     if config.head_weights is None:
         return None
     return checked_weights(config.head_weights, f"{folder / CONFIG}: head_weights")

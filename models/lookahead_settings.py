@@ -1,4 +1,4 @@
-"""Settings of a lookahead module, its selection, weights of heads; light to import, as configurations read it."""
+"""Settings of a lookahead module, its selection, head weights; light to import, as configurations read it."""
 
 import math
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ SELECTIONS: dict[str, dict[str, Any]] = {
 """Presets of how a module's attention selects entries: a property of its use, which training does not fix.
 
 `paper` is LookaheadKV's (arXiv 2603.10899, appendices B and F). `shared` is ours, and the commands' default: no
-pooling, one budget for the heads of all layers, weights of heads where they were learned, norms of values.
+pooling, one budget for the heads of all layers, head weights where they were learned, norms of values.
 """
 SELECTIONS["uniform"] = SELECTIONS["shared"] | {"floor": None, "sharing": "layer"}
 """For serving engines: every head of every layer keeps the same number of entries, chosen as in `shared`."""

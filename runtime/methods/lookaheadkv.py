@@ -89,7 +89,7 @@ def parts_of(artifact: LookaheadAdapter, selection: str | None = None) -> dict[s
 
 
 def selecting_parts(settings: LookaheadSettings, weights: HeadWeights | None = None) -> dict[str, Any]:
-    """The reduction, weighting, pooling and allocation that settings name, with weights of heads where they count."""
+    """The reduction, weighting, pooling and allocation that settings name, with head weights where they count."""
     allocate: Allocation = Uniform()
     if settings.floor is not None:
         shared = settings.sharing == "model"
