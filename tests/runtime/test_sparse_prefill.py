@@ -169,7 +169,7 @@ def test_batches_equal_single_prompts(sparse):
         (lambda: MInference(slash=0), "MInference: slash 0 must be a whole number of at least 1"),
         (lambda: SparsePrefill(vertical=0), "vertical 0 must be a whole number of at least 1"),
         (lambda: SpecKV.with_draft(DRAFT, 129, sparse=SPARSE), "at most 128 entries .* not 129"),
-        (lambda: SpecKV(40, DraftObserver(PromptEnds()), sparse=SPARSE), "DraftObserver of a ModelDrafter"),
+        (lambda: SpecKV(40, DraftObserver(PromptEnds()), sparse=SPARSE), "SpecKV: sparse needs observer=DraftObserver"),
     ],
 )
 def test_bad_values_are_named(make, said):

@@ -161,7 +161,7 @@ BAD = [
     (PLAIN, {"model": "tiny", "prompt": "a", "max_tokens": 2001}, 400, "at most 2000"),
     (PLAIN, {"model": "tiny", "prompt": ""}, 400, "0 tokens"),
     (PLAIN, {"model": "tiny", "prompt": [1, 99999]}, 400, "99999"),
-    (PLAIN, {"model": "tiny", "prompt": "sea " * 8000}, 400, "to 4096 are read"),
+    (PLAIN, {"model": "tiny", "prompt": "sea " * 8000}, 400, "reads 1 to 4096"),
     (PLAIN, {"model": "tiny", "prompt": "a", "echo": True}, 400, "echo"),
     (PLAIN, {"model": "tiny", "prompt": "a", "n": 2}, 400, "n"),
     (PLAIN, {"model": "tiny", "prompt": "a", "temperature": -1}, 400, "temperature"),

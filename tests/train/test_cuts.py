@@ -123,7 +123,7 @@ def test_kept_outputs_hold_no_more_than_their_samples_tokens() -> None:
 
 @pytest.mark.parametrize("family", ["Gemma 2", "Llama 4 (text)", "Qwen3-Next"])
 def test_layers_that_forget_are_refused(family: str) -> None:
-    with pytest.raises(UserError, match=r"^train\.cuts=2: \w+ has layers of \w+, which forget .*; use train\.cuts=1$"):
+    with pytest.raises(UserError, match=r"^train\.cuts=2: \w+ has layers of \w+, which cannot .*; use train\.cuts=1$"):
         objective(family, 2)
     objective(family, 1)
 

@@ -180,7 +180,7 @@ def test_states_that_cannot_be_chosen_from_are_refused() -> None:
 def test_another_model_than_the_reader_is_refused() -> None:
     model, ids = tiny_model(), prompt_ids(40)[0]
     method: Method = method_of("specontext", 12)
-    with pytest.raises(UserError, match=r"give method\.reader\(model\) for the model"):
+    with pytest.raises(UserError, match=r"pass method\.reader\(model\), not the model"):
         read(model, method.start(model, ids), answer_of(2))
     with pytest.raises(UserError, match="reads states of its own method"):
         read(method.reader(model), FullCache().start(model, ids), answer_of(2))
