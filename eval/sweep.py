@@ -401,7 +401,7 @@ def sweep(
 def _completed(
     run: Callable[[list[Variant]], list[list[Row]]], columns: list[Variant], found: list[list[Row | None]]
 ) -> list[list[Row]]:
-    """The rows of a group of samples: the rows found, and those that `run` measures for the other variants.
+    """The rows of a group of samples: `found` has rows of earlier runs, and `run` measures the missing variants.
 
     If the full cache's rows were not found, or its answer now differs by rounding, no row found is comparable.
     """

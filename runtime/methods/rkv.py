@@ -91,7 +91,7 @@ class Redundancy(LayerObserver):
 @registry.method("rkv", label="R-KV")
 @dataclass(frozen=True)
 class RKV(Evict):
-    """Keeps the last 8 entries, and those that they attend to and no later key resembles (R-KV, arXiv 2505.24133).
+    """Keeps the last 8 entries and the important, non-redundant ones (R-KV, arXiv 2505.24133).
 
     Evicts once after the prompt, which the published code does for the first prompt alone; `every=128` evicts while
     decoding, as the paper does.

@@ -199,7 +199,7 @@ class PackedEntries:
         )
 
     def packed(self) -> "PackedEntries":
-        """The entries, with those that exceed the residual packed."""
+        """The entries after packing keys in groups of `residual`, and all values but the last `residual`."""
         recent, old = self.recent_keys.shape[2], max(self.recent_values.shape[2] - self.residual, 0)
         full, packed = recent - recent % self.residual, self
         if full:
