@@ -239,19 +239,19 @@ class ReplaySampler(Sampler[Use]):
     """Every sample `replays` times an epoch, batch after batch; seed and epoch decide the order.
 
     A round is one batch for each of the `processes`, in order, as accelerate distributes them. The batches of a round
-    keep their samples and are used in the same steps: with `group_by_length` they take about as long, so
-    that no process waits long for another. Samples that do not fill a round are left out of an epoch. Packed teacher
-    outputs take `token_bytes` a token, and those of one process at most `memory` bytes.
+    keep their samples and are used in the same steps: with `group_by_length` they take about as long, so that no
+    process waits long for another. Samples that do not fill a round are left out of an epoch. Packed teacher outputs
+    take `token_bytes` a token, and those of one process at most `memory` bytes.
     """
 
     def __init__(
         self, lengths: Sequence[int], token_bytes: float, memory: int, settings: TrainSettings, processes: int = 1
     ) -> None:
         self.lengths, self.token_bytes, self.memory = list(lengths), token_bytes, memory
-        self.settings, self.processes, self.epoch = settings, processes, 0
+        self.settings, self.round_size, self.epoch = settings, settings.batch_size * processes, 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._rounds())) * self.settings.replays
+        return len(self.lengths) // self.round_size * self.round_size * self.settings.replays
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch; accelerate calls it when one begins."""
@@ -267,8 +267,7 @@ class ReplaySampler(Sampler[Use]):
 
     def _rounds(self) -> list[list[int]]:
         """The samples of each round: a batch of the first process, one of the second, and so on."""
-        count = self.settings.batch_size * self.processes
-        generator = torch.Generator().manual_seed(self.settings.seed + self.epoch)
+        count, generator = self.round_size, torch.Generator().manual_seed(self.settings.seed + self.epoch)
         if self.settings.group_by_length:
             order = get_length_grouped_indices(self.lengths, count, generator=generator)
         else:

@@ -71,8 +71,8 @@ def stats(config: DataStats) -> None:
 def stats_of(samples: Iterable[TrainingSample], max_new_tokens: int) -> pd.DataFrame:
     """A row for each sample, with the columns source, prompt and answer (tokens), duplicate and truncated (bool).
 
-    A sample is a duplicate if an earlier one has its prompt. The last token of an answer with
-    fewer than `max_new_tokens` counts as an end token.
+    A sample is a duplicate if an earlier one has its prompt. The last token of an answer with fewer than
+    `max_new_tokens` counts as an end token.
     """
     rows = [
         (one.source, len(one.prompt_ids), len(one.answer_ids), one.answer_ids[-1], text_digest(str(one.prompt_ids)))

@@ -64,9 +64,8 @@ def run(config: Config) -> None:
             raise error
 
     done, later = 0, list[Document]()
-    for wait, each in chain(
-        ((False, each) for each in documents), ((True, each) for each in later)
-    ):  # `later` grows meanwhile
+    # `later` grows meanwhile.
+    for wait, each in chain(((False, each) for each in documents), ((True, each) for each in later)):
         if isinstance(each, BadRow):
             skip(str(config.documents), each)
             continue
