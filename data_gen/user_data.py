@@ -160,6 +160,8 @@ def _shuffled(name: str, count: int) -> "array[int]":
 class HubDataset:
     """Rows of a data set; exactly one of `prompt`, `messages` and `text` names the column of prompts.
 
+    A column inside another is named `outer.inner`. A list of texts is read as paragraphs, each a text or its sentences.
+
     Attributes:
         id: Hub id of the data set, or a folder with the same files.
         license: Its licence, for the manifest and the model card.
@@ -168,6 +170,8 @@ class HubDataset:
         split: Its split.
         files: Patterns of the files to read; by default the ones that the data set's card names.
         prompt: Column of texts, each the one turn of a user.
+        question: Column of questions, each appended to the text of `prompt`.
+        ask: Questions, one of which is appended to each text of `prompt`.
         messages: Column of lists of turns with role and content; rows with turns of other roles are left out.
         text: Column of documents, which are cut at a random point and continued without the chat template.
         response: Column of responses, texts or lists of one, used instead of the model's answers; with the column of
@@ -185,6 +189,8 @@ class HubDataset:
     split: str = "train"
     files: tuple[str, ...] = ()
     prompt: str = ""
+    question: str = ""
+    ask: tuple[str, ...] = ()
     messages: str = ""
     text: str = ""
     response: str = ""
@@ -198,6 +204,10 @@ class HubDataset:
             raise UserError(f"{self.id}: a mixture's hub_dataset names one column, as one of {', '.join(_COLUMNS)}")
         if self.text and self.response:
             raise UserError(f"{self.id}: documents of text are cut and continued, and have no response")
+        if (self.question or self.ask) and not self.prompt:
+            raise UserError(f"{self.id}: question and ask are appended to the texts of prompt; name their column so")
+        if self.question and self.ask:
+            raise UserError(f"{self.id}: question names a column and ask has the questions; give one of the two")
 
     @property
     def column(self) -> str:
@@ -207,7 +217,8 @@ class HubDataset:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that are read."""
-        return (self.column, *{self.response} - {self.column, ""})
+        named = (self.column, self.question, self.response)
+        return tuple(dict.fromkeys(name.partition(".")[0] for name in named if name))
 
     @property
     def name(self) -> str:
@@ -230,15 +241,21 @@ class HubDataset:
 
     def row_prompt(self, row: Row) -> Prompt | None:
         """The prompt of a row, None if it has no user turn to answer; BadRow if a column has another type."""
-        value = row[self.column]
+        value = _value(row, self.column)
         if self.messages:
             return self._conversation(value, row)
-        if not isinstance(value, str):
-            raise BadRow(f"expected a text, got {type(value).__name__}")
+        value = _text(value)
         for end in self.strip:
             value = value.removeprefix(end).rstrip().removesuffix(end).rstrip()
-        made = user_prompt(self.name, value, template=self.template and not self.text)
-        return replace(made, response=self._response(row)) if value.strip() else None
+        if not value.strip():
+            return None
+        asked = _text(_value(row, self.question)) if self.question else random.Random(value).choice(self.ask or ("",))
+        made = user_prompt(self.name, f"{value}\n\n{asked}" if asked else value, template=self._has_template)
+        return replace(made, response=self._response(row))
+
+    @property
+    def _has_template(self) -> bool:
+        return self.template and not self.text
 
     def _conversation(self, value: Any, row: Row) -> Prompt | None:
         turns, last = list(value) if isinstance(value, list) else value, None
@@ -252,12 +269,34 @@ class HubDataset:
         return Prompt(self.name, read, _content(last)) if last else None
 
     def _response(self, row: Row) -> str | None:
-        value: Any = row[self.response] if self.response else None
+        value: Any = _value(row, self.response) if self.response else None
         if isinstance(value, list) and len(value) == 1:
             (value,) = value
         if self.response and not isinstance(value, str):
             raise BadRow(f"response {self.response!r}: expected a text, got {type(value).__name__}")
         return None if value is None else str(value)
+
+
+def _value(row: Row, column: str) -> Any:
+    """The value of a column, or of a field inside it; BadRow if the row has none."""
+    value: Any = row
+    for name in column.split("."):
+        if not isinstance(value, dict) or name not in value:
+            raise BadRow(f"{column!r} has no field {name!r}")
+        value = value[name]
+    return value
+
+
+def _text(value: Any) -> str:
+    """A text as it is; a list of paragraphs, each a text or a list of sentences, as one text."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise BadRow(f"expected a text, got {type(value).__name__}")
+    paragraphs = [[part] if isinstance(part, str) else part for part in value]
+    if not all(isinstance(part, list) and all(isinstance(each, str) for each in part) for part in paragraphs):
+        raise BadRow("expected a text or a list of texts, got a list of other values")
+    return "\n\n".join(" ".join(each.strip() for each in part) for part in paragraphs)
 
 
 class _Fitting:

@@ -51,7 +51,7 @@ class Worker:
             if (reply := await self._reply(ids, reader)) is not None:
                 writer.write(json.dumps(reply).encode() + b"\n")
                 await writer.drain()
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             pass  # the client has left, or sent no such line
         finally:
             writer.close()

@@ -115,7 +115,7 @@ class EvictionObjective(ReplayedObjective):
         shape = len(full_attention_layers(model.config)), cached_kv_heads(model)
         start = torch.ones(shape) if shared.weights is None else torch.tensor(shared.weights)
         if start.shape != shape:
-            raise UserError(f"head weights have shape {[*start.shape]}, this model's is {[*shape]}")
+            raise UserError(f"head weights have shape {[*start.shape]}, this model's is {[*shape]}: use its own")
         self.log_weights = nn.Parameter(start.log().to(model.device))
         self.lookahead = lookahead
 

@@ -251,6 +251,27 @@ def test_responses_of_the_data_set(rows: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 12])
+def test_questions_follow_the_documents_of_another_column(rows: int, tmp_path: Path) -> None:
+    """Paragraphs of sentences inside a column, as in HotpotQA; a question of the row, or one of the mixture's."""
+    context = {"title": ["A", "B"], "sentences": [["One.", " Two."], ["Three."]]}
+    write(tmp_path / "rows.jsonl", *({"context": context, "question": f"Is it {row}?"} for row in range(12)))
+    source = {"kind": "hub_dataset", "id": str(tmp_path), "license": "mit", "prompt": "context.sentences", "rows": rows}
+    made = prompts(source | {"question": "question"}, 12)
+    assert sorted(texts(made)) == sorted(f"One. Two.\n\nThree.\n\nIs it {row}?" for row in range(12))
+    made = prompts(source | {"prompt": "question", "ask": ["Why?", "How?"], "template": False}, 24)
+    assert {text.partition("\n\n")[2] for text in texts(made)} == {"Why?", "How?"} and not made[0].template
+    assert len(set(texts(made))) == 12  # a row always gets the same question
+    with pytest.raises(UserError, match=r"column 'context.words': 'context.words' has no field 'words'"):
+        prompts(source | {"prompt": "context.words"}, 1)
+    with pytest.raises(UserError, match="column 'context': expected a text, got dict"):
+        prompts(source | {"prompt": "context"}, 1)
+    with pytest.raises(UserError, match="appended to the texts of prompt"):
+        HubDataset("x", "mit", text="context", question="question")
+    with pytest.raises(UserError, match="give one of the two"):
+        HubDataset("x", "mit", prompt="context", question="question", ask=("Why?",))
+
+
+@pytest.mark.parametrize("rows", [0, 12])
 def test_a_document_is_cut_at_a_random_point(rows: int, tmp_path: Path) -> None:
     source = local("the-stack-dedup", tmp_path, rows=rows)
     documents = [row["content"] for row in ROWS["the-stack-dedup"][1]]

@@ -165,7 +165,7 @@ def test_the_target_stays_in_evaluation_mode_and_weights_go_on_where_they_were()
     made = EvictionObjective(tiny_model(), METHOD, Global(0.25, start), SETTINGS).train()
     assert made.training and not made.model.training
     assert torch.allclose(made.head_weights()[:, 1] / made.head_weights()[:, 0], torch.tensor(2.0))
-    with pytest.raises(UserError, match=r"head weights have shape \[1, 2\], this model's is \[3, 2\]$"):
+    with pytest.raises(UserError, match=r"head weights have shape \[1, 2\], this model's is \[3, 2\]: use its own$"):
         EvictionObjective(tiny_model(), METHOD, Global(0.25, start[:1]), SETTINGS)
     with pytest.raises(UserError, match=r"budget 2 with floor 0\.25 can leave a head without entries"):
         EvictionObjective(tiny_model(), METHOD, Global(0.25), FinetuneSettings(budgets=[2]))
