@@ -80,24 +80,32 @@ demo: setup
 	$(BIN)/python -m keepsight demo out=runs/demo
 
 # Trains modules like the shipped ones and evaluates them. TASKS names a folder of real prompts (`keepsight eval
-# tasks=jsonl`); without it the evaluation uses needles. SIZE sets the training data (add rows=DIR if the Hub cannot be
-# reached); LOOKAHEAD and RETRIEVAL are further keys for each module.
+# tasks=jsonl`), FILES those of its files that are used; without it the evaluation uses needles. SIZE sets the training
+# data (rows=DIR if the Hub cannot be reached); LOOKAHEAD and RETRIEVAL are further keys for each module.
 ARTIFACTS ?= runs/artifacts
 TASKS ?=
-SIZE ?= mixture=smollm2 limit=2400
-LOOKAHEAD ?= train.held_out=64 finetune.train.held_out=64
+FILES ?= [2wikimqa,aci_bench,fairytaleqa,gsm8k_manyshot,hotpotqa,lcc,mts_dialog,multi_news,musique,nq_multidoc,trec]
+SIZE ?=
+LOOKAHEAD ?=
 RETRIEVAL ?=
-ROWS = $(if $(TASKS),'tasks=[jsonl]' jsonl.dir=$(TASKS) max_tokens=2048 max_new_tokens=32,'tasks=[niah]' 'lengths=[1024]')
+ROWS = $(if $(TASKS),'tasks=[jsonl]' jsonl.dir=$(TASKS) 'jsonl.files=$(FILES)' max_tokens=2048 max_new_tokens=32,'tasks=[niah]' 'lengths=[1024]')
+EVALUATE = $(BIN)/python -m keepsight eval recipe=smollm2-135m model.dtype=float32 $(ROWS) 'budgets=[64,128,256]' \
+    adapter=$(ARTIFACTS)/lookahead/adapter retrieval=$(ARTIFACTS)/retrieval/head
+BOUNDS = [full,lookaheadkv,{name: oracle, pool: {kind: avg, kernel: 3}, label: oracle mean 3}
+SIMPLE = {name: oracle, pool: none, label: oracle unpooled},{name: snapkv, pool: {kind: avg, kernel: 3}, label: snapkv mean 3},snapkv,streamingllm
+DRAFTS = {name: lookaheadkv, selection: paper},{name: lookaheadkv, selection: uniform},laq,{name: laq, observer: {lookahead: 32}, pool: none, label: laq 32 unpooled},speckv,dapq
 artifacts: setup
 	$(BIN)/python -m keepsight fit recipe=smollm2-135m $(SIZE) out=$(ARTIFACTS)/lookahead \
 	    'title=SmolLM2-135M-Instruct lookahead adapter' $(LOOKAHEAD)
 	mkdir -p $(ARTIFACTS)/retrieval && cp -rn $(ARTIFACTS)/lookahead/data $(ARTIFACTS)/retrieval/  # the same answers
 	$(BIN)/python -m keepsight fit recipe=smollm2-135m module=retrieval $(SIZE) out=$(ARTIFACTS)/retrieval \
-	    'title=SmolLM2-135M-Instruct retrieval head' 'methods=[full,specontext,quest]' $(RETRIEVAL)
-	$(BIN)/python -m keepsight eval recipe=smollm2-135m model.dtype=float32 $(ROWS) samples=10 'budgets=[64,128,256]' \
-	    adapter=$(ARTIFACTS)/lookahead/adapter retrieval=$(ARTIFACTS)/retrieval/head out=$(ARTIFACTS)/rows \
-	    'methods=[full,oracle,lookaheadkv,{name: lookaheadkv, selection: paper},{name: lookaheadkv, selection: uniform},laq,speckv,dapq,{name: snapkv, pool: {kind: avg, kernel: 3}},snapkv,streamingllm]'
-	@cat $(ARTIFACTS)/rows/tables/overall.md
+	    'title=SmolLM2-135M-Instruct retrieval head' $(RETRIEVAL)
+	$(EVALUATE) samples=10 out=$(ARTIFACTS)/rows 'methods=$(BOUNDS),$(SIMPLE),$(DRAFTS)]'
+	for question in seen unseen; do \
+	    $(EVALUATE) samples=3 question=$$question out=$(ARTIFACTS)/$$question 'methods=$(BOUNDS),kvzip,kvgrad,laq,{name: snapkv, pool: {kind: avg, kernel: 3}, label: snapkv mean 3}]' \
+	        || exit; \
+	done
+	@cd $(ARTIFACTS) && tail -n +1 rows/tables/overall.md seen/tables/overall.md unseen/tables/overall.md
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
@@ -176,6 +184,7 @@ fit-gpu: setup
 	@test -n '$(MODEL)' || { echo 'MODEL is missing: make fit-gpu MODEL=FOLDER_OR_HUB_ID'; exit 2; }
 ifdef DRY
 	$(BIN)/python -m keepsight plan train model.id='$(MODEL)' gpu=80GB
+	$(BIN)/python -m keepsight plan train model.id='$(MODEL)' gpu=80GB stage=eviction
 	@echo "would run: $(FIT_COMMAND)"
 else
 	mkdir -p $(FIT_OUT)

@@ -37,6 +37,7 @@ _COMMIT = re.compile(r"(.*@)?[0-9a-f]{40}")
 _START = re.compile(r"[0-9a-f]{7,39}")  # abbreviated commits; the Hub's files are fetched only by full ones
 _SOURCES = 512
 """Number of sources whose counted and shuffled rows are cached; rows of further sources are read each time."""
+_UNREACHED = re.compile("couldn't reach|offline mode", re.IGNORECASE)
 _TRIES = 10
 """A data set is refused if this many rows are drawn first and all are bad."""
 
@@ -362,7 +363,8 @@ def _reading(source: HubDataset) -> Iterator[None]:
     except Exception as error:  # from its readers, the Hub's client and the network
         reason = one_line(error.__cause__ or error) or type(error).__name__
         gated = "; accept its terms on the Hub and log in with `hf auth login`" if "gated" in reason.lower() else ""
-        raise UserError(f"data set {source.id!r} cannot be read: {reason}{gated}") from None
+        away = "; without access to the Hub use rows=DIR or mixture=offline" if _UNREACHED.search(reason) else ""
+        raise UserError(f"data set {source.id!r} cannot be read: {reason}{gated}{away}") from None
 
 
 @lru_cache(maxsize=_SOURCES)

@@ -33,11 +33,13 @@ SELECTIONS: dict[str, dict[str, Any]] = {
 }
 """Presets of how a module's attention selects entries: a property of its use, which training does not fix.
 
-`paper` is LookaheadKV's (arXiv 2603.10899, appendices B and F). `shared` is ours, and the commands' default: no
+`paper` is LookaheadKV's (arXiv 2603.10899, section 3 and appendix F). `shared` is ours, and the commands' default: no
 pooling, one budget for the heads of all layers, head weights where they were learned, norms of values.
 """
 SELECTIONS["uniform"] = SELECTIONS["shared"] | {"floor": None, "sharing": "layer"}
 """For serving engines: every head of every layer keeps the same number of entries, chosen as in `shared`."""
+SELECTION = tuple(SELECTIONS["paper"])
+"""The fields of a module's settings that are its selection."""
 
 
 @dataclass

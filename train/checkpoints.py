@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, one_line, require_same
 from keepsight.files import file_digest, read_json, sync, write_json
+from keepsight.models.lookahead_settings import SELECTION
 from keepsight.train.settings import MAY_CHANGE
 
 SETTINGS, SEAL = "settings.json", "digests.json"
@@ -93,8 +94,9 @@ def check_same_settings(work: Path, settings: dict[str, Any]) -> None:
         write_json(path, settings)
     else:
         begun = read_json(path, dict[str, Any])
-        # Earlier versions also stored the settings that may change.
-        begun = {name: begun[name] for name in begun if name.rpartition(".")[2] not in MAY_CHANGE}
+        # Earlier versions also stored settings that may change: the selection was one of them.
+        others = {*MAY_CHANGE, *(f"lookahead.{name}" for name in SELECTION)}
+        begun = {name: begun[name] for name in begun if not {name, name.rpartition(".")[2]} & others}
         advice = "choose another out=, or delete the folder"
         require_same(f"{path}: this training began", begun, settings, advice)
 

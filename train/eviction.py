@@ -108,6 +108,8 @@ class EvictionObjective(ReplayedObjective):
         self.floor = shared.floor if shared is allocate else None
         if lookahead is None and (self.floor is None or settings.uniform_share):
             raise UserError("finetune.freeze_module=true: a uniform selection has no head weights to train")
+        if self.floor is None and settings.uniform_share:
+            raise UserError("finetune.uniform_share: the module's own selection is uniform; use 0, or selection=shared")
         self.model, self.settings = model, settings
         if lookahead:
             method = replace(method, observer=TokensInTraining(lookahead, settings.gradient_checkpointing))

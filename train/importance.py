@@ -31,6 +31,7 @@ from keepsight.models.decoder import (
     require_full_attention,
 )
 from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_settings import SELECTION
 from keepsight.runtime.attention import Recorder, Softmax, run
 from keepsight.runtime.importance import observed_attention
 from keepsight.runtime.observe import observe
@@ -183,7 +184,8 @@ class ImportanceObjective(ReplayedObjective):
 
     @override
     def decisive(self) -> dict[str, Any]:
-        return {f"lookahead.{key}": value for key, value in asdict(self.lookahead.settings).items()}
+        shape = asdict(self.lookahead.settings).items()
+        return {f"lookahead.{key}": value for key, value in shape if key not in SELECTION}
 
     @override
     def weights(self) -> dict[str, Tensor]:

@@ -13,10 +13,9 @@ from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 from keepsight.commands import config_bench as benchmarks
 from keepsight.commands import config_serving as serving
 from keepsight.commands import config_shared as shared
-from keepsight.models.lookahead_settings import SELECTIONS, LookaheadSettings
+from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.train import settings
 
-Selection = Annotated[str, shared.one_of(*SELECTIONS)]
 LOOKAHEAD_STAGES = ("answers", "importance", "eviction", "evaluation", "card")
 RETRIEVAL_STAGES = ("answers", "distillation", "evaluation", "card")
 
@@ -101,7 +100,7 @@ class Train(shared.CardKeys):
     title: str = "keepsight lookahead adapter"
     init: str | None = None
     max_prompt_tokens: NonNegativeInt = 0
-    selection: Selection = "shared"
+    selection: shared.Selection = "shared"
     lookahead: LookaheadSettings = field(default_factory=shared.shared_selection)
     train: settings.LookaheadTrainSettings = field(default_factory=settings.LookaheadTrainSettings)
 
@@ -139,7 +138,7 @@ class Finetune(shared.Training, shared.UsesMethods):
         *("finetune.train.steps", "finetune.train.epochs", "finetune.train.learning_rate", "finetune.train.replays"),
     )
     max_prompt_tokens: NonNegativeInt = 0
-    selection: Selection | None = None
+    selection: shared.Selection | None = None
     method: str = "lookaheadkv"
     options: dict[str, Any] = field(default_factory=dict)
     finetune: settings.FinetuneSettings = field(default_factory=settings.FinetuneSettings)
@@ -340,12 +339,12 @@ class Push:
 
 
 @dataclass
-class Fit(shared.DataKeys, shared.EvalKeys):
+class Fit(shared.Benchmarks, shared.DataKeys, shared.EvalKeys):
     """keepsight fit: train a module for a model in one command: answers, training, evaluation, model card.
 
         keepsight fit HuggingFaceTB/SmolLM2-135M-Instruct out=runs/smollm2
         keepsight fit recipe=llama3.1-8b mixture=paper limit=20000 max_new_tokens=512 out=runs/llama8b
-        keepsight fit recipe=smollm2-135m module=retrieval methods=full,specontext out=runs/retrieval
+        keepsight fit recipe=smollm2-135m module=retrieval out=runs/retrieval
         keepsight fit recipe=demo          # the demo: SmolLM2-135M, 4 to 14 minutes on two cores
         accelerate launch -m keepsight fit recipe=llama3.1-8b out=runs/llama8b
 
@@ -358,9 +357,11 @@ class Fit(shared.DataKeys, shared.EvalKeys):
         out: Folder for data, modules, evaluation and card.
         module: Kind of module: lookahead or retrieval.
         stages: Stages to run; all by default.
-        title: Title of the model card.
+        title: Title of the model card; "keepsight lookahead adapter" or "keepsight retrieval head" by default.
         base: Hub id of the base model for the card, if model.id is a folder.
+        license: Licence of the module, as an identifier of the Hub; the base model's by default.
         data_notes: Text for the model card on the origin and licences of the data.
+        methods: Names, or {name: NAME, option: value}; by default the new module's and some to compare it with.
         tests: Evaluation samples per task and length.
         selection: How a lookahead module selects entries: shared, paper or uniform; see `keepsight train`.
         max_prompt_tokens: Longest prompt in training, in tokens; longer ones are left out. 0 for no limit.
@@ -377,13 +378,15 @@ class Fit(shared.DataKeys, shared.EvalKeys):
     module: Annotated[str, shared.one_of("lookahead", "retrieval")] = "lookahead"
     stages: list[Annotated[str, shared.one_of(*LOOKAHEAD_STAGES, *RETRIEVAL_STAGES)]] = field(default_factory=list)
     limit: PositiveInt = 1000
-    title: str = "keepsight lookahead adapter"
+    title: str = ""
     base: str | None = None
+    license: str | None = None
     data_notes: str = ""
+    methods: list[Any] = field(default_factory=list)
     tasks: Annotated[list[str], shared.NonEmpty] = field(default_factory=lambda: ["niah"])
     lengths: shared.Counts = field(default_factory=lambda: [1024])
     tests: Annotated[int, Field(ge=1, le=1_000_000)] = 10
-    selection: Selection = "shared"
+    selection: shared.Selection = "shared"
     max_prompt_tokens: NonNegativeInt = 0
     retrieval: str | None = None
     draft: shared.DraftConfig = field(default_factory=shared.DraftConfig)

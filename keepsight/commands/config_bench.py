@@ -57,6 +57,7 @@ class PlanTrain(shared.UsesModel):
 
     Attributes:
         stage: Training stage: importance (`keepsight train`) or eviction (`keepsight finetune`, the module included).
+        selection: How the module selects entries: shared, paper or uniform.
         tokens: Longest prompt in tokens; by default 16384, or the model's context if it is shorter.
         answer: Longest answer in tokens, at most 16384; planning time grows with it.
         gpus: Number of GPUs.
@@ -68,6 +69,7 @@ class PlanTrain(shared.UsesModel):
     """
 
     stage: Annotated[str, shared.one_of("importance", "eviction")] = "importance"
+    selection: shared.Selection = "shared"
     tokens: PositiveInt | None = None
     answer: Annotated[PositiveInt, Field(le=1 << 14)] = 512
     gpus: PositiveInt = 1
@@ -319,7 +321,7 @@ class BenchRetrieve(shared.UsesMethods):
 class BenchDraft(shared.UsesModel):
     """keepsight bench draft: search for the layers of a model that make a good draft.
 
-        keepsight bench draft recipe=smollm2-135m keep=26,20 out=runs/draft
+        keepsight bench draft recipe=smollm2-135m mixture=offline keep=26,20 out=runs/draft
         keepsight bench draft recipe=qwen3-8b data=runs/data keep=24,18 out=runs/draft
 
     Removes layers one by one, each time the layer that changes the model's answers least. Drafts of the sizes in `keep`

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, FiniteFloat, NonNegativeInt, Positiv
 from keepsight.endpoint import ServerSettings
 from keepsight.eval.judge import Judge
 from keepsight.eval.tasks.registry import Benchmarks
-from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.models.lookahead_settings import SELECTIONS, LookaheadSettings
 from keepsight.train.settings import ReplaySettings
 
 
@@ -29,6 +29,7 @@ def shared_selection() -> LookaheadSettings:
 
 
 NonEmpty = Field(min_length=1)
+Selection = Annotated[str, one_of(*SELECTIONS)]
 Counts = Annotated[list[PositiveInt], NonEmpty]
 
 

@@ -20,7 +20,7 @@ from keepsight.files import write_json, write_png
 from keepsight.models.card import FINETUNING, HEAD_WEIGHTS, with_eviction
 from keepsight.models.distributed import launched
 from keepsight.models.lookahead import CONFIG, LookaheadAdapter
-from keepsight.models.lookahead_settings import HeadWeights
+from keepsight.models.lookahead_settings import SELECTION, HeadWeights
 from keepsight.runtime.allocate import Global, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.methods import Resources, make_method
@@ -53,7 +53,9 @@ def run(config: Config) -> None:
     objective = EvictionObjective(target.model, method, allocate, settings, lookahead)
     run = run_of(config, target, samples, "adapter", CONFIG)
     unseen = Unseen.of(target.tokenizer, settings.unseen, settings.train.seed)
-    run = replace(run, start={**run.start, "method": config.method, "options": config.options}, unseen=unseen)
+    selection = {f"selection.{key}": getattr(artifact.settings, key) for key in SELECTION} if artifact else {}
+    start = {**run.start, "method": config.method, "options": config.options, **selection}
+    run = replace(run, start=start, unseen=unseen)
     trainer = ModuleTrainer(objective, settings.train, run)
     finished = trainer.fit()
     if trainer.is_world_process_zero():
@@ -120,12 +122,16 @@ def _write_weights(config: Config, trainer: ModuleTrainer[EvictionObjective]) ->
     return f"eval {quote(f'methods=[full,{named.strip()}]')} out=runs/eval"
 
 
+def _range_of(weights: HeadWeights) -> list[float]:
+    numbers = [each for row in weights for each in row]
+    return [round(min(numbers), 3), round(max(numbers), 3)]
+
+
 def _write(out: Path, artifact: LookaheadAdapter, trainer: ModuleTrainer[EvictionObjective], data_digest: str) -> None:
     """Write the adapter with what was trained, its card and the curves."""
     trained, objective, module = trainer.trained(), trainer.objective, trainer.objective.lookahead
     name, about = ("fine-tuning", FINETUNING) if module else ("head weights", HEAD_WEIGHTS)
     weights, figure = _weights_of(trainer)
-    numbers = [each for row in weights for each in row]
     described: dict[str, Any] = {
         "steps": trained.steps,
         "samples": trained.samples,
@@ -138,7 +144,7 @@ def _write(out: Path, artifact: LookaheadAdapter, trainer: ModuleTrainer[Evictio
         "temperature": objective.settings.temperature,
         **({"share of samples with the question unseen": share} if (share := objective.settings.unseen) else {}),
         "head_weights_rate": objective.settings.weights_rate,
-        "smallest and largest weight of a head": [round(each, 3) for each in (min(numbers), max(numbers))],
+        **({"smallest and largest weight of a head": _range_of(weights)} if objective.floor is not None else {}),
     }
     described = {f"{name}, {key}": value for key, value in described.items()}
     before = {key: value for key, value in artifact.provenance.training.items() if not key.startswith(f"{name}, ")}
@@ -147,5 +153,6 @@ def _write(out: Path, artifact: LookaheadAdapter, trainer: ModuleTrainer[Evictio
     card = with_eviction(artifact.folder, about, described, *((rows[0], rows[-1]) if rows else ({}, {})))
     if module:
         artifact = replace(artifact, lora=module.lora_state(), tokens=module.tokens.detach().cpu())
+    weights = artifact.head_weights if objective.floor is None else weights  # a uniform selection trains none
     picture = "finetuning.png" if module else "head_weights.png"
     replace(artifact, head_weights=weights).save(out, provenance, card, {picture: figure})

@@ -7,17 +7,19 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pandas as pd
 import yaml
 from omegaconf import OmegaConf
+from typing_extensions import TypedDict
 
 from keepsight.commands import config as configs
 from keepsight.commands import data, finetune, train, train_heads
 from keepsight.commands import eval as evaluation
-from keepsight.commands.config_shared import DataKeys, EvalKeys, Training, UsesMethods
+from keepsight.commands.config_shared import Benchmarks, CardKeys, DataKeys, EvalKeys, Training, UsesMethods
 from keepsight.commands.from_recipe import resources_later, without_weights
 from keepsight.commands.parse import compose_config, keys_of
 from keepsight.commands.training import origins_of
@@ -25,21 +27,58 @@ from keepsight.commands.variants import variants_of
 from keepsight.data_gen.store import finished_manifest
 from keepsight.errors import UserError
 from keepsight.eval.report.summary import BOUNDS, OURS, kind_of
-from keepsight.files import read_jsonl, require_writable, whole_lines, write_text
+from keepsight.files import (
+    Row,
+    file_digest,
+    read_json,
+    read_jsonl,
+    require_writable,
+    whole_lines,
+    write_json,
+    write_text,
+)
 from keepsight.models.artifacts import check_repo_id
 from keepsight.models.card import CARD, CardBasics, excess_rows, with_evaluation, with_section
 from keepsight.models.distributed import launched
 from keepsight.models.lookahead import CONFIG, LookaheadAdapter
+from keepsight.models.retrieval_head import CONFIG as RETRIEVAL_CONFIG
 from keepsight.train.dataset import prompts_from_text
 from keepsight.train.distributed import DIVIDED
 from keepsight.train.trainer import MEASUREMENTS
 
 Stage = TypeVar("Stage", bound=Any)
+_RECORD = "fit.json"
+
+
+class _Record(TypedDict, total=False):
+    """What the folder of a fit records: the keys that each stage ran with, and the digest of the evaluated module."""
+
+    keys: dict[str, dict[str, str]]
+    evaluated: str
+
+
 _STAND_IN: dict[str, dict[str, Any]] = {
     "lookahead": {"adapter": "shipped:smollm2-135m-lookahead"},
     "retrieval": {"retrieval": "shipped:smollm2-135m-retrieval"},
 }
 """The bundled module of each kind. Methods are checked with it before there is a trained one."""
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "lookahead": {
+        "title": "keepsight lookahead adapter",
+        "methods": ["full", "oracle", "lookaheadkv", "snapkv", "streamingllm"],
+    },
+    "retrieval": {"title": "keepsight retrieval head", "methods": ["full", "exact_topk", "specontext", "quest"]},
+}
+"""The title of each kind of module, and the methods that it is compared with."""
+_KINDS: dict[str, type[Any]] = {
+    "answers": configs.Data,
+    "importance": configs.Train,
+    "eviction": configs.Finetune,
+    "distillation": configs.TrainRetrievalHead,
+    "evaluation": configs.Eval,
+    "card": CardKeys,
+}
+"""The keys of each stage, some of which `fit` takes too."""
 _DIVISIBLE = "importance", "eviction", "card"
 """Stages for which the model may be sharded over processes."""
 _SHORT = 8
@@ -52,20 +91,18 @@ _MORE_THAN = 0.005
 def run(config: configs.Fit) -> None:
     """Run the stages and print how long each took."""
     require_writable(out := Path(config.out))
+    asked, config = config, _completed(config)
     known = configs.LOOKAHEAD_STAGES if config.module == "lookahead" else configs.RETRIEVAL_STAGES
     if odd := sorted({*config.stages} - {*known}):
         raise UserError(f"stages: module={config.module} has no stage {odd[0]}; choose from {', '.join(known)}")
     chosen = [name for name in known if name in (config.stages or known)]
-    if config.model.device_map == DIVIDED and (whole := [each for each in chosen if each not in _DIVISIBLE]):
-        raise UserError(
-            f"stages: {whole[0]} needs the whole model, not model.device_map={DIVIDED}, which is for "
-            "stages=[importance,eviction]; run it in one process, with model.device_map=auto if no GPU holds the model"
-        )
+    if config.model.device_map == DIVIDED:
+        _check_divided(config, chosen)
     source = _source(out, chosen) if config.module == "lookahead" else "head"
     folder, adapter = str(out / "data"), str(out / "importance")
     answers = _stage(configs.Data, config, DataKeys, out=folder)
     trained = {"adapter" if config.module == "lookahead" else "retrieval": str(out / source), "samples": config.tests}
-    tests = _stage(configs.Eval, config, EvalKeys, UsesMethods, out=str(out / "eval"), **trained)
+    tests = _stage(configs.Eval, config, Benchmarks, EvalKeys, UsesMethods, out=str(out / "eval"), **trained)
     check(config, answers, tests)
     if "evaluation" in chosen:
         evaluation.samples_of(tests, without_weights(tests))  # unreadable tasks are refused here, not after hours
@@ -77,8 +114,8 @@ def run(config: configs.Fit) -> None:
         "importance": lambda: train.run(_stage(configs.Train, config, data=folder, out=adapter)),
         "eviction": lambda: finetune.run(eviction),
         "distillation": lambda: train_heads.retrieval(distillation),
-        "evaluation": lambda: evaluation.run(tests),
-        "card": lambda: _write_card(config, out, source),
+        "evaluation": lambda: _evaluate(tests, out, source),
+        "card": lambda: _write_card(config, out, source, keys_of_stage(asked, "card")),
     }
     is_main, seconds = launched().is_main_process, dict[str, float]()
     for name in chosen:
@@ -86,6 +123,8 @@ def run(config: configs.Fit) -> None:
             print(f"\n=== {name}", flush=True)
         start = time.perf_counter()
         stages[name]()
+        if is_main:
+            _record(out, keys=_recorded(out).get("keys", {}) | {name: keys_of_stage(asked, name)})
         gc.collect()  # frees a training's model before the next stage loads another
         launched().wait_for_everyone()
         seconds[name] = time.perf_counter() - start
@@ -101,9 +140,49 @@ def check(config: configs.Fit, answers: configs.Data, tests: configs.Eval) -> No
     data.check(answers)
     if config.base is not None:
         check_repo_id(config.base)
+    for key, settings in (("train", config.train), ("finetune.train", config.finetune.train)):
+        settings.check(key)
     evaluation.check(tests)
     stand_in = replace(tests, **_STAND_IN[config.module])
     variants_of(tests.methods, tests.budgets, tests.bits, resources_later(stand_in))
+
+
+def _check_divided(config: configs.Fit, chosen: Sequence[str]) -> None:
+    """UserError for stages and settings that a model sharded over processes does not allow."""
+    if whole := [each for each in chosen if each not in _DIVISIBLE]:
+        raise UserError(
+            f"stages: {whole[0]} needs the whole model, not model.device_map={DIVIDED}, which is for "
+            "stages=[importance,eviction]; run it in one process, with model.device_map=auto if no GPU holds the model"
+        )
+    training = {"importance": ("train", config.train), "eviction": ("finetune.train", config.finetune.train)}
+    for key, settings in (training[name] for name in chosen if name in training):
+        if settings.replays > 1:
+            raise UserError(f"{key}.replays={settings.replays}: with model.device_map={DIVIDED} use 1")
+
+
+def _completed(config: configs.Fit) -> configs.Fit:
+    """The configuration with what depends on the kind of module, where it is not given."""
+    return replace(config, **{key: getattr(config, key) or value for key, value in _DEFAULTS[config.module].items()})
+
+
+def _recorded(out: Path) -> "_Record":
+    return read_json(path, _Record) if (path := out / _RECORD).is_file() else {}
+
+
+def _record(out: Path, **values: Any) -> None:
+    write_json(out / _RECORD, {**_recorded(out), **values})
+
+
+def _evaluate(tests: configs.Eval, out: Path, source: str) -> None:
+    """Evaluate the module; results of an earlier one are moved to another folder."""
+    if launched().is_main_process:
+        module = file_digest(out / source / (RETRIEVAL_CONFIG if source == "head" else CONFIG))
+        if _recorded(out).get("evaluated", module) != module and (results := Path(tests.out)).exists():
+            free = next(each for number in count(1) if not (each := out / f"eval-{number}").exists())
+            print(f"{results}: these results are of an earlier module; they are moved to {results.rename(free)}")
+        _record(out, evaluated=module)
+    launched().wait_for_everyone()
+    evaluation.run(tests)
 
 
 def _source(out: Path, chosen: list[str]) -> str:
@@ -123,38 +202,55 @@ def _stage(kind: type[Stage], config: configs.Fit, *shared: type, **given: Any) 
     return kind(**{name: getattr(config, name) for name in names} | given)
 
 
-def _write_card(config: configs.Fit, out: Path, source: str) -> None:
+def _write_card(config: configs.Fit, out: Path, source: str, keys: dict[str, str]) -> None:
     """Write the module that is published: the last stage's, with a card of all stages and the evaluation's picture."""
     if not launched().is_main_process:
         return
     evaluated, published = out / "eval", _published(config, out)
     if config.module == "lookahead":
         artifact = LookaheadAdapter.load(out / source)
+        card = written_card(artifact, config, out, source)
         stages = [] if source == "eviction" else [each for each in configs.LOOKAHEAD_STAGES if each != "eviction"]
-        command = command_of(replace(config, stages=stages), artifact.provenance.base_model)
-        card = written_card(artifact, config.title, command, out, config.data_notes)
+        keys |= {"stages": f"[{','.join(stages)}]"} if stages else {}
+        card = with_section(card, command_section(out, artifact.provenance.base_model, keys))
+        card = with_results(card, evaluated)
         artifact.save(published, artifact.provenance, card)
     else:
-        card = (published / CARD).read_text(encoding="utf-8")
+        card, head = (published / CARD).read_text(encoding="utf-8"), read_json(published / RETRIEVAL_CONFIG, Row)
+        card = with_section(card, command_section(out, head["provenance"]["base_model"], keys))
         write_text(published / CARD, with_results(card, evaluated, "specontext"))
     if (picture := evaluated / "plots" / "overview.png").is_file():
         shutil.copyfile(picture, published / "evaluation.png")
     print(f"{published}: the module, its card and its pictures")
 
 
-def command_of(config: configs.Fit, model: str) -> str:
-    """The command with every value that differs from the recipe's for the model; no folder's path is published."""
+def keys_of_stage(config: configs.Fit, stage: str) -> dict[str, str]:
+    """The keys of a stage with another value than the recipe for the model has; no folder's path is published."""
     default: Any = OmegaConf.to_object(compose_config(configs.Fit, [f"model.id={config.model.id}", "out=DIR"])[0])
-    said = []
+    unlike = dict[str, str]()
     for key in keys_of(configs.Fit):
         value, usual = config, default
         for name in key.name.split("."):
             value, usual = getattr(value, name), getattr(usual, name)
-        if value == usual or key.name in ("out", "model.id"):
-            continue
-        text = yaml.safe_dump(_without_paths(value), default_flow_style=True, width=1 << 20).splitlines()[0]
-        said.append(shlex.quote(f"{key.name}={text}"))
-    return " ".join(["keepsight fit", shlex.quote(model), *said, "out=DIR"])
+        if value != usual and key.name not in ("out", "model.id", "stages") and _is_of(key.name, stage):
+            text = yaml.safe_dump(_without_paths(value), default_flow_style=True, width=1 << 20).splitlines()[0]
+            unlike[key.name] = text
+    return unlike
+
+
+def _is_of(key: str, stage: str) -> bool:
+    """Whether a stage has a key, or none has it, such as `module`."""
+    name = {"tests": "samples"}.get(key, key.partition(".")[0])
+    owners = [each for each, kind in _KINDS.items() if name in (part.name for part in fields(kind))]
+    return stage in (owners or [stage])
+
+
+def command_section(out: Path, model: str, own: Mapping[str, str]) -> str:
+    """A card's section with the command: a model's Hub id, the keys of the stages that ran in `out`, and `own` ones."""
+    ran = _recorded(out).get("keys", {})
+    keys = dict(chain.from_iterable(ran[name].items() for name in _KINDS if name in ran and name != "card")) | own
+    said = [shlex.quote(f"{name}={value}") for name, value in keys.items()]
+    return "## Command\n\n```\n" + " ".join(["keepsight fit", shlex.quote(model), *said, "out=DIR"]) + "\n```\n"
 
 
 def _without_paths(value: Any) -> Any:
@@ -168,8 +264,8 @@ def _without_paths(value: Any) -> Any:
     return "DIR" if os.path.isdir(value) else os.path.basename(value)
 
 
-def written_card(artifact: LookaheadAdapter, title: str, command: str, out: Path, notes: str = "") -> str:
-    """The card as Markdown: of the last stage's module, made by `command`, from the folder `out` of the fit."""
+def written_card(artifact: LookaheadAdapter, config: configs.Fit, out: Path, source: str) -> str:
+    """The card as Markdown, without command and results: of the module of the stage `source`, in the fit's `out`."""
     manifest = finished_manifest(out / "data")
     origin = artifact.provenance
     first = {key: value for key, value in origin.training.items() if not key.startswith(_SECOND)}
@@ -181,28 +277,25 @@ def written_card(artifact: LookaheadAdapter, title: str, command: str, out: Path
         "trained on": f"{len(prompts_from_text(origin.trained_on) or ())} prompts; their digests are in its files",
     }
     short = replace(origin, training=stages)
-    origins = "\n\n".join(each for each in (origins_of(manifest.settings.mixture), notes) if each)
-    basics = CardBasics(title, short, manifest.sources, origins)
-    rows = _measured(out)
+    origins = "\n\n".join(each for each in (origins_of(manifest.settings.mixture), config.data_notes) if each)
+    basics = CardBasics(config.title, short, manifest.sources, origins, config.license)
+    rows = _measured(out / source)
     held_out = "| held-out samples | before the last stage | after it |\n| --- | --- | --- |\n" + "\n".join(rows)
-    card = artifact.card(basics, held_out if rows else "")
-    card = with_section(card, f"## Command\n\n```\n{command}\n```\n")
-    return with_results(card, out / "eval")
+    return artifact.card(basics, held_out if rows else "")
 
 
 def _listed(values: Mapping[str, Any]) -> str:
     return "; ".join(f"{name} {value}" for name, value in values.items())
 
 
-def _measured(out: Path) -> list[str]:
-    """Rows of a table of the last training's first and last measurement."""
-    for stage in ("eviction", "importance"):
-        if measured := whole_lines(out / stage / "training" / MEASUREMENTS):
-            first, last = measured[0], measured[-1]
-            plain = [name for name in ("eval_kl", "eval_recall", "eval_tau") if name in last]
-            listed = [f"| {name.removeprefix('eval_')} | {first[name]:.3f} | {last[name]:.3f} |" for name in plain]
-            return listed or [f"| excess NLL (nats), {row.removeprefix('| ')}" for row in excess_rows(first, last)]
-    return []
+def _measured(stage: Path) -> list[str]:
+    """Rows of a table of the first and last measurement of a stage's training."""
+    if not (measured := whole_lines(stage / "training" / MEASUREMENTS)):
+        return []
+    first, last = measured[0], measured[-1]
+    plain = [name for name in ("eval_kl", "eval_recall", "eval_tau") if name in last]
+    listed = [f"| {name.removeprefix('eval_')} | {first[name]:.3f} | {last[name]:.3f} |" for name in plain]
+    return listed or [f"| excess NLL (nats), {row.removeprefix('| ')}" for row in excess_rows(first, last)]
 
 
 def with_results(card: str, evaluated: Path, own: str = OURS) -> str:
@@ -213,7 +306,7 @@ def with_results(card: str, evaluated: Path, own: str = OURS) -> str:
     found = [*shortcomings([*read_jsonl(evaluated / "results.jsonl")], own)]
     lines = found[:_SHORT] or ["- Nowhere in this evaluation does another method lose less."]
     more = [f"- and in {len(found) - _SHORT} more places"] if len(found) > _SHORT else []
-    rest = "- Prompts longer than those it was trained on, and of other kinds, were not measured here."
+    rest = "- Nothing else was measured here: no other tasks, lengths or budgets."
     return with_section(card, "## Limitations\n\n" + "\n".join([*lines, *more, rest]) + "\n")
 
 

@@ -35,8 +35,7 @@ def chosen(schema: type, given: Mapping[str, str]) -> Choice:
 
     The first that exists: the recipe named by `recipe=`; the one for the Hub id `model.id=`; the training settings
     (no adapter, head or draft) of one for the same architecture and size; none. With none, the dataclasses' defaults
-    apply: the papers', except for `selection=shared`. Without either key it is DEFAULT_RECIPE, unless the schema
-    NEEDS_MODEL.
+    apply. Without either key it is DEFAULT_RECIPE, unless the schema NEEDS_MODEL.
     """
     every = [each.name for each in fields(schema)]
     if "recipe" in given:

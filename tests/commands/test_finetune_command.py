@@ -20,7 +20,7 @@ from keepsight.models.targets import load_target
 from keepsight.runtime.allocate import Global, Uniform
 from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.state import prefill
-from tests.commands.commands import CommandLine
+from tests.commands.commands import CommandLine, last_of_each_key
 from tests.tiny import prompt_ids
 from tests.train.runs import write_data
 
@@ -146,13 +146,23 @@ def test_an_adapter_of_any_selection_is_trained(
     methods = {name: LookaheadKV.from_pretrained("finetuned", budget=8, selection=name) for name in SELECTIONS}
     assert [type(each.allocate) for each in methods.values()] == [Uniform, Global, Uniform]
     weighted: Any = methods["shared"].allocate
-    assert weighted.weights is not None and methods["uniform"].value_norm
+    assert (weighted.weights is None) == (settings.floor is None) and methods["uniform"].value_norm
     named: Any = make_method("lookaheadkv", 8, Resources("finetuned"), selection="paper")
     assert replace(named, observer=methods["paper"].observer) == methods["paper"]
     own = Uniform() if settings.floor is None else Global(settings.floor, weighted.weights)
     assert LookaheadKV.from_pretrained("finetuned", budget=8).allocate == own
     with pytest.raises(UserError, match="selection=even is unknown; choose one of paper, shared, uniform"):
         LookaheadKV.from_pretrained("finetuned", budget=8, selection="even")
+
+
+def test_a_uniform_selection_keeps_the_head_weights_that_it_does_not_use(keepsight: CommandLine, adapter: Path) -> None:
+    keepsight(*TUNE)
+    keepsight(*last_of_each_key([*TUNE, "adapter=finetuned", "selection=uniform", "out=uniform"]))
+    before, after = (LookaheadAdapter.load(Path(name)) for name in ("finetuned", "uniform"))
+    assert after.settings.floor is None and after.head_weights == before.head_weights is not None
+    assert not torch.equal(after.tokens, before.tokens)
+    given = [*TUNE, "selection=uniform", "finetune.uniform_share=0.5", "out=other"]
+    assert "finetune.uniform_share: the module" in keepsight.fails(*last_of_each_key(given))
 
 
 @pytest.mark.parametrize(

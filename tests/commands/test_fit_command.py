@@ -1,6 +1,8 @@
 """`keepsight fit`: every stage, stopped in each of them and between two, and what the card says in the end."""
 
 import itertools
+import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -103,7 +105,9 @@ def test_stopped_in_every_stage_it_ends_as_if_it_had_not_been(
     on = prompts_from_text(artifact.provenance.trained_on)
     assert on is not None and len(on) >= 6 and on <= prompts_of(samples)
     card = (fitted / "README.md").read_text()
-    assert "keepsight fit tiny 'tasks=[niah_single]'" in card and "fitted" not in card and "limit=8" in card
+    (command,) = (line for line in card.splitlines() if line.startswith("keepsight fit tiny "))
+    said = {"limit=8", "train.steps=3", "finetune.uniform_share=0.5", "tasks=[niah_single]", "tests=2", "out=DIR"}
+    assert said <= {*shlex.split(command)} and "fitted" not in card
     assert card.index("## Command") < card.index("## Evaluation") < card.index("## Limitations")
     assert "importance (what answers attend to): " in card and "| excess NLL (nats), 40 entries in every " in card
     assert card.count("share of samples with the question unseen 0.5; ") == 2
@@ -112,8 +116,11 @@ def test_stopped_in_every_stage_it_ends_as_if_it_had_not_been(
     upload = plan_upload(fitted, "ada/tiny")
     pictures = {"evaluation.png", "training.png", "finetuning.png"}
     assert {*LookaheadAdapter.files, "README.md"} | pictures == {*upload.files}
-    keepsight(*FIT, "out=fitted", "stages=[card]")
+    keepsight("fit", *TRAINING[:3], "out=fitted", "stages=[card]")  # its command is still that of all stages
     assert (fitted / "README.md").read_text() == card
+    shutil.rmtree(here / "fitted/eviction")
+    keepsight(*FIT, "out=fitted", "selection=uniform", "stages=[eviction,evaluation]", "finetune.uniform_share=0")
+    assert (here / "fitted/eval-1/results.jsonl").is_file() and (here / "fitted/eval/results.jsonl").is_file()
 
 
 def test_no_stage_holds_the_target_of_the_one_before(
@@ -140,14 +147,16 @@ def test_no_stage_holds_the_target_of_the_one_before(
 
 def test_a_retrieval_head_has_its_own_stages_and_other_ones_are_refused(keepsight: CommandLine, here: Path) -> None:
     short = ("steps=2", "held_out=2", "budget=6", "report_to=[]")
-    given = [*FIT, "module=retrieval", "methods=full,specontext", *(f"retrieval_head.train.{each}" for each in short)]
+    given = [*FIT, "module=retrieval", "methods=[]", *(f"retrieval_head.train.{each}" for each in short)]
     given = last_of_each_key([*given, "retrieval_head.queries=8", "retrieval_head.features=none", "out=fitted"])
     printed = keepsight(*given)
     assert [line for line in printed.splitlines() if line.startswith("===")] == [
         *("=== answers", "=== distillation", "=== evaluation", "=== card")
     ]
-    assert {row["method"] for row in read_jsonl(here / "fitted/eval/results.jsonl")} == {"full", "specontext"}
+    compared = {row["method"] for row in read_jsonl(here / "fitted/eval/results.jsonl")}
+    assert compared == {"full", "exact_topk", "specontext", "quest"}
     card = (here / "fitted/head/README.md").read_text()
+    assert "# keepsight retrieval head" in card and "keepsight fit tiny " in card and "module=retrieval" in card
     assert card.index("## Evaluation") < card.index("## Limitations")
     assert plan_upload(here / "fitted/head", "ada/head").files
     said = keepsight.fails(*given, "stages=[eviction]")

@@ -41,7 +41,8 @@ NEEDS = {"zero3": "deepspeed", "nf4": "bitsandbytes"}
 LONG = "The ship sailed on. " * 60
 ADDED = {
     "mixture=paper": "mixture=offline",  # its data sets are on the Hub
-    "mixture=smollm2": "mixture=offline",
+    "data recipe=smollm2-135m": "mixture=offline rows=null",
+    "fit recipe=smollm2-135m": "mixture=offline",
     "tasks=[ruler": "tasks=[ruler_vt,longbench] lengths=[800]",
     "preset=lookaheadkv-longbench": "longbench.dir=data/longbench draft.id=null",
     "preset=specache-throughput": "methods=[{name:specache,group:32}] batch=2",

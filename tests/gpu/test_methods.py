@@ -210,7 +210,6 @@ def test_what_is_allocated_is_what_kv_bytes_says(name: str) -> None:
     assert said - SMALL <= held <= said * (1 + GROWTH) + SMALL
     for token in ids[:, : ROOM // 2].split(1, dim=1):
         state, _ = read(reader, state, token)
-    slack = 1.0 if name == "adakv" else 0.0  # heads of different lengths are padded to the longest once they are read
-    assert _now() - before <= state.kv_bytes * (1 + 2 * GROWTH + slack) + 2 * SMALL
+    assert _now() - before <= state.kv_bytes * (1 + 2 * GROWTH) + 2 * SMALL
     del state
     assert _now() - before <= SMALL
