@@ -95,8 +95,8 @@ def check_same_settings(work: Path, settings: dict[str, Any]) -> None:
     else:
         begun = read_json(path, dict[str, Any])
         # Earlier versions also stored settings that may change: the selection was one of them.
-        others = {*MAY_CHANGE, *(f"lookahead.{name}" for name in SELECTION)}
-        begun = {name: begun[name] for name in begun if not {name, name.rpartition(".")[2]} & others}
+        changeable = {*MAY_CHANGE, *(f"lookahead.{name}" for name in SELECTION)}
+        begun = {name: begun[name] for name in begun if not {name, name.rpartition(".")[2]} & changeable}
         advice = "choose another out=, or delete the folder"
         require_same(f"{path}: this training began", begun, settings, advice)
 

@@ -153,6 +153,6 @@ def _write(out: Path, artifact: LookaheadAdapter, trainer: ModuleTrainer[Evictio
     card = with_eviction(artifact.folder, about, described, *((rows[0], rows[-1]) if rows else ({}, {})))
     if module:
         artifact = replace(artifact, lora=module.lora_state(), tokens=module.tokens.detach().cpu())
-    weights = artifact.head_weights if objective.floor is None else weights  # a uniform selection trains none
+    kept = artifact.head_weights if objective.floor is None else weights  # a uniform selection trains none
     picture = "finetuning.png" if module else "head_weights.png"
-    replace(artifact, head_weights=weights).save(out, provenance, card, {picture: figure})
+    replace(artifact, head_weights=kept).save(out, provenance, card, {picture: figure})

@@ -248,7 +248,8 @@ def _is_of(key: str, stage: str) -> bool:
 def command_section(out: Path, model: str, own: Mapping[str, str]) -> str:
     """A card's section with the command: a model's Hub id, the keys of the stages that ran in `out`, and `own` ones."""
     ran = _recorded(out).get("keys", {})
-    keys = dict(chain.from_iterable(ran[name].items() for name in _KINDS if name in ran and name != "card")) | own
+    stages = [ran[name].items() for name in _KINDS if name in ran and name != "card"]
+    keys = dict(chain.from_iterable([*stages, own.items()]))
     said = [shlex.quote(f"{name}={value}") for name, value in keys.items()]
     return "## Command\n\n```\n" + " ".join(["keepsight fit", shlex.quote(model), *said, "out=DIR"]) + "\n```\n"
 
