@@ -24,6 +24,7 @@ SOURCES: dict[str, type[Any]] = {
     "documentation": package_text.Documentation,
     "passages": package_text.Passages,
     "described_passages": package_text.DescribedPassages,
+    "reconstruction": package_text.Reconstruction,
     "everyday": synthetic.Everyday,
     "state_tracking": synthetic.StateTracking,
     "second_turn": synthetic.SecondTurn,

@@ -20,6 +20,8 @@ from keepsight.data_gen.words import wordings
 
 Entries = tuple[tuple[str, str], ...]
 """Names and texts of docstrings."""
+_REPEATED = 60
+"""Characters of the shortest paragraph that is to be repeated, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,28 @@ class DescribedPassages:
             asked = int(place * len(shown))
             text = opening.format(text=_body(numbering, shown), task=wording.format(summary=shown[asked][0]))
             return replace(user_prompt("documentation/described", text), response=f"Passage {asked + 1}")
+
+        return fitted(make, request)
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """Paragraphs of the language reference, one of which is to be repeated word for word. It is the response."""
+
+    def sample(self, request: Request) -> Prompt:
+        """Draw one prompt; see `Source`."""
+        rng = request.rng
+        text = _long_enough(topic_documents("training"), request).text
+        place, asked = rng.random(), rng.random()
+        opening, wording = rng.choice(wordings("openings")), rng.choice(wordings("repeat"))
+
+        def make(characters: int) -> Prompt:
+            paragraphs = paragraphs_from(text, place, characters).split("\n\n")
+            longer = [each for each in paragraphs if len(each) >= _REPEATED] or [max(paragraphs, key=len)]
+            passage = longer[int(asked * len(longer))].strip()
+            task = wording.format(start=" ".join(passage.split()[:6]))
+            prompt = user_prompt("documentation/repeated", opening.format(text="\n\n".join(paragraphs), task=task))
+            return replace(prompt, response=passage)
 
         return fitted(make, request)
 

@@ -25,7 +25,7 @@ from keepsight.errors import UserError
 OFFLINE = sorted(set(SOURCES) - {"local_jsonl", "hub_dataset"})
 MIXTURES = sorted(path for path in Path(recipes.__file__).parent.glob("mixtures/*.yaml") if path.stem != "paper")
 
-TRUTHFUL = {"described_passages", "second_turn"}
+TRUTHFUL = {"described_passages", "reconstruction", "second_turn"}
 """Sources whose response is the true one by default."""
 
 DIGESTS = {"needles": "1fffdf9d62623010", "key_values": "a228d00a5c86d45e", "everyday": "60c402c32295fc37"}
@@ -121,6 +121,14 @@ def test_described_passages_and_second_questions_have_their_answers() -> None:
         imports = mixture("code_completion", 900, 900, imports=1.0, raw=1.0).prompt(0, index, count_tokens)
         named = re.findall(r"^# (\S+\.py)$", content(imports), re.MULTILINE)
         assert all(document_part(name) == "training" for name in named)
+
+
+def test_a_paragraph_to_repeat_is_in_the_text_before_the_question() -> None:
+    for index in range(20):
+        prompt = mixture("reconstruction", 300, 900).prompt(0, index, count_tokens)
+        passage, text = prompt.response or "?", content(prompt)
+        assert len(passage) >= 40 and passage in text
+        assert any(wording.format(start=" ".join(passage.split()[:6])) in text for wording in wordings("repeat"))
 
 
 def test_things_are_where_they_were_carried() -> None:
