@@ -159,8 +159,13 @@ def evicting(variants: Sequence[Variant]) -> list[Variant]:
     return [variant for variant in variants if not variant.method.is_full_cache]
 
 
-def check_samples(target: Target, samples: Sequence[RenderedSample], variants: Sequence[Variant]) -> None:
-    """UserError for what `run_samples` would refuse: too long a sample, or too short a prompt for a method."""
+def check_samples(
+    target: Target, samples: Sequence[RenderedSample], variants: Sequence[Variant], refused: Refused | None = None
+) -> None:
+    """UserError for what `run_samples` would refuse: too long a sample, or too short a prompt for a method.
+
+    `refused` gets the first error of each variant that refuses a sample; None to raise it.
+    """
     context = context_of(target.model)
     for sample in samples:
         tokens = len(sample.prompt_ids) + len(sample.question_ids)
@@ -168,9 +173,14 @@ def check_samples(target: Target, samples: Sequence[RenderedSample], variants: S
             whole = f"{tokens} tokens, with {sample.max_new_tokens} for the answer more than the context of {context}"
             raise UserError(f"sample {sample.task}/{sample.id} has {whole}; lower lengths= or max_tokens=")
         for variant in variants:
-            if sample.pictures and not variant.method.reads_images:
-                raise UserError(f"methods= names {variant.name!r}, which reads no images; {sample.task} has some")
-            variant.method.check(len(sample.prompt_ids), context)
+            try:
+                if sample.pictures and not variant.method.reads_images:
+                    raise UserError(f"methods= names {variant.name!r}, which reads no images; {sample.task} has some")
+                variant.method.check(len(sample.prompt_ids), context)
+            except UserError as error:
+                if refused is None:
+                    raise
+                refused.setdefault(variant.cell, error)
 
 
 @torch.no_grad()
@@ -230,7 +240,8 @@ class _Run:
         """The rows of samples with one prompt, or of one turn of a conversation, after which `said` has it too."""
         target, said = self.target, self.said
         compared = [each for each in self.variants if not samples[0].earlier or each.cell in said]
-        check_samples(target, samples, compared)
+        check_samples(target, samples, compared, self.refused)
+        compared = [each for each in compared if each.cell not in (self.refused or ())]
         prompt = samples[0].prompt_ids[None].to(target.model.device)
         pictures = samples[0].pictures.inputs() if samples[0].pictures else {}
         images = Images.among({name: each.to(target.model.device) for name, each in pictures.items()})

@@ -66,6 +66,7 @@ __all__ = [
     "Quest",
     "RandomEntries",
     "Reconstruction",
+    "RestoreKV",
     "SentenceSimilarity",
     "ShadowKV",
     "SnapKV",

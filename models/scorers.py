@@ -72,11 +72,9 @@ class Scorer(ABC):
         """The scorer in a file or a folder, or on the Hub as `user/name` or `user/name/FOLDER`.
 
         Raises:
-            UserError: it cannot be loaded, or its files hold no tensors of this kind of scorer.
+            UserError: it cannot be loaded, or its files hold no tensors of this kind of scorer, or one of them twice.
         """
-        files = published_files(str(reference))
-        read = [read_tensors(each, cls.names) if each.suffix == ".safetensors" else unpickled(each) for each in files]
-        return cls(files[0], {name: tensor for tensors in read for name, tensor in tensors.items()})
+        return cls(*published_tensors(str(reference), cls.names))
 
     def __call__(self, index: int, place: int, attention: nn.Module, hidden: Tensor, start: int) -> Tensor:
         """Score the tokens of a pass: [B, K x numbers, q] float32, the numbers of a KV head side by side.
@@ -148,10 +146,11 @@ class FastKVzipScorer(Scorer):
 class TrimKVScorer(Scorer):
     """TRIM-KV (arXiv 2512.03324, 2605.09649): log b, b being the share of an entry that is left after each token.
 
-    Two numbers for an entry: log b, and the entry's position. The gate's activation is SiLU.
+    Two numbers for an entry: log b, and the entry's position. The gate's activation is SiLU, which is `hidden_act` of
+    every model with published weights. Models with images name their layers `model.language_model.layers`.
     """
 
-    names = r"(?:model\.)?layers\.(\d+)\.self_attn\.retention_gate\.(.+)"
+    names = r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.self_attn\.retention_gate\.(.+)"
     numbers = 2
 
     @override
@@ -191,6 +190,24 @@ def kv_heads_of(attention: Any) -> int:
 
 def _rms_norm(states: Tensor, weight: Tensor) -> Tensor:
     return functional.rms_norm(states.float(), (_GATES,), weight.float(), eps=1e-6)
+
+
+def published_tensors(reference: str, names: str = ".*") -> tuple[Path, dict[str, Tensor]]:
+    """The first of the weight files, and from all of them the tensors whose names match the pattern, by name.
+
+    Raises:
+        UserError: as `published_files`; a file cannot be read, or two hold a tensor of the same name.
+    """
+    tensors, holders = dict[str, Tensor](), dict[str, Path]()
+    files = published_files(reference)
+    for file in files:
+        read = read_tensors(file, names) if file.suffix == ".safetensors" else unpickled(file)
+        for name in (each for each in read if re.fullmatch(names, each)):
+            if name in holders:
+                both = f"{holders[name].name} and {file.name} both hold {name}"
+                raise UserError(f"{reference}: {both}; name the one file whose weights you want")
+            tensors[name], holders[name] = read[name], file
+    return files[0], tensors
 
 
 def published_files(reference: str) -> list[Path]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import keepsight
+from keepsight.runtime.methods import METHODS
 from tests.package_files import FOLDERS, PROJECT, ROOT, files_in, imports, package_files, package_modules
 
 RELEASE = f"keepsight-{keepsight.__version__}"
@@ -108,6 +109,7 @@ def test_type_checkers_see_every_module() -> None:
 
 def test_exports_exist() -> None:
     assert all(callable(getattr(keepsight, name)) and name in dir(keepsight) for name in keepsight.__all__)
+    assert {kind.__name__ for kind in METHODS.values()} <= {*keepsight.__all__}
     with pytest.raises(AttributeError, match="no attribute 'Snapkv'"):
         keepsight.Snapkv  # noqa: B018
 

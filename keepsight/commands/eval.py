@@ -58,7 +58,8 @@ def run(config: Config) -> None:
     earlier = earlier_rows(config.reuse)
     if config.question != "seen":
         samples = [render_apart(sample, target.tokenizer) for sample in samples]
-    check_samples(target, samples, variants)
+    refused = Refused()
+    check_samples(target, samples, variants, refused if ALL in config.methods else None)
     pages = {*first_of_each(samples, config.pages)}  # before sorting: they stay the same when samples are added
     # Longest first: what does not fit into memory fails in the first minute, and processes end at about the same time.
     samples.sort(key=lambda sample: -len(sample.prompt_ids))
@@ -70,7 +71,7 @@ def run(config: Config) -> None:
         processes.wait_for_everyone()
         kept = KeptTokens(out, target, [sample for sample in samples if sample.key in pages], config.reuse)
         unjudged = list[BadRow]()
-        refused = _measure(config, target, samples, variants, earlier, kept, processes, unjudged)
+        _measure(config, target, samples, variants, earlier, kept, processes, unjudged, refused)
         processes.wait_for_everyone()
         said = {f"{name} at budget {budget}": f"left out: {error}" for (name, budget), error in refused.items()}
         if processes.is_main_process:
@@ -112,12 +113,14 @@ def _measure(
     kept: KeptTokens,
     processes: PartialState,
     unjudged: list[BadRow],
-) -> Refused:
-    """Append the rows of this process's share of the samples to its part of the results; returns what was refused.
+    refused: Refused,
+) -> None:
+    """Append the rows of this process's share of the samples to its part of the results.
 
-    `unjudged` gets the errors of samples without a verdict of the judge, which then have no rows.
+    `unjudged` gets the errors of samples without a verdict of the judge, which then have no rows. Variants in `refused`
+    are left out; it gets those that refuse a sample.
     """
-    out, refused = Path(config.out), Refused()
+    out = Path(config.out)
     rows = whole_lines(out / "results.jsonl", Measured)
     done = finished(rows, 1 + len(variants))
     earlier = earlier | by_digest([*whole_lines(out / EARLIER, Measured), *rows])
@@ -139,7 +142,6 @@ def _measure(
                 if config.skip is not None and len(unjudged) > config.skip:
                     raise
             progress.update()
-    return refused
 
 
 def own_share(samples: list[RenderedSample], question: str, process: int, processes: int) -> list[RenderedSample]:

@@ -20,10 +20,10 @@ from typing_extensions import Self, override
 
 from keepsight.errors import UserError
 from keepsight.files import read_json
-from keepsight.models.artifacts import as_weights, read_tensors, unpickled
+from keepsight.models.artifacts import as_weights
 from keepsight.models.lora import FoldedLora, Lora
 from keepsight.models.model_files import tensor_bytes
-from keepsight.models.scorers import published_files
+from keepsight.models.scorers import published_tensors
 from keepsight.runtime import registry
 from keepsight.runtime.methods.reconstruction import KVzip, Replayed
 from keepsight.runtime.observe import read_with
@@ -58,22 +58,20 @@ class RestoreWeights:
         """The weights in a file or a folder, or on the Hub as `user/name`.
 
         Raises:
-            UserError: they cannot be loaded, or their files hold no such tensors.
+            UserError: they cannot be loaded, or their files hold no such tensors, or one of them twice.
         """
-        files = published_files(str(reference))
-        read = [read_tensors(each) if each.suffix == ".safetensors" else unpickled(each) for each in files]
-        tensors = {name: tensor for each in read for name, tensor in each.items()}
+        file, tensors = published_tensors(str(reference))
         tokens = [tensor for name, tensor in tensors.items() if _TOKENS.fullmatch(name) and tensor.ndim == 2]
         if len(tokens) != 1:
             raise UserError(f"{reference}: holds no restore_embeddings; name weights that were published for RestoreKV")
         lora = {
             (match[1], match[2].upper()): tensor for name, tensor in tensors.items() if (match := _LORA.fullmatch(name))
         }
-        config = files[0].parent / "adapter_config.json"
+        config = file.parent / "adapter_config.json"
         alpha = read_json(config, dict[str, Any]).get("lora_alpha") if config.is_file() else ALPHA
         if isinstance(alpha, bool) or not isinstance(alpha, int | float):
             raise UserError(f"{config}: lora_alpha is {alpha!r}, expected a number; fetch it again")
-        return cls(files[0], tokens[0], lora, float(alpha))
+        return cls(file, tokens[0], lora, float(alpha))
 
     def bound(self, model: PreTrainedModel) -> tuple[Tensor, FoldedLora | None]:
         """The tokens [n, D] in a model's dtype and on its device, and their LoRA.

@@ -310,6 +310,20 @@ def test_what_no_prompt_can_be_packed_with_is_refused_before_the_model_is_loaded
     assert message.startswith("method 'kivi': inner: KV heads that hold different numbers of entries cannot be packed")
 
 
+def test_of_all_methods_those_that_refuse_a_prompt_are_left_out(
+    keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named alone, such a method ends the run before anything is measured."""
+    monkeypatch.setattr(variants, "METHODS", {"snapkv": SnapKV})
+    wide = "{name: truncation, window: 200, label: wide}"
+    given = [*NEEDLES, "samples=1", "budgets=[0.25]", "pages=0"]
+    said = "Truncation: budget 0.25 (here 64 tokens) must be above the window of 200 tokens"
+    assert f"wide at budget 0.25 was left out: {said}" in keepsight("eval", *TINY, *given, f"methods=[all,{wide}]")
+    assert [row["method"] for row in read_jsonl(here / "out" / "results.jsonl")] == ["full", "snapkv"]
+    assert keepsight.fails("eval", *TINY, *given, f"methods=[snapkv,{wide}]", "out=other").startswith(said)
+    assert not (here / "other").exists()
+
+
 def test_a_method_that_is_refused_meanwhile_loses_no_row_of_the_others(
     keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,8 +16,11 @@ from keepsight.commands.variants import variants_of
 from keepsight.eval.tasks.benchmark import protocol_named
 from keepsight.eval.tasks.registry import tasks_of
 from keepsight.files import read_json, read_jsonl
+from keepsight.models.card import Provenance
+from keepsight.models.retrieval_head import RetrievalHead
 from tests.commands.commands import CommandLine
 from tests.eval.judging import endpoint
+from tests.runtime.retrieval.heads import tiny_head
 
 FILES = {path.stem: path for path in sorted((Path(recipes.__file__).parent / "preset").glob("*.yaml"))}
 TINY = ("model.id=tiny", "model.device=cpu", "adapter=adapter", "draft.layers=[0,2]", "max_new_tokens=4", "pages=0")
@@ -58,7 +61,8 @@ def test_help_lists_those_of_a_command(keepsight: CommandLine) -> None:
     listed = keepsight("eval", "--help").partition("presets: ")[2].partition("recipes: ")[0]
     own = [name for name, each in presets().items() if each.command == "eval"]
     assert listed.replace(",", "").split() == own
-    assert "presets: dapq-throughput, specache-throughput\n" in keepsight("bench", "decode", "--help")
+    names = "dapq-throughput, specache-throughput, specontext-request, specontext-throughput"
+    assert f"presets: {names} " in " ".join(keepsight("bench", "decode", "--help").split())
     shown = keepsight("eval", "--help", "preset=dapq-niah")
     assert "\n  tasks=[niah_depth] " in shown and "\n  preset=dapq-niah " in shown
 
@@ -66,7 +70,8 @@ def test_help_lists_those_of_a_command(keepsight: CommandLine) -> None:
 def test_unknown_ones_and_those_of_other_commands_are_refused(keepsight: CommandLine) -> None:
     message = keepsight.fails("bench", "decode", "preset=dapq-niah")
     assert message == (
-        "preset=dapq-niah is unknown here; keepsight eval has it; choose one of dapq-throughput, specache-throughput"
+        "preset=dapq-niah is unknown here; keepsight eval has it; choose one of dapq-throughput, specache-throughput, "
+        "specontext-request, specontext-throughput"
     )
     assert keepsight.fails("eval", "out=out", "preset=a").startswith("preset=a is unknown here; choose one of dapq-")
 
@@ -106,9 +111,19 @@ def test_a_table_is_measured(keepsight: CommandLine, here: Path) -> None:
     assert {row["kept"] for row in rows if row["budget"]} == {40.0} and {row["score"] for row in rows} == {0.7}
 
 
-def test_a_table_of_a_benchmark_is_measured(keepsight: CommandLine) -> None:
-    small = ("tokens=90", "answer_tokens=2", "batch=2", "budgets=[48]")
-    lines = keepsight("bench", "decode", "model.id=tiny", "model.device=cpu", "preset=dapq-throughput", *small)
-    names = ["full cache", *(f"{name} 48" for name in presets()["dapq-throughput"].values["methods"])]
-    assert [line[:20].strip() for line in lines.splitlines()[2:-1]] == names
-    assert lines.splitlines()[-1].startswith("table: DapQ (arXiv 2603.11564), tables 3 and 7")
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [
+        ("dapq-throughput", "DapQ (arXiv 2603.11564), tables 3 and 7"),
+        ("specontext-throughput", "SpeContext (arXiv 2512.00722), table 3"),
+        ("specontext-request", "SpeContext (arXiv 2512.00722), figure 10"),
+    ],
+)
+def test_a_table_of_decoding_is_measured(keepsight: CommandLine, here: Path, name: str, table: str) -> None:
+    draft = tiny_head(512)
+    RetrievalHead.from_draft(draft, "previous-step").save(here / "head", Provenance("tiny"), "# Card\n")
+    small = ("tokens=90", "answer_tokens=2", "batch=2", "budgets=[64]", "retrieval=head")
+    lines = keepsight("bench", "decode", "model.id=tiny", "model.device=cpu", f"preset={name}", *small).splitlines()
+    names = ["full cache", *(f"{each} 64" for each in presets()[name].values["methods"])]
+    assert [line[:20].strip() for line in lines[2:-1]] == names
+    assert lines[-1].startswith(f"table: {table}")

@@ -223,6 +223,9 @@ def test_samples_are_checked_before_the_first_runs(target: Target, variants: lis
         render(replace(SAMPLE, spans=("lazy dog", "lazy cat")), target.tokenizer)
     with pytest.raises(UserError, match=r"Truncation: a prompt of .* is shorter than the window of 999"):
         check_samples(target, samples, [Variant("truncation", Truncation(1000, window=999))])
+    refused = Refused()
+    check_samples(target, samples, [*variants, Variant("truncation", Truncation(1000, window=999))], refused)
+    assert [*refused] == [("truncation", 1000)]
 
     longest = 4096 - ids_of(target).shape[1]
     with pytest.raises(

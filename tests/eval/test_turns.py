@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepsight.eval.sweep import Variant, groups_of, run_samples, sweep
+from keepsight.errors import UserError
+from keepsight.eval.sweep import Refused, Variant, groups_of, run_samples, sweep
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render_turns
 from keepsight.models.targets import Target
 from keepsight.runtime.generate import FullCache, decode, stop_after
@@ -105,6 +106,25 @@ def test_a_short_first_turn_leaves_a_later_one_to_evict_from(target: Target) -> 
     turns = render_turns(samples, target.tokenizer)
     first, second = (made[1] for made in run_samples(target, turns, VARIANTS[:1], MANY))
     assert first["kept"] == len(turns[0].prompt_ids) < 40 == second["kept"] < second["prompt_tokens"]
+
+
+def test_a_method_that_refuses_a_later_turn_is_left_out_from_there(target: Target, turns: list[RenderedSample]) -> None:
+    class Short(SnapKV):
+        def check(self, length: int, context: int) -> None:
+            if length > len(turns[0].prompt_ids):
+                raise UserError("too long for a method of this test")
+
+    refused, mixed = Refused(), [VARIANTS[0], Variant("short", Short(40))]
+    made = run_samples(target, turns, mixed, MANY, refused=refused)
+    assert [[row["method"] for row in rows] for rows in made] == [
+        ["full", "snapkv", "short"],
+        *[["full", "snapkv"]] * 2,
+    ]
+    assert {cell: str(error) for cell, error in refused.items()} == {
+        ("short", 40): "too long for a method of this test"
+    }
+    with pytest.raises(UserError, match="too long for a method of this test"):
+        run_samples(target, turns, mixed, MANY)
 
 
 def test_small_batches_and_blocks_change_nothing(

@@ -118,6 +118,10 @@ def test_what_does_not_fit_is_one_line(tiny, folder, tmp_path):
     save_file({"other": torch.ones(2)}, tmp_path / "a.safetensors")
     with pytest.raises(UserError, match="holds no restore_embeddings"):
         RestoreWeights.from_pretrained(tmp_path)
+    for name in ("b.safetensors", "c.safetensors"):
+        save_file({"restore_embeddings": torch.ones(2, 8)}, tmp_path / name)
+    with pytest.raises(UserError, match=r"b\.safetensors and c\.safetensors both hold restore_embeddings; name the"):
+        RestoreWeights.from_pretrained(tmp_path)
     with pytest.raises(UserError, match="method 'restorekv': needs scorer=FILE_FOLDER_OR_HUB_ID"):
         make_method("restorekv", BUDGET, Resources(tokenizer=TOKENIZER))
 

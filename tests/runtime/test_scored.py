@@ -210,9 +210,20 @@ def test_what_does_not_fit_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"no \*\.safetensors"):
         KVzap.from_pretrained(tmp_path / "empty", 64)
+    for name in ("q2.pt", "q4.pt"):
+        torch.save({name: torch.ones(2), **tensors}, tmp_path / "empty" / name)
+    with pytest.raises(UserError, match=r"empty: q2\.pt and q4\.pt both hold layers\.0\.weight; name the one file"):
+        KVzap.from_pretrained(tmp_path / "empty", 64)
     (tmp_path / "bad.pt").write_bytes(pickle.dumps({"layers.0.weight": Path("trap")}, 2))
     with pytest.raises(UserError, match=r"bad\.pt: not a pickle of tensors alone"):
         KVzap.from_pretrained(tmp_path / "bad.pt", 64)
+
+
+def test_layers_of_a_model_with_images_have_a_longer_name():
+    model = tiny_model()
+    tensors = tiny_tensors(TrimKVScorer, model)
+    longer = {name.replace("model.", "model.language_model."): each for name, each in tensors.items()}
+    assert TrimKVScorer("longer", longer).digest == TrimKVScorer("tiny", tensors).digest
 
 
 def test_results_of_other_weights_are_told_apart():
