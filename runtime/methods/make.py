@@ -34,6 +34,7 @@ from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
 from keepsight.runtime.methods.reconstruction import KVzip
 from keepsight.runtime.methods.restore import RestoreKV, RestoreWeights
 from keepsight.runtime.methods.scored import ScoredEvict, TrainedScores
+from keepsight.runtime.prompt_compression.contextual import Contextual
 from keepsight.runtime.prompt_compression.r2c import Fusion
 from keepsight.runtime.prompt_compression.text import Cosine, Package
 from keepsight.runtime.registry import ALLOCATIONS, DRAFTERS, METHODS, OBSERVERS
@@ -289,6 +290,6 @@ _KINDS: dict[str, Mapping[str, type]] = {
     "reduce": {},
     "sparse": {"vertical_slash": SparsePrefill, "minference": MInference},
     "label": {"package": Package},
-    "similarity": {"cosine": Cosine},
+    "similarity": {"cosine": Cosine, "contextual": Contextual},
     "relevance": {"fusion": Fusion},
 }

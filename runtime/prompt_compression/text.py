@@ -222,13 +222,16 @@ class Cosine:
 @registry.method("sentence_similarity")
 @dataclass(frozen=True)
 class SentenceSimilarity(ShortenText):
-    """Keeps the window, and in their order the sentences before it that are closest to its text.
+    """Keeps the window, and in their order the sentences before it that are closest to its text (after CPC).
 
-    A token belongs to the sentence in which its text begins. The last sentence kept is cut to what is left of the
-    budget, so that it is always used up. Ties go to the earlier sentence.
+    CPC (arXiv 2409.01227) is `similarity=Contextual(MODEL, ADAPTER)`; by default a small public encoder embeds each
+    sentence alone. The window's text is the question, with what the chat template puts after it. A token belongs to the
+    sentence in which its text begins. The last sentence kept is cut to what is left of the budget, so that it is always
+    used up; CPC keeps it whole, beyond the budget. CPC's patterns, whose sentences are taken first, are left out. Ties
+    go to the earlier sentence.
 
     Attributes:
-        similarity: Scores sentences by a question, [S]; cosine similarity of embeddings by default.
+        similarity: Scores sentences by a question, [S]: `Cosine` or `Contextual`.
     """
 
     similarity: Callable[[list[str], str], Tensor] = Cosine()
