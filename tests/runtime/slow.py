@@ -43,7 +43,11 @@ class Slow:
 
     def logits(self):
         """[1, V], of the last token."""
-        return self._pass(self.visible, input_ids=self.ids)[0][:, -1]
+        return self.look()[0][:, -1]
+
+    def look(self):
+        """Logits [1, M, V]; for each layer queries [H, M, d], keys and values [K, M, d], as when they were read."""
+        return self._pass(self.visible, input_ids=self.ids)
 
     def answer(self, tokens, every=0):
         """Greedy; as after `decode`, the last token is not read."""
@@ -62,7 +66,7 @@ class Slow:
     def evict(self):
         method, budget = self.method, self.method.budget - self.method.every
         if torch.stack([layer.sum(1) for layer in self.alive]).double().mean() > budget:
-            importance = [self._pooled(layer, alive) for layer, alive in zip(self._observed(), self.alive, strict=True)]
+            importance = self.importance()
             counts = divide(method.allocate, [layer[None] for layer in importance], budget)
             for layer, count, alive in zip(importance, counts, self.alive, strict=True):
                 for head in range(self.kv_heads):
@@ -70,6 +74,10 @@ class Slow:
                     alive[head] = False
                     alive[head, order[: int(count[0, head])]] = True
         self.own_queries = min(self.own_queries, method.window)
+
+    def importance(self):
+        """For each layer, [K, M]: +inf where protected, -inf where evicted."""
+        return [self._pooled(layer, alive) for layer, alive in zip(self._observed(), self.alive, strict=True)]
 
     def _pooled(self, observed, alive):
         """Heads averaged, neighbours pooled: [K, M], +inf where protected, -inf where evicted."""
@@ -93,7 +101,7 @@ class Slow:
             return [torch.arange(self.ids.shape[1]).float().expand(self.kv_heads * self.group, -1)] * self.layers
         if isinstance(observer, PromptWindow):
             return self._of_window(min(observer.window or method.window, self.own_queries))
-        _, _, keys, values = self._pass(self.visible, input_ids=self.ids)
+        _, _, keys, values = self.look()
         if type(method) is Oracle:
             rows = {"input_ids": self._draft(observer.drafter.max_new_tokens)}
             return self._of_rows(rows, keys, values)
@@ -102,7 +110,7 @@ class Slow:
             return self._of_rows({"inputs_embeds": tokens[None]}, keys, values)
 
     def _of_window(self, rows):
-        _, queries, keys, _ = self._pass(self.visible, input_ids=self.ids)
+        _, queries, keys, _ = self.look()
         length = self.ids.shape[1]
         causal = torch.ones(length, length).tril().bool()[-rows:]
         return [

@@ -18,6 +18,7 @@ from tests.close import assert_close
 from tests.families import FAMILIES, family_model
 from tests.runtime.dense import best_of
 from tests.runtime.scoring import kept_entries
+from tests.runtime.slow import Slow
 from tests.tiny import prompt_ids, tiny_model
 
 BUDGET, SINKS, WIDTH, GROUP, AHEAD = 16, 4, 8, 2, 512
@@ -88,29 +89,35 @@ def expected(model, ids, epsilon=0.0):
 
 
 def trigonometric(model, ids):
-    """Scores of each KV head, the mean over layers."""
-    length, scores, half = ids.shape[1], [[0.0] * ids.shape[1] for _ in range(2)], WIDTH // 2
-    for query, key, _ in read(model, ids):
-        for head in range(2):
-            best = [-math.inf] * length
+    """Scores of each KV head, the mean over layers, in each layer."""
+    length = ids.shape[1]
+    return [trigonometric_scores(model, read(model, ids), [range(length)] * 2, length)] * 3
+
+
+def trigonometric_scores(model, layers, left, length):
+    """For each KV head, of its entries that are `left` of `length` tokens; queries and keys are those before RoPE."""
+    scores, half = [[0.0] * len(each) for each in left], WIDTH // 2
+    for query, key, _ in layers:
+        for head, entries in enumerate(left):
+            best = [-math.inf] * len(entries)
             for each in range(head * GROUP, head * GROUP + GROUP):
                 pairs = [[complex(row[f], row[f + half]) for f in range(half)] for row in query[each, SINKS:].tolist()]
                 mean = [sum(column) / len(pairs) for column in zip(*pairs, strict=True)]
                 norm = [sum(map(abs, column)) / len(pairs) for column in zip(*pairs, strict=True)]
                 found = []
-                for entry, row in enumerate(key[head].tolist()):
-                    score = 0.0
+                for entry in entries:
+                    row, score = key[head, entry].tolist(), 0.0
                     for f, speed in enumerate(frequencies(model)):
                         own = complex(row[f], row[f + half])
                         phase = cmath.phase(mean[f] * own.conjugate())
                         near = [math.cos(speed * (length - entry + 2**power) + phase) for power in range(17)]
                         score += abs(mean[f]) * abs(own) * sum(near) / 17 + (norm[f] - abs(mean[f])) * abs(own)
                     found.append(score)
-                centre = sum(found) / length
-                spread = math.sqrt(sum((score - centre) ** 2 for score in found) / length)
+                centre = sum(found) / len(found)
+                spread = math.sqrt(sum((score - centre) ** 2 for score in found) / len(found))
                 best = [max(old, (score - centre) / spread) for old, score in zip(best, found, strict=True)]
             scores[head] = [old + new / 3 for old, new in zip(scores[head], best, strict=True)]
-    return [scores] * 3
+    return scores
 
 
 def adaptive(layer):
@@ -192,6 +199,38 @@ def test_eviction_while_decoding_and_saved_states(method, tiny, tmp_path):
         assert seen == [24] * 4
         answers.append(after.ids.tolist())
     assert answers[0] == answers[1]
+
+
+class SlowTriAttention(Slow):
+    """TriAttention among the entries that are left; the queries of evicted tokens count too."""
+
+    def importance(self):
+        _, queries, keys, _ = self.look()
+        length = self.ids.shape[1]
+        back = torch.stack([rotation(self.model, place).T for place in range(length)])
+        turned = [
+            [(back @ each.double()[..., None])[..., 0] for each in pair] for pair in zip(queries, keys, strict=True)
+        ]
+        left = [self.alive[0][head].nonzero()[:, 0].tolist() for head in range(2)]
+        scores = trigonometric_scores(self.model, [(*pair, None) for pair in turned], left, length)
+        found = torch.full((2, length), -math.inf, dtype=torch.float64)
+        for head in range(2):
+            found[head, left[head]] = torch.tensor(scores[head], dtype=torch.float64)
+        return [found] * 3
+
+
+def test_triattention_while_decoding_is_its_definition(tiny):
+    method, ids = TriAttention(24, every=6), prompt_ids(41)[0]
+    slow = SlowTriAttention(tiny, method)
+    slow.read(ids)
+    slow.evict()
+    expected = slow.answer(21, 6)
+    eviction = method.periodic_eviction(tiny)
+    after = decode(tiny, method.start(tiny, ids), stop_after(21, None), pad_token=0, eviction=eviction)
+    assert after.ids.tolist() == expected.tolist()
+    assert_close(after.state.logits, slow.logits())
+    assert all(torch.equal(each, slow.alive[0]) for each in slow.alive)
+    assert after.state.counts()[:, 0].tolist() == [layer.sum(dim=1).tolist() for layer in slow.alive]
 
 
 def test_values_are_checked(tiny):

@@ -19,6 +19,7 @@ from keepsight.runtime.state import prefill
 from tests.close import assert_close
 from tests.runtime.dense import best_of
 from tests.runtime.scoring import kept_entries
+from tests.runtime.slow import Slow
 from tests.tiny import prompt_ids, tiny_model
 
 BUDGET, WINDOW, GROUP = 16, 4, 2
@@ -40,7 +41,8 @@ def dot(one, other):
 
 
 def cosine(one, other):
-    return dot(one, other) / math.sqrt(dot(one, one) * dot(other, other))
+    norms = math.sqrt(dot(one, one) * dot(other, other))
+    return dot(one, other) / norms if norms else 0.0  # the padding token's key is zero in the first layer
 
 
 def softmax(logits):
@@ -92,7 +94,8 @@ def critical(head, query, key, value, output, *, budget=BUDGET):
     return best_of(weighted, budget - WINDOW) + own
 
 
-def rkv(head, query, key, value, output):
+def rkv_scores(head, query, key):
+    """Of the entries before the last 8."""
     length = len(key[head])
     older = length - 8
     attention = [0.0] * older
@@ -112,8 +115,12 @@ def rkv(head, query, key, value, output):
             alike[near[-1]] = 0.0
         mean = [before + each / length for before, each in zip(mean, alike, strict=True)]
     redundant = softmax(mean)
-    scores = [0.1 * pooled[entry] - 0.9 * redundant[entry] for entry in range(older)]
-    return best_of(scores, BUDGET - 8) + list(range(older, length))
+    return [0.1 * pooled[entry] - 0.9 * redundant[entry] for entry in range(older)]
+
+
+def rkv(head, query, key, value, output):
+    length = len(key[head])
+    return best_of(rkv_scores(head, query, key), BUDGET - 8) + list(range(length - 8, length))
 
 
 CASES = {
@@ -186,6 +193,33 @@ def test_eviction_while_decoding_never_exceeds_the_budget(method, tiny):
     assert state.length == 18
     after = decode(tiny, state, stop_after(30, None), pad_token=0, eviction=PeriodicEviction(6, compress)).state
     assert seen == [24] * 4 and after.length <= 24
+
+
+class SlowRKV(Slow):
+    """R-KV among the entries that are left; the last 8 are left in every head."""
+
+    def importance(self):
+        _, queries, keys, _ = self.look()
+        found = [torch.full(alive.shape, -math.inf, dtype=torch.float64) for alive in self.alive]
+        for query, key, alive, of in zip(queries, keys, self.alive, found, strict=True):
+            for head in range(2):
+                left = alive[head].nonzero()[:, 0]
+                scores = rkv_scores(head, query.double()[:, left], key.double()[:, left])
+                of[head, left] = torch.tensor([*scores, *[math.inf] * 8], dtype=torch.float64)
+        return found
+
+
+def test_rkv_while_decoding_is_its_definition(tiny):
+    method, ids = RKV(24, every=6), prompt_ids(41)[0]
+    slow = SlowRKV(tiny, method)
+    slow.read(ids)
+    slow.evict()
+    expected = slow.answer(21, 6)
+    eviction = method.periodic_eviction(tiny)
+    after = decode(tiny, method.start(tiny, ids), stop_after(21, None), pad_token=0, eviction=eviction)
+    assert after.ids.tolist() == expected.tolist()
+    assert_close(after.state.logits, slow.logits())
+    assert after.state.counts()[:, 0].tolist() == [layer.sum(dim=1).tolist() for layer in slow.alive]
 
 
 @pytest.mark.parametrize(
