@@ -99,15 +99,15 @@ def _adapted(encoder: Any, adapter: str) -> Any:
         config.task_type = None  # encoders have no head
         adapted = PeftModel(encoder, config)
         weights = load_peft_weights(adapter, device=str(encoder.device))
-        strange = set_peft_model_state_dict(adapted, weights).unexpected_keys
+        result: Any = set_peft_model_state_dict(adapted, weights)
     except (OSError, RuntimeError, ValueError, TypeError) as error:
         raise UserError(
             f"contextual: adapter {adapter!r} cannot be loaded; give a PEFT adapter of the encoder: "
             f"{one_line(error, 200)}"
         ) from None
-    if strange:
+    if result.unexpected_keys:
         raise UserError(
-            f"contextual: adapter {adapter!r} has {strange[0]}, which the encoder lacks; give one that was trained "
-            "on the model without its language-model head"
+            f"contextual: adapter {adapter!r} has {result.unexpected_keys[0]}, which the encoder lacks; give one that "
+            "was trained on the model without its language-model head"
         )
     return adapted.get_base_model()

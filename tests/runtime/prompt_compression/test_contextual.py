@@ -81,7 +81,7 @@ def slow_similarity(model: Any, chunks: list[list[str]], question: str) -> list[
         parts = [tokenizer.encode(each, add_special_tokens=False) for each in texts]
         hidden, found, start = slow_hidden(model, [token for part in parts for token in part]), [], 0
         for part in parts:
-            mean = sum(hidden[start + place] for place in range(len(part))) / len(part)
+            mean = torch.stack([hidden[start + place] for place in range(len(part))]).sum(dim=0) / len(part)
             found.append(mean / mean.norm())
             start += len(part)
         return found
@@ -112,7 +112,7 @@ def test_similarities_are_those_of_the_definition(folder: Path, adapter: Path, a
 
 def test_an_encoder_with_a_short_context_reads_shorter_chunks(tmp_path: Path) -> None:
     torch.manual_seed(4)
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    shape: Any = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     bert = BertModel(BertConfig(vocab_size=512, max_position_embeddings=16, **shape)).eval()
     bert.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(str(tmp_path))
@@ -122,8 +122,8 @@ def test_an_encoder_with_a_short_context_reads_shorter_chunks(tmp_path: Path) ->
     (asked,) = tiny_tokenizer()([QUESTION], add_special_tokens=False)["input_ids"]
     assert len(asked) <= 16
     with torch.no_grad():
-        alone = [bert(torch.tensor([each])).last_hidden_state[0].mean(dim=0) for each in (ids, asked)]
-    assert_close(Contextual(str(tmp_path))([" No"], QUESTION)[0], torch.cosine_similarity(*alone, dim=0))
+        one, other = (bert(torch.tensor([each])).last_hidden_state[0].mean(dim=0) for each in (ids, asked))
+    assert_close(Contextual(str(tmp_path))([" No"], QUESTION)[0], torch.cosine_similarity(one, other, dim=0))
 
 
 @pytest.mark.parametrize(
