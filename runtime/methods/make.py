@@ -31,7 +31,7 @@ from keepsight.runtime.drafting.speckv import MInference, ModelDrafter, SparsePr
 from keepsight.runtime.generate import Method
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
-from keepsight.runtime.methods.reconstruction import KVzip
+from keepsight.runtime.methods.reconstruction import KVzip, KVzipPlus
 from keepsight.runtime.methods.restore import RestoreKV, RestoreWeights
 from keepsight.runtime.methods.scored import ScoredEvict, TrainedScores
 from keepsight.runtime.prompt_compression.contextual import Contextual
@@ -216,8 +216,10 @@ class _OptionReader:
             draft: Any = self.resources.find("draft")
             return {"observer": DraftObserver(ModelDrafter(draft), window=None)}
         if issubclass(kind, KVzip):
-            trained = {"weights": self.resources.scorer_of(RestoreWeights)} if issubclass(kind, RestoreKV) else {}
-            return {"observer": kind.observer_of(self.resources.find("tokenizer"))} | trained
+            weights = self.resources.scorer_of(RestoreWeights) if issubclass(kind, RestoreKV) else None
+            scores = KVzipPlus if weights and weights.plus else kind
+            trained = {"weights": weights} if weights else {}
+            return {"observer": scores.observer_of(self.resources.find("tokenizer"))} | trained
         return {}
 
     def fields(

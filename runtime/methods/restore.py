@@ -31,6 +31,7 @@ from keepsight.runtime.state import State
 
 _TOKENS = re.compile(r"(.*\.)?(restore_)?embeddings")
 _LORA = re.compile(r"(?:base_model\.model\.|trainable_model_state\.)?(.+)\.lora_(a|b)(?:\.weight)?", re.IGNORECASE)
+_PLUS = re.compile(r"_plus(\.\w+)?$", re.IGNORECASE)
 ALPHA = 16.0
 """The authors' alpha, where no adapter_config.json names it."""
 
@@ -39,13 +40,19 @@ class RestoreWeights:
     """Learned tokens, and the LoRA with which they are read (RestoreKV, arXiv 2608.01247).
 
     `tokens` [n, D] are input embeddings; `lora` holds A [r, in] and B [out, r] of each linear module, by its name and
-    `A` or `B`, whose update is scaled by alpha / r. `source` names the file of the tensors, for messages.
+    `A` or `B`, whose update is scaled by alpha / r. `source` names the file of the tensors, for messages. `plus` says
+    whether they were trained with KVzip+'s scores.
     """
 
     def __init__(
-        self, source: Path | str, tokens: Tensor, lora: Mapping[tuple[str, str], Tensor], alpha: float = ALPHA
+        self,
+        source: Path | str,
+        tokens: Tensor,
+        lora: Mapping[tuple[str, str], Tensor],
+        alpha: float = ALPHA,
+        plus: bool = False,
     ) -> None:
-        self.source, self.tokens, self.alpha = source, tokens, alpha
+        self.source, self.tokens, self.alpha, self.plus = source, tokens, alpha, plus
         self._lora = dict(lora)
         self._bound: WeakKeyDictionary[PreTrainedModel, tuple[Tensor, FoldedLora | None]] = WeakKeyDictionary()
         digest = hashlib.sha256(f"{alpha}".encode() + tensor_bytes(tokens))
@@ -55,7 +62,7 @@ class RestoreWeights:
 
     @classmethod
     def from_pretrained(cls, reference: str | Path) -> Self:
-        """The weights in a file or a folder, or on the Hub as `user/name`.
+        """The weights in a file or a folder, or on the Hub as `user/name`; `plus` if the name ends in `_plus`.
 
         Raises:
             UserError: they cannot be loaded, or their files hold no such tensors, or one of them twice.
@@ -71,7 +78,7 @@ class RestoreWeights:
         alpha = read_json(config, dict[str, Any]).get("lora_alpha") if config.is_file() else ALPHA
         if isinstance(alpha, bool) or not isinstance(alpha, int | float):
             raise UserError(f"{config}: lora_alpha is {alpha!r}, expected a number; fetch it again")
-        return cls(file, tokens[0], lora, float(alpha))
+        return cls(file, tokens[0], lora, float(alpha), plus=_PLUS.search(Path(reference).name) is not None)
 
     def bound(self, model: PreTrainedModel) -> tuple[Tensor, FoldedLora | None]:
         """The tokens [n, D] in a model's dtype and on its device, and their LoRA.
@@ -129,7 +136,7 @@ class RestoreKV(KVzip):
 
     n learned tokens (8 as published) are read after the prompt, through a LoRA of their own, while the cache is whole.
     Their entries stay in every layer and head, beside the budget - n that KVzip keeps; later tokens are at positions n
-    higher. A prompt that fits the budget stays as it is.
+    higher. A prompt that fits the budget stays as it is. By name, `plus` weights come with KVzip+'s observer.
 
     Attributes:
         weights: The trained weights; in a recipe `scorer` names them: a file, a folder or a Hub id.

@@ -126,6 +126,18 @@ def test_what_does_not_fit_is_one_line(tiny, folder, tmp_path):
         make_method("restorekv", BUDGET, Resources(tokenizer=TOKENIZER))
 
 
+def test_weights_of_kvzip_plus_are_known_by_their_name(tiny, tmp_path):
+    resources = Resources(tokenizer=TOKENIZER)
+    for name, plus in (("RestoreKV-Tiny", False), ("RestoreKV-Tiny_plus", True)):
+        folder = save_restore(tmp_path / name, tiny)
+        method = make_method("restorekv", BUDGET, resources, scorer=str(folder))
+        assert method.weights.plus == method.observer.normalized == plus
+        other = make_method("restorekv", BUDGET, resources, scorer=str(folder), observer={"normalized": not plus})
+        assert other.observer.normalized != plus
+    torch.save({"embeddings": tiny_restore(tiny).tokens}, tmp_path / "qwen_plus.pt")
+    assert RestoreWeights.from_pretrained(tmp_path / "qwen_plus.pt").plus
+
+
 def test_the_authors_pickle_is_read_as_tensors(tiny, tmp_path):
     generator = torch.Generator().manual_seed(1)
     down, up = torch.randn(2, 32, generator=generator), torch.randn(32, 2, generator=generator)
