@@ -127,3 +127,15 @@ def test_a_table_of_decoding_is_measured(keepsight: CommandLine, here: Path, nam
     names = ["full cache", *(f"{each} 64" for each in presets()[name].values["methods"])]
     assert [line[:20].strip() for line in lines[2:-1]] == names
     assert lines[-1].startswith(f"table: {table}")
+
+
+@pytest.mark.parametrize("name", ["speckv-ttft", "specpc-ttft"])
+def test_a_table_of_first_tokens_is_measured(keepsight: CommandLine, name: str) -> None:
+    """CPC with its own encoder, since the preset's needs another package, as LLMLingua-2 does."""
+    cpc = "{name: sentence_similarity, similarity: {name: contextual, model: tiny}, label: cpc}"
+    small = ["tokens=320", "budgets=[90]", "draft.layers=[0,2]"]
+    small += [f"methods=[{cpc},specpc]"] * (name == "specpc-ttft")
+    lines = keepsight("bench", "serve", "model.id=tiny", "model.device=cpu", f"preset={name}", *small).splitlines()
+    names = {"speckv-ttft": ["snapkv 90", "speckv, densely 90", "speckv 90"], "specpc-ttft": ["cpc 90", "specpc 90"]}
+    assert [line[:20].strip() for line in lines[2:-1]] == ["full cache", *names[name]]
+    assert "figure 6: time to first token" in lines[-1]
