@@ -83,9 +83,9 @@ class ScoredEvict(Evict):
 class KVzap(ScoredEvict):
     """Keeps what the repetition of the prompt would attend to, as a network predicts it (KVzap, arXiv 2601.07891).
 
-    The paper evicts entries that score below a threshold, except for the last 128 tokens (section 3.3). One budget for
-    the heads of all layers equals a threshold that keeps that many entries; a window of 32 leaves room in small
-    budgets.
+    The paper evicts entries that score below a threshold, tau, except for the last 128 tokens (section 3.3). One budget
+    for the heads of all layers equals a threshold that keeps that many entries; tau itself cannot be given. A window of
+    32 leaves room in small budgets.
     """
 
     scorer = KVzapScorer
@@ -98,7 +98,8 @@ class KVzap(ScoredEvict):
 class FastKVzip(ScoredEvict):
     """Keeps what KVzip would, as a gate predicts it; the heads of all layers share the budget (arXiv 2601.17668).
 
-    4 sinks as in kvpress. The window is 2 % of the prompt there, and the prompt is evicted from in chunks of 16,000.
+    4 sinks as in kvpress. The window is 2 % of the prompt there (4,096 tokens of a long one), here 32 tokens. The
+    authors evict from the prompt in chunks of 16,000.
     """
 
     scorer = FastKVzipScorer
@@ -121,9 +122,14 @@ class TrimKV(ScoredEvict):
 @registry.method("dbtrimkv", label="DBTrimKV")
 @dataclass(frozen=True)
 class DBTrimKV(TrimKV):
-    """TRIM-KV with one budget for the heads of all layers (DBTrimKV, arXiv 2605.09649); each keeps 1/8 of its share."""
+    """TRIM-KV with one budget for the heads of all layers (DBTrimKV, arXiv 2605.09649).
 
-    allocate: Allocation = Global(floor=0.125)
+    As in the authors' default no head has a floor. Each keeps its newest entry here, so that none is empty. The
+    authors' optional floor is added to what a head wins; `Global`'s is a minimum.
+    """
+
+    allocate: Allocation = Global(floor=0.0)
+    window: int = 1
 
 
 @registry.method("locret")
@@ -131,8 +137,9 @@ class DBTrimKV(TrimKV):
 class Locret(ScoredEvict):
     """Keeps the entries whose largest attention logit is expected to be highest (Locret, arXiv 2410.01805, section 3).
 
-    Locret evicts after each chunk of the prefill, never scores the last 100 tokens, and renumbers positions. Here the
-    whole prompt is read with full attention first, and keys stay at their positions.
+    Locret evicts after each chunk of the prefill, keeps the last 100 tokens without scoring them, and renumbers
+    positions. Here the whole prompt is read with full attention first, the window is 32 tokens, and keys stay at their
+    positions.
     """
 
     scorer = LocretScorer
