@@ -1,6 +1,6 @@
 """Measures presses of kvpress on the samples and answers of a `keepsight eval` run: excess NLL, and needles found.
 
-kvpress 0.5.5 needs transformers below 5.3 and keepsight 5.10 or later, so that kvpress has an environment of its own.
+kvpress 0.5.5 needs transformers below 5.3 and keepsight 5.18 or later, so that kvpress has an environment of its own.
 `export` runs where keepsight is, with the keys of the evaluation, and adds to its `out` a folder `kvpress`: the model's
 weights and, for each sample, the prompt, the question that follows it with `question=unseen`, and the full cache's
 answer. `measure` does not import keepsight:
@@ -77,6 +77,7 @@ def measure(folder: Path, budgets: list[int], slow: bool) -> Iterator[dict[str, 
     kinds: dict[str, Any] = {
         "SnapKVPress": kvpress.SnapKVPress,
         "SnapKVPress(window_size=32, kernel_size=3)": snapkv,
+        # keepsight's is {name: criticalkv, pool: {kind: avg, kernel: 3}}
         "CriticalKVPress of it": lambda ratio: kvpress.CriticalKVPress(snapkv(ratio)),
         "KeyDiffPress": kvpress.KeyDiffPress,
         "TOVAPress": kvpress.TOVAPress,

@@ -163,8 +163,9 @@ class Trigonometric(Observer):
 class TriAttention(Evict):
     """Keeps what the mean query attends to from near and far, alike in all layers (TriAttention, arXiv 2604.04921).
 
-    Evicts once after the prompt; `every=128` evicts while decoding too, as the paper does. Its prompt is never evicted
-    from; here prompt and answer compete, as in its vLLM runtime.
+    Evicts once after the prompt; `every=128` evicts while decoding too, as the paper does. Its cache grows from B to
+    B + 128 entries between evictions: that is budget=B + 128. Its prompt is never evicted from; here prompt and answer
+    compete, as in its vLLM runtime.
     """
 
     observer: Observer = Trigonometric()

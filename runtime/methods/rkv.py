@@ -94,7 +94,7 @@ class RKV(Evict):
     """Keeps the last 8 entries and the important, non-redundant ones (R-KV, arXiv 2505.24133).
 
     Evicts once after the prompt, which the published code does for the first prompt alone; `every=128` evicts while
-    decoding, as the paper does.
+    decoding, as the paper does. Its cache grows from B to B + 128 entries between evictions: that is budget=B + 128.
     """
 
     observer: Observer = Redundancy()

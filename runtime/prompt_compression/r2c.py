@@ -115,7 +115,9 @@ class R2C(ShortenText):
     The window's text is the question. Chunks are lines, packed up to `chunk` tokens; longer ones are divided evenly.
     Whole chunks make up 1 - `sentences` of the dropped tokens; sentences of the other chunks make up the rest, more of
     them in chunks of a low score. Lengths are counted in the base model's tokens, where R2C counts another model's; its
-    special rules for demonstrations and titles are left out.
+    special rules for demonstrations and titles are left out, and that which joins a block of more than 64 words to a
+    long line after it. Sentences end at punctuation, where R2C takes nltk's. A chunk beyond the reader's 512 tokens has
+    sentences that were not read, which are dropped last; R2C drops them only with their chunk.
 
     Attributes:
         relevance: Reads chunks to answer a question: `Fusion(FOLDER)`.

@@ -234,7 +234,8 @@ class ShadowKV(SparseRead):
     """Reads chunks of the prompt, by the means of their keys; see the module (ShadowKV, arXiv 2410.21465, section 4).
 
     A step reads the chosen chunks, the outliers, and the local part, all within the budget (the paper's counts the
-    chosen ones alone); tokens since the prompt, which are kept exactly, come on top.
+    chosen ones alone); tokens since the prompt, which are kept exactly, come on top. Keys of prompts within the budget
+    are in low rank too; the authors' code leaves passes of up to 4,096 tokens exact.
 
     Attributes:
         chunk: Entries per chunk.
