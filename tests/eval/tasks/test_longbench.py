@@ -170,7 +170,7 @@ def test_a_folder_with_some_of_the_files(tmp_path: Path, letters: Any) -> None:
         make_all(benchmarks, ["longbench_trec"], request_of(letters))
     with pytest.raises(UserError, match="'longbench_nothing' is unknown; longbench has longbench_zh, longbench_e"):
         tasks_of(benchmarks, "longbench_nothing", REFERENCE)
-    with pytest.raises(UserError, match="'nothing' is unknown; choose from niah, ruler, longbench"):
+    with pytest.raises(UserError, match="'nothing' is unknown; choose from niah, reconstruction, ruler, longbench"):
         tasks_of(benchmarks, "nothing", REFERENCE)
 
 
