@@ -130,9 +130,9 @@ def test_weights_of_kvzip_plus_are_known_by_their_name(tiny, tmp_path):
     resources = Resources(tokenizer=TOKENIZER)
     for name, plus in (("RestoreKV-Tiny", False), ("RestoreKV-Tiny_plus", True)):
         folder = save_restore(tmp_path / name, tiny)
-        method = make_method("restorekv", BUDGET, resources, scorer=str(folder))
+        method: Any = make_method("restorekv", BUDGET, resources, scorer=str(folder))
         assert method.weights.plus == method.observer.normalized == plus
-        other = make_method("restorekv", BUDGET, resources, scorer=str(folder), observer={"normalized": not plus})
+        other: Any = make_method("restorekv", BUDGET, resources, scorer=str(folder), observer={"normalized": not plus})
         assert other.observer.normalized != plus
     torch.save({"embeddings": tiny_restore(tiny).tokens}, tmp_path / "qwen_plus.pt")
     assert RestoreWeights.from_pretrained(tmp_path / "qwen_plus.pt").plus

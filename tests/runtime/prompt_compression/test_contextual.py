@@ -94,7 +94,7 @@ def slow_similarity(model: Any, chunks: list[list[str]], question: str) -> list[
 def test_similarities_are_those_of_the_definition(folder: Path, adapter: Path, adapted: bool) -> None:
     model = AutoModel.from_pretrained(folder).double()
     if adapted:
-        config = LoraConfig.from_pretrained(str(adapter))
+        config: Any = LoraConfig.from_pretrained(str(adapter))
         assert config.lora_alpha / config.r == 3
         tensors = load_file(adapter / "adapter_model.safetensors")
         for name in {each.rpartition(".lora_")[0] for each in tensors}:
