@@ -24,6 +24,7 @@ PAGES = [ROOT / "README.md", ROOT / "RESULTS.md", *sorted((ROOT / "checkpoints")
 PLACE = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 EXCESS = "{excess_nll} ({low} to {high})"
 OURS = "LookaheadKV (shipped)"
+UNPOOLED = "LookaheadKV, the paper's selection without pooling"
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ SELECTION = {
     f"{BEFORE}, without head weights": "before fine-tuning, no head weights",
     f"{BEFORE}, without head weights, the heads of a layer share": "no head weights, budget shared within each layer",
     f"{BEFORE}, without head weights, the soft tokens' average": "no head weights, mean over the soft tokens",
-    "LookaheadKV, the paper's selection": "the shipped module with the paper's selection",
+    UNPOOLED: "the shipped module with the paper's selection, unpooled",
 }
 ORACLE = alike("oracle attention (mean over 3)", "oracle attention (unpooled)")
 READING = alike("exact_topk", "specontext (shipped head)", "quest")
@@ -115,7 +116,7 @@ TABLES = {
     "card": Table(
         "real_prompts",
         "budget",
-        rows=alike("oracle attention (unpooled)", OURS, "LookaheadKV, the paper's selection", *BASELINES),
+        rows=alike("oracle attention (unpooled)", OURS, UNPOOLED, *BASELINES),
         head="{} entries",
         columns=("date",),
     ),
@@ -184,8 +185,8 @@ PLOTTED = {
     "SnapKV, mean over 3": ("SnapKV", STYLES["snapkv"]),
     "DapQ": ("DapQ", STYLES["dapq"]),
     "LAQ": ("LAQ", STYLES["laq"]),
-    "LookaheadKV, the paper's selection": (
-        "LookaheadKV, the paper's selection",
+    "LookaheadKV, the paper's selection without pooling": (
+        "LookaheadKV, the paper's selection without pooling",
         Style(STYLES["lookaheadkv"].colour, "o", "--"),
     ),
     OURS: ("LookaheadKV", STYLES["lookaheadkv"]),
