@@ -250,13 +250,13 @@ class HubDataset:
             value = value.removeprefix(end).rstrip().removesuffix(end).rstrip()
         if not value.strip():
             return None
-        asked = _text(_value(row, self.question)) if self.question else random.Random(value).choice(self.ask or ("",))
-        made = user_prompt(self.name, f"{value}\n\n{asked}" if asked else value, template=self._has_template)
+        made = user_prompt(self.name, self._with_question(value, row), template=self.template and not self.text)
         return replace(made, response=self._response(row))
 
-    @property
-    def _has_template(self) -> bool:
-        return self.template and not self.text
+    def _with_question(self, value: str, row: Row) -> str:
+        if self.question:
+            return f"{value}\n\n{_text(_value(row, self.question))}"
+        return f"{value}\n\n{random.Random(value).choice(self.ask)}" if self.ask else value
 
     def _conversation(self, value: Any, row: Row) -> Prompt | None:
         turns, last = list(value) if isinstance(value, list) else value, None

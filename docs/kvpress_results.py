@@ -1,6 +1,6 @@
 """Measures presses of kvpress on the samples and answers of a `keepsight eval` run: excess NLL, and needles found.
 
-kvpress 0.5.5 needs transformers below 5.3 and keepsight 5.18 or later, so that kvpress has an environment of its own.
+kvpress 0.5.5 needs transformers below 5.3, keepsight needs 5.18 or later: kvpress has an environment of its own.
 `export` runs where keepsight is, with the keys of the evaluation, and adds to its `out` a folder `kvpress`: the model's
 weights and, for each sample, the prompt, the question that follows it with `question=unseen`, and the full cache's
 answer. `measure` does not import keepsight:

@@ -185,8 +185,8 @@ PLOTTED = {
     "SnapKV, mean over 3": ("SnapKV", STYLES["snapkv"]),
     "DapQ": ("DapQ", STYLES["dapq"]),
     "LAQ": ("LAQ", STYLES["laq"]),
-    "LookaheadKV, the paper's selection without pooling": (
-        "LookaheadKV, the paper's selection without pooling",
+    UNPOOLED: (
+        UNPOOLED,
         Style(STYLES["lookaheadkv"].colour, "o", "--"),
     ),
     OURS: ("LookaheadKV", STYLES["lookaheadkv"]),

@@ -47,12 +47,16 @@ class Worker:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            ids = json.loads(await reader.readline())["ids"]
+            line = await reader.readline()
+            try:
+                ids = json.loads(line)["ids"]
+            except (ValueError, KeyError, TypeError):
+                return  # no line of the middleware's
             if (reply := await self._reply(ids, reader)) is not None:
                 writer.write(json.dumps(reply).encode() + b"\n")
                 await writer.drain()
-        except (OSError, ValueError, KeyError, TypeError):
-            pass  # the client has left, or sent no such line
+        except (OSError, ValueError):
+            pass  # the client has left, or sent a line beyond the limit
         finally:
             writer.close()
 

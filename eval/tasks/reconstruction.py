@@ -34,15 +34,16 @@ class Reconstruction(Benchmark):
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         request.check_lengths()
+        sizes = _sizes(request)
         places = [(length, index) for length in request.lengths for index in range(request.samples)]
-        return [sample for place in places for sample in _samples(*place, request)]
+        return [sample for place in places for sample in _samples(*place, sizes, request)]
 
 
-def _samples(length: int, index: int, request: TaskRequest) -> list[RenderedSample]:
-    """The samples of one text that, with an answer, fills `length` tokens up to one paragraph."""
+def _samples(length: int, index: int, sizes: Sequence[int], request: TaskRequest) -> list[RenderedSample]:
+    """The samples of one text that, with an answer, fills `length` tokens up to one paragraph; `sizes` as `_sizes`."""
     name = f"{request.seed}-{index}"
     rng = random.Random(f"reconstruction:{length}:{name}")
-    paragraphs, sizes = _counted(request)
+    paragraphs = _paragraphs()
     start, limit = rng.randrange(len(paragraphs)), length - MAX_NEW_TOKENS
     order = [(start + row) % len(paragraphs) for row in range(len(paragraphs))]
     count = len([*takewhile(lambda total: total <= limit, accumulate(sizes[place] for place in order))])
@@ -78,15 +79,15 @@ def _sample(texts: Sequence[str], asked: int, length: int, name: str) -> Sample:
     )
 
 
-def _counted(request: TaskRequest) -> tuple[tuple[str, ...], list[int]]:
-    """The paragraphs, no two of which begin alike, and the tokens of each with the blank line after it."""
-    paragraphs = _paragraphs()
-    ids = request.tokenizer([f"{each}\n\n" for each in paragraphs], add_special_tokens=False)["input_ids"]
-    return paragraphs, [len(each) for each in ids]
+def _sizes(request: TaskRequest) -> list[int]:
+    """The tokens of each paragraph with the blank line after it."""
+    ids = request.tokenizer([f"{each}\n\n" for each in _paragraphs()], add_special_tokens=False)["input_ids"]
+    return [len(each) for each in ids]
 
 
 @lru_cache(maxsize=1)
 def _paragraphs() -> tuple[str, ...]:
+    """Paragraphs, no two of which begin alike."""
     low, high = _WORDS
     fitting = [each for each in evaluation_paragraphs() if low <= len(each.split()) <= high]
     return tuple({tuple(each.split()[:_NAMED_BY]): each for each in fitting}.values())

@@ -118,7 +118,7 @@ def _measure(
     """Append the rows of this process's share of the samples to its part of the results.
 
     `unjudged` gets the errors of samples without a verdict of the judge, which then have no rows. Variants in `refused`
-    are left out; it gets those that refuse a sample.
+    are left out. The first error of every other variant that refuses a sample is added to it.
     """
     out = Path(config.out)
     rows = whole_lines(out / "results.jsonl", Measured)

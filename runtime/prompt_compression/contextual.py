@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel, set_peft_model_state_dict
-from peft.utils.save_and_load import load_peft_weights
 from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
 from keepsight.errors import Positive, UserError, one_line
 from keepsight.models.model_files import LOADING
+from keepsight.models.scorers import published_tensors
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,7 @@ def _adapted(encoder: Any, adapter: str) -> Any:
         config = PeftConfig.from_pretrained(adapter)
         config.task_type = None  # encoders have no head
         adapted = PeftModel(encoder, config)
-        weights = load_peft_weights(adapter, device=str(encoder.device))
-        result: Any = set_peft_model_state_dict(adapted, weights)
+        result: Any = set_peft_model_state_dict(adapted, published_tensors(adapter)[1])
     except (OSError, RuntimeError, ValueError, TypeError) as error:
         raise UserError(
             f"contextual: adapter {adapter!r} cannot be loaded; give a PEFT adapter of the encoder: "

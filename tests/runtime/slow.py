@@ -3,10 +3,12 @@
 import torch
 from transformers import AttentionInterface
 
+from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.methods.drafts import Oracle
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV
 from keepsight.runtime.methods.positions import StreamingLLM
 from keepsight.runtime.methods.window import PromptWindow
+from tests.close import assert_close
 from tests.runtime.scoring import divide
 
 
@@ -62,6 +64,20 @@ class Slow:
                 since = 0
             self.read(token)
             since += 1
+
+    def check_decoding(self, ids, tokens):
+        """Assert that decoding after a prompt gives this model's answer, logits and counts."""
+        method = self.method
+        self.read(ids)
+        self.evict()
+        expected = self.answer(tokens, method.every)
+        eviction = method.periodic_eviction(self.model)
+        after = decode(
+            self.model, method.start(self.model, ids), stop_after(tokens, None), pad_token=0, eviction=eviction
+        )
+        assert after.ids.tolist() == expected.tolist()
+        assert_close(after.state.logits, self.logits())
+        assert after.state.counts()[:, 0].tolist() == [layer.sum(dim=1).tolist() for layer in self.alive]
 
     def evict(self):
         method, budget = self.method, self.method.budget - self.method.every

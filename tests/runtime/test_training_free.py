@@ -210,16 +210,7 @@ class SlowRKV(Slow):
 
 
 def test_rkv_while_decoding_is_its_definition(tiny):
-    method, ids = RKV(24, every=6), prompt_ids(41)[0]
-    slow = SlowRKV(tiny, method)
-    slow.read(ids)
-    slow.evict()
-    expected = slow.answer(21, 6)
-    eviction = method.periodic_eviction(tiny)
-    after = decode(tiny, method.start(tiny, ids), stop_after(21, None), pad_token=0, eviction=eviction)
-    assert after.ids.tolist() == expected.tolist()
-    assert_close(after.state.logits, slow.logits())
-    assert after.state.counts()[:, 0].tolist() == [layer.sum(dim=1).tolist() for layer in slow.alive]
+    SlowRKV(tiny, RKV(24, every=6)).check_decoding(prompt_ids(41)[0], 21)
 
 
 @pytest.mark.parametrize(
