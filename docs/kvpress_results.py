@@ -10,7 +10,8 @@ answer. `measure` does not import keepsight:
     python -m venv runs/kvpress && runs/kvpress/bin/pip install kvpress==0.5.5
     runs/kvpress/bin/python docs/kvpress_results.py measure runs/real/kvpress 64 128 256
 
-KVzip and KVgrad take several prefills a sample; `measure` leaves them out unless its last argument is `all`.
+Budgets are entries per layer and KV head, or ratios of the prompt such as 0.1, as in `keepsight eval`. KVzip and KVgrad
+take several prefills a sample; `measure` leaves them out unless its last argument is `all`.
 """
 
 import copy
@@ -63,7 +64,7 @@ def export(keys: list[str]) -> None:
     (out / "samples.jsonl").write_text("".join(rows), "utf-8")
 
 
-def measure(folder: Path, budgets: list[int], slow: bool) -> Iterator[dict[str, Any]]:
+def measure(folder: Path, budgets: list[int | float], slow: bool) -> Iterator[dict[str, Any]]:
     """Yield the row of each press at each budget for each sample; with `slow`, KVzip and KVgrad as well."""
     import kvpress
     from kvpress.presses.base_press import BasePress
@@ -123,7 +124,8 @@ def measure(folder: Path, budgets: list[int], slow: bool) -> Iterator[dict[str, 
         prompt, asked, answer = (torch.tensor([sample[part]]).long() for part in ("prompt", "question", "answer"))
         length, full = prompt.shape[1], DynamicCache()
         # Half an entry more, so that rounding down the kept share gives the budget.
-        ratios = [max(1 - (budget + 0.5) / length, 0.0) for budget in budgets]
+        kept = [max(round(each * length), 1) if isinstance(each, float) else each for each in budgets]
+        ratios = [max(1 - (entries + 0.5) / length, 0.0) for entries in kept]
         presses = Presses(ratios)
         with presses(model):
             first = model(prompt, past_key_values=full, logits_to_keep=1).logits.float()
@@ -190,7 +192,7 @@ def table(rows: list[dict[str, Any]]) -> None:
         low, high = interval([*tasks.values()])
         found = "".join(f"; {length} tokens: {sum(hits)} of {len(hits)}" for length, hits in needles.items() if hits)
         mean, count = fmean(map(fmean, tasks.values())), sum(map(len, tasks.values()))
-        print(f"{budget:>4} entries  {press:<43}{mean:.3f} ({low:.2f} to {high:.2f}), {count} samples{found}")
+        print(f"{budget:>4}  {press:<43}{mean:.3f} ({low:.2f} to {high:.2f}), {count} samples{found}")
 
 
 def interval(tasks: list[list[float]], resamples: int = 2000) -> tuple[float, float]:
@@ -207,6 +209,7 @@ if __name__ == "__main__":
     else:
         written, slow = Path(arguments[0]) / "measured.jsonl", arguments[-1] == "all"
         with torch.no_grad(), written.open("w", encoding="utf-8") as stream:
-            for measured in measure(Path(arguments[0]), [int(each) for each in arguments[1:] if each != "all"], slow):
+            budgets = [json.loads(each) for each in arguments[1:] if each != "all"]
+            for measured in measure(Path(arguments[0]), budgets, slow):
                 print(json.dumps(measured), file=stream, flush=True)
         table([json.loads(line) for line in written.read_text("utf-8").splitlines()])

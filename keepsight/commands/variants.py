@@ -25,20 +25,28 @@ from keepsight.serving.prefix import alphabet_of, letters_of
 def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resources: Resources) -> list[Variant]:
     """Every method at every budget; the arguments are the command's keys of these names.
 
-    `all` stands for every method that can be made with its defaults; a line names the others. UserError: nothing is
-    named, something twice, or a method cannot be made.
+    `all` stands for every method, at each budget with which it can be made by its defaults; a line names the others.
+    UserError: nothing is named, something twice, or a method cannot be made.
     """
     variants: list[Variant] = []
+    left: list[tuple[str, Any, UserError]] = []
     for budget in budgets:
         require_kind(Budget, f"budgets={budgets}: budget", budget)
-    for given in _with_all(methods, budgets, resources):
+    for given, is_asked in _with_all(methods):
         if given == FULL or given == {"name": FULL}:
             continue  # the sweep always answers from the full cache first
         for name, label, options in _by_bits(*_read_method(given), bits):
             for budget in budgets if takes(name, "budget") else [None]:
                 if any((each.name, each.budget) == (label, budget) for each in variants):
                     raise UserError(f"methods= and budgets= name {label!r} at budget {budget} twice; name it once")
-                variants.append(Variant(label, make_method(name, budget, resources, **options)))
+                try:
+                    variants.append(Variant(label, make_method(name, budget, resources, **options)))
+                except UserError as error:
+                    if is_asked:
+                        raise
+                    left.append((name, budget, error))
+    if left:
+        say_once(f"methods=all leaves out {_listed(left, [each.name for each in variants])}")
     if not variants:
         raise UserError("methods= and budgets= must name at least one method that evicts, and one budget")
     return variants
@@ -47,24 +55,25 @@ def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resourc
 ALL = "all"
 
 
-def _with_all(methods: list[Any], budgets: list[Any], resources: Resources) -> list[Any]:
-    """The methods, with names in place of `all`."""
-    if ALL not in methods:
-        return methods
-    made, left = list[str](), dict[str, list[str]]()
-    for name in METHODS:
-        if name in (FULL, "evict"):  # a composition has no defaults
-            continue
-        try:
-            for budget in budgets if takes(name, "budget") else [None]:
-                make_method(name, budget, resources)
-            made.append(name)
-        except UserError as error:
-            left.setdefault(str(error).partition(": ")[2], []).append(name)
-    said = "; ".join(f"{', '.join(names)}: {why}" for why, names in left.items())
-    say_once(f"methods=all leaves out {said}" if said else "")
-    others = [given for given in methods if given != ALL]
-    return [*(name for name in made if name not in others), *others]
+def _with_all(methods: list[Any]) -> Iterator[tuple[Any, bool]]:
+    """The methods, with names in place of `all`, and whether each was asked for by itself."""
+    if ALL in methods:
+        for name in METHODS:
+            if name not in (FULL, "evict") and name not in methods:  # a composition has no defaults
+                yield name, False
+    for given in methods:
+        if given != ALL:
+            yield given, True
+
+
+def _listed(left: Iterable[tuple[str, Any, UserError]], made: list[str]) -> str:
+    """Methods that could not be made, and why; with their budgets if they are made at others."""
+    reasons: dict[str, list[str]] = {}
+    for name, budget, error in left:
+        subject = f"{name} at budget {budget}" if name in made else name
+        subjects = reasons.setdefault(str(error).partition(": ")[2], [])
+        subjects += [subject] if subject not in subjects else []
+    return "; ".join(f"{', '.join(subjects)}: {why}" for why, subjects in reasons.items())
 
 
 def import_plugins(names: Iterable[str]) -> None:

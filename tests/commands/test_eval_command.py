@@ -17,6 +17,8 @@ import pytest
 from keepsight.commands import eval as evaluation
 from keepsight.commands import variants
 from keepsight.commands.cli import main
+from keepsight.commands.from_recipe import resources_later
+from keepsight.commands.parse import parse
 from keepsight.commands.recipe import say_once
 from keepsight.eval.tasks.jsonl import RULER_METRIC
 from keepsight.files import append_lines, one_writer, read_json, read_jsonl, write_json, write_lines
@@ -128,6 +130,16 @@ def test_all_methods_are_those_that_can_be_made(
                 assert row["kept"] == row["budget"] and 0 < row["recall"] < 1, name
                 assert row["kv_bytes"] == row["budget"] * 3 * 2 * 8 * 2 * 4  # layers, KV heads, floats, key and value
     assert not papers
+
+
+def test_all_methods_are_made_at_the_budgets_that_they_can_take(capsys: pytest.CaptureFixture[str]) -> None:
+    """SpecPC always keeps 64 tokens; the budget of 64 is left out, and the other is not."""
+    say_once.cache_clear()
+    config = parse(evaluation.Config, [*TINY, "draft.layers=[0,2]", "methods=all", "budgets=[64,128]"])
+    made = variants.variants_of(config.methods, config.budgets, config.bits, resources_later(config))
+    assert [each.budget for each in made if each.name == "specpc"] == [128]
+    assert [each.budget for each in made if each.name == "snapkv"] == [64, 128]
+    assert "specpc at budget 64: budget 64 must be above the window of 64 tokens" in capsys.readouterr().err
 
 
 def test_a_stopped_evaluation_goes_on(
