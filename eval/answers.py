@@ -7,6 +7,7 @@ which have the draws of the full cache's. Under greedy decoding this is exact up
 tokens are often equally likely, one pass over many tokens and one token at a time can choose differently.
 """
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +30,7 @@ from typing_extensions import override
 from keepsight.models.decoder import cached_kv_heads, head_width
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.generate import PeriodicEviction, decode, stop_after
-from keepsight.runtime.join import join
+from keepsight.runtime.join import is_ragged, join
 from keepsight.runtime.state import State, read
 
 Item = TypeVar("Item")
@@ -235,21 +236,27 @@ def score(
 
 
 def joined_by_length(model: PreTrainedModel, states: Sequence[State], more: int, most: int) -> Iterator[list[int]]:
-    """Indices of states that are read in one batch: of similar lengths, so that little is padding.
+    """Indices of states that are read in one batch: dense ones of similar lengths, or ragged ones.
 
-    A batch ends where its padding would take longer to read than the model's weights, which each batch reads again;
-    after each state up to `more` tokens are read, and a batch of several has at most `most` KV entries per head,
-    padding included.
+    A batch of dense states ends where its padding would take longer to read than the model's weights, which each batch
+    reads again; ragged ones are not padded. After each state up to `more` tokens are read, and a batch of several has
+    at most `most` KV entries per head, padding included.
     """
     most_padding = sum(weight.nbytes for weight in model.parameters()) / entry_bytes(model)
-    lengths = [state.length for state in states]
+    ragged = [is_ragged(state) for state in states]
+    lengths = [
+        math.ceil(state.counts().float().mean().item()) if own else state.length
+        for state, own in zip(states, ragged, strict=True)
+    ]
 
     def fits(batch: Sequence[int]) -> bool:
-        padded = lengths[batch[-1]] * len(batch)
-        within = padded + more * len(batch) <= most
-        return within and padded - sum(lengths[index] for index in batch) <= most_padding
+        own = sum(lengths[index] for index in batch)
+        whole = own if ragged[batch[-1]] else lengths[batch[-1]] * len(batch)
+        return whole + more * len(batch) <= most and whole - own <= most_padding
 
-    return batches(sorted(range(len(states)), key=lengths.__getitem__), fits)
+    ordered = sorted(range(len(states)), key=lengths.__getitem__)
+    yield from batches([index for index in ordered if not ragged[index]], fits)
+    yield from batches([index for index in ordered if ragged[index]], fits)
 
 
 def batches(items: Iterable[Item], fits: Callable[[Sequence[Item]], bool]) -> Iterator[list[Item]]:

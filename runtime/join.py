@@ -1,16 +1,21 @@
-"""Batches of states, such as those of one prompt under several methods, padded on the left."""
+"""Batches of states, such as those of one prompt under several methods.
+
+A batch of dense states is padded on the left to the longest of each layer. If one of the states is ragged, all rows are
+stored as ragged layers are: one head after the other, without padding.
+"""
 
 import copy
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
 from keepsight.runtime.attention import is_bounded
-from keepsight.runtime.layer import KeptLayer, LayerEntries
+from keepsight.runtime.layer import KeptLayer, RaggedLayer
 from keepsight.runtime.state import State, has_recurrent
 
 
@@ -22,17 +27,15 @@ def can_join(state: State) -> bool:
 def join(states: Sequence[State]) -> State:
     """One batch of states of one model for which `can_join` holds; nothing that was recorded for observers is joined.
 
-    Entries are copied and padded on the left to the longest of each layer, so that states of similar lengths join best.
-    The states, of any number of rows each, stay unchanged.
+    Entries are copied. Dense states of similar lengths join best, since they are padded; `is_ragged` ones are not, but
+    make dense ones ragged. The states, of any number of rows each, stay unchanged.
     """
     width, seen = (max(lengths) for lengths in zip(*map(_lengths, states), strict=True))
     same_width = all(state.tokens.shape[1] == width and state.padded is False for state in states)
     offsets = [torch.zeros_like(state.lengths) + state.rope_offset for state in states]
-    full = iter(zip(*(state.entries() for state in states), strict=True))
+    join_full = _join_ragged if any(map(is_ragged, states)) else _join_dense
     columns = zip(*(state.cache.layers for state in states), strict=True)
-    layers: list[Any] = [
-        _join_bounded(column, seen) if is_bounded(column[0]) else _join_entries(next(full), seen) for column in columns
-    ]
+    layers = [_join_bounded(column, seen) if is_bounded(column[0]) else join_full(column, seen) for column in columns]
     return State(
         Cache(layers=layers),
         torch.cat([state.logits for state in states]),
@@ -43,17 +46,24 @@ def join(states: Sequence[State]) -> State:
     )
 
 
+def is_ragged(state: State) -> bool:
+    """Whether a layer stores KV heads with different numbers of entries."""
+    return any(isinstance(layer, RaggedLayer) for layer in state.layers)
+
+
 def take_rows(state: State, rows: Sequence[int]) -> State:
     """Some rows of a batch that `join` made, without the padding that all of them share; entries are copied."""
     index = torch.tensor(rows, device=state.lengths.device)
     lengths = state.lengths[index]
     width, before = int(lengths.max()), state.tokens.shape[1]
     seen = state.cache.get_seq_length() - (before - width)
-    full = iter(state.entries())
-    layers: list[Any] = [
-        _take_bounded(layer, index, seen) if is_bounded(layer) else _take_entries(next(full), index, seen)
-        for layer in state.cache.layers
-    ]
+
+    def taken(layer: Any) -> Any:
+        if is_bounded(layer):
+            return _take_bounded(layer, index, seen)
+        return _take_ragged(layer, rows, seen) if isinstance(layer, RaggedLayer) else _take_dense(layer, index, seen)
+
+    layers = [taken(layer) for layer in state.cache.layers]
     return State(
         Cache(layers=layers),
         state.logits[index],
@@ -64,7 +74,8 @@ def take_rows(state: State, rows: Sequence[int]) -> State:
     )
 
 
-def _take_entries(entries: LayerEntries, index: Tensor, seen: int) -> KeptLayer:
+def _take_dense(layer: KeptLayer, index: Tensor, seen: int) -> KeptLayer:
+    entries = layer.entries()
     keys, values = entries.keys[index], entries.values[index]
     if entries.real is None:
         return KeptLayer(keys, values, seen)
@@ -72,6 +83,13 @@ def _take_entries(entries: LayerEntries, index: Tensor, seen: int) -> KeptLayer:
     first = int(real.any(dim=1).any(dim=0).int().argmax())
     keys, values, real = (each[:, :, first:].contiguous() for each in (keys, values, real))
     return KeptLayer(keys, values, seen, None if bool(real.all()) else real)
+
+
+def _take_ragged(layer: RaggedLayer, rows: Sequence[int], seen: int) -> RaggedLayer:
+    sizes = layer.head_sizes()
+    by_row = [each.split(sizes.sum(axis=1).tolist()) for each in layer.packed()]
+    keys, values = (torch.cat([each[row] for row in rows]) for each in by_row)
+    return _like(layer, RaggedLayer(keys, values, sizes[[*rows]], seen))
 
 
 def _take_bounded(layer: Any, index: Tensor, seen: int) -> Any:
@@ -87,14 +105,38 @@ def _lengths(state: State) -> tuple[int, int]:
     return state.tokens.shape[1], state.cache.get_seq_length()
 
 
-def _join_entries(column: Sequence[LayerEntries], seen: int) -> KeptLayer:
+def _join_dense(column: Sequence[KeptLayer], seen: int) -> KeptLayer:
     """A layer with full attention, its padding marked; `seen` is its logical length."""
-    longest = max(each.keys.shape[2] for each in column)
-    keys, values = _joined([each.keys for each in column]), _joined([each.values for each in column])
-    if all(each.real is None and each.keys.shape[2] == longest for each in column):
+    entries = [layer.entries() for layer in column]
+    longest = max(each.keys.shape[2] for each in entries)
+    keys, values = _joined([each.keys for each in entries]), _joined([each.values for each in entries])
+    if all(each.real is None and each.keys.shape[2] == longest for each in entries):
         return KeptLayer(keys, values, seen)
-    marks = torch.cat([functional.pad(each.marks, (longest - each.keys.shape[2], 0)) for each in column])
+    marks = torch.cat([functional.pad(each.marks, (longest - each.keys.shape[2], 0)) for each in entries])
     return KeptLayer(keys, values, seen, marks)
+
+
+def _join_ragged(column: Sequence[KeptLayer], seen: int) -> RaggedLayer:
+    """A layer with full attention, its heads one after the other; `seen` is its logical length."""
+    ragged = [layer if isinstance(layer, RaggedLayer) else _as_ragged(layer) for layer in column]
+    keys, values = map(torch.cat, zip(*(layer.packed() for layer in ragged), strict=True))
+    counts = np.concatenate([layer.head_sizes() for layer in ragged])
+    return _like(column[0], RaggedLayer(keys, values, counts, seen))
+
+
+def _as_ragged(layer: KeptLayer) -> RaggedLayer:
+    """The entries of a dense layer, without its padding."""
+    keys, values, real = layer.entries()
+    if real is not None:
+        marks = real.expand(keys.shape[:3])
+        keys, values = keys[marks], values[marks]
+    sizes = torch.as_tensor(layer.head_sizes()).cpu().numpy()
+    return RaggedLayer(keys.flatten(0, -2), values.flatten(0, -2), sizes, layer.seen)
+
+
+def _like(layer: KeptLayer, ragged: RaggedLayer) -> RaggedLayer:
+    ragged.expansion, ragged.origin = layer.expansion, layer.origin
+    return ragged
 
 
 def _join_bounded(column: Sequence[Any], seen: int) -> Any:

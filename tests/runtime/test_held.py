@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from keepsight import AdaKV, FullCache, SnapKV
 from keepsight.runtime.allocate import Global
+from keepsight.runtime.join import join, take_rows
 from keepsight.runtime.layer import RaggedLayer
 from keepsight.runtime.state import State, prefill, read
 from tests.tiny import prompt_ids, tiny_model
@@ -63,3 +64,19 @@ def test_both_numbers_are_those_of_the_storages(name: str, question: int) -> Non
         assert allocated(allocator) == expected + sum(each.nbytes for each in others)
         assert after.kv_bytes < expected == after.kv_peak_bytes([])
     assert state.kv_bytes == state.counts().sum() * 2 * 8 * 4
+
+
+def test_a_batch_of_ragged_states_holds_their_entries_alone() -> None:
+    """Made of states that have read different numbers of tokens, one of them dense; so do some of its rows."""
+    model, states = tiny_model(), list[State]()
+    for name, length in zip(METHODS, (20, 70, 90, 90), strict=True):
+        prefilled = prefill(model, prompt_ids(length)[0], needs=METHODS[name].needs())
+        evicted = METHODS[name].compress_state(model, prefilled).unrecorded()
+        states.append(read(model, evicted, prompt_ids(length % 7)[0])[0] if length % 7 else evicted)
+    batch = join(states)
+    rows = take_rows(read(model, batch.copy(), prompt_ids(3, 3, 3, 3)[0])[0], [3, 1])
+    assert all(isinstance(layer, RaggedLayer) for state in (batch, rows) for layer in state.layers)
+    entries = sum(int(state.counts().sum()) for state in states)
+    assert held(batch) == batch.kv_bytes == entries * 2 * 8 * 4
+    entries = sum(int(states[row].counts().sum()) + 3 * states[row].counts().numel() for row in (3, 1))
+    assert held(rows) == rows.kv_bytes == entries * 2 * 8 * 4
