@@ -30,7 +30,7 @@ from typing_extensions import override
 from keepsight.models.decoder import cached_kv_heads, head_width
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.generate import PeriodicEviction, decode, stop_after
-from keepsight.runtime.join import is_ragged, join
+from keepsight.runtime.join import join, joins_unpadded
 from keepsight.runtime.state import State, read
 
 Item = TypeVar("Item")
@@ -243,7 +243,7 @@ def joined_by_length(model: PreTrainedModel, states: Sequence[State], more: int,
     at most `most` KV entries per head, padding included.
     """
     most_padding = sum(weight.nbytes for weight in model.parameters()) / entry_bytes(model)
-    ragged = [is_ragged(state) for state in states]
+    ragged = [joins_unpadded(state) for state in states]
     lengths = [
         math.ceil(state.counts().float().mean().item()) if own else state.length
         for state, own in zip(states, ragged, strict=True)

@@ -1,7 +1,8 @@
 """Batches of states, such as those of one prompt under several methods.
 
 A batch of dense states is padded on the left to the longest of each layer. If one of the states is ragged, all rows are
-stored as ragged layers are: one head after the other, without padding.
+stored as ragged layers are: one head after the other, without padding. On a GPU this needs the kernel that attends to
+all heads at once (`keepsight.runtime.ragged_kernel`); without it every head is padded.
 """
 
 import copy
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
+from keepsight.runtime import ragged_kernel
 from keepsight.runtime.attention import is_bounded
 from keepsight.runtime.layer import KeptLayer, RaggedLayer
 from keepsight.runtime.state import State, has_recurrent
@@ -27,15 +29,17 @@ def can_join(state: State) -> bool:
 def join(states: Sequence[State]) -> State:
     """One batch of states of one model for which `can_join` holds; nothing that was recorded for observers is joined.
 
-    Entries are copied. Dense states of similar lengths join best, since they are padded; `is_ragged` ones are not, but
-    make dense ones ragged. The states, of any number of rows each, stay unchanged.
+    Entries are copied. States of similar lengths join best, unless one `joins_unpadded`. The states, of any number of
+    rows each, stay unchanged.
     """
     width, seen = (max(lengths) for lengths in zip(*map(_lengths, states), strict=True))
     same_width = all(state.tokens.shape[1] == width and state.padded is False for state in states)
     offsets = [torch.zeros_like(state.lengths) + state.rope_offset for state in states]
-    join_full = _join_ragged if any(map(is_ragged, states)) else _join_dense
+    join_full = _join_ragged if any(map(joins_unpadded, states)) else _join_dense
     columns = zip(*(state.cache.layers for state in states), strict=True)
-    layers = [_join_bounded(column, seen) if is_bounded(column[0]) else join_full(column, seen) for column in columns]
+    layers: list[Any] = [
+        _join_bounded(column, seen) if is_bounded(column[0]) else join_full(column, seen) for column in columns
+    ]
     return State(
         Cache(layers=layers),
         torch.cat([state.logits for state in states]),
@@ -46,9 +50,10 @@ def join(states: Sequence[State]) -> State:
     )
 
 
-def is_ragged(state: State) -> bool:
-    """Whether a layer stores KV heads with different numbers of entries."""
-    return any(isinstance(layer, RaggedLayer) for layer in state.layers)
+def joins_unpadded(state: State) -> bool:
+    """Whether a batch with this state is ragged: KV heads have different numbers of entries, and can be read so."""
+    can_be_read = state.logits.is_cpu or ragged_kernel.enabled()
+    return can_be_read and any(isinstance(layer, RaggedLayer) for layer in state.layers)
 
 
 def take_rows(state: State, rows: Sequence[int]) -> State:

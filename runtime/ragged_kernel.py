@@ -39,10 +39,14 @@ STAGES = 1
 """Blocks that are loaded ahead: with two, a program in float32 would need more shared memory than some GPUs have."""
 
 
+def enabled() -> bool:
+    """Whether the kernel is on, and Triton can compile it for an NVIDIA GPU."""
+    return HAS_TRITON and torch.version.hip is None and is_on("ragged")
+
+
 def usable(query: Tensor, values: Tensor) -> bool:
-    """Whether the kernel is on, and can be compiled for the device of a query [..., d] and values [..., d]."""
-    there = query.is_cuda and HAS_TRITON and torch.version.hip is None
-    return there and query.shape[-1] == values.shape[-1] and is_on("ragged")
+    """Whether the kernel takes a query [..., d] and values [..., d]."""
+    return query.is_cuda and query.shape[-1] == values.shape[-1] and enabled()
 
 
 def attend_ragged(
