@@ -24,6 +24,8 @@ from keepsight.models.targets import Target
 logger = logging.getLogger("keepsight")
 
 _BYTES_A_TOKEN = 4
+_LONGEST_QUESTION = 64
+"""Tokens of a question that the base model writes itself."""
 
 
 def generate_data(
@@ -106,34 +108,60 @@ class _Run:
         """Answer the prompts of a shard that have no answer yet."""
         missing, settings = self.writer.missing(shard), self.writer.settings
         progress.update(len(shard) - len(missing))
-        prompts: list[Rendered] = []
+        drawn, bad = dict[int, Prompt](), dict[int, BadRow]()
         for index in missing:
             try:
-                prompts.append(self._rendered(index))
+                drawn[index] = self.mixture.prompt(settings.seed, index, self.count_tokens)
             except BadRow as error:
-                self.writer.append(shard, [self._bad(index, error)])
-                progress.update()
+                bad[index] = error
+        prompts = self._rendered(self._with_questions(drawn, bad), bad)
+        for index, reason in sorted(bad.items()):
+            self.writer.append(shard, [self._bad(index, reason)])
+            progress.update()
         decoding = Decoding(settings.max_new_tokens, settings.temperature, settings.top_p, settings.seed)
         for ready in answers(self.backend, prompts, decoding):
             self.writer.append(shard, [self._sample(prompt, made) for prompt, made in ready])
             progress.update(len(ready))
         self.writer.finish(shard)
 
-    def _rendered(self, index: int) -> Rendered:
-        settings, context = self.writer.settings, context_of(self.target.model)
-        prompt = self.mixture.prompt(settings.seed, index, self.count_tokens)
-        rendered = render_prompt(index, prompt, self.target.tokenizer, settings.date)
-        if len(rendered.ids) + settings.max_new_tokens > context:
-            whole = f"{len(rendered.ids)} tokens, with {settings.max_new_tokens} for the answer more than the context"
-            raise BadRow(f"prompt {index} ({prompt.source}) has {whole} of {context}; lower the mixture's max_tokens")
+    def _with_questions(self, drawn: dict[int, Prompt], bad: dict[int, BadRow]) -> dict[int, Prompt]:
+        """The prompts, with the questions that the base model writes itself; `bad` gets those without one."""
+        instructed = {index: prompt.followed_by(prompt.asks) for index, prompt in drawn.items() if prompt.asks}
+        whole = {index: prompt for index, prompt in drawn.items() if not prompt.asks}
+        for ready in answers(self.backend, self._rendered(instructed, bad), Decoding(_LONGEST_QUESTION)):
+            for asked, made in ready:
+                text = "" if isinstance(made, BadRow) else self._text(made)
+                if question := text.strip().partition("\n")[0]:
+                    whole[asked.index] = drawn[asked.index].followed_by(question)
+                else:
+                    bad[asked.index] = BadRow(f"prompt {asked.index} ({asked.source}): the model wrote no question")
+        return whole
+
+    def _rendered(self, prompts: dict[int, Prompt], bad: dict[int, BadRow]) -> list[Rendered]:
+        """The prompts' token ids, in the order of their indices; `bad` gets those that cannot be used."""
+        rendered, tokenizer, day = list[Rendered](), self.target.tokenizer, self.writer.settings.date
+        for index, prompt in sorted(prompts.items()):
+            try:
+                rendered.append(self._fitting(render_prompt(index, prompt, tokenizer, day)))
+            except BadRow as error:
+                bad[index] = error
         return rendered
+
+    def _fitting(self, prompt: Rendered) -> Rendered:
+        context, longest = context_of(self.target.model), self.writer.settings.max_new_tokens
+        if len(prompt.ids) + longest > context:
+            whole = f"{len(prompt.ids)} tokens, with {longest} for the answer more than the context of {context}"
+            raise BadRow(f"prompt {prompt.index} ({prompt.source}) has {whole}; lower the mixture's max_tokens")
+        return prompt
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self.target.tokenizer.decode(ids, skip_special_tokens=True))
 
     def _sample(self, prompt: Rendered, made: list[int] | BadRow) -> TrainingSample | Skipped:
         if isinstance(made, BadRow):
             return self._bad(prompt.index, made)
-        decode = self.target.tokenizer.decode
-        text, answer = str(decode(prompt.ids)), str(decode(made, skip_special_tokens=True))
-        return TrainingSample(prompt.index, prompt.source, prompt.ids, made, text, answer)
+        text = str(self.target.tokenizer.decode(prompt.ids))
+        return TrainingSample(prompt.index, prompt.source, prompt.ids, made, text, self._text(made))
 
     def _bad(self, index: int, error: BadRow) -> Skipped:
         self.skipped += 1

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple, Protocol
 
 from pydantic import Field
@@ -12,6 +12,13 @@ from keepsight.errors import UserError
 CountTokens = Callable[[str], int]
 Share = Annotated[float, Field(ge=0, le=1)]
 
+ASKS = (
+    "Write one question that the text above answers. Reply with the question alone.",
+    "Write one question about a detail in the last part of the text above. Reply with the question alone.",
+    "Write one question whose answer needs several parts of the text above. Reply with the question alone.",
+    "Write one short instruction to summarize or list something from the text above. Reply with the instruction alone.",
+)
+"""Instructions by which the base model writes a question about a text itself."""
 _ATTEMPTS = 8
 CHARACTERS_PER_TOKEN = 4.0
 _FULL_ENOUGH = 0.93
@@ -29,6 +36,8 @@ class Prompt:
         response: The answer to use instead of the model's own.
         template: Whether the chat template is applied; otherwise the first message's content is continued as it is.
         answer_prefix: Beginning of the assistant's turn that counts as prompt; empty for most.
+        asks: Instruction by which the base model writes the question that follows the last turn's text; None for a
+            prompt that is complete.
     """
 
     source: str
@@ -36,6 +45,13 @@ class Prompt:
     response: str | None = None
     template: bool = True
     answer_prefix: str = ""
+    asks: str | None = None
+
+    def followed_by(self, text: str) -> "Prompt":
+        """The complete prompt whose last turn ends with a question or an instruction."""
+        last = self.messages[-1]
+        turn = {**last, "content": f"{last['content']}\n\n{text}"}
+        return replace(self, messages=(*self.messages[:-1], turn), asks=None)
 
 
 @dataclass(frozen=True)

@@ -8,23 +8,25 @@ import logging
 import random
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from huggingface_hub import HfApi
+from pydantic import Field
 
-from keepsight.data_gen.prompts import CountTokens, Prompt, Request, cut_at_word, fit, user_prompt
+from keepsight.data_gen.prompts import ASKS, CountTokens, Prompt, Request, cut_at_word, fit, user_prompt
 from keepsight.data_gen.store import earlier_settings
 from keepsight.errors import BadRow, UserError, one_line
 from keepsight.files import Row, from_json, text_lines
 
 logger = logging.getLogger("keepsight")
 
+Questions = Annotated[int, Field(ge=0, le=len(ASKS))]
 _ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
 _COLUMNS = ("prompt", "messages", "text")
 _FORMATS = ("arrow", "csv", "json", "parquet", "text")
@@ -56,6 +58,8 @@ class LocalJsonl:
         template: Whether the chat template is applied to `prompt` rows; otherwise they are continued as they are.
         shortest: Rows with fewer tokens than this are left out, and those with more than `max_tokens`.
         leave_out: Patterns such as `LICENSED/*`; rows whose `source` matches one are left out.
+        ask_itself: Number of questions that the base model writes about each text, a prompt for each; 0 for rows that
+            are prompts already.
     """
 
     path: str
@@ -63,15 +67,21 @@ class LocalJsonl:
     template: bool = True
     shortest: int = 0
     leave_out: tuple[str, ...] = ()
+    ask_itself: Questions = 0
 
     def __post_init__(self) -> None:
         if not Path(self.path).is_file():
             raise UserError(f"{self.path}: no such file; a mixture's local_jsonl names its rows with path")
+        if self.ask_itself and not self.template:
+            raise UserError(f"{self.path}: ask_itself needs the chat template; leave out template: false")
 
     def sample(self, request: Request) -> Prompt:
         """Row `request.number` of the rows shuffled by `request.seed`; see `Source`."""
+        return _asked_about(self.ask_itself, request.number, lambda number: self._row(request, number))
+
+    def _row(self, request: Request, number: int) -> Prompt:
         rows = _fitting_rows(self, request.limit, request.count_tokens)
-        turn, position = divmod(request.number, len(rows))
+        turn, position = divmod(number, len(rows))
         row = rows[_shuffled(f"{request.seed}:{self.path}:{turn}", len(rows))[position]]
         if isinstance(row, BadRow):
             raise row
@@ -99,6 +109,14 @@ class LocalJsonl:
         if not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
             raise BadRow(f"expected a text in prompt, or a list in messages; got the fields {sorted(row)}")
         return replace(user_prompt(source, row["prompt"], template=self.template), response=response)
+
+
+def _asked_about(questions: int, number: int, row: Callable[[int], Prompt]) -> Prompt:
+    """Prompt `number` where the base model writes so many questions about each row; the row itself for 0."""
+    if not questions:
+        return row(number)
+    place, question = divmod(number, questions)
+    return replace(row(place), asks=ASKS[question], response=None)
 
 
 def _turns(value: Any) -> tuple[dict[str, str], ...]:
@@ -173,6 +191,7 @@ class HubDataset:
         prompt: Column of texts, each the one turn of a user.
         question: Column of questions, each appended to the text of `prompt`.
         ask: Questions, one of which is appended to each text of `prompt`.
+        ask_itself: Number of questions that the base model writes about each text of `prompt`, a prompt for each.
         messages: Column of lists of turns with role and content; rows with turns of other roles are left out.
         text: Column of documents, which are cut at a random point and continued without the chat template.
         response: Column of responses, texts or lists of one, used instead of the model's answers; with the column of
@@ -192,6 +211,7 @@ class HubDataset:
     prompt: str = ""
     question: str = ""
     ask: tuple[str, ...] = ()
+    ask_itself: Questions = 0
     messages: str = ""
     text: str = ""
     response: str = ""
@@ -207,8 +227,10 @@ class HubDataset:
             raise UserError(f"{self.id}: documents of text are cut and continued, and have no response")
         if (self.question or self.ask) and not self.prompt:
             raise UserError(f"{self.id}: question and ask are appended to the texts of prompt; name their column so")
-        if self.question and self.ask:
-            raise UserError(f"{self.id}: question names a column and ask has the questions; give one of the two")
+        if sum(map(bool, (self.question, self.ask, self.ask_itself))) > 1:
+            raise UserError(f"{self.id}: give only one of question, ask and ask_itself; each appends questions")
+        if self.ask_itself and not (self.prompt and self.template and not self.response):
+            raise UserError(f"{self.id}: ask_itself needs texts of prompt, the chat template, and no response")
 
     @property
     def column(self) -> str:
@@ -228,7 +250,8 @@ class HubDataset:
 
     def sample(self, request: Request) -> Prompt:
         """Row `request.number` of the rows that fit, in an order that depends on `request.seed`; see `Source`."""
-        prompt = _fitting(self, request.limit, request.count_tokens, request.seed).prompt(request.number)
+        rows = _fitting(self, request.limit, request.count_tokens, request.seed)
+        prompt = _asked_about(self.ask_itself, request.number, rows.prompt)
         if not self.text:
             return prompt
         document = prompt.messages[0]["content"]

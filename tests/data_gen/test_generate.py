@@ -22,6 +22,7 @@ from keepsight.commands.cli import main
 from keepsight.data_gen import generate
 from keepsight.data_gen.backends import Answers, Backend, Decoding, InThisProcess, Rendered, answer, batches
 from keepsight.data_gen.generate import answers, generate_data, render_prompt
+from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.prompts import Prompt
 from keepsight.data_gen.store import TrainingSample, finished_manifest, finished_samples
 from keepsight.errors import BadRow, UserError
@@ -65,6 +66,30 @@ def make(target: Target, values: dict[str, Any], out: Path, **changes: Any) -> d
 
 def samples_of(out: Path) -> list[TrainingSample]:
     return [*finished_samples(out, finished_manifest(out))]
+
+
+def test_the_model_writes_questions_itself(target: Target, tmp_path: Path) -> None:
+    """Each sample's prompt is the text and the first line of what the model answers to the instruction."""
+    write_lines(tmp_path / "rows.jsonl", [{"prompt": "A word of text. " * count} for count in (7, 8, 9)])
+    source = {"kind": "local_jsonl", "path": str(tmp_path / "rows.jsonl"), "ask_itself": 2}
+    values = {"min_tokens": 64, "max_tokens": 400, "sources": [source]}
+    made = make(target, values, tmp_path / "data", limit=6)
+    samples, count = samples_of(tmp_path / "data"), 0
+    mixture = Mixture.from_config(values)
+    for index in range(6):
+        text = mixture.prompt(3, index, len)
+        asked = render_prompt(index, text.followed_by(str(text.asks)), target.tokenizer)
+        (written,) = answer(target, [asked], Decoding(64))
+        question = target.tokenizer.decode(written, skip_special_tokens=True).strip().partition("\n")[0]
+        (sample,) = [each for each in samples if each.index == index] or [None]
+        if not question:
+            assert sample is None
+            continue
+        whole = render_prompt(index, text.followed_by(question), target.tokenizer)
+        assert sample and sample.prompt_ids == whole.ids
+        assert [sample.answer_ids] == answer(target, [whole], Decoding(40))
+        count += 1
+    assert made["samples"] == count > 3
 
 
 def test_batches_are_of_similar_length_and_bounded_with_their_padding() -> None:

@@ -17,7 +17,7 @@ from keepsight import recipes
 from keepsight.commands.data import read_mixture
 from keepsight.data_gen import user_data
 from keepsight.data_gen.mixture import Mixture
-from keepsight.data_gen.prompts import Prompt
+from keepsight.data_gen.prompts import ASKS, Prompt
 from keepsight.data_gen.store import DataSettings
 from keepsight.data_gen.user_data import HubDataset, LocalJsonl, pinned
 from keepsight.errors import BadRow, UserError
@@ -267,8 +267,24 @@ def test_questions_follow_the_documents_of_another_column(rows: int, tmp_path: P
         prompts(source | {"prompt": "context"}, 1)
     with pytest.raises(UserError, match="appended to the texts of prompt"):
         HubDataset("x", "mit", text="context", question="question")
-    with pytest.raises(UserError, match="give one of the two"):
+    with pytest.raises(UserError, match="give only one of question, ask and ask_itself"):
         HubDataset("x", "mit", prompt="context", question="question", ask=("Why?",))
+
+
+@pytest.mark.parametrize("kind", ["hub_dataset", "local_jsonl"])
+def test_the_model_is_to_write_questions_about_each_text_in_turn(kind: str, tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", *({"prompt": f"Text {row}.", "response": "No."} for row in range(4)))
+    named = {"id": str(tmp_path), "license": "mit", "prompt": "prompt"}
+    source = {"kind": kind, **(named if kind == "hub_dataset" else {"path": str(tmp_path / "rows.jsonl")})}
+    made = prompts(source | {"ask_itself": 3}, 12)
+    assert [prompt.asks for prompt in made[:3]] == [*ASKS[:3]] and len({*texts(made[:3])}) == 1
+    assert Counter(texts(made)) == {f"Text {row}.": 3 for row in range(4)} and not any(each.response for each in made)
+    whole = made[0].followed_by("Why?")
+    assert whole.messages[-1]["content"] == f"{texts(made)[0]}\n\nWhy?" and whole.asks is None
+    with pytest.raises(UserError, match="ask_itself"):
+        prompts(source | {"ask_itself": len(ASKS) + 1}, 1)
+    with pytest.raises(UserError, match="ask_itself needs"):
+        prompts(source | {"ask_itself": 1, "template": False}, 1)
 
 
 @pytest.mark.parametrize("rows", [0, 12])
