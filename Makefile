@@ -116,7 +116,7 @@ test-slow: $(STAMP)-slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(PYTEST_FLAGS)
 
 $(STAMP)-slow: $(STAMP)
-	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev,serving,bitsandbytes,deepspeed,trackers]'
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev,serving,bitsandbytes,deepspeed,llmlingua,trackers]'
 	touch $@
 
 # vLLM pins its own torch. Its packages for images and audio are built for CUDA and cannot be imported without it.
