@@ -80,7 +80,7 @@ def test_the_model_writes_questions_itself(target: Target, tmp_path: Path) -> No
         text = mixture.prompt(3, index, len)
         asked = render_prompt(index, text.followed_by(str(text.asks)), target.tokenizer)
         (written,) = answer(target, [asked], Decoding(64))
-        question = target.tokenizer.decode(written, skip_special_tokens=True).strip().partition("\n")[0]
+        question = str(target.tokenizer.decode(written, skip_special_tokens=True)).strip().partition("\n")[0]
         (sample,) = [each for each in samples if each.index == index] or [None]
         if not question:
             assert sample is None

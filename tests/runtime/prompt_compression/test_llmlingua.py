@@ -3,10 +3,11 @@
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForTokenClassification, BertTokenizerFast
+from transformers import BertConfig, BertForTokenClassification, BertTokenizer
 
 from keepsight.runtime.prompt_compression import text
 from keepsight.runtime.prompt_compression.text import LLMLingua2, Package
@@ -27,13 +28,16 @@ def classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "vocab.txt").write_text(
         "\n".join(dict.fromkeys(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters]))
     )
-    tokenizer = BertTokenizerFast.from_pretrained(str(folder), do_lower_case=False)
+    tokenizer = BertTokenizer.from_pretrained(str(folder), do_lower_case=False)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    BertForTokenClassification(BertConfig(vocab_size=len(tokenizer) + 100, num_labels=2, **shape)).save_pretrained(
-        folder
-    )
+    shape: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
+    BertForTokenClassification(BertConfig(vocab_size=len(tokenizer) + 100, **shape)).save_pretrained(folder)
     text._compressor.cache_clear()
     return folder
 
@@ -44,7 +48,7 @@ def test_the_words_that_the_classifier_prefers_are_kept(classifier: Path) -> Non
     short = " ".join(PROSE.split()[:40])
     labelled = Package(str(classifier))(short, 0.4)
     model = BertForTokenClassification.from_pretrained(classifier).eval()
-    inputs = BertTokenizerFast.from_pretrained(str(classifier))(short, return_tensors="pt")
+    inputs = BertTokenizer.from_pretrained(str(classifier))(short, return_tensors="pt")
     with torch.no_grad():
         chances = model(**inputs).logits.softmax(dim=-1)[0, :, 1]
     spans = [(inputs.token_to_chars(place), place) for place in range(1, len(chances) - 1)]
