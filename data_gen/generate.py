@@ -1,7 +1,8 @@
 """Make training data: a mixture's prompts, answered by the base model, in resumable shards."""
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
@@ -108,51 +109,66 @@ class _Run:
         """Answer the prompts of a shard that have no answer yet."""
         missing, settings = self.writer.missing(shard), self.writer.settings
         progress.update(len(shard) - len(missing))
-        drawn, bad = dict[int, Prompt](), dict[int, BadRow]()
-        for index in missing:
-            try:
-                drawn[index] = self.mixture.prompt(settings.seed, index, self.count_tokens)
-            except BadRow as error:
-                bad[index] = error
-        prompts = self._rendered(self._with_questions(drawn, bad), bad)
-        for index, reason in sorted(bad.items()):
-            self.writer.append(shard, [self._bad(index, reason)])
-            progress.update()
+
+        def skip(bad: dict[int, BadRow]) -> None:
+            for index, reason in sorted(bad.items()):
+                self.writer.append(shard, [self._bad(index, reason)])
+                progress.update()
+
+        drawn, bad = self._drawn(missing)
+        skip(bad)
+        whole, bad = self._with_questions(drawn)
+        skip(bad)
+        prompts, bad = self._rendered(whole, settings.max_new_tokens)
+        skip(bad)
         decoding = Decoding(settings.max_new_tokens, settings.temperature, settings.top_p, settings.seed)
         for ready in answers(self.backend, prompts, decoding):
             self.writer.append(shard, [self._sample(prompt, made) for prompt, made in ready])
             progress.update(len(ready))
         self.writer.finish(shard)
 
-    def _with_questions(self, drawn: dict[int, Prompt], bad: dict[int, BadRow]) -> dict[int, Prompt]:
-        """The prompts, with the questions that the base model writes itself; `bad` gets those without one."""
-        instructed = {index: prompt.followed_by(prompt.asks) for index, prompt in drawn.items() if prompt.asks}
+    def _drawn(self, indices: Iterable[int]) -> tuple[dict[int, Prompt], dict[int, BadRow]]:
+        """The mixture's prompts, and why others cannot be used."""
+        drawn, bad = dict[int, Prompt](), dict[int, BadRow]()
+        for index in indices:
+            try:
+                drawn[index] = self.mixture.prompt(self.writer.settings.seed, index, self.count_tokens)
+            except BadRow as error:
+                bad[index] = error
+        return drawn, bad
+
+    def _with_questions(self, drawn: dict[int, Prompt]) -> tuple[dict[int, Prompt], dict[int, BadRow]]:
+        """The prompts, with the questions that the base model writes itself, and why others have none."""
+        asking = {index: prompt.followed_by(prompt.asks) for index, prompt in drawn.items() if prompt.asks}
         whole = {index: prompt for index, prompt in drawn.items() if not prompt.asks}
-        for ready in answers(self.backend, self._rendered(instructed, bad), Decoding(_LONGEST_QUESTION)):
+        rendered, bad = self._rendered(asking, _LONGEST_QUESTION)
+        for ready in answers(self.backend, rendered, Decoding(_LONGEST_QUESTION)):
             for asked, made in ready:
-                text = "" if isinstance(made, BadRow) else self._text(made)
-                if question := text.strip().partition("\n")[0]:
+                if isinstance(made, BadRow):
+                    bad[asked.index] = made
+                elif question := question_in(self._text(made), len(made) < _LONGEST_QUESTION):
                     whole[asked.index] = drawn[asked.index].followed_by(question)
                 else:
                     bad[asked.index] = BadRow(f"prompt {asked.index} ({asked.source}): the model wrote no question")
-        return whole
+        return whole, bad
 
-    def _rendered(self, prompts: dict[int, Prompt], bad: dict[int, BadRow]) -> list[Rendered]:
-        """The prompts' token ids, in the order of their indices; `bad` gets those that cannot be used."""
-        rendered, tokenizer, day = list[Rendered](), self.target.tokenizer, self.writer.settings.date
+    def _rendered(self, prompts: dict[int, Prompt], longest: int) -> tuple[list[Rendered], dict[int, BadRow]]:
+        """Token ids of prompts, in the order of their indices, and why others have no room for `longest` more."""
+        rendered, bad = list[Rendered](), dict[int, BadRow]()
         for index, prompt in sorted(prompts.items()):
             try:
-                rendered.append(self._fitting(render_prompt(index, prompt, tokenizer, day)))
+                made = render_prompt(index, prompt, self.target.tokenizer, self.writer.settings.date)
+                self._require_room(made, longest)
+                rendered.append(made)
             except BadRow as error:
                 bad[index] = error
-        return rendered
+        return rendered, bad
 
-    def _fitting(self, prompt: Rendered) -> Rendered:
-        context, longest = context_of(self.target.model), self.writer.settings.max_new_tokens
+    def _require_room(self, prompt: Rendered, longest: int) -> None:
+        context = context_of(self.target.model)
         if len(prompt.ids) + longest > context:
             whole = f"{len(prompt.ids)} tokens, with {longest} for the answer more than the context of {context}"
             raise BadRow(f"prompt {prompt.index} ({prompt.source}) has {whole}; lower the mixture's max_tokens")
-        return prompt
 
     def _text(self, ids: list[int]) -> str:
         return str(self.target.tokenizer.decode(ids, skip_special_tokens=True))
@@ -168,6 +184,14 @@ class _Run:
         if self.skip is not None and self.skipped > self.skip:
             raise UserError(f"{error}; fix it, or raise skip={self.skip}")
         return Skipped(index, " ".join(str(error).split()))
+
+
+def question_in(text: str, is_whole: bool) -> str:
+    """The first line of what a model wrote, without its reasoning; empty if that is cut off or has no words."""
+    text = re.sub(r"\s*<think>.*?</think>", "", text, count=1, flags=re.DOTALL).lstrip()
+    line, end, _ = text.partition("\n")
+    has_words = len(re.findall(r"\w\w", line)) > 1 and not line.startswith("<")
+    return line.strip() if has_words and (end or is_whole) else ""
 
 
 def render_prompt(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, day: str = "") -> Rendered:

@@ -26,7 +26,7 @@ from keepsight.files import Row, from_json, text_lines
 
 logger = logging.getLogger("keepsight")
 
-Questions = Annotated[int, Field(ge=0, le=len(ASKS))]
+QuestionCount = Annotated[int, Field(ge=0, le=len(ASKS))]
 _ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
 _COLUMNS = ("prompt", "messages", "text")
 _FORMATS = ("arrow", "csv", "json", "parquet", "text")
@@ -58,8 +58,8 @@ class LocalJsonl:
         template: Whether the chat template is applied to `prompt` rows; otherwise they are continued as they are.
         shortest: Rows with fewer tokens than this are left out, and those with more than `max_tokens`.
         leave_out: Patterns such as `LICENSED/*`; rows whose `source` matches one are left out.
-        ask_itself: Number of questions that the base model writes about each text, a prompt for each; 0 for rows that
-            are prompts already.
+        ask_itself: Number of questions that the base model writes about the text in `prompt`, a prompt for each;
+            responses are ignored. 0 for rows that are prompts already.
     """
 
     path: str
@@ -67,7 +67,7 @@ class LocalJsonl:
     template: bool = True
     shortest: int = 0
     leave_out: tuple[str, ...] = ()
-    ask_itself: Questions = 0
+    ask_itself: QuestionCount = 0
 
     def __post_init__(self) -> None:
         if not Path(self.path).is_file():
@@ -76,7 +76,7 @@ class LocalJsonl:
             raise UserError(f"{self.path}: ask_itself needs the chat template; leave out template: false")
 
     def sample(self, request: Request) -> Prompt:
-        """Row `request.number` of the rows shuffled by `request.seed`; see `Source`."""
+        """The next of the rows shuffled by `request.seed`, or the next question about one of them; see `Source`."""
         return _asked_about(self.ask_itself, request.number, lambda number: self._row(request, number))
 
     def _row(self, request: Request, number: int) -> Prompt:
@@ -102,6 +102,8 @@ class LocalJsonl:
         if response is not None and not isinstance(response, str):
             raise BadRow(f"{self.response_field} must be a string, got {type(response).__name__}")
         if row.get("messages") is not None:
+            if self.ask_itself:
+                raise BadRow("ask_itself needs a text in prompt, this row has messages")
             turns = _turns(row["messages"])
             if turns[-1]["role"] != "user":
                 raise BadRow(f"messages must end with the user's turn, not with the {turns[-1]['role']}'s")
@@ -211,7 +213,7 @@ class HubDataset:
     prompt: str = ""
     question: str = ""
     ask: tuple[str, ...] = ()
-    ask_itself: Questions = 0
+    ask_itself: QuestionCount = 0
     messages: str = ""
     text: str = ""
     response: str = ""
@@ -249,7 +251,7 @@ class HubDataset:
         return "/".join(part for part in (self.id.rstrip("/").rpartition("/")[2], self.subset) if part)
 
     def sample(self, request: Request) -> Prompt:
-        """Row `request.number` of the rows that fit, in an order that depends on `request.seed`; see `Source`."""
+        """The next of the rows that fit, in an order that depends on `request.seed`; see `Source`."""
         rows = _fitting(self, request.limit, request.count_tokens, request.seed)
         prompt = _asked_about(self.ask_itself, request.number, rows.prompt)
         if not self.text:

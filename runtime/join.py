@@ -1,13 +1,13 @@
 """Batches of states, such as those of one prompt under several methods.
 
-A batch of dense states is padded on the left to the longest of each layer. If one of the states is ragged, all rows are
-stored as ragged layers are: one head after the other, without padding. On a GPU this needs the kernel that attends to
-all heads at once (`keepsight.runtime.ragged_kernel`); without it every head is padded.
+Rows are padded on the left to the longest head of each layer, or stored as ragged layers are: one head after the other,
+without padding. The latter is done if padding one of the states would cost more than attending to each head by itself,
+and on a GPU if the kernel that attends to all heads at once is on (`keepsight.runtime.ragged_kernel`).
 """
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,12 @@ from keepsight.runtime import ragged_kernel
 from keepsight.runtime.attention import is_bounded
 from keepsight.runtime.layer import KeptLayer, RaggedLayer
 from keepsight.runtime.state import State, has_recurrent
+
+Made = TypeVar("Made", bound=KeptLayer)
+
+
+CALL = 256
+"""On a CPU, attending to one more head by itself takes as long as reading about so many entries of padding."""
 
 
 def can_join(state: State) -> bool:
@@ -51,9 +57,13 @@ def join(states: Sequence[State]) -> State:
 
 
 def joins_unpadded(state: State) -> bool:
-    """Whether a batch with this state is ragged: KV heads have different numbers of entries, and can be read so."""
-    can_be_read = state.logits.is_cpu or ragged_kernel.enabled()
-    return can_be_read and any(isinstance(layer, RaggedLayer) for layer in state.layers)
+    """Whether a batch with this state is stored without padding."""
+    if not any(isinstance(layer, RaggedLayer) for layer in state.layers):
+        return False
+    if not state.logits.is_cpu:
+        return ragged_kernel.enabled()
+    longest = sum(layer.longest for layer in state.layers) / len(state.layers)
+    return longest - state.counts().float().mean().item() > CALL
 
 
 def take_rows(state: State, rows: Sequence[int]) -> State:
@@ -83,11 +93,11 @@ def _take_dense(layer: KeptLayer, index: Tensor, seen: int) -> KeptLayer:
     entries = layer.entries()
     keys, values = entries.keys[index], entries.values[index]
     if entries.real is None:
-        return KeptLayer(keys, values, seen)
+        return _like(layer, KeptLayer(keys, values, seen))
     real = entries.real[index].expand(keys.shape[:3])
     first = int(real.any(dim=1).any(dim=0).int().argmax())
     keys, values, real = (each[:, :, first:].contiguous() for each in (keys, values, real))
-    return KeptLayer(keys, values, seen, None if bool(real.all()) else real)
+    return _like(layer, KeptLayer(keys, values, seen, None if bool(real.all()) else real))
 
 
 def _take_ragged(layer: RaggedLayer, rows: Sequence[int], seen: int) -> RaggedLayer:
@@ -116,9 +126,9 @@ def _join_dense(column: Sequence[KeptLayer], seen: int) -> KeptLayer:
     longest = max(each.keys.shape[2] for each in entries)
     keys, values = _joined([each.keys for each in entries]), _joined([each.values for each in entries])
     if all(each.real is None and each.keys.shape[2] == longest for each in entries):
-        return KeptLayer(keys, values, seen)
+        return _like(column[0], KeptLayer(keys, values, seen))
     marks = torch.cat([functional.pad(each.marks, (longest - each.keys.shape[2], 0)) for each in entries])
-    return KeptLayer(keys, values, seen, marks)
+    return _like(column[0], KeptLayer(keys, values, seen, marks))
 
 
 def _join_ragged(column: Sequence[KeptLayer], seen: int) -> RaggedLayer:
@@ -139,9 +149,10 @@ def _as_ragged(layer: KeptLayer) -> RaggedLayer:
     return RaggedLayer(keys.flatten(0, -2), values.flatten(0, -2), sizes, layer.seen)
 
 
-def _like(layer: KeptLayer, ragged: RaggedLayer) -> RaggedLayer:
-    ragged.expansion, ragged.origin = layer.expansion, layer.origin
-    return ragged
+def _like(layer: KeptLayer, made: Made) -> Made:
+    """A layer that was made of others, with what they have of the model."""
+    made.expansion, made.origin = layer.expansion, layer.origin
+    return made
 
 
 def _join_bounded(column: Sequence[Any], seen: int) -> Any:

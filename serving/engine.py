@@ -201,7 +201,7 @@ class Engine:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the batch's keys and values, padding included."""
+        """Bytes of the batch's keys and values, with their padding if there is any."""
         state = self._state
         return 0 if state is None else state.kv_bytes
 

@@ -44,7 +44,7 @@ def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resourc
                 except UserError as error:
                     if is_asked:
                         raise
-                    left.append((name, budget, error))
+                    left.append((label, budget, error))
     if left:
         say_once(f"methods=all leaves out {_listed(left, [each.name for each in variants])}")
     if not variants:

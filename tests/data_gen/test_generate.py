@@ -21,7 +21,7 @@ import yaml
 from keepsight.commands.cli import main
 from keepsight.data_gen import generate
 from keepsight.data_gen.backends import Answers, Backend, Decoding, InThisProcess, Rendered, answer, batches
-from keepsight.data_gen.generate import answers, generate_data, render_prompt
+from keepsight.data_gen.generate import answers, generate_data, question_in, render_prompt
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.prompts import Prompt
 from keepsight.data_gen.store import TrainingSample, finished_manifest, finished_samples
@@ -80,7 +80,7 @@ def test_the_model_writes_questions_itself(target: Target, tmp_path: Path) -> No
         text = mixture.prompt(3, index, len)
         asked = render_prompt(index, text.followed_by(str(text.asks)), target.tokenizer)
         (written,) = answer(target, [asked], Decoding(64))
-        question = str(target.tokenizer.decode(written, skip_special_tokens=True)).strip().partition("\n")[0]
+        question = question_in(str(target.tokenizer.decode(written, skip_special_tokens=True)), len(written) < 64)
         (sample,) = [each for each in samples if each.index == index] or [None]
         if not question:
             assert sample is None
@@ -89,7 +89,42 @@ def test_the_model_writes_questions_itself(target: Target, tmp_path: Path) -> No
         assert sample and sample.prompt_ids == whole.ids
         assert [sample.answer_ids] == answer(target, [whole], Decoding(40))
         count += 1
-    assert made["samples"] == count > 3
+    assert made["samples"] == count and 0 < count < 6
+
+
+@pytest.mark.parametrize(
+    ("text", "is_whole", "question"),
+    [
+        ("What is it?", True, "What is it?"),
+        ("  What is it?\nIt is", False, "What is it?"),
+        ("<think>\nLet me see.\n</think>\n\nWhy is it?", True, "Why is it?"),
+        ("<think>\nLet me see", False, ""),
+        ("What is the meaning of", False, ""),
+        ("...", True, ""),
+    ],
+)
+def test_a_question_is_a_whole_line_of_words(text: str, is_whole: bool, question: str) -> None:
+    assert question_in(text, is_whole) == question
+
+
+def test_samples_without_a_question_are_skipped(target: Target, tmp_path: Path) -> None:
+    """The backend's reason is kept; a bad row ends the run before anything is asked, if none may be skipped."""
+
+    def refusing(asked: list[Rendered], decoding: Decoding) -> Iterator[Answers]:
+        numbers.append(decoding.max_new_tokens)
+        yield [(prompt, BadRow("filtered") if prompt.index % 2 else written) for prompt in asked]
+
+    numbers, written = list[int](), target.tokenizer("What is this text about?")["input_ids"]
+    rows = tmp_path / "rows.jsonl"
+    write_lines(rows, [{"prompt": f"Some text {number}."} for number in range(3)])
+    values = {"min_tokens": 64, "sources": [{"kind": "local_jsonl", "path": str(rows), "ask_itself": 1}]}
+    made = make(target, values, tmp_path / "data", limit=4, backend=refusing)
+    assert numbers == [64, 40] and made["samples"] == 2
+    assert [each["reason"] for each in made["skipped"]] == ["filtered", "filtered"]
+    write_lines(rows, [{"messages": [{"role": "user", "content": "Why?"}]}, {"prompt": "Text."}])
+    with pytest.raises(UserError, match="ask_itself needs a text in prompt, this row has messages; fix it"):
+        make(target, values, tmp_path / "other", limit=4, backend=refusing, skip=0)
+    assert numbers == [64, 40]
 
 
 def test_batches_are_of_similar_length_and_bounded_with_their_padding() -> None:

@@ -287,6 +287,14 @@ def test_the_model_is_to_write_questions_about_each_text_in_turn(kind: str, tmp_
         prompts(source | {"ask_itself": 1, "template": False}, 1)
 
 
+@pytest.mark.parametrize(
+    "other", [{"ask": ("Why?",)}, {"question": "b"}, {"response": "b"}, {"prompt": "", "text": "b"}]
+)
+def test_the_model_writes_no_questions_beside_others(other: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"give only one of question|ask_itself needs texts of prompt"):
+        HubDataset("x", "mit", **{"prompt": "a", "ask_itself": 1, **other})
+
+
 @pytest.mark.parametrize("rows", [0, 12])
 def test_a_document_is_cut_at_a_random_point(rows: int, tmp_path: Path) -> None:
     source = local("the-stack-dedup", tmp_path, rows=rows)

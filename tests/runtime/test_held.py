@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from keepsight import AdaKV, FullCache, SnapKV
+from keepsight.runtime import join as batches
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.join import join, take_rows
 from keepsight.runtime.layer import RaggedLayer
@@ -66,8 +67,9 @@ def test_both_numbers_are_those_of_the_storages(name: str, question: int) -> Non
     assert state.kv_bytes == state.counts().sum() * 2 * 8 * 4
 
 
-def test_a_batch_of_ragged_states_holds_their_entries_alone() -> None:
-    """Made of states that have read different numbers of tokens, one of them dense; so do some of its rows."""
+def test_a_batch_of_ragged_states_holds_their_entries_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its states have read different numbers of tokens, one is dense. Rows that are taken hold their own entries."""
+    monkeypatch.setattr(batches, "CALL", 0)
     model, states = tiny_model(), list[State]()
     for name, length in zip(METHODS, (20, 70, 90, 90), strict=True):
         prefilled = prefill(model, prompt_ids(length)[0], needs=METHODS[name].needs())

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
+from keepsight.runtime import join as batches
 from keepsight.runtime import ragged_kernel
 from keepsight.runtime.allocate import Adaptive, Pyramid
 from keepsight.runtime.attention import Softmax, recording
@@ -38,14 +39,17 @@ def random_cache(lengths, dtype=torch.float32, layers=2, seen=50):
     return Cache(layers=[RaggedLayer(keys, values, counts, seen) for keys, values in packed]), packed
 
 
-@pytest.mark.parametrize(("family", "dtype"), zip(reversed(FAMILIES), DTYPES, strict=True))
-def test_joined_states_decode_as_they_do_alone(family, dtype):
+@pytest.mark.parametrize("call", [0, 1 << 20], ids=["unpadded", "padded"])
+@pytest.mark.parametrize(("family", "dtype"), [*zip(reversed(FAMILIES), DTYPES, strict=True)])
+def test_joined_states_decode_as_they_do_alone(family, dtype, call, monkeypatch):
     """Dense, ragged and whole states of a padded batch, all in one."""
+    monkeypatch.setattr(batches, "CALL", call)
     model = tiny_model(family).to(dtype)
     prefilled = prefill(model, *prompt_ids(30, 13))
     states = [method.compress_state(model, prefilled) for method in METHODS]
     tokens = prompt_ids(*[4] * 2 * len(states), seed=4)[0]
     joined, logits = read(model, join([state.copy() for state in states]), tokens)
+    assert any(isinstance(layer, RaggedLayer) for layer in joined.layers) == (call == 0)
     assert torch.equal(joined.counts(), torch.cat([state.counts() + 4 for state in states], dim=1))
     for index, state in enumerate(states):
         rows = slice(2 * index, 2 * index + 2)

@@ -8,6 +8,7 @@ import torch
 
 from keepsight import AdaKV, SnapKV
 from keepsight.errors import UserError
+from keepsight.runtime import join
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.generate import FullCache, generate
 from keepsight.runtime.methods import SpeCache
@@ -54,10 +55,12 @@ def test_answers_are_those_of_generate_alone(method):
     assert [job.kept for job in jobs] == pytest.approx([min(length, budget) for length in LENGTHS], abs=8)
 
 
+@pytest.mark.parametrize("method", [SnapKV(24, window=8), AdaKV(24, window=8)], ids=["dense", "ragged"])
 @pytest.mark.parametrize("family", ["Gemma 2", "GPT-OSS", "Qwen2.5-VL (text)", "DeepSeek-V3"])
-def test_layers_of_every_kind_join_and_leave(family):
+def test_layers_of_every_kind_join_and_leave(family, method, monkeypatch):
     """Sliding windows whose padding goes when a longer row leaves, sinks, several positions a token, latents."""
-    model, method = family_model(family), SnapKV(24, window=8)
+    monkeypatch.setattr(join, "CALL", 0)  # ragged ones stay so
+    model = family_model(family)
     engine = Engine(model, method, rows=2)
     jobs = [Job(ids, max_new_tokens=3 + 9 * (place % 2)) for place, ids in enumerate(prompts(70, 20, 45, 90))]
     for job in jobs:

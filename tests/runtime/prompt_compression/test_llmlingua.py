@@ -64,6 +64,14 @@ def test_the_words_that_the_classifier_prefers_are_kept(classifier: Path) -> Non
 
 @pytest.mark.slow
 def test_the_method_keeps_its_words_and_the_window(classifier: Path) -> None:
-    ids = text_ids(PROSE)
-    kept = LLMLingua2(40, 5, tokenizer=tiny_tokenizer(), label=Package(str(classifier))).select(wide_model(), ids)
-    assert kept[-5:].tolist() == [*range(len(ids) - 5, len(ids))] and 15 < len(kept) <= 40
+    ids, tokenizer, package = text_ids(PROSE), tiny_tokenizer(), Package(str(classifier))
+    rates = list[float]()
+
+    def label(words: str, rate: float) -> text.LabelledWords:
+        rates.append(rate)
+        return package(words, rate)
+
+    kept = LLMLingua2(40, 5, tokenizer=tokenizer, label=label).select(wide_model(), ids)
+    texts = text.token_texts(tokenizer, ids[:-5].tolist())
+    words = text.kept_tokens(texts, package("".join(texts), rates[-1]))
+    assert kept.tolist() == [*words, *range(len(ids) - 5, len(ids))] and 10 < len(words) <= 35
