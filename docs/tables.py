@@ -145,11 +145,15 @@ TABLES = {
 }
 
 
+SLOW = "2 cores, AMD EPYC, AVX2"
+"""A slower machine, whose times are only in the file."""
+
+
 def time_table() -> str:
     """The table of times: a line per row of the file, for the most informative runs."""
     found = read("time")
     found = found[found["run"].isin(["evict", "decode2048", "train8x4", "sweep"])]
-    found = found[~found["what"].isin(["observing", "selecting"])]
+    found = found[~found["what"].isin(["observing", "selecting"]) & (found["processor"] != SLOW)]
     return markdown(found[["what", "method", "setting", "values", "unit", "date", "processor", "run"]])
 
 
@@ -166,11 +170,44 @@ def front_table() -> str:
     return markdown(pd.DataFrame(lines, columns=["method", "question seen", "question unseen", "cost in prefills"]))
 
 
+SEEN, UNSEEN, RULER = ("64", "128", "256"), ("0.5", "0.25", "0.1"), "128"
+"""The budgets of the table of all methods, by run."""
+
+
+def methods_table() -> str:
+    """The table of all methods, the lowest excess NLL at the middle budget first: a line per method."""
+    found = read("methods").set_index(["method", "run", "budget"])
+
+    def cell(method: str, column: str, run: str, *budgets: str) -> str:
+        alone = (method, run, "") in found.index  # a method without budgets
+        values = [found[column].get((method, run, budget), "") or "–" for budget in ("",) * alone or budgets]
+        return " / ".join(values) if {*values} != {"–"} else "–"
+
+    def line(name: str) -> tuple[str, ...]:
+        in_ruler = [cell(name, column, "all_ruler", RULER) for column in ("score", "excess_nll")]
+        return (
+            f"**{name}**" if name == "lookaheadkv" else name,
+            cell(name, "excess_nll", "all_seen", *SEEN),
+            cell(name, "excess_nll", "all_unseen", *UNSEEN),
+            " / ".join(in_ruler) if {*in_ruler} != {"–"} else "–",
+            cell(name, "cost", "all_seen", SEEN[1]),
+            cell(name, "kv_mib", "all_seen", SEEN[1]),
+        )
+
+    means = found.xs("all_seen", level="run")["excess_nll"].astype(float).to_dict()
+    highest = float("inf")
+    methods = sorted(
+        {*found.index.unique("method")},
+        key=lambda name: (means.get((name, SEEN[1]), means.get((name, ""), highest)), name),
+    )
+    titles = ["method", f"seen, {' / '.join(SEEN)}", f"unseen, {' / '.join(UNSEEN)}", "RULER", "cost, %", "MiB"]
+    return markdown(pd.DataFrame([line(name) for name in methods], columns=titles))
+
+
 def made(name: str) -> str:
     """A table by its name."""
-    if name == "time":
-        return time_table()
-    return front_table() if name == "front" else TABLES[name].text()
+    own = {"time": time_table, "front": front_table, "methods": methods_table}
+    return own[name]() if name in own else TABLES[name].text()
 
 
 def with_tables(text: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from keepsight.commands import cli
+from keepsight.files import write_json, write_lines
 from keepsight.runtime.methods import METHODS
 from tests.test_readme import names as names
 from tests.test_readme import run
@@ -84,6 +85,40 @@ def test_a_page_holds_the_tables_of_the_files(page: Path) -> None:
     assert TABLES["PLACE"].search(text) and TABLES["with_tables"](text) == text, "python docs/tables.py makes them"
 
 
+def test_the_table_of_all_methods_is_made_of_an_evaluation(tmp_path: Path) -> None:
+    """Two samples of one method: means, the cost against the full cache's prefill, kvpress's rows beside them."""
+    summarized = runpy.run_path(str(ROOT / "docs" / "method_results.py"))["summarized"]
+    phases = dict.fromkeys(("prefill", "draft", "observe", "select", "question"), 0.0)
+    rest = {"task": "a", "length": 99, "score": 1.0, "agreement": 1.0, "kept": 9, "rows": 1, "references": ["b"]}
+    rest |= {
+        "time_to_first_token": 1.0,
+        "tokens_per_second": 1.0,
+        "answer": "b",
+        "question": "seen",
+        "date": "2026-01-02",
+    }
+    rows = [
+        {**rest, "sample": sample, "method": method, "budget": budget, "kv_bytes": 2**20, "excess_nll": excess}
+        | {"seconds": phases | {"prefill": 2.0, "select": taken, "question": 5.0}}
+        for sample in "cd"
+        for method, budget, excess, taken in (("full", None, 0.0, 0.0), ("snapkv", 9, 0.25 * (sample == "c"), 0.1))
+    ]
+    write_lines(tmp_path / "results.jsonl", rows)
+    write_json(tmp_path / "settings.json", {"target": {"dtype": "float32"}})
+    (tmp_path / "kvpress").mkdir()
+    measured = {"task": "a", "length": 99, "press": "KeyDiffPress", "budget": 9, "excess": 0.5}
+    write_lines(tmp_path / "kvpress" / "measured.jsonl", [measured, measured | {"excess": 0.7}])
+    lines = summarized(tmp_path, "1 core").set_index("method").to_dict("index")
+    assert lines["snapkv"] == {
+        **{"question": "seen", "budget": "9", "excess_nll": "0.125", "low": "0.00", "high": "0.25", "score": "1.000"},
+        **{"cost": "5.0", "kv_mib": "1.00", "samples": 2, "dtype": "float32", "date": "2026-01-02"},
+        **{"processor": "1 core", "run": tmp_path.name},
+    }
+    assert (lines["full"]["budget"], lines["full"]["cost"]) == ("", "0.0")
+    press = lines["kvpress KeyDiffPress"]
+    assert (press["excess_nll"], press["budget"], press["score"], press["kv_mib"]) == ("0.600", "9", "", "")
+
+
 def test_each_row_of_the_files_has_a_run_and_a_processor() -> None:
     files = [path.stem for path in (ROOT / "results").glob("*.csv") if path.stem != "runs"]
     rows = pd.concat([TABLES["read"](file)[["processor", "run"]] for file in files])
@@ -93,5 +128,5 @@ def test_each_row_of_the_files_has_a_run_and_a_processor() -> None:
 
 def test_pages_are_short() -> None:
     lengths = {page: len(page.read_text("utf-8").splitlines()) for page in TABLES["PAGES"]}
-    assert lengths[ROOT / "README.md"] <= 180 and lengths.pop(ROOT / "RESULTS.md") <= 200
+    assert lengths[ROOT / "README.md"] <= 180 and lengths.pop(ROOT / "RESULTS.md") <= 250
     assert all(length <= 180 for length in lengths.values())
