@@ -79,11 +79,11 @@ def measure(folder: Path, budgets: list[int | float], slow: bool) -> Iterator[di
         "SnapKVPress": kvpress.SnapKVPress,
         "SnapKVPress(window_size=32, kernel_size=3)": snapkv,
         # keepsight's is {name: criticalkv, pool: {kind: avg, kernel: 3}}
-        "CriticalKVPress of it": lambda ratio: kvpress.CriticalKVPress(snapkv(ratio)),
+        "CriticalKVPress(SnapKVPress(32, 3))": lambda ratio: kvpress.CriticalKVPress(snapkv(ratio)),
         "KeyDiffPress": kvpress.KeyDiffPress,
         "TOVAPress": kvpress.TOVAPress,
         "ExpectedAttentionPress": kvpress.ExpectedAttentionPress,
-        "AdaKVPress of it, epsilon 0.01": expected,
+        "AdaKVPress(ExpectedAttentionPress, epsilon=0.01)": expected,
     }
 
     class Presses(BasePress):
