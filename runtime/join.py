@@ -23,8 +23,9 @@ from keepsight.runtime.state import State, has_recurrent
 Made = TypeVar("Made", bound=KeptLayer)
 
 
-CALL = 256
-"""On a CPU, attending to one more head by itself takes as long as reading about so many entries of padding."""
+CALL = 384
+"""On a CPU, attending to one more head by itself takes as long as reading about so many entries of padding: measured
+with SmolLM2-135M in float32, a batch of 8 and two AVX2 cores."""
 
 
 def can_join(state: State) -> bool:
