@@ -81,7 +81,7 @@ def test_the_model_writes_questions_itself(target: Target, tmp_path: Path) -> No
         asked = render_prompt(index, text.followed_by(str(text.asks)), target.tokenizer)
         (written,) = answer(target, [asked], Decoding(64))
         question = question_in(str(target.tokenizer.decode(written, skip_special_tokens=True)), len(written) < 64)
-        (sample,) = [each for each in samples if each.index == index] or [None]
+        sample = next((each for each in samples if each.index == index), None)
         if not question:
             assert sample is None
             continue
