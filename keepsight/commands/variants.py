@@ -42,7 +42,7 @@ def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resourc
                 try:
                     variants.append(Variant(label, make_method(name, budget, resources, **options)))
                 except UserError as error:
-                    if is_asked:
+                    if is_asked or options:
                         raise
                     left.append((label, budget, error))
     if left:

@@ -20,6 +20,7 @@ from keepsight.commands.cli import main
 from keepsight.commands.from_recipe import resources_later
 from keepsight.commands.parse import parse
 from keepsight.commands.recipe import say_once
+from keepsight.errors import UserError
 from keepsight.eval.tasks.jsonl import RULER_METRIC
 from keepsight.files import append_lines, one_writer, read_json, read_jsonl, write_json, write_lines
 from keepsight.models.chat import chat_text
@@ -141,6 +142,12 @@ def test_all_methods_are_made_at_the_budgets_that_they_can_take(capsys: pytest.C
     assert [each.budget for each in made if each.name == "snapkv"] == [64, 128]
     said = capsys.readouterr().err
     assert "specpc at budget 64: budget 64 must be above the window of 64 tokens" in said
+
+
+def test_wrong_bits_are_refused_with_all_methods() -> None:
+    config = parse(evaluation.Config, [*TINY, "draft.layers=[0,2]", "methods=all", "bits=[2,3]"])
+    with pytest.raises(UserError, match="bits 3 is unknown"):
+        variants.variants_of(config.methods, config.budgets, config.bits, resources_later(config))
 
 
 def test_a_stopped_evaluation_goes_on(
