@@ -1,11 +1,13 @@
-"""Makes `results/methods.csv`, the table of all methods, from folders that `keepsight eval methods=all` has written.
+"""Makes `results/methods.csv`, the table of all methods, and paired differences, in `results/methods_differences.csv`.
 
     python docs/method_results.py 'processor=2 cores' runs/all_seen runs/all_unseen
 
-Rows of kvpress's presses on the same samples are added where a folder has `kvpress/measured.jsonl`
-(docs/kvpress_results.py). A folder's name is the run that `results/runs.csv` describes.
+The folders are those that `keepsight eval methods=all` has written. Rows of kvpress's presses on the same samples are
+added where a folder has `kvpress/measured.jsonl` (docs/kvpress_results.py). A folder's name is the run that
+`results/runs.csv` describes.
 """
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -13,14 +15,27 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from keepsight.eval.report.intervals import estimate
 from keepsight.eval.results import FULL, read_run
 from keepsight.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE = ["task", "length", "sample"]
-RESAMPLES = 2000
+COMPARED = {
+    "lookaheadkv": "kvgrad",
+    "snapkv mean 3": "kvpress SnapKVPress(window_size=32, kernel_size=3)",
+    "criticalkv mean 3": "kvpress CriticalKVPress(SnapKVPress(32, 3))",
+    "keydiff": "kvpress KeyDiffPress",
+    "tova": "kvpress TOVAPress",
+    "expected_attention": "kvpress ExpectedAttentionPress",
+    "expected_adakv": "kvpress AdaKVPress(ExpectedAttentionPress, epsilon=0.01)",
+    "kvzip": "kvpress KVzipPress",
+    "kvgrad": "kvpress KVgradPress",
+}
+"""Methods, and those that they are compared with on the same prompts, one of each task."""
 
 
+@functools.cache
 def measured(folder: Path) -> pd.DataFrame:
     """The rows of a folder: a method's name, question, budget, excess NLL, score, cost and MiB for each sample.
 
@@ -50,8 +65,8 @@ def summarized(folder: Path, processor: str) -> pd.DataFrame:
     groups = rows.groupby(["method", "question", "budget"], sort=False)
     lines = groups.agg(
         excess_nll=("excess_nll", "mean"),
-        low=("excess_nll", lambda values: interval(values)[0]),
-        high=("excess_nll", lambda values: interval(values)[1]),
+        low=("excess_nll", lambda values: estimate(values, "all prompts").ends[0]),
+        high=("excess_nll", lambda values: estimate(values, "all prompts").ends[1]),
         score=("score", "mean"),
         cost=("cost", "median"),
         kv_mib=("kv_mib", "mean"),
@@ -66,15 +81,27 @@ def summarized(folder: Path, processor: str) -> pd.DataFrame:
     return lines.reset_index().assign(dtype=dtype, date=date, processor=processor, run=folder.name)
 
 
-def interval(values: pd.Series) -> np.ndarray:
-    """Ends of the 95 % bootstrap interval of the mean, [2] float64, samples drawn with replacement."""
-    drawn = np.random.default_rng(95).choice(values.to_numpy(), (RESAMPLES, len(values)))
-    return np.percentile(drawn.mean(axis=1), [2.5, 97.5])
+def differences(folder: Path, processor: str) -> pd.DataFrame:
+    """A line per pair of `COMPARED` and budget: the mean difference of the excess NLL, its interval, the largest."""
+    rows = measured(folder)
+    by_prompt = rows.pivot_table("excess_nll", index=["task", "length"], columns=["method", "budget"])
+    lines = list[dict[str, str]]()
+    for name, other in COMPARED.items():
+        for budget in by_prompt[name] if other in by_prompt else ():
+            found = by_prompt[name, budget] - by_prompt[other, budget]
+            numbers = (found.mean(), *estimate([*found], "all prompts").ends, found.abs().max())
+            texts = [f"{round(number, 4) + 0.0:+.4f}" for number in numbers]
+            place = {"method": name, "minus": other, "question": rows["question"].iloc[0], "budget": budget}
+            lines.append(place | dict(zip(("difference", "low", "high", "largest"), texts, strict=True)))
+    samples, date = len(by_prompt), rows["date"].dropna().max()
+    return pd.DataFrame(lines).assign(samples=samples, date=date, processor=processor, run=folder.name)
 
 
 if __name__ == "__main__":
     named, *folders = sys.argv[1:]
     if not named.startswith("processor=") or not folders:
         sys.exit("expected processor=NAME and folders of evaluations, see the first lines of this file")
-    lines = pd.concat([summarized(Path(folder), named.partition("=")[2]) for folder in folders])
-    write_text(ROOT / "results" / "methods.csv", lines.to_csv(index=False, lineterminator="\n"))
+    processor, runs = named.partition("=")[2], [Path(folder) for folder in folders]
+    for file, made in (("methods", summarized), ("methods_differences", differences)):
+        lines = pd.concat([made(run, processor) for run in runs])
+        write_text(ROOT / "results" / f"{file}.csv", lines.to_csv(index=False, lineterminator="\n"))

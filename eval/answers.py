@@ -244,10 +244,8 @@ def joined_by_length(model: PreTrainedModel, states: Sequence[State], more: int,
     """
     most_padding = sum(weight.nbytes for weight in model.parameters()) / entry_bytes(model)
     ragged = [joins_unpadded(state) for state in states]
-    lengths = [
-        math.ceil(state.counts().float().mean().item()) if own else state.length
-        for state, own in zip(states, ragged, strict=True)
-    ]
+    pairs = zip(states, ragged, strict=True)
+    lengths = [math.ceil(state.mean_entries()) if unpadded else state.length for state, unpadded in pairs]
 
     def fits(batch: Sequence[int]) -> bool:
         own = sum(lengths[index] for index in batch)

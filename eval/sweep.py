@@ -116,7 +116,7 @@ def result_row(
         "agreement": answered.hits.float().mean().item(),
         **measured,
         "first_difference": first_difference(answered.ids, asked.full.ids),
-        "kept": round(state.counts().float().mean().item(), 3),
+        "kept": round(state.mean_entries(), 3),
         "kv_bytes": state.kv_bytes,
         "kv_peak_bytes": peak,
         "seconds": seconds,

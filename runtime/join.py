@@ -64,7 +64,7 @@ def joins_unpadded(state: State) -> bool:
     if not state.logits.is_cpu:
         return ragged_kernel.enabled()
     longest = sum(layer.longest for layer in state.layers) / len(state.layers)
-    return longest - state.counts().float().mean().item() > CALL
+    return longest - state.mean_entries() > CALL
 
 
 def take_rows(state: State, rows: Sequence[int]) -> State:
@@ -134,20 +134,19 @@ def _join_dense(column: Sequence[KeptLayer], seen: int) -> KeptLayer:
 
 def _join_ragged(column: Sequence[KeptLayer], seen: int) -> RaggedLayer:
     """A layer with full attention, its heads one after the other; `seen` is its logical length."""
-    ragged = [layer if isinstance(layer, RaggedLayer) else _as_ragged(layer) for layer in column]
+    ragged = [_as_ragged(layer) for layer in column]
     keys, values = map(torch.cat, zip(*(layer.packed() for layer in ragged), strict=True))
     counts = np.concatenate([layer.head_sizes() for layer in ragged])
     return _like(column[0], RaggedLayer(keys, values, counts, seen))
 
 
 def _as_ragged(layer: KeptLayer) -> RaggedLayer:
-    """The entries of a dense layer, without its padding."""
-    keys, values, real = layer.entries()
-    if real is not None:
-        marks = real.expand(keys.shape[:3])
-        keys, values = keys[marks], values[marks]
-    sizes = torch.as_tensor(layer.head_sizes()).cpu().numpy()
-    return RaggedLayer(keys.flatten(0, -2), values.flatten(0, -2), sizes, layer.seen)
+    """The layer itself, or the entries of a dense one without its padding."""
+    if not isinstance(layer, RaggedLayer):
+        sizes = torch.as_tensor(layer.head_sizes()).cpu().numpy()
+        layer = layer.keep(layer.entries().marks, sizes, ragged=True)
+    assert isinstance(layer, RaggedLayer)
+    return layer
 
 
 def _like(layer: KeptLayer, made: Made) -> Made:

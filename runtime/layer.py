@@ -2,7 +2,7 @@
 
 Layers store KV heads, never query heads. A layer's *logical* length counts the tokens seen and determines positions;
 its *physical* length counts the entries in memory. KV heads with different numbers of entries are stored and read
-without padding (`RaggedLayer`).
+without padding (`RaggedLayer`), except in batches that `keepsight.runtime.join` pads.
 """
 
 import copy

@@ -144,6 +144,10 @@ class State:
         """[L, B, K] int64: number of real entries per layer, row and KV head."""
         return torch.stack([torch.as_tensor(layer.head_sizes()).to(self.lengths.device) for layer in self.layers])
 
+    def mean_entries(self) -> float:
+        """Number of real entries of a KV head, the mean over layers, rows and heads."""
+        return self.counts().float().mean().item()
+
     def select_all(self) -> list[Tensor]:
         """For each layer, a selection [B, K, C] bool of all real entries."""
         return [each.marks for each in self.entries()]

@@ -277,7 +277,7 @@ class Engine:
         if job.seed is not None:
             generator = torch.Generator(self.model.device).manual_seed(job.seed)
         state = self.method.start(self.model, ids)
-        job.kept = state.counts().float().mean().item()
+        job.kept = state.mean_entries()
         totals = self.totals
         totals.prefill_seconds += time.perf_counter() - start
         totals.prompt_tokens += ids.shape[1]

@@ -87,7 +87,7 @@ def test_a_page_holds_the_tables_of_the_files(page: Path) -> None:
 
 def test_the_table_of_all_methods_is_made_of_an_evaluation(tmp_path: Path) -> None:
     """Two samples of one method: means, the cost against the full cache's prefill, kvpress's rows beside them."""
-    summarized = runpy.run_path(str(ROOT / "docs" / "method_results.py"))["summarized"]
+    script = runpy.run_path(str(ROOT / "docs" / "method_results.py"))
     phases = dict.fromkeys(("prefill", "draft", "observe", "select", "question"), 0.0)
     rest = {"task": "a", "length": 99, "score": 1.0, "agreement": 1.0, "kept": 9, "rows": 1, "references": ["b"]}
     rest |= {
@@ -101,15 +101,15 @@ def test_the_table_of_all_methods_is_made_of_an_evaluation(tmp_path: Path) -> No
         {**rest, "sample": sample, "method": method, "budget": budget, "kv_bytes": 2**20, "excess_nll": excess}
         | {"seconds": phases | {"prefill": 2.0, "select": taken, "question": 5.0}}
         for sample in "cd"
-        for method, budget, excess, taken in (("full", None, 0.0, 0.0), ("snapkv", 9, 0.25 * (sample == "c"), 0.1))
+        for method, budget, excess, taken in (("full", None, 0.0, 0.0), ("keydiff", 9, 0.25 * (sample == "c"), 0.1))
     ]
     write_lines(tmp_path / "results.jsonl", rows)
     write_json(tmp_path / "settings.json", {"target": {"dtype": "float32"}})
     (tmp_path / "kvpress").mkdir()
     measured = {"task": "a", "length": 99, "press": "KeyDiffPress", "budget": 9, "excess": 0.5}
     write_lines(tmp_path / "kvpress" / "measured.jsonl", [measured, measured | {"excess": 0.7}])
-    lines = summarized(tmp_path, "1 core").set_index("method").to_dict("index")
-    assert lines["snapkv"] == {
+    lines = script["summarized"](tmp_path, "1 core").set_index("method").to_dict("index")
+    assert lines["keydiff"] == {
         **{"question": "seen", "budget": "9", "excess_nll": "0.125", "low": "0.00", "high": "0.25", "score": "1.000"},
         **{"cost": "5.0", "kv_mib": "1.00", "samples": 2, "dtype": "float32", "date": "2026-01-02"},
         **{"processor": "1 core", "run": tmp_path.name},
@@ -117,6 +117,8 @@ def test_the_table_of_all_methods_is_made_of_an_evaluation(tmp_path: Path) -> No
     assert (lines["full"]["budget"], lines["full"]["cost"]) == ("", "0.0")
     press = lines["kvpress KeyDiffPress"]
     assert (press["excess_nll"], press["budget"], press["score"], press["kv_mib"]) == ("0.600", "9", "", "")
+    (line,) = script["differences"](tmp_path, "1 core").to_dict("records")
+    assert (line["method"], line["minus"], line["difference"]) == ("keydiff", "kvpress KeyDiffPress", "-0.4750")
 
 
 def test_each_row_of_the_files_has_a_run_and_a_processor() -> None:
