@@ -54,7 +54,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4": ("glm4", {"partial_rotary_factor": 0.5}),
     "OLMo 2": ("olmo2", {}),
     "SmolLM3": ("smollm3", {"no_rope_layers": [1, 1, 1, 0], "use_sliding_window": False}),
-    "Granite": ("granite", {"attention_multiplier": 0.2, "residual_multiplier": 0.5}),
+    "Granite": ("granite", {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0}),
     "Falcon 3": ("llama", {"head_dim": 16}),
     "DeepSeek-V3": (
         "deepseek_v3",

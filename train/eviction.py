@@ -21,7 +21,14 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.models.decoder import cached_kv_heads, full_attention_layers, has_latents, require_full_attention
+from keepsight.models.decoder import (
+    cached_kv_heads,
+    decoder_of,
+    full_attention_layers,
+    has_latents,
+    logits_of,
+    require_full_attention,
+)
 from keepsight.models.distributed import divided, gathered
 from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.allocate import Global, HeadSizes, Uniform
@@ -161,22 +168,25 @@ class EvictionObjective(ReplayedObjective):
         return self.teacher_flops(batch) + self.module_flops(batch)
 
     def teacher_flops(self, batch: Batch) -> float:
-        """Operations of the prefill; 0 if its outputs were stored."""
-        rows, prompt = batch.prompt_ids.shape
-        return rows * pass_flops(self.model, self._weights, prompt) if batch.turn == 0 else 0.0
+        """Operations of prompt and answer with all entries; 0 if their outputs were stored."""
+        (rows, prompt), answer = batch.prompt_ids.shape, batch.answer_ids.shape[1] - 1
+        return rows * pass_flops(self.model, self._weights, prompt + answer) if batch.turn == 0 else 0.0
 
     def module_flops(self, batch: Batch) -> float:
-        """Operations of the soft tokens with gradients, and of the answer once with all entries and with gates."""
+        """Operations of the soft tokens and of the answer with gates, with their gradients."""
         rows, prompt = batch.prompt_ids.shape
         observing = 2 * pass_flops(self.model, self._weights, self.method.observer.positions(), prompt)
-        answering = 3 * pass_flops(self.model, self._weights, batch.answer_ids.shape[1] - 1, prompt)
+        answering = 2 * pass_flops(self.model, self._weights, batch.answer_ids.shape[1] - 1, prompt)
         return rows * ((observing if self.lookahead else 0.0) + answering)
 
     @override
     @torch.no_grad()
     def run_teacher(self, batch: Batch) -> TeacherOutputs:
         state = prefill(self.model, batch.prompt_ids, batch.prompt_mask, needs=self.method.needs())
-        return TeacherOutputs.of_cache(state.cache, [] if self.lookahead else self.method.importance(self.model, state))
+        importance = [] if self.lookahead else self.method.importance(self.model, state)
+        outputs = TeacherOutputs.of_cache(state.cache, importance)
+        gates = [_hard_gates(real) for real in state.select_all()]
+        return replace(outputs, answers=[self._hidden(outputs, _with_second_token(batch), gates)])
 
     @override
     def kept_tokens(self, batch: Batch) -> int:
@@ -203,8 +213,8 @@ class EvictionObjective(ReplayedObjective):
         floor = self._floor_of(batch)
         gates = soft_gates(importance, self.log_weights, budget, floor, self.settings.temperature)
         with torch.no_grad():
-            full = self._log_probabilities(outputs, batch, _hard_gates(~torch.isneginf(importance)))
-        gated = self._log_probabilities(outputs, batch, gates)
+            full = self._log_probabilities(*outputs.answers)
+        gated = self._log_probabilities(self._hidden(outputs, batch, gates))
         nats = functional.kl_div(gated, full, reduction="none", log_target=True).sum(dim=-1)
         # Without eviction the loss is 0. The model runs anyway: processes may share it, and must fill DeepSpeed's
         # gradient buckets in the same order.
@@ -236,22 +246,26 @@ class EvictionObjective(ReplayedObjective):
         batch = _with_second_token(batch)
         outputs = self.teacher_outputs(batch)
         importance = self.importance(outputs, batch)
-        full = self._cross_entropy(outputs, batch, [~torch.isneginf(each) for each in importance])
+        full = self._cross_entropy(batch, *outputs.answers)
 
         def excess(budget: int, floor: float | None) -> list[float]:
             kept = selected(importance, self.head_weights(), budget, floor)
-            return (self._cross_entropy(outputs, batch, kept) - full).tolist()
+            hidden = self._hidden(outputs, batch, [*map(_hard_gates, kept)])
+            return (self._cross_entropy(batch, hidden) - full).tolist()
 
         return {budget: [excess(budget, floor) for floor in floors] for budget in self.settings.budgets}
 
-    def _cross_entropy(self, outputs: TeacherOutputs, batch: Batch, kept: list[Tensor]) -> Tensor:
-        """[B] in nats, with the kept entries: the mean over an answer's tokens but the first."""
-        log_probabilities = self._log_probabilities(outputs, batch, [*map(_hard_gates, kept)])
-        nats = -log_probabilities.gather(-1, batch.answer_ids[:, 1:, None])[..., 0]
+    def _cross_entropy(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """[B] in nats, from the decoder's outputs: the mean over an answer's tokens but the first."""
+        nats = -self._log_probabilities(hidden).gather(-1, batch.answer_ids[:, 1:, None])[..., 0]
         return _answer_means(nats, batch)
 
-    def _log_probabilities(self, outputs: TeacherOutputs, batch: Batch, gates: Tensor | list[Tensor]) -> Tensor:
-        """[B, T - 1, V] float32, with gates on the prompt's entries: for an answer's tokens but the first."""
+    def _log_probabilities(self, hidden: Tensor) -> Tensor:
+        """[B, T - 1, V] float32, from the decoder's outputs."""
+        return logits_of(self.model, hidden.to(self.model.dtype)).float().log_softmax(dim=-1)
+
+    def _hidden(self, outputs: TeacherOutputs, batch: Batch, gates: Tensor | list[Tensor]) -> Tensor:
+        """The decoder's outputs [B, T - 1, hidden] for an answer's tokens but the last, with gates on the prompt."""
         cache = outputs.cache(self.model, batch.prompt_ids.shape[1])
         pairs = zip(full_layers(cache), gates, strict=True)
         layers = [GatedLayer(each.keys, each.values, gate.to(each.keys.device)) for each, gate in pairs]
@@ -260,10 +274,11 @@ class EvictionObjective(ReplayedObjective):
             seen = functional.pad(batch.prompt_mask, (0, ids.shape[1]), value=True)
         first = torch.tensor(batch.prompt_lengths(), device=ids.device)
         positions = first[:, None] + torch.arange(ids.shape[1], device=ids.device)
-        gated = as_observed(cache, layers)
+        gated, decoder = as_observed(cache, layers), decoder_of(self.model)
         with recomputed(self.model, self.settings.gradient_checkpointing):
-            output = run(self.model, gated, input_ids=ids, position_ids=positions, attention_mask=seen)
-        return output.logits.float().log_softmax(dim=-1)
+            output = run(decoder, gated, input_ids=ids, position_ids=positions, attention_mask=seen)
+        hidden: Tensor = output.last_hidden_state
+        return hidden
 
 
 def _with_second_token(batch: Batch) -> Batch:

@@ -36,6 +36,9 @@ _MARK = ".keepsight-replay"
 """An empty file in each folder that a training fills."""
 _ALIGNED = 64
 """Alignment, in bytes, of tensors that share a block of memory."""
+_LISTS = "importance", "features", "answers"
+"""The fields of teacher outputs that are lists of tensors."""
+_EXACT = "importance", "answers"
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,13 @@ class TeacherOutputs:
             states of a recurrent layer; empty where the loss needs no cache.
         importance: Tensors in float32 that the loss compares with; stored without rounding.
         features: Hidden states.
+        answers: The decoder's outputs for an answer's tokens, [B, T, hidden]; stored without rounding.
     """
 
     layers: list[dict[str, Tensor]] = field(default_factory=list)
     importance: list[Tensor] = field(default_factory=list)
     features: list[Tensor] = field(default_factory=list)
+    answers: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def of_cache(cls, cache: Cache, importance: Sequence[Tensor] = ()) -> Self:
@@ -77,24 +82,23 @@ def _map(change: Callable[..., Any], *outputs: TeacherOutputs) -> TeacherOutputs
         {name: change(name, *(each[name] for each in layer)) for name in layer[0]}
         for layer in zip(*(each.layers for each in outputs), strict=True)
     ]
-    importance = zip(*(each.importance for each in outputs), strict=True)
-    features = zip(*(each.features for each in outputs), strict=True)
-    return TeacherOutputs(
-        layers, [change("importance", *each) for each in importance], [change("features", *each) for each in features]
-    )
+    lists = [
+        [change(name, *each) for each in zip(*(getattr(one, name) for one in outputs), strict=True)] for name in _LISTS
+    ]
+    return TeacherOutputs(layers, *lists)
 
 
 def pack(outputs: TeacherOutputs, int8: bool) -> TeacherOutputs:
     """Teacher outputs on the CPU: keys and values in int8, as pairs with float32 scales [..., 1], the rest in bfloat16.
 
-    Importance stays exact: in bfloat16, a bfloat16 base model's replayed loss equals the one without replay.
+    Importance and answers stay exact: in bfloat16, a bfloat16 base model's replayed loss equals the one without replay.
     """
 
     def packed(name: str, tensor: Tensor) -> Tensor | tuple[Tensor, ...]:
         if int8 and name in ("keys", "values"):
             scale = tensor.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-30) / 127
             return tuple(each.contiguous().cpu() for each in ((tensor / scale).round().to(torch.int8), scale))
-        rounded = tensor.is_floating_point() and name != "importance"
+        rounded = tensor.is_floating_point() and name not in _EXACT
         return (tensor.to(torch.bfloat16) if rounded else tensor).contiguous().cpu()
 
     return _map(packed, outputs)
