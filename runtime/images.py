@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -17,7 +18,9 @@ from keepsight.runtime.features import in_this_thread
 PIXELS = ("pixel_values", "mm_encoder_outputs")
 """Inputs with the images themselves: as the processor made them, or encoded by `model.generate`."""
 _NO_KINDS = "mm_token_type_ids, which say where images are, are missing; pass everything that the processor returns"
-IMAGE_INPUTS = frozenset({*PIXELS, "image_grid_thw", "mm_token_type_ids", "token_type_ids"})
+_KINDS = ("mm_token_type_ids", "token_type_ids")
+"""Inputs [B, N] that say which tokens are those of images; models take one of them."""
+IMAGE_INPUTS = frozenset({*PIXELS, "image_grid_thw", *_KINDS})
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,12 @@ class Images:
         """All that the model takes for prompts of these tokens [B, N]."""
         return {"input_ids": input_ids, **self.inputs}
 
-    def read_by(self, other: PreTrainedModel) -> "Images":
-        """The same images for another model with the same processor."""
-        return Images({name: each.to(other.device) for name, each in self.processed.items()})
+    def read_by(self, other: PreTrainedModel, length: int) -> "Images":
+        """The same images for another model with the same processor, in prompts whose texts end at `length` tokens."""
+        inputs = {name: each.to(other.device) for name, each in self.processed.items()}
+        for name in inputs.keys() & {*_KINDS}:
+            inputs[name] = functional.pad(inputs[name], (0, length - inputs[name].shape[1]))
+        return Images(inputs)
 
     def shortened(self, model: PreTrainedModel, input_ids: Tensor, kept: Tensor) -> "Images":
         """The images of a prompt [1, N] that is shortened to its tokens `kept` [C] int64, ascending.
@@ -92,7 +98,7 @@ class Images:
         Raises:
             UserError: neither the processor nor the model's configuration says so.
         """
-        for name in ("mm_token_type_ids", "token_type_ids"):
+        for name in _KINDS:
             if name in self.inputs:
                 kinds: Tensor = self.inputs[name]
                 return kinds.bool()
@@ -109,6 +115,17 @@ class Images:
         if "pixel_values" not in inspect.signature(model.forward).parameters:
             kind = model.config.model_type
             raise UserError(f"pixel_values is not supported by {kind}, which reads no images; leave it out")
+
+
+class NotKept(Images):
+    """The images of a state from which they are missing: it was loaded from disk, or is a batch of other states."""
+
+    @override
+    def read_by(self, other: PreTrainedModel, length: int) -> Images:
+        raise UserError(
+            "a draft model has to read the prompt's images again, which are not kept in saved states and batches; "
+            "give the prompt with its images"
+        )
 
 
 class _Embedded(Images):

@@ -32,6 +32,7 @@ from keepsight.models.decoder import (
 from keepsight.models.model_files import adapters_digest, tensor_bytes, weights_digest
 from keepsight.runtime.attention import Softmax, is_bounded
 from keepsight.runtime.generate import CustomGenerate, Decoded, FullCache, GenerateRequest, decode
+from keepsight.runtime.images import NotKept
 from keepsight.runtime.layer import KeptLayer, RaggedLayer, Recorded
 from keepsight.runtime.rotary import QueryStatistics
 from keepsight.runtime.state import Needs, State, empty_cache, share
@@ -121,6 +122,7 @@ def save_state(
         softmax=[layer.softmax[:2] for layer in state.layers if layer.recorded],
         tensors=sorted(tensors),
         adapters=adapters_digest(model),
+        pictured=True if state.images else None,
     )
     header = replace(header, digest=_digest(header, tensors))
     with atomic_files(file.parent, last=file.name) as unfinished:
@@ -152,6 +154,7 @@ def load_state(path: str | Path, model: PreTrainedModel, *, template_digest: str
         raise UserError(f"{file}: its contents differ from the digest in its header; copy it again")
     needs = Needs(header.needs.window, header.needs.received, statistics=header.needs.queries)
     state = _state_of_tensors(_beside_layers(tensors, model), model, header.seen, needs, header.softmax)
+    state = replace(state, images=NotKept({}) if header.pictured else None)
     return SavedState(state, header.question, header.target, header.template_digest, adapters)
 
 
@@ -179,10 +182,11 @@ class _Header:
     softmax: list[tuple[float, float | None]]
     tensors: list[str]
     adapters: str | None = None
+    pictured: bool | None = None
     digest: str = ""
 
     def values(self) -> dict[str, Any]:
-        """Its fields as JSON values; headers of earlier releases have no `adapters`."""
+        """Its fields as JSON values; headers of earlier releases have no `adapters` and no `pictured`."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 

@@ -83,6 +83,7 @@ class State:
             positions are not consecutive (an image's tokens under M-RoPE).
         padded: Whether a row has padding; None where the CPU has to wait for `lengths` to know.
         seconds: Time spent summing accumulated attention; on a GPU, only the time that the CPU was blocked.
+        images: The prompts' images, which a draft model reads again; None for none.
     """
 
     cache: Cache
@@ -94,6 +95,7 @@ class State:
     rope_offset: Tensor | Literal[0] = 0
     padded: bool | None = None
     seconds: float = 0.0
+    images: Images | None = None
 
     @property
     def layers(self) -> list[KeptLayer]:
@@ -165,7 +167,15 @@ class State:
 
     def as_kind(self, kind: type[Kind], cache: Cache) -> Kind:
         """This state as one of a subclass, with its own form of cache; recordings are dropped."""
-        return kind(cache, self.logits, self.tokens, self.lengths, rope_offset=self.rope_offset, padded=self.padded)
+        return kind(
+            cache,
+            self.logits,
+            self.tokens,
+            self.lengths,
+            rope_offset=self.rope_offset,
+            padded=self.padded,
+            images=self.images,
+        )
 
     def crop(self, count: int, logits: Tensor) -> "State":
         """The state before its last `count` tokens, which the cache drops; `logits` [B, V] are the new last ones."""
@@ -354,7 +364,7 @@ def prefill(
                 "be recorded; load another model, such as Llama, Qwen, Mistral or Gemma"
             )
     logits = output.logits[:, -1].float()
-    return State(cache, logits, input_ids, lengths, needs, features, offset, mask is not None, seconds)
+    return State(cache, logits, input_ids, lengths, needs, features, offset, mask is not None, seconds, images)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ most recent keys, counted from the start of its block of 64 queries.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any
@@ -28,6 +28,7 @@ from keepsight.runtime.attention import OwnAttention, Softmax, grouped_attention
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, FixedDraft, greedy_draft
 from keepsight.runtime.drafting.speculative import head_answer
 from keepsight.runtime.evict import Evict
+from keepsight.runtime.images import Images
 from keepsight.runtime.importance import Pool, Reduce, attention_weights, observed_attention, top_indices
 from keepsight.runtime.layer import KeptLayer, Recorded
 from keepsight.runtime.state import (
@@ -339,8 +340,10 @@ class ModelDrafter(Drafter):
     @override
     def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
         if isinstance(self.draft, DraftHeadSource):
+            if state.images:
+                raise UserError("SpecKV: a draft head reads no images; give a draft model that does")
             return head_answer(model, state, self.draft, self.lookahead)[0]
-        return self.write(model, state.tokens, state.tokens_mask)
+        return self.write(model, state.tokens, state.tokens_mask, state.images)
 
     @override
     def needs(self) -> Needs:
@@ -350,13 +353,19 @@ class ModelDrafter(Drafter):
     def longest(self) -> int:
         return self.lookahead
 
-    def write(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None) -> DraftIds:
-        """The draft for tokens [B, M] that `model`, the base model, need not have read; `mask` is False for padding."""
+    def write(
+        self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None, images: Images | None = None
+    ) -> DraftIds:
+        """The draft for tokens [B, M] that `model`, the base model, need not have read; `mask` is False for padding.
+
+        `images` are those of the first tokens. A `UserError` if the draft model reads none.
+        """
         if isinstance(self.draft, DraftHeadSource):
             raise UserError("SpecKV: a draft head needs the model's features of the prompt; choose a draft model")
         drafting = self.draft.of(model)
         require_draft_fits("SpecKV", tokens.shape[1], self.lookahead, drafting)
-        return greedy_draft(drafting, prefill(drafting, tokens, mask, needs=Needs()), self.lookahead)
+        seen = images and images.read_by(drafting, tokens.shape[1])
+        return greedy_draft(drafting, prefill(drafting, tokens, mask, needs=Needs(), images=seen), self.lookahead)
 
 
 @registry.method("speckv", colour="#56B4E9", marker="P")
@@ -379,7 +388,6 @@ class SpecKV(Evict):
     pool: Pool = Pool("max", 7)
     window: int = 33
     sparse: SparsePattern | None = None
-    reads_images = False  # the draft would not see them
 
     @override
     def __post_init__(self) -> None:
@@ -417,7 +425,7 @@ class SpecKV(Evict):
         drafter, length = self._drafter(), input_ids.shape[1]
         if drafter is None or self.sparse is None or self.shares_prefill(length):
             return super().start(model, input_ids, mask, **options)
-        _require_whole_prompts(length, mask, options.get("chunk"))
+        _require_whole_prompts(length, mask, options)
         draft = drafter.write(model, input_ids)
         if not self.sparse.active(length + draft.ids.shape[1]):
             dense = replace(self, sparse=None, observer=replace(self.observer, drafter=FixedDraft(draft)))  # type: ignore[type-var]
@@ -455,8 +463,10 @@ def require_draft_fits(name: str, length: int, lookahead: int, drafting: PreTrai
         )
 
 
-def _require_whole_prompts(length: int, mask: Tensor | None, chunk: int | None) -> None:
-    if chunk is not None and chunk < length:
+def _require_whole_prompts(length: int, mask: Tensor | None, options: Mapping[str, Any]) -> None:
+    if options.get("images"):
+        raise UserError("SpecKV: sparse reads no images; leave out sparse")
+    if (chunk := options.get("chunk")) is not None and chunk < length:
         raise UserError(
             f"SpecKV: sparse reads the prompt of {length} tokens in one pass, not in chunks of {chunk}; "
             "leave out chunk or sparse"

@@ -137,7 +137,7 @@ class SpecPC(ShortenPrompt):
         require_draft_fits(type(self).__name__, len(input_ids), self.lookahead, draft)
         prompt = input_ids[None].to(draft.device)
         needs = Needs(window=self.window + self.lookahead - 1)
-        state = prefill(draft, prompt, needs=needs, images=images and images.read_by(draft))
+        state = prefill(draft, prompt, needs=needs, images=images and images.read_by(draft, len(input_ids)))
         stop = stop_after(self.lookahead, end_ids(draft))
         decoded = decode(draft, state, stop, pad_token=0)
         scores = self._scores(draft, decoded.state, places, prompt.shape[1], decoded.ids.shape[1] - 1)

@@ -81,7 +81,7 @@ def test_unknown_ones_and_those_of_other_commands_are_refused(keepsight: Command
     [
         ("lookaheadkv-longbench", "longbench.dir=FOLDER"),
         ("dapq-longbench-v2", "longbench_v2.file=FILE"),
-        ("specpc-milebench", "milebench.dir=FOLDER"),
+        ("speckv-milebench", "milebench.dir=FOLDER"),
         ("specontext-longwriter", "longwriter.file=FILE"),
         ("lookaheadkv-mt-bench", "judge.url=http://HOST:PORT/v1"),
     ],

@@ -18,7 +18,7 @@ from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
 from keepsight.runtime.methods.make import Resources, make_method
 from keepsight.runtime.methods.scored import ScoredEvict, TrainedScores
 from keepsight.runtime.retrieval.specontext import SpeContext
-from tests.families import FAMILIES, family_model
+from tests.families import FAMILIES, family_model, fresh_model
 from tests.models.modules import SHAPE, random_on, save
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.models.scorers import tiny_scorer
@@ -159,6 +159,12 @@ def reads_images(family: str, name: str) -> bool:
 
 
 @cache
+def pictured_draft(family: str) -> LoadedDraft:
+    """Another model of a family that reads images."""
+    return LoadedDraft("tiny", "1", fresh_model(family, seed=7))
+
+
+@cache
 def adapter(family: str, folder: Path) -> Any:
     """Of heads that share the whole model's budget, by the soft tokens' largest attention times the norm of values."""
     module = random_on(
@@ -181,7 +187,8 @@ def method_of(name: str, family: str, folder: Path) -> Any:
         return kind(BUDGET, TrainedScores(tiny_scorer(kind.scorer, family_model(family))), **OPTIONS.get(name, {}))
     covers = METHODS[name].selects_each_step and name != "exact_topk"
     budget = LENGTH + 8 if covers else BUDGET
-    return make_method(name, budget, DRAFT, **OPTIONS.get(name, {}))
+    resources = replace(DRAFT, draft=pictured_draft(family)) if family in WITH_IMAGE else DRAFT
+    return make_method(name, budget, resources, **OPTIONS.get(name, {}))
 
 
 def table() -> str:

@@ -21,7 +21,7 @@ from keepsight.runtime.generate import generate
 from keepsight.runtime.state import prefill
 from tests.close import assert_close
 from tests.families import family_model, fresh_model
-from tests.runtime.family_methods import DRAFT, PROMPT, REFUSED, WITH_IMAGE, grid, method_of
+from tests.runtime.family_methods import DRAFT, PROMPT, REFUSED, WITH_IMAGE, grid, method_of, reads_images
 from tests.runtime.prompt_compression.prompts import PROSE, text_ids, text_methods, wide_model
 from tests.runtime.test_images import prompt
 from tests.tiny import tiny_model
@@ -113,8 +113,7 @@ def test_a_model_is_afterwards_as_it_was(family, name, tmp_path_factory):
 @pytest.mark.parametrize(("family", "name"), grid(families=WITH_IMAGE))
 def test_a_model_that_reads_an_image_is_afterwards_as_it_was(family, name, tmp_path_factory):
     (model, expected), method = owned_twice(family), method_of(name, family, tmp_path_factory.getbasetemp())
-    refused = name == "specpc" or not method.reads_images  # the draft reads no images
-    assert_left_as_found(model, expected, method, prompt(family), refused)
+    assert_left_as_found(model, expected, method, prompt(family), not reads_images(family, name))
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["llmlingua2", "sentence_similarity"])
