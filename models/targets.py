@@ -130,12 +130,12 @@ def load_target(
     device_map: str | Mapping[str, str] | None = None,
     trust_remote_code: bool = False,
 ) -> Target:
-    """Load a base model from a folder or the Hub, or from `packaged` when the Hub cannot be reached.
+    """Load a base model from a folder, from `packaged` if that is installed, or from the Hub.
 
     Args:
         model_id: A local folder or a Hub id.
         revision: Branch, tag or commit on the Hub.
-        packaged: `package/file.gguf` of an installed package, used when `model_id` is no folder and cannot be fetched.
+        packaged: `package/file.gguf` of a package: if installed, its weights are used in place of the Hub's.
         packaged_digest: The `sha256:...` that the packaged file must have.
         dtype: `auto` (bfloat16 on an accelerator, float32 on the CPU) or a key of `DTYPES`.
         device: `auto`, or a torch device.

@@ -243,7 +243,7 @@ def _chinese_words(text: str) -> list[str]:
     try:
         import jieba
     except ImportError:
-        raise UserError("LongBench's Chinese tasks need jieba; pip install 'keepsight[zh]'") from None
+        raise UserError("LongBench's Chinese tasks need jieba; run `pip install -e '.[zh]'` in the clone") from None
     return list(jieba.cut(text))
 
 

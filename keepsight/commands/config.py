@@ -118,7 +118,7 @@ class Finetune(shared.Training, shared.UsesMethods):
     The base model processes its own answer with a soft, differentiable selection of the prompt's entries. The loss is
     the KL divergence from its predictions with the full cache. It trains the soft tokens, the LoRA and one weight per
     KV head, by which the head's importance is multiplied before heads share a budget. finetune.freeze_module=true
-    trains the head weights alone, in minutes. Memory grows with the prompt; max_prompt_tokens= and
+    trains the head weights alone. Memory grows with the prompt; max_prompt_tokens= and
     finetune.gradient_checkpointing=true limit it (see `keepsight plan train stage=eviction`). selection=uniform trains
     for the same number of entries in every head, finetune.uniform_share=0.5 for both, finetune.unseen=0.3 for questions
     that come after the eviction. Other methods whose heads share a budget can have head weights too (method=). A

@@ -40,7 +40,7 @@ class ModelConfig:
     Attributes:
         id: Hub id or local folder.
         revision: Branch, tag or commit on the Hub.
-        packaged: Bundled weights: PACKAGE/FILE.gguf of a Python package, used when the Hub cannot be reached.
+        packaged: Bundled weights: PACKAGE/FILE.gguf of a Python package, used if installed; null for the Hub's.
         packaged_id: Hub id of the bundled model; the file is used only for this model.
         packaged_digest: Expected digest of the bundled file, sha256:...
         dtype: auto, float32, bfloat16 or float16.

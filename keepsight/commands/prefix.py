@@ -83,6 +83,7 @@ def run(config: Config) -> None:
     if not done:
         raise UserError(f"{config.documents}: none of its {skipped} rows could be read")
     print(f"{done} prefixes in {config.out}" + f", {skipped} rows skipped" * bool(skipped))
+    print(f"model for vLLM: {target.source}")
 
 
 class Writer:

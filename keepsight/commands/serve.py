@@ -51,7 +51,7 @@ def run(config: Config) -> None:
 
         from keepsight.serving.server import Service
     except ImportError as error:
-        raise UserError(f"keepsight serve needs {error.name}; run `pip install 'keepsight[serving]'`") from None
+        raise UserError(f"keepsight serve needs {error.name}; run `pip install -e '.[serving]'` in the clone") from None
     method_of(config, resources_later(config))  # bad values end here, before anything loads
     key = os.environ.get(config.key) or None
     with closing(listening(config.host, config.port)) as opened:
@@ -118,7 +118,7 @@ def request_line(url: str, name: str, key: str | None) -> str:
 
 def _check_vllm(config: Config) -> None:
     if importlib.util.find_spec("vllm") is None:
-        raise UserError("vllm=true needs vLLM; run `make setup-vllm`, or `pip install 'keepsight[vllm,serving]'`")
+        raise UserError("vllm=true needs vLLM; run `make setup-vllm`, then `. .venv-vllm/bin/activate`")
     if config.model.quantize:
         raise UserError(f"model.quantize={config.model.quantize}: vLLM serves the model's own weights; leave it out")
     for name in config.vllm_options:

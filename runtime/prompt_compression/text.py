@@ -73,7 +73,7 @@ def _optional_package(name: str, extra: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        raise UserError(f"package {name!r} is not installed; run `pip install keepsight[{extra}]`") from None
+        raise UserError(f"package {name!r} is not installed; run `pip install -e '.[{extra}]'` in the clone") from None
 
 
 _KINDS = ("xlm-roberta-large", "bert-base-multilingual-cased")

@@ -23,7 +23,7 @@ from keepsight.models.chat import chat_text, template_digest, vocabulary_digest
 from keepsight.models.decoder import context_of, require_supported
 from keepsight.models.lookahead import Lookahead, LookaheadAdapter
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.models.model_files import folder_version, packaged_file, record_version, version_of
+from keepsight.models.model_files import folder_version, located, packaged_file, record_version, version_of
 from keepsight.models.targets import load_target
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import LookaheadKV, make_method
@@ -243,6 +243,19 @@ def test_a_packaged_file_needs_its_package(package: Path) -> None:
         with pytest.raises(UserError, match=f"'{name}' is not installed"):
             packaged_file(name)
     assert packaged_file("tiny_packaged/model.gguf") == package / "model.gguf"
+
+
+def test_an_installed_packaged_file_is_used_in_place_of_the_hubs_weights(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any machine, so that the numbers of README are those of its commands; a revision names weights on the Hub."""
+    monkeypatch.setattr(model_files, "hub_answers", lambda: True)
+    monkeypatch.setattr(model_files, "dequantised", lambda path, digest: (path, digest))
+    packaged = "tiny_packaged/model.gguf"
+    assert located(HUB_ID, packaged=packaged, packaged_digest="x") == (package / "model.gguf", "x", {})
+    for others in ({"revision": "v1", "packaged": packaged}, {"packaged": "not_installed/model.gguf"}, {}):
+        options = {"revision": others.get("revision"), "local_files_only": False}
+        assert located(HUB_ID, **others) == (HUB_ID, None, options)
 
 
 @pytest.mark.usefixtures("offline", "package")
