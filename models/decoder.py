@@ -98,7 +98,9 @@ def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """The logits [..., V] of a decoder's outputs [..., hidden], with the model's scaling and soft-capping."""
     config: Any = model.config.get_text_config(decoder=True)
     lm_head: Any = model.get_output_embeddings()
-    logits: Tensor = lm_head(hidden) * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+    scaling = getattr(config, "logits_scaling", None) or 1.0
+    scale = scaling if config.model_type.startswith("hyperclovax") else 1 / scaling  # others divide by it
+    logits: Tensor = lm_head(hidden) * scale * (getattr(config, "logit_scale", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
 

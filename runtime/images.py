@@ -114,22 +114,24 @@ class Images:
         """
         if "pixel_values" not in inspect.signature(model.forward).parameters:
             kind = model.config.model_type
-            raise UserError(f"pixel_values is not supported by {kind}, which reads no images; leave it out")
+            raise UserError(
+                f"pixel_values is not supported by {kind}, which reads no images; leave it out, or take one that does"
+            )
 
 
 class NotKept(Images):
-    """The images of a state from which they are missing: it was loaded from disk, or is a batch of other states."""
+    """Images that another model cannot read: of a state from disk, of a batch of states, of a shortened prompt."""
 
     @override
     def read_by(self, other: PreTrainedModel, length: int) -> Images:
         raise UserError(
-            "a draft model has to read the prompt's images again, which are not kept in saved states and batches; "
-            "give the prompt with its images"
+            "a draft model has to read the prompt's images again, which are not kept in saved states, batches and "
+            "shortened prompts; give the prompt with its images"
         )
 
 
-class _Embedded(Images):
-    """The tokens themselves are among the inputs, as embeddings."""
+class _Embedded(NotKept):
+    """The tokens themselves are among the inputs, as embeddings of one model."""
 
     @override
     def with_tokens(self, input_ids: Tensor) -> Mapping[str, Any]:

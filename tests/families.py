@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-_SHAPE: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -105,7 +105,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _VISION = {
     "gemma3": {
-        "text_config": _SHAPE | FAMILIES["Gemma 3 (text)"][1],
+        "text_config": SMALL | FAMILIES["Gemma 3 (text)"][1],
         "vision_config": {
             "hidden_size": 16,
             "intermediate_size": 24,
@@ -121,7 +121,7 @@ _VISION = {
         "eoi_token_index": 122,
     },
     "qwen2_5_vl": {
-        "text_config": _SHAPE | {"rope_parameters": _MROPE},
+        "text_config": SMALL | {"rope_parameters": _MROPE},
         "vision_config": {
             "hidden_size": 16,
             "intermediate_size": 24,
@@ -142,7 +142,7 @@ _VISION = {
 }
 
 
-_TEXT = {*_SHAPE, "layer_types"}
+_TEXT = {*SMALL, "layer_types"}
 """What a model for images and text has in the configuration of its text part."""
 
 
@@ -156,7 +156,7 @@ def fresh_model(family: str, seed: int = 0, **changes: Any) -> Any:
         others = {key: value for key, value in changes.items() if key not in _TEXT}
         config = AutoConfig.for_model(kind, **whole | text | {"tie_word_embeddings": False} | others)
         return AutoModelForImageTextToText.from_config(config).eval()
-    config = AutoConfig.for_model(kind, **_SHAPE | special | changes)
+    config = AutoConfig.for_model(kind, **SMALL | special | changes)
     eager = {"attn_implementation": "eager"} if "attn_logit_softcapping" in special else {}  # as load_target does
     return AutoModelForCausalLM.from_config(config, **eager).eval()
 

@@ -186,7 +186,8 @@ class EvictionObjective(ReplayedObjective):
         importance = [] if self.lookahead else self.method.importance(self.model, state)
         outputs = TeacherOutputs.of_cache(state.cache, importance)
         gates = [_hard_gates(real) for real in state.select_all()]
-        return replace(outputs, answers=[self._hidden(outputs, _with_second_token(batch), gates)])
+        read = outputs if self.buffer is None else self.buffer.rounded(outputs)  # as the steps read it
+        return replace(outputs, answers=[self._hidden(read, _with_second_token(batch), gates)])
 
     @override
     def kept_tokens(self, batch: Batch) -> int:
@@ -262,7 +263,8 @@ class EvictionObjective(ReplayedObjective):
 
     def _log_probabilities(self, hidden: Tensor) -> Tensor:
         """[B, T - 1, V] float32, from the decoder's outputs."""
-        return logits_of(self.model, hidden.to(self.model.dtype)).float().log_softmax(dim=-1)
+        logits = logits_of(self.model, hidden.to(self.model.dtype))
+        return logits.float().log_softmax(dim=-1).to(self.log_weights.device)
 
     def _hidden(self, outputs: TeacherOutputs, batch: Batch, gates: Tensor | list[Tensor]) -> Tensor:
         """The decoder's outputs [B, T - 1, hidden] for an answer's tokens but the last, with gates on the prompt."""

@@ -169,6 +169,10 @@ class ReplayBuffer:
         """Bytes of packed teacher outputs."""
         return sum(each.nbytes for each in tree_flatten(vars(pack(outputs, self._int8)))[0])
 
+    def rounded(self, outputs: TeacherOutputs) -> TeacherOutputs:
+        """Teacher outputs as `take` returns them: packed, and unpacked on their devices."""
+        return unpack(pack(outputs, self._int8), _map(lambda _, tensor: tensor.device, outputs))
+
     def take(self, batch: Batch, run: Callable[[], TeacherOutputs]) -> TeacherOutputs:
         """A batch's teacher outputs: the kept ones, or else those that `run` computes.
 

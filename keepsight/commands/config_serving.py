@@ -60,7 +60,7 @@ class Serve(Evicting):
     """keepsight serve: serve an OpenAI-compatible API that answers requests from evicted caches, in batches.
 
         keepsight serve recipe=smollm2-135m budget=256 port=8000
-        keepsight serve recipe=llama8b adapter=runs/llama8b/adapter budget=256 'options={allocate: uniform}' vllm=true
+        keepsight serve recipe=llama8b adapter=runs/a budget=256 'options={allocate: uniform}' vllm=true
 
     Serves /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics until it is interrupted. With
     vllm=true vLLM's server answers, and a worker beside it prefills long prompts and evicts from them.

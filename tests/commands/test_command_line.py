@@ -122,7 +122,7 @@ def test_every_recipe_is_read() -> None:
 
 def test_arguments_are_above_the_recipe_and_it_above_the_defaults() -> None:
     config = parse(Train, ["data=a", "out=b", "model.dtype=float32", "train.learning_rate=2e-4"])
-    assert (config.model.dtype, config.train.learning_rate, config.train.replays) == ("float32", 2e-4, 4)
+    assert (config.model.dtype, config.train.learning_rate, config.train.replays) == ("float32", 2e-4, 8)
     assert config.model.id == "HuggingFaceTB/SmolLM2-135M-Instruct" and config.max_prompt_tokens == 0
 
 
@@ -139,7 +139,7 @@ def test_a_recipe_is_inferred_from_the_model(here: Path, capsys: pytest.CaptureF
     shape = '"hidden_size": 576, "num_hidden_layers": 30'
     (here / "mine" / "config.json").write_text(f'{{"model_type": "llama", {shape}}}')
     similar = parse(Train, [*given, "model.id=mine"])
-    assert (similar.lookahead.tokens, similar.train.replays, similar.model.packaged) == (24, 4, None)
+    assert (similar.lookahead.tokens, similar.train.replays, similar.model.packaged) == (24, 8, None)
     assert parse(Eval, ["out=b", "model.id=mine"]).adapter is None
     parse(Plan, [])
     said = capsys.readouterr().err

@@ -10,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributions import Categorical, kl_divergence
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from keepsight import LookaheadKV
 from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.card import Provenance
+from keepsight.models.decoder import decoder_of, logits_of
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.allocate import Global, Uniform
@@ -27,10 +29,13 @@ from keepsight.runtime.observe import Observer
 from keepsight.runtime.state import State, prefill, read
 from keepsight.train.dataset import Batch
 from keepsight.train.eviction import EvictionObjective, soft_gates
+from keepsight.train.replay import ReplayBuffer
 from keepsight.train.settings import FinetuneSettings, ReplaySettings, TrainSettings
 from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.close import assert_close
-from tests.families import family_model
+from tests.devices import FIRST, in_halves, several_devices
+from tests.families import FAMILIES as ALL_FAMILIES
+from tests.families import SMALL, family_model
 from tests.tiny import prompt_ids, tiny_model
 from tests.train.runs import at_batch, batch_of, crash, same
 from tests.train.runs import sized as samples
@@ -303,6 +308,62 @@ def test_a_padded_batch_has_the_mean_loss_and_gradients_of_its_rows(family):
     assert loss.item() > 1e-3
     assert_close(loss, alone.mean())
     assert (together - gradient(made)).norm() < 1e-3 * together.norm(), "terms cancel, so that rounding is larger"
+
+
+def test_the_eviction_stage_of_a_model_on_several_devices():
+    def results(made):
+        loss = made(**batch)["loss"]
+        loss.backward()
+        with torch.no_grad():
+            return loss.item(), made.excess_nll(Batch(**batch), [0.25, None])[12]
+
+    batch = batch_of(samples((40, 9), (37, 6)))
+    expected = results(finetuned(tiny_model()))
+    with several_devices():
+        batch = {name: value.to(FIRST) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        found = results(finetuned(in_halves(tiny_model())))
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    assert torch.allclose(torch.tensor(found[1]), torch.tensor(expected[1]), atol=1e-5)
+
+
+SCALED: dict[str, dict[str, Any]] = {
+    "hyperclovax": {"logits_scaling": 0.125},
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": {},
+}
+
+
+@pytest.mark.parametrize("family", [*ALL_FAMILIES, *SCALED])
+def test_logits_of_hidden_states_are_the_models_own(family):
+    if family in SCALED:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL | SCALED[family])).eval()
+    else:
+        model = family_model(family)
+    ids = prompt_ids(9)[0]
+    with torch.no_grad():
+        hidden = decoder_of(model)(input_ids=ids).last_hidden_state
+        assert_close(logits_of(model, hidden), model(input_ids=ids).logits)
+
+
+def test_the_answer_is_read_with_all_entries_once_a_prompt():
+    """Two uses of a batch: the prompt, the answer with all entries, and twice soft tokens and answer with gates."""
+    made, batch, passes = finetuned(tiny_model()), batch_of(samples((40, 9))), []
+    decoder_of(made.model).register_forward_pre_hook(lambda _, args, options: passes.append(1), with_kwargs=True)
+    with ReplayBuffer(ReplaySettings()) as made.buffer:
+        losses = [made(**batch | {"turn": turn, "last": turn == 1})["loss"] for turn in range(2)]
+    assert len(passes) == 2 + 2 * 2 and all(loss > 1e-3 for loss in losses)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_what_is_kept_for_replays_costs_nothing_where_nothing_is_evicted(dtype):
+    made, batch = finetuned(tiny_model(), (12, 60)), Batch(**batch_of(samples((40, 9))))
+    with torch.no_grad():
+        exact = made.excess_nll(batch, [0.25])
+        with ReplayBuffer(ReplaySettings(dtype=dtype)) as made.buffer:
+            kept = made.excess_nll(batch, [0.25])
+    assert kept[60] == exact[60] == [[0.0]]
+    assert kept[12][0][0] == pytest.approx(exact[12][0][0], rel=0.05)
 
 
 def test_gradients_are_those_of_the_loss():

@@ -83,5 +83,5 @@ def test_where_the_draft_cannot_see_the_images_one_line_says_so(tmp_path: Path) 
             generate(model, method=method, max_new_tokens=2, **long)
     saved = load_state(save_state(state, tmp_path, model=model), model).state
     for without in (saved, join([state, state]), take_rows(join([state, state]), [0])):
-        with pytest.raises(UserError, match="images again, which are not kept in saved states and batches"):
+        with pytest.raises(UserError, match="images again, which are not kept in saved states, batches"):
             small(QWEN).compress_state(model, without)
