@@ -67,6 +67,14 @@ def test_a_later_turn_is_drafted_with_the_images_of_the_first(family: str) -> No
     assert torch.equal(drafter(model, state).ids, drafted(family, longer(inputs, ANSWER)))
 
 
+@both
+def test_several_answers_of_a_prompt_are_drafted_with_its_images(family: str) -> None:
+    model, inputs = family_model(family), prompt(family)
+    greedy: dict[str, Any] = {"method": small(family), "max_new_tokens": 4, "do_sample": True, "top_k": 1}
+    once = generate(model, **greedy, **inputs)
+    assert torch.equal(generate(model, num_return_sequences=2, **greedy, **inputs), once.expand(2, -1))
+
+
 def test_where_the_draft_cannot_see_the_images_one_line_says_so(tmp_path: Path) -> None:
     model, inputs, state = read_with_images(QWEN)
     refused = [
