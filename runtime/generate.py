@@ -223,10 +223,7 @@ class CustomGenerate(ABC):
         images = None
         if IMAGE_INPUTS & model_kwargs.keys():
             raw = {name: value for name, value in options.get("kwargs", {}).items() if name in IMAGE_INPUTS}
-            if (count := generation_config.num_return_sequences or 1) > 1:
-                expand: Any = model._expand_inputs_for_generation
-                _, raw = expand(count, False, input_ids[::count], **raw)
-            images = Images.among(model_kwargs, raw)
+            images = Images.among(model_kwargs, raw, generation_config.num_return_sequences or 1, len(input_ids))
         _require_honoured(generation_config, options, model_kwargs, input_ids, images)
         mask, past = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
         past = past if isinstance(past, Past) else None  # transformers gives an empty cache

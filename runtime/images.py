@@ -38,8 +38,13 @@ class Images:
     processed: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def among(cls, inputs: Mapping[str, Any], processed: Mapping[str, Any] | None = None) -> "Images | None":
-        """The images among a model's inputs; None for none. `processed` are the inputs before any image was encoded."""
+    def among(
+        cls, inputs: Mapping[str, Any], processed: Mapping[str, Any] | None = None, copies: int = 1, rows: int = 1
+    ) -> "Images | None":
+        """The images among a model's inputs; None for none.
+
+        `processed` are the inputs before any image was encoded and before each prompt became `copies` of the `rows`.
+        """
         if not any(inputs.get(name) for name in PIXELS[1:]) and inputs.get(PIXELS[0]) is None:
             return None
         positions = inputs.get("position_ids")
@@ -48,6 +53,8 @@ class Images:
             {name: each[name] for name in IMAGE_INPUTS if each.get(name) is not None}
             for each in (inputs, processed or inputs)
         )
+        if copies > 1:
+            raw = {name: torch.cat([each] * copies) for name, each in raw.items()} if rows == copies else {}
         return cls(own, known, raw)
 
     def with_tokens(self, input_ids: Tensor) -> Mapping[str, Any]:
@@ -56,6 +63,10 @@ class Images:
 
     def read_by(self, other: PreTrainedModel, length: int) -> "Images":
         """The same images for another model with the same processor, in prompts whose texts end at `length` tokens."""
+        if not self.processed:
+            raise UserError(
+                "with num_return_sequences a draft reads the images of one prompt alone; give the prompts one by one"
+            )
         inputs = {name: each.to(other.device) for name, each in self.processed.items()}
         for name in inputs.keys() & {*_KINDS}:
             inputs[name] = functional.pad(inputs[name], (0, length - inputs[name].shape[1]))

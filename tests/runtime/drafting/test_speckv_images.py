@@ -73,6 +73,10 @@ def test_several_answers_of_a_prompt_are_drafted_with_its_images(family: str) ->
     greedy: dict[str, Any] = {"method": small(family), "max_new_tokens": 4, "do_sample": True, "top_k": 1}
     once = generate(model, **greedy, **inputs)
     assert torch.equal(generate(model, num_return_sequences=2, **greedy, **inputs), once.expand(2, -1))
+    twice = {name: torch.cat([value, value]) for name, value in inputs.items()}
+    assert torch.equal(generate(model, **greedy, **twice), once.expand(2, -1))
+    with pytest.raises(UserError, match="images of one prompt alone; give the prompts one by one"):
+        generate(model, num_return_sequences=2, **greedy, **twice)
 
 
 def test_where_the_draft_cannot_see_the_images_one_line_says_so(tmp_path: Path) -> None:
