@@ -73,7 +73,7 @@ def test_several_answers_of_a_prompt_are_drafted_with_its_images(family: str) ->
     greedy: dict[str, Any] = {"method": small(family), "max_new_tokens": 4, "do_sample": True, "top_k": 1}
     once = generate(model, **greedy, **inputs)
     assert torch.equal(generate(model, num_return_sequences=2, **greedy, **inputs), once.expand(2, -1))
-    twice = {name: torch.cat([value, value]) for name, value in inputs.items()}
+    twice: dict[str, Any] = {name: torch.cat([value, value]) for name, value in inputs.items()}
     assert torch.equal(generate(model, **greedy, **twice), once.expand(2, -1))
     with pytest.raises(UserError, match="images of one prompt alone; give the prompts one by one"):
         generate(model, num_return_sequences=2, **greedy, **twice)
