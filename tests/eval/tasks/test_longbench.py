@@ -179,7 +179,7 @@ def test_chinese_tasks_need_jieba_before_anything_is_answered(
 ) -> None:
     assert one("dureader", letters, tmp_path).metric == "rouge_l_zh"
     monkeypatch.setitem(sys.modules, "jieba", None)
-    with pytest.raises(UserError, match=r"need jieba; pip install 'keepsight\[zh\]'"):
+    with pytest.raises(UserError, match=r"need jieba; run .pip install -e '.\[zh\]'"):
         LongBench(str(tmp_path)).samples("dureader", request_of(letters))
 
 

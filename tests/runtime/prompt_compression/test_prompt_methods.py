@@ -229,7 +229,5 @@ def test_sentences_are_ranked_in_float32_whatever_the_default_dtype():
 def test_a_missing_package_is_named(monkeypatch, module, extra, kind, cached):
     cached.cache_clear()
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(
-        UserError, match=rf"package '{module}' is not installed; run `pip install keepsight\[{extra}\]`"
-    ):
+    with pytest.raises(UserError, match=rf"package '{module}' is not installed; run `pip install -e '.\[{extra}\]'`"):
         kind(20, 5, tokenizer=tiny_tokenizer()).select(wide_model(), text_ids(PROSE))
