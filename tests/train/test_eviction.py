@@ -320,8 +320,8 @@ def test_the_eviction_stage_of_a_model_on_several_devices():
     batch = batch_of(samples((40, 9), (37, 6)))
     expected = results(finetuned(tiny_model()))
     with several_devices():
-        moved = {name: each.to(FIRST) for name, each in batch.items() if isinstance(each, torch.Tensor)}
-        batch = batch | moved
+        for name in ("prompt_ids", "prompt_mask", "answer_ids", "answer_mask"):
+            batch[name] = batch[name].to(FIRST)
         found = results(finetuned(in_halves(tiny_model())))
     assert found[0] == pytest.approx(expected[0], rel=1e-5)
     assert torch.allclose(torch.tensor(found[1]), torch.tensor(expected[1]), atol=1e-5)
