@@ -2,9 +2,8 @@
 
     python docs/method_results.py 'processor=2 cores' runs/all_seen runs/all_unseen
 
-The folders are those that `keepsight eval methods=all` has written. Rows of kvpress's presses on the same samples are
-added where a folder has `kvpress/measured.jsonl` (docs/kvpress_results.py). A folder's name is the run that
-`results/runs.csv` describes.
+Each folder is the output of `keepsight eval methods=all`, and its name is the run in `results/runs.csv`. If it contains
+`kvpress/measured.jsonl` (docs/kvpress_results.py), the results of kvpress's presses on the same samples are added.
 """
 
 import functools
@@ -32,7 +31,7 @@ COMPARED = {
     "kvzip": "kvpress KVzipPress",
     "kvgrad": "kvpress KVgradPress",
 }
-"""Methods, and those that they are compared with on the same prompts, one of each task."""
+"""Pairs of methods for the paired differences: a method and its baseline. Every task has one prompt."""
 
 
 @functools.cache
@@ -65,13 +64,14 @@ def summarized(folder: Path, processor: str) -> pd.DataFrame:
     groups = rows.groupby(["method", "question", "budget"], sort=False)
     lines = groups.agg(
         excess_nll=("excess_nll", "mean"),
-        low=("excess_nll", lambda values: estimate(values, "all prompts").ends[0]),
-        high=("excess_nll", lambda values: estimate(values, "all prompts").ends[1]),
         score=("score", "mean"),
         cost=("cost", "median"),
         kv_mib=("kv_mib", "mean"),
         samples=("excess_nll", "size"),
     )
+    ends = [estimate([*values], "all prompts").ends for _, values in groups["excess_nll"]]
+    for place, (name, column) in enumerate(zip(("low", "high"), zip(*ends, strict=True), strict=True), 1):
+        lines.insert(place, name, column)
     lines = lines[lines["samples"] == lines["samples"].max()]  # not of methods that refused a prompt
     decimals = {"excess_nll": "{:.3f}", "low": "{:.2f}", "high": "{:.2f}", "score": "{:.3f}"}
     decimals |= {"cost": "{:.1f}", "kv_mib": "{:.2f}"}

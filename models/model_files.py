@@ -77,13 +77,14 @@ def located(
         validate_repo_id(model_id)
     except HFValidationError:
         raise UserError(f"model {model_id!r} is neither a folder nor a Hub id; a Hub id looks like user/name") from None
-    if packaged is not None and revision is None and (path := _installed(packaged)):
+    packaged = packaged if revision is None else None
+    if packaged is not None and (path := _installed(packaged)):
         logger.warning("%s: using the bundled file %s in place of the Hub's weights", model_id, path.name)
         return *dequantised(path, packaged_digest), {}
     offline = not hub_answers()
     if not offline or isinstance(try_to_load_from_cache(model_id, "config.json", revision=revision), str):
         return model_id, None, {"revision": revision, "local_files_only": offline}
-    if packaged is None or revision is not None:
+    if packaged is None:
         silent = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else "the Hub does not answer"
         raise UserError(
             f"model {model_id!r} is not a folder, is not in the Hub's cache, and {silent}; give a folder with its "

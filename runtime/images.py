@@ -30,7 +30,8 @@ class Images:
     Attributes:
         inputs: Inputs of the model for them, as its processor names them; see `IMAGE_INPUTS`.
         positions: [3, B, N] int64: the tokens' M-RoPE positions, where they are known; else None.
-        processed: The inputs as the processor made them, for another model that reads the same images.
+        processed: The inputs as the processor made them, for another model that reads the same images. Empty where they
+            are not kept: in states from disk, batches of states and shortened prompts.
     """
 
     inputs: Mapping[str, Any]
@@ -62,10 +63,16 @@ class Images:
         return {"input_ids": input_ids, **self.inputs}
 
     def read_by(self, other: PreTrainedModel, length: int) -> "Images":
-        """The same images for another model with the same processor, in prompts whose texts end at `length` tokens."""
+        """The same images for another model with the same processor, in prompts extended by text to `length` tokens.
+
+        Raises:
+            UserError: what the processor made is not kept.
+        """
         if not self.processed:
             raise UserError(
-                "with num_return_sequences a draft reads the images of one prompt alone; give the prompts one by one"
+                "a draft model has to read the images again, which are not kept in saved states, batches or shortened "
+                "prompts, and with num_return_sequences it reads the images of one prompt alone; give the prompts one "
+                "by one"
             )
         inputs = {name: each.to(other.device) for name, each in self.processed.items()}
         for name in inputs.keys() & {*_KINDS}:
@@ -130,19 +137,8 @@ class Images:
             )
 
 
-class NotKept(Images):
-    """Images that another model cannot read: of a state from disk, of a batch of states, of a shortened prompt."""
-
-    @override
-    def read_by(self, other: PreTrainedModel, length: int) -> Images:
-        raise UserError(
-            "a draft model has to read the prompt's images again, which are not kept in saved states, batches and "
-            "shortened prompts; give the prompt with its images"
-        )
-
-
-class _Embedded(NotKept):
-    """The tokens themselves are among the inputs, as embeddings of one model."""
+class _Embedded(Images):
+    """The tokens themselves are among the inputs, as embeddings."""
 
     @override
     def with_tokens(self, input_ids: Tensor) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from keepsight.runtime import ragged_kernel
 from keepsight.runtime.attention import is_bounded
-from keepsight.runtime.images import NotKept
+from keepsight.runtime.images import Images
 from keepsight.runtime.layer import KeptLayer, RaggedLayer
 from keepsight.runtime.state import State, has_recurrent
 
@@ -55,7 +55,7 @@ def join(states: Sequence[State]) -> State:
         torch.cat([state.lengths for state in states]),
         rope_offset=torch.cat(offsets),
         padded=False if same_width else None,
-        images=NotKept({}) if any(state.images for state in states) else None,
+        images=Images({}) if any(state.images for state in states) else None,
     )
 
 
@@ -89,7 +89,7 @@ def take_rows(state: State, rows: Sequence[int]) -> State:
         lengths,
         rope_offset=state.rope_offset[index] if isinstance(state.rope_offset, Tensor) else 0,
         padded=False if state.padded is False else bool((lengths < width).any()),
-        images=NotKept({}) if state.images else None,
+        images=Images({}) if state.images else None,
     )
 
 

@@ -32,7 +32,7 @@ from keepsight.models.decoder import (
 from keepsight.models.model_files import adapters_digest, tensor_bytes, weights_digest
 from keepsight.runtime.attention import Softmax, is_bounded
 from keepsight.runtime.generate import CustomGenerate, Decoded, FullCache, GenerateRequest, decode
-from keepsight.runtime.images import NotKept
+from keepsight.runtime.images import Images
 from keepsight.runtime.layer import KeptLayer, RaggedLayer, Recorded
 from keepsight.runtime.rotary import QueryStatistics
 from keepsight.runtime.state import Needs, State, empty_cache, share
@@ -154,7 +154,7 @@ def load_state(path: str | Path, model: PreTrainedModel, *, template_digest: str
         raise UserError(f"{file}: its contents differ from the digest in its header; copy it again")
     needs = Needs(header.needs.window, header.needs.received, statistics=header.needs.queries)
     state = _state_of_tensors(_beside_layers(tensors, model), model, header.seen, needs, header.softmax)
-    state = replace(state, images=NotKept({}) if header.pictured else None)
+    state = replace(state, images=Images({}) if header.pictured else None)
     return SavedState(state, header.question, header.target, header.template_digest, adapters)
 
 

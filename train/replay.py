@@ -88,6 +88,11 @@ def _map(change: Callable[..., Any], *outputs: TeacherOutputs) -> TeacherOutputs
     return TeacherOutputs(layers, *lists)
 
 
+def _devices(outputs: TeacherOutputs) -> TeacherOutputs:
+    """The device of each tensor, in its place."""
+    return _map(lambda _, tensor: tensor.device, outputs)
+
+
 def pack(outputs: TeacherOutputs, int8: bool) -> TeacherOutputs:
     """Teacher outputs on the CPU: keys and values in int8, as pairs with float32 scales [..., 1], the rest in bfloat16.
 
@@ -171,7 +176,7 @@ class ReplayBuffer:
 
     def rounded(self, outputs: TeacherOutputs) -> TeacherOutputs:
         """Teacher outputs as `take` returns them: packed, and unpacked on their devices."""
-        return unpack(pack(outputs, self._int8), _map(lambda _, tensor: tensor.device, outputs))
+        return unpack(pack(outputs, self._int8), _devices(outputs))
 
     def take(self, batch: Batch, run: Callable[[], TeacherOutputs]) -> TeacherOutputs:
         """A batch's teacher outputs: the kept ones, or else those that `run` computes.
@@ -182,7 +187,7 @@ class ReplayBuffer:
         stored, spec = self._kept.pop(key, (None, None))
         if stored is None or spec is None:
             outputs = run()
-            self._devices = _map(lambda _, tensor: tensor.device, outputs)
+            self._devices = _devices(outputs)
             stored, spec = tree_flatten(vars(pack(outputs, self._int8)))
         if isinstance(stored, Path):
             read = load_file(stored)
