@@ -187,7 +187,7 @@ class EvictionObjective(ReplayedObjective):
         outputs = TeacherOutputs.of_cache(state.cache, importance)
         gates = [_hard_gates(real) for real in state.select_all()]
         read = outputs if self.buffer is None else self.buffer.rounded(outputs)  # as the steps read it
-        return replace(outputs, answers=[self._hidden(read, _with_second_token(batch), gates)])
+        return replace(outputs, answers=[self._hidden(read, _with_three_tokens(batch), gates)])
 
     @override
     def kept_tokens(self, batch: Batch) -> int:
@@ -207,7 +207,7 @@ class EvictionObjective(ReplayedObjective):
 
     @override
     def loss_of(self, outputs: TeacherOutputs, batch: Batch) -> Tensor:
-        batch, budgets = _with_second_token(batch), self.settings.budgets
+        batch, budgets = _with_three_tokens(batch), self.settings.budgets
         longer = [budget for budget in budgets if budget < batch.prompt_ids.shape[1]]
         budget = random.Random(f"{[*batch.indices]}:{batch.turn}").choice(longer or budgets)
         importance = torch.stack([each.to(self.log_weights.device) for each in self.importance(outputs, batch)])
@@ -244,7 +244,7 @@ class EvictionObjective(ReplayedObjective):
         The answer's first token, which follows the whole prompt, is left out. 0 if the prompt is within the budget, or
         the answer has one token.
         """
-        batch = _with_second_token(batch)
+        batch = _with_three_tokens(batch)
         outputs = self.teacher_outputs(batch)
         importance = self.importance(outputs, batch)
         full = self._cross_entropy(batch, *outputs.answers)
@@ -283,13 +283,17 @@ class EvictionObjective(ReplayedObjective):
         return hidden
 
 
-def _with_second_token(batch: Batch) -> Batch:
-    """The batch; answers of one token get a padding token, so that one is read after the eviction."""
+def _with_three_tokens(batch: Batch) -> Batch:
+    """The batch; shorter answers are padded to three tokens, so that two are read after the eviction.
+
+    For a single token Mamba-2 layers change their state in place, which gradients do not allow.
+    """
     answer, mask = batch.answer_ids, batch.answer_mask
-    if answer.shape[1] > 1:
+    if (missing := 3 - answer.shape[1]) <= 0:
         return batch
-    first = torch.ones_like(answer, dtype=torch.bool) if mask is None else mask
-    return replace(batch, answer_ids=answer.expand(-1, 2), answer_mask=functional.pad(first, (0, 1)))
+    real = torch.ones_like(answer, dtype=torch.bool) if mask is None else mask
+    padded = torch.cat([answer, answer[:, -1:].expand(-1, missing)], dim=1)
+    return replace(batch, answer_ids=padded, answer_mask=functional.pad(real, (0, missing)))
 
 
 def _answer_means(nats: Tensor, batch: Batch) -> Tensor:

@@ -403,6 +403,17 @@ def test_everything_but_the_target_learns_and_the_loss_falls():
     assert all(torch.equal(each, target[name]) for name, each in made.model.state_dict().items())
 
 
+def test_mamba_2_learns_from_an_answer_of_two_tokens():
+    made, rows = finetuned(family_model("Granite 4 (Mamba-2)")), samples((40, 2))
+    made(**batch_of(rows))["loss"].backward()
+    assert gradient(made).norm() > 1e-3
+    full = nats(made.model, replace(made.method, budget=200), rows)
+    method = replace(made.method, budget=12, allocate=Global(0.25, tuple(map(tuple, made.head_weights().tolist()))))
+    with torch.no_grad():
+        measured = torch.tensor(made.excess_nll(Batch(**batch_of(rows)), [0.25])[12][0])
+    assert_close(measured + full, nats(made.model, method, rows))
+
+
 OTHERS: dict[str, dict[str, Any]] = {
     "snapkv": {"window": 4, "value_norm": True},
     "laq": {"observer": {"lookahead": 3, "first_window": 4}},
