@@ -244,8 +244,7 @@ class EvictionObjective(ReplayedObjective):
         The answer's first token, which follows the whole prompt, is left out. 0 if the prompt is within the budget, or
         the answer has one token.
         """
-        batch = _with_three_tokens(batch)
-        outputs = self.teacher_outputs(batch)
+        outputs, batch = self.teacher_outputs(batch), _with_three_tokens(batch)
         importance = self.importance(outputs, batch)
         full = self._cross_entropy(batch, *outputs.answers)
 
@@ -292,8 +291,8 @@ def _with_three_tokens(batch: Batch) -> Batch:
     if (missing := 3 - answer.shape[1]) <= 0:
         return batch
     real = torch.ones_like(answer, dtype=torch.bool) if mask is None else mask
-    padded = torch.cat([answer, answer[:, -1:].expand(-1, missing)], dim=1)
-    return replace(batch, answer_ids=padded, answer_mask=functional.pad(real, (0, missing)))
+    padded, real = (functional.pad(each, (0, missing)) for each in (answer, real))
+    return replace(batch, answer_ids=padded, answer_mask=real)
 
 
 def _answer_means(nats: Tensor, batch: Batch) -> Tensor:
