@@ -95,14 +95,8 @@ def alike(*names: str) -> dict[str, str]:
 SNAPKV = alike("SnapKV, mean over 3", "SnapKV, max over 7", "SnapKV, unpooled")
 BASELINES = alike("LAQ", "SpecKV (26-layer draft)", "DapQ") | SNAPKV
 REST = alike("StreamingLLM", "untrained soft tokens")
-BEFORE = "LookaheadKV before fine-tuning"
-SELECTION = {
-    BEFORE: "before fine-tuning",
-    f"{BEFORE}, without head weights": "before fine-tuning, no head weights",
-    f"{BEFORE}, without head weights, the heads of a layer share": "no head weights, budget shared within each layer",
-    f"{BEFORE}, without head weights, the soft tokens' average": "no head weights, mean over the soft tokens",
-    UNPOOLED: "the shipped module with the paper's selection, unpooled",
-}
+FIRST = "LookaheadKV after the first stage"
+STAGES = {FIRST: "after the first stage", UNPOOLED: "the shipped module with the paper's selection, unpooled"}
 ORACLE = alike("oracle attention (mean over 3)", "oracle attention (unpooled)")
 READING = alike("exact_topk", "specontext (shipped head)", "quest")
 SCORE = "{score} / {excess_nll}"
@@ -110,7 +104,7 @@ TABLES = {
     "real": Table(
         "real_prompts",
         "budget",
-        rows=alike(*ORACLE, OURS) | SELECTION | BASELINES | REST,
+        rows=alike(*ORACLE, OURS) | STAGES | BASELINES | REST,
         head="{} entries",
     ),
     "card": Table(
@@ -135,7 +129,7 @@ TABLES = {
         "needles",
         "length",
         cell="{score}",
-        rows=alike("full cache", OURS, BEFORE, "oracle attention (unpooled)", "SnapKV, mean over 3"),
+        rows=alike("full cache", OURS, FIRST, "oracle attention (unpooled)", "SnapKV, mean over 3"),
         head="{} tokens",
     ),
     "needle-tasks": Table("needle_tasks", "samples", cell=SCORE, head="{} samples", where={"budget": ("64", "")}),

@@ -56,10 +56,10 @@ keepsight {{ keepsight_version }}.
 
 ## Data
 
-| source | samples |
-| --- | --- |
-{% for name, count in sources.items() %}| {{ name }} | {{ count }} |
-{% endfor %}
+{% if sources %}Samples by source: \
+{% for name, count in sources.items() %}{{ name }} {{ count }}\
+{{ "; " if not loop.last else "." }}{% endfor %}{% endif %}
+
 {{ notes }}
 
 ## {{ heading }}
