@@ -56,9 +56,7 @@ keepsight {{ keepsight_version }}.
 
 ## Data
 
-{% if sources %}Samples by source: \
-{% for name, count in sources.items() %}{{ name }} {{ count }}\
-{{ "; " if not loop.last else "." }}{% endfor %}{% endif %}
+{% if sources %}Samples by source: {{ sources }}.{% endif %}
 
 {{ notes }}
 
@@ -185,7 +183,7 @@ def write_card(
         use=use,
         training={plain_text(name): plain_text(value) for name, value in origin.training.items()},
         **{name: _quotable(getattr(origin, name)) for name in _QUOTED},
-        sources={plain_text(name): count for name, count in basics.sources.items()},
+        sources="; ".join(f"{plain_text(name)} ({count})" for name, count in basics.sources.items()),
         notes=basics.notes,
         heading=heading,
         measured=measured or "Not measured.",

@@ -212,7 +212,7 @@ def test_the_card_describes_the_training_and_escapes_names_from_outside(kind: st
     sources = {"essays": 7, "a|b\n<script>{{ 1 }}": 1}
     card = make(kind, tmp_path).card(CardBasics("Tiny\nmodel", ORIGIN, sources, "Public domain."), "| kl | 2.5 |")
     lines = card.splitlines()
-    listed = "Samples by source: essays 7; a\\|b \\<script>{{ 1 }} 1."
+    listed = "Samples by source: essays (7); a\\|b \\<script>{{ 1 }} (1)."
     for line in ("# Tiny model", "- steps: 3", listed, "Public domain."):
         assert line in lines
     assert "| kl | 2.5 |" in lines and "`v1`" in card
@@ -235,7 +235,7 @@ def test_no_text_from_outside_breaks_a_card(kind: str, hostile: str, tmp_path: P
     shape = [(line.startswith("#"), line.startswith("```"), line == "---") for line in lines]
     assert shape == [(line.startswith("#"), line.startswith("```"), line == "---") for line in expected]
     assert ModelCard(card).data.get("license") == "other"
-    (row,) = [line for line in lines if line.startswith("Samples by source: ") and line.endswith(" 3.")]
+    (row,) = [line for line in lines if line.startswith("Samples by source: ") and line.endswith(" (3).")]
     assert "](" not in row and all(each.isprintable() for each in "".join(lines))
 
 

@@ -77,7 +77,7 @@ def test_the_command_leaves_an_adapter_that_loads(place, trained):
     assert "# A tiny adapter" in card
     assert "From nowhere." in card
     assert "- [ada/books](https://huggingface.co/datasets/ada/books) (odc-by)" in card
-    assert "| test | 14 |" in card
+    assert "Samples by source: test (14)." in card
     assert f"| recall | {rows(trained / 'training' / 'fidelity.jsonl')[-1]['eval_recall']:.4f} |" in card
     assert re.search(
         r"^- modules with a LoRA: self_attn.q_proj (\d), self_attn.k_proj \1, self_attn.v_proj \d, ", card, re.MULTILINE
