@@ -96,7 +96,11 @@ SNAPKV = alike("SnapKV, mean over 3", "SnapKV, max over 7", "SnapKV, unpooled")
 BASELINES = alike("LAQ", "SpecKV (26-layer draft)", "DapQ") | SNAPKV
 REST = alike("StreamingLLM", "untrained soft tokens")
 FIRST = "LookaheadKV after the first stage"
-STAGES = {FIRST: "after the first stage", UNPOOLED: "the shipped module with the paper's selection, unpooled"}
+VARIANTS = {
+    FIRST: "after the first stage",
+    UNPOOLED: "the shipped module with the paper's selection, unpooled",
+    "LookaheadKV shipped before 2026-11-27": "shipped before 2026-11-27, trained in eight stages",
+}
 ORACLE = alike("oracle attention (mean over 3)", "oracle attention (unpooled)")
 READING = alike("exact_topk", "specontext (shipped head)", "quest")
 SCORE = "{score} / {excess_nll}"
@@ -104,7 +108,7 @@ TABLES = {
     "real": Table(
         "real_prompts",
         "budget",
-        rows=alike(*ORACLE, OURS) | STAGES | BASELINES | REST,
+        rows=alike(*ORACLE, OURS) | VARIANTS | BASELINES | REST,
         head="{} entries",
     ),
     "card": Table(
@@ -218,10 +222,7 @@ PLOTTED = {
     "SnapKV, mean over 3": ("SnapKV", STYLES["snapkv"]),
     "DapQ": ("DapQ", STYLES["dapq"]),
     "LAQ": ("LAQ", STYLES["laq"]),
-    UNPOOLED: (
-        UNPOOLED,
-        Style(STYLES["lookaheadkv"].colour, "o", "--"),
-    ),
+    UNPOOLED: (UNPOOLED, Style(STYLES["lookaheadkv"].colour, "o", "--")),
     OURS: ("LookaheadKV", STYLES["lookaheadkv"]),
     "oracle attention (mean over 3)": ("oracle attention", STYLES["oracle"]),
 }
