@@ -170,6 +170,21 @@ def front_table() -> str:
     )
 
 
+OTHER_TASKS = {
+    "other_seen": "14 prompts of up to 4,096 tokens, answers of 128",
+    "other_long": "8 prompts of up to 8,192 tokens, answers of 32",
+}
+"""Runs on tasks of other kinds, and the headings of their columns."""
+
+
+def other_tasks_table() -> str:
+    """Tasks of other kinds than the eleven data sets: a line per method, excess NLL at four budgets for each run."""
+    found = read("other_tasks")
+    means = found.groupby(["method", "run"], sort=False)["excess_nll"].agg(" / ".join).unstack()[[*OTHER_TASKS]]
+    means = means.rename(columns=OTHER_TASKS, index={OURS: f"**{OURS}**"}).rename_axis("method")
+    return markdown(means.reset_index())
+
+
 SEEN, UNSEEN, RULER = ("64", "128", "256"), ("0.5", "0.25", "0.1"), "128"
 """The budgets of the table of all methods, by run."""
 
@@ -206,7 +221,7 @@ def methods_table() -> str:
 
 def made(name: str) -> str:
     """A table by its name."""
-    own = {"time": time_table, "front": front_table, "methods": methods_table}
+    own = {"time": time_table, "front": front_table, "methods": methods_table, "other-tasks": other_tasks_table}
     return own[name]() if name in own else TABLES[name].text()
 
 
