@@ -179,10 +179,9 @@ OTHER_TASKS = {
 
 def other_tasks_table() -> str:
     """Tasks of other kinds than the eleven data sets: a line per method, excess NLL at four budgets for each run."""
-    found = read("other_tasks")
-    means = found.groupby(["method", "run"], sort=False)["excess_nll"].agg(" / ".join).unstack()[[*OTHER_TASKS]]
-    means = means.rename(columns=OTHER_TASKS, index={OURS: f"**{OURS}**"}).rename_axis("method")
-    return markdown(means.reset_index())
+    means = read("other_tasks").groupby(["method", "run"], sort=False)["excess_nll"].agg(" / ".join).unstack()
+    lines = [(f"**{name}**" if name == OURS else name, *means.loc[name, [*OTHER_TASKS]]) for name in means.index]
+    return markdown(pd.DataFrame(lines, columns=["method", *OTHER_TASKS.values()]))
 
 
 SEEN, UNSEEN, RULER = ("64", "128", "256"), ("0.5", "0.25", "0.1"), "128"
