@@ -55,7 +55,7 @@ class Table:
         cells = cells[found[self.across].unique()].rename(columns=lambda place: self.head.format(thousands(place)))
         lines = cells.join(found.groupby(self.by)[[*self.columns]].agg(joined))
         shown = self.rows or alike(*found[self.by].unique())
-        lines = lines.loc[[*shown]].rename(lambda name: f"**{shown[name]}**" if name == OURS else shown[name])
+        lines = lines.loc[[*shown]].rename(lambda name: marked(name, shown[name]))
         return markdown(lines.rename_axis(self.title or self.by).reset_index())
 
 
@@ -68,6 +68,11 @@ def markdown(frame: pd.DataFrame) -> str:
     """A frame as a table."""
     lines = [frame.columns, ["---"] * frame.shape[1], *frame.to_numpy()]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def marked(name: str, label: str) -> str:
+    """The label of a row, in bold for our module."""
+    return f"**{label}**" if name in (OURS, "lookaheadkv") else label
 
 
 def joined(values: Iterable[str]) -> str:
@@ -158,30 +163,33 @@ def time_table() -> str:
 def front_table() -> str:
     """README's table: excess NLL at 64 / 128 / 256 entries with the question seen and unseen, and costs of runs."""
     times, means = read("time"), read("question").query("samples == '33'")
-    shares = times[times["run"] == "question_seen"].set_index("method")["values"]
+    shares = times[times["setting"].str.startswith("33 real prompts")].set_index("method")["values"]
     means = means.groupby(["method", "question"])["excess_nll"].agg(" / ".join).unstack()
     lines = [("full cache", "0", "0", "1")]
     for name in (OURS, "KVgrad", "KVzip", "LAQ", "SnapKV, mean over 3"):
         label = name.partition(" (")[0].partition(",")[0]
         costs = " to ".join(dict.fromkeys(f"{1 + float(each) / 100:.2f}" for each in shares[label].split(" / ")))
-        lines.append((f"**{label}**" if name == OURS else label, *means.loc[name, ["seen", "unseen"]], costs))
+        lines.append((marked(name, label), *means.loc[name, ["seen", "unseen"]], costs))
     return markdown(
         pd.DataFrame(lines, columns=["method", "question seen", "question unseen", "prefills, seen to unseen"])
     )
 
 
 OTHER_TASKS = {
-    "other_seen": "14 prompts of up to 4,096 tokens, answers of 128",
-    "other_long": "8 prompts of up to 8,192 tokens, answers of 32",
+    "other_seen": "up to 4,096 tokens, answers of 128",
+    "other_long": "up to 8,192 tokens, answers of 32",
 }
-"""Runs on tasks of other kinds, and the headings of their columns."""
+"""Runs on tasks of other kinds, and what their prompts and answers are."""
 
 
 def other_tasks_table() -> str:
     """Tasks of other kinds than the eleven data sets: a line per method, excess NLL at four budgets for each run."""
-    means = read("other_tasks").groupby(["method", "run"], sort=False)["excess_nll"].agg(" / ".join).unstack()
-    lines = [(f"**{name}**" if name == OURS else name, *means.loc[name, [*OTHER_TASKS]]) for name in means.index]
-    return markdown(pd.DataFrame(lines, columns=["method", *OTHER_TASKS.values()]))
+    found = read("other_tasks")
+    means = found.groupby(["method", "run"], sort=False)["excess_nll"].agg(" / ".join).unstack()
+    counts = dict(zip(found["run"], found["samples"], strict=True))
+    lines = [(marked(name, name), *means.loc[name, [*OTHER_TASKS]]) for name in means.index]
+    titles = [f"{counts[run]} prompts of {kind}" for run, kind in OTHER_TASKS.items()]
+    return markdown(pd.DataFrame(lines, columns=["method", *titles]))
 
 
 SEEN, UNSEEN, RULER = ("64", "128", "256"), ("0.5", "0.25", "0.1"), "128"
@@ -200,7 +208,7 @@ def methods_table() -> str:
     def line(name: str) -> tuple[str, ...]:
         in_ruler = [cell(name, column, "all_ruler", RULER) for column in ("score", "excess_nll")]
         return (
-            f"**{name}**" if name == "lookaheadkv" else name,
+            marked(name, name),
             cell(name, "excess_nll", "all_seen", *SEEN),
             cell(name, "excess_nll", "all_unseen", *UNSEEN),
             " / ".join(in_ruler) if {*in_ruler} != {"–"} else "–",
