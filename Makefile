@@ -92,8 +92,8 @@ ROWS = $(if $(TASKS),'tasks=[jsonl]' jsonl.dir=$(TASKS) 'jsonl.files=$(FILES)' m
 EVALUATE = $(BIN)/python -m keepsight eval recipe=smollm2-135m model.dtype=float32 $(ROWS) 'budgets=[64,128,256]' \
     adapter=$(ARTIFACTS)/lookahead/adapter retrieval=$(ARTIFACTS)/retrieval/head
 BOUNDS = [full,lookaheadkv,{name: oracle, pool: {kind: avg, kernel: 3}, label: oracle mean 3}
-SIMPLE = {name: oracle, pool: none, label: oracle unpooled},{name: snapkv, pool: {kind: avg, kernel: 3}, label: snapkv mean 3},snapkv,streamingllm
-DRAFTS = {name: lookaheadkv, selection: paper},{name: lookaheadkv, selection: uniform},laq,{name: laq, observer: {lookahead: 32}, pool: none, label: laq 32 unpooled},speckv,dapq
+SIMPLE = {name: oracle, pool: none, label: oracle unpooled},{name: snapkv, pool: {kind: avg, kernel: 3}, label: snapkv mean 3},snapkv,{name: snapkv, pool: none, label: snapkv unpooled},streamingllm
+DRAFTS = {name: lookaheadkv, selection: paper, pool: none, label: paper unpooled},{name: lookaheadkv, selection: uniform},{name: lookaheadkv, adapter: $(ARTIFACTS)/lookahead/importance, label: first stage},laq,{name: laq, observer: {lookahead: 32}, pool: none, label: laq 32 unpooled},speckv,dapq
 artifacts: setup
 	$(BIN)/python -m keepsight fit recipe=smollm2-135m $(SIZE) out=$(ARTIFACTS)/lookahead \
 	    'title=SmolLM2-135M-Instruct lookahead adapter' $(LOOKAHEAD)
