@@ -24,7 +24,10 @@ PAGES = [ROOT / "README.md", ROOT / "RESULTS.md", *sorted((ROOT / "checkpoints")
 PLACE = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 EXCESS = "{excess_nll} ({low} to {high})"
 OURS = "LookaheadKV (shipped)"
+BEFORE = "LookaheadKV shipped before 2026-11-27"
 UNPOOLED = "LookaheadKV, the paper's selection without pooling"
+UNIFORM, PAPER = "LookaheadKV, uniform selection", "LookaheadKV, the paper's selection"
+BOTH, BOTH_UNIFORM = "LookaheadKV, 120 steps for both selections", "LookaheadKV, 120 steps for both, uniform selection"
 
 
 @dataclass(frozen=True)
@@ -104,9 +107,23 @@ FIRST = "LookaheadKV after the first stage"
 VARIANTS = {
     FIRST: "after the first stage",
     UNPOOLED: "the shipped module with the paper's selection, unpooled",
-    "LookaheadKV shipped before 2026-11-27": "shipped before 2026-11-27, trained in eight stages",
+    BEFORE: "shipped before 2026-11-27, trained in eight stages",
 }
 ORACLE = alike("oracle attention (mean over 3)", "oracle attention (unpooled)")
+WEIGHTED_LAQ, WEIGHTED_SNAPKV = "LAQ, 32 draft tokens, learned head weights", "SnapKV, learned head weights"
+TUNED = {
+    **alike(OURS),
+    WEIGHTED_LAQ: "LAQ, 32 draft tokens, unpooled, heads share a budget, learned weights",
+    "LAQ, 32 draft tokens, heads share a budget": "the same without weights",
+    "LAQ, 32 draft tokens, unpooled": "LAQ, 32 draft tokens, unpooled",
+    WEIGHTED_SNAPKV: "SnapKV, mean over 3, heads share a budget, learned weights",
+    "SnapKV, heads share a budget": "the same without weights",
+    **alike("SnapKV, mean over 3"),
+    BOTH: "LookaheadKV after 120 steps for both selections",
+    BOTH_UNIFORM: "the same, every head keeps the same number",
+    UNIFORM: "LookaheadKV (shipped), every head keeps the same number",
+    PAPER: "LookaheadKV (shipped), the paper's selection",
+}
 READING = alike("exact_topk", "specontext (shipped head)", "quest")
 SCORE = "{score} / {excess_nll}"
 TABLES = {
@@ -132,8 +149,17 @@ TABLES = {
         head="{} entries",
         title="LookaheadKV minus",
     ),
-    "unseen": Table("question", "budget", head="{} entries", where={"question": ("unseen",), "samples": ("33",)}),
-    "kvpress": Table("kvpress", "budget", head="{} entries"),
+    "unseen": Table(
+        "question",
+        "budget",
+        rows=alike(OURS, BEFORE, "KVgrad", "KVzip", "LAQ", "SnapKV, mean over 3"),
+        head="{} entries",
+        where={"question": ("unseen",), "samples": ("33",)},
+        columns=("run",),
+    ),
+    "tuned": Table(
+        "question", "budget", rows=TUNED, head="{} entries", where={"question": ("seen",)}, columns=("run",)
+    ),
     "needles": Table(
         "needles",
         "length",
@@ -157,17 +183,29 @@ def time_table() -> str:
     found = read("time")
     found = found[found["run"].isin(["evict", "decode2048", "train8x4", "sweep"])]
     found = found[~found["what"].isin(["observing", "selecting"]) & (found["processor"] != SLOW)]
+    found = found[found["method"] != "AdaKV"]
     return markdown(found[["what", "method", "setting", "values", "unit", "date", "processor", "run"]])
+
+
+FRONT = {
+    OURS: "LookaheadKV",
+    "KVgrad": "KVgrad",
+    "KVzip": "KVzip",
+    WEIGHTED_LAQ: "LAQ, 32 draft tokens, learned head weights",
+    "LAQ": "LAQ",
+    WEIGHTED_SNAPKV: "SnapKV, learned head weights",
+    "SnapKV, mean over 3": "SnapKV",
+}
+"""The rows of README's table, and their names there and in the file of times."""
 
 
 def front_table() -> str:
     """README's table: excess NLL at 64 / 128 / 256 entries with the question seen and unseen, and costs of runs."""
-    times, means = read("time"), read("question").query("samples == '33'")
+    times, means = read("time"), read("question").query("samples == '33' and budget in @SEEN")
     shares = times[times["setting"].str.startswith("33 real prompts")].set_index("method")["values"]
-    means = means.groupby(["method", "question"])["excess_nll"].agg(" / ".join).unstack()
+    means = means.groupby(["method", "question"])["excess_nll"].agg(" / ".join).unstack().fillna("–")
     lines = [("full cache", "0", "0", "1")]
-    for name in (OURS, "KVgrad", "KVzip", "LAQ", "SnapKV, mean over 3"):
-        label = name.partition(" (")[0].partition(",")[0]
+    for name, label in FRONT.items():
         costs = " to ".join(dict.fromkeys(f"{1 + float(each) / 100:.2f}" for each in shares[label].split(" / ")))
         lines.append((marked(name, label), *means.loc[name, ["seen", "unseen"]], costs))
     return markdown(
@@ -197,7 +235,10 @@ SEEN, UNSEEN, RULER = ("64", "128", "256"), ("0.5", "0.25", "0.1"), "128"
 
 
 def methods_table() -> str:
-    """The table of all methods, the lowest excess NLL at the middle budget first: a line per method."""
+    """The table of all methods, the lowest excess NLL at the middle budget first: a line per method.
+
+    A method of kvpress is in the line of keepsight's where their means are equal.
+    """
     found = read("methods").set_index(["method", "run", "budget"])
 
     def cell(method: str, column: str, run: str, *budgets: str) -> str:
@@ -222,8 +263,15 @@ def methods_table() -> str:
         {*found.index.unique("method")},
         key=lambda name: (means.get((name, SEEN[1]), means.get((name, ""), highest)), name),
     )
+    lines = {name: line(name) for name in methods}
+    alike_of = {made[1:3]: name for name, made in lines.items() if name.startswith("kvpress ")}
+    for name, (label, *cells) in [*lines.items()]:
+        other = alike_of.get((cells[0], cells[1]), name)
+        if other != name:
+            lines[name] = (f"{label}, {other}", *cells)
+            del lines[other]
     titles = ["method", f"seen, {' / '.join(SEEN)}", f"unseen, {' / '.join(UNSEEN)}", "RULER", "cost, %", "MiB"]
-    return markdown(pd.DataFrame([line(name) for name in methods], columns=titles))
+    return markdown(pd.DataFrame([*lines.values()], columns=titles))
 
 
 def made(name: str) -> str:
