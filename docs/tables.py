@@ -28,6 +28,7 @@ BEFORE = "LookaheadKV shipped before 2026-11-27"
 UNPOOLED = "LookaheadKV, the paper's selection without pooling"
 UNIFORM, PAPER = "LookaheadKV, uniform selection", "LookaheadKV, the paper's selection"
 BOTH, BOTH_UNIFORM = "LookaheadKV, 120 steps for both selections", "LookaheadKV, 120 steps for both, uniform selection"
+ONLY_UNIFORM = "LookaheadKV, 120 steps for the uniform selection"
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,9 @@ TUNED = {
     "SnapKV, heads share a budget": "the same without weights",
     **alike("SnapKV, mean over 3"),
     BOTH: "LookaheadKV after 120 steps for both selections",
-    BOTH_UNIFORM: "the same, every head keeps the same number",
-    UNIFORM: "LookaheadKV (shipped), every head keeps the same number",
+    BOTH_UNIFORM: "the same, uniform selection",
+    ONLY_UNIFORM: "LookaheadKV after 120 steps for the uniform selection",
+    UNIFORM: "LookaheadKV (shipped), uniform selection",
     PAPER: "LookaheadKV (shipped), the paper's selection",
 }
 READING = alike("exact_topk", "specontext (shipped head)", "quest")
