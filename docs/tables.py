@@ -26,9 +26,6 @@ EXCESS = "{excess_nll} ({low} to {high})"
 OURS = "LookaheadKV (shipped)"
 BEFORE = "LookaheadKV shipped before 2026-11-27"
 UNPOOLED = "LookaheadKV, the paper's selection without pooling"
-UNIFORM, PAPER = "LookaheadKV, uniform selection", "LookaheadKV, the paper's selection"
-BOTH, BOTH_UNIFORM = "LookaheadKV, 120 steps for both selections", "LookaheadKV, 120 steps for both, uniform selection"
-ONLY_UNIFORM = "LookaheadKV, 120 steps for the uniform selection"
 
 
 @dataclass(frozen=True)
@@ -113,18 +110,16 @@ VARIANTS = {
 ORACLE = alike("oracle attention (mean over 3)", "oracle attention (unpooled)")
 WEIGHTED_LAQ, WEIGHTED_SNAPKV = "LAQ, 32 draft tokens, learned head weights", "SnapKV, learned head weights"
 TUNED = {
-    **alike(OURS),
+    OURS: OURS,
     WEIGHTED_LAQ: "LAQ, 32 draft tokens, unpooled, heads share a budget, learned weights",
     "LAQ, 32 draft tokens, heads share a budget": "the same without weights",
-    "LAQ, 32 draft tokens, unpooled": "LAQ, 32 draft tokens, unpooled",
+    **alike("LAQ, 32 draft tokens, unpooled", "LAQ"),
     WEIGHTED_SNAPKV: "SnapKV, mean over 3, heads share a budget, learned weights",
     "SnapKV, heads share a budget": "the same without weights",
-    **alike("SnapKV, mean over 3"),
-    BOTH: "LookaheadKV after 120 steps for both selections",
-    BOTH_UNIFORM: "the same, uniform selection",
-    ONLY_UNIFORM: "LookaheadKV after 120 steps for the uniform selection",
-    UNIFORM: "LookaheadKV (shipped), uniform selection",
-    PAPER: "LookaheadKV (shipped), the paper's selection",
+    "SnapKV, mean over 3": "SnapKV, mean over 3",
+    "LookaheadKV, uniform selection": "LookaheadKV (shipped), uniform selection",
+    "LookaheadKV, 120 steps for the uniform selection": "the same after 120 steps for this selection",
+    "LookaheadKV, the paper's selection": "LookaheadKV (shipped), the paper's selection, pooled by max over 7",
 }
 READING = alike("exact_topk", "specontext (shipped head)", "quest")
 SCORE = "{score} / {excess_nll}"
@@ -166,10 +161,17 @@ TABLES = {
         "needles",
         "length",
         cell="{score}",
-        rows=alike("full cache", OURS, FIRST, "oracle attention (unpooled)", "SnapKV, mean over 3"),
+        rows=alike("full cache", OURS, "oracle attention (unpooled)", "SnapKV, mean over 3"),
         head="{} tokens",
     ),
-    "needle-tasks": Table("needle_tasks", "samples", cell=SCORE, head="{} samples", where={"budget": ("64", "")}),
+    "needle-tasks": Table(
+        "needle_tasks",
+        "samples",
+        cell=SCORE,
+        rows=alike("full cache", OURS, BEFORE, "oracle attention (unpooled)"),
+        head="{} samples",
+        where={"budget": ("64", "")},
+    ),
     "reading": Table("reading_needles", "budget", cell=SCORE, rows=READING, head="{} entries"),
     "serving": Table("serving", "caches", cell="{value}", by="what", title="16 requests at once"),
     "hits": Table("reading_hits", "budget", cell="{hit_rate} / {mass}", head="{} entries"),
@@ -183,19 +185,16 @@ SLOW = "2 cores, AMD EPYC, AVX2"
 def time_table() -> str:
     """The table of times: a line per row of the file, for the most informative runs."""
     found = read("time")
-    found = found[found["run"].isin(["evict", "decode2048", "train8x4", "sweep"])]
-    found = found[~found["what"].isin(["observing", "selecting"]) & (found["processor"] != SLOW)]
-    found = found[found["method"] != "AdaKV"]
+    found = found[found["run"].isin(["evict", "decode2048", "train8x4", "sweep"]) & (found["processor"] != SLOW)]
+    found = found[~found["what"].isin(["observing", "selecting", "prefill"]) & (found["method"] != "AdaKV")]
     return markdown(found[["what", "method", "setting", "values", "unit", "date", "processor", "run"]])
 
 
+SEEN, UNSEEN, RULER = ("64", "128", "256"), ("0.5", "0.25", "0.1"), "128"
+"""Budgets with the question seen, in README and in the table of all methods; the latter's with it unseen; RULER's."""
 FRONT = {
     OURS: "LookaheadKV",
-    "KVgrad": "KVgrad",
-    "KVzip": "KVzip",
-    WEIGHTED_LAQ: "LAQ, 32 draft tokens, learned head weights",
-    "LAQ": "LAQ",
-    WEIGHTED_SNAPKV: "SnapKV, learned head weights",
+    **alike("KVgrad", "KVzip", WEIGHTED_LAQ, "LAQ", WEIGHTED_SNAPKV),
     "SnapKV, mean over 3": "SnapKV",
 }
 """The rows of README's table, and their names there and in the file of times."""
@@ -232,14 +231,10 @@ def other_tasks_table() -> str:
     return markdown(pd.DataFrame(lines, columns=["method", *titles]))
 
 
-SEEN, UNSEEN, RULER = ("64", "128", "256"), ("0.5", "0.25", "0.1"), "128"
-"""The budgets of the table of all methods, by run."""
-
-
 def methods_table() -> str:
     """The table of all methods, the lowest excess NLL at the middle budget first: a line per method.
 
-    A method of kvpress is in the line of keepsight's where their means are equal.
+    Methods whose means are all equal share a line: keepsight's first, then kvpress's. Cost and MiB are keepsight's.
     """
     found = read("methods").set_index(["method", "run", "budget"])
 
@@ -263,17 +258,16 @@ def methods_table() -> str:
     highest = float("inf")
     methods = sorted(
         {*found.index.unique("method")},
-        key=lambda name: (means.get((name, SEEN[1]), means.get((name, ""), highest)), name),
+        key=lambda name: (
+            means.get((name, SEEN[1]), means.get((name, ""), highest)),
+            name.startswith("kvpress "),
+            name,
+        ),
     )
-    lines = {name: line(name) for name in methods}
-    alike_of = {made[1:3]: name for name, made in lines.items() if name.startswith("kvpress ")}
-    for name, (label, *cells) in [*lines.items()]:
-        other = alike_of.get((cells[0], cells[1]), name)
-        if other != name:
-            lines[name] = (f"{label}, {other}", *cells)
-            del lines[other]
-    titles = ["method", f"seen, {' / '.join(SEEN)}", f"unseen, {' / '.join(UNSEEN)}", "RULER", "cost, %", "MiB"]
-    return markdown(pd.DataFrame([*lines.values()], columns=titles))
+    means_of = [f"seen, {' / '.join(SEEN)}", f"unseen, {' / '.join(UNSEEN)}"]
+    lines = pd.DataFrame(map(line, methods), columns=["method", *means_of, "RULER", "cost, %", "MiB"])
+    lines["method"] = lines.groupby(means_of)["method"].transform(", ".join)
+    return markdown(lines.drop_duplicates(means_of))
 
 
 def made(name: str) -> str:
