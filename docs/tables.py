@@ -216,7 +216,8 @@ def front_table() -> str:
 
 OTHER_TASKS = {
     "other_seen": "up to 4,096 tokens, answers of 128",
-    "other_long": "up to 8,192 tokens, answers of 32",
+    "long_seen": "4,096 to 8,192 tokens, answers of 32",
+    "long_unseen": "the same, question unseen",
 }
 """Runs on tasks of other kinds, and what their prompts and answers are."""
 
@@ -224,10 +225,10 @@ OTHER_TASKS = {
 def other_tasks_table() -> str:
     """Tasks of other kinds than the eleven data sets: a line per method, excess NLL at four budgets for each run."""
     found = read("other_tasks")
-    means = found.groupby(["method", "run"], sort=False)["excess_nll"].agg(" / ".join).unstack()
+    means = found.groupby(["method", "run"], sort=False)["excess_nll"].agg(" / ".join).unstack().fillna("–")
     counts = dict(zip(found["run"], found["samples"], strict=True))
     lines = [(marked(name, name), *means.loc[name, [*OTHER_TASKS]]) for name in means.index]
-    titles = [f"{counts[run]} prompts of {kind}" for run, kind in OTHER_TASKS.items()]
+    titles = [f"{kind} ({counts[run]} prompts)" for run, kind in OTHER_TASKS.items()]
     return markdown(pd.DataFrame(lines, columns=["method", *titles]))
 
 
