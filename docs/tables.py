@@ -110,13 +110,13 @@ VARIANTS = {
 ORACLE = alike("oracle attention (mean over 3)", "oracle attention (unpooled)")
 WEIGHTED_LAQ, WEIGHTED_SNAPKV = "LAQ, 32 draft tokens, learned head weights", "SnapKV, learned head weights"
 TUNED = {
-    OURS: OURS,
+    **alike(OURS),
     WEIGHTED_LAQ: "LAQ, 32 draft tokens, unpooled, heads share a budget, learned weights",
     "LAQ, 32 draft tokens, heads share a budget": "the same without weights",
     **alike("LAQ, 32 draft tokens, unpooled", "LAQ"),
     WEIGHTED_SNAPKV: "SnapKV, mean over 3, heads share a budget, learned weights",
     "SnapKV, heads share a budget": "the same without weights",
-    "SnapKV, mean over 3": "SnapKV, mean over 3",
+    **alike("SnapKV, mean over 3"),
     "LookaheadKV, uniform selection": "LookaheadKV (shipped), uniform selection",
     "LookaheadKV, 120 steps for the uniform selection": "the same after 120 steps for this selection",
     "LookaheadKV, the paper's selection": "LookaheadKV (shipped), the paper's selection, pooled by max over 7",
@@ -183,7 +183,7 @@ SLOW = "2 cores, AMD EPYC, AVX2"
 
 
 def time_table() -> str:
-    """The table of times: a line per row of the file, for the most informative runs."""
+    """The table of times: the rows of the most informative runs, without AdaKV and the parts of a time."""
     found = read("time")
     found = found[found["run"].isin(["evict", "decode2048", "train8x4", "sweep"]) & (found["processor"] != SLOW)]
     found = found[~found["what"].isin(["observing", "selecting", "prefill"]) & (found["method"] != "AdaKV")]
@@ -191,7 +191,7 @@ def time_table() -> str:
 
 
 SEEN, UNSEEN, RULER = ("64", "128", "256"), ("0.5", "0.25", "0.1"), "128"
-"""Budgets with the question seen, in README and in the table of all methods; the latter's with it unseen; RULER's."""
+"""Budgets of README's table and of the table of all methods: question seen, question unseen, RULER."""
 FRONT = {
     OURS: "LookaheadKV",
     **alike("KVgrad", "KVzip", WEIGHTED_LAQ, "LAQ", WEIGHTED_SNAPKV),
