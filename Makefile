@@ -81,7 +81,7 @@ demo: setup
 
 # Trains modules like the shipped ones and evaluates them. TASKS names a folder of real prompts (`keepsight eval
 # tasks=jsonl`), FILES those of its files that are used; without it the evaluation uses needles. SIZE sets the training
-# data (rows=DIR if the Hub cannot be reached); LOOKAHEAD and RETRIEVAL are further keys for each module.
+# data (rows=DIR if the Hub cannot be reached, or mixture=offline); LOOKAHEAD and RETRIEVAL are further keys for each module.
 ARTIFACTS ?= runs/artifacts
 TASKS ?=
 FILES ?= [2wikimqa,aci_bench,fairytaleqa,gsm8k_manyshot,hotpotqa,lcc,mts_dialog,multi_news,musique,nq_multidoc,trec]

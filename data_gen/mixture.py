@@ -25,6 +25,7 @@ SOURCES: dict[str, type[Any]] = {
     "passages": package_text.Passages,
     "described_passages": package_text.DescribedPassages,
     "reconstruction": package_text.Reconstruction,
+    "dialogue": package_text.Dialogue,
     "everyday": synthetic.Everyday,
     "state_tracking": synthetic.StateTracking,
     "second_turn": synthetic.SecondTurn,

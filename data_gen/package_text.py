@@ -1,11 +1,12 @@
 """Prompts over the text that comes with Python: its language reference, docstrings and source files."""
 
+import random
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate
 
-from keepsight.corpus import Document, docstrings, source_documents, topic_documents
+from keepsight.corpus import Document, docstrings, sentences, source_documents, topic_documents
 from keepsight.data_gen.prompts import (
     CHARACTERS_PER_TOKEN,
     Prompt,
@@ -170,6 +171,39 @@ class Reconstruction:
             return replace(prompt, response=passage)
 
         return fitted(make, request)
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """Several documents and a conversation about them, of which the model writes the next answer.
+
+    Documents are sections of the language reference and docstrings, the earlier answers sentences of them.
+    """
+
+    def sample(self, request: Request) -> Prompt:
+        """Draw one prompt; see `Source`."""
+        rng = request.rng
+        topics = [(topic.name.removeprefix("topics/"), topic.text) for topic in topic_documents("training")]
+        chosen = [rng.choice(topics if rng.random() < 0.5 else _rich_entries()) for _ in range(rng.randint(3, 6))]
+        numbering, opening, seed = rng.choice(wordings("numberings")), rng.choice(wordings("openings")), rng.random()
+
+        def build(characters: int) -> str:
+            shown = _excerpts(chosen, 1, characters)
+            conversation = _conversation(shown, random.Random(seed), characters // 6)
+            return str(opening.format(text=_body(numbering, shown), task=conversation))
+
+        return user_prompt("documentation/dialogue", fit(build, request))
+
+
+def _conversation(documents: list[tuple[str, str]], rng: random.Random, characters: int) -> str:
+    """Up to three questions about documents and answers from them, and a last question; about `characters` long."""
+    speakers, task, told = rng.choice(wordings("speakers")), rng.choice(wordings("continue_dialogue")), list[str]()
+    for name, text in rng.choices(documents, k=1 + min(rng.randint(1, 3), characters // 80)):
+        prose = re.sub(r"[*=~^-]{4,}", " ", text)  # headings are underlined
+        sentence = cut_at_word(rng.choice(sentences(" ".join(prose.split()))), 160)
+        quoted = " ".join(sentence.split()[:6])
+        told += [rng.choice(wordings("follow_up")).format(name=name, quote=quoted), sentence]
+    return "\n".join([task, *(f"{speakers[number % 2]}: {line}" for number, line in enumerate(told[:-1]))])
 
 
 @lru_cache(maxsize=1)

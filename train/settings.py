@@ -272,3 +272,25 @@ class FinetuneSettings:
         """Raise a UserError for a value that is out of range."""
         check_ranges(self, "finetune")
         self.train.check("finetune.train")
+
+
+@dataclass
+class FreshSettings:
+    """New prompts with which `keepsight fit` goes on with the eviction stage.
+
+    Attributes:
+        limit: Number of new prompts; with 0 there are no such stages.
+        mixture: Mixture of the new prompts. By default it is NAME-fresh, where NAME is that of the first ones, or, if
+            there is none, NAME with another seed.
+        max_new_tokens: Longest answer to a new prompt, in tokens.
+        steps: Number of training steps.
+    """
+
+    limit: Whole = 0
+    mixture: str | None = None
+    max_new_tokens: Positive = 128
+    steps: Positive = 240
+
+    def check(self) -> None:
+        """Raise a UserError for a value that is out of range."""
+        check_ranges(self, "fresh")

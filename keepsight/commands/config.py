@@ -16,7 +16,7 @@ from keepsight.commands import config_shared as shared
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.train import settings
 
-LOOKAHEAD_STAGES = ("answers", "importance", "eviction", "evaluation", "card")
+LOOKAHEAD_STAGES = ("answers", "importance", "eviction", "fresh_answers", "fresh_eviction", "evaluation", "card")
 RETRIEVAL_STAGES = ("answers", "distillation", "evaluation", "card")
 
 
@@ -349,8 +349,9 @@ class Fit(shared.Benchmarks, shared.DataKeys, shared.EvalKeys):
         accelerate launch -m keepsight fit recipe=llama3.1-8b out=runs/llama8b
 
     Stages of a lookahead module: answers, importance (learns what answers attend to), eviction (learns from the loss
-    that eviction causes), evaluation, card. Stages of a retrieval head: answers, distillation, evaluation, card.
-    `keepsight push` publishes OUT/adapter or OUT/head. A run that was stopped resumes when the same command is run
+    that eviction causes), with fresh.limit= also fresh_answers and fresh_eviction (the eviction stage goes on with new
+    prompts), evaluation, card. Stages of a retrieval head: answers, distillation, evaluation, card. `keepsight push`
+    publishes OUT/adapter or OUT/head. A run that was stopped resumes when the same command is run
     again.
 
     Attributes:
@@ -393,6 +394,7 @@ class Fit(shared.Benchmarks, shared.DataKeys, shared.EvalKeys):
     lookahead: LookaheadSettings = field(default_factory=shared.shared_selection)
     train: settings.LookaheadTrainSettings = field(default_factory=settings.LookaheadTrainSettings)
     finetune: settings.FinetuneSettings = field(default_factory=settings.FinetuneSettings)
+    fresh: settings.FreshSettings = field(default_factory=settings.FreshSettings)
     retrieval_head: settings.RetrievalHeadSettings = field(default_factory=settings.RetrievalHeadSettings)
     replay: settings.ReplaySettings = field(default_factory=settings.ReplaySettings)
 

@@ -31,8 +31,8 @@ from keepsight.models.targets import Target
 
 def run(config: Config) -> None:
     """Make the data and print its size."""
-    values = pinned(check(config), out := Path(config.out))
-    (mixture := Mixture.from_config(values)).check()
+    out = Path(config.out)
+    values, mixture = ready(config)
     check_sizes(outline_of(config), mixture, out, config.limit, config.max_new_tokens)
     given = {key: getattr(config, key) for key in ("seed", "shard_size", "max_new_tokens", "temperature", "top_p")}
     if (before := earlier_settings(out)) and any(out.glob("shard-*")):
@@ -54,6 +54,13 @@ def check(config: Config) -> dict[str, Any]:
     if config.backend == "server":
         config.server.check()
     return values
+
+
+def ready(config: Config) -> tuple[dict[str, Any], Mixture]:
+    """The mixture's values and the mixture, after all checks (UserError) that do not need the base model."""
+    values = pinned(check(config), Path(config.out))
+    (mixture := Mixture.from_config(values)).check()
+    return values, mixture
 
 
 def stats(config: DataStats) -> None:
@@ -126,10 +133,14 @@ def _answering(config: Config) -> Iterator[tuple[Target, Backend]]:
             yield target, engine
 
 
+def own_mixtures() -> dict[str, Path]:
+    """The mixtures that come with keepsight, by name."""
+    return {path.stem: path for base in recipes.__path__ for path in sorted((Path(base) / "mixtures").glob("*.yaml"))}
+
+
 def read_mixture(name: str, rows: str | None = None) -> dict[str, Any]:
     """Plain values of recipes/mixtures/NAME.yaml or of a YAML file (else UserError); `rows` as in `Data`."""
-    known = {path.stem: path for base in recipes.__path__ for path in sorted((Path(base) / "mixtures").glob("*.yaml"))}
-    path = known.get(name) or Path(name)
+    path = (known := own_mixtures()).get(name) or Path(name)
     if not path.is_file():
         raise UserError(f"mixture={name} is neither a file nor one of {', '.join(known)}")
     text = read_yaml(path)

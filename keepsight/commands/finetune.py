@@ -1,6 +1,8 @@
 """keepsight finetune: train a lookahead module, or head weights alone, on the loss that eviction causes."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -122,6 +124,13 @@ def _write_weights(config: Config, trainer: ModuleTrainer[EvictionObjective]) ->
     return f"eval {quote(f'methods=[full,{named.strip()}]')} out=runs/eval"
 
 
+def unused_name(name: str, training: Mapping[str, Any]) -> str:
+    """`name`, or with the next number if `training` has keys "NAME, ..." of an earlier training of this kind."""
+    used = {key.partition(", ")[0] for key in training}
+    numbered = (f"{name} {number}" for number in count(2))
+    return next(each for each in chain([name], numbered) if each not in used)
+
+
 def _range_of(weights: HeadWeights) -> list[float]:
     numbers = [each for row in weights for each in row]
     return [round(min(numbers), 3), round(max(numbers), 3)]
@@ -131,6 +140,8 @@ def _write(out: Path, artifact: LookaheadAdapter, trainer: ModuleTrainer[Evictio
     """Write the adapter with what was trained, its card and the curves."""
     trained, objective, module = trainer.trained(), trainer.objective, trainer.objective.lookahead
     name, about = ("fine-tuning", FINETUNING) if module else ("head weights", HEAD_WEIGHTS)
+    before = artifact.provenance.training
+    name = unused_name(name, before)
     weights, figure = _weights_of(trainer)
     described: dict[str, Any] = {
         "steps": trained.steps,
@@ -147,7 +158,6 @@ def _write(out: Path, artifact: LookaheadAdapter, trainer: ModuleTrainer[Evictio
         **({"smallest and largest weight of a head": _range_of(weights)} if objective.floor is not None else {}),
     }
     described = {f"{name}, {key}": value for key, value in described.items()}
-    before = {key: value for key, value in artifact.provenance.training.items() if not key.startswith(f"{name}, ")}
     provenance = replace(artifact.provenance, training=before | described, trained_on=prompts_as_text(trained.prompts))
     rows = trainer.measurements()
     card = with_eviction(artifact.folder, about, described, *((rows[0], rows[-1]) if rows else ({}, {})))

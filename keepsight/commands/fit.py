@@ -2,9 +2,11 @@
 
 import gc
 import os
+import re
 import shlex
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import chain, count
@@ -74,16 +76,22 @@ _KINDS: dict[str, type[Any]] = {
     "answers": configs.Data,
     "importance": configs.Train,
     "eviction": configs.Finetune,
+    "fresh_answers": configs.Data,
+    "fresh_eviction": configs.Finetune,
     "distillation": configs.TrainRetrievalHead,
     "evaluation": configs.Eval,
     "card": CardKeys,
 }
 """The keys of each stage, some of which `fit` takes too."""
-_DIVISIBLE = "importance", "eviction", "card"
+_TRAININGS = "importance", "eviction", "fresh_eviction"
+"""Stages of a lookahead module that write one, in the folders of the same names."""
+_FRESH = "fresh_answers", "fresh_eviction"
+_DIVISIBLE = *_TRAININGS, "card"
 """Stages for which the model may be sharded over processes."""
 _SHORT = 8
 """Maximum number of a card's lines on where other methods are better."""
-_SECOND = "fine-tuning, "
+_EVICTION = re.compile(r"fine-tuning[ \d]*, ")
+"""Beginning of a module's records of its eviction stages."""
 _MORE_THAN = 0.005
 """Smallest advantage of another method, in nats, that the card reports."""
 
@@ -92,27 +100,35 @@ def run(config: configs.Fit) -> None:
     """Run the stages and print how long each took."""
     require_writable(out := Path(config.out))
     asked, config = config, _completed(config)
-    known = configs.LOOKAHEAD_STAGES if config.module == "lookahead" else configs.RETRIEVAL_STAGES
-    if odd := sorted({*config.stages} - {*known}):
-        raise UserError(f"stages: module={config.module} has no stage {odd[0]}; choose from {', '.join(known)}")
+    known = stages_of(config)
     chosen = [name for name in known if name in (config.stages or known)]
     if config.model.device_map == DIVIDED:
         _check_divided(config, chosen)
     source = _source(out, chosen) if config.module == "lookahead" else "head"
     folder, adapter = str(out / "data"), str(out / "importance")
     answers = _stage(configs.Data, config, DataKeys, out=folder)
+    fresh = config.fresh
+    fresh_answers = replace(answers, mixture=_fresh_mixture(config), limit=fresh.limit, seed=answers.seed + 1)
+    fresh_answers = replace(fresh_answers, max_new_tokens=fresh.max_new_tokens, out=str(out / "fresh_data"))
     trained = {"adapter" if config.module == "lookahead" else "retrieval": str(out / source), "samples": config.tests}
     tests = _stage(configs.Eval, config, Benchmarks, EvalKeys, UsesMethods, out=str(out / "eval"), **trained)
-    check(config, answers, tests)
+    check(config, [answers, fresh_answers] if fresh.limit else [answers], tests)
     if "evaluation" in chosen:
         evaluation.samples_of(tests, without_weights(tests))  # unreadable tasks are refused here, not after hours
+    if "fresh_answers" in chosen:
+        data.ready(fresh_answers)  # likewise, data sets that cannot be read
     tuned = {"finetune": config.finetune, "max_prompt_tokens": config.max_prompt_tokens, "adapter": adapter}
     eviction = _stage(configs.Finetune, config, Training, data=folder, out=str(out / "eviction"), **tuned)
+    again = replace(config.finetune, train=replace(config.finetune.train, steps=fresh.steps))
+    fresh_eviction = replace(eviction, finetune=again, data=fresh_answers.out, adapter=eviction.out)
+    fresh_eviction = replace(fresh_eviction, out=str(out / "fresh_eviction"))
     distillation = _stage(configs.TrainRetrievalHead, config, data=folder, out=str(out / "head"))
     stages: dict[str, Callable[[], None]] = {
         "answers": lambda: data.run(answers),
         "importance": lambda: train.run(_stage(configs.Train, config, data=folder, out=adapter)),
         "eviction": lambda: finetune.run(eviction),
+        "fresh_answers": lambda: data.run(fresh_answers),
+        "fresh_eviction": lambda: finetune.run(fresh_eviction),
         "distillation": lambda: train_heads.retrieval(distillation),
         "evaluation": lambda: _evaluate(tests, out, source),
         "card": lambda: _write_card(config, out, source, keys_of_stage(asked, "card")),
@@ -130,14 +146,28 @@ def run(config: configs.Fit) -> None:
         seconds[name] = time.perf_counter() - start
     if is_main:
         seconds["total"] = sum(seconds.values())
-        print("\n" + "\n".join(f"{name:<12} {each:6.0f} s" for name, each in seconds.items()))
+        print("\n" + "\n".join(f"{name:<14} {each:6.0f} s" for name, each in seconds.items()))
         if "card" in chosen:
             print(f"next: keepsight push {shlex.quote(str(_published(config, out)))} USER/NAME --dry-run")
 
 
-def check(config: configs.Fit, answers: configs.Data, tests: configs.Eval) -> None:
+def stages_of(config: configs.Fit) -> tuple[str, ...]:
+    """The stages that this module has, in order; UserError for others in `stages=`."""
+    known: tuple[str, ...] = configs.RETRIEVAL_STAGES if config.module == "retrieval" else configs.LOOKAHEAD_STAGES
+    if config.fresh.limit == 0:
+        if asked := [name for name in _FRESH if name in config.stages]:
+            raise UserError(f"stages: {asked[0]} needs fresh.limit=, the number of new prompts; it is 0")
+        known = tuple(name for name in known if name not in _FRESH)
+    if odd := sorted({*config.stages} - {*known}):
+        raise UserError(f"stages: module={config.module} has no stage {odd[0]}; choose from {', '.join(known)}")
+    return known
+
+
+def check(config: configs.Fit, answers: Sequence[configs.Data], tests: configs.Eval) -> None:
     """Check (UserError) every stage's keys before the first runs, with a shipped module in place of the new one."""
-    data.check(answers)
+    config.fresh.check()
+    for each in answers:
+        data.check(each)
     if config.base is not None:
         check_repo_id(config.base)
     for key, settings in (("train", config.train), ("finetune.train", config.finetune.train)):
@@ -147,6 +177,12 @@ def check(config: configs.Fit, answers: configs.Data, tests: configs.Eval) -> No
     variants_of(tests.methods, tests.budgets, tests.bits, resources_later(stand_in))
 
 
+def _fresh_mixture(config: configs.Fit) -> str:
+    """The mixture of the new prompts; see `FreshSettings`."""
+    named = f"{config.mixture}-fresh"
+    return config.fresh.mixture or (named if named in data.own_mixtures() else config.mixture)
+
+
 def _check_divided(config: configs.Fit, chosen: Sequence[str]) -> None:
     """UserError for stages and settings that a model sharded over processes does not allow."""
     if whole := [each for each in chosen if each not in _DIVISIBLE]:
@@ -154,7 +190,8 @@ def _check_divided(config: configs.Fit, chosen: Sequence[str]) -> None:
             f"stages: {whole[0]} needs the whole model, not model.device_map={DIVIDED}, which is for "
             "stages=[importance,eviction]; run it in one process, with model.device_map=auto if no GPU holds the model"
         )
-    training = {"importance": ("train", config.train), "eviction": ("finetune.train", config.finetune.train)}
+    eviction = "finetune.train", config.finetune.train
+    training = {"importance": ("train", config.train), "eviction": eviction, "fresh_eviction": eviction}
     for key, settings in (training[name] for name in chosen if name in training):
         if settings.replays > 1:
             raise UserError(f"{key}.replays={settings.replays}: with model.device_map={DIVIDED} use 1")
@@ -187,8 +224,8 @@ def _evaluate(tests: configs.Eval, out: Path, source: str) -> None:
 
 def _source(out: Path, chosen: list[str]) -> str:
     """The folder of the module to evaluate and publish: that of the last training stage, chosen or already done."""
-    trained = [name for name in ("importance", "eviction") if name in chosen]
-    there = [name for name in ("importance", "eviction") if (out / name / CONFIG).is_file()]
+    trained = [name for name in _TRAININGS if name in chosen]
+    there = [name for name in _TRAININGS if (out / name / CONFIG).is_file()]
     return (trained or there or ["importance"])[-1]
 
 
@@ -210,8 +247,10 @@ def _write_card(config: configs.Fit, out: Path, source: str, keys: dict[str, str
     if config.module == "lookahead":
         artifact = LookaheadAdapter.load(out / source)
         card = written_card(artifact, config, out, source)
-        stages = [] if source == "eviction" else [each for each in configs.LOOKAHEAD_STAGES if each != "eviction"]
-        keys |= {"stages": f"[{','.join(stages)}]"} if stages else {}
+        known, later = stages_of(config), _TRAININGS[_TRAININGS.index(source) + 1 :]
+        if left_out := {*later} & {*known}:
+            left_out |= {*_FRESH}  # new answers are for the last training
+            keys |= {"stages": f"[{','.join(each for each in known if each not in left_out)}]"}
         card = with_section(card, command_section(out, artifact.provenance.base_model, keys))
         card = with_results(card, evaluated)
         artifact.save(published, artifact.provenance, card)
@@ -267,22 +306,41 @@ def _without_paths(value: Any) -> Any:
 
 def written_card(artifact: LookaheadAdapter, config: configs.Fit, out: Path, source: str) -> str:
     """The card as Markdown, without command and results: of the module of the stage `source`, in the fit's `out`."""
-    manifest = finished_manifest(out / "data")
+    data_folders = ["data", "fresh_data"] if source == "fresh_eviction" else ["data"]
+    manifests = [finished_manifest(out / each) for each in data_folders]
     origin = artifact.provenance
-    first = {key: value for key, value in origin.training.items() if not key.startswith(_SECOND)}
-    second = {key.removeprefix(_SECOND): value for key, value in origin.training.items() if key.startswith(_SECOND)}
+    answers = [
+        f"{each.samples} prompts, {each.prompt_tokens} tokens; {each.answer_tokens} of answers" for each in manifests
+    ]
     stages = {
-        "answers": f"{manifest.samples} prompts, {manifest.prompt_tokens} tokens; {manifest.answer_tokens} of answers",
-        "importance (what answers attend to)": _listed(first),
-        "eviction (the loss that eviction causes)": _listed(second) or "not run",
+        "answers": "; then ".join(answers),
+        "importance (what answers attend to)": _listed(
+            {key: value for key, value in origin.training.items() if not _EVICTION.match(key)}
+        ),
+        **_eviction_stages(origin.training),
         "trained on": f"{len(prompts_from_text(origin.trained_on) or ())} prompts; their digests are in its files",
     }
     short = replace(origin, training=stages)
-    origins = "\n\n".join(each for each in (origins_of(manifest.settings.mixture), config.data_notes) if each)
-    basics = CardBasics(config.title, short, manifest.sources, origins, config.license)
+    origins = dict.fromkeys(chain.from_iterable(origins_of(each.settings.mixture).splitlines() for each in manifests))
+    notes = "\n\n".join(each for each in ("\n".join(origins), config.data_notes) if each)
+    sources = sum((Counter(each.sources) for each in manifests), Counter[str]())
+    basics = CardBasics(config.title, short, sources, notes, config.license)
     rows = _measured(out / source)
     held_out = "| held-out samples | before the last stage | after it |\n| --- | --- | --- |\n" + "\n".join(rows)
     return artifact.card(basics, held_out if rows else "")
+
+
+def _eviction_stages(training: Mapping[str, Any]) -> dict[str, str]:
+    """The records of each eviction stage, on a line each."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in training.items():
+        if match := _EVICTION.match(key):
+            found.setdefault(match[0], {})[key.removeprefix(match[0])] = value
+    names = (
+        "eviction (the loss that eviction causes)",
+        *(f"eviction, part {each}" for each in range(2, len(found) + 1)),
+    )
+    return dict(zip(names, map(_listed, found.values()), strict=True)) if found else {names[0]: "not run"}
 
 
 def _listed(values: Mapping[str, Any]) -> str:

@@ -123,6 +123,37 @@ def test_stopped_in_every_stage_it_ends_as_if_it_had_not_been(
     assert (here / "fitted/eval-1/results.jsonl").is_file() and (here / "fitted/eval/results.jsonl").is_file()
 
 
+def test_the_eviction_stage_goes_on_with_new_prompts(keepsight: CommandLine, here: Path) -> None:
+    """With those and the settings that two commands would use; the card lists both parts."""
+    (here / "other.yaml").write_text("min_tokens: 100\nmax_tokens: 200\nsources:\n  - {kind: dialogue}\n")
+    fresh = ("fresh.limit=6", "fresh.steps=2", "fresh.max_new_tokens=6", "fresh.mixture=other.yaml")
+    printed = keepsight(*FIT, *fresh, "out=fitted")
+    assert [line.removeprefix("=== ") for line in printed.splitlines() if line.startswith("===")] == [
+        *("answers", "importance", "eviction", "fresh_answers", "fresh_eviction", "evaluation", "card")
+    ]
+    tiny = ("model.id=tiny", "model.device=cpu", "model.dtype=float32")
+    keepsight("data", *tiny, "mixture=other.yaml", "seed=1", "limit=6", "max_new_tokens=6", "out=new")
+    more = last_of_each_key([*EVICTING, "finetune.train.steps=2"])
+    keepsight("finetune", *tiny, *more, "data=new", "adapter=fitted/eviction", "out=trained")
+    fitted, trained = (LookaheadAdapter.load(here / name) for name in ("fitted/adapter", "trained"))
+    assert_close(fitted.tokens, trained.tokens)
+    assert fitted.head_weights == trained.head_weights
+    assert fitted.provenance.training["fine-tuning, steps"] == 3
+    assert fitted.provenance.training["fine-tuning 2, steps"] == 2
+    first, last = (
+        prompts_from_text(LookaheadAdapter.load(here / "fitted" / name).provenance.trained_on)
+        for name in ("eviction", "fresh_eviction")
+    )
+    assert first and last and first < last
+    card = (here / "fitted/adapter/README.md").read_text()
+    assert "eviction (the loss that eviction causes): steps 3; " in card and "eviction, part 2: steps 2; " in card
+    assert "documentation/dialogue" in card and "fresh.limit=6" in card and "stages=" not in card
+    keepsight(*FIT, *fresh, "out=fitted", "stages=[eviction,card]")  # its folder has a later one
+    assert "stages=[answers,importance,eviction,evaluation,card]" in (here / "fitted/adapter/README.md").read_text()
+    said = keepsight.fails(*FIT, "out=none", "stages=[fresh_answers]")
+    assert said == "stages: fresh_answers needs fresh.limit=, the number of new prompts; it is 0"
+
+
 def test_no_stage_holds_the_target_of_the_one_before(
     keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
