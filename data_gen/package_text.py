@@ -183,14 +183,13 @@ class Dialogue:
     def sample(self, request: Request) -> Prompt:
         """Draw one prompt; see `Source`."""
         rng = request.rng
-        topics = [(topic.name.removeprefix("topics/"), topic.text) for topic in topic_documents("training")]
-        chosen = [rng.choice(topics if rng.random() < 0.5 else _rich_entries()) for _ in range(rng.randint(3, 6))]
-        numbering, opening, seed = rng.choice(wordings("numberings")), rng.choice(wordings("openings")), rng.random()
+        topics = tuple((topic.text.strip().partition("\n")[0], topic.text) for topic in topic_documents("training"))
+        drawn = [rng.choice(topics if rng.random() < 0.5 else _rich_entries()) for _ in range(rng.randint(3, 6))]
+        chosen, numbering, seed = [*dict.fromkeys(drawn)], rng.choice(wordings("numberings")), rng.random()
 
         def build(characters: int) -> str:
             shown = _excerpts(chosen, 1, characters)
-            conversation = _conversation(shown, random.Random(seed), characters // 6)
-            return str(opening.format(text=_body(numbering, shown), task=conversation))
+            return f"{_body(numbering, shown)}\n\n{_conversation(shown, random.Random(seed), characters // 6)}"
 
         return user_prompt("documentation/dialogue", fit(build, request))
 
@@ -198,11 +197,13 @@ class Dialogue:
 def _conversation(documents: list[tuple[str, str]], rng: random.Random, characters: int) -> str:
     """Up to three questions about documents and answers from them, and a last question; about `characters` long."""
     speakers, task, told = rng.choice(wordings("speakers")), rng.choice(wordings("continue_dialogue")), list[str]()
-    for name, text in rng.choices(documents, k=1 + min(rng.randint(1, 3), characters // 80)):
+    asked = rng.sample(documents, min(len(documents), 1 + min(rng.randint(1, 3), characters // 80)))
+    for name, text in asked:
         prose = re.sub(r"[*=~^-]{4,}", " ", text)  # headings are underlined
-        sentence = cut_at_word(rng.choice(sentences(" ".join(prose.split()))), 160)
-        quoted = " ".join(sentence.split()[:6])
-        told += [rng.choice(wordings("follow_up")).format(name=name, quote=quoted), sentence]
+        parts = [cut_at_word(each, 160) for each in sentences(" ".join(prose.split()))]
+        place = rng.randrange(1, len(parts)) if len(parts) > 1 else 0
+        quoted = " ".join(parts[max(place - 1, 0)].split()[:6])  # of the sentence before the answer, if there is one
+        told += [rng.choice(wordings("follow_up")).format(name=name, quote=quoted), parts[place]]
     return "\n".join([task, *(f"{speakers[number % 2]}: {line}" for number, line in enumerate(told[:-1]))])
 
 

@@ -45,7 +45,7 @@ SMALL = {
     "bench hits": f"{_MODEL} {_SAMPLES} max_new_tokens=4",
     "inspect": f"{_MODEL} adapter=runs/adapter max_new_tokens=4",
     "fit": f"{_DATA} lookahead.tokens=4 {_short('train')} {_short('finetune.train')} finetune.budgets=[6]"
-    " tasks=[niah_single] tests=1 lengths=[500] budgets=[80]",
+    " fresh.limit=6 fresh.max_new_tokens=4 fresh.steps=2 tasks=[niah_single] tests=1 lengths=[500] budgets=[80]",
     "demo": f"{_DATA} limit=8 lookahead.tokens=4 {_short('train')} tests=1 lengths=[500]",
     "push": "",
     "report": "",

@@ -279,11 +279,11 @@ class FreshSettings:
     """New prompts with which `keepsight fit` goes on with the eviction stage.
 
     Attributes:
-        limit: Number of new prompts; with 0 there are no such stages.
-        mixture: Mixture of the new prompts. By default it is NAME-fresh, where NAME is that of the first ones, or, if
-            there is none, NAME with another seed.
+        limit: Number of new prompts; 0 leaves out both stages.
+        mixture: Mixture of the new prompts; by default NAME-fresh, where NAME is `mixture=`, or else `mixture=` itself.
+            The seed is another one, but rows of files may come again.
         max_new_tokens: Longest answer to a new prompt, in tokens.
-        steps: Number of training steps.
+        steps: Number of training steps, in place of finetune.train.steps.
     """
 
     limit: Whole = 0

@@ -349,9 +349,9 @@ class Fit(shared.Benchmarks, shared.DataKeys, shared.EvalKeys):
         accelerate launch -m keepsight fit recipe=llama3.1-8b out=runs/llama8b
 
     Stages of a lookahead module: answers, importance (learns what answers attend to), eviction (learns from the loss
-    that eviction causes), with fresh.limit= also fresh_answers and fresh_eviction (the eviction stage goes on with new
-    prompts), evaluation, card. Stages of a retrieval head: answers, distillation, evaluation, card. `keepsight push`
-    publishes OUT/adapter or OUT/head. A run that was stopped resumes when the same command is run
+    that eviction causes), evaluation, card. With fresh.limit=, the eviction stage goes on with new prompts before the
+    evaluation (fresh_answers, fresh_eviction). Stages of a retrieval head: answers, distillation, evaluation, card.
+    `keepsight push` publishes OUT/adapter or OUT/head. A run that was stopped resumes when the same command is run
     again.
 
     Attributes:
@@ -373,7 +373,8 @@ class Fit(shared.Benchmarks, shared.DataKeys, shared.EvalKeys):
     NEEDS_MODEL: ClassVar = True
     COMMON: ClassVar = (
         *("out", "model.id", "stages", "mixture", "limit", "max_new_tokens", "backend", "server.url", "selection"),
-        *("lookahead.tokens", "train.steps", "finetune.train.steps", "tasks", "tests", "methods", "budgets"),
+        *("lookahead.tokens", "train.steps", "finetune.train.steps", "fresh.limit", "tasks", "tests", "methods"),
+        "budgets",
     )
     out: str = "???"
     module: Annotated[str, shared.one_of("lookahead", "retrieval")] = "lookahead"

@@ -31,9 +31,7 @@ from keepsight.models.targets import Target
 
 def run(config: Config) -> None:
     """Make the data and print its size."""
-    out = Path(config.out)
-    values, mixture = ready(config)
-    check_sizes(outline_of(config), mixture, out, config.limit, config.max_new_tokens)
+    values, out = ready(config), Path(config.out)
     given = {key: getattr(config, key) for key in ("seed", "shard_size", "max_new_tokens", "temperature", "top_p")}
     if (before := earlier_settings(out)) and any(out.glob("shard-*")):
         now = given | {"model": config.model.id, "mixture": values}
@@ -56,11 +54,12 @@ def check(config: Config) -> dict[str, Any]:
     return values
 
 
-def ready(config: Config) -> tuple[dict[str, Any], Mixture]:
-    """The mixture's values and the mixture, after all checks (UserError) that do not need the base model."""
-    values = pinned(check(config), Path(config.out))
+def ready(config: Config) -> dict[str, Any]:
+    """The mixture's values, after all checks (UserError) that do not need the base model's weights."""
+    values = pinned(check(config), out := Path(config.out))
     (mixture := Mixture.from_config(values)).check()
-    return values, mixture
+    check_sizes(outline_of(config), mixture, out, config.limit, config.max_new_tokens)
+    return values
 
 
 def stats(config: DataStats) -> None:

@@ -1,5 +1,6 @@
 """keepsight finetune: train a lookahead module, or head weights alone, on the loss that eviction causes."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain, count
@@ -125,7 +126,7 @@ def _write_weights(config: Config, trainer: ModuleTrainer[EvictionObjective]) ->
 
 
 def unused_name(name: str, training: Mapping[str, Any]) -> str:
-    """`name`, or with the next number if `training` has keys "NAME, ..." of an earlier training of this kind."""
+    """`name`, or `name 2`, `name 3` and so on if `training` has records of that name."""
     used = {key.partition(", ")[0] for key in training}
     numbered = (f"{name} {number}" for number in count(2))
     return next(each for each in chain([name], numbered) if each not in used)
@@ -139,9 +140,9 @@ def _range_of(weights: HeadWeights) -> list[float]:
 def _write(out: Path, artifact: LookaheadAdapter, trainer: ModuleTrainer[EvictionObjective], data_digest: str) -> None:
     """Write the adapter with what was trained, its card and the curves."""
     trained, objective, module = trainer.trained(), trainer.objective, trainer.objective.lookahead
-    name, about = ("fine-tuning", FINETUNING) if module else ("head weights", HEAD_WEIGHTS)
+    kind, about = ("fine-tuning", FINETUNING) if module else ("head weights", HEAD_WEIGHTS)
     before = artifact.provenance.training
-    name = unused_name(name, before)
+    name = unused_name(kind, before)
     weights, figure = _weights_of(trainer)
     described: dict[str, Any] = {
         "steps": trained.steps,
@@ -160,7 +161,8 @@ def _write(out: Path, artifact: LookaheadAdapter, trainer: ModuleTrainer[Evictio
     described = {f"{name}, {key}": value for key, value in described.items()}
     provenance = replace(artifact.provenance, training=before | described, trained_on=prompts_as_text(trained.prompts))
     rows = trainer.measurements()
-    card = with_eviction(artifact.folder, about, described, *((rows[0], rows[-1]) if rows else ({}, {})))
+    records = {key: value for key, value in (before | described).items() if re.match(rf"{kind}[ \d]*, ", key)}
+    card = with_eviction(artifact.folder, about, records, *((rows[0], rows[-1]) if rows else ({}, {})))
     if module:
         artifact = replace(artifact, lora=module.lora_state(), tokens=module.tokens.detach().cpu())
     kept = artifact.head_weights if objective.floor is None else weights  # a uniform selection trains none

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pandas as pd
 import yaml
@@ -53,9 +53,14 @@ _RECORD = "fit.json"
 
 
 class _Record(TypedDict, total=False):
-    """What the folder of a fit records: the keys that each stage ran with, and the digest of the evaluated module."""
+    """What the folder of a fit records.
+
+    `keys` are those that each stage ran with, `trained` is the last training stage that ran, and `evaluated` the digest
+    of the evaluated module.
+    """
 
     keys: dict[str, dict[str, str]]
+    trained: str
     evaluated: str
 
 
@@ -76,13 +81,11 @@ _KINDS: dict[str, type[Any]] = {
     "answers": configs.Data,
     "importance": configs.Train,
     "eviction": configs.Finetune,
-    "fresh_answers": configs.Data,
-    "fresh_eviction": configs.Finetune,
     "distillation": configs.TrainRetrievalHead,
     "evaluation": configs.Eval,
     "card": CardKeys,
 }
-"""The keys of each stage, some of which `fit` takes too."""
+"""The keys of each stage, some of which `fit` takes too; those of `_FRESH` are `fresh.*` and the first stages'."""
 _TRAININGS = "importance", "eviction", "fresh_eviction"
 """Stages of a lookahead module that write one, in the folders of the same names."""
 _FRESH = "fresh_answers", "fresh_eviction"
@@ -90,7 +93,7 @@ _DIVISIBLE = *_TRAININGS, "card"
 """Stages for which the model may be sharded over processes."""
 _SHORT = 8
 """Maximum number of a card's lines on where other methods are better."""
-_EVICTION = re.compile(r"fine-tuning[ \d]*, ")
+_EVICTION = re.compile(r"(?:fine-tuning|head weights)[ \d]*, ")
 """Beginning of a module's records of its eviction stages."""
 _MORE_THAN = 0.005
 """Smallest advantage of another method, in nats, that the card reports."""
@@ -112,7 +115,7 @@ def run(config: configs.Fit) -> None:
     fresh_answers = replace(fresh_answers, max_new_tokens=fresh.max_new_tokens, out=str(out / "fresh_data"))
     trained = {"adapter" if config.module == "lookahead" else "retrieval": str(out / source), "samples": config.tests}
     tests = _stage(configs.Eval, config, Benchmarks, EvalKeys, UsesMethods, out=str(out / "eval"), **trained)
-    check(config, [answers, fresh_answers] if fresh.limit else [answers], tests)
+    check(config, [answers, fresh_answers] if "fresh_answers" in known else [answers], tests)
     if "evaluation" in chosen:
         evaluation.samples_of(tests, without_weights(tests))  # unreadable tasks are refused here, not after hours
     if "fresh_answers" in chosen:
@@ -140,7 +143,8 @@ def run(config: configs.Fit) -> None:
         start = time.perf_counter()
         stages[name]()
         if is_main:
-            _record(out, keys=_recorded(out).get("keys", {}) | {name: keys_of_stage(asked, name)})
+            trained = {"trained": name} if name in _TRAININGS else {}
+            _record(out, keys=_recorded(out).get("keys", {}) | {name: keys_of_stage(asked, name)}, **trained)
         gc.collect()  # frees a training's model before the next stage loads another
         launched().wait_for_everyone()
         seconds[name] = time.perf_counter() - start
@@ -154,18 +158,22 @@ def run(config: configs.Fit) -> None:
 def stages_of(config: configs.Fit) -> tuple[str, ...]:
     """The stages that this module has, in order; UserError for others in `stages=`."""
     known: tuple[str, ...] = configs.RETRIEVAL_STAGES if config.module == "retrieval" else configs.LOOKAHEAD_STAGES
-    if config.fresh.limit == 0:
-        if asked := [name for name in _FRESH if name in config.stages]:
-            raise UserError(f"stages: {asked[0]} needs fresh.limit=, the number of new prompts; it is 0")
-        known = tuple(name for name in known if name not in _FRESH)
     if odd := sorted({*config.stages} - {*known}):
         raise UserError(f"stages: module={config.module} has no stage {odd[0]}; choose from {', '.join(known)}")
-    return known
+    if config.fresh.limit > 0:
+        return known
+    if asked := [name for name in _FRESH if name in config.stages]:
+        raise UserError(f"stages: {asked[0]} needs fresh.limit=, the number of new prompts; it is 0")
+    return tuple(name for name in known if name not in _FRESH)
 
 
 def check(config: configs.Fit, answers: Sequence[configs.Data], tests: configs.Eval) -> None:
     """Check (UserError) every stage's keys before the first runs, with a shipped module in place of the new one."""
     config.fresh.check()
+    if 0 < (limit := config.fresh.limit) <= (held_out := config.finetune.train.held_out):
+        raise UserError(
+            f"fresh.limit={limit}: finetune.train.held_out={held_out} of the new prompts are held out; raise it"
+        )
     for each in answers:
         data.check(each)
     if config.base is not None:
@@ -188,7 +196,8 @@ def _check_divided(config: configs.Fit, chosen: Sequence[str]) -> None:
     if whole := [each for each in chosen if each not in _DIVISIBLE]:
         raise UserError(
             f"stages: {whole[0]} needs the whole model, not model.device_map={DIVIDED}, which is for "
-            "stages=[importance,eviction]; run it in one process, with model.device_map=auto if no GPU holds the model"
+            "stages=[importance,eviction] or [fresh_eviction]; run it in one process, with model.device_map=auto if no "
+            "GPU holds the model"
         )
     eviction = "finetune.train", config.finetune.train
     training = {"importance": ("train", config.train), "eviction": eviction, "fresh_eviction": eviction}
@@ -224,9 +233,10 @@ def _evaluate(tests: configs.Eval, out: Path, source: str) -> None:
 
 def _source(out: Path, chosen: list[str]) -> str:
     """The folder of the module to evaluate and publish: that of the last training stage, chosen or already done."""
-    trained = [name for name in _TRAININGS if name in chosen]
+    chosen_now = [name for name in _TRAININGS if name in chosen]
     there = [name for name in _TRAININGS if (out / name / CONFIG).is_file()]
-    return (trained or there or ["importance"])[-1]
+    before = [name for name in there if name == _recorded(out).get("trained")]
+    return (chosen_now or before or there or ["importance"])[-1]
 
 
 def _published(config: configs.Fit, out: Path) -> Path:
@@ -247,28 +257,43 @@ def _write_card(config: configs.Fit, out: Path, source: str, keys: dict[str, str
     if config.module == "lookahead":
         artifact = LookaheadAdapter.load(out / source)
         card = written_card(artifact, config, out, source)
-        known, later = stages_of(config), _TRAININGS[_TRAININGS.index(source) + 1 :]
-        if left_out := {*later} & {*known}:
-            left_out |= {*_FRESH}  # new answers are for the last training
-            keys |= {"stages": f"[{','.join(each for each in known if each not in left_out)}]"}
-        card = with_section(card, command_section(out, artifact.provenance.base_model, keys))
-        card = with_results(card, evaluated)
+        if source != "fresh_eviction":
+            keys |= _without_later_stages(config, source)
+        card = with_section(card, command_section(out, artifact.provenance.base_model, keys, source))
+        if _recorded(out).get("evaluated") == file_digest(out / source / CONFIG):
+            card = with_results(card, evaluated)
         artifact.save(published, artifact.provenance, card)
     else:
         card, head = (published / CARD).read_text(encoding="utf-8"), read_json(published / RETRIEVAL_CONFIG, Row)
-        card = with_section(card, command_section(out, head["provenance"]["base_model"], keys))
+        card = with_section(card, command_section(out, head["provenance"]["base_model"], keys, source))
         write_text(published / CARD, with_results(card, evaluated, "specontext"))
     if (picture := evaluated / "plots" / "overview.png").is_file():
         shutil.copyfile(picture, published / "evaluation.png")
     print(f"{published}: the module, its card and its pictures")
 
 
+def _without_later_stages(config: configs.Fit, source: str) -> dict[str, str]:
+    """`stages=` for a module of the stage `source`, if the command without it would train further."""
+    given = _recipe_of(config) if config.fresh.limit == 0 else config
+    known = stages_of(replace(given, module="lookahead", stages=[]))
+    left_out = {*_TRAININGS[_TRAININGS.index(source) + 1 :], *_FRESH}
+    kept = [each for each in known if each not in left_out]
+    return {"stages": f"[{','.join(kept)}]"} if len(kept) < len(known) else {}
+
+
+def _recipe_of(config: configs.Fit) -> configs.Fit:
+    """The configuration with the model's id alone."""
+    made: Any = OmegaConf.to_object(compose_config(configs.Fit, [f"model.id={config.model.id}", "out=DIR"])[0])
+    return cast(configs.Fit, made)
+
+
 def keys_of_stage(config: configs.Fit, stage: str) -> dict[str, str]:
     """The keys of a stage with another value than the recipe for the model has; no folder's path is published."""
-    default: Any = OmegaConf.to_object(compose_config(configs.Fit, [f"model.id={config.model.id}", "out=DIR"])[0])
+    default = _recipe_of(config)
     unlike = dict[str, str]()
     for key in keys_of(configs.Fit):
-        value, usual = config, default
+        value: Any = config
+        usual: Any = default
         for name in key.name.split("."):
             value, usual = getattr(value, name), getattr(usual, name)
         if value != usual and key.name not in ("out", "model.id", "stages") and _is_of(key.name, stage):
@@ -279,15 +304,20 @@ def keys_of_stage(config: configs.Fit, stage: str) -> dict[str, str]:
 
 def _is_of(key: str, stage: str) -> bool:
     """Whether a stage has a key, or none has it, such as `module`."""
-    name = {"tests": "samples"}.get(key, key.partition(".")[0])
+    if (name := key.partition(".")[0]) == "fresh" or stage in _FRESH:
+        return name == "fresh" and stage in _FRESH
+    name = {"tests": "samples"}.get(key, name)
     owners = [each for each, kind in _KINDS.items() if name in (part.name for part in fields(kind))]
     return stage in (owners or [stage])
 
 
-def command_section(out: Path, model: str, own: Mapping[str, str]) -> str:
-    """A card's section with the command: a model's Hub id, the keys of the stages that ran in `out`, and `own` ones."""
-    ran = _recorded(out).get("keys", {})
-    stages = [ran[name].items() for name in _KINDS if name in ran and name != "card"]
+def command_section(out: Path, model: str, own: Mapping[str, str], source: str) -> str:
+    """A card's section with the command for the module of stage `source`.
+
+    It has the model's Hub id, the keys of the stages that ran in `out`, and `own` ones.
+    """
+    ran, left_out = _recorded(out).get("keys", {}), ["card", *(() if source == "fresh_eviction" else _FRESH)]
+    stages = [ran[name].items() for name in (*_KINDS, *_FRESH) if name in ran and name not in left_out]
     keys = dict(chain.from_iterable([*stages, own.items()]))
     said = [shlex.quote(f"{name}={value}") for name, value in keys.items()]
     return "## Command\n\n```\n" + " ".join(["keepsight fit", shlex.quote(model), *said, "out=DIR"]) + "\n```\n"

@@ -19,7 +19,7 @@ from keepsight.files import own_yaml
 
 DEFAULT_RECIPE = "smollm2-135m"
 _SETTINGS = ("lookahead", "train", "replay", "finetune", "draft_head", "retrieval_head")
-"""Sections that do not depend on a model's weights."""
+"""Sections that do not depend on a model's weights. `fresh` is not among them: its prompts cost hours."""
 
 
 class Choice(NamedTuple):

@@ -149,7 +149,14 @@ def test_the_eviction_stage_goes_on_with_new_prompts(keepsight: CommandLine, her
     assert "eviction (the loss that eviction causes): steps 3; " in card and "eviction, part 2: steps 2; " in card
     assert "documentation/dialogue" in card and "fresh.limit=6" in card and "stages=" not in card
     keepsight(*FIT, *fresh, "out=fitted", "stages=[eviction,card]")  # its folder has a later one
-    assert "stages=[answers,importance,eviction,evaluation,card]" in (here / "fitted/adapter/README.md").read_text()
+    card = (here / "fitted/adapter/README.md").read_text()
+    assert "stages=[answers,importance,eviction,evaluation,card]" in card and "fresh.limit" not in card
+    assert "## Evaluation" not in card  # that of the later one is left out
+    keepsight(*FIT, "out=fitted", "stages=[evaluation,card]")
+    card = (here / "fitted/adapter/README.md").read_text()
+    assert "stages=" not in card and "fresh." not in card and "part 2" not in card and "## Evaluation" in card
+    said = keepsight.fails(*FIT, *last_of_each_key([*fresh, "fresh.limit=2"]), "out=fitted")
+    assert said == "fresh.limit=2: finetune.train.held_out=2 of the new prompts are held out; raise it"
     said = keepsight.fails(*FIT, "out=none", "stages=[fresh_answers]")
     assert said == "stages: fresh_answers needs fresh.limit=, the number of new prompts; it is 0"
 
@@ -190,6 +197,9 @@ def test_a_retrieval_head_has_its_own_stages_and_other_ones_are_refused(keepsigh
     assert "# keepsight retrieval head" in card and "keepsight fit tiny " in card and "module=retrieval" in card
     assert card.index("## Evaluation") < card.index("## Limitations")
     assert plan_upload(here / "fitted/head", "ada/head").files
+    for stage in ("eviction", "fresh_eviction"):
+        said = keepsight.fails(*given, f"stages=[{stage}]")
+        assert said.startswith(f"stages: module=retrieval has no stage {stage}; choose from ")
     said = keepsight.fails(*given, "stages=[eviction]")
     assert said == "stages: module=retrieval has no stage eviction; choose from answers, distillation, evaluation, card"
     said = keepsight.fails(*FIT, "out=divided", "model.device_map=fsdp2")
