@@ -171,7 +171,7 @@ TABLES = {
         "needle_tasks",
         "samples",
         cell=SCORE,
-        rows=alike("full cache", EARLIER, BEFORE, "oracle attention (unpooled)"),
+        rows=alike("full cache", EARLIER, "oracle attention (unpooled)"),
         head="{} samples",
         where={"budget": ("64", "")},
     ),
