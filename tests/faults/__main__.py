@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from threading import RLock
 from time import monotonic
 
 _COUNTS = {
@@ -49,6 +50,8 @@ def main(arguments: list[str]) -> int:
     from tests.faults.child import preload
     from tests.faults.world import World
 
+    tqdm.set_lock(RLock())  # its own is shared with forks, which may be killed while they hold it
+    tqdm.monitor_interval = 0  # a fork would lose its thread, which may hold the lock
     modules = (trials, threads, rows, servers, paths, sinks)
     torch.set_num_threads(1)
     preload()
