@@ -183,8 +183,9 @@ class Dialogue:
     def sample(self, request: Request) -> Prompt:
         """Draw one prompt; see `Source`."""
         rng = request.rng
-        topics = tuple((topic.text.strip().partition("\n")[0], topic.text) for topic in topic_documents("training"))
-        drawn = [rng.choice(topics if rng.random() < 0.5 else _rich_entries()) for _ in range(rng.randint(3, 6))]
+        drawn = [
+            rng.choice(_topic_entries() if rng.random() < 0.5 else _rich_entries()) for _ in range(rng.randint(3, 6))
+        ]
         chosen, numbering, seed = [*dict.fromkeys(drawn)], rng.choice(wordings("numberings")), rng.random()
 
         def build(characters: int) -> str:
@@ -192,6 +193,12 @@ class Dialogue:
             return f"{_body(numbering, shown)}\n\n{_conversation(shown, random.Random(seed), characters // 6)}"
 
         return user_prompt("documentation/dialogue", fit(build, request))
+
+
+@lru_cache(maxsize=1)
+def _topic_entries() -> Entries:
+    """Heading and text of the training part's sections of the language reference."""
+    return tuple((topic.text.strip().partition("\n")[0], topic.text) for topic in topic_documents("training"))
 
 
 def _conversation(documents: list[tuple[str, str]], rng: random.Random, characters: int) -> str:

@@ -119,8 +119,7 @@ TUNED = {
     WEIGHTED_SNAPKV: "SnapKV, mean over 3, heads share a budget, learned weights",
     "SnapKV, heads share a budget": "the same without weights",
     **alike("SnapKV, mean over 3"),
-    **alike(EARLIER),
-    f"{EARLIER}, uniform selection": f"{EARLIER}, uniform selection",
+    **alike(EARLIER, f"{EARLIER}, uniform selection"),
     "LookaheadKV, 120 steps for the uniform selection": "the same after 120 steps for this selection",
     f"{EARLIER}, the paper's selection": f"{EARLIER}, the paper's selection, pooled by max over 7",
 }

@@ -1,9 +1,7 @@
 """keepsight finetune: train a lookahead module, or head weights alone, on the loss that eviction causes."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import chain, count
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -33,6 +31,8 @@ from keepsight.train.eviction import EvictionObjective
 from keepsight.train.plots import eviction_figure
 from keepsight.train.trainer import ModuleTrainer
 
+_ABOUT = {"fine-tuning": FINETUNING, "head weights": HEAD_WEIGHTS}
+"""The kinds of trainings for eviction, and what a card says of each."""
 METHOD = "lookaheadkv"
 """The method whose module is trained; for others, only head weights are."""
 
@@ -125,11 +125,22 @@ def _write_weights(config: Config, trainer: ModuleTrainer[EvictionObjective]) ->
     return f"eval {quote(f'methods=[full,{named.strip()}]')} out=runs/eval"
 
 
-def unused_name(name: str, training: Mapping[str, Any]) -> str:
-    """`name`, or `name 2`, `name 3` and so on if `training` has records of that name."""
-    used = {key.partition(", ")[0] for key in training}
-    numbered = (f"{name} {number}" for number in count(2))
-    return next(each for each in chain([name], numbered) if each not in used)
+def eviction_records(training: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The records of a module's trainings for eviction, by the name of each.
+
+    A record's key in `training` begins with the name: `fine-tuning, steps`, `fine-tuning 2, steps` of a second one.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in training.items():
+        name, comma, what = key.partition(", ")
+        if comma and _kind(name) in _ABOUT:
+            found.setdefault(name, {})[what] = value
+    return found
+
+
+def _kind(name: str) -> str:
+    """The name of a training without its number."""
+    return name.rstrip("0123456789 ")
 
 
 def _range_of(weights: HeadWeights) -> list[float]:
@@ -140,9 +151,9 @@ def _range_of(weights: HeadWeights) -> list[float]:
 def _write(out: Path, artifact: LookaheadAdapter, trainer: ModuleTrainer[EvictionObjective], data_digest: str) -> None:
     """Write the adapter with what was trained, its card and the curves."""
     trained, objective, module = trainer.trained(), trainer.objective, trainer.objective.lookahead
-    kind, about = ("fine-tuning", FINETUNING) if module else ("head weights", HEAD_WEIGHTS)
-    before = artifact.provenance.training
-    name = unused_name(kind, before)
+    kind, before = "fine-tuning" if module else "head weights", artifact.provenance.training
+    earlier = sum(_kind(each) == kind for each in eviction_records(before))
+    name = f"{kind} {earlier + 1}" if earlier else kind
     weights, figure = _weights_of(trainer)
     described: dict[str, Any] = {
         "steps": trained.steps,
@@ -161,8 +172,8 @@ def _write(out: Path, artifact: LookaheadAdapter, trainer: ModuleTrainer[Evictio
     described = {f"{name}, {key}": value for key, value in described.items()}
     provenance = replace(artifact.provenance, training=before | described, trained_on=prompts_as_text(trained.prompts))
     rows = trainer.measurements()
-    records = {key: value for key, value in (before | described).items() if re.match(rf"{kind}[ \d]*, ", key)}
-    card = with_eviction(artifact.folder, about, records, *((rows[0], rows[-1]) if rows else ({}, {})))
+    records = {key: value for key, value in (before | described).items() if _kind(key.partition(", ")[0]) == kind}
+    card = with_eviction(artifact.folder, _ABOUT[kind], records, *((rows[0], rows[-1]) if rows else ({}, {})))
     if module:
         artifact = replace(artifact, lora=module.lora_state(), tokens=module.tokens.detach().cpu())
     kept = artifact.head_weights if objective.floor is None else weights  # a uniform selection trains none

@@ -2,13 +2,12 @@
 
 import gc
 import os
-import re
 import shlex
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -46,6 +45,7 @@ from keepsight.models.lookahead import CONFIG, LookaheadAdapter
 from keepsight.models.retrieval_head import CONFIG as RETRIEVAL_CONFIG
 from keepsight.train.dataset import prompts_from_text
 from keepsight.train.distributed import DIVIDED
+from keepsight.train.settings import FreshSettings
 from keepsight.train.trainer import MEASUREMENTS
 
 Stage = TypeVar("Stage", bound=Any)
@@ -55,8 +55,10 @@ _RECORD = "fit.json"
 class _Record(TypedDict, total=False):
     """What the folder of a fit records.
 
-    `keys` are those that each stage ran with, `trained` is the last training stage that ran, and `evaluated` the digest
-    of the evaluated module.
+    Attributes:
+        keys: The keys of each stage's last run, by stage.
+        trained: The training stage that ran last.
+        evaluated: Digest of the module that was evaluated.
     """
 
     keys: dict[str, dict[str, str]]
@@ -77,15 +79,26 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "retrieval": {"title": "keepsight retrieval head", "methods": ["full", "exact_topk", "specontext", "quest"]},
 }
 """The title of each kind of module, and the methods that it is compared with."""
+
+
+@dataclass
+class _FreshKeys:
+    """The keys of the stages with new prompts; their other settings are those of the stages before."""
+
+    fresh: FreshSettings
+
+
 _KINDS: dict[str, type[Any]] = {
     "answers": configs.Data,
     "importance": configs.Train,
     "eviction": configs.Finetune,
+    "fresh_answers": _FreshKeys,
+    "fresh_eviction": _FreshKeys,
     "distillation": configs.TrainRetrievalHead,
     "evaluation": configs.Eval,
     "card": CardKeys,
 }
-"""The keys of each stage, some of which `fit` takes too; those of `_FRESH` are `fresh.*` and the first stages'."""
+"""The keys of each stage, some of which `fit` takes too."""
 _TRAININGS = "importance", "eviction", "fresh_eviction"
 """Stages of a lookahead module that write one, in the folders of the same names."""
 _FRESH = "fresh_answers", "fresh_eviction"
@@ -93,8 +106,6 @@ _DIVISIBLE = *_TRAININGS, "card"
 """Stages for which the model may be sharded over processes."""
 _SHORT = 8
 """Maximum number of a card's lines on where other methods are better."""
-_EVICTION = re.compile(r"(?:fine-tuning|head weights)[ \d]*, ")
-"""Beginning of a module's records of its eviction stages."""
 _MORE_THAN = 0.005
 """Smallest advantage of another method, in nats, that the card reports."""
 
@@ -110,9 +121,7 @@ def run(config: configs.Fit) -> None:
     source = _source(out, chosen) if config.module == "lookahead" else "head"
     folder, adapter = str(out / "data"), str(out / "importance")
     answers = _stage(configs.Data, config, DataKeys, out=folder)
-    fresh = config.fresh
-    fresh_answers = replace(answers, mixture=_fresh_mixture(config), limit=fresh.limit, seed=answers.seed + 1)
-    fresh_answers = replace(fresh_answers, max_new_tokens=fresh.max_new_tokens, out=str(out / "fresh_data"))
+    fresh_answers = _fresh_answers(config, answers, str(out / "fresh_data"))
     trained = {"adapter" if config.module == "lookahead" else "retrieval": str(out / source), "samples": config.tests}
     tests = _stage(configs.Eval, config, Benchmarks, EvalKeys, UsesMethods, out=str(out / "eval"), **trained)
     check(config, [answers, fresh_answers] if "fresh_answers" in known else [answers], tests)
@@ -122,9 +131,10 @@ def run(config: configs.Fit) -> None:
         data.ready(fresh_answers)  # likewise, data sets that cannot be read
     tuned = {"finetune": config.finetune, "max_prompt_tokens": config.max_prompt_tokens, "adapter": adapter}
     eviction = _stage(configs.Finetune, config, Training, data=folder, out=str(out / "eviction"), **tuned)
-    again = replace(config.finetune, train=replace(config.finetune.train, steps=fresh.steps))
-    fresh_eviction = replace(eviction, finetune=again, data=fresh_answers.out, adapter=eviction.out)
-    fresh_eviction = replace(fresh_eviction, out=str(out / "fresh_eviction"))
+    again = replace(config.finetune, train=replace(config.finetune.train, steps=config.fresh.steps))
+    fresh_eviction = replace(
+        eviction, finetune=again, adapter=eviction.out, data=fresh_answers.out, out=str(out / "fresh_eviction")
+    )
     distillation = _stage(configs.TrainRetrievalHead, config, data=folder, out=str(out / "head"))
     stages: dict[str, Callable[[], None]] = {
         "answers": lambda: data.run(answers),
@@ -143,8 +153,8 @@ def run(config: configs.Fit) -> None:
         start = time.perf_counter()
         stages[name]()
         if is_main:
-            trained = {"trained": name} if name in _TRAININGS else {}
-            _record(out, keys=_recorded(out).get("keys", {}) | {name: keys_of_stage(asked, name)}, **trained)
+            last = {"trained": name} if name in _TRAININGS else {}
+            _record(out, keys=_recorded(out).get("keys", {}) | {name: keys_of_stage(asked, name)}, **last)
         gc.collect()  # frees a training's model before the next stage loads another
         launched().wait_for_everyone()
         seconds[name] = time.perf_counter() - start
@@ -185,10 +195,17 @@ def check(config: configs.Fit, answers: Sequence[configs.Data], tests: configs.E
     variants_of(tests.methods, tests.budgets, tests.bits, resources_later(stand_in))
 
 
-def _fresh_mixture(config: configs.Fit) -> str:
-    """The mixture of the new prompts; see `FreshSettings`."""
-    named = f"{config.mixture}-fresh"
-    return config.fresh.mixture or (named if named in data.own_mixtures() else config.mixture)
+def _fresh_answers(config: configs.Fit, answers: configs.Data, out: str) -> configs.Data:
+    """The settings of the answers to new prompts, from those of the first `answers`; see `FreshSettings`."""
+    fresh, named = config.fresh, f"{config.mixture}-fresh"
+    mixture = fresh.mixture or (named if named in data.own_mixtures() else config.mixture)
+    given: dict[str, Any] = {
+        "mixture": mixture,
+        "limit": fresh.limit,
+        "max_new_tokens": fresh.max_new_tokens,
+        "out": out,
+    }
+    return replace(answers, seed=answers.seed + 1, **given)
 
 
 def _check_divided(config: configs.Fit, chosen: Sequence[str]) -> None:
@@ -304,9 +321,7 @@ def keys_of_stage(config: configs.Fit, stage: str) -> dict[str, str]:
 
 def _is_of(key: str, stage: str) -> bool:
     """Whether a stage has a key, or none has it, such as `module`."""
-    if (name := key.partition(".")[0]) == "fresh" or stage in _FRESH:
-        return name == "fresh" and stage in _FRESH
-    name = {"tests": "samples"}.get(key, name)
+    name = {"tests": "samples"}.get(key, key.partition(".")[0])
     owners = [each for each, kind in _KINDS.items() if name in (part.name for part in fields(kind))]
     return stage in (owners or [stage])
 
@@ -317,7 +332,7 @@ def command_section(out: Path, model: str, own: Mapping[str, str], source: str) 
     It has the model's Hub id, the keys of the stages that ran in `out`, and `own` ones.
     """
     ran, left_out = _recorded(out).get("keys", {}), ["card", *(() if source == "fresh_eviction" else _FRESH)]
-    stages = [ran[name].items() for name in (*_KINDS, *_FRESH) if name in ran and name not in left_out]
+    stages = [ran[name].items() for name in _KINDS if name in ran and name not in left_out]
     keys = dict(chain.from_iterable([*stages, own.items()]))
     said = [shlex.quote(f"{name}={value}") for name, value in keys.items()]
     return "## Command\n\n```\n" + " ".join(["keepsight fit", shlex.quote(model), *said, "out=DIR"]) + "\n```\n"
@@ -342,12 +357,14 @@ def written_card(artifact: LookaheadAdapter, config: configs.Fit, out: Path, sou
     answers = [
         f"{each.samples} prompts, {each.prompt_tokens} tokens; {each.answer_tokens} of answers" for each in manifests
     ]
+    evictions = finetune.eviction_records(origin.training)
+    first = {key: value for key, value in origin.training.items() if key.partition(", ")[0] not in evictions}
+    parts = {f"eviction, part {part}": _listed(each) for part, each in enumerate(evictions.values(), 1) if part > 1}
     stages = {
         "answers": "; then ".join(answers),
-        "importance (what answers attend to)": _listed(
-            {key: value for key, value in origin.training.items() if not _EVICTION.match(key)}
-        ),
-        **_eviction_stages(origin.training),
+        "importance (what answers attend to)": _listed(first),
+        "eviction (the loss that eviction causes)": next(map(_listed, evictions.values()), "not run"),
+        **parts,
         "trained on": f"{len(prompts_from_text(origin.trained_on) or ())} prompts; their digests are in its files",
     }
     short = replace(origin, training=stages)
@@ -358,19 +375,6 @@ def written_card(artifact: LookaheadAdapter, config: configs.Fit, out: Path, sou
     rows = _measured(out / source)
     held_out = "| held-out samples | before the last stage | after it |\n| --- | --- | --- |\n" + "\n".join(rows)
     return artifact.card(basics, held_out if rows else "")
-
-
-def _eviction_stages(training: Mapping[str, Any]) -> dict[str, str]:
-    """The records of each eviction stage, on a line each."""
-    found: dict[str, dict[str, Any]] = {}
-    for key, value in training.items():
-        if match := _EVICTION.match(key):
-            found.setdefault(match[0], {})[key.removeprefix(match[0])] = value
-    names = (
-        "eviction (the loss that eviction causes)",
-        *(f"eviction, part {each}" for each in range(2, len(found) + 1)),
-    )
-    return dict(zip(names, map(_listed, found.values()), strict=True)) if found else {names[0]: "not run"}
 
 
 def _listed(values: Mapping[str, Any]) -> str:

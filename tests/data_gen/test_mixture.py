@@ -244,6 +244,21 @@ def test_shipped_mixtures(path: Path, tmp_path: Path) -> None:
         assert sorted(source["kind"] for source in values["sources"]) == OFFLINE
 
 
+def test_both_mixtures_of_smollm2_take_the_same_data_sets() -> None:
+    """At the same commits and licences, without the same rows."""
+    paths = {path.stem: path for path in MIXTURES}
+    read = [yaml.safe_load(paths[name].read_text())["sources"] for name in ("smollm2", "smollm2-fresh")]
+    first, second = (
+        {
+            (each["id"], each["license"], each["revision"], str(each["local"].get("leave_out")))
+            for each in sources
+            if "id" in each
+        }
+        for sources in read
+    )
+    assert first == second and len(first) == 6
+
+
 def test_documents_belong_to_one_part_as_a_whole() -> None:
     training = {document.name for document in topic_documents("training") + source_documents("training")}
     evaluation = {document.name for document in topic_documents("evaluation") + source_documents("evaluation")}
