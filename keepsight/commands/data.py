@@ -45,10 +45,10 @@ def run(config: Config) -> None:
         print(next_command(config, f"train data={quote(config.out)} out=runs/adapter"))
 
 
-def check(config: Config) -> dict[str, Any]:
-    """The mixture's values, after all checks (UserError) that need neither the Hub nor the base model."""
+def check(config: Config, key: str = "mixture") -> dict[str, Any]:
+    """The values of the mixture that `key` names, after all checks (UserError) without the Hub and the base model."""
     require_writable(Path(config.out))
-    Mixture.from_config(values := read_mixture(config.mixture, config.rows))
+    Mixture.from_config(values := read_mixture(config.mixture, config.rows, key))
     if config.backend == "server":
         config.server.check()
     return values
@@ -137,11 +137,11 @@ def own_mixtures() -> dict[str, Path]:
     return {path.stem: path for base in recipes.__path__ for path in sorted((Path(base) / "mixtures").glob("*.yaml"))}
 
 
-def read_mixture(name: str, rows: str | None = None) -> dict[str, Any]:
+def read_mixture(name: str, rows: str | None = None, key: str = "mixture") -> dict[str, Any]:
     """Plain values of recipes/mixtures/NAME.yaml or of a YAML file (else UserError); `rows` as in `Data`."""
     path = (known := own_mixtures()).get(name) or Path(name)
     if not path.is_file():
-        raise UserError(f"mixture={name} is neither a file nor one of {', '.join(known)}")
+        raise UserError(f"{key}={name} is neither a file nor one of {', '.join(known)}")
     text = read_yaml(path)
     try:
         loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)  # without the environment

@@ -124,7 +124,7 @@ def run(config: configs.Fit) -> None:
     fresh_answers = _fresh_answers(config, answers, str(out / "fresh_data"))
     trained = {"adapter" if config.module == "lookahead" else "retrieval": str(out / source), "samples": config.tests}
     tests = _stage(configs.Eval, config, Benchmarks, EvalKeys, UsesMethods, out=str(out / "eval"), **trained)
-    check(config, [answers, fresh_answers] if "fresh_answers" in known else [answers], tests)
+    check(config, {"mixture": answers} | ({"fresh.mixture": fresh_answers} if "fresh_answers" in known else {}), tests)
     if "evaluation" in chosen:
         evaluation.samples_of(tests, without_weights(tests))  # unreadable tasks are refused here, not after hours
     if "fresh_answers" in chosen:
@@ -177,15 +177,18 @@ def stages_of(config: configs.Fit) -> tuple[str, ...]:
     return tuple(name for name in known if name not in _FRESH)
 
 
-def check(config: configs.Fit, answers: Sequence[configs.Data], tests: configs.Eval) -> None:
-    """Check (UserError) every stage's keys before the first runs, with a shipped module in place of the new one."""
+def check(config: configs.Fit, answers: Mapping[str, configs.Data], tests: configs.Eval) -> None:
+    """Check (UserError) every stage's keys before the first runs, with a shipped module in place of the new one.
+
+    `answers` are those to be generated, by the key that names their mixture.
+    """
     config.fresh.check()
     if 0 < (limit := config.fresh.limit) <= (held_out := config.finetune.train.held_out):
         raise UserError(
             f"fresh.limit={limit}: finetune.train.held_out={held_out} of the new prompts are held out; raise it"
         )
-    for each in answers:
-        data.check(each)
+    for key, each in answers.items():
+        data.check(each, key)
     if config.base is not None:
         check_repo_id(config.base)
     for key, settings in (("train", config.train), ("finetune.train", config.finetune.train)):

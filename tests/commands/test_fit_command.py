@@ -157,6 +157,8 @@ def test_the_eviction_stage_goes_on_with_new_prompts(keepsight: CommandLine, her
     assert "stages=" not in card and "fresh." not in card and "part 2" not in card and "## Evaluation" in card
     said = keepsight.fails(*FIT, *last_of_each_key([*fresh, "fresh.limit=2"]), "out=fitted")
     assert said == "fresh.limit=2: finetune.train.held_out=2 of the new prompts are held out; raise it"
+    said = keepsight.fails(*FIT, *last_of_each_key([*fresh, "fresh.mixture=absent"]), "out=none")
+    assert said.startswith("fresh.mixture=absent is neither a file nor one of ")
     said = keepsight.fails(*FIT, "out=none", "stages=[fresh_answers]")
     assert said == "stages: fresh_answers needs fresh.limit=, the number of new prompts; it is 0"
 
