@@ -141,8 +141,9 @@ def _next_filling(tried: _Attempt, fitting: _Attempt | None, too_long: _Attempt 
 
 
 def cut_at_word(text: str, characters: int) -> str:
-    """About `characters` characters from the start, ending with a whole word."""
+    """About `characters` characters from the start, ending with a whole word where the language has spaces."""
     if len(text) <= characters:
         return text.rstrip()
     words = text[: max(characters, 80)]
-    return words[: words.rfind(" ")].rstrip() if " " in words else words
+    end = words.rfind(" ")
+    return words[:end].rstrip() if end > len(words) // 2 else words

@@ -186,6 +186,8 @@ def require_supported_config(config: Any) -> None:
         raise UserError(f"{kind} shares its KV heads among query heads in its own way; load a model with grouped heads")
     if kind in _OTHER_CACHES:
         raise UserError(f"{kind} has its own kind of cache; load a model that takes transformers' DynamicCache")
+    if _shares_entries(config.get_text_config(decoder=True)):
+        raise UserError(f"{kind} has layers that read the KV entries of others; load a model without such layers")
     if odd := sorted(set(layer_kinds(config)) - {FULL, *BOUNDED}):
         raise UserError(f"{kind} has layers of {', '.join(odd)}; supported are {', '.join((FULL, *BOUNDED))}")
     if not any(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=config).layers):
@@ -193,6 +195,12 @@ def require_supported_config(config: Any) -> None:
     for name, value in floats_of(config.to_dict()):
         if not math.isfinite(value) and _MAY_BE_INFINITE not in name:
             raise UserError(f"{kind}: {name}={value} in its configuration is not finite; copy the model again")
+
+
+def _shares_entries(config: Any) -> bool:
+    """Whether some layers attend to the keys and values of earlier ones, as in Gemma 3n and small Gemma 4 models."""
+    modes = getattr(config, "kv_sharing_modes", None) or ()
+    return bool(getattr(config, "num_kv_shared_layers", 0)) or "reuse" in modes
 
 
 def floats_of(value: Any, name: str = "") -> Iterator[tuple[str, float]]:

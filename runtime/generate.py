@@ -215,6 +215,10 @@ class CustomGenerate(ABC):
             UserError: `model.generate` has an argument that is not supported.
         """
         require_supported(model)
+        input_ids = input_ids.to(model.device)
+        model_kwargs = {
+            name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in model_kwargs.items()
+        }
         options = _locals_of("generate")
         if "cache" in model_kwargs:  # its name since transformers 5.24
             model_kwargs["past_key_values"] = model_kwargs.pop("cache")
@@ -462,6 +466,8 @@ class Method(CustomGenerate):
             if not ids.numel():
                 raise UserError("the prompt has no tokens; give at least one")
             for length in {ids.shape[1]} if mask is None else {*mask.sum(dim=1).tolist()}:
+                if not length:
+                    raise UserError("a prompt has no tokens: its row of attention_mask is all 0; leave that row out")
                 self.check(length, context)
             state = self.start(model, ids, mask, chunk=request.chunk, images=request.images)
         eviction = self.periodic_eviction(model) if self.every else None

@@ -95,6 +95,7 @@ def take_rows(state: State, rows: Sequence[int]) -> State:
 
 def _take_dense(layer: KeptLayer, index: Tensor, seen: int) -> KeptLayer:
     entries = layer.entries()
+    index = index.to(entries.keys.device)
     keys, values = entries.keys[index], entries.values[index]
     if entries.real is None:
         return _like(layer, KeptLayer(keys, values, seen))
@@ -115,6 +116,7 @@ def _take_bounded(layer: Any, index: Tensor, seen: int) -> Any:
     """A layer with a sliding window or chunks, which holds no more than the tokens seen."""
     rows = copy.copy(layer)
     first = max(layer.keys.shape[2] - seen, 0)
+    index = index.to(layer.keys.device)
     rows.keys, rows.values = layer.keys[index][:, :, first:], layer.values[index][:, :, first:]
     rows.cumulative_length = seen
     return rows

@@ -1,7 +1,8 @@
 """Compressed states on disk, from which further questions are answered: one self-describing safetensors file each.
 
 The file holds the cache as in memory (ragged layers without padding), the recordings that later evictions need, and the
-tokens read. Nothing in it is ever unpickled.
+tokens read. Outputs of layers and the scores of trained scorers (KVzap and others) are left out. Nothing in it is ever
+unpickled.
 """
 
 import hashlib
@@ -160,7 +161,7 @@ def load_state(path: str | Path, model: PreTrainedModel, *, template_digest: str
 
 @dataclass(frozen=True)
 class _Needs:
-    """`Needs` without features, which are not saved."""
+    """`Needs` without features and scorers, which are not saved."""
 
     window: int
     received: bool
@@ -308,7 +309,7 @@ def _beside_layers(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[s
         kind, *rest = name.split(".")
         if kind == "layers":
             return devices[int(rest[0])]
-        return devices[scored[int(rest[1])]] if kind == "trace" and len(rest) == 2 else model.device
+        return devices[scored[int(rest[1])]] if kind == "trace" and len(rest) > 1 else model.device
 
     return {name: tensor.to(device(name)) for name, tensor in tensors.items()}
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import has_latents, require_supported
@@ -122,8 +122,11 @@ class State:
         """
         if not self.joins:
             return None
-        layers = self.cache.layers
-        return sum(each.memory_bytes(appended) if isinstance(each, KeptLayer) else _bytes(each) for each in layers)
+        layers, more = self.cache.layers, sum(appended)
+        return sum(
+            each.memory_bytes(appended) if isinstance(each, KeptLayer) else _bounded_bytes(each, more)
+            for each in layers
+        )
 
     @property
     def joins(self) -> bool:
@@ -144,11 +147,12 @@ class State:
 
     def counts(self) -> Tensor:
         """[L, B, K] int64: number of real entries per layer, row and KV head."""
-        return torch.stack([torch.as_tensor(layer.head_sizes()).to(self.lengths.device) for layer in self.layers])
+        sizes = [torch.as_tensor(layer.head_sizes()).to(self.lengths.device) for layer in self.layers]
+        return torch.stack(sizes) if sizes else self.lengths.new_zeros(0, len(self.lengths), 0)
 
     def mean_entries(self) -> float:
-        """Number of real entries of a KV head, the mean over layers, rows and heads."""
-        return self.counts().float().mean().item()
+        """Number of real entries of a KV head, the mean over layers, rows and heads; 0 where every layer is bounded."""
+        return self.counts().float().mean().item() if self.layers else 0.0
 
     def select_all(self) -> list[Tensor]:
         """For each layer, a selection [B, K, C] bool of all real entries."""
@@ -474,7 +478,7 @@ def record_past(cache: Cache) -> None:
 
 
 def roll_back(cache: Cache, count: int) -> None:
-    """Roll bounded layers that have recorded the past back by `count` tokens."""
+    """Roll bounded layers that have recorded the past back by `count` tokens; they record no more."""
     layers: list[Any] = [layer for layer in cache.layers if is_bounded(layer)]
     for layer in layers:
         layer.crop(-count)
@@ -487,6 +491,15 @@ def cache_bytes(cache: Cache) -> int:
     The windows and states of bounded layers are in it; room for tokens to come is not.
     """
     return sum(_bytes(layer) for layer in cache.layers)
+
+
+def _bounded_bytes(layer: Any, appended: int) -> int:
+    """Bytes of a bounded layer after `appended` more tokens: a window grows until it is full."""
+    size = _bytes(layer)
+    if not isinstance(layer, DynamicSlidingWindowLayer) or layer.keys is None or not size:
+        return size
+    present = layer.keys.shape[2]
+    return size // present * max(present, min(present + appended, layer.sliding_window - 1))
 
 
 def _bytes(layer: Any) -> int:

@@ -183,8 +183,9 @@ class Engine:
         with self._wake:
             if self._closed:
                 raise Busy("the server is shutting down")
-            if len(self._queue) >= self.waiting:
-                raise Busy(f"{len(self._queue)} requests are waiting, the most allowed; try again later")
+            waiting = sum(not each.cancelled for each in self._queue)
+            if waiting >= self.waiting:
+                raise Busy(f"{waiting} requests are waiting, the most allowed; try again later")
             job.submitted = time.perf_counter()
             self._queue.append(job)
             self._wake.notify()
@@ -237,8 +238,8 @@ class Engine:
     def step(self) -> bool:
         """Admit the next request if there is room, and decode a token of every answer; returns whether work is left.
 
-        An error while a prompt is read fails its request alone; an error while the batch is decoded fails all of its
-        requests.
+        An error while a prompt is read or joins the batch fails its request alone; an error while the batch is decoded
+        fails all of its requests.
         """
         try:
             self._keep([place for place, row in enumerate(self._batch) if not row.job.cancelled])
@@ -262,11 +263,11 @@ class Engine:
             return
         try:
             row, state = self._read(job)
-        except Exception as error:
+            self._state = join([state] if self._state is None else [self._state, state])
+        except Exception as error:  # such as a lack of memory: the others go on
             self._end(job, "failed", error)
             return
         self._batch.append(row)
-        self._state = join([state] if self._state is None else [self._state, state])
         job.started()
 
     def _read(self, job: Job) -> tuple[_Row, State]:
@@ -343,11 +344,12 @@ class Engine:
         name, reader = type(self.method).__name__, self.method.reader(self.model)
         state = None
         if self.method.periodic_eviction(self.model) is None and reader is self.model:
+            length = min(_PROBE, self.context // 2)
             try:
-                length = min(_PROBE, self.context // 2)
-                state = self.method.start(self.model, torch.full((1, length), 3, device=self.model.device))
+                self.method.check(length, self.context)
             except UserError:
                 return  # too short for this budget: longer prompts are read
+            state = self.method.start(self.model, torch.full((1, length), 3, device=self.model.device))
         if state is None or not can_join(state):
             raise UserError(
                 f"{name} cannot answer in a batch (it reads entries in its own form, evicts while decoding, or the "

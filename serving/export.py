@@ -202,10 +202,13 @@ def placeholders_of(state: State, page: int) -> int:
     """Number of placeholder tokens that hold the entries of all heads.
 
     Raises:
-        UserError: heads keep different numbers of entries, or parts of pages.
+        UserError: heads keep different numbers of entries, or parts of pages, such as those of a prompt within the
+            budget.
     """
     counts = state.counts()[:, 0].cpu()  # [L, K]
     if page:
+        if (counts % page).any() and bool((counts == state.lengths.cpu()).all()):
+            raise UserError(f"the prompt of {int(state.lengths)} tokens is within the budget; send it as it is")
         if (counts % page).any():
             raise UserError(
                 f"heads keep parts of pages of {page} entries; choose allocate={{name: global, page: {page}}} and a "

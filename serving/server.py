@@ -18,6 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from tokenizers.decoders import DecodeStream
 from typing_extensions import override
 
@@ -240,10 +241,13 @@ class Service:
     async def _read(self, request: Request, kind: Any) -> Any:
         self._require_key(request)
         body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > self.max_bytes:
-                raise HTTPException(413, f"the request is larger than {self.max_bytes} bytes")
+        try:
+            async for part in request.stream():
+                body += part
+                if len(body) > self.max_bytes:
+                    raise HTTPException(413, f"the request is larger than {self.max_bytes} bytes")
+        except ClientDisconnect:
+            raise HTTPException(499, "the client has left") from None
         try:
             asked = kind.model_validate_json(bytes(body))
         except ValidationError as error:

@@ -33,10 +33,12 @@ class Worker:
         self.target, self.method, self.root, self.page, self.waiting = target, method, root, page, waiting
         self.alphabet = alphabet_of(target.tokenizer)
         self._load, self._thread = 0, ThreadPoolExecutor(1, "keepsight-worker")
-        self._made, self._turn = set[str](), asyncio.Lock()
+        self._made, self._turn, self._closed = set[str](), asyncio.Lock(), False
 
-    def remove_made(self) -> None:
-        """Remove the prefixes that are still there."""
+    def close(self) -> None:
+        """Wait for the prompt that is being read, and remove the prefixes that are still there."""
+        self._closed = True
+        self._thread.shutdown(cancel_futures=True)
         for digest in self._made:
             file_of(self.root, digest).unlink(missing_ok=True)
 
@@ -80,6 +82,8 @@ class Worker:
         try:
             self.method.check(len(ids), context_of(model))
             state = self.method.start(model, torch.tensor([ids], device=model.device))
+            if self._closed:
+                return {"error": "keepsight: the server is shutting down", "status": 503}
             # The method's name sets these files apart from those of `keepsight prefix`, which are never removed.
             digest, header = export(model, state, self.root, page=self.page, method=f"serve: {self.method!r}")
             self._made.add(digest)

@@ -164,14 +164,18 @@ def hold_out(
     """Split samples into training and held-out ones: every k-th, so that all parts of the mixture are measured.
 
     At most `held_out` samples are held out; prompts that an earlier stage was `trained` on only if there are no others.
-    A `UserError`, with the settings' `key` in a recipe, if there are too few samples for both.
+    A held-out prompt that occurs again is not trained on. A `UserError`, with the settings' `key` in a recipe, if there
+    are too few samples, or different prompts, for both.
     """
     require_more(samples, held_out, key)
     new = [place for place, each in enumerate(samples) if prompt_digest(each) not in trained] if trained else []
     among = new or range(len(samples))
     step = math.ceil(len(among) / held_out) if held_out else len(among) + 1
     measured = {*among[step - 1 :: step]}
-    rest = [place for place in range(len(samples)) if place not in measured]
+    apart = prompts_of(samples[place] for place in measured)
+    rest = [place for place, each in enumerate(samples) if not apart or prompt_digest(each) not in apart]
+    if not rest:
+        raise UserError(f"{key}.held_out={held_out}: every prompt of the data is held out, since they repeat; lower it")
     return SampleDataset(Chosen(samples, rest)), SampleDataset(Chosen(samples, sorted(measured)))
 
 

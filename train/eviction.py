@@ -7,6 +7,7 @@ next-token distributions with gates from those with all entries. Gradients flow 
 weights, the soft tokens and the LoRA.
 """
 
+import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -209,7 +210,7 @@ class EvictionObjective(ReplayedObjective):
     def loss_of(self, outputs: TeacherOutputs, batch: Batch) -> Tensor:
         batch, budgets = _with_three_tokens(batch), self.settings.budgets
         longer = [budget for budget in budgets if budget < batch.prompt_ids.shape[1]]
-        budget = random.Random(f"{[*batch.indices]}:{batch.turn}").choice(longer or budgets)
+        budget = random.Random(self._use_of(batch)).choice(longer or budgets)
         importance = torch.stack([each.to(self.log_weights.device) for each in self.importance(outputs, batch)])
         floor = self._floor_of(batch)
         gates = soft_gates(importance, self.log_weights, budget, floor, self.settings.temperature)
@@ -224,19 +225,26 @@ class EvictionObjective(ReplayedObjective):
 
     def _floor_of(self, batch: Batch) -> float | None:
         """The floor of a batch's selection, None for a uniform one: drawn at random, the same in a resumed training."""
-        coin = random.Random(f"{self.settings.train.seed}:{[*batch.indices]}:{batch.turn}:uniform")
+        coin = random.Random(f"{self.settings.train.seed}:{self._use_of(batch)}:uniform")
         return None if coin.random() < self.settings.uniform_share else self.floor
+
+    def _use_of(self, batch: Batch) -> str:
+        """Names the use of a batch's samples: it differs from turn to turn and from epoch to epoch."""
+        return f"{[*batch.indices]}:{batch.turn}" + (f":{self.epoch}" if self.epoch else "")
 
     @override
     def measure(self, batches: Iterable[dict[str, Any]], budget: int) -> dict[str, Any]:
         floors = {"": self.floor} | ({"_uniform": None} if self.settings.uniform_share else {})
         with self.measuring(), gathered(self):
             by_batch = divided(lambda values: self.excess_nll(Batch(**values), [*floors.values()]), batches)
-        return {
+        measured = {
             f"eval_excess_nll{name}_at_{budget}": fmean(each for batch in by_batch for each in batch[budget][place])
             for place, name in enumerate(floors)
             for budget in self.settings.budgets
         }
+        if odd := [name for name, value in measured.items() if not math.isfinite(value)]:
+            raise FloatingPointError(f"{odd[0]} is {measured[odd[0]]}")
+        return measured
 
     def excess_nll(self, batch: Batch, floors: Sequence[float | None]) -> dict[int, list[list[float]]]:
         """For each budget and floor, how much evicting increases the cross-entropy of each sample's answer, in nats.

@@ -27,8 +27,10 @@ class Objective(nn.Module, ABC):
         settings_key: Name of the optimisation's settings in a recipe.
         launchers: Files of recipes/accelerate/ that it supports besides DDP's.
         measures_autocast: Whether it is measured under the mixed precision of the training.
+        epoch: The epoch of the training, from 0; the trainer sets it.
     """
 
+    epoch = 0
     weights_file: ClassVar[str]
     settings_key: ClassVar[str] = "train"
     launchers: tuple[str, ...] = ("zero2", "zero3", "fsdp2")

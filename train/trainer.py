@@ -138,6 +138,12 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         if settings.group_by_length is None:
             settings = replace(settings, group_by_length=arguments.world_size > 1)
         whole, held_out = hold_out(run.samples, settings.held_out, key, run.trained)
+        round_size = settings.batch_size * arguments.world_size
+        if settings.replays > 1 and len(whole) < round_size:
+            raise UserError(
+                f"{key}.batch_size={settings.batch_size}: {len(whole)} training samples do not fill a batch of each "
+                f"of {arguments.world_size} processes; lower it"
+            )
         train = SampleDataset(SomeUnseen(whole.samples, run.unseen)) if run.unseen else whole
         super().__init__(
             model=objective, args=arguments, data_collator=collate, train_dataset=train, eval_dataset=held_out
@@ -315,6 +321,7 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         self._indices = inputs["indices"]
+        self.objective.epoch = int(self.state.epoch or 0)
         output = model(**inputs)
         if not torch.isfinite(output["loss"]):
             raise self.not_finite(f"the loss is {output['loss'].item()} at step {self.state.global_step + 1}")

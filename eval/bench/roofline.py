@@ -301,7 +301,12 @@ def measured_on(path: Path, card: str, model_id: str) -> dict[tuple[int, str], f
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             try:
-                if card not in row["card"] or row["model"] not in model_id.lower() or not row["first_s"]:
+                known = [name for name in CARDS if name in row["card"]]  # such as H100 and H100 NVL
+                if (
+                    card != max(known, key=len, default=row["card"])
+                    or row["model"] not in model_id.lower()
+                    or not row["first_s"]
+                ):
                     continue
                 found[int(row["tokens"]), row["method"]] = float(row["first_s"])
             except (KeyError, TypeError, ValueError):

@@ -1,7 +1,8 @@
 """Means over samples with their 95 % intervals: a bootstrap, and Wilson's for scores that are 0 or 1.
 
-The bootstrap draws samples with replacement within each task and length (Efron 1979; percentile intervals). Its draws
-are the same for every method, so that the difference of two means over the same samples is a paired one.
+The bootstrap draws samples with replacement within each task and length (Efron 1979; percentile intervals). Questions
+about one context, and turns of one conversation, are drawn together. The draws are the same for every method, so that
+the difference of two means over the same samples is a paired one.
 
 `scipy.stats.bootstrap` pairs samples of one length or draws within strata, not both: a call for each stratum, measure
 and method would pair by a shared seed, but takes 1.4 ms where draws that all share take 0.02 ms, and refuses strata of
@@ -29,7 +30,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """A mean over `n` equally weighted samples with the same variance.
+    """A mean over `n` equally weighted samples, or contexts of several samples, with the same variance.
 
     `draws` [RESAMPLES] float32 are the means of the bootstrap's samples; it `is_share` where every sample is 0 or 1,
     and `is_drawn` where parts with at least two samples to draw from make up all of it, up to a share of `LONE`.
@@ -65,14 +66,20 @@ class Estimate:
         return Estimate(self.value - other.value, self.draws - other.draws, n, False, is_drawn)
 
 
-def estimate(values: Sequence[float], stratum: str, can_be_share: bool = False) -> Estimate:
+def estimate(
+    values: Sequence[float], stratum: str, contexts: Sequence[str] | None = None, *, can_be_share: bool = False
+) -> Estimate:
     """The mean of samples, whose order is the same wherever estimates of one `stratum` (task and length) are compared.
 
-    With `can_be_share` the mean is a proportion where every value is 0 or 1.
+    Samples of the same of `contexts` are drawn together; by default each is alone. With `can_be_share` the mean is a
+    proportion where every value is 0 or 1 and every sample is alone.
     """
-    n, column = len(values), np.asarray(values, np.float32)
-    draws = np.asarray(_counts(n, zlib.crc32(stratum.encode())) @ column / n, np.float32)
-    return Estimate(math.fsum(values) / n, draws, n, can_be_share and set(values) <= {0.0, 1.0}, n > 1)
+    own, column = contexts or [str(place) for place in range(len(values))], np.asarray(values, np.float32)
+    places = {name: place for place, name in enumerate(dict.fromkeys(own))}
+    counts = _counts(n := len(places), zlib.crc32(stratum.encode()))[:, [places[name] for name in own]]
+    draws = np.asarray(counts @ column / counts.sum(axis=1), np.float32)
+    is_share = can_be_share and n == len(values) and set(values) <= {0.0, 1.0}
+    return Estimate(math.fsum(values) / len(values), draws, n, is_share, n > 1)
 
 
 def weighted(parts: Sequence[Estimate], weights: Sequence[float]) -> Estimate:

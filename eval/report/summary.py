@@ -56,13 +56,14 @@ def summarize(rows: Iterable[Row]) -> Frame:
         samples: The samples, as text.
         not_evicted: Number of samples of which the method kept as much as the full cache.
     """
-    columns = [*PLACE, "method", "budget", "sample", "sample_digest", *MEASURES, *_NUMBERS]
+    columns = [*PLACE, "method", "budget", "sample", "sample_digest", "context", *MEASURES, *_NUMBERS]
     frame = pd.DataFrame([*rows], columns=columns, dtype=object).sort_values("sample", kind="stable")
     frame = frame.astype(dict.fromkeys((*MEASURES, *_NUMBERS), float))
     frame["order"] = frame["budget"].astype(float).fillna(0)
     frame["evicts"] = frame["method"] != FULL
     frame["stratum"] = frame["task"] + ", " + frame["length"].map(str) + " tokens"
     frame["samples"] = frame["sample_digest"].fillna(frame["sample"])
+    frame["context"] = frame["context"].fillna(frame["samples"])
     frame["same_tokens"] = frame["first_difference"].fillna(frame["answer_tokens"])
     frame["kv_mib"] = frame["kv_bytes"] / 2**20
     tokens = frame["prompt_tokens"].fillna(frame["length"].astype(float))
@@ -73,7 +74,7 @@ def summarize(rows: Iterable[Row]) -> Frame:
     summary = groups.agg(
         budget=("budget", "first"),
         n=("sample", "size"),
-        **{name: (name, list) for name in MEASURES},
+        **{name: (name, list) for name in (*MEASURES, "context")},
         **{name: (name, "mean") for name in (*MEANS, *_PLOTTED)},
         stratum=("stratum", "first"),
         samples=("samples", ", ".join),
@@ -81,8 +82,8 @@ def summarize(rows: Iterable[Row]) -> Frame:
     ).reset_index()
     summary["samples"] = summary["stratum"] + ": " + summary["samples"]
     for name in MEASURES:
-        pairs = zip(summary[name], summary["stratum"], strict=True)
-        summary[name] = [estimate(*pair, can_be_share=name == "score") for pair in pairs]
+        parts = zip(summary[name], summary["stratum"], summary["context"], strict=True)
+        summary[name] = [estimate(*part, can_be_share=name == "score") for part in parts]
     return _with_share_of_full(summary)
 
 

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -114,7 +113,7 @@ class LongBench(Benchmark):
             sample = self._sample(name, entry, where, row, number, request)
             return sample if task == name else replace(sample, task=f"longbench_{task}", length=_words_bucket(row))
 
-        return request.collect(f"longbench {task}", islice(rows, request.samples or None), make)
+        return request.collect(f"longbench {task}", rows, make)
 
     def _rows(self, task: str) -> Iterator[tuple[str, Row]]:
         """Where a row stands, and the row."""

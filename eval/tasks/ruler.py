@@ -121,7 +121,14 @@ def _ready_made(task: str, folder: Path, request: TaskRequest) -> list[RenderedS
         raise UserError(f"ruler.dir: no row of {task} in the .jsonl files of {folder}; drop ruler.dir to generate it")
     request.notes[f"ruler {task}"] = str(folder)
     make = partial(_read_sample, task, request.protocol)
-    return request.collect(f"ruler {task} rows", rows[: request.samples or None], make, render=render)
+    by_length: dict[Any, list[tuple[str, Row]]] = {}
+    for where, row in rows:
+        by_length.setdefault(row.get("nominal"), []).append((where, row))
+    made: list[RenderedSample] = []
+    for length, each in by_length.items():
+        name = f"ruler {task} rows" if length is None else f"ruler {task} rows of {length}"
+        made += request.collect(name, each, make, render=render)
+    return made
 
 
 @lru_cache(maxsize=1)

@@ -34,7 +34,7 @@ from keepsight.eval.bench.serving import bench_serve, bench_vllm
 from keepsight.eval.query_similarity import query_similarity
 from keepsight.eval.report.tables import Column, Table
 from keepsight.eval.tasks.niah import make_samples
-from keepsight.files import write_json, write_png
+from keepsight.files import require_writable, write_json, write_png
 from keepsight.models.decoder import context_of
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_sources import DraftHeadSource, keep_layers
@@ -212,7 +212,8 @@ def _print(lines: Iterable[str]) -> None:
 
 def draft(config: configs.BenchDraft) -> None:
     """Search, compare, print and write."""
-    target, out = target_of(config), Path(config.out)
+    require_writable(out := Path(config.out))
+    target = target_of(config)
     layers = target.model.config.get_text_config().num_hidden_layers
     if not all(size < layers for size in config.keep):
         raise UserError(f"keep={config.keep}: expected sizes from 1 to {layers - 1}, the model has {layers} layers")

@@ -46,6 +46,8 @@ class _Row(Hits):
 def run(config: Config) -> None:
     """Measure, print the table and write it with its plot."""
     check(config)
+    if config.question != "seen":
+        raise UserError(f"question={config.question}: hit rates are measured with the question seen; leave it out")
     named = config.methods, config.budgets, config.bits
     for variant in variants_of(*named, resources_later(config)):
         if not variant.method.selects_each_step:
@@ -83,7 +85,7 @@ def _further_heads(config: Config, target: Target, variants: list[Variant]) -> l
 def _check_same(out: Path, config: Config, target: Target) -> None:
     """Write the settings that all rows depend on; UserError if earlier rows were measured with others."""
     given, path = asdict(config), out / "settings.json"
-    names = ("methods", "budgets", "heads", "retrieval", "bits", "max_new_tokens", "seed", *_BENCHMARKS)
+    names = ("methods", "budgets", "heads", "retrieval", "bits", "max_new_tokens", "seed", "protocol", *_BENCHMARKS)
     settings = {name: given[name] for name in names} | {"model.id": [target.name, target.version]}
     if (out / "hits.jsonl").exists():
         before = read_json(path, dict[str, Any])

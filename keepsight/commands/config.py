@@ -214,7 +214,7 @@ class Eval(shared.OfTable, shared.TaskKeys):
 
     Attributes:
         temperature: Sampling temperature of the answers; 0 decodes greedily. The draws depend on the seed and the
-            prompt and are the same for the full cache and all methods.
+            prompt that is read, so they are the same for the full cache and all methods that read it whole.
         top_p: Nucleus sampling: samples from the likeliest tokens with this total probability.
         max_batch_tokens: Maximum of KV entries per head in one decoding batch of all methods; 0 for a quarter of the
             free memory.

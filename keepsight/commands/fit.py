@@ -187,6 +187,10 @@ def check(config: configs.Fit, answers: Mapping[str, configs.Data], tests: confi
         raise UserError(
             f"fresh.limit={limit}: finetune.train.held_out={held_out} of the new prompts are held out; raise it"
         )
+    first = ("retrieval_head.train", config.retrieval_head.train)
+    first = first if config.module == "retrieval" else ("train", config.train)
+    if config.limit <= (held_out := first[1].held_out):
+        raise UserError(f"limit={config.limit}: {first[0]}.held_out={held_out} of the prompts are held out; raise it")
     for key, each in answers.items():
         data.check(each, key)
     if config.base is not None:
@@ -274,20 +278,22 @@ def _write_card(config: configs.Fit, out: Path, source: str, keys: dict[str, str
     if not launched().is_main_process:
         return
     evaluated, published = out / "eval", _published(config, out)
+    module = file_digest(out / source / (RETRIEVAL_CONFIG if source == "head" else CONFIG))
+    is_evaluated = _recorded(out).get("evaluated") == module
     if config.module == "lookahead":
         artifact = LookaheadAdapter.load(out / source)
         card = written_card(artifact, config, out, source)
         if source != "fresh_eviction":
             keys |= _without_later_stages(config, source)
         card = with_section(card, command_section(out, artifact.provenance.base_model, keys, source))
-        if _recorded(out).get("evaluated") == file_digest(out / source / CONFIG):
-            card = with_results(card, evaluated)
+        card = with_results(card, evaluated) if is_evaluated else card
         artifact.save(published, artifact.provenance, card)
     else:
         card, head = (published / CARD).read_text(encoding="utf-8"), read_json(published / RETRIEVAL_CONFIG, Row)
         card = with_section(card, command_section(out, head["provenance"]["base_model"], keys, source))
-        write_text(published / CARD, with_results(card, evaluated, "specontext"))
-    if (picture := evaluated / "plots" / "overview.png").is_file():
+        write_text(published / CARD, with_results(card, evaluated, "specontext") if is_evaluated else card)
+    (published / "evaluation.png").unlink(missing_ok=True)  # of an earlier module
+    if is_evaluated and (picture := evaluated / "plots" / "overview.png").is_file():
         shutil.copyfile(picture, published / "evaluation.png")
     print(f"{published}: the module, its card and its pictures")
 

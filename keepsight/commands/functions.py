@@ -5,7 +5,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
+
 from keepsight.commands.cli import configuration
+from keepsight.commands.config import Eval, Fit
+from keepsight.commands.parse import keys_of
 
 
 def fit(*model: str, **keys: Any) -> Path:
@@ -23,7 +27,7 @@ def fit(*model: str, **keys: Any) -> Path:
     """
     from keepsight.commands import fit as command
 
-    config = configuration("fit", [*model, *_overrides(keys)])
+    config = configuration("fit", [*model, *_overrides(Fit, keys)])
     command.run(config)
     return Path(config.out)
 
@@ -45,28 +49,35 @@ def evaluate(**keys: Any) -> list[dict[str, object]]:
     from keepsight.eval.report.summary import summarize, summary_rows
     from keepsight.eval.results import read_run
 
-    config = configuration("eval", [*_overrides(keys)])
+    config = configuration("eval", [*_overrides(Eval, keys)])
     command.run(config)
     return summary_rows(summarize(read_run(config.out).rows))
 
 
-def _overrides(keys: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Keys as command-line arguments: a section's dict becomes dotted names."""
+def _overrides(schema: type, keys: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Keys of a command as its arguments: a section's dict becomes dotted names, another dict a value."""
+    sections = {name for key in keys_of(schema) for name in _sections(key.name)}
     for name, value in keys.items():
-        if isinstance(value, Mapping):
-            yield from _overrides(value, f"{prefix}{name}.")
+        if isinstance(value, Mapping) and f"{prefix}{name}" in sections:
+            yield from _overrides(schema, value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}={_typed(value)}"
+
+
+def _sections(key: str) -> Iterator[str]:
+    """The sections that a key is in, such as `finetune` and `finetune.train`."""
+    parts = key.split(".")[:-1]
+    return (".".join(parts[: count + 1]) for count in range(len(parts)))
 
 
 def _typed(value: Any) -> str:
     """A value in the grammar of the command line."""
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(_inner, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{name}: {_inner(each)}' for name, each in value.items())}}}"
     return str(value) if isinstance(value, (str, Path)) else json.dumps(value)
 
 
 def _inner(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"{{{','.join(f'{name}: {_inner(each)}' for name, each in value.items())}}}"
-    return json.dumps(str(value)) if isinstance(value, (str, Path)) else _typed(value)
+    return QuotedString(str(value), Quote.double).with_quotes() if isinstance(value, (str, Path)) else _typed(value)

@@ -37,6 +37,8 @@ _VLLM_KEYS = "page", "min_prompt_tokens", "prefixes", "vllm_options"
 _VLLM_OWN = "model", "tokenizer", "served_model_name", "host", "port", "api_key", "middleware", "kv_transfer_config"
 _VLLM_GRACE = 30.0
 """Seconds that vLLM may take to stop."""
+_LONGEST_SOCKET = 100
+"""Bytes of the path of a Unix socket: macOS allows 103, Linux 107."""
 
 
 def run(config: Config) -> None:
@@ -89,7 +91,8 @@ def _run_vllm(config: Config) -> None:
         root = Path(config.prefixes or Path(made, "prefixes"))
         root.mkdir(parents=True, exist_ok=True)
         worker = Worker(target, method, root, page=config.page, waiting=config.waiting)
-        at = Path(made, "worker.sock")
+        if len(os.fsencode(at := Path(made, "worker.sock"))) > _LONGEST_SOCKET:
+            raise UserError(f"{made}: too long for the path of a socket; set TMPDIR to a shorter folder")
         threading.Thread(target=asyncio.run, args=(worker.serve(at),), name="worker", daemon=True).start()
         port = _port_of(config)
         source, _, _ = located(config.model.id, config.model.revision, config.model.own_file)
@@ -106,7 +109,7 @@ def _run_vllm(config: Config) -> None:
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
         finally:
-            worker.remove_made()
+            worker.close()
 
 
 def request_line(url: str, name: str, key: str | None) -> str:
@@ -124,6 +127,11 @@ def _check_vllm(config: Config) -> None:
     for name in config.vllm_options:
         if name.replace("-", "_") in _VLLM_OWN:
             raise UserError(f"vllm_options={{{name}: ...}} is set by keepsight itself; leave it out")
+    if config.page and isinstance(config.budget, int) and 0 < config.min_prompt_tokens <= config.budget:
+        raise UserError(
+            f"min_prompt_tokens={config.min_prompt_tokens}: with page={config.page} it must be above the budget, "
+            f"{config.budget}"
+        )
     if config.prefixes is not None:
         require_writable(Path(config.prefixes))
     _port_of(config)

@@ -20,7 +20,7 @@ from keepsight.models.draft_head import DraftHead
 from keepsight.models.model_files import published_name
 from keepsight.models.retrieval_head import WEIGHTS, RetrievalHead, comparison, pruning, require_layers_for
 from keepsight.models.targets import Target
-from keepsight.train.dataset import cut
+from keepsight.train.dataset import cut, hold_out
 from keepsight.train.draft_head import (
     DraftHeadObjective,
     RunModel,
@@ -66,7 +66,8 @@ def _new_draft_head(config: TrainDraftHead, target: Target, samples: Sequence[Tr
     if config.init is None:
         vocabulary_size = target.model.config.get_text_config().vocab_size
         count = config.draft_head.vocabulary
-        vocabulary = frequent_tokens(samples, count, target.end_tokens, vocabulary_size)
+        learned, _ = hold_out(samples, config.draft_head.train.held_out, "draft_head.train")
+        vocabulary = frequent_tokens(learned.samples, count, target.end_tokens, vocabulary_size)
         return new_draft_head(target.model, vocabulary, config.draft_head.max_tokens)
     return _named_draft_head(config.init, target.model).float().train()
 

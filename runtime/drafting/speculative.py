@@ -19,7 +19,7 @@ from keepsight.runtime.attention import Reader, Softmax, grouped_attention
 from keepsight.runtime.drafting.observer import DraftIds, until_end
 from keepsight.runtime.generate import CacheMethod, Decoded, FullCache, GenerateRequest, end_ids
 from keepsight.runtime.layer import KeptLayer
-from keepsight.runtime.state import Needs, State, positions_of, prefill, read
+from keepsight.runtime.state import Needs, State, positions_of, prefill, read, record_past, roll_back
 
 _ROWS_AT_ONCE = 1024  # bounds the memory of a long prompt's mask and hidden layer
 
@@ -175,11 +175,12 @@ def decode_speculatively(
 
     The state is of one prompt, evicted or not, with the head's features: prefill with
     `needs=Needs(features=head.layers_of(model))`. Its cache grows. Drafts have `tokens` tokens; fewer near the answer's
-    maximum length and the end of the model's context. A `UserError` if it is a batch, entries are packed, features were
-    not recorded, or `tokens` is below 1.
+    maximum length and the end of the model's context. A `UserError` if it is a batch, entries are packed, a layer has a
+    recurrent state, features were not recorded, or `tokens` is below 1.
     """
     _require_single(state.tokens)
     require_whole("speculative decoding", 1, tokens=tokens)
+    record_past(state.cache)  # a window that has slid could not forget a rejected draft
     if not state.cache.is_croppable:
         raise UserError("speculative decoding: entries that are packed (kivi, specache) cannot forget a rejected draft")
     layers = head.layers_of(model)
@@ -201,6 +202,7 @@ def decode_speculatively(
         state = state.crop(count + 1 - each.emitted, logits[:, each.emitted - 1])
         rounds.append(each)
         place += each.emitted
+    roll_back(state.cache, 0)
     if streamer is not None:
         streamer.end()
     return Speculated(answer.ids, replace(state, needs=Needs(), features=()), tuple(rounds))

@@ -47,6 +47,8 @@ class FastV(Method):
             raise UserError("FastV leaves out tokens of images, and the prompt has none; for text take SnapKV")
         if len(input_ids) != 1:
             raise UserError("FastV: each prompt keeps different tokens; give one prompt at a time")
+        if mask is not None and not bool(mask.all()):
+            raise UserError("FastV: the prompt is padded; give it without padding")
         kinds = layer_kinds(model.config)
         if {*kinds} != {FULL}:
             raise UserError(f"FastV: {model.config.model_type} has layers with a bounded cache; take SnapKV")

@@ -92,7 +92,7 @@ class Ladder(Observer):
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
-        layers = len(state.cache.layers)
+        layers = len(state.layers)
         scores = []
         for layer, (each, counts) in enumerate(zip(state.entries(), state.counts(), strict=True)):
             score = torch.zeros(each.keys.shape[:3], dtype=torch.float32, device=each.keys.device)

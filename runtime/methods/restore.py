@@ -136,18 +136,22 @@ class RestoreKV(KVzip):
 
     n learned tokens (8 as published) are read after the prompt, through a LoRA of their own, while the cache is whole.
     Their entries stay in every layer and head, beside the budget - n that KVzip keeps; later tokens are at positions n
-    higher. A prompt that fits the budget stays as it is. By name, `plus` weights come with KVzip+'s observer.
+    higher. A prompt that fits the budget stays as it is. At a later turn that exceeds it, the tokens are read again,
+    and KVzip selects also among their earlier entries. By name, `plus` weights come with KVzip+'s observer.
 
     Attributes:
         weights: The trained weights; in a recipe `scorer` names them: a file, a folder or a Hub id.
     """
 
     weights: RestoreWeights | None = None
+    waits = True
 
     @override
     def __post_init__(self) -> None:
         if not isinstance(self.weights, RestoreWeights):
             raise UserError("RestoreKV: weights must be RestoreWeights.from_pretrained(FILE_FOLDER_OR_HUB_ID)")
+        if self.during_prefill:
+            raise UserError("RestoreKV: learned tokens attend to the whole cache: leave out during_prefill")
         if self.every:
             raise UserError("RestoreKV: learned entries are added once, after the prompt; leave out every")
         if isinstance(self.budget, int) and self.budget <= (least := self.added + self.sinks + self.window):
@@ -158,8 +162,8 @@ class RestoreKV(KVzip):
         super().__post_init__()
 
     @property
+    @override
     def added(self) -> int:
-        """Number of learned entries."""
         return 0 if self.weights is None else len(self.weights.tokens)
 
     @override

@@ -48,8 +48,8 @@ class TrainedScores(LayerObserver):
         recorded = None if layer.recorded is None else layer.recorded.scores.get(self.scorer)
         if recorded is None or recorded.shape[2] != layer.entries().keys.shape[2]:
             raise UserError(
-                f"{type(self.scorer).__name__}: entries were not scored when they were read; read the prompt with this "
-                "method, or prefill with needs=method.needs()"
+                f"{type(self.scorer).__name__}: entries were not scored when they were read, or come from a file; read "
+                "the prompt with this method, or prefill with needs=method.needs()"
             )
         if self.scorer.numbers == 1:
             return recorded

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 import keepsight
+from keepsight.commands.cli import configuration
+from keepsight.commands.config import Eval
 from keepsight.commands.functions import _overrides
 from keepsight.errors import UserError
 from keepsight.files import read_json
@@ -17,10 +19,21 @@ MODEL = {"id": "tiny", "device": "cpu"}
 
 def test_keys_are_written_as_they_are_typed() -> None:
     keys = {"model": {"id": "a b"}, "methods": ["full", {"name": "snapkv", "window": 16}], "budgets": [64, 0.5]}
-    assert [*_overrides(keys | {"template": False, "adapter": None, "out": Path("x")})] == [
+    assert [*_overrides(Eval, keys | {"template": False, "adapter": None, "out": Path("x")})] == [
         *("model.id=a b", 'methods=["full",{name: "snapkv",window: 16}]', "budgets=[64,0.5]"),
         *("template=false", "adapter=null", "out=x"),
     ]
+
+
+def test_dicts_that_are_values_and_any_text_arrive_as_given() -> None:
+    keys = {
+        "judge": {"options": {"effort": "low"}},
+        "reuse": ["runs/é", 'a "b" \\'],
+        "model": {"template": {"think": True}},
+    }
+    config = configuration("eval", [*_overrides(Eval, keys | {"recipe": "smollm2-135m", "out": "x"})])
+    assert config.judge.options == {"effort": "low"} and config.model.template == {"think": True}
+    assert config.reuse == keys["reuse"]
 
 
 def test_evaluate_returns_the_summary(here: Path) -> None:

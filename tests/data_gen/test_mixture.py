@@ -17,7 +17,7 @@ from keepsight import recipes
 from keepsight.corpus import docstrings, document_part, source_documents, topic_documents
 from keepsight.data_gen import package_text, synthetic
 from keepsight.data_gen.mixture import SOURCES, Mixture
-from keepsight.data_gen.prompts import DoesNotFit, Prompt, Request, fit
+from keepsight.data_gen.prompts import DoesNotFit, Prompt, Request, cut_at_word, fit
 from keepsight.data_gen.user_data import on_rows
 from keepsight.data_gen.words import wordings
 from keepsight.errors import UserError
@@ -272,3 +272,9 @@ def test_documents_belong_to_one_part_as_a_whole() -> None:
     names = [entry.name for entry in docstrings(document)]
     assert names[:2] == ["json.decoder", "json.decoder.JSONDecodeError"]
     assert "json.decoder.JSONDecoder.decode" in names
+
+
+def test_documents_are_cut_at_words_where_the_language_has_spaces() -> None:
+    assert cut_at_word("one two three " * 40, 100) == ("one two three " * 40)[:97]
+    page = "标题 " + "这是一个没有空格的句子。" * 40
+    assert cut_at_word(page, 200) == page[:200]

@@ -178,6 +178,8 @@ def test_faults_of_the_folder_are_one_line(target: Target, folder: Path, tmp_pat
     refused(r"data\[0\]: 1 images have 0 places such as {image#1} in the context")
     with_row(task_instance={"context": "{image#1}", "images_path": ["gone.png"]})
     refused(r"data\[0\]: its image .*gone\.png is missing; unpack all of MileBench's archives")
+    with_row(task_instance={"context": "{image#1}", "images_path": ["../../z.png"]})
+    refused(r"data\[0\]: its image .*z\.png is outside of .*images; unpack MileBench's archives again")
     (folder / "IEdit" / "images" / "z.png").write_bytes(b"no image")
     with_row()
     refused(r"z\.png: the image cannot be read \(.*\); download the images again")

@@ -131,13 +131,14 @@ def test_multi_asks_all_questions_of_one_cache(target: Target, monkeypatch: pyte
     made = list(sweep(target, all_apart(target), VARIANTS, set(), MANY, "multi"))
     assert compressed == [variant.method for variant in VARIANTS] and len(prefills) == 1
     assert [{row["sample"] for row in rows} for rows in made] == [{word} for word in WORDS]
+    assert {row["context"] for rows in made for row in rows} == {made[0][0]["sample_digest"]}
     assert all(row["question"] == "multi" for rows in made for row in rows)
     for asked, rows in zip(SAMPLES, made, strict=True):
         check_rows(target, rows, asked, SAMPLES)
         same = {"question": "multi"}
         alone = [row | same for row in run_samples(target, [apart(target, asked)], VARIANTS[1:], MANY, "unseen")[0]]
         # Against what is asked in all; and what it depends on are all questions.
-        others = {"recall": None, "mass": None, "tau": None, "sample_digest": "", "inputs_digest": ""}
+        others = {"recall": None, "mass": None, "tau": None, "sample_digest": "", "inputs_digest": "", "context": ""}
         recalls = [row | others for row in [rows[0], *rows[2:]]]
         assert [row | others | CLOCKS for row in alone] == comparable(recalls)
     assert [len(group) for group in groups_of(all_apart(target), "unseen")] == [1, 1]

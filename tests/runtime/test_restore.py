@@ -99,10 +99,29 @@ def test_entries_in_layers_of_any_kind_are_those_of_tokens_read(family):
 
 
 def test_a_prompt_within_the_budget_is_left_alone(tiny, folder):
-    ids, mask = prompt_ids(BUDGET - ADDED)
+    ids, mask = prompt_ids(BUDGET)
     state = method_from(folder).start(tiny, ids, mask)
-    assert (state.lengths + state.rope_offset).tolist() == [BUDGET - ADDED]
+    assert (state.lengths + state.rope_offset).tolist() == [BUDGET]
     assert torch.equal(state.logits, prefill(tiny, ids, mask).logits)
+
+
+def test_they_are_added_again_only_to_a_turn_that_exceeds_the_budget(tiny, folder):
+    method, (ids, mask) = method_from(folder), prompt_ids(LENGTH)
+    state = method.start(tiny, ids, mask)
+    same = method.resume(tiny, state, ids[:, :0])
+    assert torch.equal(same.counts(), state.counts()) and (same.lengths + same.rope_offset).tolist() == [LENGTH + ADDED]
+    after = method.resume(tiny, state, torch.tensor([[5, 9]]))
+    assert after.counts().sum() == state.counts().sum()
+    assert (after.lengths + after.rope_offset).tolist() == [LENGTH + 2 + 2 * ADDED]
+
+
+def test_an_observer_of_single_layers_gets_them_too(tiny, folder):
+    ids, mask = prompt_ids(LENGTH)
+    state = method_from(folder, observer="prompt_window", allocate="uniform", window=4).start(tiny, ids, mask)
+    assert (state.lengths + state.rope_offset).tolist() == [LENGTH + ADDED]
+    assert int(state.counts().max()) == BUDGET
+    with pytest.raises(UserError, match="attend to the whole cache: leave out during_prefill"):
+        method_from(folder, observer="prompt_window", allocate="uniform", during_prefill=True)
 
 
 def test_what_does_not_fit_is_one_line(tiny, folder, tmp_path):

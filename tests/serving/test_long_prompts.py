@@ -65,7 +65,7 @@ def test_prompts_are_read_in_turn_and_too_many_are_refused(tmp_path: Path):
     assert sorted(reply.get("status", 200) for reply in several) == [200] * 3 + [429] * 3
     assert long["status"] == short["status"] == 400 and "4096" in long["error"] and odd["status"] == 500
     assert len(LONG) - 1 not in read
-    worker.remove_made()
+    worker.close()
     assert not [*tmp_path.glob("*.safetensors")]
 
 

@@ -136,6 +136,14 @@ def trained(work: Path, at: int = 0) -> ModuleTrainer:
     return trainer
 
 
+def test_too_few_samples_for_a_batch_that_is_used_again_are_refused(tmp_path: Path) -> None:
+    run = TrainingRun(tmp_path, samples(), replay=ReplaySettings(memory="90KB"))
+    with pytest.raises(
+        UserError, match=r"^train\.batch_size=32: \d+ training samples do not fill a batch of each of 1 pro"
+    ):
+        ModuleTrainer(objective(), settings(replays=3, steps=14, batch_size=32, samples_per_step=32), run)
+
+
 def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """From a checkpoint at step 6, in the middle of the uses of several teacher outputs."""
     whole = trained(tmp_path / "whole")

@@ -50,6 +50,16 @@ def test_a_later_stage_holds_out_what_the_earlier_held_out() -> None:
     assert [*hold_out(trained.samples, 4, trained=seen)[1].samples] == [*hold_out(trained.samples, 4)[1].samples]
 
 
+def test_a_held_out_prompt_that_occurs_again_is_not_trained_on() -> None:
+    rows = samples()
+    twice = [*rows, *(replace(each, index=100 + each.index, answer_ids=[7]) for each in rows)]
+    trained, held_out = hold_out(twice, 4)
+    assert not prompts_of(trained.samples) & prompts_of(held_out.samples)
+    assert len(trained.samples) == len(twice) - 2 * len(prompts_of(held_out.samples))
+    with pytest.raises(UserError, match=r"train\.held_out=1: every prompt of the data is held out, since they repeat"):
+        hold_out([rows[0], replace(rows[0], index=9)], 1)
+
+
 @pytest.mark.parametrize(
     ("seen", "said", "is_new"),
     [

@@ -179,6 +179,19 @@ def test_the_bootstrap_covers_the_mean_about_as_often_as_it_says() -> None:
     assert 0.87 <= inside / 200 <= 0.98
 
 
+def test_questions_about_one_context_are_drawn_together() -> None:
+    generator = np.random.default_rng(3)
+    inside = 0
+    for _ in range(200):  # four questions each, which are as hard as their context is
+        means = np.repeat(generator.exponential(size=40), 4)
+        contexts = [str(place // 4) for place in range(160)]
+        low, high = estimate(means.tolist(), "a", contexts).ends
+        inside += low <= 1.0 <= high
+    assert 0.86 <= inside / 200 <= 0.98
+    shares = estimate([1.0, 1.0, 0.0, 0.0], "a", ["x", "x", "y", "y"], can_be_share=True)
+    assert shares.n == 2 and not shares.is_share
+
+
 def test_differences_are_paired() -> None:
     """Two methods that differ little on samples that differ much."""
     generator = np.random.default_rng(2)

@@ -271,6 +271,7 @@ def test_ready_made_files(tmp_path: Path, words: Any) -> None:
         ("3", 4096, 128),
         ("4", 8192, 128),
     ]
+    assert made("niah_single_1", words, count=1, dir=str(tmp_path)) == samples  # one of each length
     for sample in samples:
         assert (sample.prompt, sample.answer_prefix, sample.context) == (text, prefix, "Memorize.\nA is 7.")
     request = TaskRequest(words, 1 << 20, samples=0)

@@ -27,6 +27,7 @@ from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.methods.make import Resources, make_method
 from keepsight.runtime.state import Needs, prefill
 from tests.close import assert_close
+from tests.families import WINDOW, family_model
 from tests.runtime.retrieval.heads import LAYERS, Oracle, slow_chain, tiny_head
 from tests.tiny import prompt_ids, tiny_model
 
@@ -171,6 +172,16 @@ def test_generate_with_a_head_on_top_of_a_method():
         assert torch.equal(generate(model, ids, Speculative(head, method, tokens=4), **options), plain)
 
 
+@pytest.mark.parametrize("family", ["Gemma 2", "Llama 4 (text)"])
+@pytest.mark.parametrize("length", [WINDOW - 4, 50])
+def test_windows_that_slide_forget_rejected_drafts(family, length):
+    model, ids = family_model(family), prompt_ids(length)[0]
+    plain = generate(model, ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    for head in (Oracle(plain[0], {3, 4, 9}, length), Oracle(plain[0], prompt=length)):
+        ours = generate(model, ids, Speculative(head), max_new_tokens=12, do_sample=False, eos_token_id=None)
+        assert torch.equal(ours, plain)
+
+
 def test_what_speculative_decoding_refuses():
     model, head = tiny_model(), tiny_head()
     ids, mask = prompt_ids(50, 37)
@@ -183,6 +194,8 @@ def test_what_speculative_decoding_refuses():
         generate(model, ids[:1], Speculative(head, Kivi(2, 8, 8)), **greedy)
     with pytest.raises(UserError, match="SnapKV evicts while decoding; make it with every=0"):
         Speculative(head, SnapKV(20, window=4, every=8))
+    with pytest.raises(UserError, match="cannot forget tokens; use a method that reads no token twice"):
+        generate(family_model("Qwen3-Next"), ids[:1], Speculative(Oracle(ids[0])), **greedy)
     inner: Any = Truncation(20)
     with pytest.raises(UserError, match="Truncation shortens prompts; give a method that evicts from the cache"):
         Speculative(head, inner)
