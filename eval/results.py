@@ -46,9 +46,9 @@ class Phases(TypedDict):
 class Measured(TypedDict):
     """Columns of a row that are read again; it may have others. Those not required are younger than some results.
 
-    `length` is what was asked for, `prompt_tokens` what the prompt has. Questions about one context and turns of one
-    conversation have the same `context`, the digest of the first of them. `tokens_per_second` counts what the whole
-    batch of `rows` answers decoded, each from where it leaves the full cache's; null where nothing was left to decode.
+    `length` is what was asked for, `prompt_tokens` what the prompt has. With `question=multi`, samples about one
+    context have the same `context`, the digest of the first. `tokens_per_second` counts what the whole batch of `rows`
+    answers decoded, each from where it leaves the full cache's; null where nothing was left to decode.
     """
 
     task: str

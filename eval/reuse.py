@@ -25,7 +25,7 @@ from keepsight.models.model_files import weights_digest
 from keepsight.models.targets import Target
 from keepsight.runtime.generate import Method
 
-RESULTS_VERSION = 1
+RESULTS_VERSION = 2
 """Raised with every change of the code that changes a score, an answer or a likelihood."""
 _NOT_ASKED = ("id", "task", "length", "is_cut")
 

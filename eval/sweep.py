@@ -402,7 +402,7 @@ def sweep(
         rows = _completed(functools.partial(run_samples, target, group, **given), columns, found)
         for sample, content, made, digests, missing in zip(group, contents, rows, inputs, wanted, strict=True):
             names = {"task": sample.task, "length": sample.length, "sample": sample.id, "sample_digest": content}
-            names |= {"context": contents[0]} if len(group) > 1 else {}
+            names |= {"context": contents[0]} if question == "multi" else {}
             if missing:
                 yield [row | names | {"inputs_digest": digests[row["method"], row["budget"]]} for row in made]
         if refused and len(refused) == len(digest_of) - 1:

@@ -146,7 +146,7 @@ class State:
         return [layer.entries() for layer in self.layers]
 
     def counts(self) -> Tensor:
-        """[L, B, K] int64: number of real entries per layer, row and KV head."""
+        """[L, B, K] int64: number of real entries per layer, row and KV head; [0, B, 0] without full attention."""
         sizes = [torch.as_tensor(layer.head_sizes()).to(self.lengths.device) for layer in self.layers]
         return torch.stack(sizes) if sizes else self.lengths.new_zeros(0, len(self.lengths), 0)
 
@@ -478,7 +478,7 @@ def record_past(cache: Cache) -> None:
 
 
 def roll_back(cache: Cache, count: int) -> None:
-    """Roll bounded layers that have recorded the past back by `count` tokens; they record no more."""
+    """Roll bounded layers that have recorded the past back by `count` tokens, and stop recording."""
     layers: list[Any] = [layer for layer in cache.layers if is_bounded(layer)]
     for layer in layers:
         layer.crop(-count)

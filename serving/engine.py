@@ -183,9 +183,11 @@ class Engine:
         with self._wake:
             if self._closed:
                 raise Busy("the server is shutting down")
-            waiting = sum(not each.cancelled for each in self._queue)
-            if waiting >= self.waiting:
-                raise Busy(f"{waiting} requests are waiting, the most allowed; try again later")
+            for gone in [each for each in self._queue if each.cancelled]:
+                self._queue.remove(gone)
+                self._end(gone, "cancelled")
+            if len(self._queue) >= self.waiting:
+                raise Busy(f"{len(self._queue)} requests are waiting, the most allowed; try again later")
             job.submitted = time.perf_counter()
             self._queue.append(job)
             self._wake.notify()
@@ -254,11 +256,12 @@ class Engine:
 
     def _admit(self) -> None:
         job = None
-        while self._queue and len(self._batch) < self.rows and job is None:
-            job = self._queue.popleft()
-            if job.cancelled:
-                self._end(job, "cancelled")
-                job = None
+        with self._wake:
+            while self._queue and len(self._batch) < self.rows and job is None:
+                job = self._queue.popleft()
+                if job.cancelled:
+                    self._end(job, "cancelled")
+                    job = None
         if job is None:
             return
         try:

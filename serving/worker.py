@@ -36,8 +36,10 @@ class Worker:
         self._made, self._turn, self._closed = set[str](), asyncio.Lock(), False
 
     def close(self) -> None:
-        """Wait for the prompt that is being read, and remove the prefixes that are still there."""
+        """Remove the prefixes that are still there, and wait for the prompt that is being read, which leaves none."""
         self._closed = True
+        for digest in [*self._made]:
+            file_of(self.root, digest).unlink(missing_ok=True)
         self._thread.shutdown(cancel_futures=True)
         for digest in self._made:
             file_of(self.root, digest).unlink(missing_ok=True)
@@ -63,13 +65,13 @@ class Worker:
             writer.close()
 
     async def _reply(self, ids: list[int], reader: asyncio.StreamReader) -> dict[str, Any] | None:
-        """The reply; None if the client left before its turn came."""
+        """The reply; None if the client left, or the worker was closed, before its turn came."""
         if self._load > self.waiting:
             return {"error": f"keepsight: {self.waiting} long prompts are waiting; try again later", "status": 429}
         self._load += 1
         try:
             async with self._turn:
-                if reader.at_eof():
+                if self._closed or reader.at_eof():
                     return None
                 return await asyncio.get_running_loop().run_in_executor(self._thread, self.read, ids)
         finally:

@@ -165,7 +165,7 @@ def hold_out(
 
     At most `held_out` samples are held out; prompts that an earlier stage was `trained` on only if there are no others.
     A held-out prompt that occurs again is not trained on. A `UserError`, with the settings' `key` in a recipe, if there
-    are too few samples, or different prompts, for both.
+    are too few samples, or too few different prompts, for both.
     """
     require_more(samples, held_out, key)
     new = [place for place, each in enumerate(samples) if prompt_digest(each) not in trained] if trained else []

@@ -210,7 +210,7 @@ class EvictionObjective(ReplayedObjective):
     def loss_of(self, outputs: TeacherOutputs, batch: Batch) -> Tensor:
         batch, budgets = _with_three_tokens(batch), self.settings.budgets
         longer = [budget for budget in budgets if budget < batch.prompt_ids.shape[1]]
-        budget = random.Random(self._use_of(batch)).choice(longer or budgets)
+        budget = random.Random(self._seed_of(batch)).choice(longer or budgets)
         importance = torch.stack([each.to(self.log_weights.device) for each in self.importance(outputs, batch)])
         floor = self._floor_of(batch)
         gates = soft_gates(importance, self.log_weights, budget, floor, self.settings.temperature)
@@ -225,11 +225,11 @@ class EvictionObjective(ReplayedObjective):
 
     def _floor_of(self, batch: Batch) -> float | None:
         """The floor of a batch's selection, None for a uniform one: drawn at random, the same in a resumed training."""
-        coin = random.Random(f"{self.settings.train.seed}:{self._use_of(batch)}:uniform")
+        coin = random.Random(f"{self.settings.train.seed}:{self._seed_of(batch)}:uniform")
         return None if coin.random() < self.settings.uniform_share else self.floor
 
-    def _use_of(self, batch: Batch) -> str:
-        """Names the use of a batch's samples: it differs from turn to turn and from epoch to epoch."""
+    def _seed_of(self, batch: Batch) -> str:
+        """A seed for what is drawn for a batch; it differs from turn to turn and from epoch to epoch."""
         return f"{[*batch.indices]}:{batch.turn}" + (f":{self.epoch}" if self.epoch else "")
 
     @override

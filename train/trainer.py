@@ -141,8 +141,8 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         round_size = settings.batch_size * arguments.world_size
         if settings.replays > 1 and len(whole) < round_size:
             raise UserError(
-                f"{key}.batch_size={settings.batch_size}: {len(whole)} training samples do not fill a batch of each "
-                f"of {arguments.world_size} processes; lower it"
+                f"{key}.batch_size={settings.batch_size}: {len(whole)} training samples are fewer than the "
+                f"{round_size} of one batch in every process; use more data, smaller batches or fewer processes"
             )
         train = SampleDataset(SomeUnseen(whole.samples, run.unseen)) if run.unseen else whole
         super().__init__(
@@ -156,7 +156,9 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         self._unseen = SampleDataset(run.unseen.held_out(held_out.samples) if run.unseen else [])
         self._check_launcher()
         leave_to_fsdp(objective)
+        repeated = len(run.samples) - len(whole) - len(held_out)
         data = {"data.samples": len(run.samples), "data.digest": samples_digest(run.samples)}
+        data |= {"data.repeated": repeated} if repeated else {}  # earlier versions trained on them
         start = {**objective.decisive(), **run.start, **data, "launch.processes": self.args.world_size}
         self._decisive = {f"{key}.{name}": value for name, value in settings.decisive().items()} | start
         self._trained_prompts = None if run.trained is None else run.trained | prompts_of(whole.samples)

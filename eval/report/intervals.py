@@ -1,7 +1,7 @@
 """Means over samples with their 95 % intervals: a bootstrap, and Wilson's for scores that are 0 or 1.
 
-The bootstrap draws samples with replacement within each task and length (Efron 1979; percentile intervals). Questions
-about one context, and turns of one conversation, are drawn together. The draws are the same for every method, so that
+The bootstrap draws samples with replacement within each task and length (Efron 1979; percentile intervals). With
+`question=multi`, the questions about one context are drawn together. The draws are the same for every method, so that
 the difference of two means over the same samples is a paired one.
 
 `scipy.stats.bootstrap` pairs samples of one length or draws within strata, not both: a call for each stratum, measure

@@ -63,7 +63,8 @@ def summarize(rows: Iterable[Row]) -> Frame:
     frame["evicts"] = frame["method"] != FULL
     frame["stratum"] = frame["task"] + ", " + frame["length"].map(str) + " tokens"
     frame["samples"] = frame["sample_digest"].fillna(frame["sample"])
-    frame["context"] = frame["context"].fillna(frame["samples"])
+    known = frame.groupby([*PLACE, "samples"])["context"].transform("first")  # earlier versions wrote none
+    frame["context"] = known.fillna(frame["samples"])
     frame["same_tokens"] = frame["first_difference"].fillna(frame["answer_tokens"])
     frame["kv_mib"] = frame["kv_bytes"] / 2**20
     tokens = frame["prompt_tokens"].fillna(frame["length"].astype(float))
@@ -176,7 +177,7 @@ def notes_on(rows: Frame) -> str:
     missing = [f"{row.method} {row.budget} ({row.n} of {row.most})" for row in few]
     titles = {"Nothing was evicted in some samples": whole, "Some samples were not measured": missing}
     notes = [f"{title}: {', '.join(dict.fromkeys(found))}." for title, found in titles.items() if found]
-    if (rows["n"] < FEW).any():
+    if any(each.n < FEW for each in rows["excess_nll"]):
         notes.append(f"Intervals of fewer than {FEW} samples are too narrow.")
     return " ".join(notes)
 

@@ -94,7 +94,7 @@ class TaskRequest:
         tokenizer: The base model's.
         context: Context length of the model, in tokens.
         lengths: Lengths of generated prompts in tokens, chat template and answer included.
-        samples: Number of samples of a task, at each length of a generated one; 0 for all of a fixed one.
+        samples: Number of samples of a task, at each of its lengths; 0 for all of a fixed one.
         seed: Same seed, same generated samples.
         max_tokens: Longest prompt of `jsonl` samples in tokens; longer ones are left out.
         every_question: Whether every question about a context becomes a sample (`question=multi`).

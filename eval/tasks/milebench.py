@@ -7,6 +7,7 @@ cuts its beginning.
 """
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,9 +61,9 @@ class MileBench(Benchmark):
             choices = texts_field(where, instance, "choice_list") if "choice_list" in instance else ()
             text = f"{_instruction(where, instructions, row)}\n{text_field(where, instance, 'context')}"
             text += _choice_list(task, choices)
-            root = path.parent / "images"
-            images = [root / each for each in texts_field(where, instance, "images_path")]
-            if outside := next((each for each in images if not each.resolve().is_relative_to(root.resolve())), None):
+            root = Path(os.path.normpath(path.parent / "images"))
+            images = [Path(os.path.normpath(root / each)) for each in texts_field(where, instance, "images_path")]
+            if outside := next((each for each in images if not each.is_relative_to(root)), None):
                 raise UserError(f"{where}: its image {outside} is outside of {root}; unpack MileBench's archives again")
             if missing := next((each for each in images if not each.is_file()), None):
                 raise UserError(f"{where}: its image {missing} is missing; unpack all of MileBench's archives")

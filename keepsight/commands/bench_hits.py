@@ -88,7 +88,7 @@ def _check_same(out: Path, config: Config, target: Target) -> None:
     names = ("methods", "budgets", "heads", "retrieval", "bits", "max_new_tokens", "seed", "protocol", *_BENCHMARKS)
     settings = {name: given[name] for name in names} | {"model.id": [target.name, target.version]}
     if (out / "hits.jsonl").exists():
-        before = read_json(path, dict[str, Any])
+        before = {"protocol": "reference"} | read_json(path, dict[str, Any])  # which earlier versions did not write
         require_same(f"{path}: this was measured", before, settings, "choose another out=, or delete the folder")
     write_json(path, settings)
 

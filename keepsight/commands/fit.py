@@ -124,7 +124,8 @@ def run(config: configs.Fit) -> None:
     fresh_answers = _fresh_answers(config, answers, str(out / "fresh_data"))
     trained = {"adapter" if config.module == "lookahead" else "retrieval": str(out / source), "samples": config.tests}
     tests = _stage(configs.Eval, config, Benchmarks, EvalKeys, UsesMethods, out=str(out / "eval"), **trained)
-    check(config, {"mixture": answers} | ({"fresh.mixture": fresh_answers} if "fresh_answers" in known else {}), tests)
+    fresh = {"fresh.mixture": fresh_answers} if "fresh_answers" in known else {}
+    check(config, chosen, {"mixture": answers} | fresh, tests)
     if "evaluation" in chosen:
         evaluation.samples_of(tests, without_weights(tests))  # unreadable tasks are refused here, not after hours
     if "fresh_answers" in chosen:
@@ -177,20 +178,23 @@ def stages_of(config: configs.Fit) -> tuple[str, ...]:
     return tuple(name for name in known if name not in _FRESH)
 
 
-def check(config: configs.Fit, answers: Mapping[str, configs.Data], tests: configs.Eval) -> None:
-    """Check (UserError) every stage's keys before the first runs, with a shipped module in place of the new one.
+def check(config: configs.Fit, chosen: Sequence[str], answers: Mapping[str, configs.Data], tests: configs.Eval) -> None:
+    """Check (UserError) the keys before the first of the chosen stages, with a shipped module in place of the new one.
 
     `answers` are those to be generated, by the key that names their mixture.
     """
     config.fresh.check()
-    if 0 < (limit := config.fresh.limit) <= (held_out := config.finetune.train.held_out):
-        raise UserError(
-            f"fresh.limit={limit}: finetune.train.held_out={held_out} of the new prompts are held out; raise it"
-        )
-    first = ("retrieval_head.train", config.retrieval_head.train)
-    first = first if config.module == "retrieval" else ("train", config.train)
-    if config.limit <= (held_out := first[1].held_out):
-        raise UserError(f"limit={config.limit}: {first[0]}.held_out={held_out} of the prompts are held out; raise it")
+    of_stage = {
+        "importance": ("limit", config.limit, "train", config.train),
+        "eviction": ("limit", config.limit, "finetune.train", config.finetune.train),
+        "fresh_eviction": ("fresh.limit", config.fresh.limit, "finetune.train", config.finetune.train),
+        "distillation": ("limit", config.limit, "retrieval_head.train", config.retrieval_head.train),
+    }
+    for key, limit, section, settings in (of_stage[name] for name in chosen if name in of_stage):
+        if limit <= settings.held_out:
+            raise UserError(
+                f"{key}={limit}: {section}.held_out={settings.held_out} of the prompts are held out; raise it"
+            )
     for key, each in answers.items():
         data.check(each, key)
     if config.base is not None:

@@ -19,7 +19,7 @@ from keepsight.runtime.attention import Reader, Softmax, grouped_attention
 from keepsight.runtime.drafting.observer import DraftIds, until_end
 from keepsight.runtime.generate import CacheMethod, Decoded, FullCache, GenerateRequest, end_ids
 from keepsight.runtime.layer import KeptLayer
-from keepsight.runtime.state import Needs, State, positions_of, prefill, read, record_past, roll_back
+from keepsight.runtime.state import Needs, State, has_recurrent, positions_of, prefill, read, record_past, roll_back
 
 _ROWS_AT_ONCE = 1024  # bounds the memory of a long prompt's mask and hidden layer
 
@@ -180,8 +180,10 @@ def decode_speculatively(
     """
     _require_single(state.tokens)
     require_whole("speculative decoding", 1, tokens=tokens)
-    record_past(state.cache)  # a window that has slid could not forget a rejected draft
-    if not state.cache.is_croppable:
+    cache = state.cache
+    if has_recurrent(cache):
+        raise UserError("speculative decoding: a recurrent state cannot forget a rejected draft; decode without a head")
+    if not cache.is_croppable:
         raise UserError("speculative decoding: entries that are packed (kivi, specache) cannot forget a rejected draft")
     layers = head.layers_of(model)
     drafter = ChainDrafter(head, model, state.tokens_mask)
@@ -189,20 +191,23 @@ def decode_speculatively(
     answer = _Answer(ids, stopping_criteria, logits_processor, streamer)
     answer.add(state.logits)
     place, rounds = int(state.lengths), []
-    while not answer.ended:
-        newest = answer.ids[:, -1:]
-        count = max(min(tokens, answer.room - 1, context_of(model) - place - 1), 0)
-        drafted = newest[:, :0]
-        if count:
-            drafted = drafter.draft(*_recorded_rows(state, layers, newest), count)
-        # Only the new tokens' features are recorded: the head has read the others.
-        state = replace(state, needs=Needs(features=layers), features=())
-        state, logits = read(model, state, torch.cat([newest, drafted], dim=1))
-        each = _judge(answer, drafted, logits)
-        state = state.crop(count + 1 - each.emitted, logits[:, each.emitted - 1])
-        rounds.append(each)
-        place += each.emitted
-    roll_back(state.cache, 0)
+    record_past(cache)  # a window that has slid could not forget a rejected draft
+    try:
+        while not answer.ended:
+            newest = answer.ids[:, -1:]
+            count = max(min(tokens, answer.room - 1, context_of(model) - place - 1), 0)
+            drafted = newest[:, :0]
+            if count:
+                drafted = drafter.draft(*_recorded_rows(state, layers, newest), count)
+            # Only the new tokens' features are recorded: the head has read the others.
+            state = replace(state, needs=Needs(features=layers), features=())
+            state, logits = read(model, state, torch.cat([newest, drafted], dim=1))
+            each = _judge(answer, drafted, logits)
+            state = state.crop(count + 1 - each.emitted, logits[:, each.emitted - 1])
+            rounds.append(each)
+            place += each.emitted
+    finally:
+        roll_back(cache, 0)
     if streamer is not None:
         streamer.end()
     return Speculated(answer.ids, replace(state, needs=Needs(), features=()), tuple(rounds))

@@ -136,8 +136,9 @@ class RestoreKV(KVzip):
 
     n learned tokens (8 as published) are read after the prompt, through a LoRA of their own, while the cache is whole.
     Their entries stay in every layer and head, beside the budget - n that KVzip keeps; later tokens are at positions n
-    higher. A prompt that fits the budget stays as it is. At a later turn that exceeds it, the tokens are read again,
-    and KVzip selects also among their earlier entries. By name, `plus` weights come with KVzip+'s observer.
+    higher. A prompt that fits the budget stays as it is, unless it is in a batch with one that does not. At a later
+    turn that exceeds it, the tokens are read again, and KVzip selects also among their earlier entries. By name, `plus`
+    weights come with KVzip+'s observer.
 
     Attributes:
         weights: The trained weights; in a recipe `scorer` names them: a file, a folder or a Hub id.
@@ -154,21 +155,21 @@ class RestoreKV(KVzip):
             raise UserError("RestoreKV: learned tokens attend to the whole cache: leave out during_prefill")
         if self.every:
             raise UserError("RestoreKV: learned entries are added once, after the prompt; leave out every")
-        if isinstance(self.budget, int) and self.budget <= (least := self.added + self.sinks + self.window):
+        if isinstance(self.budget, int) and self.budget <= (least := self.added_entries + self.sinks + self.window):
             raise UserError(
-                f"RestoreKV: budget {self.budget} must be above {least}, the {self.added} learned entries and the "
-                "protected ones (sinks + window)"
+                f"RestoreKV: budget {self.budget} must be above {least}, the {self.added_entries} learned entries and "
+                "the protected ones (sinks + window)"
             )
         super().__post_init__()
 
     @property
     @override
-    def added(self) -> int:
+    def added_entries(self) -> int:
         return 0 if self.weights is None else len(self.weights.tokens)
 
     @override
     def budget_for(self, length: int) -> int:
-        return super().budget_for(length) - self.added
+        return super().budget_for(length) - self.added_entries
 
     @override
     @torch.no_grad()
@@ -176,8 +177,8 @@ class RestoreKV(KVzip):
         made, after = self._restored(model, state), super().keep(model, state, selected)
         for layer, (keys, values) in zip(after.layers, made, strict=True):
             layer.update(keys, values)
-            layer.seen -= self.added  # they are no tokens of the prompt
-        return replace(after, rope_offset=torch.full_like(state.lengths, self.added) + state.rope_offset)
+            layer.seen -= self.added_entries  # they are no tokens of the prompt
+        return replace(after, rope_offset=torch.full_like(state.lengths, self.added_entries) + state.rope_offset)
 
     def _restored(self, model: PreTrainedModel, state: State) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [B, K, n, d] of the learned tokens in each layer."""

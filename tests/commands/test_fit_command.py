@@ -157,9 +157,11 @@ def test_the_eviction_stage_goes_on_with_new_prompts(keepsight: CommandLine, her
     card = (here / "fitted/adapter/README.md").read_text()
     assert "stages=" not in card and "fresh." not in card and "part 2" not in card and "## Evaluation" in card
     said = keepsight.fails(*FIT, *last_of_each_key([*fresh, "fresh.limit=2"]), "out=fitted")
-    assert said == "fresh.limit=2: finetune.train.held_out=2 of the new prompts are held out; raise it"
+    assert said == "fresh.limit=2: finetune.train.held_out=2 of the prompts are held out; raise it"
     said = keepsight.fails(*FIT, "limit=2", "out=none")
     assert said == "limit=2: train.held_out=2 of the prompts are held out; raise it"
+    assert "stages=[eviction]" not in (said := keepsight.fails(*FIT, "limit=2", "out=none", "stages=[eviction]"))
+    assert said == "limit=2: finetune.train.held_out=2 of the prompts are held out; raise it"
     said = keepsight.fails(*FIT, *last_of_each_key([*fresh, "fresh.mixture=absent"]), "out=none")
     assert said.startswith("fresh.mixture=absent is neither a file nor one of ")
     said = keepsight.fails(*FIT, "out=none", "stages=[fresh_answers]")

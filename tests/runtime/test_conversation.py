@@ -11,7 +11,7 @@ from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.conversation import Conversation as AnyConversation
 from keepsight.runtime.generate import FullCache, Method
 from keepsight.runtime.importance import NO_POOL, Pool
-from keepsight.runtime.methods import Kivi, SnapKV, SpeCache, SpeContext, StreamingLLM
+from keepsight.runtime.methods import DapQ, Kivi, SnapKV, SpeCache, SpeContext, StreamingLLM
 from keepsight.runtime.methods.window import PromptWindow
 from keepsight.runtime.retrieval.specontext import retrieval_cache
 from keepsight.runtime.state import read
@@ -221,3 +221,8 @@ def test_a_head_is_extended_while_the_answer_grows(turn: int, features: str) -> 
     real = torch.arange(250) >= torch.tensor([0, 17])[:, None]
     assert_close(mine.keys.transpose(1, 2)[real], its.keys.transpose(1, 2)[real])
     assert retrieval_cache(early.cache).selector.head.config.max_position_embeddings == 64
+
+
+def test_what_a_method_cannot_read_is_refused_as_generate_does() -> None:
+    with pytest.raises(UserError, match="do not fit the context of 256"):
+        AnyConversation(tiny_model(), DapQ(16)).say(prompt_ids(250)[0], max_new_tokens=2)

@@ -12,7 +12,8 @@ from keepsight.runtime import join as batches
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.join import join, take_rows
 from keepsight.runtime.layer import RaggedLayer
-from keepsight.runtime.state import State, prefill, read
+from keepsight.runtime.state import Needs, State, prefill, read
+from tests.families import WINDOW, family_model
 from tests.tiny import prompt_ids, tiny_model
 
 METHODS = {
@@ -65,6 +66,16 @@ def test_both_numbers_are_those_of_the_storages(name: str, question: int) -> Non
         assert allocated(allocator) == expected + sum(each.nbytes for each in others)
         assert after.kv_bytes < expected == after.kv_peak_bytes([])
     assert state.kv_bytes == state.counts().sum() * 2 * 8 * 4
+
+
+@pytest.mark.parametrize("length", [5, 90])
+def test_a_window_grows_until_it_is_full(length: int) -> None:
+    model, ids = family_model("Gemma 2"), prompt_ids(length)[0]
+    state, reads = prefill(model, ids, needs=Needs()), [1] * (WINDOW + 3)
+    expected, after = state.kv_peak_bytes(reads), state.copy()
+    for count in reads:
+        after = read(model, after, ids[:, :count])[0]
+    assert after.kv_peak_bytes([]) == expected
 
 
 def test_a_batch_of_ragged_states_holds_their_entries_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,9 @@ def test_prompts_in_the_forms_that_tokenizers_give(tmp_path: Path) -> None:
             generate(model, wrong, method, **GREEDY)
     with pytest.raises(UserError, match="the prompt has no tokens"):
         generate(model, ids[:, :0], method, **GREEDY)
+    mask = torch.tensor([[1], [0]]).expand(2, IDS.shape[1])
+    with pytest.raises(UserError, match="a prompt has no tokens: its row of attention_mask is all 0"):
+        generate(model, IDS.repeat(2, 1), method, attention_mask=mask, **GREEDY)
 
 
 def test_stop_strings_end_an_answer() -> None:

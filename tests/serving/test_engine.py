@@ -12,6 +12,7 @@ from keepsight.runtime import join
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.generate import FullCache, generate
 from keepsight.runtime.methods import SpeCache
+from keepsight.serving import engine as engines
 from keepsight.serving.engine import Busy, Engine, Job
 from tests.families import family_model
 from tests.tiny import prompt_ids, tiny_model
@@ -116,6 +117,54 @@ def test_cancelled_requests_leave_and_disturb_nobody():
     assert stays.result(0) == alone(model, method, stays.ids, max_new_tokens=10)
     assert (leaves.reason, never.reason) == ("cancelled", "cancelled") and len(leaves.tokens) < 10 and before
     assert engine.totals.ended == {"stop": 0, "length": 1, "cancelled": 2, "failed": 0}
+
+
+def test_requests_that_were_cancelled_while_waiting_make_room_for_others():
+    engine = Engine(tiny_model(), METHODS["uniform"], rows=1, waiting=1)
+    first, leaves, comes = (Job(ids, max_new_tokens=4) for ids in prompts(60, 50, 40))
+    engine.submit(first)
+    engine.step()
+    engine.submit(leaves)
+    with pytest.raises(Busy):
+        engine.submit(comes)
+    leaves.cancel()
+    engine.submit(comes)
+    assert leaves.reason == "cancelled" and engine.load == (1, 1)
+    run(engine)
+    assert {first.reason, comes.reason} <= {"stop", "length"}
+
+
+def test_a_request_that_cannot_join_the_batch_fails_alone(monkeypatch):
+    model, method = tiny_model(), METHODS["uniform"]
+    engine = Engine(model, method, rows=2)
+    good, bad = (Job(ids, max_new_tokens=6) for ids in prompts(60, 70))
+    engine.submit(good)
+    engine.step()
+
+    def fail(states):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(engines, "join", fail)
+    engine.submit(bad)
+    run(engine)
+    assert good.result(0) == alone(model, method, good.ids, max_new_tokens=6) and bad.reason == "failed"
+
+
+def test_a_model_with_windows_alone_is_served():
+    model = family_model("Mistral with a window")
+    engine, (ids,) = Engine(model, METHODS["uniform"], rows=2), prompts(60)
+    engine.submit(job := Job(ids, max_new_tokens=4))
+    run(engine)
+    assert job.result(0) == alone(model, METHODS["uniform"], ids, max_new_tokens=4) and job.kept == 0
+
+
+def test_a_method_that_fails_on_this_model_ends_the_start():
+    class ForAnother(SnapKV):
+        def start(self, *given, **options):
+            raise UserError("this module was trained for another model")
+
+    with pytest.raises(UserError, match="trained for another model"):
+        Engine(tiny_model(), ForAnother(40, window=8), rows=2)
 
 
 def test_what_fails_fails_alone(monkeypatch):

@@ -139,7 +139,7 @@ def trained(work: Path, at: int = 0) -> ModuleTrainer:
 def test_too_few_samples_for_a_batch_that_is_used_again_are_refused(tmp_path: Path) -> None:
     run = TrainingRun(tmp_path, samples(), replay=ReplaySettings(memory="90KB"))
     with pytest.raises(
-        UserError, match=r"^train\.batch_size=32: \d+ training samples do not fill a batch of each of 1 pro"
+        UserError, match=r"^train\.batch_size=32: \d+ training samples are fewer than the 32 of one batch in"
     ):
         ModuleTrainer(objective(), settings(replays=3, steps=14, batch_size=32, samples_per_step=32), run)
 
