@@ -119,9 +119,10 @@ TUNED = {
     WEIGHTED_SNAPKV: "SnapKV, mean over 3, heads share a budget, learned weights",
     "SnapKV, heads share a budget": "the same without weights",
     **alike("SnapKV, mean over 3"),
+    "LookaheadKV, uniform selection": "LookaheadKV (shipped), uniform selection",
+    "LookaheadKV, the paper's selection": "LookaheadKV (shipped), the paper's selection, pooled by max over 7",
     **alike(EARLIER, f"{EARLIER}, uniform selection"),
     "LookaheadKV, 120 steps for the uniform selection": "the same after 120 steps for this selection",
-    f"{EARLIER}, the paper's selection": f"{EARLIER}, the paper's selection, pooled by max over 7",
 }
 READING = alike("exact_topk", "specontext (shipped head)", "quest")
 SCORE = "{score} / {excess_nll}"
@@ -163,14 +164,14 @@ TABLES = {
         "needles",
         "length",
         cell="{score}",
-        rows=alike("full cache", EARLIER, "oracle attention (unpooled)", "SnapKV, mean over 3"),
+        rows=alike("full cache", OURS, "oracle attention (unpooled)", "SnapKV, mean over 3"),
         head="{} tokens",
     ),
     "needle-tasks": Table(
         "needle_tasks",
         "samples",
         cell=SCORE,
-        rows=alike("full cache", EARLIER, "oracle attention (unpooled)"),
+        rows=alike("full cache", OURS, "oracle attention (unpooled)"),
         head="{} samples",
         where={"budget": ("64", "")},
     ),
