@@ -33,7 +33,9 @@ def load_tokenizer(source: str | Path, **options: Any) -> "PreTrainedTokenizerBa
 
 
 def ids_of(model: "PreTrainedModel", prompts: Any, options: dict[str, Any], special: bool) -> "Tensor":
-    """The ids [B, N] of prompts: text, a tokenizer's output or ids. Its other outputs are added to `options`.
+    """The ids [B, N] of prompts, on the model's device: text, a tokenizer's output or ids.
+
+    Other outputs of a tokenizer are added to `options`.
 
     Raises:
         UserError: they are something else, or text without a tokenizer.
@@ -59,7 +61,8 @@ def ids_of(model: "PreTrainedModel", prompts: Any, options: dict[str, Any], spec
         )
     if stop_strings:
         options |= {"tokenizer": tokenizer, "stop_strings": stop_strings}
-    return prompts
+    embedding: Any = model.get_input_embeddings().weight
+    return prompts if embedding.is_meta else prompts.to(embedding.device)  # meta: accelerate offloads it
 
 
 def _tokenizer_of(model: "PreTrainedModel") -> Any:

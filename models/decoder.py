@@ -249,11 +249,6 @@ def running_devices(model: nn.Module) -> list[torch.device]:
     return list(dict.fromkeys(_runs_on(module) if weight.is_meta else weight.device for module, weight in placed))
 
 
-def input_device(model: PreTrainedModel) -> torch.device:
-    """The device that a model's token ids have to be on."""
-    return running_devices(model.get_input_embeddings())[0]
-
-
 def _runs_on(module: Any) -> torch.device:
     return torch.device(module._hf_hook.execution_device if has_offloaded_params(module) else "meta")
 

@@ -120,11 +120,6 @@ class Evict(CacheMethod):
     def adapter_digest(self) -> str | None:
         return self.observer.adapter_digest
 
-    @property
-    def added_entries(self) -> int:
-        """Number of entries that the method adds to those it selects: part of the budget, not of `budget_for`."""
-        return 0
-
     @final
     @override
     def needs(self) -> Needs:
@@ -133,7 +128,7 @@ class Evict(CacheMethod):
     @override
     def check(self, length: int, context: int) -> None:
         name, observer, budget = type(self).__name__, self.bound_observer, self.budget_for(length)
-        if length <= budget + self.added_entries:
+        if length <= budget:
             return
         if isinstance(self.budget, float):
             self._check_room([budget])
@@ -202,7 +197,7 @@ class Evict(CacheMethod):
     def fits(self, state: State) -> bool:
         """Whether the state is within the budget, or has no layer to evict from."""
         real = self._sizes(state).real
-        return not real.size or bool((real.mean(axis=(0, 2)) - self.added_entries <= self.budgets(state)).all())
+        return not real.size or bool((real.mean(axis=(0, 2)) <= self.budgets(state)).all())
 
     @torch.no_grad()
     def importance(self, model: PreTrainedModel, state: State, scores: list[Tensor] | None = None) -> list[Tensor]:

@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.models.chat import ids_of
-from keepsight.models.decoder import context_of, input_device, require_supported
+from keepsight.models.decoder import context_of, require_supported
 from keepsight.models.model_files import adapters_digest
 from keepsight.runtime import registry
 from keepsight.runtime.attention import Reader
@@ -215,11 +215,12 @@ class CustomGenerate(ABC):
             UserError: `model.generate` has an argument that is not supported.
         """
         require_supported(model)
-        device = input_device(model)
-        input_ids = input_ids.to(device)
-        model_kwargs = {
-            name: value.to(device) if isinstance(value, Tensor) else value for name, value in model_kwargs.items()
-        }
+        embedding: Any = model.get_input_embeddings().weight
+        if not embedding.is_meta:  # as it is where accelerate offloads it
+            input_ids, place = input_ids.to(embedding.device), embedding.device
+            model_kwargs = {
+                name: value.to(place) if isinstance(value, Tensor) else value for name, value in model_kwargs.items()
+            }
         options = _locals_of("generate")
         if "cache" in model_kwargs:  # its name since transformers 5.24
             model_kwargs["past_key_values"] = model_kwargs.pop("cache")
@@ -544,10 +545,9 @@ def generate(
             f"generate: {name} is not a method such as SnapKV(budget=128); to answer from a state, pass what "
             "load_state returns, or call Conversation(model, method, state).say(input_ids)"
         )
-    device = input_device(model)
-    input_ids = ids_of(model, input_ids, options, method.starts_prompts).to(device)
+    input_ids = ids_of(model, input_ids, options, method.starts_prompts)
     own_mask = options.pop("attention_mask", None)
     attention_mask = own_mask if attention_mask is None else attention_mask
-    mask = attention_mask.to(device) if attention_mask is not None else input_ids.new_ones(input_ids.shape)
+    mask = input_ids.new_ones(input_ids.shape) if attention_mask is None else attention_mask.to(input_ids.device)
     output = model.generate(input_ids=input_ids, attention_mask=mask, custom_generate=method, **options)  # type: ignore[operator]
     return output if isinstance(output, GenerateDecoderOnlyOutput) else output[:, input_ids.shape[1] :]

@@ -309,7 +309,7 @@ class KVzip(Evict):
     def check(self, length: int, context: int) -> None:
         super().check(length, context)
         observer = self.bound_observer
-        if length <= self.budget_for(length) + self.added_entries or not isinstance(observer, Reconstruction):
+        if length <= self.budget_for(length) or not isinstance(observer, Reconstruction):
             return
         if (positions := observer.longest(length)) + length > context:
             raise UserError(

@@ -163,13 +163,25 @@ class RestoreKV(KVzip):
         super().__post_init__()
 
     @property
-    @override
     def added_entries(self) -> int:
+        """Number of learned entries: part of the budget, not of `budget_for`."""
         return 0 if self.weights is None else len(self.weights.tokens)
 
     @override
     def budget_for(self, length: int) -> int:
         return super().budget_for(length) - self.added_entries
+
+    @override
+    def check(self, length: int, context: int) -> None:
+        if length > self.budget_for(length) + self.added_entries:
+            super().check(length, context)
+
+    @override
+    def fits(self, state: State) -> bool:
+        if not state.layers:
+            return True
+        entries = state.counts().double().mean(dim=(0, 2)) - self.added_entries
+        return all(count <= budget for count, budget in zip(entries.tolist(), self.budgets(state), strict=True))
 
     @override
     @torch.no_grad()

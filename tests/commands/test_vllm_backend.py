@@ -116,7 +116,7 @@ def test_a_packaged_target_is_read_from_its_folder(
 ) -> None:
     """vLLM knows nothing of the package, and would ask the Hub for the id."""
     monkeypatch.setattr(model_files, "hub_answers", lambda: False)
-    monkeypatch.setattr(model_files, "_installed", Path)
+    monkeypatch.setattr(model_files, "installed_file", Path)
     monkeypatch.setattr(model_files, "dequantised", lambda path, digest: (here / "tiny", "sha256:packed"))
     packaged = ("model.id=ada/tiny", "model.packaged=package/tiny.gguf", "model.packaged_id=ada/tiny")
     keepsight("data", *packaged, *DATA, "backend=vllm", "out=vllm")
