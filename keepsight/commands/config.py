@@ -345,7 +345,7 @@ class Fit(shared.Benchmarks, shared.DataKeys, shared.EvalKeys):
         keepsight fit HuggingFaceTB/SmolLM2-135M-Instruct out=runs/smollm2
         keepsight fit recipe=llama3.1-8b mixture=paper limit=20000 max_new_tokens=512 out=runs/llama8b
         keepsight fit recipe=smollm2-135m module=retrieval out=runs/retrieval
-        keepsight fit recipe=demo          # the demo: SmolLM2-135M, 4 to 14 minutes on two cores
+        keepsight fit recipe=demo          # the demo: SmolLM2-135M, 4 to 20 minutes on two cores
         accelerate launch -m keepsight fit recipe=llama3.1-8b out=runs/llama8b
 
     Stages of a lookahead module: answers, importance (learns what answers attend to), eviction (learns from the loss
