@@ -475,3 +475,18 @@ def test_a_training_that_is_killed_in_a_replay_resumes_bit_for_bit(tmp_path: Pat
     saved = load_file(tmp_path / "parts" / "checkpoint-6" / "finetuned.safetensors")
     assert torch.equal(saved["log_weights"], again["log_weights"])
     assert torch.equal(saved["tokens"], again["lookahead.soft_tokens.weight"])
+
+
+def test_a_sample_gets_other_budgets_in_other_epochs():
+    made, losses = finetuned(tiny_model(), (6, 12, 24)), set()
+    for epoch in range(8):
+        made.epoch = epoch
+        losses.add(round(made(**batch_of(samples((40, 6))))["loss"].item(), 6))
+    assert len(losses) == 3
+
+
+def test_a_measurement_that_is_no_number_is_not_reported(monkeypatch):
+    made = finetuned(tiny_model())
+    monkeypatch.setattr(made, "excess_nll", lambda batch, floors: {12: [[float("nan")]]})
+    with pytest.raises(FloatingPointError, match="eval_excess_nll_at_12 is nan"):
+        made.measure([batch_of(samples((40, 6)))], 12)
