@@ -195,6 +195,7 @@ def test_the_time_to_the_first_token_is_that_of_the_passes(keepsight: CommandLin
     columns = "card,kind,model,tokens,method,first_s\n"
     rows = ("full,0.2", '"lookaheadkv, uniform",0.21', "snapkv,")
     lines = [f"NVIDIA H100 80GB HBM3,generate,llama-3.1-8b,8192,{row}" for row in rows]
+    lines.append("NVIDIA H100 NVL,generate,llama-3.1-8b,8192,full,0.9")  # another card
     (here / "gpu.csv").write_text(columns + "\n".join(lines))
     given = ("model.id=llama-3.1-8b", "lengths=[8192]", "measured=gpu.csv", "draft.layers=[0,1,2,3]")
     _, names, *found = keepsight("plan", "ttft", *given).splitlines()

@@ -86,6 +86,8 @@ def test_what_it_cannot_prune_is_refused():
         FastV(0.5).start(model, ids)
     with pytest.raises(UserError, match="give one prompt at a time"):
         FastV(0.5).start(model, ids.expand(2, -1), images=images)
+    with pytest.raises(UserError, match="the prompt is padded; give it without padding"):
+        FastV(0.5).start(model, ids, torch.arange(ids.shape[1])[None] > 1, images=images)
     with pytest.raises(UserError, match="layer 40 must be below the model's"):
         FastV(0.5, 40).start(model, ids, images=images)
     gemma = prompt(GEMMA)
