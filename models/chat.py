@@ -49,7 +49,7 @@ def ids_of(model: "PreTrainedModel", prompts: Any, options: dict[str, Any], spec
         tokenizer = tokenizer or _tokenizer_of(model)
     if text:
         padded = {"padding": isinstance(prompts, list), "padding_side": "left"}
-        prompts = tokenizer(prompts, return_tensors="pt", add_special_tokens=special, **padded).to(model.device)
+        prompts = tokenizer(prompts, return_tensors="pt", add_special_tokens=special, **padded)
     if isinstance(prompts, Mapping):
         options |= {name: value for name, value in prompts.items() if name not in options}
         prompts = options.pop("input_ids", None)

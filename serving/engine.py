@@ -183,9 +183,7 @@ class Engine:
         with self._wake:
             if self._closed:
                 raise Busy("the server is shutting down")
-            for gone in [each for each in self._queue if each.cancelled]:
-                self._queue.remove(gone)
-                self._end(gone, "cancelled")
+            self._drop_cancelled()
             if len(self._queue) >= self.waiting:
                 raise Busy(f"{len(self._queue)} requests are waiting, the most allowed; try again later")
             job.submitted = time.perf_counter()
@@ -255,15 +253,11 @@ class Engine:
         return bool(self._batch or self._queue)
 
     def _admit(self) -> None:
-        job = None
         with self._wake:
-            while self._queue and len(self._batch) < self.rows and job is None:
-                job = self._queue.popleft()
-                if job.cancelled:
-                    self._end(job, "cancelled")
-                    job = None
-        if job is None:
-            return
+            self._drop_cancelled()
+            if not self._queue or len(self._batch) >= self.rows:
+                return
+            job = self._queue.popleft()
         try:
             row, state = self._read(job)
             self._state = join([state] if self._state is None else [self._state, state])
@@ -272,6 +266,12 @@ class Engine:
             return
         self._batch.append(row)
         job.started()
+
+    def _drop_cancelled(self) -> None:
+        """End the requests that were cancelled while they waited; the caller holds the lock."""
+        for job in [each for each in self._queue if each.cancelled]:
+            self._queue.remove(job)
+            self._end(job, "cancelled")
 
     def _read(self, job: Job) -> tuple[_Row, State]:
         start, ids = time.perf_counter(), job.ids[None].to(self.model.device)

@@ -207,9 +207,9 @@ def placeholders_of(state: State, page: int) -> int:
     """
     counts = state.counts()[:, 0].cpu()  # [L, K]
     if page:
-        if (counts % page).any() and bool((counts == state.lengths.cpu()).all()):
-            raise UserError(f"the prompt of {int(state.lengths)} tokens is within the budget; send it as it is")
         if (counts % page).any():
+            if bool((counts == state.lengths.cpu()).all()):
+                raise UserError(f"the prompt of {int(state.lengths)} tokens is within the budget; send it as it is")
             raise UserError(
                 f"heads keep parts of pages of {page} entries; choose allocate={{name: global, page: {page}}} and a "
                 f"budget that {page} divides"

@@ -38,10 +38,12 @@ class Worker:
     def close(self) -> None:
         """Remove the prefixes that are still there, and wait for the prompt that is being read, which leaves none."""
         self._closed = True
-        for digest in [*self._made]:
-            file_of(self.root, digest).unlink(missing_ok=True)
+        self._remove_made()
         self._thread.shutdown(cancel_futures=True)
-        for digest in self._made:
+        self._remove_made()
+
+    def _remove_made(self) -> None:
+        for digest in [*self._made]:  # the thread may add one meanwhile
             file_of(self.root, digest).unlink(missing_ok=True)
 
     async def serve(self, socket: Path) -> None:

@@ -56,18 +56,12 @@ def evaluate(**keys: Any) -> list[dict[str, object]]:
 
 def _overrides(schema: type, keys: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Keys of a command as its arguments: a section's dict becomes dotted names, another dict a value."""
-    sections = {name for key in keys_of(schema) for name in _sections(key.name)}
+    names = {key.name for key in keys_of(schema)}
     for name, value in keys.items():
-        if isinstance(value, Mapping) and f"{prefix}{name}" in sections:
+        if isinstance(value, Mapping) and f"{prefix}{name}" not in names:
             yield from _overrides(schema, value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}={_typed(value)}"
-
-
-def _sections(key: str) -> Iterator[str]:
-    """The sections that a key is in, such as `finetune` and `finetune.train`."""
-    parts = key.split(".")[:-1]
-    return (".".join(parts[: count + 1]) for count in range(len(parts)))
 
 
 def _typed(value: Any) -> str:
