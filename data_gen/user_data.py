@@ -22,7 +22,7 @@ from pydantic import Field
 from keepsight.data_gen.prompts import ASKS, CountTokens, Prompt, Request, cut_at_word, fit, user_prompt
 from keepsight.data_gen.store import earlier_settings
 from keepsight.errors import BadRow, UserError, one_line
-from keepsight.files import Row, from_json, text_lines
+from keepsight.files import Row, file_digest, from_json, text_lines
 
 logger = logging.getLogger("keepsight")
 
@@ -60,6 +60,8 @@ class LocalJsonl:
         leave_out: Patterns such as `LICENSED/*`; rows whose `source` matches one are left out.
         ask_itself: Number of questions that the base model writes about the text in `prompt`, a prompt for each;
             responses are ignored. 0 for rows that are prompts already.
+        digest: `sha256:...` of the file. `keepsight data` refuses a file that differs, and adds the digest to the
+            manifest, so that a resumed run reads the same rows.
     """
 
     path: str
@@ -68,6 +70,7 @@ class LocalJsonl:
     shortest: int = 0
     leave_out: tuple[str, ...] = ()
     ask_itself: QuestionCount = 0
+    digest: str = ""
 
     def __post_init__(self) -> None:
         if not Path(self.path).is_file():
@@ -460,10 +463,11 @@ def _on_rows(source: dict[str, Any], folder: Path | None) -> dict[str, Any]:
 
 
 def pinned(mixture: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A mixture with its Hub data sets pinned to commits: `main` becomes `main@COMMIT`, `48e268d` `48e268d@COMMIT`.
+    """A mixture with its data pinned: Hub data sets to commits (`main` becomes `main@COMMIT`), local files to digests.
 
     A run that is resumed in `folder` keeps its commits. If the Hub does not tell the commit, the revision is kept, with
-    a warning. UserError if the folder's manifest is damaged.
+    a warning. UserError if the folder's manifest is damaged, or a file is not the one that its entry or an earlier run
+    in `folder` names.
     """
     earlier = earlier_settings(folder)
     before = earlier.mixture["sources"] if earlier else []
@@ -476,12 +480,24 @@ def commit_of(revision: str) -> str:
 
 
 def _pinned(source: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
+    if source["kind"] == "local_jsonl":
+        return _with_digest(source, before)
     revision = source.get("revision", "main")
     if source["kind"] != "hub_dataset" or Path(source["id"]).is_dir() or _COMMIT.fullmatch(revision):
         return source
     known = (each["revision"] for each in before if each.get("id") == source["id"] and "revision" in each)
     same = (each for each in known if each == revision or each.startswith(f"{revision}@"))
     return {**source, "revision": next(same, None) or _asked(source["id"], revision)}
+
+
+def _with_digest(source: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
+    path, digest = source["path"], file_digest(Path(source["path"]))
+    if any(each.get("path") == path and "digest" not in each for each in before):  # by an earlier version
+        return source
+    earlier = (each["digest"] for each in before if each.get("path") == path)
+    if (expected := source.get("digest") or next(earlier, digest)) != digest:
+        raise UserError(f"{path}: the file has {digest}, expected {expected}; restore it, or choose another out=")
+    return {**source, "digest": digest}
 
 
 def _asked(name: str, revision: str) -> str:

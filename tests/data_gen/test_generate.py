@@ -25,6 +25,7 @@ from keepsight.data_gen.generate import answers, generate_data, question_in, ren
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.prompts import Prompt
 from keepsight.data_gen.store import TrainingSample, finished_manifest, finished_samples
+from keepsight.data_gen.user_data import pinned
 from keepsight.errors import BadRow, UserError
 from keepsight.files import read_json, write_lines
 from keepsight.models.targets import Target, load_target
@@ -61,7 +62,7 @@ def mixture_of(path: Path, kinds: tuple[str, ...] = ()) -> dict[str, Any]:
 def make(target: Target, values: dict[str, Any], out: Path, **changes: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {"limit": 24, "seed": 3, "max_new_tokens": 40, "shard_size": 5} | changes
     backend = settings.pop("backend", None) or InThisProcess(target, 400)
-    return generate_data(target, values, out, backend=backend, **settings)
+    return generate_data(target, pinned(values, out), out, backend=backend, **settings)
 
 
 def samples_of(out: Path) -> list[TrainingSample]:

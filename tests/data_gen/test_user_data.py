@@ -21,6 +21,7 @@ from keepsight.data_gen.prompts import ASKS, Prompt
 from keepsight.data_gen.store import DataSettings
 from keepsight.data_gen.user_data import HubDataset, LocalJsonl, pinned
 from keepsight.errors import BadRow, UserError
+from keepsight.files import file_digest
 
 PAPER = yaml.safe_load((Path(recipes.__file__).parent / "mixtures" / "paper.yaml").read_text())
 SOURCES = {source["id"].rpartition("/")[2]: source for source in PAPER["sources"]}
@@ -440,6 +441,24 @@ def test_a_run_that_resumes_reads_the_rows_it_began_with(hub: Hub, tmp_path: Pat
     hub.asked.clear()
     begun(tmp_path, {"sources": [{**SOURCE, "revision": "main"}]})  # without the Hub
     assert revisions(SOURCE, folder=tmp_path) == ["main"] and not hub.asked
+
+
+def test_a_local_file_that_changes_is_refused_when_a_run_resumes(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "What is keepsight?"}\n')
+    source = {"kind": "local_jsonl", "path": str(path)}
+    digest = file_digest(path)
+    first = pinned({"sources": [source]}, tmp_path)
+    assert first == {"sources": [{**source, "digest": digest}]}
+    begun(tmp_path, first)
+    assert pinned({"sources": [source]}, tmp_path) == first
+    path.write_text('{"prompt": "What else?"}\n')
+    with pytest.raises(UserError, match=f"rows.jsonl: the file has sha256:.*, expected {digest}; restore it"):
+        pinned({"sources": [source]}, tmp_path)
+    with pytest.raises(UserError, match=f"expected {digest}"):
+        pinned({"sources": [{**source, "digest": digest}]}, tmp_path / "other")
+    begun(tmp_path, {"sources": [source]})  # by a version without digests
+    assert pinned({"sources": [source]}, tmp_path) == {"sources": [source]}
 
 
 def test_a_revision_that_the_hub_does_not_know_stays_with_a_warning(
