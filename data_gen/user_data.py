@@ -492,10 +492,10 @@ def _pinned(source: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, A
 
 def _with_digest(source: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
     path, digest = source["path"], file_digest(Path(source["path"]))
-    if any(each.get("path") == path and "digest" not in each for each in before):  # by an earlier version
+    earlier = next((each for each in before if each.get("path") == path), {"digest": digest})
+    if "digest" not in earlier:  # by an earlier version
         return source
-    earlier = (each["digest"] for each in before if each.get("path") == path)
-    if (expected := source.get("digest") or next(earlier, digest)) != digest:
+    if (expected := source.get("digest") or earlier["digest"]) != digest:
         raise UserError(f"{path}: the file has {digest}, expected {expected}; restore it, or choose another out=")
     return {**source, "digest": digest}
 
