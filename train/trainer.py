@@ -266,7 +266,7 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
             yield self._prepare_inputs(batch | {"last": number >= self._held_out_kept})
 
     def measurements(self) -> list[dict[str, Any]]:
-        """All measurements so far: rows with `step`, the numbers and the lists."""
+        """All measurements so far: rows with `step`, `held_out` (the digest of the samples), numbers and lists."""
         return whole_lines(self.work / MEASUREMENTS)
 
     def trained(self) -> Trained:
@@ -345,7 +345,8 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         self.log(dict(self.metrics))
         log_lists(self, measured)
         if self.is_world_process_zero():
-            append_lines(self.work / MEASUREMENTS, [{"step": self.state.global_step, **measured}])
+            on = samples_digest(self._held_out_samples.samples)
+            append_lines(self.work / MEASUREMENTS, [{"step": self.state.global_step, "held_out": on, **measured}])
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, self.metrics)
         return self.metrics
 
@@ -391,8 +392,8 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
 
 
 def numbers(measured: Mapping[str, Any]) -> dict[str, float]:
-    """A measurement without its lists and its step."""
-    return {name: value for name, value in measured.items() if name != "step" and not isinstance(value, list)}
+    """A measurement without its step, the digest of its samples, and its lists."""
+    return {name: value for name, value in measured.items() if name != "step" and not isinstance(value, list | str)}
 
 
 def training_arguments(settings: TrainSettings, work: Path, key: str = "train") -> TrainingArguments:

@@ -18,7 +18,7 @@ from keepsight.errors import UserError
 from keepsight.files import file_digest, one_writer, read_json, whole_lines, write_json
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.train.checkpoints import SEAL, last_checkpoint
-from keepsight.train.dataset import hold_out
+from keepsight.train.dataset import hold_out, prompts_of, samples_digest
 from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.train.runs import (
     checkpoints,
@@ -97,6 +97,17 @@ def test_measurements_of_a_resumed_training_stand_once_and_in_order(tmp_path):
     assert rows(tmp_path / "fidelity.jsonl")[-1]["step"] == 5
     train(objective(), settings(measure_every=1), tmp_path, samples())
     assert [row["step"] for row in rows(tmp_path / "fidelity.jsonl")] == list(range(9))
+
+
+def test_a_measurement_names_its_samples(tmp_path):
+    """Which are held out depends on the prompts of earlier stages."""
+    for name, trained in ("first", frozenset()), ("second", prompts_of(hold_out(samples(), 2)[1].samples)):
+        run = TrainingRun(tmp_path / name, samples(), trained=trained)
+        ModuleTrainer(objective(), settings(held_out=2, steps=1), run).fit()
+        expected = samples_digest(hold_out(samples(), 2, trained=trained)[1].samples)
+        assert {row["held_out"] for row in rows(tmp_path / name / "fidelity.jsonl")} == {expected}
+    first, second = (rows(tmp_path / name / "fidelity.jsonl")[0] for name in ("first", "second"))
+    assert first["held_out"] != second["held_out"]
 
 
 def test_how_often_a_training_is_measured_and_saved_may_change(straight, tmp_path):
