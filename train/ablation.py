@@ -38,7 +38,8 @@ class Cell:
     def of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The cell's values of a log row, under the names that training the cell alone would log."""
         end = f"/{self.name}"
-        return {key.removesuffix(end): value for key, value in row.items() if key == "step" or key.endswith(end)}
+        shared = "step", "held_out"
+        return {key.removesuffix(end): value for key, value in row.items() if key in shared or key.endswith(end)}
 
 
 class SideBySide(ReplayedObjective):
