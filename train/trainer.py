@@ -163,6 +163,7 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         self._decisive = {f"{key}.{name}": value for name, value in settings.decisive().items()} | start
         self._trained_prompts = None if run.trained is None else run.trained | prompts_of(whole.samples)
         self._held_out, is_new = held_out_text(held_out.samples, run.trained)
+        self._held_out_digest = samples_digest(held_out.samples)
         if not is_new and self.is_world_process_zero():
             logger.warning("held-out samples: %s; their fidelity may be too high", self._held_out)
         self.callback_handler.callbacks.insert(0, Throughput(objective, settings))  # before callbacks that send logs
@@ -345,8 +346,8 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         self.log(dict(self.metrics))
         log_lists(self, measured)
         if self.is_world_process_zero():
-            on = samples_digest(self._held_out_samples.samples)
-            append_lines(self.work / MEASUREMENTS, [{"step": self.state.global_step, "held_out": on, **measured}])
+            row = {"step": self.state.global_step, "held_out": self._held_out_digest, **measured}
+            append_lines(self.work / MEASUREMENTS, [row])
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, self.metrics)
         return self.metrics
 
