@@ -154,9 +154,11 @@ class InfLLM(SparseRead):
     """Reads sinks, a window, and the blocks that fit the queries best, while a prompt is read as well.
 
     InfLLM (arXiv 2402.04617), section 3, with the authors' sizes in proportion: of 6272 entries 128 are sinks, 4096 the
-    window, and 2048 in 16 blocks of 128. Where their code departs from the paper, the code is followed: the tokens of a
-    block that got most attention in the window represent it, and their keys are averaged. Entries stay on the device,
-    where the authors move blocks to the CPU. Tokens that do not fill a block yet are read besides the budget.
+    window, and 2048 in 16 blocks of 128. Blocks are whole numbers of entries, and what rounding leaves goes to more of
+    them: 31 at budgets of 64 and 128, where half of the entries are the window. Where their code departs from the
+    paper, the code is followed: the tokens of a block that got most attention in the window represent it, and their
+    keys are averaged. Entries stay on the device, where the authors move blocks to the CPU. Tokens that do not fill a
+    block yet are read besides the budget.
 
     Attributes:
         block: Entries of a block; a 49th of the budget by default. A block is represented by a key of every query head:
