@@ -64,6 +64,11 @@ def divided(work: Callable[[Part], Result], parts: Iterable[Part]) -> list[Resul
     return [results[number % step * count + number // step] for number in range(len(all_parts))]
 
 
+def shards_models() -> bool:
+    """Whether the launcher asks for ZeRO-3, which shards the base model of a training over the processes."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and DeepSpeedPlugin().zero_stage == 3
+
+
 @contextmanager
 def created_divided(dtype: str) -> Iterator[None]:
     """Within the block, where the launcher asks for ZeRO-3, a model is partitioned while it is loaded.

@@ -73,6 +73,13 @@ class TokensInTraining(Observer):
         return self.lookahead.settings.tokens
 
 
+def check_evictable(model: PreTrainedModel) -> None:
+    """Raise a UserError unless the model caches keys and values, in at least one layer with full attention."""
+    require_full_attention(model)
+    if has_latents(model):
+        raise UserError(f"{model.config.model_type} caches latents: training for eviction needs keys and values")
+
+
 class EvictionObjective(ReplayedObjective):
     """The KL divergence that a soft eviction causes; trains the head weights and, unless it is frozen, the module.
 
@@ -105,19 +112,14 @@ class EvictionObjective(ReplayedObjective):
         lookahead: Lookahead | None = None,
     ) -> None:
         super().__init__()
-        require_full_attention(model)
-        if has_latents(model):
-            raise UserError(f"{model.config.model_type} caches latents: heads that share a budget need keys and values")
+        check_evictable(model)
         model.requires_grad_(False).eval()
         for budget in settings.budgets:
             if not method.sinks + method.window:
                 allocate.check(budget)
         shared = allocate if isinstance(allocate, Global) else Global(weights=None)
         self.floor = shared.floor if shared is allocate else None
-        if lookahead is None and (self.floor is None or settings.uniform_share):
-            raise UserError("finetune.freeze_module=true: a uniform selection has no head weights to train")
-        if self.floor is None and settings.uniform_share:
-            raise UserError("finetune.uniform_share: the module's own selection is uniform; use 0, or selection=shared")
+        replace(settings, freeze_module=lookahead is None).check_selection(self.floor)
         self.model, self.settings = model, settings
         if lookahead:
             method = replace(method, observer=TokensInTraining(lookahead, settings.gradient_checkpointing))

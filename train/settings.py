@@ -273,6 +273,13 @@ class FinetuneSettings:
         check_ranges(self, "finetune")
         self.train.check("finetune.train")
 
+    def check_selection(self, floor: float | None) -> None:
+        """Raise a UserError if nothing is left to train for a selection; without a floor it is uniform."""
+        if self.freeze_module and (floor is None or self.uniform_share):
+            raise UserError("finetune.freeze_module=true: a uniform selection has no head weights to train")
+        if floor is None and self.uniform_share:
+            raise UserError("finetune.uniform_share: the module's own selection is uniform; use 0, or selection=shared")
+
 
 @dataclass
 class FreshSettings:

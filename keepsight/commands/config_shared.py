@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from keepsight.endpoint import ServerSettings
+from keepsight.errors import UserError
 from keepsight.eval.judge import Judge
 from keepsight.eval.tasks.registry import Benchmarks
 from keepsight.models.lookahead_settings import SELECTIONS, LookaheadSettings
@@ -26,6 +27,12 @@ def one_of(*known: str) -> AfterValidator:
 def shared_selection() -> LookaheadSettings:
     """A lookahead module's settings where neither recipe nor arguments give them."""
     return LookaheadSettings().selecting("shared")
+
+
+def check_sampling(temperature: float, top_p: float) -> None:
+    """Raise a UserError for nucleus sampling without sampling."""
+    if top_p < 1 and not temperature:
+        raise UserError(f"top_p={top_p} has no effect with temperature=0: give a temperature, or leave out top_p=")
 
 
 NonEmpty = Field(min_length=1)

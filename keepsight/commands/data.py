@@ -17,6 +17,7 @@ from yaml import YAMLError
 from keepsight import recipes
 from keepsight.commands.config import Data as Config
 from keepsight.commands.config import DataStats
+from keepsight.commands.config_shared import check_sampling
 from keepsight.commands.from_recipe import next_command, outline_of, training_dtype, training_target, without_weights
 from keepsight.data_gen.backends import Backend, InThisProcess, Server, VllmEngine
 from keepsight.data_gen.generate import check_sizes, generate_data
@@ -48,6 +49,7 @@ def run(config: Config) -> None:
 def check(config: Config, key: str = "mixture") -> dict[str, Any]:
     """The values of the mixture that `key` names, after all checks (UserError) without the Hub and the base model."""
     require_writable(Path(config.out))
+    check_sampling(config.temperature, config.top_p)
     Mixture.from_config(values := read_mixture(config.mixture, config.rows, key))
     if config.backend == "server":
         config.server.check()

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from keepsight import __version__
 from keepsight.commands.config import Eval as Config
-from keepsight.commands.config_shared import ModelConfig, TaskKeys
+from keepsight.commands.config_shared import ModelConfig, TaskKeys, check_sampling
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of, without_weights
 from keepsight.commands.recipe import table_of
 from keepsight.commands.variants import ALL, import_plugins, variants_of
@@ -48,6 +48,7 @@ SKIPPED = "rows skipped"
 def run(config: Config) -> None:
     """Evaluate, then write the summary, the plots and the report."""
     check(config)  # bad values are refused before anything loads
+    check_sampling(config.temperature, config.top_p)
     named = config.methods, config.budgets, config.bits
     variants_of(*named, resources_later(config))
     processes, out = PartialState(cpu=not torch.cuda.is_available()), Path(config.out)

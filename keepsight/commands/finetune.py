@@ -21,7 +21,7 @@ from keepsight.files import write_json, write_png
 from keepsight.models.card import FINETUNING, HEAD_WEIGHTS, with_eviction
 from keepsight.models.distributed import launched
 from keepsight.models.lookahead import CONFIG, LookaheadAdapter
-from keepsight.models.lookahead_settings import SELECTION, HeadWeights
+from keepsight.models.lookahead_settings import SELECTION, SELECTIONS, HeadWeights
 from keepsight.runtime.allocate import Global, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.methods import Resources, make_method
@@ -37,11 +37,15 @@ METHOD = "lookaheadkv"
 """The method whose module is trained; for others, only head weights are."""
 
 
-def run(config: Config) -> None:
-    """Train, then write the adapter, its card and the curves."""
+def run(config: Config, selected: Mapping[str, Any] | None = None) -> None:
+    """Train, then write the adapter, its card and the curves.
+
+    `selected` are the fields of the module's selection; by default those of `selection=`, or the adapter's own.
+    """
     settings = config.finetune
     samples = check_inputs(config, "finetune.train", settings.train)
-    artifact = _adapter(config) if config.method == METHOD else None
+    selected = SELECTIONS.get(config.selection or "", {}) if selected is None else selected
+    artifact = _adapter(config, selected) if config.method == METHOD else None
     method = _method(config, artifact, resources_later(config))
     if (longest := max(len(each.prompt_ids) for each in samples)) <= min(settings.budgets):
         raise UserError(f"finetune.budgets={settings.budgets}: the longest prompt has {longest} tokens; lower them")
@@ -88,14 +92,14 @@ def _method(config: Config, artifact: LookaheadAdapter | None, resources: Resour
     return method
 
 
-def _adapter(config: Config) -> LookaheadAdapter:
-    """The adapter that the training starts from (UserError if none, or in `out`); its selection may change here."""
+def _adapter(config: Config, selected: Mapping[str, Any]) -> LookaheadAdapter:
+    """The adapter to start from, with these fields of its selection; UserError if there is none, or if it is `out`."""
     if config.adapter is None:
         raise UserError("adapter= is required: the lookahead adapter to start from")
     artifact = LookaheadAdapter.from_pretrained(config.adapter)
     if Path(config.out).resolve() == artifact.folder.resolve():
         raise UserError(f"out={config.out} is the folder of the adapter that the training starts from; choose another")
-    settings = artifact.settings if config.selection is None else artifact.settings.selecting(config.selection)
+    settings = replace(artifact.settings, **selected)
     if settings.floor is not None and settings.sharing == "layer":
         settings = replace(settings, sharing="model")
         if launched().is_main_process:

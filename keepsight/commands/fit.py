@@ -21,7 +21,7 @@ from keepsight.commands import config as configs
 from keepsight.commands import data, finetune, train, train_heads
 from keepsight.commands import eval as evaluation
 from keepsight.commands.config_shared import Benchmarks, CardKeys, DataKeys, EvalKeys, Training, UsesMethods
-from keepsight.commands.from_recipe import resources_later, without_weights
+from keepsight.commands.from_recipe import outline_of, resources_later, without_weights
 from keepsight.commands.parse import compose_config, keys_of
 from keepsight.commands.training import origins_of
 from keepsight.commands.variants import variants_of
@@ -40,11 +40,13 @@ from keepsight.files import (
 )
 from keepsight.models.artifacts import check_repo_id
 from keepsight.models.card import CARD, CardBasics, excess_rows, with_evaluation, with_section
-from keepsight.models.distributed import launched
+from keepsight.models.distributed import launched, shards_models
 from keepsight.models.lookahead import CONFIG, LookaheadAdapter
+from keepsight.models.lookahead_settings import SELECTION
 from keepsight.models.retrieval_head import CONFIG as RETRIEVAL_CONFIG
 from keepsight.train.dataset import prompts_from_text
 from keepsight.train.distributed import DIVIDED
+from keepsight.train.eviction import check_evictable
 from keepsight.train.settings import FreshSettings
 from keepsight.train.trainer import MEASUREMENTS
 
@@ -116,8 +118,7 @@ def run(config: configs.Fit) -> None:
     asked, config = config, _completed(config)
     known = stages_of(config)
     chosen = [name for name in known if name in (config.stages or known)]
-    if config.model.device_map == DIVIDED:
-        _check_divided(config, chosen)
+    _check_sharded(config, chosen)
     source = _source(out, chosen) if config.module == "lookahead" else "head"
     folder, adapter = str(out / "data"), str(out / "importance")
     answers = _stage(configs.Data, config, DataKeys, out=folder)
@@ -126,6 +127,7 @@ def run(config: configs.Fit) -> None:
     tests = _stage(configs.Eval, config, Benchmarks, EvalKeys, UsesMethods, out=str(out / "eval"), **trained)
     fresh = {"fresh.mixture": fresh_answers} if "fresh_answers" in known else {}
     check(config, chosen, {"mixture": answers} | fresh, tests)
+    _check_order(config, out, chosen)
     if "evaluation" in chosen:
         evaluation.samples_of(tests, without_weights(tests))  # unreadable tasks are refused here, not after hours
     if "fresh_answers" in chosen:
@@ -136,13 +138,14 @@ def run(config: configs.Fit) -> None:
     fresh_eviction = replace(
         eviction, finetune=again, adapter=eviction.out, data=fresh_answers.out, out=str(out / "fresh_eviction")
     )
+    selected = {name: getattr(config.lookahead, name) for name in SELECTION}
     distillation = _stage(configs.TrainRetrievalHead, config, data=folder, out=str(out / "head"))
     stages: dict[str, Callable[[], None]] = {
         "answers": lambda: data.run(answers),
         "importance": lambda: train.run(_stage(configs.Train, config, data=folder, out=adapter)),
-        "eviction": lambda: finetune.run(eviction),
+        "eviction": lambda: finetune.run(eviction, selected),
         "fresh_answers": lambda: data.run(fresh_answers),
-        "fresh_eviction": lambda: finetune.run(fresh_eviction),
+        "fresh_eviction": lambda: finetune.run(fresh_eviction, selected),
         "distillation": lambda: train_heads.retrieval(distillation),
         "evaluation": lambda: _evaluate(tests, out, source),
         "card": lambda: _write_card(config, out, source, keys_of_stage(asked, "card")),
@@ -201,6 +204,12 @@ def check(config: configs.Fit, chosen: Sequence[str], answers: Mapping[str, conf
         check_repo_id(config.base)
     for key, settings in (("train", config.train), ("finetune.train", config.finetune.train)):
         settings.check(key)
+    if "eviction" in chosen or "fresh_eviction" in chosen:
+        config.finetune.check_selection(config.lookahead.floor)
+        try:
+            check_evictable(outline_of(config))
+        except UserError as error:
+            raise UserError(f"{error}; leave the stage out: stages=[answers,importance,evaluation,card]") from None
     evaluation.check(tests)
     stand_in = replace(tests, **_STAND_IN[config.module])
     variants_of(tests.methods, tests.budgets, tests.bits, resources_later(stand_in))
@@ -219,19 +228,37 @@ def _fresh_answers(config: configs.Fit, answers: configs.Data, out: str) -> conf
     return replace(answers, seed=answers.seed + 1, **given)
 
 
-def _check_divided(config: configs.Fit, chosen: Sequence[str]) -> None:
+def _check_sharded(config: configs.Fit, chosen: Sequence[str]) -> None:
     """UserError for stages and settings that a model sharded over processes does not allow."""
-    if whole := [each for each in chosen if each not in _DIVISIBLE]:
+    by_fsdp2 = config.model.device_map == DIVIDED
+    if by_fsdp2 and (whole := [each for each in chosen if each not in _DIVISIBLE]):
         raise UserError(
             f"stages: {whole[0]} needs the whole model, not model.device_map={DIVIDED}, which is for "
             "stages=[importance,eviction] or [fresh_eviction]; run it in one process, with model.device_map=auto if no "
             "GPU holds the model"
         )
+    if not by_fsdp2 and not shards_models():
+        return
     eviction = "finetune.train", config.finetune.train
     training = {"importance": ("train", config.train), "eviction": eviction, "fresh_eviction": eviction}
     for key, settings in (training[name] for name in chosen if name in training):
         if settings.replays > 1:
-            raise UserError(f"{key}.replays={settings.replays}: with model.device_map={DIVIDED} use 1")
+            sharded = f"model.device_map={DIVIDED}" if by_fsdp2 else "ZeRO-3"
+            raise UserError(f"{key}.replays={settings.replays}: with {sharded} use 1")
+
+
+def _check_order(config: configs.Fit, out: Path, chosen: Sequence[str]) -> None:
+    """UserError if a stage needs the module of an earlier one, which is neither chosen nor there."""
+    if config.module == "lookahead":
+        made = {name: out / name / CONFIG for name in _TRAININGS}
+        needs = {"eviction": ["importance"], "fresh_eviction": ["eviction"]}
+    else:
+        made, needs = {"distillation": out / "head" / RETRIEVAL_CONFIG}, {}
+    needs |= {"evaluation": [*made], "card": [*made]}
+    for place, name in enumerate(chosen):
+        stages = needs.get(name, [])
+        if stages and not any(each in chosen[:place] or made[each].is_file() for each in stages):
+            raise UserError(f"stages: {name} needs a trained module, and {out} has none; run {' or '.join(stages)}")
 
 
 def _completed(config: configs.Fit) -> configs.Fit:

@@ -180,6 +180,9 @@ def _check(config: PlanTrain) -> None:
         raise UserError(f"model.device_map={placed} is unknown here; choose {DIVIDED}, or null for the whole model")
     if placed and config.shard:
         raise UserError(f"shard=true is ZeRO-3, model.device_map={placed} is FSDP2: give one of them")
+    if (placed or config.shard) and (replays := _training(config).replays) > 1:
+        key = "train" if config.stage == "importance" else "finetune.train"
+        raise UserError(f"{key}.replays={replays}: with ZeRO-3 or FSDP2 use 1")
     if (placed or config.shard) and quantize:
         key = f"model.device_map={placed}" if placed else "shard=true"
         raise UserError(f"{key}: quantised weights cannot be divided; leave out model.quantize")
@@ -187,8 +190,7 @@ def _check(config: PlanTrain) -> None:
 
 def _training_memory(plan: StepPlan, memory: int, config: PlanTrain) -> list[str]:
     divided = f", divided over {config.gpus} GPUs" if config.shard or config.model.device_map else ""
-    tries = "shard=true" if config.stage == "importance" else "finetune.gradient_checkpointing=true"
-    fits = "fits" if plan.peak <= memory else f"does not fit: lower tokens=, or try {tries} or model.quantize=nf4"
+    fits = "fits" if plan.peak <= memory else f"does not fit: {' or '.join(['lower tokens=', *_savings(config)])}"
     rows = {
         f"model's weights{divided}": plan.weights,
         "module, its gradients and Adam's moments": plan.module,
@@ -198,6 +200,15 @@ def _training_memory(plan: StepPlan, memory: int, config: PlanTrain) -> list[str
     listed = [f"  {name:<58} {size_text(size):>12}" for name, size in rows.items()]
     listed.insert(3, f"    of which KV entries and importance stay {size_text(plan.outputs):>31}")
     return [*listed, f"  at the worst moment, of {size_text(memory)} a GPU {size_text(plan.peak):>31}: {fits}"]
+
+
+def _savings(config: PlanTrain) -> list[str]:
+    """What else saves memory: keys that are not given yet."""
+    key, section = ("train", config.train) if config.stage == "importance" else ("finetune", config.finetune)
+    found = [] if section.gradient_checkpointing else [f"{key}.gradient_checkpointing=true"]
+    if not (config.shard or config.model.device_map or config.model.quantize):
+        found += ["shard=true", "model.quantize=nf4"]
+    return [f"try {found[0]}", *found[1:]] if found else []
 
 
 def _time(plan: StepPlan, config: PlanTrain) -> list[str]:

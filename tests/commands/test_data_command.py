@@ -49,6 +49,12 @@ def test_a_mixture_that_is_no_mixture(keepsight: CommandLine, here: Path) -> Non
     assert keepsight.fails("data", *TINY, *DATA).startswith("mixture.yaml: expected keys such as min_tokens")
 
 
+def test_nucleus_sampling_needs_a_temperature(keepsight: CommandLine) -> None:
+    said = "top_p=0.9 has no effect with temperature=0: give a temperature, or leave out top_p="
+    assert keepsight.fails("data", *TINY, *DATA, "top_p=0.9") == said
+    assert keepsight.fails("eval", *TINY, "tasks=niah_single", "out=out", "top_p=0.9") == said
+
+
 def test_a_mixture_may_have_aliases(keepsight: CommandLine, here: Path) -> None:
     aliased = "sources:\n  - &rows {kind: local_jsonl, path: rows.jsonl}\n  - *rows\n"
     (here / "aliased.yaml").write_text(f"min_tokens: 100\nmax_tokens: 400\n{aliased}")

@@ -77,7 +77,7 @@ def test_stopped_in_every_stage_it_ends_as_if_it_had_not_been(
     for module, (owner, name, call, left) in zip((data, train, finetune, evaluation), STAGES.values(), strict=True):
         if module is finetune:  # between two stages
             with monkeypatch.context() as patch:
-                patch.setattr(module, "run", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+                patch.setattr(module, "run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
                 assert "run the same command again to resume" in keepsight.fails(*FIT, "out=fitted")
         assert not (here / left).exists()
         with monkeypatch.context() as patch:
@@ -121,6 +121,8 @@ def test_stopped_in_every_stage_it_ends_as_if_it_had_not_been(
     shutil.rmtree(here / "fitted/eviction")
     keepsight(*FIT, "out=fitted", "selection=uniform", "stages=[eviction,evaluation]", "finetune.uniform_share=0")
     assert (here / "fitted/eval-1/results.jsonl").is_file() and (here / "fitted/eval/results.jsonl").is_file()
+    floors = [LookaheadAdapter.load(here / "fitted" / name).settings.floor for name in ("importance", "eviction")]
+    assert floors == [0.2, None]
 
 
 def test_the_eviction_stage_goes_on_with_new_prompts(keepsight: CommandLine, here: Path) -> None:
@@ -211,6 +213,29 @@ def test_a_retrieval_head_has_its_own_stages_and_other_ones_are_refused(keepsigh
     assert said == "stages: module=retrieval has no stage eviction; choose from answers, distillation, evaluation, card"
     said = keepsight.fails(*FIT, "out=divided", "model.device_map=fsdp2")
     assert said.startswith("stages: answers needs the whole model, not model.device_map=fsdp2")
+
+
+def test_what_a_later_stage_needs_is_said_before_the_first(
+    keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = "importance or eviction or fresh_eviction"
+    needed = {"eviction": "importance", "evaluation": first, "card": first}
+    for stage, before in needed.items():
+        said = keepsight.fails(*FIT, "out=none", f"stages=[{stage}]")
+        assert said == f"stages: {stage} needs a trained module, and none has none; run {before}"
+    said = keepsight.fails(*FIT, "out=none", "module=retrieval", "methods=[]", "stages=[evaluation]")
+    assert said == "stages: evaluation needs a trained module, and none has none; run distillation"
+    said = keepsight.fails(*FIT, "out=none", "selection=uniform")
+    assert said.startswith("finetune.uniform_share: the module's own selection is uniform; use 0")
+    alone = last_of_each_key([*FIT, "finetune.uniform_share=0", "finetune.freeze_module=true", "selection=uniform"])
+    assert "a uniform selection has no head weights to train" in keepsight.fails(*alone, "out=none")
+    with monkeypatch.context() as patch:
+        patch.setattr("keepsight.train.eviction.has_latents", lambda model: True)
+        said = keepsight.fails(*FIT, "out=none")
+        assert said.endswith("needs keys and values; leave the stage out: stages=[answers,importance,evaluation,card]")
+    monkeypatch.setattr("keepsight.commands.fit.shards_models", lambda: True)
+    said = keepsight.fails(*last_of_each_key([*FIT, "finetune.train.replays=2"]), "out=none")
+    assert said == "finetune.train.replays=2: with ZeRO-3 use 1"
 
 
 def test_a_card_says_where_another_method_loses_less_than_its_own_module() -> None:

@@ -99,7 +99,12 @@ def test_a_training_from_a_configuration_alone(keepsight: CommandLine, here: Pat
     assert "of 1.00 GiB a GPU" in printed and printed.count(": fits") == 1
     assert "at an assumed 50% of 100 TFLOP/s:" in printed
     printed = keepsight(*given, "tokens=512", "gpu=10MiB", "gpus=8", "shard=true")
-    assert "does not fit: lower tokens=" in printed and "divided over 8 GPUs" in printed
+    assert "does not fit: lower tokens= or try train.gradient_checkpointing=true\n" in printed
+    assert "divided over 8 GPUs" in printed
+    printed = keepsight(*given, "tokens=512", "gpu=10MiB", "train.gradient_checkpointing=true")
+    assert "does not fit: lower tokens= or try shard=true or model.quantize=nf4\n" in printed
+    printed = keepsight(*given, "tokens=512", "gpu=10MiB", "train.gradient_checkpointing=true", "shard=true")
+    assert "does not fit: lower tokens=\n" in printed
     fsdp2 = "model.device_map=fsdp2"
     wrong = {
         "tokens=1000000000": "tokens=1000000000 is more than the model's context of 131072; lower it",
@@ -109,6 +114,7 @@ def test_a_training_from_a_configuration_alone(keepsight: CommandLine, here: Pat
         "model.device_map=auto": "model.device_map=auto: where layers go is decided",
         f"{fsdp2} shard=true": f"shard=true is ZeRO-3, {fsdp2} is FSDP2: give one of them",
         "shard=true model.quantize=nf4": "shard=true: quantised weights cannot be",
+        "shard=true stage=eviction": "finetune.train.replays=6: with ZeRO-3 or FSDP2 use 1",
     }
     for keys, said in wrong.items():
         assert keepsight.fails(*given, *keys.split()).startswith(said)

@@ -225,7 +225,7 @@ def test_a_coin_per_batch_trains_for_both_selections():
 
 
 def test_latents_are_refused():
-    with pytest.raises(UserError, match=r"deepseek_v3 caches latents: heads that share a budget need keys and values$"):
+    with pytest.raises(UserError, match=r"deepseek_v3 caches latents: training for eviction needs keys and values$"):
         objective(family_model("DeepSeek-V3"))
 
 
