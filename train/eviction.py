@@ -73,13 +73,6 @@ class TokensInTraining(Observer):
         return self.lookahead.settings.tokens
 
 
-def check_evictable(model: PreTrainedModel) -> None:
-    """Raise a UserError unless the model caches keys and values, in at least one layer with full attention."""
-    require_full_attention(model)
-    if has_latents(model):
-        raise UserError(f"{model.config.model_type} caches latents: training for eviction needs keys and values")
-
-
 class EvictionObjective(ReplayedObjective):
     """The KL divergence that a soft eviction causes; trains the head weights and, unless it is frozen, the module.
 
@@ -112,7 +105,9 @@ class EvictionObjective(ReplayedObjective):
         lookahead: Lookahead | None = None,
     ) -> None:
         super().__init__()
-        check_evictable(model)
+        require_full_attention(model)
+        if has_latents(model):
+            raise UserError(f"{model.config.model_type} caches latents: training for eviction needs keys and values")
         model.requires_grad_(False).eval()
         for budget in settings.budgets:
             if not method.sinks + method.window:

@@ -102,8 +102,11 @@ def _adapter(config: Config, selected: Mapping[str, Any]) -> LookaheadAdapter:
     settings = replace(artifact.settings, **selected)
     if settings.floor is not None and settings.sharing == "layer":
         settings = replace(settings, sharing="model")
-        if launched().is_main_process:
-            print(f"{config.adapter}: the heads of all layers will share one budget")
+    changed = [
+        f"{key}={value}" for key in SELECTION if (value := getattr(settings, key)) != getattr(artifact.settings, key)
+    ]
+    if changed and launched().is_main_process:
+        print(f"{config.adapter}: from here on it selects with {', '.join(changed)}")
     return replace(artifact, settings=settings)
 
 

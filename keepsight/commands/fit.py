@@ -40,13 +40,13 @@ from keepsight.files import (
 )
 from keepsight.models.artifacts import check_repo_id
 from keepsight.models.card import CARD, CardBasics, excess_rows, with_evaluation, with_section
+from keepsight.models.decoder import has_latents, require_full_attention
 from keepsight.models.distributed import launched, shards_models
 from keepsight.models.lookahead import CONFIG, LookaheadAdapter
-from keepsight.models.lookahead_settings import SELECTION
+from keepsight.models.lookahead_settings import SELECTION, SELECTIONS, LookaheadSettings
 from keepsight.models.retrieval_head import CONFIG as RETRIEVAL_CONFIG
 from keepsight.train.dataset import prompts_from_text
 from keepsight.train.distributed import DIVIDED
-from keepsight.train.eviction import check_evictable
 from keepsight.train.settings import FreshSettings
 from keepsight.train.trainer import MEASUREMENTS
 
@@ -103,7 +103,10 @@ _KINDS: dict[str, type[Any]] = {
 """The keys of each stage, some of which `fit` takes too."""
 _TRAININGS = "importance", "eviction", "fresh_eviction"
 """Stages of a lookahead module that write one, in the folders of the same names."""
+_EVICTIONS = "eviction", "fresh_eviction"
 _FRESH = "fresh_answers", "fresh_eviction"
+_DATA = {"answers": "data", "fresh_answers": "fresh_data"}
+"""The folders of the answers."""
 _DIVISIBLE = *_TRAININGS, "card"
 """Stages for which the model may be sharded over processes."""
 _SHORT = 8
@@ -120,9 +123,9 @@ def run(config: configs.Fit) -> None:
     chosen = [name for name in known if name in (config.stages or known)]
     _check_sharded(config, chosen)
     source = _source(out, chosen) if config.module == "lookahead" else "head"
-    folder, adapter = str(out / "data"), str(out / "importance")
+    folder, adapter = str(out / _DATA["answers"]), str(out / "importance")
     answers = _stage(configs.Data, config, DataKeys, out=folder)
-    fresh_answers = _fresh_answers(config, answers, str(out / "fresh_data"))
+    fresh_answers = _fresh_answers(config, answers, str(out / _DATA["fresh_answers"]))
     trained = {"adapter" if config.module == "lookahead" else "retrieval": str(out / source), "samples": config.tests}
     tests = _stage(configs.Eval, config, Benchmarks, EvalKeys, UsesMethods, out=str(out / "eval"), **trained)
     fresh = {"fresh.mixture": fresh_answers} if "fresh_answers" in known else {}
@@ -198,18 +201,23 @@ def check(config: configs.Fit, chosen: Sequence[str], answers: Mapping[str, conf
             raise UserError(
                 f"{key}={limit}: {section}.held_out={settings.held_out} of the prompts are held out; raise it"
             )
+        settings.accumulation(launched().num_processes, section)
     for key, each in answers.items():
         data.check(each, key)
     if config.base is not None:
         check_repo_id(config.base)
     for key, settings in (("train", config.train), ("finetune.train", config.finetune.train)):
         settings.check(key)
-    if "eviction" in chosen or "fresh_eviction" in chosen:
-        config.finetune.check_selection(config.lookahead.floor)
-        try:
-            check_evictable(outline_of(config))
-        except UserError as error:
-            raise UserError(f"{error}; leave the stage out: stages=[answers,importance,evaluation,card]") from None
+    if set(chosen) & {*_TRAININGS, "distillation"}:
+        require_full_attention(model := outline_of(config))
+        if evictions := [name for name in _EVICTIONS if name in chosen]:
+            config.finetune.check_selection(config.lookahead.floor)
+            if has_latents(model):
+                left = ",".join(name for name in chosen if name not in (*evictions, "fresh_answers"))
+                raise UserError(
+                    f"stages: {evictions[0]} needs keys and values, {model.config.model_type} caches latents; leave "
+                    f"it out: stages=[{left}]"
+                )
     evaluation.check(tests)
     stand_in = replace(tests, **_STAND_IN[config.module])
     variants_of(tests.methods, tests.budgets, tests.bits, resources_later(stand_in))
@@ -239,6 +247,8 @@ def _check_sharded(config: configs.Fit, chosen: Sequence[str]) -> None:
         )
     if not by_fsdp2 and not shards_models():
         return
+    if "distillation" in chosen:
+        raise UserError("stages: distillation does not support ZeRO-3; use recipes/accelerate/ddp.yaml or zero2.yaml")
     eviction = "finetune.train", config.finetune.train
     training = {"importance": ("train", config.train), "eviction": eviction, "fresh_eviction": eviction}
     for key, settings in (training[name] for name in chosen if name in training):
@@ -248,17 +258,18 @@ def _check_sharded(config: configs.Fit, chosen: Sequence[str]) -> None:
 
 
 def _check_order(config: configs.Fit, out: Path, chosen: Sequence[str]) -> None:
-    """UserError if a stage needs the module of an earlier one, which is neither chosen nor there."""
-    if config.module == "lookahead":
-        made = {name: out / name / CONFIG for name in _TRAININGS}
-        needs = {"eviction": ["importance"], "fresh_eviction": ["eviction"]}
-    else:
-        made, needs = {"distillation": out / "head" / RETRIEVAL_CONFIG}, {}
-    needs |= {"evaluation": [*made], "card": [*made]}
+    """UserError if a stage needs answers or a module of an earlier one, which is neither chosen nor there."""
+    first = "importance" if config.module == "lookahead" else "distillation"
+    modules = {name: out / name / CONFIG for name in _TRAININGS} | {"distillation": out / "head" / RETRIEVAL_CONFIG}
+    needs = {"eviction": ["importance"], "fresh_eviction": ["eviction"]}
+    needs |= {name: [first, *_EVICTIONS] for name in ("evaluation", "card")}
+    data_of = {first: "answers", "eviction": "answers", "fresh_eviction": "fresh_answers"}
     for place, name in enumerate(chosen):
-        stages = needs.get(name, [])
-        if stages and not any(each in chosen[:place] or made[each].is_file() for each in stages):
-            raise UserError(f"stages: {name} needs a trained module, and {out} has none; run {' or '.join(stages)}")
+        before, needed = chosen[:place], needs.get(name, [])
+        if needed and not any(each in before or modules[each].is_file() for each in needed):
+            raise UserError(f"stages: {name} needs a trained module, and {out} has none; run {needed[0]} first")
+        if name in data_of and data_of[name] not in before:
+            finished_manifest(out / _DATA[data_of[name]])
 
 
 def _completed(config: configs.Fit) -> configs.Fit:
@@ -316,7 +327,8 @@ def _write_card(config: configs.Fit, out: Path, source: str, keys: dict[str, str
         card = written_card(artifact, config, out, source)
         if source != "fresh_eviction":
             keys |= _without_later_stages(config, source)
-        card = with_section(card, command_section(out, artifact.provenance.base_model, keys, source))
+        selection = _selection_keys(config, artifact.settings)
+        card = with_section(card, command_section(out, artifact.provenance.base_model, keys, source, selection))
         card = with_results(card, evaluated) if is_evaluated else card
         artifact.save(published, artifact.provenance, card)
     else:
@@ -366,14 +378,30 @@ def _is_of(key: str, stage: str) -> bool:
     return stage in (owners or [stage])
 
 
-def command_section(out: Path, model: str, own: Mapping[str, str], source: str) -> str:
+def _selection_keys(config: configs.Fit, settings: LookaheadSettings) -> dict[str, str]:
+    """The keys for a module's selection, where it is not that of the recipe: a preset's name, or single ones."""
+    was, now = ({name: getattr(each, name) for name in SELECTION} for each in (_recipe_of(config).lookahead, settings))
+    preset = [name for name, values in SELECTIONS.items() if values == now]
+    if preset and was != now:
+        return {"selection": preset[0]}
+    return {
+        f"lookahead.{name}": yaml.safe_dump(now[name]).split("\n")[0] for name in SELECTION if now[name] != was[name]
+    }
+
+
+def command_section(
+    out: Path, model: str, own: Mapping[str, str], source: str, selection: Mapping[str, str] | None = None
+) -> str:
     """A card's section with the command for the module of stage `source`.
 
-    It has the model's Hub id, the keys of the stages that ran in `out`, and `own` ones.
+    It has the model's Hub id, the keys of the stages that ran in `out`, with those of the module's `selection` in place
+    of the stages', and `own` ones.
     """
     ran, left_out = _recorded(out).get("keys", {}), ["card", *(() if source == "fresh_eviction" else _FRESH)]
     stages = [ran[name].items() for name in _KINDS if name in ran and name not in left_out]
-    keys = dict(chain.from_iterable([*stages, own.items()]))
+    of_selection = {"selection", *(f"lookahead.{name}" for name in SELECTION)}
+    of_stages = [(name, value) for name, value in chain.from_iterable(stages) if name not in of_selection]
+    keys = dict([*of_stages, *(selection or {}).items(), *own.items()])
     said = [shlex.quote(f"{name}={value}") for name, value in keys.items()]
     return "## Command\n\n```\n" + " ".join(["keepsight fit", shlex.quote(model), *said, "out=DIR"]) + "\n```\n"
 

@@ -190,7 +190,7 @@ def _check(config: PlanTrain) -> None:
 
 def _training_memory(plan: StepPlan, memory: int, config: PlanTrain) -> list[str]:
     divided = f", divided over {config.gpus} GPUs" if config.shard or config.model.device_map else ""
-    fits = "fits" if plan.peak <= memory else f"does not fit: {' or '.join(['lower tokens=', *_savings(config)])}"
+    fits = "fits" if plan.peak <= memory else f"does not fit: {' or '.join(['lower tokens=', *_savings(plan, config)])}"
     rows = {
         f"model's weights{divided}": plan.weights,
         "module, its gradients and Adam's moments": plan.module,
@@ -202,12 +202,17 @@ def _training_memory(plan: StepPlan, memory: int, config: PlanTrain) -> list[str
     return [*listed, f"  at the worst moment, of {size_text(memory)} a GPU {size_text(plan.peak):>31}: {fits}"]
 
 
-def _savings(config: PlanTrain) -> list[str]:
+def _savings(plan: StepPlan, config: PlanTrain) -> list[str]:
     """What else saves memory: keys that are not given yet."""
     key, section = ("train", config.train) if config.stage == "importance" else ("finetune", config.finetune)
-    found = [] if section.gradient_checkpointing else [f"{key}.gradient_checkpointing=true"]
+    found = list[str]()
+    if plan.second > plan.first and not section.gradient_checkpointing:
+        found.append(f"{key}.gradient_checkpointing=true")
     if not (config.shard or config.model.device_map or config.model.quantize):
-        found += ["shard=true", "model.quantize=nf4"]
+        if config.gpus > 1:
+            once = f" with {'' if key == 'train' else 'finetune.'}train.replays=1" * (_training(config).replays > 1)
+            found.append(f"shard=true{once}")
+        found.append("model.quantize=nf4")
     return [f"try {found[0]}", *found[1:]] if found else []
 
 

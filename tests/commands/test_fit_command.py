@@ -17,7 +17,8 @@ from keepsight.commands import data, finetune, from_recipe, train
 from keepsight.commands import eval as evaluation
 from keepsight.commands.fit import shortcomings
 from keepsight.data_gen.store import ShardWriter, finished_manifest, finished_samples
-from keepsight.files import file_digest, read_json, read_jsonl, write_lines
+from keepsight.files import file_digest, read_json, read_jsonl, write_json, write_lines
+from keepsight.models.distributed import shards_models
 from keepsight.models.hub import plan_upload
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.targets import Target
@@ -123,6 +124,12 @@ def test_stopped_in_every_stage_it_ends_as_if_it_had_not_been(
     assert (here / "fitted/eval-1/results.jsonl").is_file() and (here / "fitted/eval/results.jsonl").is_file()
     floors = [LookaheadAdapter.load(here / "fitted" / name).settings.floor for name in ("importance", "eviction")]
     assert floors == [0.2, None]
+    keepsight(*FIT, "out=fitted", "stages=[card]", "finetune.uniform_share=0")
+    assert "selection=uniform" in (fitted / "README.md").read_text()
+    shutil.rmtree(here / "fitted/eviction")
+    keepsight(*FIT, "out=fitted", "stages=[eviction,card]", "lookahead.floor=0.5")
+    card = (fitted / "README.md").read_text()
+    assert "lookahead.floor=0.5" in card and "selection=" not in card
 
 
 def test_the_eviction_stage_goes_on_with_new_prompts(keepsight: CommandLine, here: Path) -> None:
@@ -216,26 +223,45 @@ def test_a_retrieval_head_has_its_own_stages_and_other_ones_are_refused(keepsigh
 
 
 def test_what_a_later_stage_needs_is_said_before_the_first(
-    keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch
+    keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = "importance or eviction or fresh_eviction"
-    needed = {"eviction": "importance", "evaluation": first, "card": first}
+    needed = {"eviction": "importance", "evaluation": "importance", "card": "importance"}
     for stage, before in needed.items():
         said = keepsight.fails(*FIT, "out=none", f"stages=[{stage}]")
-        assert said == f"stages: {stage} needs a trained module, and none has none; run {before}"
+        assert said == f"stages: {stage} needs a trained module, and none has none; run {before} first"
+    assert keepsight.fails(*FIT, "out=none", "stages=[importance]").startswith("none/data: ")
     said = keepsight.fails(*FIT, "out=none", "module=retrieval", "methods=[]", "stages=[evaluation]")
-    assert said == "stages: evaluation needs a trained module, and none has none; run distillation"
+    assert said == "stages: evaluation needs a trained module, and none has none; run distillation first"
     said = keepsight.fails(*FIT, "out=none", "selection=uniform")
     assert said.startswith("finetune.uniform_share: the module's own selection is uniform; use 0")
     alone = last_of_each_key([*FIT, "finetune.uniform_share=0", "finetune.freeze_module=true", "selection=uniform"])
     assert "a uniform selection has no head weights to train" in keepsight.fails(*alone, "out=none")
     with monkeypatch.context() as patch:
-        patch.setattr("keepsight.train.eviction.has_latents", lambda model: True)
+        patch.setattr("keepsight.commands.fit.has_latents", lambda model: True)
         said = keepsight.fails(*FIT, "out=none")
-        assert said.endswith("needs keys and values; leave the stage out: stages=[answers,importance,evaluation,card]")
-    monkeypatch.setattr("keepsight.commands.fit.shards_models", lambda: True)
-    said = keepsight.fails(*last_of_each_key([*FIT, "finetune.train.replays=2"]), "out=none")
-    assert said == "finetune.train.replays=2: with ZeRO-3 use 1"
+        assert said.endswith("caches latents; leave it out: stages=[answers,importance,evaluation,card]")
+    with monkeypatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        assert "stages=" not in keepsight.fails(*last_of_each_key([*FIT, "model.id=ada/absent"]), "out=none")
+    config = read_json(here / "tiny" / "config.json")
+    write_json(here / "tiny" / "config.json", config | {"model_type": "mistral", "sliding_window": 8})
+    few = ("module=retrieval", "methods=[]", "retrieval_head.train.held_out=2")
+    said = keepsight.fails(*FIT, *few, "out=none")
+    assert "full attention" in said and "stages=" not in said
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero3_is_refused_before_the_answers_where_it_cannot_train(
+    keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", str(stage))
+    assert shards_models() == (stage == 3)
+    if stage == 3:
+        said = keepsight.fails(*last_of_each_key([*FIT, "finetune.train.replays=2"]), "out=none")
+        assert said == "finetune.train.replays=2: with ZeRO-3 use 1"
+        said = keepsight.fails(*FIT, "out=none", "module=retrieval", "methods=[]")
+        assert said.startswith("stages: distillation does not support ZeRO-3")
 
 
 def test_a_card_says_where_another_method_loses_less_than_its_own_module() -> None:

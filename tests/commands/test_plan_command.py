@@ -99,12 +99,18 @@ def test_a_training_from_a_configuration_alone(keepsight: CommandLine, here: Pat
     assert "of 1.00 GiB a GPU" in printed and printed.count(": fits") == 1
     assert "at an assumed 50% of 100 TFLOP/s:" in printed
     printed = keepsight(*given, "tokens=512", "gpu=10MiB", "gpus=8", "shard=true")
-    assert "does not fit: lower tokens= or try train.gradient_checkpointing=true\n" in printed
-    assert "divided over 8 GPUs" in printed
-    printed = keepsight(*given, "tokens=512", "gpu=10MiB", "train.gradient_checkpointing=true")
-    assert "does not fit: lower tokens= or try shard=true or model.quantize=nf4\n" in printed
-    printed = keepsight(*given, "tokens=512", "gpu=10MiB", "train.gradient_checkpointing=true", "shard=true")
-    assert "does not fit: lower tokens=\n" in printed
+    assert "does not fit: lower tokens=\n" in printed and "divided over 8 GPUs" in printed
+    tries = {
+        "gpus=8": "try shard=true or model.quantize=nf4",
+        "": "try model.quantize=nf4",
+        "stage=eviction": "try finetune.gradient_checkpointing=true or model.quantize=nf4",
+        "stage=eviction gpus=8 finetune.gradient_checkpointing=true": (
+            "try shard=true with finetune.train.replays=1 or model.quantize=nf4"
+        ),
+    }
+    for keys, said in tries.items():
+        printed = keepsight(*given, "tokens=512", "gpu=10MiB", *keys.split())
+        assert f"does not fit: lower tokens= or {said}\n" in printed
     fsdp2 = "model.device_map=fsdp2"
     wrong = {
         "tokens=1000000000": "tokens=1000000000 is more than the model's context of 131072; lower it",
