@@ -166,7 +166,7 @@ def test_the_quick_start(keepsight: CommandLine, place: Path) -> None:
     shutil.rmtree("runs/adapter")
     for line in QUICK_START:
         type_line(line, keepsight, {})
-    assert len(QUICK_START) == 5 and Path("runs/inspect.html").is_file()
+    assert len(QUICK_START) == 6 and Path("runs/inspect.html").is_file()
 
 
 def test_answers_of_a_server(keepsight: CommandLine, place: Path, servers: dict[str, str]) -> None:
