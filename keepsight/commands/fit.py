@@ -208,16 +208,16 @@ def check(config: configs.Fit, chosen: Sequence[str], answers: Mapping[str, conf
         check_repo_id(config.base)
     for key, settings in (("train", config.train), ("finetune.train", config.finetune.train)):
         settings.check(key)
+    if evictions := [name for name in _EVICTIONS if name in chosen]:
+        config.finetune.check_selection(config.lookahead.floor)
     if set(chosen) & {*_TRAININGS, "distillation"}:
         require_full_attention(model := outline_of(config))
-        if evictions := [name for name in _EVICTIONS if name in chosen]:
-            config.finetune.check_selection(config.lookahead.floor)
-            if has_latents(model):
-                left = ",".join(name for name in chosen if name not in (*evictions, "fresh_answers"))
-                raise UserError(
-                    f"stages: {evictions[0]} needs keys and values, {model.config.model_type} caches latents; leave "
-                    f"it out: stages=[{left}]"
-                )
+        if evictions and has_latents(model):
+            left = ",".join(name for name in chosen if name not in (*evictions, "fresh_answers"))
+            raise UserError(
+                f"stages: {evictions[0]} needs keys and values, {model.config.model_type} caches latents; leave it "
+                f"out: stages=[{left}]"
+            )
     evaluation.check(tests)
     stand_in = replace(tests, **_STAND_IN[config.module])
     variants_of(tests.methods, tests.budgets, tests.bits, resources_later(stand_in))
