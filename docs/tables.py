@@ -193,7 +193,7 @@ def time_table() -> str:
     """The table of times: the rows of the most informative runs, without AdaKV and the parts of a time."""
     found = read("time")
     found = found[found["run"].isin(["evict", "decode2048", "train8x4", "sweep"]) & (found["processor"] != SLOW)]
-    found = found[(found["what"] != "decoding step") | (found["date"] > PADDED)]
+    found = found.query("what != 'decoding step' or date > @PADDED")
     found = found[~found["what"].isin(["observing", "selecting", "prefill"]) & (found["method"] != "AdaKV")]
     return markdown(found[["what", "method", "setting", "values", "unit", "date", "processor", "run"]])
 
