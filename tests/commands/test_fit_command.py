@@ -234,6 +234,8 @@ def test_what_a_later_stage_needs_is_said_before_the_first(
     assert said == "stages: evaluation needs a trained module, and none has none; run distillation first"
     said = keepsight.fails(*FIT, "out=none", "selection=uniform")
     assert said.startswith("finetune.uniform_share: the module's own selection is uniform; use 0")
+    odd = last_of_each_key([*FIT, "finetune.train.samples_per_step=3", "finetune.train.batch_size=2"])
+    assert keepsight.fails(*odd, "out=none").startswith("finetune.train.samples_per_step=3 does not divide into ")
     alone = last_of_each_key([*FIT, "finetune.uniform_share=0", "finetune.freeze_module=true", "selection=uniform"])
     assert "a uniform selection has no head weights to train" in keepsight.fails(*alone, "out=none")
     with monkeypatch.context() as patch:
