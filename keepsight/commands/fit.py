@@ -327,8 +327,8 @@ def _write_card(config: configs.Fit, out: Path, source: str, keys: dict[str, str
         card = written_card(artifact, config, out, source)
         if source != "fresh_eviction":
             keys |= _without_later_stages(config, source)
-        selection = _selection_keys(config, artifact.settings)
-        card = with_section(card, command_section(out, artifact.provenance.base_model, keys, source, selection))
+        keys = _selection_keys(config, artifact.settings) | keys
+        card = with_section(card, command_section(out, artifact.provenance.base_model, keys, source))
         card = with_results(card, evaluated) if is_evaluated else card
         artifact.save(published, artifact.provenance, card)
     else:
@@ -389,19 +389,16 @@ def _selection_keys(config: configs.Fit, settings: LookaheadSettings) -> dict[st
     }
 
 
-def command_section(
-    out: Path, model: str, own: Mapping[str, str], source: str, selection: Mapping[str, str] | None = None
-) -> str:
+def command_section(out: Path, model: str, own: Mapping[str, str], source: str) -> str:
     """A card's section with the command for the module of stage `source`.
 
-    It has the model's Hub id, the keys of the stages that ran in `out`, with those of the module's `selection` in place
-    of the stages', and `own` ones.
+    It has the model's Hub id, the keys of the stages that ran in `out`, and `own` ones, which alone have a selection.
     """
     ran, left_out = _recorded(out).get("keys", {}), ["card", *(() if source == "fresh_eviction" else _FRESH)]
     stages = [ran[name].items() for name in _KINDS if name in ran and name not in left_out]
     of_selection = {"selection", *(f"lookahead.{name}" for name in SELECTION)}
     of_stages = [(name, value) for name, value in chain.from_iterable(stages) if name not in of_selection]
-    keys = dict([*of_stages, *(selection or {}).items(), *own.items()])
+    keys = dict([*of_stages, *own.items()])
     said = [shlex.quote(f"{name}={value}") for name, value in keys.items()]
     return "## Command\n\n```\n" + " ".join(["keepsight fit", shlex.quote(model), *said, "out=DIR"]) + "\n```\n"
 

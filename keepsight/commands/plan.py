@@ -165,6 +165,10 @@ def _training(config: PlanTrain) -> TrainSettings:
     return config.train if config.stage == "importance" else config.finetune.train
 
 
+def _key(config: PlanTrain) -> str:
+    return "train" if config.stage == "importance" else "finetune.train"
+
+
 def _check(config: PlanTrain) -> None:
     placed, quantize = config.model.device_map, config.model.quantize
     if config.stage == "eviction" and config.finetune.freeze_module:
@@ -172,8 +176,7 @@ def _check(config: PlanTrain) -> None:
     if quantize not in (None, *QUANTIZE):
         raise UserError(f"model.quantize={quantize} is unknown; choose one of {', '.join(QUANTIZE)}, or null")
     if (size := _training(config).batch_size) > 1:
-        key = "train" if config.stage == "importance" else "finetune.train"
-        raise UserError(f"{key}.batch_size={size}: a plan is for one sample a GPU at a time")
+        raise UserError(f"{_key(config)}.batch_size={size}: a plan is for one sample a GPU at a time")
     if placed == "auto":
         raise UserError("model.device_map=auto: where layers go is decided when the model is loaded; leave it out")
     if placed not in (None, DIVIDED):
@@ -181,8 +184,7 @@ def _check(config: PlanTrain) -> None:
     if placed and config.shard:
         raise UserError(f"shard=true is ZeRO-3, model.device_map={placed} is FSDP2: give one of them")
     if (placed or config.shard) and (replays := _training(config).replays) > 1:
-        key = "train" if config.stage == "importance" else "finetune.train"
-        raise UserError(f"{key}.replays={replays}: with ZeRO-3 or FSDP2 use 1")
+        raise UserError(f"{_key(config)}.replays={replays}: with ZeRO-3 or FSDP2 use 1")
     if (placed or config.shard) and quantize:
         key = f"model.device_map={placed}" if placed else "shard=true"
         raise UserError(f"{key}: quantised weights cannot be divided; leave out model.quantize")
@@ -210,7 +212,7 @@ def _savings(plan: StepPlan, config: PlanTrain) -> list[str]:
         found.append(f"{key}.gradient_checkpointing=true")
     if not (config.shard or config.model.device_map or config.model.quantize):
         if config.gpus > 1:
-            once = f" with {'' if key == 'train' else 'finetune.'}train.replays=1" * (_training(config).replays > 1)
+            once = f" with {_key(config)}.replays=1" * (_training(config).replays > 1)
             found.append(f"shard=true{once}")
         found.append("model.quantize=nf4")
     return [f"try {found[0]}", *found[1:]] if found else []
