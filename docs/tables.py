@@ -158,7 +158,12 @@ TABLES = {
         columns=("run",),
     ),
     "tuned": Table(
-        "question", "budget", rows=TUNED, head="{} entries", where={"question": ("seen",)}, columns=("run",)
+        "question",
+        "budget",
+        rows=TUNED,
+        head="{} entries",
+        where={"question": ("seen",), "samples": ("33",)},
+        columns=("run",),
     ),
     "needles": Table(
         "needles",
@@ -198,34 +203,36 @@ def time_table() -> str:
     return markdown(found[["what", "method", "setting", "values", "unit", "date", "processor", "run"]])
 
 
-SEEN, UNSEEN, RULER = ("64", "128", "256"), ("0.5", "0.25", "0.1"), "128"
-"""Budgets of README's table and of the table of all methods: question seen, question unseen, RULER."""
+SEEN, UNSEEN, RULER, NEEDLES = ("64", "128", "256"), ("0.5", "0.25", "0.1"), "128", "64"
+"""Budgets of README's table and of the table of all methods: question seen, question unseen, RULER, needles."""
 FRONT = {
-    OURS: "LookaheadKV",
-    **alike("KVgrad", "KVzip", WEIGHTED_LAQ, "LAQ", WEIGHTED_SNAPKV),
-    "SnapKV, mean over 3": "SnapKV",
+    "lookaheadkv": OURS,
+    **{"kvgrad": "KVgrad", "kvzip": "KVzip", "laq 32 unpooled": "LAQ, 32 draft tokens, unpooled", "laq": "LAQ"},
+    "snapkv mean 3": "SnapKV, mean over 3",
 }
-"""The rows of README's table, and their names there and in the file of times."""
+"""The rows of README's table: their names in methods.csv and in question.csv."""
 
 
 def front_table() -> str:
-    """README's table: excess NLL at 64 / 128 / 256 entries with the question seen and unseen, and costs of runs."""
-    times, means = read("time"), read("question").query("samples == '33' and budget in @SEEN")
-    shares = times[times["setting"].str.startswith("33 real prompts")].set_index("method")["values"]
-    means = means.groupby(["method", "question"])["excess_nll"].agg(" / ".join).unstack().fillna("–")
+    """README's table: excess NLL on the 110 prompts with the question seen and unseen, and costs with it seen."""
+    seen = read("methods").query("run == 'all110'").set_index(["method", "budget"])
+    unseen = read("question").query("question == 'unseen' and samples == '110'").set_index(["method", "budget"])
+
+    def means(table: pd.DataFrame, name: str) -> str:
+        return " / ".join(table["excess_nll"][name, budget] for budget in SEEN)
+
     lines = [("full cache", "0", "0", "1")]
     for name, label in FRONT.items():
-        costs = " to ".join(dict.fromkeys(f"{1 + float(each) / 100:.2f}" for each in shares[label].split(" / ")))
-        lines.append((marked(name, label), *means.loc[name, ["seen", "unseen"]], costs))
-    return markdown(
-        pd.DataFrame(lines, columns=["method", "question seen", "question unseen", "prefills, seen to unseen"])
-    )
+        cost = 1 + float(seen["cost"][name, SEEN[0]]) / 100
+        lines.append((marked(name, label), means(seen, name), means(unseen, label), f"{cost:.2f}"))
+    return markdown(pd.DataFrame(lines, columns=["method", "question seen", "question unseen", "cost, prefills"]))
 
 
 OTHER_TASKS = {
     "other_seen": "up to 4,096 tokens, answers of 128",
+    "other_unseen": "up to 4,096 tokens, answers of 32, question unseen",
     "long_seen": "4,096 to 8,192 tokens, answers of 32",
-    "long_unseen": "the same, question unseen",
+    "long_unseen": "4,096 to 8,192 tokens, answers of 32, question unseen",
 }
 """Runs on tasks of other kinds, and what their prompts and answers are."""
 
@@ -243,7 +250,8 @@ def other_tasks_table() -> str:
 def methods_table() -> str:
     """The table of all methods, the lowest excess NLL at the middle budget first: a line per method.
 
-    Methods whose means are all equal share a line: keepsight's first, then kvpress's. Cost and MiB are keepsight's.
+    Methods whose means on the eleven prompts are all equal share a line: keepsight's first, then kvpress's. Their means
+    on the 110 prompts, cost and MiB are keepsight's.
     """
     found = read("methods").set_index(["method", "run", "budget"])
 
@@ -253,12 +261,14 @@ def methods_table() -> str:
         return " / ".join(values) if {*values} != {"–"} else "–"
 
     def line(name: str) -> tuple[str, ...]:
-        in_ruler = [cell(name, column, "all_ruler", RULER) for column in ("score", "excess_nll")]
+        scored = {"all_ruler": RULER, "all_needles": NEEDLES}
+        scores = ([cell(name, column, run, scored[run]) for column in ("score", "excess_nll")] for run in scored)
         return (
             marked(name, name),
             cell(name, "excess_nll", "all_seen", *SEEN),
             cell(name, "excess_nll", "all_unseen", *UNSEEN),
-            " / ".join(in_ruler) if {*in_ruler} != {"–"} else "–",
+            cell(name, "excess_nll", "all110", *SEEN),
+            *(" / ".join(pair) if {*pair} != {"–"} else "–" for pair in scores),
             cell(name, "cost", "all_seen", SEEN[1]),
             cell(name, "kv_mib", "all_seen", SEEN[1]),
         )
@@ -274,7 +284,8 @@ def methods_table() -> str:
         ),
     )
     means_of = [f"seen, {' / '.join(SEEN)}", f"unseen, {' / '.join(UNSEEN)}"]
-    lines = pd.DataFrame(map(line, methods), columns=["method", *means_of, "RULER", "cost, %", "MiB"])
+    rest = [f"110 prompts, {means_of[0]}", "RULER", "needles", "cost, %", "MiB"]
+    lines = pd.DataFrame(map(line, methods), columns=["method", *means_of, *rest])
     lines["method"] = lines.groupby(means_of)["method"].transform(", ".join)
     return markdown(lines.drop_duplicates(means_of))
 
