@@ -207,7 +207,10 @@ SEEN, UNSEEN, RULER, NEEDLES = ("64", "128", "256"), ("0.5", "0.25", "0.1"), "12
 """Budgets of README's table and of the table of all methods: question seen, question unseen, RULER, needles."""
 FRONT = {
     "lookaheadkv": OURS,
-    **{"kvgrad": "KVgrad", "kvzip": "KVzip", "laq 32 unpooled": "LAQ, 32 draft tokens, unpooled", "laq": "LAQ"},
+    "kvgrad": "KVgrad",
+    "kvzip": "KVzip",
+    "laq 32 unpooled": "LAQ, 32 draft tokens, unpooled",
+    "laq": "LAQ",
     "snapkv mean 3": "SnapKV, mean over 3",
 }
 """The rows of README's table: their names in methods.csv and in question.csv."""
