@@ -203,8 +203,10 @@ def time_table() -> str:
     return markdown(found[["what", "method", "setting", "values", "unit", "date", "processor", "run"]])
 
 
-SEEN, UNSEEN, RULER, NEEDLES = ("64", "128", "256"), ("0.5", "0.25", "0.1"), "128", "64"
-"""Budgets of README's table and of the table of all methods: question seen, question unseen, RULER, needles."""
+SEEN, UNSEEN = ("64", "128", "256"), ("0.5", "0.25", "0.1")
+"""Budgets of README's table and of the table of all methods: question seen, question unseen."""
+SCORED = {"RULER": ("all_ruler", "128"), "needles": ("all_needles", "64")}
+"""The columns of scores in the table of all methods: their runs and budgets."""
 FRONT = {
     "lookaheadkv": OURS,
     "kvgrad": "KVgrad",
@@ -264,8 +266,7 @@ def methods_table() -> str:
         return " / ".join(values) if {*values} != {"–"} else "–"
 
     def line(name: str) -> tuple[str, ...]:
-        scored = {"all_ruler": RULER, "all_needles": NEEDLES}
-        scores = ([cell(name, column, run, scored[run]) for column in ("score", "excess_nll")] for run in scored)
+        scores = ([cell(name, column, *run) for column in ("score", "excess_nll")] for run in SCORED.values())
         return (
             marked(name, name),
             cell(name, "excess_nll", "all_seen", *SEEN),
@@ -287,7 +288,7 @@ def methods_table() -> str:
         ),
     )
     means_of = [f"seen, {' / '.join(SEEN)}", f"unseen, {' / '.join(UNSEEN)}"]
-    rest = [f"110 prompts, {means_of[0]}", "RULER", "needles", "cost, %", "MiB"]
+    rest = [f"110 prompts, {means_of[0]}", *SCORED, "cost, %", "MiB"]
     lines = pd.DataFrame(map(line, methods), columns=["method", *means_of, *rest])
     lines["method"] = lines.groupby(means_of)["method"].transform(", ".join)
     return markdown(lines.drop_duplicates(means_of))
