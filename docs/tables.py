@@ -16,11 +16,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 from keepsight.eval.report.figures import STYLES, look
-from keepsight.files import write_text
+from keepsight.files import size_text, write_text
 from keepsight.runtime.registry import Style
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "RESULTS.md", *sorted((ROOT / "checkpoints").glob("*/README.md"))]
+PAGES = [ROOT / "README.md", ROOT / "RESULTS.md", ROOT / "docs" / "performance.md"]
+PAGES += sorted((ROOT / "checkpoints").glob("*/README.md"))
 PLACE = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 EXCESS = "{excess_nll} ({low} to {high})"
 OURS = "LookaheadKV (shipped)"
@@ -294,9 +295,25 @@ def methods_table() -> str:
     return markdown(lines.drop_duplicates(means_of))
 
 
+def gpu_table() -> str:
+    """What methods cost on a GPU: a line for each measured row of a model."""
+    found = read("gpu").query("kind == 'generate' and first_s != ''")
+
+    def line(row: pd.Series) -> tuple[str, ...]:
+        first, share, step, batch = (float(row[name]) for name in ("first_s", "share", "step_s", "batch_s"))
+        sizes = (size_text(int(row[name])) for name in ("kv_bytes", "peak_bytes"))
+        speed = f"{int(row['rows']) / batch:,.0f} ({row['rows']} rows)"
+        times = (f"{first:.2f}", f"{share:.1%}", f"{step * 1e3:.0f}")
+        return thousands(row["tokens"]), row["method"], *times, speed, *sizes
+
+    names = ["tokens", "method", "first token, s", "beyond a prefill", "step, ms", "tokens/s", "KV", "peak"]
+    return markdown(pd.DataFrame([line(row) for _, row in found.iterrows()], columns=names))
+
+
 def made(name: str) -> str:
     """A table by its name."""
     own = {"time": time_table, "front": front_table, "methods": methods_table, "other-tasks": other_tasks_table}
+    own |= {"gpu": gpu_table}
     return own[name]() if name in own else TABLES[name].text()
 
 

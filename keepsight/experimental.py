@@ -1,7 +1,7 @@
-"""Paths that have never run on a GPU: off unless `KEEPSIGHT_EXPERIMENTAL` names them; another path does the same.
+"""Paths on a GPU that have not been shown to be faster: off unless `KEEPSIGHT_EXPERIMENTAL` names them.
 
-`KEEPSIGHT_EXPERIMENTAL=kernel,streams` (or `all`) turns them on. `make test-gpu` and `make bench-gpu` turn all of them
-on, and `docs/performance.md` lists what is experimental.
+Another path does the same. `KEEPSIGHT_EXPERIMENTAL=kernel,streams` (or `all`) turns them on. `make test-gpu` and
+`make bench-gpu` turn all of them on, and `docs/performance.md` lists what is experimental.
 """
 
 import os
@@ -11,7 +11,6 @@ from keepsight.errors import UserError
 VARIABLE = "KEEPSIGHT_EXPERIMENTAL"
 PATHS = {
     "kernel": "packed entries are read by a Triton kernel, which unpacks them in registers",
-    "ragged": "all heads of a ragged layer are attended to by one Triton kernel",
     "flex": "SpecKV's sparse prefill is one FlexAttention",
     "streams": "entries come from CPU memory on a stream of their own, beside the model",
     "flash": "model.attention=auto takes flash_attention_2 where flash-attn is installed",

@@ -252,7 +252,7 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
     if mask is not None:
         mask = mask[:, :, None].expand(-1, -1, heads // kv_heads, -1, -1).flatten(2, 3)
     output = attend_grouped(query.reshape(batch, kv_heads, -1, width), key, value, mask, softmax)
-    return output.view(batch, heads, rows, -1).transpose(1, 2).contiguous()
+    return output.reshape(batch, heads, rows, -1).transpose(1, 2).contiguous()  # GPU kernels choose their own strides
 
 
 def attend_grouped(grouped: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:

@@ -1,6 +1,6 @@
 """The full cache in CPU memory, from which a background thread fetches entries.
 
-On a GPU all of it is experimental; the side stream is off by default.
+The side stream is experimental, and off by default.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Attention of ragged heads in one Triton kernel on a GPU (experimental, off by default).
+"""Attention of ragged heads in one Triton kernel on a GPU.
 
 Each KV head is a sequence of its own, at an offset in flattened entries: nothing is padded, and one launch serves all
 heads of a layer, where otherwise each head is attended to by itself.
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepsight.experimental import is_on
 from keepsight.runtime.attention import Softmax
 
 if HAS_TRITON := find_spec("triton") is not None:
@@ -40,8 +39,8 @@ STAGES = 1
 
 
 def enabled() -> bool:
-    """Whether the kernel is on, and Triton can compile it for an NVIDIA GPU."""
-    return HAS_TRITON and torch.version.hip is None and is_on("ragged")
+    """Whether Triton can compile the kernel for an NVIDIA GPU."""
+    return HAS_TRITON and torch.version.hip is None
 
 
 def usable(query: Tensor, values: Tensor) -> bool:
@@ -87,21 +86,28 @@ def attend_ragged(
             BLOCK=BLOCK,
             num_stages=STAGES,
         )
-    return merged(outputs, totals, query, softmax)[0]
+    return merged(outputs, with_sinks(totals, softmax, rows), query)
 
 
-def merged(outputs: Tensor, totals: Tensor, query: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
+def merged(outputs: Tensor, totals: Tensor, query: Tensor) -> Tensor:
     """Merge the attention of queries [B, H, q, d] to the parts of each KV head's entries.
 
-    `outputs` [B, K, parts, r, d] float32 are those of r grouped queries, `totals` [B, K, parts, r] the logarithms of
-    the parts' denominators, without the softmax's sinks. Returns the output [B, q, H, d], contiguous, and the logarithm
-    of the whole denominator, [B, K, r].
+    `outputs` [B, K, parts, r, d] float32 are those of r grouped queries, `totals` [B, K, parts + 1 or 0, r] from
+    `with_sinks`. Returns the output [B, q, H, d], contiguous.
     """
-    total = totals.logsumexp(dim=2)
-    if (sinks := softmax.sinks_of(totals.shape[1], query.shape[2])) is not None:
-        total = torch.logaddexp(total, sinks[..., 0])
-    output = ((totals - total[:, :, None]).exp()[..., None] * outputs).sum(dim=2).to(query.dtype)
-    return output.view(query.shape).transpose(1, 2).contiguous(), total
+    shares = totals.softmax(dim=2)[:, :, : outputs.shape[2]]
+    output = (shares[..., None] * outputs).sum(dim=2).to(query.dtype)
+    return output.view(query.shape).transpose(1, 2).contiguous()
+
+
+def with_sinks(totals: Tensor, softmax: Softmax, rows: int) -> Tensor:
+    """Logarithms of the parts' denominators [B, K, parts, r] and, as one more part, the softmax's sinks, if any.
+
+    The r grouped queries are `rows` tokens of each query head.
+    """
+    if (sinks := softmax.sinks_of(totals.shape[1], rows)) is None:
+        return totals
+    return torch.cat([totals, sinks[:, None, :, 0].expand(len(totals), -1, 1, -1)], dim=2)
 
 
 @functools.cache

@@ -108,7 +108,7 @@ def merged_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) ->
 class _Merged(Function):
     """Flash attention over the first keys; the other steps are merged into it by log-sum-exp, in float32.
 
-    Experimental on CUDA, where torch's memory-efficient kernel replaces the CPU's flash kernel.
+    On CUDA torch's memory-efficient kernel replaces the CPU's flash kernel.
 
     The flash kernel's backward rebuilds the probabilities of its keys from each row's output and log-sum-exp. From the
     merged ones it yields the merged softmax's gradients for these keys; those of the few other keys are added here.
@@ -178,6 +178,8 @@ def _flash_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     if query.is_cuda:
+        # In 16 bits the kernel reads the output as [B, q, H, d] in memory, whatever its strides say.
+        output = output.transpose(1, 2).contiguous().transpose(1, 2)
         unused = torch.zeros((), dtype=torch.long)
         needed = [True, True, True, False]
         return _ATEN._scaled_dot_product_efficient_attention_backward(

@@ -13,7 +13,7 @@ from keepsight.experimental import is_on
 from keepsight.runtime.attention import Softmax, later
 from keepsight.runtime.offload import FetchedEntries
 from keepsight.runtime.quantized.packing import PackedEntries
-from keepsight.runtime.ragged_kernel import merged
+from keepsight.runtime.ragged_kernel import merged, with_sinks
 
 if HAS_TRITON := find_spec("triton") is not None:
     import triton
@@ -110,9 +110,9 @@ def attend_in_kernel(
             FETCHED=fetched is not None,
             num_stages=STAGES,
         )
-    output, total = merged(outputs, totals, query, softmax)
-    last = total.unflatten(2, (-1, rows))[..., -1:]
-    return output, (logits - last).exp()
+    totals = with_sinks(totals, softmax, rows)
+    last = totals.unflatten(3, (-1, rows))[..., -1].logsumexp(dim=2)
+    return merged(outputs, totals, query), (logits - last[..., None]).exp()
 
 
 def _fetched(fetched: FetchedEntries | None, entries: PackedEntries) -> tuple[Tensor, Tensor, Tensor, int, int]:
@@ -130,7 +130,8 @@ def _fetched(fetched: FetchedEntries | None, entries: PackedEntries) -> tuple[Te
 
 @functools.cache
 def _compiled() -> Any:
-    return triton.jit(attend_part)
+    # Triton compiles a kernel again for integers that 16 divides, which these become while an answer grows.
+    return triton.jit(attend_part, do_not_specialize=["length", "packed_keys", "packed_values", "scored"])
 
 
 def attend_part(  # type: ignore[no-untyped-def]

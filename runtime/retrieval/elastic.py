@@ -1,7 +1,4 @@
-"""Elastic loading (SpeContext, arXiv 2512.00722, section 5): selected entries on the device, all of them on the CPU.
-
-On a GPU it is experimental.
-"""
+"""Elastic loading (SpeContext, arXiv 2512.00722, section 5): selected entries on the device, all of them on the CPU."""
 
 import time
 import weakref

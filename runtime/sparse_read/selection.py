@@ -166,7 +166,7 @@ class TopPages(Summaries):
         room = [max(budget - each, 0) // self.page for budget, each in zip(budgets, open_entries, strict=False)]
         taken = [min(pair) for pair in zip(room, self._filled, strict=True)]
         pages = top_indices(self.scores(query), max(taken), signed=True)
-        first = pages.new_tensor(starts).view(-1, 1, 1, 1)
+        first = 0 if padding is None else padding.view(-1, 1, 1, 1)
         within = torch.arange(self.page, device=pages.device)
         indices = (first + pages[..., None] * self.page + within).flatten(2)
         tail = torch.arange(max(length - max(open_entries), 0), length, device=pages.device)

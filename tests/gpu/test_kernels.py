@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
 
+from keepsight.runtime import ragged_kernel
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.drafting.speckv import by_blocks, by_flex
 from keepsight.runtime.importance import observed_attention, top_indices, top_mask
@@ -139,11 +140,12 @@ def test_selections_are_the_same_index_for_index_ties_included(count: int) -> No
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("paths", ["ragged", ""])
+@pytest.mark.parametrize("in_kernel", [True, False])
 def test_heads_of_different_lengths_attend_as_each_does_alone(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, paths: str
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, in_kernel: bool
 ) -> None:
-    monkeypatch.setenv("KEEPSIGHT_EXPERIMENTAL", paths)
+    if not in_kernel:
+        monkeypatch.setattr(ragged_kernel, "enabled", lambda: False)
     counts = np.array([[5, 930], [64, 1]])
     keys, values = (drawn(counts.sum(), 64, seed=seed, dtype=dtype) for seed in (1, 2))
     new, query = drawn(2, 2, rows, 64, seed=3, dtype=dtype), drawn(2, 8, rows, 64, seed=4, dtype=dtype)

@@ -8,12 +8,13 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicCache
 
 from keepsight.runtime import join as batches
 from keepsight.runtime import ragged_kernel
 from keepsight.runtime.allocate import Adaptive, Pyramid
-from keepsight.runtime.attention import Softmax, recording
+from keepsight.runtime.attention import Softmax, grouped_attention, recording
 from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.importance import Pool
 from keepsight.runtime.join import join
@@ -100,6 +101,19 @@ def test_the_recording_attention_computes_what_the_model_does(dtype, attention):
         outputs.append([first, rest, single])
     for before, after in zip(*outputs, strict=True):
         assert_close(before, after, dtype)
+
+
+def test_a_kernel_may_lay_out_its_output_as_it_likes(monkeypatch):
+    """The kernels that torch has on a GPU return [B, K, r, d] with the heads beside each other in memory."""
+    query, key, value = (torch.randn(2, heads, 3, 8) for heads in (6, 2, 2))
+    expected = grouped_attention(query, key, value, None, Softmax(0.3))
+    attend = functional.scaled_dot_product_attention
+
+    def by_token(*given, **options):
+        return attend(*given, **options).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", by_token)
+    assert_close(grouped_attention(query, key, value, None, Softmax(0.3)), expected)
 
 
 @pytest.mark.skipif(not ragged_kernel.HAS_TRITON, reason="Triton has no wheels for this platform, or is not installed")
