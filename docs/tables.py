@@ -208,6 +208,8 @@ SEEN, UNSEEN = ("64", "128", "256"), ("0.5", "0.25", "0.1")
 """Budgets of README's table and of the table of all methods: question seen, question unseen."""
 SCORED = {"RULER": ("all_ruler", "128"), "needles": ("all_needles", "64")}
 """The columns of scores in the table of all methods: their runs and budgets."""
+CONTINUED = {"all110_reads": "all110", "all_needles_reads": "all_needles"}
+"""Runs of further methods that fill columns of an earlier run in the table of all methods."""
 FRONT = {
     "lookaheadkv": OURS,
     "kvgrad": "KVgrad",
@@ -259,7 +261,7 @@ def methods_table() -> str:
     Methods whose means on the eleven prompts are all equal share a line: keepsight's first, then kvpress's. Their means
     on the 110 prompts, cost and MiB are keepsight's.
     """
-    found = read("methods").set_index(["method", "run", "budget"])
+    found = read("methods").replace({"run": CONTINUED}).set_index(["method", "run", "budget"])
 
     def cell(method: str, column: str, run: str, *budgets: str) -> str:
         alone = (method, run, "") in found.index  # a method without budgets
