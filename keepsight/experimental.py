@@ -1,7 +1,7 @@
-"""Paths on a GPU that have not been shown to be faster: off unless `KEEPSIGHT_EXPERIMENTAL` names them.
+"""Paths on a GPU that have not been shown to be faster there.
 
-Another path does the same. `KEEPSIGHT_EXPERIMENTAL=kernel,streams` (or `all`) turns them on. `make test-gpu` and
-`make bench-gpu` turn all of them on, and `docs/performance.md` lists what is experimental.
+They are off unless `KEEPSIGHT_EXPERIMENTAL` names them (`kernel,streams`, or `all`); another path gives the same
+result. `make test-gpu` and `make bench-gpu` turn all of them on, and `docs/performance.md` lists what is experimental.
 """
 
 import os

@@ -79,7 +79,7 @@ class Figures:
         first_s: Seconds to the first token; of attention, over the prompt; of training, of a prefill.
         share: Of these seconds, those beyond a plain prefill; of training, prefills that a step takes.
         step_s: Seconds of a decoding step of one row, or of a training step.
-        rows: Rows of the largest batch that fits, at most `MOST_ROWS`.
+        rows: Rows of the batch, at most `MOST_ROWS`: an estimate of what fits, halved while memory runs out.
         batch_s: Seconds of its decoding step.
         kv_bytes: Bytes on the device for one row: keys, values and the method's own index of them.
         peak_bytes: The most beyond the weights, while the prompt is read; of training, in a step.
