@@ -1,4 +1,4 @@
-"""Makes the tables of README, RESULTS.md and the shipped cards from `results/*.csv`, and README's plot.
+"""Makes the tables of README, RESULTS.md, the guides and the shipped cards from `results/*.csv`, and README's plot.
 
     python docs/tables.py
 
@@ -298,8 +298,8 @@ def methods_table() -> str:
 
 
 def gpu_table() -> str:
-    """What methods cost on a GPU: a line for each measured row of a model."""
-    found = read("gpu").query("kind == 'generate' and first_s != ''")
+    """What methods cost on a GPU: a line for each generation that was measured to its end."""
+    found = read("gpu").query("kind == 'generate' and batch_s != ''")
 
     def line(row: pd.Series) -> tuple[str, ...]:
         first, share, step, batch = (float(row[name]) for name in ("first_s", "share", "step_s", "batch_s"))
@@ -312,11 +312,19 @@ def gpu_table() -> str:
     return markdown(pd.DataFrame([line(row) for _, row in found.iterrows()], columns=names))
 
 
+OWN = {
+    "time": time_table,
+    "front": front_table,
+    "methods": methods_table,
+    "other-tasks": other_tasks_table,
+    "gpu": gpu_table,
+}
+"""Tables with a function of their own."""
+
+
 def made(name: str) -> str:
     """A table by its name."""
-    own = {"time": time_table, "front": front_table, "methods": methods_table, "other-tasks": other_tasks_table}
-    own |= {"gpu": gpu_table}
-    return own[name]() if name in own else TABLES[name].text()
+    return OWN[name]() if name in OWN else TABLES[name].text()
 
 
 def with_tables(text: str) -> str:

@@ -2,7 +2,7 @@
 
 Rows are padded on the left to the longest head of each layer, or stored as ragged layers are: one head after the other,
 without padding. The latter is done if padding one of the states would cost more than attending to each head by itself,
-and on a GPU if the kernel that attends to all heads at once is on (`keepsight.runtime.ragged_kernel`).
+and on a GPU where one kernel attends to all heads (`keepsight.runtime.ragged_kernel`).
 """
 
 import copy
@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from keepsight.runtime import ragged_kernel
 from keepsight.runtime.attention import is_bounded
 from keepsight.runtime.images import Images
 from keepsight.runtime.layer import KeptLayer, RaggedLayer
@@ -61,10 +60,11 @@ def join(states: Sequence[State]) -> State:
 
 def joins_unpadded(state: State) -> bool:
     """Whether a batch with this state is stored without padding."""
-    if not any(isinstance(layer, RaggedLayer) for layer in state.layers):
+    ragged = [layer for layer in state.layers if isinstance(layer, RaggedLayer)]
+    if not ragged:
         return False
     if not state.logits.is_cpu:
-        return ragged_kernel.enabled()
+        return all(layer.in_kernel for layer in ragged)
     longest = sum(layer.longest for layer in state.layers) / len(state.layers)
     return longest - state.mean_entries() > CALL
 

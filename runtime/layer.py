@@ -367,11 +367,16 @@ class RaggedLayer(OwnAttention, KeptLayer):
         bounds = torch.tensor([[first for first, _ in places], [sum(each) for each in places]])
         self._starts, self._ends = bounds.to(self.keys.device, non_blocking=True).unbind()
 
+    @property
+    def in_kernel(self) -> bool:
+        """Whether one kernel attends to all heads."""
+        return self.expansion is None and ragged_kernel.usable(self.keys, self.values)
+
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """See `OwnAttention`; the new keys and values have been appended."""
         batch, heads, rows, width = query.shape
-        if self.expansion is None and ragged_kernel.usable(query, self.values):
+        if self.in_kernel:
             assert self._starts is not None and self._ends is not None
             entries, ends = (self.keys[0, 0], self.values[0, 0]), self._ends + self.appended
             return ragged_kernel.attend_ragged(query, *entries, self._starts, ends, self.longest, softmax)

@@ -7,6 +7,8 @@ heads of a layer, where otherwise each head is attended to by itself.
 from __future__ import annotations
 
 import functools
+import os
+import shutil
 from importlib.util import find_spec
 from typing import Any
 
@@ -38,14 +40,16 @@ STAGES = 1
 """Blocks that are loaded ahead: with two, a program in float32 would need more shared memory than some GPUs have."""
 
 
-def enabled() -> bool:
-    """Whether Triton can compile the kernel for an NVIDIA GPU."""
-    return HAS_TRITON and torch.version.hip is None
+@functools.cache
+def can_compile() -> bool:
+    """Whether Triton is installed, for NVIDIA's GPUs, and finds the C compiler that it needs."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return HAS_TRITON and torch.version.hip is None and compiler is not None
 
 
 def usable(query: Tensor, values: Tensor) -> bool:
-    """Whether the kernel takes a query [..., d] and values [..., d]."""
-    return query.is_cuda and query.shape[-1] == values.shape[-1] and enabled()
+    """Whether the kernel takes queries, or keys, [..., d] and values [..., d]; it computes no gradients."""
+    return query.is_cuda and query.shape[-1] == values.shape[-1] and can_compile()
 
 
 def attend_ragged(
@@ -92,8 +96,8 @@ def attend_ragged(
 def merged(outputs: Tensor, totals: Tensor, query: Tensor) -> Tensor:
     """Merge the attention of queries [B, H, q, d] to the parts of each KV head's entries.
 
-    `outputs` [B, K, parts, r, d] float32 are those of r grouped queries, `totals` [B, K, parts + 1 or 0, r] from
-    `with_sinks`. Returns the output [B, q, H, d], contiguous.
+    `outputs` [B, K, parts, r, d] float32 are those of r grouped queries, `totals` from `with_sinks` [B, K, parts, r],
+    or parts + 1 with sinks. Returns the output [B, q, H, d], contiguous.
     """
     shares = totals.softmax(dim=2)[:, :, : outputs.shape[2]]
     output = (shares[..., None] * outputs).sum(dim=2).to(query.dtype)

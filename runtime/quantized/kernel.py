@@ -130,7 +130,8 @@ def _fetched(fetched: FetchedEntries | None, entries: PackedEntries) -> tuple[Te
 
 @functools.cache
 def _compiled() -> Any:
-    # Triton compiles a kernel again for integers that 16 divides, which these become while an answer grows.
+    # Triton compiles a kernel of its own for integers that 16 divides. These change with each token, so it would
+    # compile in the middle of an answer.
     return triton.jit(attend_part, do_not_specialize=["length", "packed_keys", "packed_values", "scored"])
 
 

@@ -145,7 +145,7 @@ def test_heads_of_different_lengths_attend_as_each_does_alone(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, in_kernel: bool
 ) -> None:
     if not in_kernel:
-        monkeypatch.setattr(ragged_kernel, "enabled", lambda: False)
+        monkeypatch.setattr(ragged_kernel, "can_compile", lambda: False)
     counts = np.array([[5, 930], [64, 1]])
     keys, values = (drawn(counts.sum(), 64, seed=seed, dtype=dtype) for seed in (1, 2))
     new, query = drawn(2, 2, rows, 64, seed=3, dtype=dtype), drawn(2, 8, rows, 64, seed=4, dtype=dtype)

@@ -135,6 +135,12 @@ def test_the_kernel_attends_as_one_head_after_another(monkeypatch, rows, softmax
     assert_close(layer.attend(query, key, value, softmax), expected)
 
 
+def test_without_a_compiler_there_is_no_kernel(monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(ragged_kernel.shutil, "which", lambda name: None)
+    assert not ragged_kernel.can_compile.__wrapped__()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["packed", "ragged"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
