@@ -56,6 +56,12 @@ def test_the_files_it_links_to_are_there(page: str) -> None:
     assert not missing + [path for path in named if not (ROOT / path).exists()]
 
 
+def test_results_links_to_nothing_but_files_of_results() -> None:
+    """The documentation shows RESULTS.md as a page of its own, in another folder and with `results/` beside it."""
+    links = re.findall(r"\]\(([^)]+)\)", text_of("RESULTS.md"))
+    assert links and all(re.match(r"https://|#|results/", link) for link in links), links
+
+
 def test_every_page_is_in_the_navigation_once() -> None:
     def pages(entry: Any) -> list[str]:
         if isinstance(entry, str):
