@@ -132,7 +132,7 @@ def _fetched(fetched: FetchedEntries | None, entries: PackedEntries) -> tuple[Te
 def _compiled() -> Any:
     # Triton compiles a kernel of its own for integers that 16 divides. These change with each token, so it would
     # compile in the middle of an answer.
-    return triton.jit(attend_part, do_not_specialize=["length", "packed_keys", "packed_values", "scored"])
+    return triton.jit(do_not_specialize=["length", "packed_keys", "packed_values", "scored"])(attend_part)
 
 
 def attend_part(  # type: ignore[no-untyped-def]
