@@ -298,7 +298,7 @@ def methods_table() -> str:
 
 
 def gpu_table() -> str:
-    """What methods cost on a GPU: a line for each generation that was measured to its end."""
+    """What methods cost on GPUs: a table per card and model, a line per generation that was measured to its end."""
     found = read("gpu").query("kind == 'generate' and batch_s != ''")
 
     def line(row: pd.Series) -> tuple[str, ...]:
@@ -309,7 +309,11 @@ def gpu_table() -> str:
         return thousands(row["tokens"]), row["method"], *times, speed, *sizes
 
     names = ["tokens", "method", "first token, s", "beyond a prefill", "step, ms", "tokens/s", "KV", "peak"]
-    return markdown(pd.DataFrame([line(row) for _, row in found.iterrows()], columns=names))
+    parts = []
+    for (card, model), rows in found.groupby(["card", "model"], sort=False):
+        lines = markdown(pd.DataFrame([line(row) for _, row in rows.iterrows()], columns=names))
+        parts.append(f"{card}, {model}:\n\n{lines}")
+    return "\n".join(parts)
 
 
 OWN = {

@@ -153,7 +153,7 @@ class Bench:
             try:
                 figures.batch_peak_bytes = peak_bytes(decode)
             except torch.OutOfMemoryError:
-                figures.rows //= 2
+                figures.rows -= max(1, figures.rows // 8)
             self._free()
         return figures
 
@@ -188,9 +188,9 @@ class Bench:
 
 
 def _step(reader: Any, state: State) -> float:
-    """Seconds of a step, the mean of several: the CPU waits only for the last."""
+    """Seconds of a step: a turn's mean, in which the CPU waits only for the last step; the median of the turns."""
     states = [read_greedily(reader, state, 3)]
-    return seconds_of(lambda: states.append(read_greedily(reader, states.pop(), STEPS))) / STEPS
+    return median_seconds(lambda: states.append(read_greedily(reader, states.pop(), STEPS)), TURNS) / STEPS
 
 
 def _kernel(name: str, query: Tensor, key: Tensor, value: Tensor) -> Callable[[], Any]:

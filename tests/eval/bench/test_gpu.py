@@ -15,6 +15,8 @@ from keepsight.errors import UserError
 from keepsight.eval.bench import gpu, roofline
 from keepsight.eval.bench.gpu import Bench, Results, main, run
 from keepsight.eval.bench.roofline import KERNELS, METHODS, Card, Figures, Row, all_rows, known_card, memory_and_traffic
+from keepsight.runtime.join import join
+from keepsight.runtime.state import State
 
 CPU = torch.device("cpu")
 CARD = Card("CPU", 1e12, 1e11, 2**30, 2**30)
@@ -48,6 +50,22 @@ def test_every_method_is_measured_and_holds_the_bytes_that_arithmetic_says(metho
     assert figures.kv_bytes == memory_and_traffic(method, tiny, 200)[0]
     assert figures.rows == 2 and all(getattr(figures, name) > 0 for name in ("first_s", "step_s", "batch_s"))
     assert figures.peak_bytes and figures.batch_peak_bytes
+
+
+def test_a_batch_that_runs_out_of_memory_loses_an_eighth_of_its_rows(
+    tiny: LlamaConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def limited(states: list[State]) -> State:
+        tried.append(len(states))
+        if len(states) > 10:
+            raise torch.OutOfMemoryError
+        return join(states)
+
+    tried = list[int]()
+    monkeypatch.setattr(gpu, "join", limited)
+    monkeypatch.setattr(gpu, "rows_that_fit", lambda row, card: 17)
+    figures = Bench(CPU, CARD).measure(Row("generate", "tiny", 100, "snapkv"))
+    assert tried == [17, 15, 14, 13, 12, 11, 10] and figures.rows == 10 and figures.batch_s
 
 
 def test_a_training_step_and_a_kernel_are_measured(tiny: LlamaConfig) -> None:
