@@ -20,7 +20,7 @@ from keepsight.endpoint import Endpoint, EndpointError, ServerSettings, refuse_f
 from keepsight.errors import BadRow, UserError, one_line
 from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
-from keepsight.runtime.generate import FullCache
+from keepsight.runtime.generate import FullCache, up_to_end
 
 _UNKNOWN_FORM = (400, 404, 422)
 """HTTP statuses of servers that do not accept a form of prompts; 404 also means an unknown model."""
@@ -104,7 +104,7 @@ def answer(target: Target, batch: list[Rendered], decoding: Decoding) -> list[li
     options = {"max_new_tokens": decoding.max_new_tokens, "do_sample": False, "logits_processor": sampling}
     # FullCache grows in place and, with a padding mask, does not repeat entries for each query head.
     output = generate(**inputs.to(target.model.device), **options, custom_generate=FullCache())
-    return [_until(target.end_tokens, row) for row in output[:, inputs["input_ids"].shape[1] :].tolist()]
+    return [up_to_end(row, target.end_tokens) for row in output[:, inputs["input_ids"].shape[1] :].tolist()]
 
 
 class _Sampling(LogitsProcessor):
@@ -122,12 +122,6 @@ class _Sampling(LogitsProcessor):
         uniform = torch.stack([torch.rand(size, generator=each, dtype=torch.float64) for each in self._generators])
         logits: Tensor = self._warpers(input_ids, scores.float())  # type: ignore[arg-type]
         return logits - uniform.log().neg().log().to(scores.device)
-
-
-def _until(ends: list[int], ids: list[int]) -> list[int]:
-    """The ids up to and including the first end token; the others are padding."""
-    first = next((place for place, token in enumerate(ids) if token in ends), len(ids))
-    return ids[: first + 1]
 
 
 class _Choice(TypedDict):
@@ -298,7 +292,7 @@ class VllmEngine:
             if made.finish_reason == "length" and len(made.token_ids) < decoding.max_new_tokens:
                 room = f"has {len(prompt.ids)} tokens, which leaves no room for {decoding.max_new_tokens} more"
                 raise UserError(f"backend=vllm: prompt {prompt.index} {room}; raise max_model_len in vllm=")
-        yield [(prompt, _until(ends, list(made.token_ids))) for prompt, made in zip(prompts, answers, strict=True)]
+        yield [(prompt, up_to_end(list(made.token_ids), ends)) for prompt, made in zip(prompts, answers, strict=True)]
 
     def close(self) -> None:
         """End the engine's processes, which would otherwise occupy their memory until this process ends."""

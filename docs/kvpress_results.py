@@ -195,11 +195,11 @@ def table(rows: list[dict[str, Any]]) -> None:
         print(f"{budget:>4}  {press:<43}{mean:.3f} ({low:.2f} to {high:.2f}), {count} samples{found}")
 
 
-def interval(tasks: list[list[float]], resamples: int = 2000) -> tuple[float, float]:
+def interval(tasks: list[list[float]]) -> tuple[float, float]:
     """Ends of the 95 % bootstrap interval of the mean over tasks, samples drawn within each."""
     draw = random.Random(95)
-    means = sorted(fmean(fmean(draw.choices(task, k=len(task))) for task in tasks) for _ in range(resamples))
-    return means[resamples // 40], means[-resamples // 40]
+    means = sorted(fmean(fmean(draw.choices(task, k=len(task))) for task in tasks) for _ in range(2000))
+    return means[50], means[-50]
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from keepsight.models.decoder import cached_kv_heads, head_width
 from keepsight.runtime.attention import Reader
-from keepsight.runtime.generate import PeriodicEviction, decode, stop_after
+from keepsight.runtime.generate import PeriodicEviction, decode, stop_after, up_to_end
 from keepsight.runtime.join import join, joins_unpadded
 from keepsight.runtime.state import State, read
 
@@ -305,15 +305,10 @@ def _write(
         ids = limits.drawn(model, state, eviction)
     else:
         ids = limits.decoded(model, state, prompt_ids=known.expand(rows, -1), eviction=eviction)
-    answers = [row[: _length(row.tolist(), limits.end_tokens)] for row in ids]
+    answers = [row[: len(up_to_end(row.tolist(), limits.end_tokens))] for row in ids]
     tokens = sum(map(len, answers)) - known.numel() * rows
     speed = tokens / (time.perf_counter() - start)
     return [_Written(each, speed, rows) for each in answers]
-
-
-def _length(answer: Sequence[int], end_tokens: Sequence[int]) -> int:
-    """Number of tokens up to the first end token."""
-    return next((place + 1 for place, token in enumerate(answer) if token in end_tokens), len(answer))
 
 
 def entry_bytes(model: PreTrainedModel) -> int:

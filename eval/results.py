@@ -167,10 +167,6 @@ def key_of(row: Row) -> Key:
     return row["task"], row["length"], row["sample"]
 
 
-MAY_DIFFER = ("targets", "samples")
-"""Differences that `keepsight compare` refuses unless `allow=` names them."""
-
-
 @dataclass(frozen=True)
 class Run:
     """Results and their settings: the rows of `results.jsonl`, at least one, and `settings.json`."""
@@ -264,7 +260,7 @@ def parts_of_one(runs: Sequence[Run]) -> list[Run]:
 def comparable(runs: Sequence[Run], allow: Collection[str] = ()) -> list[Run]:
     """Runs (at least two) with their common samples, so that rows are paired; unchanged if there are none.
 
-    UserError: their base models or their samples differ, and `allow` does not name it from `MAY_DIFFER`.
+    UserError: their base models or their samples differ, and `allow` does not name it (`targets`, `samples`).
     """
     first = runs[0]
     for run in runs[1:]:

@@ -302,8 +302,9 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path, kind: Any = Any) -> Any:
     """The JSON value of a file, `kind` as in `from_json`; UserError if missing, malformed, or changed."""
+    regular(path)
     try:
-        return from_json(regular(path).read_bytes(), kind)
+        return from_json(path.read_bytes(), kind)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except ValueError as error:

@@ -98,9 +98,9 @@ class Lookahead(nn.Module):
             with torch.no_grad():
                 parameter.copy_(values[name])
 
-    def adapter(self, head_weights: HeadWeights | None = None) -> "LookaheadAdapter":
+    def adapter(self) -> "LookaheadAdapter":
         """A copy of the weights, to be saved."""
-        return LookaheadAdapter(self.settings, self.lora_state(), self.tokens.detach().cpu().clone(), head_weights)
+        return LookaheadAdapter(self.settings, self.lora_state(), self.tokens.detach().cpu().clone())
 
 
 @dataclass(frozen=True)

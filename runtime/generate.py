@@ -5,7 +5,7 @@ A method is also a `custom_generate` of transformers: `model.generate(**inputs, 
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -62,6 +62,12 @@ def end_ids(model: PreTrainedModel) -> int | list[int] | None:
     """The tokens that end an answer, as the model's generation configuration has them; None where it names none."""
     config = model.generation_config
     return None if config is None else config.eos_token_id
+
+
+def up_to_end(ids: list[int], end_tokens: Sequence[int]) -> list[int]:
+    """The ids up to and including the first end token; those after it are padding."""
+    ends = (place for place, token in enumerate(ids) if token in end_tokens)
+    return ids[: next(ends, len(ids)) + 1]
 
 
 def stop_after(max_new_tokens: int, end_tokens: list[int] | int | None) -> StoppingCriteriaList:

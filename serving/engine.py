@@ -34,7 +34,7 @@ class Busy(UserError):
 
 
 class Job:
-    """One request. `started`, `took` and `ended` are called by the engine's thread, and may be overridden.
+    """One request. `took` and `ended` are called by the engine's thread, and may be overridden.
 
     Args:
         ids: [N] int64, the prompt.
@@ -63,9 +63,6 @@ class Job:
     def cancel(self) -> None:
         """Cancel the request: it leaves the batch before the next step."""
         self.cancelled = True
-
-    def started(self) -> None:
-        """Called when the prompt has been read."""
 
     def took(self, token: int) -> bool:
         """Take a token of the answer; returns whether the answer ends with it."""
@@ -265,7 +262,6 @@ class Engine:
             self._end(job, "failed", error)
             return
         self._batch.append(row)
-        job.started()
 
     def _drop_cancelled(self) -> None:
         """End the requests that were cancelled while they waited; the caller holds the lock."""

@@ -37,8 +37,8 @@ EVICT, BEFORE = "keepsight_evict", "keepsight_before"
 MADE, WHOLE, FAILED = "keepsight", "keepsight_whole", "keepsight_error"
 """Fields of requests and replies for eviction inside vLLM; see `keepsight.serving.vllm.record`."""
 _KEY, _VERSION = "keepsight_prefix", 1
-_HEADERS = 4096
-"""Headers that a store keeps in memory."""
+_HEADERS, _TENSORS = 4096, 64
+"""Prefixes whose headers, and whose tensors, a store keeps in memory."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,16 @@ def letters_of(base: int) -> int:
     return math.ceil(8 * DIGEST_BYTES / math.log2(base))
 
 
+def letters_within(entries: int, alphabet: Sequence[int]) -> int:
+    """How many of `entries` token ids spell a digest; a `UserError` if they are too few."""
+    if entries < (letters := letters_of(len(alphabet))):
+        raise UserError(f"{entries} entries cannot spell an id of {letters} letters; raise the budget to {letters}")
+    return letters
+
+
 def placeholders(digest: str, entries: int, alphabet: Sequence[int]) -> list[int]:
     """`entries` token ids that spell the digest, and repeat it; a `UserError` if there are too few to spell it."""
-    letters = letters_of(len(alphabet))
-    if entries < letters:
-        raise UserError(f"{entries} entries cannot spell an id of {letters} letters; raise the budget to {letters}")
+    letters = letters_within(entries, alphabet)
     number, spelled = int(digest, 16), list[int]()
     for _ in range(letters):
         number, digit = divmod(number, len(alphabet))
@@ -169,11 +174,10 @@ class PrefixStore:
 
     Args:
         root: The folder. Nothing outside it is read: names are hex digits, and links are refused.
-        kept: Number of prefixes whose tensors stay in memory.
     """
 
-    def __init__(self, root: str | Path, kept: int = 64) -> None:
-        self.root, self.kept = Path(root), kept
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
         self._headers: dict[str, Header] = {}
         self._tensors: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
 
@@ -202,7 +206,7 @@ class PrefixStore:
         self.path(digest)
         if digest not in self._tensors:
             self._tensors[digest] = self._read(digest)
-            while len(self._tensors) > self.kept:
+            while len(self._tensors) > _TENSORS:
                 self._tensors.popitem(last=False)
         self._tensors.move_to_end(digest)
         return self._tensors[digest]

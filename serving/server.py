@@ -231,7 +231,9 @@ class Service:
             prompt = await self._encoded(prompt, special=True)
         elif wrong := [token for token in prompt if not 0 <= token < self.target.vocabulary]:
             raise UserError(f"prompt: {wrong[0]} is not a token id; the vocabulary has {self.target.vocabulary}")
-        return await self._answer(request, asked, prompt, asked.max_tokens or COMPLETION_TOKENS, chat=False)
+        return await self._answer(
+            request, asked, prompt, asked.max_tokens or min(COMPLETION_TOKENS, self.answer_tokens), chat=False
+        )
 
     async def _encoded(self, text: str, special: bool) -> list[int]:
         async with self._encoding:

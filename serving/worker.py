@@ -16,8 +16,8 @@ from keepsight.errors import UserError, one_line
 from keepsight.models.decoder import context_of
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
-from keepsight.serving.export import export
-from keepsight.serving.prefix import alphabet_of, file_of, placeholders
+from keepsight.serving.export import export, placeholders_of
+from keepsight.serving.prefix import alphabet_of, file_of, letters_within
 
 _LONGEST_LINE = 2**26
 
@@ -44,7 +44,11 @@ class Worker:
 
     def _remove_made(self) -> None:
         for digest in [*self._made]:  # the thread may add one meanwhile
-            file_of(self.root, digest).unlink(missing_ok=True)
+            self._remove(digest)
+
+    def _remove(self, digest: str) -> None:
+        file_of(self.root, digest).unlink(missing_ok=True)
+        self._made.discard(digest)
 
     async def serve(self, socket: Path) -> None:
         """Answer at a socket until cancelled."""
@@ -75,7 +79,11 @@ class Worker:
             async with self._turn:
                 if self._closed or reader.at_eof():
                     return None
-                return await asyncio.get_running_loop().run_in_executor(self._thread, self.read, ids)
+                before = len(self._made)
+                reply = await asyncio.get_running_loop().run_in_executor(self._thread, self.read, ids)
+                if reader.at_eof() and len(self._made) > before:  # the client has left, and nobody else will ask for it
+                    self._remove(reply["id"])
+                return reply
         finally:
             self._load -= 1
 
@@ -88,10 +96,10 @@ class Worker:
             state = self.method.start(model, torch.tensor([ids], device=model.device))
             if self._closed:
                 return {"error": "keepsight: the server is shutting down", "status": 503}
+            letters_within(placeholders_of(state, self.page), self.alphabet)
             # The method's name sets these files apart from those of `keepsight prefix`, which are never removed.
             digest, header = export(model, state, self.root, page=self.page, method=f"serve: {self.method!r}")
             self._made.add(digest)
-            placeholders(digest, header.entries, self.alphabet)  # raises if there are too few
         except UserError as error:
             return {"error": f"keepsight: {one_line(error)}", "status": 400}
         except Exception as error:  # such as a lack of memory: the next prompt may be shorter

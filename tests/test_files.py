@@ -133,6 +133,8 @@ def test_devices_and_pipes_are_not_replaced(tmp_path: Path) -> None:
             with pytest.raises(UserError, match="not a regular file"):
                 write(path)
         assert not path.is_file() and path.exists()
+        with pytest.raises(UserError, match=f"^{path}: not a regular file; choose another path$"):
+            read_json(path)
 
 
 def test_yaml_in_any_encoding_but_no_bomb(tmp_path: Path) -> None:

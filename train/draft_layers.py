@@ -25,6 +25,8 @@ from keepsight.files import append_lines, text_digest, whole_lines, write_lines
 from keepsight.models.draft_sources import keep_layers
 from keepsight.train.plots import BLUE, VERMILLION, draw_line, tidy
 
+TIMED_STEPS = 64
+
 
 @dataclass(frozen=True)
 class Text:
@@ -110,13 +112,13 @@ def search(model: PreTrainedModel, texts: Sequence[Text], keep: int, log: Path) 
 
 
 @torch.no_grad()
-def relative_time(draft: PreTrainedModel, model: PreTrainedModel, prompt_ids: Sequence[int], tokens: int = 64) -> float:
-    """Time of a draft's greedy decoding step relative to the model's: the ratio of the medians.
+def relative_time(draft: PreTrainedModel, model: PreTrainedModel, prompt_ids: Sequence[int]) -> float:
+    """Time of a draft's greedy decoding step relative to the model's: the ratio of the medians of `TIMED_STEPS`.
 
     The two take turns, so that other load on the machine slows both.
     """
     turns = zip(_decoding(draft, prompt_ids), _decoding(model, prompt_ids), strict=True)
-    seconds = list(islice(turns, 1, tokens + 1))  # the prompts come first
+    seconds = list(islice(turns, 1, TIMED_STEPS + 1))  # the prompts come first
     return median(own for own, _ in seconds) / median(theirs for _, theirs in seconds)
 
 

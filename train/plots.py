@@ -31,12 +31,12 @@ def series(log: Log, key: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 
-def running_mean(values: Sequence[float], weight: float = SMOOTHING) -> list[float]:
+def running_mean(values: Sequence[float]) -> list[float]:
     """Exponential running mean, corrected so that the first values are not drawn towards zero."""
     means, total, norm = [], 0.0, 0.0
     for value in values:
-        total = weight * total + (1 - weight) * value
-        norm = weight * norm + (1 - weight)
+        total = SMOOTHING * total + (1 - SMOOTHING) * value
+        norm = SMOOTHING * norm + (1 - SMOOTHING)
         means.append(total / norm)
     return means
 

@@ -79,7 +79,7 @@ class Figures:
         first_s: Seconds to the first token; of attention, over the prompt; of training, of a prefill.
         share: Of these seconds, those beyond a plain prefill; of training, prefills that a step takes.
         step_s: Seconds of a decoding step of one row, or of a training step.
-        rows: Rows of the batch, at most `MOST_ROWS`: an estimate of what fits, halved while memory runs out.
+        rows: Rows of the batch, at most `MOST_ROWS`: an estimate, less an eighth each time memory runs out.
         batch_s: Seconds of its decoding step.
         kv_bytes: Bytes on the device for one row: keys, values and the method's own index of them.
         peak_bytes: The most beyond the weights, while the prompt is read; of training, in a step.
@@ -119,8 +119,9 @@ def known_card(name: str) -> Card:
     return Card(name, peak_of(name) * 1e12, bandwidth * 1e12, memory * 10**9)
 
 
-def measured_card(device: torch.device, size: int = 8192) -> Card:
+def measured_card(device: torch.device) -> Card:
     """This machine's card, measured: rate of a matrix product, bandwidth of a copy (bytes read and written)."""
+    size = 8192
     one, other = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     product = median_seconds(lambda: one @ other, 10)
     source = torch.randn(size * size * 4, device=device)
@@ -144,12 +145,13 @@ def all_rows() -> list[Row]:
     return rows
 
 
-def memory_and_traffic(method: str, config: Any, tokens: int, item: int = 2) -> tuple[int, int, int]:
+def memory_and_traffic(method: str, config: Any, tokens: int) -> tuple[int, int, int]:
     """Bytes of one row of a batch: stored on the device, read there in a step, stored in CPU memory.
 
-    Stored bytes are counted as `State.kv_bytes` does; `item` is the size of a number.
+    Stored bytes are counted as `State.kv_bytes` does; numbers have 16 bits.
     """
     layers, heads, width = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+    item = 2
     row = heads * 2 * width * item  # of a layer and token
     full, kept = layers * row * tokens, layers * row * min(BUDGET, tokens)
     if method.startswith("full"):

@@ -64,11 +64,11 @@ def run(config: Config) -> None:
             name = config.name or target.public_name
             limits = {"answer_tokens": config.max_new_tokens, "max_bytes": config.max_bytes}
             app = Service(engine, target, name=name, key=key, **limits).app()
-            host, port = opened.getsockname()[:2]
+            url = f"{_address(*opened.getsockname()[:2])}/v1"
             asks = f"requests need the key in {config.key}" if key else "requests need no key"
             how = f"{config.method}, budget {config.budget}"
-            print(printable(f"serving {name} at http://{host}:{port}/v1 with {how}; {asks}"))
-            request = request_line(f"http://{host}:{port}/v1", name, config.key if key else None)
+            print(printable(f"serving {name} at {url} with {how}; {asks}"))
+            request = request_line(url, name, config.key if key else None)
             print(printable(f"next: {request}"))
             sys.stdout.flush()
             settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE, lifespan="off")
@@ -100,7 +100,7 @@ def _run_vllm(config: Config) -> None:
         try:
             with _child(command, _environment(config, least, source, root, at)) as child:
                 _wait_for(child, config.host, port)
-                name, url = config.name or target.public_name, f"http://{config.host}:{port}/v1"
+                name, url = config.name or target.public_name, f"{_address(config.host, port)}/v1"
                 how = f"{config.method}, budget {config.budget}, for prompts of {least} tokens or more"
                 print(printable(f"vLLM serves {name} at {url} with {how}"))
                 key = config.key if os.environ.get(config.key) else None
@@ -110,6 +110,11 @@ def _run_vllm(config: Config) -> None:
             print("stopped", file=sys.stderr)
         finally:
             worker.close()
+
+
+def _address(host: str, port: int) -> str:
+    """The URL of a server; IPv6 addresses stand in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def request_line(url: str, name: str, key: str | None) -> str:
@@ -140,8 +145,11 @@ def _check_vllm(config: Config) -> None:
 def _least(config: Config, target: Target) -> int:
     """Length of the shortest prompt to evict from; its kept entries must encode an id."""
     letters, budget = letters_for(target, config.budget), config.budget
-    twice = 2 * budget if isinstance(budget, int) else math.ceil(2 * letters / budget)
-    return config.min_prompt_tokens or int(twice)
+    least = config.min_prompt_tokens
+    if 0 < least < (fewest := letters if isinstance(budget, int) else math.ceil(letters / budget)):
+        kept = f"what budget={budget} keeps of so few cannot spell an id of {letters} letters"
+        raise UserError(f"min_prompt_tokens={least}: {kept}; give at least {fewest}")
+    return least or int(2 * budget if isinstance(budget, int) else math.ceil(2 * letters / budget))
 
 
 def _command(config: Config, target: Target, source: str | Path, root: Path, tokenizer: Path) -> list[str]:
@@ -207,10 +215,10 @@ def _child(arguments: list[str], environment: dict[str, str]) -> Iterator["subpr
 
 def _wait_for(child: "subprocess.Popen[bytes]", host: str, port: int) -> None:
     """Wait until the server answers; UserError if it ends before."""
-    local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     while True:
         try:
-            with urllib.request.urlopen(f"http://{local}:{port}/health", timeout=5):
+            with urllib.request.urlopen(f"{_address(local, port)}/health", timeout=5):
                 return
         except OSError:
             if (code := child.poll()) is not None:

@@ -231,7 +231,7 @@ class _OptionReader:
             UserError: an unknown option, or a value that is missing.
         """
         known = {each.name: each for each in dataclasses.fields(kind) if each.name not in (*taken, *_RESOURCES)}
-        if unknown := sorted(set(options) - set(known)):
+        if unknown := sorted(set(options) - set(known), key=str):
             raise UserError(f"there is no option {unknown[0]!r}; it takes {', '.join(known) or 'none'}")
         values = dict(defaults)
         for name, value in options.items():
@@ -271,7 +271,7 @@ class _OptionReader:
         options = {"name": value} if isinstance(value, str) else dict(value)
         name = options.pop("name", None)
         kinds = _KINDS.get(role) or {}
-        if name is not None and name not in kinds:
+        if name is not None and not (isinstance(name, str) and name in kinds):
             raise UserError(f"{role}: {name!r} is unknown; choose one of {', '.join(sorted(kinds))}")
         if name is None and not dataclasses.is_dataclass(default):
             raise UserError(f"{role}: give it a name, one of {', '.join(sorted(kinds))}")

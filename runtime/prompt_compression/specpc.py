@@ -140,7 +140,7 @@ class SpecPC(ShortenPrompt):
         state = prefill(draft, prompt, needs=needs, images=images and images.read_by(draft, len(input_ids)))
         stop = stop_after(self.lookahead, end_ids(draft))
         decoded = decode(draft, state, stop, pad_token=0)
-        scores = self._scores(draft, decoded.state, places, prompt.shape[1], decoded.ids.shape[1] - 1)
+        scores = self._scores(decoded.state, places, prompt.shape[1], decoded.ids.shape[1] - 1)
         return scores.to(input_ids.device), decoded.ids[0].to(input_ids.device)
 
     def _look_with_head(
@@ -166,7 +166,7 @@ class SpecPC(ShortenPrompt):
         scores = self._over_heads(seen[0])
         return torch.cat([scores[:1], scores]), generated
 
-    def _scores(self, draft: PreTrainedModel, state: State, places: list[int], length: int, generated: int) -> Tensor:
+    def _scores(self, state: State, places: list[int], length: int, generated: int) -> Tensor:
         """[N] float32. Maximum and sum commute, so that all queries of a layer are reduced at once."""
         rows = self.window + generated
         weights, layers = self._weights(generated).to(state.logits.device), state.layers

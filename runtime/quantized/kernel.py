@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ from keepsight.experimental import is_on
 from keepsight.runtime.attention import Softmax, later
 from keepsight.runtime.offload import FetchedEntries
 from keepsight.runtime.quantized.packing import PackedEntries
-from keepsight.runtime.ragged_kernel import merged, with_sinks
+from keepsight.runtime.ragged_kernel import HAS_TRITON, can_compile, merged, with_sinks
 
-if HAS_TRITON := find_spec("triton") is not None:
+if HAS_TRITON:
     import triton
     from triton import language as tl
 
@@ -31,7 +30,7 @@ STAGES = 1
 
 def usable(query: Tensor) -> bool:
     """Whether the kernel is on, and can be compiled for the device of a query."""
-    return query.is_cuda and HAS_TRITON and torch.version.hip is None and is_on("kernel")
+    return query.is_cuda and can_compile() and is_on("kernel")
 
 
 def attend_packed(

@@ -229,6 +229,12 @@ def _split(text: str) -> tuple[str, str]:
     return named[1], text[named.end() :]
 
 
+def _variable(name: str, meaning: str) -> str:
+    if not (value := os.environ.get(name)):
+        raise UserError(f"{name} is not set; give {name}={meaning}")
+    return value
+
+
 class Prefixes:
     """The middleware.
 
@@ -238,17 +244,14 @@ class Prefixes:
 
     def __init__(self, app: Any, rewriter: Rewriter | None = None, reader: Reader | None = None) -> None:
         if rewriter is None:
-            missing = [name for name in ("KEEPSIGHT_ROOT", "KEEPSIGHT_MODEL") if not os.environ.get(name)]
-            if missing:
-                raise UserError(f"{missing[0]} is not set; give KEEPSIGHT_ROOT=PREFIXES and KEEPSIGHT_MODEL=MODEL")
-            root, model = os.environ["KEEPSIGHT_ROOT"], os.environ["KEEPSIGHT_MODEL"]
+            root, model = _variable("KEEPSIGHT_ROOT", "PREFIXES"), _variable("KEEPSIGHT_MODEL", "MODEL")
             rewriter = Rewriter(root, model, fingerprints(model))
             if not rewriter.weights:
                 logger.warning(
                     "keepsight: the files of %s do not tell its weights; prefixes of others are not refused", model
                 )
             if socket := os.environ.get("KEEPSIGHT_WORKER"):
-                reader = Reader(socket, Path(root), int(os.environ["KEEPSIGHT_LEAST"]))
+                reader = Reader(socket, Path(root), int(_variable("KEEPSIGHT_LEAST", "TOKENS")))
         self.app, self.rewriter, self.reader = app, rewriter, reader
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:

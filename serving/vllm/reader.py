@@ -50,11 +50,11 @@ class Refused(UserError):
 class Reader:
     """Lets the worker at a socket read prompts of at least `least` tokens; requests of the same prompt share a prefix.
 
-    Unused prefixes in the folder `root` are removed where there are more than `kept`.
+    Unused prefixes in the folder `root` are removed where there are more than `KEPT`.
     """
 
-    def __init__(self, socket: str, root: Path, least: int, kept: int = KEPT) -> None:
-        self.socket, self.root, self.least, self.kept = socket, root, least, kept
+    def __init__(self, socket: str, root: Path, least: int) -> None:
+        self.socket, self.root, self.least = socket, root, least
         self._made: OrderedDict[str, asyncio.Task[tuple[str, int]]] = OrderedDict()
         self._uses: Uses[str] = Uses()
         self._metrics = Metrics()
@@ -85,8 +85,8 @@ class Reader:
         if key not in self._uses and useless:
             task.cancel()  # nobody waits for it any more
             self._made.pop(key, None)
-        unused = [each for each in self._made if each not in self._uses] if len(self._made) > self.kept else []
-        for old in unused[: len(self._made) - self.kept]:
+        unused = [each for each in self._made if each not in self._uses] if len(self._made) > KEPT else []
+        for old in unused[: len(self._made) - KEPT]:
             digest, _ = self._made.pop(old).result()
             file_of(self.root, digest).unlink(missing_ok=True)
 

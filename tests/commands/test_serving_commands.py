@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,10 +18,15 @@ import pytest
 import yaml
 
 from keepsight.commands import cli
+from keepsight.commands.config_serving import Serve
 from keepsight.commands.prefix import Document, Writer
+from keepsight.commands.serve import _address, _least
+from keepsight.commands.variants import letters_for
+from keepsight.errors import UserError
 from keepsight.files import Row, from_json, write_lines, write_text
 from keepsight.serving.prefix import PrefixStore
 from tests.commands.commands import CommandLine
+from tests.tiny import tiny_tokenizer
 from tests.typed import text_of
 
 LONG = "The ship sailed on. " * 60
@@ -112,6 +118,24 @@ def test_values_that_cannot_be_served_end_in_one_line(keepsight: CommandLine) ->
     assert "cannot answer in a batch" in keepsight.fails("serve", *TINY, "method=specache", "port=0")
     assert "host=nowhere.invalid" in keepsight.fails("serve", *TINY, "host=nowhere.invalid")
     assert "page= is for vLLM" in keepsight.fails("serve", *TINY, "page=32")
+
+
+def test_addresses_are_urls() -> None:
+    assert _address("127.0.0.1", 80) == "http://127.0.0.1:80" and _address("::1", 80) == "http://[::1]:80"
+
+
+def test_the_shortest_prompt_that_is_read_beside_vllm_must_spell_an_id(tmp_path: Path) -> None:
+    target: Any = SimpleNamespace(tokenizer=tiny_tokenizer())
+    letters = letters_for(target, 0.5)
+
+    def least(budget: float, tokens: int) -> int:
+        return _least(Serve(budget=budget, min_prompt_tokens=tokens), target)
+
+    assert (least(300, 0), least(300, 200), least(0.5, 0)) == (600, 200, 4 * letters)
+    assert least(0.5, 2 * letters) == 2 * letters
+    for budget, fewest in ((0.5, 2 * letters), (300, letters)):
+        with pytest.raises(UserError, match=f"min_prompt_tokens={fewest - 1}: .* give at least {fewest}$"):
+            least(budget, fewest - 1)
 
 
 def test_vllm_is_asked_for_where_it_is_missing(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:

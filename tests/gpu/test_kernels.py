@@ -51,7 +51,7 @@ def fetched_entries(entries: PackedEntries, count: int) -> FetchedEntries:
     return FetchedEntries(there(torch.stack(places).view(2, KV_HEADS, count)), *rows.chunk(2, dim=3))
 
 
-@pytest.mark.skipif(not kernel.HAS_TRITON, reason="Triton has no wheels for this platform, or is not installed")
+@pytest.mark.skipif(not ragged_kernel.HAS_TRITON, reason="Triton has no wheels for this platform, or is not installed")
 @pytest.mark.parametrize("dtype", SINGLE)
 @pytest.mark.parametrize(("bits", "width"), [(1, 64), (2, 64), (4, 64), (2, 96), (2, 128)])
 @pytest.mark.parametrize(("length", "rows", "count"), [(70, 1, 0), (577, 2, 9), (1500, 1, 64)])

@@ -222,6 +222,8 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("snapkv", 64, {"pool": {"kernel": 4}}, "pool: kernel 4 must be odd"),
     ("snapkv", 64, {"pool": "min"}, "Pool: kind 'min' is unknown"),
     ("snapkv", 64, {"allocate": "ada"}, "allocate: 'ada' is unknown; choose one of adakv, "),
+    ("snapkv", 64, {"allocate": {"name": ["adakv"]}}, r"allocate: \['adakv'\] is unknown; choose one of adakv, "),
+    ("snapkv", 64, {"allocate": {"name": "adakv", 1: 2, "b": 3}}, "allocate: there is no option 1; it takes floor"),
     ("snapkv", 64, {"allocate": {"floor": 1}}, "allocate: there is no option 'floor'; it takes none"),
     ("adakv", 4, {"window": 0, "observer": {"window": 4}}, "budget 4 with floor 0.2 can leave a head without entries"),
     ("evict", 64, {}, "option 'observer' is missing, one of [a-z_]+, "),

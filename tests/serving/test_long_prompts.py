@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from keepsight import SnapKV
+from keepsight.errors import UserError
 from keepsight.models.targets import load_target
-from keepsight.serving.prefix import PrefixStore, placeholders
+from keepsight.serving.prefix import PrefixStore, file_of, placeholders
 from keepsight.serving.vllm.middleware import PATHS, Prefixes, Rewriter
 from keepsight.serving.worker import Worker
 from tests.tiny import save_tiny_target, tiny_tokenizer
@@ -67,6 +68,48 @@ def test_prompts_are_read_in_turn_and_too_many_are_refused(tmp_path: Path):
     assert len(LONG) - 1 not in read
     worker.close()
     assert not [*tmp_path.glob("*.safetensors")]
+
+
+def test_no_prefix_is_left_without_its_client_or_with_too_few_entries(tmp_path: Path):
+    target = load_target(str(save_tiny_target(tmp_path / "model")), device="cpu")
+    worker = Worker(target, SnapKV(0.5, window=8), tmp_path, page=0, waiting=2)
+    socket, once, begun, gone = tmp_path / "socket", worker.read, threading.Event(), threading.Event()
+
+    def slow(ids: list[int]) -> dict[str, Any]:
+        begun.set()
+        gone.wait(60)
+        return once(ids)
+
+    worker.read = slow  # type: ignore[method-assign]
+
+    async def talk() -> Any:
+        serving = asyncio.create_task(worker.serve(socket))
+        while not socket.exists():
+            await asyncio.sleep(0.01)
+        await asked(socket, LONG, leave=True)
+        await asyncio.to_thread(begun.wait, 60)  # its prompt is being read
+        await asyncio.sleep(0.05)
+        gone.set()
+        few = await asked(socket, LONG[:40])
+        files = [*tmp_path.glob("*.safetensors")]
+        kept = await asked(socket, LONG)
+        assert not files and few["status"] == 400 and "cannot spell an id" in few["error"]
+        assert [*tmp_path.glob("*.safetensors")] == [file_of(tmp_path, kept["id"])]
+        serving.cancel()
+
+    asyncio.run(talk())
+    worker.close()
+
+
+def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    given = {"KEEPSIGHT_ROOT": str(tmp_path), "KEEPSIGHT_MODEL": str(save_tiny_target(tmp_path / "model"))}
+    for name, value in given.items():
+        with pytest.raises(UserError, match=f"^{name} is not set; give {name}="):
+            Prefixes(None)
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("KEEPSIGHT_WORKER", "socket")
+    with pytest.raises(UserError, match=r"^KEEPSIGHT_LEAST is not set; "):
+        Prefixes(None)
 
 
 @pytest.fixture(scope="module")

@@ -28,10 +28,10 @@ TEXTS = [f"{number} ships sailed on the sea. " * (3 + number) for number in rang
 
 
 @contextmanager
-def serving(target, key=None, **options) -> Iterator[tuple[str, Engine]]:
+def serving(target, key=None, answer_tokens=2000, **options) -> Iterator[tuple[str, Engine]]:
     listening = socket.create_server(("127.0.0.1", 0))
     with Engine(target.model, METHOD, rows=4, **options) as engine:
-        limits = {"answer_tokens": 2000, "max_bytes": 1 << 16}
+        limits = {"answer_tokens": answer_tokens, "max_bytes": 1 << 16}
         app = Service(engine, target, name="tiny", key=key, **limits).app()
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5))
         thread = threading.Thread(target=server.run, args=([listening],))
@@ -188,6 +188,13 @@ def test_a_bad_request_says_why(served, path, body, status, word):
 def test_a_body_that_is_no_request(served, body):
     reply = httpx.post(served[0] + CHAT, content=body)
     assert reply.status_code == 400 and reply.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_an_answer_without_a_length_is_as_long_as_the_server_allows(target):
+    with serving(target, answer_tokens=5) as (url, _):
+        asked = {"model": "tiny", "prompt": "a"}, {"model": "tiny", "messages": USER}
+        for path, body in zip((PLAIN, CHAT), asked, strict=True):
+            assert httpx.post(url + path, json=body).json()["usage"]["completion_tokens"] == 5
 
 
 def test_a_key_and_a_full_queue(target):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from keepsight.runtime import ragged_kernel
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.offload import FetchedEntries
 from keepsight.runtime.quantized import kernel
@@ -118,9 +119,11 @@ def test_answers_are_those_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_it_is_not_used_where_triton_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("KEEPSIGHT_EXPERIMENTAL", "kernel")
+    monkeypatch.setattr(ragged_kernel, "HAS_TRITON", False)
     spec = importlib.util.spec_from_file_location("kernel_without_triton", kernel.__file__)
     assert spec is not None and spec.loader is not None
     without = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(without)
+    monkeypatch.setattr(without, "can_compile", ragged_kernel.can_compile.__wrapped__)
     assert not hasattr(without, "triton") and not without.usable(SimpleNamespace(is_cuda=True))
