@@ -122,9 +122,9 @@ TUNED = {
     **alike("SnapKV, mean over 3"),
     "LookaheadKV, uniform selection": "LookaheadKV (shipped), uniform selection",
     "LookaheadKV, the paper's selection": "LookaheadKV (shipped), the paper's selection, pooled by max over 7",
-    **alike(EARLIER, f"{EARLIER}, uniform selection"),
-    "LookaheadKV, 120 steps for the uniform selection": "the same after 120 steps for this selection",
+    **alike(EARLIER),
 }
+UNTRAINED = "KVgrad", "KVzip", "Expected Attention", "SnapKV, mean over 3"
 READING = alike("exact_topk", "specontext (shipped head)", "quest")
 SCORE = "{score} / {excess_nll}"
 TABLES = {
@@ -153,7 +153,7 @@ TABLES = {
     "unseen": Table(
         "question",
         "budget",
-        rows=alike(OURS, "KVgrad", "KVzip", "SnapKV, mean over 3"),
+        rows=alike("oracle attention (mean over 3)", OURS, *UNTRAINED),
         head="{} entries",
         where={"question": ("unseen",), "samples": ("110",)},
         columns=("run",),
