@@ -35,7 +35,7 @@ def test_ids_there_and_back_are_the_models_own(target: Target) -> None:
 def test_sampling_is_asked_for_with_a_seed_of_each_prompt(target: Target) -> None:
     with server(lambda _: choice()) as heard:
         for _ in range(2):
-            [*client(target, heard, parallel=1)(prompts(9, 9), Decoding(5, 0.7, 0.9, seed=3))]
+            list(client(target, heard, parallel=1)(prompts(9, 9), Decoding(5, 0.7, 0.9, seed=3)))
     asked = [(body["max_tokens"], body["temperature"], body["top_p"], body["seed"]) for body in heard.bodies]
     assert asked[:2] == asked[2:] and {each[:3] for each in asked} == {(5, 0.7, 0.9)} and asked[0] != asked[1]
 

@@ -156,7 +156,7 @@ def test_encodings_and_forms_of_conversations(tmp_path: Path) -> None:
         assert [row.messages for row in read if isinstance(row, Prompt)] == expected
     path.write_bytes(zipped[:20])
     with pytest.raises(UserError, match="neither text nor gzipped text"):
-        [*LocalJsonl(str(path)).rows()]
+        list(LocalJsonl(str(path)).rows())
 
 
 def test_drawing_from_many_rows_takes_no_time_for_each(tmp_path: Path) -> None:
