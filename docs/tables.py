@@ -208,8 +208,12 @@ SEEN, UNSEEN = ("64", "128", "256"), ("0.5", "0.25", "0.1")
 """Budgets of README's table and of the table of all methods: question seen, question unseen."""
 SCORED = {"RULER": ("all_ruler", "128"), "needles": ("all_needles", "64")}
 """The columns of scores in the table of all methods: their runs and budgets."""
-CONTINUED = dict.fromkeys(("all110_reads", "all110_more"), "all110")
-CONTINUED |= dict.fromkeys(("all_needles_reads", "needles_more"), "all_needles")
+CONTINUED = {
+    "all110_reads": "all110",
+    "all110_more": "all110",
+    "all_needles_reads": "all_needles",
+    "needles_more": "all_needles",
+}
 """Runs of further methods that fill columns of an earlier run in the table of all methods."""
 FRONT = {
     "lookaheadkv": OURS,

@@ -145,11 +145,14 @@ def _check_vllm(config: Config) -> None:
 def _least(config: Config, target: Target) -> int:
     """Length of the shortest prompt to evict from; its kept entries must encode an id."""
     letters, budget = letters_for(target, config.budget), config.budget
-    least = config.min_prompt_tokens
-    if 0 < least < (fewest := letters if isinstance(budget, int) else math.ceil(letters / budget)):
+    if isinstance(budget, int):
+        fewest, usual = letters, 2 * budget
+    else:
+        fewest, usual = math.ceil(letters / budget), math.ceil(2 * letters / budget)
+    if 0 < (least := config.min_prompt_tokens) < fewest:
         kept = f"what budget={budget} keeps of so few cannot spell an id of {letters} letters"
         raise UserError(f"min_prompt_tokens={least}: {kept}; give at least {fewest}")
-    return least or int(2 * budget if isinstance(budget, int) else math.ceil(2 * letters / budget))
+    return least or usual
 
 
 def _command(config: Config, target: Target, source: str | Path, root: Path, tokenizer: Path) -> list[str]:

@@ -124,7 +124,7 @@ def test_addresses_are_urls() -> None:
     assert _address("127.0.0.1", 80) == "http://127.0.0.1:80" and _address("::1", 80) == "http://[::1]:80"
 
 
-def test_the_shortest_prompt_that_is_read_beside_vllm_must_spell_an_id(tmp_path: Path) -> None:
+def test_the_shortest_prompt_that_is_read_beside_vllm_must_spell_an_id() -> None:
     target: Any = SimpleNamespace(tokenizer=tiny_tokenizer())
     letters = letters_for(target, 0.5)
 
