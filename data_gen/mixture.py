@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat
 
-from keepsight.data_gen import package_text, synthetic
+from keepsight.data_gen import package_text, synthetic, tables
 from keepsight.data_gen.prompts import CountTokens, DoesNotFit, Prompt, Request, Source
 from keepsight.data_gen.user_data import HubDataset, LocalJsonl
 from keepsight.errors import UserError
@@ -26,6 +26,7 @@ SOURCES: dict[str, type[Any]] = {
     "described_passages": package_text.DescribedPassages,
     "reconstruction": package_text.Reconstruction,
     "dialogue": package_text.Dialogue,
+    "tables": tables.Tables,
     "everyday": synthetic.Everyday,
     "state_tracking": synthetic.StateTracking,
     "second_turn": synthetic.SecondTurn,

@@ -78,6 +78,10 @@ def located(
     except HFValidationError:
         raise UserError(f"model {model_id!r} is neither a folder nor a Hub id; a Hub id looks like user/name") from None
     packaged = packaged if revision is None else None
+    if packaged is not None and packaged_digest is not None:
+        folder = dequantised_folder(packaged_digest)
+        if (folder / "config.json").is_file():
+            return folder, packaged_digest, {}
     if packaged is not None and (path := installed_file(packaged)):
         logger.warning("%s: using the bundled file %s in place of the Hub's weights", model_id, path.name)
         return *dequantised(path, packaged_digest), {}
@@ -140,6 +144,11 @@ def installed_file(reference: str) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
+def dequantised_folder(digest: str) -> Path:
+    """The folder in the cache for the dequantised weights of the GGUF file with this digest, `sha256:...`."""
+    return cache_folder() / "targets" / digest.removeprefix("sha256:")[:16]
+
+
 def dequantised(path: Path, expected: str | None) -> tuple[Path, str]:
     """The folder with a GGUF file's weights (float32) and tokenizer as transformers saves them, and the file's digest.
 
@@ -149,7 +158,7 @@ def dequantised(path: Path, expected: str | None) -> tuple[Path, str]:
     digest = file_digest(path)
     if expected is not None and digest != expected:
         raise UserError(f"{path}: its digest is {digest}, expected {expected}; install the package again")
-    folder = cache_folder() / "targets" / digest.removeprefix("sha256:")[:16]
+    folder = dequantised_folder(digest)
     if not (folder / "config.json").is_file():
         logger.warning("dequantising %s once; the next start reads %s", path.name, folder)
         _dequantise(path, folder)

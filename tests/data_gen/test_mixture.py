@@ -1,6 +1,7 @@
 """The sources of training prompts: lengths, determinism, what their questions need, and the mixture's bookkeeping."""
 
 import hashlib
+import html
 import json
 import math
 import random
@@ -105,6 +106,17 @@ def test_options_of_needles() -> None:
         made = [source.prompt(0, index, count_tokens) for index in range(10)]
         assert {bool(prompt.answer_prefix) for prompt in made} == expected
         assert all((prompt.response or "?").split()[-1].rstrip(".") in content(prompt) for prompt in made)
+
+
+def test_answers_about_tables_are_in_their_rows() -> None:
+    forms = set[str]()
+    for index in range(60):
+        prompt = mixture("tables", 300, 900, truthful=1.0).prompt(0, index, count_tokens)
+        forms.add(prompt.source.removeprefix("tables/"))
+        text, answer = content(prompt), (prompt.response or "?").removesuffix(".")
+        for cell in answer.split(", "):
+            assert html.escape(cell.split(": ")[-1]) in text
+    assert forms == {"cell", "row", "rows_with"}
 
 
 def test_described_passages_and_second_questions_have_their_answers() -> None:
