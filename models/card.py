@@ -16,6 +16,8 @@ LICENSES = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": "apache-2.0",
     "Qwen/Qwen2.5-14B-Instruct": "apache-2.0",
     "Qwen/Qwen2.5-7B-Instruct": "apache-2.0",
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": "apache-2.0",
+    "Qwen/Qwen2.5-Coder-1.5B-Instruct": "apache-2.0",
     "Qwen/Qwen3-1.7B": "apache-2.0",
     "Qwen/Qwen3-30B-A3B": "apache-2.0",
     "Qwen/Qwen3-4B": "apache-2.0",

@@ -31,7 +31,7 @@ BELOW["commands"] = set(BELOW)
 
 
 def _room(module: str) -> str | None:
-    """The innermost room that holds a module; none for what lies directly in keepsight/."""
+    """The innermost room that holds a module; none for the ground floor, keepsight/."""
     inside = module.removeprefix("keepsight.")
     return max((room for room in BELOW if f"{inside}.".startswith(f"{room}.")), key=len, default=None)
 
