@@ -70,6 +70,7 @@ class Serve(Evicting):
         port: Port to listen on; 0 for any free port.
         name: Name of the model in requests; model.id by default.
         key: Environment variable with the API key that clients must send; without it no key is required.
+        open_metrics: Answer /metrics without the key too.
         rows: Maximum number of answers decoded at the same time.
         waiting: Maximum number of waiting requests; further ones get HTTP 429.
         max_prompt_tokens: Longest prompt in tokens; 0 for the model's context.
@@ -87,6 +88,7 @@ class Serve(Evicting):
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     name: str | None = None
     key: str = "KEEPSIGHT_API_KEY"
+    open_metrics: bool = False
     rows: PositiveInt = 16
     waiting: PositiveInt = 64
     max_prompt_tokens: NonNegativeInt = 0

@@ -28,6 +28,7 @@ from keepsight.models.model_files import located
 from keepsight.models.targets import Target
 from keepsight.serving.engine import Engine
 from keepsight.serving.prefix import transfer_config
+from keepsight.serving.vllm.access import OPEN_METRICS
 from keepsight.serving.worker import Worker
 
 _GRACE = 30
@@ -35,6 +36,8 @@ _GRACE = 30
 _VLLM_KEYS = "page", "min_prompt_tokens", "prefixes", "vllm_options"
 """Keys that have no meaning without vLLM."""
 _VLLM_OWN = "model", "tokenizer", "served_model_name", "host", "port", "api_key", "middleware", "kv_transfer_config"
+_VLLM_KEY = "VLLM_API_KEY"
+"""vLLM's variable of the API key, which `key=` stands before."""
 _VLLM_GRACE = 30.0
 """Seconds that vLLM may take to stop."""
 _LONGEST_SOCKET = 100
@@ -43,6 +46,10 @@ _LONGEST_SOCKET = 100
 
 def run(config: Config) -> None:
     """Serve until interrupted."""
+    if config.key != Config.key and not os.environ.get(config.key):
+        raise UserError(
+            f"key={config.key}: this variable is not set, so that anybody could ask; set it, or leave key= out"
+        )
     if config.vllm:
         _run_vllm(config)
         return
@@ -102,8 +109,9 @@ def _run_vllm(config: Config) -> None:
                 _wait_for(child, config.host, port)
                 name, url = config.name or target.public_name, f"{_address(config.host, port)}/v1"
                 how = f"{config.method}, budget {config.budget}, for prompts of {least} tokens or more"
-                print(printable(f"vLLM serves {name} at {url} with {how}"))
-                key = config.key if os.environ.get(config.key) else None
+                key = next((variable for variable in (config.key, _VLLM_KEY) if os.environ.get(variable)), None)
+                asks = f"requests need the key in {key}" if key else "requests need no key"
+                print(printable(f"vLLM serves {name} at {url} with {how}; {asks}"))
                 print(printable(f"next: {request_line(url, name, key)}"), flush=True)
                 raise UserError(f"vLLM's server ended with status {child.wait()}; its last lines say why")
         except KeyboardInterrupt:
@@ -193,7 +201,9 @@ def _environment(config: Config, least: int, source: str | Path, root: Path, at:
         "KEEPSIGHT_LEAST": str(least),
         "KEEPSIGHT_MAX_BYTES": str(config.max_bytes),
         "KEEPSIGHT_RAGGED": str(int(config.page > 0)),
-        "VLLM_API_KEY": os.environ.get(config.key, ""),  # not in the arguments, which every user sees
+        OPEN_METRICS: str(int(config.open_metrics)),
+        # Not in the arguments, which every user sees.
+        _VLLM_KEY: os.environ.get(config.key) or os.environ.get(_VLLM_KEY, ""),
     }
     return {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", **os.environ, **own}
 

@@ -5,8 +5,8 @@ r"""An ASGI middleware of vLLM's server: any OpenAI client names a prefix in its
 
 A chat message that begins with `[[keepsight:ID]]` stands for the document; the text after it is read after the prefix.
 In completions, `prompt` is a text that begins so, or token ids that begin with the placeholders. A request that cannot
-be answered rightly is refused with HTTP 4xx and one line; so are other endpoints, which would read placeholders
-unchecked.
+be answered rightly is refused with HTTP 4xx and one line. Endpoints that `keepsight.serving.vllm.access` does not list
+are closed: they would read placeholders unchecked. With an API key, every endpoint but `/health` needs it.
 
 Where `KEEPSIGHT_WORKER` names the socket of a `Worker`, prompts of `KEEPSIGHT_LEAST` tokens or more that name no prefix
 are sent there, and answered from the entries that it keeps; `keepsight serve vllm=true` starts both.
@@ -17,7 +17,6 @@ engine is to make (`keepsight.serving.vllm.record`): it is read without the chat
 """
 
 import asyncio
-import hmac
 import json
 import logging
 import math
@@ -43,6 +42,7 @@ from keepsight.serving.prefix import (
     digest_in,
     placeholders,
 )
+from keepsight.serving.vllm.access import CHAT, PATHS, has_key, is_listed, is_preflight, needs_key, path_of
 from keepsight.serving.vllm.reader import Reader, Refused
 
 Message: TypeAlias = MutableMapping[str, Any]
@@ -52,9 +52,6 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 logger = logging.getLogger("vllm.keepsight")
 
 NAMED = re.compile(r"\[\[keepsight:([^\]]*)\]\]")
-PATHS = ("/v1/chat/completions", "/v1/completions")
-HARMLESS = ("/tokenize", "/detokenize")
-"""Other endpoints with a body: nothing is computed there."""
 BYPASS = ("echo", "prompt_logprobs", "truncate_prompt_tokens")
 """Options that read or cut the prompt's own tokens, which placeholders are not."""
 TEMPLATE = ("chat_template", "documents", "reasoning_effort")
@@ -87,7 +84,7 @@ class Rewriter:
         if not isinstance(request.get("kv_transfer_params"), dict | None):
             raise UserError("keepsight: kv_transfer_params must be an object")
         try:
-            return self._chat(request) if path == PATHS[0] else self._completion(request)
+            return self._chat(request) if path == CHAT else self._completion(request)
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, UserError):
                 raise
@@ -256,17 +253,25 @@ class Prefixes:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Handle a request, as ASGI applications do."""
-        path = str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
-        if scope["type"] != "http" or scope["method"] != "POST" or path in HARMLESS or not _has_key(scope):
-            await self.app(scope, receive, send)  # vLLM itself refuses a missing key
-        elif path not in PATHS:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif scope["type"] != "http":
+            await _close(receive, send)
+        elif is_preflight(scope):
+            await self.app(scope, receive, send)
+        elif needs_key(scope) and not has_key(scope):
+            await _refuse(send, 401, "keepsight: a key is needed; send Authorization: Bearer KEY")
+        elif not is_listed(scope):
+            closed = f"{scope['method']} {path_of(scope)}"
             await _refuse(
-                send, 404, f"keepsight: {path} does not read prefixes and is closed; use {' or '.join(PATHS)}"
+                send, 404, f"keepsight: {closed} does not read prefixes and is closed; use {' or '.join(PATHS)}"
             )
+        elif path_of(scope) not in PATHS:
+            await self.app(scope, receive, send)
         else:
             try:
                 if (body := await _body_of(receive)) is not None:
-                    await self._answer(path, body, scope, receive, send)
+                    await self._answer(path_of(scope), body, scope, receive, send)
             except UserError as error:
                 await _refuse(send, error.status if isinstance(error, Refused) else 400, one_line(error, 2000))
 
@@ -293,7 +298,7 @@ class Prefixes:
     async def _tokens(self, path: str, request: dict[str, Any], scope: Message) -> "list[list[int]] | _Reply":
         """Token ids of each prompt of a request, as vLLM makes them; or vLLM's reply that refuses them."""
         inputs, found = [_as_tokenized(request)], list[list[int]]()
-        if path != PATHS[0]:
+        if path != CHAT:
             prompt = request.get("prompt")
             prompts = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
             shared = {name: request[name] for name in ("model", "add_special_tokens") if name in request}
@@ -322,7 +327,7 @@ class Prefixes:
         for place in (place for place, is_long in enumerate(long) if is_long):
             digest, entries = await using.enter_async_context(self.reader.prefix(ids[place][:-1]))
             ids[place] = [*placeholders(digest, entries, self.rewriter.alphabet), ids[place][-1]]
-        if path == PATHS[0]:
+        if path == CHAT:
             params = request.get("kv_transfer_params") or {}
             return request | {"kv_transfer_params": params | {"prompt_token_ids": ids[0]}}
         return request | {"prompt": ids if len(ids) > 1 else ids[0]}
@@ -408,16 +413,6 @@ async def _body_of(receive: Receive) -> bytes | None:
     return bytes(body)
 
 
-def _has_key(scope: Message) -> bool:
-    """Whether a request has a valid API key, or needs none; vLLM itself checks only after this middleware."""
-    arguments = getattr(getattr(scope.get("app"), "state", None), "args", None)
-    keys = [key for key in getattr(arguments, "api_key", None) or [os.environ.get("VLLM_API_KEY")] if key]
-    headers = [value for name, value in scope["headers"] if name == b"authorization"]
-    scheme, _, sent = (headers or [b""])[0].partition(b" ")
-    known = [hmac.compare_digest(sent, key.encode()) for key in keys]
-    return not keys or (scheme.lower() == b"bearer" and any(known))
-
-
 def _at(scope: Message, length: int) -> Message:
     headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
     return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}
@@ -436,7 +431,16 @@ def _again(body: bytes, receive: Receive | None = None) -> Receive:
 
 
 async def _refuse(send: Send, status: int, message: str) -> None:
-    body = json.dumps({"error": {"message": message, "type": "invalid_request_error", "code": status}}).encode()
+    kind = "authentication_error" if status == 401 else "invalid_request_error"
+    body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+async def _close(receive: Receive, send: Send) -> None:
+    """Refuse a WebSocket: none reads prefixes."""
+    await receive()
+    await send({"type": "websocket.close", "code": 1008, "reason": "keepsight: WebSockets are closed"})

@@ -20,7 +20,7 @@ import yaml
 from keepsight.commands import cli
 from keepsight.commands.config_serving import Serve
 from keepsight.commands.prefix import Document, Writer
-from keepsight.commands.serve import _address, _least
+from keepsight.commands.serve import _address, _environment, _least
 from keepsight.commands.variants import letters_for
 from keepsight.errors import UserError
 from keepsight.files import Row, from_json, write_lines, write_text
@@ -114,6 +114,7 @@ def test_a_server_answers_until_it_is_interrupted() -> None:
 
 
 def test_values_that_cannot_be_served_end_in_one_line(keepsight: CommandLine) -> None:
+    assert "key=UNSET_KEY: this variable is not set" in keepsight.fails("serve", *TINY, "key=UNSET_KEY")
     assert "whole number" in keepsight.fails("serve", *TINY, "budget=12.5")
     assert "cannot answer in a batch" in keepsight.fails("serve", *TINY, "method=specache", "port=0")
     assert "host=nowhere.invalid" in keepsight.fails("serve", *TINY, "host=nowhere.invalid")
@@ -145,6 +146,21 @@ def test_vllm_is_asked_for_where_it_is_missing(keepsight: CommandLine, monkeypat
     assert "make setup-vllm" in keepsight.fails(
         "bench", "serve", *TINY[:-1], "vllm=true", "methods=[snapkv]", "tokens=300"
     )
+
+
+def test_vllm_is_given_the_key_of_either_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own variable was emptied where keepsight's is unset, and the server was open."""
+
+    def given() -> str:
+        return _environment(Serve(), 400, "model", Path("prefixes"), Path("socket"))["VLLM_API_KEY"]
+
+    for name in ("KEEPSIGHT_API_KEY", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    assert given() == ""
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    assert given() == "theirs"
+    monkeypatch.setenv("KEEPSIGHT_API_KEY", "ours")
+    assert given() == "ours"
 
 
 def test_the_page_says_what_the_commands_take() -> None:

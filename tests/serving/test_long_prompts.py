@@ -15,7 +15,8 @@ from keepsight import SnapKV
 from keepsight.errors import UserError
 from keepsight.models.targets import load_target
 from keepsight.serving.prefix import PrefixStore, file_of, placeholders
-from keepsight.serving.vllm.middleware import PATHS, Prefixes, Rewriter
+from keepsight.serving.vllm.access import PATHS
+from keepsight.serving.vllm.middleware import Prefixes, Rewriter
 from keepsight.serving.worker import Worker
 from tests.tiny import save_tiny_target, tiny_tokenizer
 
@@ -191,8 +192,8 @@ def test_without_the_key_nothing_is_read_and_other_endpoints_are_closed(rewriter
     engine, reader = Engine(rewriter.tokenizer, "secret"), Reads()
     app = Prefixes(engine, rewriter, reader)  # type: ignore[arg-type]
     for key in ("", "secre", "other"):
-        sent(app, engine, COMPLETIONS, {"prompt": TEXT * 5}, key)
-    assert engine.seen == [(COMPLETIONS, {"prompt": TEXT * 5})] * 3 and not reader.asked  # vLLM asks for the key
+        assert sent(app, engine, COMPLETIONS, {"prompt": TEXT * 5}, key)[0] == 401
+    assert not engine.seen and not reader.asked
     sent(app, engine, COMPLETIONS, {"prompt": TEXT * 5}, "secret")
     assert len(reader.asked) == 1
     status, reply = sent(app, engine, "/v1/responses", {"input": TEXT}, "secret")

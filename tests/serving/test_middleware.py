@@ -9,7 +9,8 @@ import pytest
 from keepsight import SnapKV
 from keepsight.errors import UserError
 from keepsight.serving.export import export
-from keepsight.serving.vllm.middleware import PATHS, Prefixes, Rewriter
+from keepsight.serving.vllm.access import PATHS
+from keepsight.serving.vllm.middleware import Prefixes, Rewriter
 from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer
 
 CHAT, COMPLETIONS = PATHS

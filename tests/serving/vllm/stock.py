@@ -123,9 +123,9 @@ class Server:
         """A client that does not try again."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=300, **options)
 
-    def metric(self, name: str) -> float:
+    def metric(self, name: str, key: str = "any") -> float:
         """The sum of a metric's values."""
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        lines = httpx.get(f"{self.url}/metrics", headers={"authorization": f"Bearer {key}"}).text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
     def wait(self) -> None:

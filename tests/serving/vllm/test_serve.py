@@ -71,15 +71,15 @@ def test_long_prompts_short_ones_and_prefixes_by_sixteen_clients(server, library
     with ThreadPoolExecutor(16) as pool:
         answers = [*pool.map(lambda place: ASK[place % 2](server, mixed[place], key=KEY), range(len(mixed)))]
     assert answers == [case.answer for case in mixed]
-    assert server.metric("keepsight_prompts_total") == 2 * len(long)
-    assert server.metric("keepsight_read_seconds_count") == len(long)  # each is read once
-    assert server.metric("keepsight_kept_entries_total") == BUDGET * len(long)
+    assert server.metric("keepsight_prompts_total", KEY) == 2 * len(long)
+    assert server.metric("keepsight_read_seconds_count", KEY) == len(long)  # each is read once
+    assert server.metric("keepsight_kept_entries_total", KEY) == BUDGET * len(long)
     usage = server.client(KEY).completions.create(model="tiny", prompt=long[0].prompt, max_tokens=1).usage
     assert usage is not None and usage.prompt_tokens == BUDGET + 1
 
 
 def test_what_is_refused_before_anything_is_read(server, library):
-    read = server.metric("keepsight_read_seconds_count")
+    read = server.metric("keepsight_read_seconds_count", KEY)
     text = TEXTS[0] + " and then?"
     body = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
     url, key = f"{server.url}/v1/chat/completions", {"authorization": f"Bearer {KEY}"}
@@ -89,7 +89,7 @@ def test_what_is_refused_before_anything_is_read(server, library):
     assert reply.status_code == 400 and "prompt_logprobs" in reply.json()["error"]["message"]
     with pytest.raises(openai.BadRequestError, match="of 4096"):
         server.client(KEY).completions.create(model="tiny", prompt="the ship " * 5000)
-    assert server.metric("keepsight_read_seconds_count") == read
+    assert server.metric("keepsight_read_seconds_count", KEY) == read
     with pytest.raises(httpx.ReadTimeout):  # a client that leaves while its prompt is read
         httpx.post(url, json=body, headers=key, timeout=0.01)
     assert chatted(server, library.ordinary("Hello"), key=KEY) == library.ordinary("Hello").answer

@@ -1,0 +1,62 @@
+"""Which requests reach vLLM's server: those of the listed paths alone, with the API key where there is one.
+
+vLLM's own check guards only paths that begin with `/v1` and a few others. Here everything that is not listed is closed,
+so that an endpoint of a new version is closed too.
+"""
+
+import hmac
+import os
+from collections.abc import Mapping
+from typing import Any
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PATHS = (CHAT, COMPLETIONS)
+"""Endpoints that answer; the middleware reads their bodies."""
+TOKENIZER_PATHS = ("/tokenize", "/detokenize")
+"""Endpoints with a body that compute nothing."""
+STATUS_PATHS = ("/health", "/metrics", "/v1/models", "/version", "/ping", "/load")
+METHODS = {"GET": STATUS_PATHS, "HEAD": STATUS_PATHS, "POST": (*PATHS, *TOKENIZER_PATHS)}
+"""The paths that are open, by method."""
+WITHOUT_KEY = ("/health",)
+METRICS = "/metrics"
+OPEN_METRICS = "KEEPSIGHT_OPEN_METRICS"
+"""The variable that opens `/metrics` to requests without a key, if it is 1."""
+
+
+def path_of(scope: Mapping[str, Any]) -> str:
+    """The path that Starlette's routes see: without the root path of a proxy."""
+    path = str(scope.get("path", ""))
+    root = str(scope.get("root_path", ""))
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
+def is_listed(scope: Mapping[str, Any]) -> bool:
+    """Whether a request is for an endpoint that is open."""
+    return path_of(scope) in METHODS.get(scope["method"], ())
+
+
+def needs_key(scope: Mapping[str, Any]) -> bool:
+    """Whether a server with an API key asks for it."""
+    open_paths = WITHOUT_KEY
+    if os.environ.get(OPEN_METRICS) == "1":
+        open_paths = (*WITHOUT_KEY, METRICS)
+    return not (is_listed(scope) and path_of(scope) in open_paths)
+
+
+def is_preflight(scope: Mapping[str, Any]) -> bool:
+    """Whether a browser asks what another site's page may send: such a request has no key, and reaches no endpoint."""
+    names = {name for name, _ in scope["headers"]}
+    return scope["method"] == "OPTIONS" and {b"origin", b"access-control-request-method"} <= names
+
+
+def has_key(scope: Mapping[str, Any]) -> bool:
+    """Whether a request has a valid API key, or the server has none."""
+    arguments = getattr(getattr(scope.get("app"), "state", None), "args", None)
+    given = getattr(arguments, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
+    keys = [key for key in given if key]
+    if not keys:
+        return True
+    values = [value for name, value in scope["headers"] if name == b"authorization"]
+    scheme, _, sent = (values or [b""])[0].partition(b" ")
+    matches = [hmac.compare_digest(sent, key.encode()) for key in keys]
+    return scheme.lower() == b"bearer" and any(matches)

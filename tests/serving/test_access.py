@@ -1,0 +1,156 @@
+"""Which requests pass the middleware of vLLM's server: a walk through every route of an application behind it."""
+
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
+
+from keepsight.serving.vllm.access import METHODS, OPEN_METRICS, PATHS, STATUS_PATHS, TOKENIZER_PATHS
+from keepsight.serving.vllm.middleware import Prefixes, Rewriter
+from tests.tiny import tiny_tokenizer
+
+KEY = "secret"
+OTHER_PATHS = (
+    "/invocations",
+    "/generative_scoring",
+    "/scale_elastic_ep",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v2/embed",
+    "/v9/of-a-later-version",
+    "/collective_rpc",
+    "/",
+)
+OPEN = {(method, path) for method, paths in METHODS.items() for path in paths}
+
+
+class Engine:
+    """Stands for vLLM's application; notes each request that reaches it."""
+
+    def __init__(self, *keys: str) -> None:
+        self.reached: list[tuple[str, str]] = []
+        self.app = FastAPI()
+        self.app.state.args = SimpleNamespace(api_key=[*keys])
+        for path in (*PATHS, *TOKENIZER_PATHS, *STATUS_PATHS, *OTHER_PATHS):
+            self.app.add_api_route(path, self._reached, methods=["GET", "HEAD", "POST", "PUT", "DELETE"])
+        self.app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"])
+
+    async def _reached(self, request: Request) -> dict[str, Any]:
+        self.reached.append((request.method, request.url.path))
+        return {}
+
+    def routes(self) -> Iterator[tuple[str, str]]:
+        """Method and path of each route, those of FastAPI's own pages among them."""
+        for route in self.app.routes:
+            for method in getattr(route, "methods", None) or ():
+                yield method, route.path  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def rewriter(tmp_path_factory: pytest.TempPathFactory) -> Rewriter:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_tokenizer().save_pretrained(str(folder))
+    return Rewriter(str(folder / "prefixes"), str(folder))
+
+
+@pytest.fixture
+def engine(rewriter: Rewriter) -> Engine:
+    locked = Engine(KEY)
+    locked.app.add_middleware(Prefixes, rewriter=rewriter)
+    return locked
+
+
+def asked(engine: Engine, *requests: tuple[str, str], **headers: str) -> list[httpx.Response]:
+    """The replies to requests that are sent one after another, each with the same body."""
+
+    async def send() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(engine.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return [await client.request(*each, headers=headers, content=b"{}") for each in requests]
+
+    return asyncio.run(send())
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"authorization": "Bearer secre"}, {"authorization": KEY}, {"authorization": f"Basic {KEY}"}]
+)
+def test_without_the_key_no_route_is_reached_but_health(engine: Engine, headers):
+    routes = sorted(engine.routes())
+    replies = asked(engine, *routes, **headers)
+    statuses = {route: reply.status_code for route, reply in zip(routes, replies, strict=True)}
+    free = {("GET", "/health"), ("HEAD", "/health")}
+    assert {route for route, status in statuses.items() if status != 401} == free
+    assert {*engine.reached} == free
+    assert replies[0].headers["www-authenticate"] == "Bearer" and replies[0].json()["error"]["code"] == 401
+
+
+def test_with_the_key_only_listed_routes_are_reached(engine: Engine):
+    routes = sorted(engine.routes())
+    replies = asked(engine, *routes, authorization=f"Bearer {KEY}")
+    statuses = {route: reply.status_code for route, reply in zip(routes, replies, strict=True)}
+    assert {*engine.reached} == OPEN
+    assert {route for route, status in statuses.items() if status != 404} == OPEN
+    assert PATHS[0] in replies[routes.index(("POST", "/invocations"))].json()["error"]["message"]
+
+
+def test_a_server_without_a_key_opens_the_same_routes(rewriter: Rewriter, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    engine = Engine()
+    engine.app.add_middleware(Prefixes, rewriter=rewriter)
+    asked(engine, *engine.routes())
+    assert {*engine.reached} == OPEN
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    engine.reached.clear()
+    asked(engine, *engine.routes())
+    assert {*engine.reached} == {("GET", "/health"), ("HEAD", "/health")}
+
+
+def test_metrics_are_open_by_option(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(OPEN_METRICS, "1")
+    (reply,) = asked(engine, ("GET", "/metrics"))
+    assert reply.status_code == 200
+    assert asked(engine, ("POST", "/metrics"))[0].status_code == 401
+    monkeypatch.setenv(OPEN_METRICS, "0")
+    assert asked(engine, ("GET", "/metrics"))[0].status_code == 401
+
+
+@pytest.mark.parametrize(
+    "path", ["/health/", "//health", "/health%2f..%2fv1/completions", "/v1/completions/", "/HEALTH"]
+)
+def test_other_spellings_of_a_path_are_closed(engine: Engine, path):
+    assert asked(engine, ("POST", path))[0].status_code == 401
+    assert asked(engine, ("POST", path), authorization=f"Bearer {KEY}")[0].status_code == 404
+    assert not engine.reached
+
+
+def test_a_root_path_does_not_open_other_paths(engine: Engine):
+    engine.app.root_path = "/health"
+    assert asked(engine, ("POST", "/health/invocations"))[0].status_code == 401
+    assert asked(engine, ("GET", "/health/health"))[0].status_code == 200
+
+
+def test_a_browser_may_ask_first_and_gets_nothing_else(engine: Engine):
+    browser = {"origin": "http://example.org", "access-control-request-method": "POST"}
+    assert asked(engine, ("OPTIONS", PATHS[0]), **browser)[0].headers["access-control-allow-origin"]
+    assert asked(engine, ("OPTIONS", PATHS[0]))[0].status_code == 401
+    assert not engine.reached
+
+
+def test_websockets_are_closed(engine: Engine):
+    said = list[Any]()
+
+    async def receive() -> Any:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Any) -> None:
+        said.append(message["type"])
+
+    headers = [(b"authorization", f"Bearer {KEY}".encode())]
+    scope = {"type": "websocket", "path": "/v1/realtime", "headers": headers, "app": engine.app}
+    asyncio.run(engine.app(scope, receive, send))
+    assert said == ["websocket.close"]
