@@ -25,9 +25,10 @@ AT_ROOT = {
 }
 BESIDE = (".ci", "docs", "examples", "results", "tests")
 BUILD = """
-from setuptools import build_meta
-build_meta.build_sdist("dist")
-build_meta.build_wheel("dist")
+import build_backend
+build_backend.build_sdist("dist")
+build_backend.build_wheel("dist")
+build_backend.build_editable("editable")
 """
 USE = """
 import contextlib, importlib, importlib.util, io, json, pkgutil, runpy, sys
@@ -57,6 +58,25 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (copy / "typings" / "keepsight").symlink_to(copy / "keepsight")
     _run([sys.executable, "-c", BUILD], cwd=copy)
     return copy / "dist"
+
+
+@pytest.mark.parametrize("where", ["the clone", "its parent", "elsewhere"])
+def test_an_editable_install_is_found_in_every_folder(built: Path, tmp_path: Path, where: str) -> None:
+    """The clone has the package's name, and is no package itself."""
+    site = tmp_path / "site"
+    (wheel,) = (built.parent / "editable").glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+    clone = tmp_path / "src" / "keepsight"
+    clone.parent.mkdir()
+    clone.symlink_to(built.parent)
+    folder = {"the clone": clone, "its parent": clone.parent, "elsewhere": tmp_path}[where]
+    code = "import site; site.addsitedir(SITE); import keepsight.errors; print(keepsight.SnapKV, keepsight.__file__)"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", code.replace("SITE", repr(str(site)))]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    file = Path(done.stdout.split()[-1])
+    assert file.resolve() == built.parent / "keepsight" / "__init__.py"
 
 
 def _run(command: list[str], cwd: Path, **environment: str) -> str:
