@@ -13,7 +13,7 @@ from keepsight.errors import UserError, printable
 from keepsight.eval.report.pages import write_inspect_page
 from keepsight.eval.results import FULL
 from keepsight.files import regular, require_writable
-from keepsight.models.chat import chat_text
+from keepsight.models.chat import chat_text, encode
 from keepsight.models.decoder import context_of
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
@@ -77,7 +77,7 @@ def read_text(prompt: str) -> str:
 def _ids(text: str, template: bool, target: Target) -> list[int]:
     if template:
         text = chat_text(target.tokenizer, [{"role": "user", "content": text}])
-    ids: list[int] = target.tokenizer(text, add_special_tokens=not template)["input_ids"]
+    (ids,) = encode(target.tokenizer, [text], special=not template)
     context = context_of(target.model)
     if not 0 < len(ids) <= context:
         raise UserError(f"the prompt has {len(ids)} tokens; this model takes 1 to {context}")

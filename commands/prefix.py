@@ -25,7 +25,7 @@ from keepsight.files import (
     text_digest,
     text_lines,
 )
-from keepsight.models.chat import chat_text
+from keepsight.models.chat import chat_text, encode
 from keepsight.models.decoder import context_of
 from keepsight.models.model_files import weights_digest
 from keepsight.models.targets import Target
@@ -150,7 +150,7 @@ class Writer:
 
     def _read(self, key: str, document: Document) -> Row:
         model, tokenizer = self.target.model, self.target.tokenizer
-        ids: list[int] = tokenizer(self.before + document.text, add_special_tokens=False)["input_ids"]
+        (ids,) = encode(tokenizer, [self.before + document.text], special=False)
         context = context_of(model)
         if len(ids) > context:
             raise UserError(f"the document has {len(ids)} tokens, and the model's context is {context}")

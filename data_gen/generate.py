@@ -17,7 +17,7 @@ from keepsight.data_gen.prompts import CountTokens, Prompt
 from keepsight.data_gen.store import DataSettings, ShardWriter, Skipped, TrainingSample
 from keepsight.errors import BadRow, UserError, printable
 from keepsight.files import free_bytes, one_writer, read_json
-from keepsight.models.chat import chat_text, with_date
+from keepsight.models.chat import chat_text, encode, has_chat_template, with_date
 from keepsight.models.decoder import context_of
 from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
@@ -205,10 +205,10 @@ def render_prompt(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase
         try:
             text = chat_text(tokenizer, prompt.messages, dated)
         except UserError as error:
-            if not tokenizer.chat_template:
+            if not has_chat_template(tokenizer):
                 raise
             raise BadRow(f"prompt {index} ({prompt.source}): {error}") from None
-    ids = tokenizer(text + prompt.answer_prefix, add_special_tokens=not prompt.template)["input_ids"]
+    (ids,) = encode(tokenizer, [text + prompt.answer_prefix], special=not prompt.template)
     if not ids:
         raise BadRow(f"prompt {index} ({prompt.source}): it has no tokens")
     response = None
@@ -217,7 +217,7 @@ def render_prompt(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase
         response = [*tokenizer(prompt.response, add_special_tokens=False)["input_ids"], *end]
         if not response:
             raise BadRow(f"prompt {index} ({prompt.source}): its response has no tokens")
-    return Rendered(index, prompt.source, list(ids), response)
+    return Rendered(index, prompt.source, ids, response)
 
 
 def answers(backend: Backend, prompts: list[Rendered], decoding: Decoding) -> Iterator[Answers]:

@@ -17,14 +17,16 @@ import torch
 import yaml
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
 from torch import Tensor
 from tqdm import tqdm
-from transformers.generation import StopStringCriteria
+from transformers.generation import StoppingCriteria
 from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.eval.answers import score
-from keepsight.models.chat import chat_text
+from keepsight.models.answer_text import AnswerText
+from keepsight.models.chat import chat_text, encode
 from keepsight.models.decoder import context_of
 from keepsight.models.draft_sources import DraftSource, LayerSubset, load_draft
 from keepsight.models.targets import load_target
@@ -36,6 +38,8 @@ importlib.import_module("lm_eval.models")
 
 _MAX_NEW_TOKENS = 256
 """The harness's own default."""
+_OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+"""Options of no effect where nothing is sampled; tasks give them with do_sample: false."""
 
 
 @register_model("keepsight")
@@ -133,7 +137,8 @@ class HarnessModel(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         if add_special_tokens is None:  # a chat template has written the first token already
             add_special_tokens = not string.startswith(self.tokenizer.bos_token or "\0")
-        return list(self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"])
+        (ids,) = encode(self.tokenizer, [string], special=add_special_tokens)
+        return ids
 
     @override
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
@@ -182,23 +187,41 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         answers = []
         for request in tqdm(requests, desc="generate_until", disable=disable_tqdm):
-            context, options = request.args[0], dict[str, Any](request.args[1])
-            until = options.pop("until", None) or []
-            stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
-            longest = [options.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens")]
-            tokens = next(filter(None, longest), _MAX_NEW_TOKENS)
-            if not options.get("do_sample"):
-                options = dict[str, Any](do_sample=False)
-            if stops:
-                options["stopping_criteria"] = [StopStringCriteria(self.tokenizer, stops)]
+            context, asked = request.args
+            options = dict[str, Any](normalize_gen_kwargs(asked, _MAX_NEW_TOKENS))
+            stops = _stops_of(options.pop("until"))
+            tokens = options.pop("max_gen_toks")
+            if not options["do_sample"]:
+                options = {name: value for name, value in options.items() if name not in _OF_SAMPLING}
             prompt = self._fitting(self.tok_encode(context), tokens)
-            ids = generate(self.model, prompt, self.method, max_new_tokens=tokens, **options)
-            text = str(self.tokenizer.decode(ids[0], skip_special_tokens=True))
-            for stop in stops:
-                text = text.partition(stop)[0]
-            self.cache_hook.add_partial("generate_until", request.args, text)
-            answers.append(text)
+            answer = _Answer(AnswerText(self.tokenizer, stops), prompt.shape[1])
+            generate(self.model, prompt, self.method, max_new_tokens=tokens, stopping_criteria=[answer], **options)
+            answer.text.finish()
+            self.cache_hook.add_partial("generate_until", request.args, answer.text.text)
+            answers.append(answer.text.text)
         return answers
+
+
+class _Answer(StoppingCriteria):
+    """Reads the answer to one prompt of `prompt_tokens` tokens while it grows, and stops it at its first stop."""
+
+    def __init__(self, text: AnswerText, prompt_tokens: int) -> None:
+        self.text, self._read = text, prompt_tokens
+
+    @override
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Any:
+        for token in input_ids[0, self._read :].tolist():
+            self.text.add(token)
+        self._read = input_ids.shape[1]
+        return torch.tensor([self.text.has_stopped], device=input_ids.device)
+
+
+def _stops_of(until: list[Any]) -> list[str]:
+    """The stops of a task; empty ones are left out, as the harness does. UserError for one that is no text."""
+    stops = [stop for stop in until if stop]
+    if wrong := [stop for stop in stops if not isinstance(stop, str)]:
+        raise UserError(f"until: {wrong[0]!r} is no text; give generation_kwargs texts to stop at")
+    return stops
 
 
 def _packaged(model_id: str) -> dict[str, Any]:

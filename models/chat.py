@@ -1,6 +1,8 @@
 """Tokenizers: loading, prompts as ids, chat templates, and the digests by which artifacts recognise them."""
 
+import functools
 import json
+import logging
 import math
 import re
 import string
@@ -29,7 +31,65 @@ def load_tokenizer(source: str | Path, **options: Any) -> "PreTrainedTokenizerBa
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer("word")
+    if has_chat_template(tokenizer) and not tokenizer.chat_template:
+        _require_readable_chats(tokenizer)
     return tokenizer
+
+
+def has_chat_template(tokenizer: Any) -> bool:
+    """Whether a tokenizer renders chats: by its chat template or, as mistral-common's does, by code of its class."""
+    from transformers import PreTrainedTokenizerBase
+
+    usual = PreTrainedTokenizerBase.apply_chat_template
+    return bool(tokenizer.chat_template) or getattr(type(tokenizer), "apply_chat_template", usual) is not usual
+
+
+def _require_readable_chats(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """UserError unless the text of a chat has the ids that the tokenizer's class itself renders the chat to."""
+    name = type(tokenizer).__name__
+    logging.getLogger(type(tokenizer).__module__).setLevel(logging.ERROR)  # it warns of every chat what is checked here
+    first = [{"role": "user", "content": " Two  words\n and \N{LATIN SMALL LETTER E WITH ACUTE}."}]
+    later = [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And?"}]
+    for turns in (first, [*first, *later]):
+        rendered: Any = tokenizer.apply_chat_template(turns, tokenize=True, add_generation_prompt=True)
+        ids = rendered["input_ids"] if isinstance(rendered, Mapping) else rendered
+        if encode(tokenizer, [chat_text(tokenizer, turns)], special=False) != [list(ids)]:
+            raise UserError(
+                f"its tokenizer ({name}) renders chats that cannot be read as text; give a folder with tokenizer.json "
+                "and a chat template, and uninstall the package that the class comes from (mistral-common)"
+            )
+
+
+def encode(tokenizer: Any, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+    """The token ids of texts; special tokens that a chat template has written are read as such.
+
+    Args:
+        tokenizer: Any tokenizer of transformers.
+        texts: The texts.
+        special: Whether the tokenizer adds its special tokens, as around a text that no chat template has rendered.
+    """
+    names = {} if special else _unread_special_tokens(tokenizer)
+    if not names:
+        return [list(ids) for ids in tokenizer(list(texts), add_special_tokens=special)["input_ids"]]
+    longest_first = sorted(names, key=len, reverse=True)
+    boundary = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+    encoded = []
+    for text in texts:
+        ids = list[int]()
+        for piece in filter(None, boundary.split(text)):
+            ids += [names[piece]] if piece in names else tokenizer(piece, add_special_tokens=False)["input_ids"]
+        encoded.append(ids)
+    return encoded
+
+
+@functools.lru_cache(maxsize=16)
+def _unread_special_tokens(tokenizer: Any) -> dict[str, int]:
+    """The special tokens by their texts, of a tokenizer that reads these texts as any other; else none."""
+    names = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    for name, token in names.items():
+        if list(tokenizer(name, add_special_tokens=False)["input_ids"]) == [token]:
+            return {}
+    return names
 
 
 def ids_of(model: "PreTrainedModel", prompts: Any, options: dict[str, Any], special: bool) -> "Tensor":
@@ -79,10 +139,12 @@ def chat_text(tokenizer: Any, turns: Sequence[dict[str, Any]], chat_template: st
         UserError: the tokenizer has no chat template, or the template refuses these turns.
     """
     name = tokenizer.name_or_path
-    if not tokenizer.chat_template:
+    if not has_chat_template(tokenizer):
         raise UserError(f"model {name!r} has no chat template; choose an instruction-tuned model")
+    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+    if chat_template is not None:
+        options["chat_template"] = chat_template
     try:
-        options = {"tokenize": False, "add_generation_prompt": True, "chat_template": chat_template}
         return str(tokenizer.apply_chat_template(list(turns), **options))
     except Exception as error:  # templates, which come with models, raise anything
         roles = ", ".join(str(turn.get("role")) for turn in turns)

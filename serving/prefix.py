@@ -85,7 +85,8 @@ def alphabet_of(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """
     template = str(tokenizer.chat_template or "")
     used = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
-    added = sorted(tokenizer.added_tokens_decoder.items())
+    decoder: Any = tokenizer.added_tokens_decoder
+    added = sorted(decoder.items()) if isinstance(decoder, dict) else []  # mistral-common's class has none
     free = [id for id, token in added if token.special and id not in used and token.content not in template]
     if len(free) < 2:
         raise UserError(

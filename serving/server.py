@@ -11,145 +11,63 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from tokenizers.decoders import DecodeStream
 from typing_extensions import override
 
 from keepsight.errors import UserError, one_line
-from keepsight.models.chat import chat_text
+from keepsight.models.answer_text import AnswerText
+from keepsight.models.chat import chat_text, encode
 from keepsight.models.targets import Target
 from keepsight.serving.engine import BUCKETS, Busy, Engine, Job
+from keepsight.serving.requests import (
+    ChatRequest,
+    CommonFields,
+    CompletionRequest,
+    StreamOptions,
+    first_fault,
+    require_rendered,
+    turns_of,
+)
 
 STATUS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
 """Types of errors by status; all others are `invalid_request_error`."""
 COMPLETION_TOKENS = 16
 """Default of `max_tokens` for completions, as in OpenAI's interface."""
-_Text = Annotated[str, Field(min_length=1, max_length=256)]
-
-
-class StreamOptions(BaseModel):
-    """`stream_options` of a request."""
-
-    model_config = ConfigDict(extra="forbid")
-    include_usage: bool = False
-
-
-class CommonFields(BaseModel):
-    """Fields of both endpoints; fields such as `n` allow only the value that this server supports."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    model: str
-    max_tokens: PositiveInt | None = None
-    temperature: Annotated[FiniteFloat, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
-    repetition_penalty: Annotated[FiniteFloat, Field(ge=0.1, le=10)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: _Text | Annotated[list[_Text], Field(max_length=16)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Literal[1] | None = None
-    presence_penalty: Annotated[FiniteFloat, Field(ge=0, le=0)] | None = None
-    frequency_penalty: Annotated[FiniteFloat, Field(ge=0, le=0)] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-
-    def options(self, answer_tokens: int, own_top_k: int | None) -> dict[str, Any]:
-        """Options of `model.generate`; unset fields are as in the model's generation configuration."""
-        options: dict[str, Any] = {"max_new_tokens": answer_tokens}
-        if self.temperature is not None:
-            options["do_sample"] = self.temperature > 0
-        if self.temperature:
-            options |= {"temperature": max(self.temperature, 0.01), "top_k": own_top_k or 0}
-        values = {name: getattr(self, name) for name in ("top_p", "top_k", "repetition_penalty")}
-        return options | {name: value for name, value in values.items() if value is not None}
-
-    @property
-    def stops(self) -> list[str]:
-        """The texts before which the answer ends."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
-
-class CompletionRequest(CommonFields):
-    """A request of `/v1/completions`."""
-
-    prompt: str | list[int] | Annotated[list[str], Field(min_length=1, max_length=1)]
-    echo: Literal[False] | None = None
-    logprobs: None = None
-    best_of: Literal[1] | None = None
-    suffix: None = None
-
-
-class Part(BaseModel):
-    """A text part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """A message of a chat; other fields are ignored."""
-
-    role: str
-    content: str | list[Part]
-    name: str | None = None
-
-    def turn(self) -> dict[str, str]:
-        """The message as chat templates take it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": content}
-
-
-class ChatRequest(CommonFields):
-    """A request of `/v1/chat/completions`."""
-
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: PositiveInt | None = None
-    logprobs: Literal[False] | None = None
-    top_logprobs: Literal[0] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
 
 
 class Streamed(Job):
-    """A request whose text goes to the event loop piece by piece; the answer ends before any of the texts `stops`.
+    """A request whose text, of the `answer`, goes to the event loop piece by piece. Text that may begin a stop waits.
 
-    Attributes: `text`, the answer so far, and `pieces`, the queue of texts to send, with None at the end. Text that may
-    begin a stop waits.
+    Attributes: `pieces`, the queue of texts to send, with None at the end.
     """
 
-    def __init__(self, ids: torch.Tensor, tokenizer: Any, stops: list[str], seed: int | None, **options: Any) -> None:
+    def __init__(self, ids: torch.Tensor, answer: AnswerText, seed: int | None, **options: Any) -> None:
         super().__init__(ids, seed=seed, **options)
-        self.tokenizer, self.stops, self.text = tokenizer, stops, ""
         self.pieces: asyncio.Queue[str | None] = asyncio.Queue()
-        self._loop, self._decoder, self._sent = asyncio.get_running_loop(), DecodeStream(skip_special_tokens=True), 0
+        self._answer, self._loop, self._sent = answer, asyncio.get_running_loop(), 0
+
+    @property
+    def text(self) -> str:
+        """The answer so far."""
+        return self._answer.text
 
     @override
     def took(self, token: int) -> bool:
-        self.text += self._decoder.step(self.tokenizer.backend_tokenizer, token) or ""
-        if found := [self.text.index(stop) for stop in self.stops if stop in self.text]:
-            self.text = self.text[: min(found)]
-            self._send(len(self.text))
-            return True
-        self._send(len(self.text) - _begun(self.text, self.stops))
-        return False
+        has_stopped = self._answer.add(token)
+        self._send(self._answer.settled)
+        return has_stopped
 
     @override
     def ended(self) -> None:
         try:
-            whole = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-            if whole.startswith(self.text) and not any(stop in whole for stop in self.stops):
-                self.text = whole  # with last bytes that are no whole character
+            self._answer.finish()
             self._send(len(self.text))
         finally:
             self._put(None)
@@ -168,12 +86,6 @@ class Streamed(Job):
     async def __aiter__(self) -> AsyncIterator[str]:
         while (piece := await self.pieces.get()) is not None:
             yield piece
-
-
-def _begun(text: str, stops: list[str]) -> int:
-    """Number of last characters that may be the beginning of a stop."""
-    lengths = (length for stop in stops for length in range(1, len(stop)) if text.endswith(stop[:length]))
-    return max(lengths, default=0)
 
 
 class Service:
@@ -198,6 +110,7 @@ class Service:
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         app.add_api_route("/v1/completions", self.complete, methods=["POST"])
         app.add_api_route("/v1/models", self.models)
+        app.add_api_route("/v1/models/{name:path}", self.model)
         app.add_api_route("/health", self.health)
         app.add_api_route("/metrics", self.metrics)
         for kind in (HTTPException, UserError, Exception):
@@ -211,13 +124,27 @@ class Service:
     async def models(self, request: Request) -> JSONResponse:
         """`/v1/models`: the one model."""
         self._require_key(request)
+        return JSONResponse({"object": "list", "data": [self._description()]})
+
+    async def model(self, request: Request, name: str) -> JSONResponse:
+        """`/v1/models/NAME`: the model of that name."""
+        self._require_key(request)
+        self._require_own(name)
+        return JSONResponse(self._description())
+
+    def _description(self) -> dict[str, Any]:
         model = {"id": self.name, "object": "model", "created": self.started, "owned_by": "keepsight"}
-        return JSONResponse({"object": "list", "data": [model | {"max_model_len": self.engine.context}]})
+        return model | {"max_model_len": self.engine.context}
+
+    def _require_own(self, name: str) -> None:
+        if name != self.name:
+            raise HTTPException(404, f"the model {name[:200]!r} does not exist; this server has {self.name!r}")
 
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
         asked = await self._read(request, ChatRequest)
-        text = chat_text(self.target.tokenizer, [message.turn() for message in asked.messages])
+        text = chat_text(self.target.tokenizer, turns_of(asked.messages))
+        require_rendered(self.target.tokenizer, asked.messages)
         ids = await self._encoded(text, special=False)
         return await self._answer(request, asked, ids, asked.max_completion_tokens or asked.max_tokens, chat=True)
 
@@ -225,7 +152,7 @@ class Service:
         """`/v1/completions`."""
         asked = await self._read(request, CompletionRequest)
         prompt: Any = asked.prompt
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
             (prompt,) = prompt
         if isinstance(prompt, str):
             prompt = await self._encoded(prompt, special=True)
@@ -237,8 +164,8 @@ class Service:
 
     async def _encoded(self, text: str, special: bool) -> list[int]:
         async with self._encoding:
-            encoded: Any = await asyncio.to_thread(self.target.tokenizer, text, add_special_tokens=special)
-        return list(encoded["input_ids"])
+            (ids,) = await asyncio.to_thread(encode, self.target.tokenizer, [text], special=special)
+        return ids
 
     async def _read(self, request: Request, kind: Any) -> Any:
         self._require_key(request)
@@ -253,9 +180,8 @@ class Service:
         try:
             asked = kind.model_validate_json(bytes(body))
         except ValidationError as error:
-            raise UserError(_first_fault(error)) from None
-        if asked.model != self.name:
-            raise HTTPException(404, f"the model {asked.model[:200]!r} does not exist; this server has {self.name!r}")
+            raise UserError(first_fault(error)) from None
+        self._require_own(asked.model)
         return asked
 
     async def _answer(
@@ -266,7 +192,8 @@ class Service:
         room = self.engine.context - len(ids)
         own: Any = self.target.model.generation_config
         options = asked.options(most or max(min(self.answer_tokens, room), 1), own.top_k)
-        job = Streamed(torch.tensor(ids, dtype=torch.long), self.decoder, asked.stops, asked.seed, **options)
+        answer = AnswerText(self.decoder, asked.stops, asked.stop_token_ids or [])
+        job = Streamed(torch.tensor(ids, dtype=torch.long), answer, asked.seed, **options)
         self.engine.submit(job)
         reply = Reply(self.name, job, chat)
         if asked.stream:
@@ -425,11 +352,3 @@ async def _all(job: Streamed) -> None:
 async def _left(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _first_fault(error: ValidationError) -> str:
-    """One line: which field is wrong, and why; of the fault that lies deepest."""
-    fault = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
-    where = ".".join(map(str, fault["loc"]))
-    found = "" if fault["type"] in ("missing", "json_invalid") else f", got {fault.get('input')!r:.80}"
-    return f"{where or 'the body'}: {fault['msg']}{found}"

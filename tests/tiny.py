@@ -73,10 +73,12 @@ class SmallVocabulary:
     """A tokenizer of ids from 3 to 99, for tiny models, without a chat template."""
 
     chat_template = None
+    all_special_tokens: tuple[str, ...] = ()
+    all_special_ids: tuple[int, ...] = ()
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def __call__(self, texts: list[str], add_special_tokens: bool = True) -> dict[str, list[list[int]]]:
         """An id for each byte."""
-        return [3 + byte % 97 for byte in text.encode()]
+        return {"input_ids": [[3 + byte % 97 for byte in text.encode()] for text in texts]}
 
 
 def save_tiny_target(folder: Path, family: str = "llama", **changes: Any) -> Path:

@@ -22,7 +22,7 @@ from typing_extensions import Self, override
 
 from keepsight.data_gen.store import LazySamples, TrainingSample
 from keepsight.errors import UserError
-from keepsight.models.chat import chat_text
+from keepsight.models.chat import chat_text, encode, has_chat_template
 
 Prompts = frozenset[bytes]
 """Digests of trained prompts."""
@@ -275,8 +275,8 @@ class QuestionStarts:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         mark = "QUESTION"
         turn = [{"role": "user", "content": mark}]
-        end = chat_text(tokenizer, turn).rpartition(mark)[2] if tokenizer.chat_template else ""
-        self._end: list[int] = list(tokenizer(end, add_special_tokens=False)["input_ids"])
+        end = chat_text(tokenizer, turn).rpartition(mark)[2] if has_chat_template(tokenizer) else ""
+        (self._end,) = encode(tokenizer, [end], special=False)
         self._tokenizer, self._breaks = tokenizer, dict[int, bool]()
 
     def __call__(self, prompt_ids: Sequence[int]) -> int | None:

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from keepsight.errors import UserError
-from keepsight.models.chat import chat_text
+from keepsight.models.chat import chat_text, encode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -153,7 +153,7 @@ def render_turns(samples: Sequence[Sample], tokenizer: Any) -> list[RenderedSamp
 def _encode(texts: list[str], tokenizer: Any, *, special: bool) -> "list[Tensor]":
     import torch
 
-    return [torch.tensor(ids, dtype=torch.long) for ids in tokenizer(texts, add_special_tokens=special)["input_ids"]]
+    return [torch.tensor(ids, dtype=torch.long) for ids in encode(tokenizer, texts, special=special)]
 
 
 def _text(sample: Sample, tokenizer: Any) -> str:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from keepsight.errors import Positive, UserError
-from keepsight.models.chat import chat_text
+from keepsight.models.chat import chat_text, encode, has_chat_template
 from keepsight.models.decoder import decoder_of, full_attention_layers, output_projection
 from keepsight.models.lora import hooked
 from keepsight.runtime import registry
@@ -191,7 +191,7 @@ class Observed(NamedTuple):
 def _around(tokenizer: Any) -> tuple[str, str]:
     """The parts of the chat template before and after a user's text."""
     mark = "#####"
-    if not tokenizer.chat_template:
+    if not has_chat_template(tokenizer):
         return "", "\n"
     before, _, after = chat_text(tokenizer, [{"role": "user", "content": mark}]).rpartition(mark)
     return before, after
@@ -199,7 +199,7 @@ def _around(tokenizer: Any) -> tuple[str, str]:
 
 @functools.lru_cache(maxsize=16)
 def _encoded(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    (ids,) = encode(tokenizer, [text], special=False)
     return ids
 
 

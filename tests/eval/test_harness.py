@@ -18,6 +18,7 @@ from keepsight.runtime.methods import LookaheadKV, SnapKV
 from keepsight.runtime.state import prefill, read
 from tests.commands.commands import save_target_and_adapter
 from tests.package_files import PROJECT
+from tests.tokenizers import scripted
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 CHOICES = [" a fox", " a dog", " the sun itself"]
@@ -181,3 +182,47 @@ def test_an_empty_context_is_the_prefix_token(folder: Path) -> None:
     assert chance == pytest.approx(logits[range(len(answer)), answer].sum().item(), abs=1e-4)
     ((none, greedy),) = model._loglikelihood_tokens([(("", ""), [], [])])
     assert (none, greedy) == (0.0, True)
+
+
+@pytest.mark.parametrize(
+    ("said", "until", "answer"),
+    [
+        ("def f(): x.", ["\ndef"], "def f(): x."),  # the prompt's end and the answer's beginning are no stop
+        ("def f(): x.\ndef g", ["\ndef"], "def f(): x."),
+        ("a b\n\nc", "\n\n", "a b"),
+        ("a b\n\nc", ["c", "b\n", ""], "a "),
+        ("a b<|user|>c", ["<|user|>"], "a b"),
+        ("a b<|user|>\nc", ["never", "<|user|>\n"], "a b"),
+        ("a b<|user|>c", ["user"], "a bc"),
+        ("a b c", None, "a b c"),
+        ("a b c", [], "a b c"),
+    ],
+)
+def test_stops_are_looked_for_in_the_answer_alone(folder: Path, said: str, until: Any, answer: str) -> None:
+    from lm_eval.api.instance import Instance
+
+    model = model_of(folder, method="snapkv", budget=40, window=8)
+    said_ids = model.tokenizer(said)["input_ids"]
+    scripted(model.model).say([*said_ids, model.eot_token_id])
+    options = {"max_gen_toks": 30} | ({} if until is None else {"until": until})
+    request: Any = Instance("generate_until", {}, (f"{TEXT}Q\n", options), 0)
+    assert model.generate_until([request]) == [answer]
+
+
+def test_options_of_a_task_are_honoured(folder: Path) -> None:
+    from lm_eval.api.instance import Instance
+
+    model = model_of(folder)
+    ids = torch.tensor([model.tok_encode(TEXT)])
+
+    def asked(**options: Any) -> str:
+        request: Any = Instance("generate_until", {}, (TEXT, {"until": [], "max_gen_toks": 8, **options}), 0)
+        (text,) = model.generate_until([request])
+        return str(text)
+
+    plain = generate(model.model, ids, max_new_tokens=8, do_sample=False)[0]
+    assert asked(do_sample=False, temperature=0.7, top_p=0.5) == model.tokenizer.decode(plain, skip_special_tokens=True)
+    other = generate(model.model, ids, max_new_tokens=8, do_sample=False, repetition_penalty=5.0)[0]
+    assert asked(repetition_penalty=5.0) == model.tokenizer.decode(other, skip_special_tokens=True)
+    with pytest.raises(UserError, match="until: 7 is no text"):
+        asked(until=[7])

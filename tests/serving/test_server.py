@@ -17,11 +17,12 @@ import pytest
 import uvicorn
 
 from keepsight import SnapKV
-from keepsight.models.targets import load_target
+from keepsight.models.targets import Target, load_target
 from keepsight.runtime.generate import generate
 from keepsight.serving.engine import Engine
 from keepsight.serving.server import Service
-from tests.tiny import save_tiny_target
+from tests.tiny import save_tiny_target, tiny_model
+from tests.tokenizers import scripted, tokenizers_of_all_kinds
 
 METHOD = SnapKV(40, window=8)
 TEXTS = [f"{number} ships sailed on the sea. " * (3 + number) for number in range(16)]
@@ -102,6 +103,71 @@ def test_stops_are_not_part_of_an_answer(target, served):
     assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], "stop")
     chunks = client(served[0]).completions.create(**asked, stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+
+
+@contextmanager
+def speaking(tokenizer: Any, answer: list[int]) -> Iterator[str]:
+    """A server whose model, of a tokenizer, answers with given tokens and then ends."""
+    model = tiny_model(vocab_size=len(tokenizer) + 8, max_position_embeddings=4096, pad_token_id=0)
+    target = Target(model, tokenizer, "tiny", "1")
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    with serving(target) as (url, _):
+        scripted(model).say([*answer, tokenizer.eos_token_id])
+        yield url
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("said", "stop", "text"),
+    [
+        ("def f(): x.", {"stop": "\ndef"}, "def f(): x."),
+        ("a b\n\nc", {"stop": ["\n\n"]}, "a b"),
+        ("a b<|user|>\nc", {"stop": ["never", "<|user|>\n"]}, "a b"),
+        ("a b<|user|>c", {"stop": "user"}, "a bc"),
+        ("a b<|user|>c", {"stop_token_ids": [4]}, "a b"),
+        ("a b c", {"stop": [], "stop_token_ids": []}, "a b c"),
+        ("a b c", {"stop": None, "stop_token_ids": None}, "a b c"),
+    ],
+)
+def test_stops_of_every_form(said, stop, text, stream):
+    tokenizer = tokenizers_of_all_kinds()["byte level"]
+    with speaking(tokenizer, tokenizer(said)["input_ids"]) as url:
+        asked = {"model": "tiny", "prompt": "Q\n", "max_tokens": 30} | stop
+        assert completion(url, asked, stream) == (text, "stop")
+
+
+def completion(url: str, asked: dict[str, Any], stream: bool) -> tuple[str, str]:
+    """Text and reason of an answer, streamed or whole."""
+    if not stream:
+        (choice,) = httpx.post(url + PLAIN, json=asked).raise_for_status().json()["choices"]
+        return choice["text"], choice["finish_reason"]
+    reply = httpx.post(url + PLAIN, json=asked | {"stream": True}).raise_for_status()
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", tokenizers_of_all_kinds())
+def test_tokenizers_of_all_kinds(kind, stream):
+    tokenizer = tokenizers_of_all_kinds()[kind]
+    said = tokenizer("Hi \N{SLIGHTLY SMILING FACE}", add_special_tokens=False)["input_ids"]
+    with speaking(tokenizer, [*said, len(tokenizer) + 7]) as url:  # models have rows that no token uses
+        asked = {"model": "tiny", "prompt": "x " * 30, "max_tokens": 30}
+        assert completion(url, asked, stream) == ("Hi \N{SLIGHTLY SMILING FACE}", "stop")
+        messages = [{"role": "user", "content": "Hi"}]
+        whole = httpx.post(url + CHAT, json={"model": "tiny", "messages": messages, "max_tokens": 1}).json()
+        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        assert whole["usage"]["prompt_tokens"] == len(rendered["input_ids"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_broken_bytes_become_replacement_characters(stream):
+    tokenizer = tokenizers_of_all_kinds()["byte fallback"]
+    with speaking(tokenizer, tokenizer.convert_tokens_to_ids(["Hi", "<0x0A>", "<0xF0>", "x", "."])) as url:
+        asked = {"model": "tiny", "prompt": "x " * 30, "max_tokens": 30}
+        assert completion(url, asked, stream) == ("Hi\n\N{REPLACEMENT CHARACTER}x.", "stop")
 
 
 def test_a_seed_gives_the_same_samples(served):

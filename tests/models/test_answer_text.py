@@ -1,0 +1,118 @@
+"""The text of an answer is what its tokens say, streamed or whole, and ends at stops of every form."""
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from keepsight.models.answer_text import AnswerText, answer_text
+from tests.tiny import tiny_tokenizer
+from tests.tokenizers import OwnChats, byt5_tokenizer, byte_fallback_tokenizer, tokenizers_of_all_kinds
+
+FALLBACK = byte_fallback_tokenizer()
+BROKEN = FALLBACK.convert_tokens_to_ids(["Hi", "<0x0A>", "<0xF0>", "x", "."])
+
+
+def streamed(tokenizer: Any, ids: list[int], **stops: Any) -> tuple[list[str], AnswerText]:
+    """The pieces that a client receives, and the answer."""
+    answer, pieces, sent = AnswerText(tokenizer, **stops), [], 0
+    for token in ids:
+        ended = answer.add(token)
+        pieces.append(answer.text[sent : answer.settled])
+        sent = max(sent, answer.settled)
+        if ended:
+            break
+    answer.finish()
+    return [*pieces, answer.text[sent:]], answer
+
+
+def test_bytes_that_are_no_character_become_a_replacement_character() -> None:
+    assert answer_text(FALLBACK, BROKEN) == "Hi\n\N{REPLACEMENT CHARACTER}x."
+    pieces, answer = streamed(FALLBACK, BROKEN)
+    assert "".join(pieces) == answer.text == "Hi\n\N{REPLACEMENT CHARACTER}x."
+    assert pieces[:3] == ["Hi", "\n", ""]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (["<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "."], "\N{SLIGHTLY SMILING FACE}."),
+        (["<0xF0>", "<0x9F>", "x"], "\N{REPLACEMENT CHARACTER}x"),
+        (["<0xFF>", "\u2581x"], "\N{REPLACEMENT CHARACTER} x"),
+        (["\u2581Hi", "<0xC3>"], "Hi\N{REPLACEMENT CHARACTER}"),
+        (["<0xC3>", "</s>", "<0xA9>"], "\N{LATIN SMALL LETTER E WITH ACUTE}"),
+    ],
+)
+def test_byte_tokens_spell_characters(tokens: list[str], text: str) -> None:
+    ids: Any = FALLBACK.convert_tokens_to_ids(tokens)
+    pieces, answer = streamed(FALLBACK, ids)
+    assert "".join(pieces) == answer.text == text
+
+
+@pytest.mark.parametrize("name", tokenizers_of_all_kinds())
+def test_a_stream_is_the_text_of_all_tokens(name: str) -> None:
+    tokenizer, rng = tokenizers_of_all_kinds()[name], Random(name)
+    texts = ["Hi \N{SLIGHTLY SMILING FACE} x.\n  def\u65e5\u672c ", "  x", "\u00e9" * 5, "a\N{REPLACEMENT CHARACTER}b"]
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        expected = tokenizer.decode(ids, skip_special_tokens=True)
+        pieces, _ = streamed(tokenizer, ids)
+        assert "".join(pieces) == expected
+    for _ in range(200):
+        ids = [rng.randrange(len(tokenizer)) for _ in range(rng.randint(1, 30))]
+        pieces, answer = streamed(tokenizer, ids)
+        assert "".join(pieces) == answer.text
+        if name != "byte fallback":  # where its own decoder replaces whole characters beside broken bytes
+            assert answer.text == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", tokenizers_of_all_kinds())
+def test_ids_outside_the_tokenizer_are_no_text(name: str) -> None:
+    tokenizer = tokenizers_of_all_kinds()[name]
+    ids = [*tokenizer("Hi", add_special_tokens=False)["input_ids"], len(tokenizer) + 7]
+    assert answer_text(tokenizer, ids) == answer_text(tokenizer, ids[:-1])
+
+
+BYTE_LEVEL = tiny_tokenizer()
+
+
+def ids_of(text: str) -> list[int]:
+    ids: list[int] = BYTE_LEVEL(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("said", "stops", "text"),
+    [
+        ("def f(): x.", ["\ndef"], "def f(): x."),
+        ("one two three", ["o t"], "one tw"),
+        ("one two three", ["three", "two"], "one "),
+        ("one\n\ntwo", ["\n\n"], "one"),
+        ("one<|end|>two", ["<|end|>"], "one"),
+        ("one<|user|>\ntwo", ["<|user|>\n"], "one"),
+        ("one\n<|user|>two", ["\n<|user|>"], "one"),
+        ("one<|user|>two", ["onetwo"], ""),
+        ("one<|user|>two", ["e<|user|><|user|>"], "onetwo"),
+        ("one<|user|>two", ["user"], "onetwo"),
+        ("one<|user|>two|", ["|"], "onetwo"),
+        ("one two", [], "one two"),
+    ],
+)
+def test_stops_end_the_answer(said: str, stops: list[str], text: str) -> None:
+    pieces, answer = streamed(BYTE_LEVEL, ids_of(said), stops=stops)
+    assert "".join(pieces) == answer.text == text
+    assert answer.has_stopped == (text != said.replace("<|user|>", "").replace("<|end|>", ""))
+
+
+def test_stop_tokens_end_the_answer() -> None:
+    ids = ids_of("one two")
+    for last in range(1, len(ids)):
+        _, answer = streamed(BYTE_LEVEL, ids, stop_tokens=[ids[last]])
+        assert answer.text == BYTE_LEVEL.decode(ids[: ids.index(ids[last])]) and answer.has_stopped
+
+
+def test_a_stop_of_characters_that_span_tokens_of_bytes() -> None:
+    for tokenizer in (FALLBACK, byt5_tokenizer(), OwnChats(), BYTE_LEVEL):
+        ids = tokenizer("a\N{SLIGHTLY SMILING FACE}b", add_special_tokens=False)["input_ids"]
+        pieces, answer = streamed(tokenizer, ids, stops=["\N{SLIGHTLY SMILING FACE}"])
+        assert "".join(pieces) == answer.text == "a" and answer.has_stopped
