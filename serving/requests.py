@@ -149,7 +149,7 @@ class Message(BaseModel):
         return self.content or ""
 
     def turn(self, mark: str | None = None) -> dict[str, Any]:
-        """The message as chat templates take it; with a `mark` in place of what `require_rendered` looks for."""
+        """The message as chat templates take it; with a `mark` in place of its calls' names, or of its text."""
         turn: dict[str, Any] = self.model_dump(exclude={"content", "tool_calls", "function_call"})
         turn["content"] = self.text
         if self.role not in _PLAIN_ROLES and mark is not None and self.text.strip():
@@ -176,37 +176,35 @@ class ChatRequest(CommonFields):
     response_format: Annotated[dict[str, Any], AfterValidator(_text_alone)] | None = None
 
 
-def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them.
+def prompt_of(messages: Sequence[Message], tokenizer: Any) -> str:
+    """The messages as the chat template writes them, with all of their tool calls.
 
     Raises:
-        UserError: a message without tool calls has no content, or a call's arguments are no JSON object.
+        UserError: the template refuses the messages, or would leave out a tool call or a message of a role that it does
+            not know, such as `tool`; a message without tool calls has no content.
     """
     for number, message in enumerate(messages):
         if message.content is None and not message.tool_calls:
             raise UserError(f"messages.{number}.content: must be a text, as the message has no tool_calls")
-    return [message.turn() for message in messages]
-
-
-def require_rendered(tokenizer: Any, messages: Sequence[Message]) -> None:
-    """Refuse tool calls, and messages of other roles such as `tool`, that the chat template leaves out.
-
-    Each is looked for in a rendering of its own, in which a mark stands for the name of the call, or for the content.
-    """
+    turns = [message.turn() for message in messages]
     for number, message in enumerate(messages):
-        is_special = message.role not in _PLAIN_ROLES and bool(message.text.strip())
-        if not message.tool_calls and not is_special:
-            continue
-        mark = f"keepsight_mark_{number}"
-        turns = turns_of(messages)
-        turns[number] = message.turn(mark)
-        missing = len(message.tool_calls or ()) + is_special - chat_text(tokenizer, turns).count(mark)
-        if missing > 0:
-            what = "tool_calls" if message.tool_calls else f"role {message.role!r}"
-            raise UserError(
-                f"messages.{number}: {what} would be lost, as the chat template of {tokenizer.name_or_path!r} does not "
-                "render it; leave it out, or write it as text"
-            )
+        _require_rendered(tokenizer, turns, number, message)
+    return chat_text(tokenizer, turns)
+
+
+def _require_rendered(tokenizer: Any, turns: Sequence[dict[str, Any]], number: int, message: Message) -> None:
+    """Refuse a message that the template leaves out: a mark in place of its calls' names, or of its text, is missing."""
+    is_unusual = message.role not in _PLAIN_ROLES and bool(message.text.strip())
+    expected = len(message.tool_calls or ()) + is_unusual
+    if not expected:
+        return
+    mark = f"keepsight_mark_{number}"
+    if chat_text(tokenizer, [*turns[:number], message.turn(mark), *turns[number + 1 :]]).count(mark) < expected:
+        what = "tool_calls" if message.tool_calls else f"role {message.role!r}"
+        raise UserError(
+            f"messages.{number}: {what} would be lost, as the chat template of {tokenizer.name_or_path!r} does not "
+            "render it; leave it out, or write it as text"
+        )
 
 
 def first_fault(error: ValidationError) -> str:

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, one_line
 from keepsight.models.answer_text import AnswerText
-from keepsight.models.chat import chat_text, encode
+from keepsight.models.chat import encode
 from keepsight.models.targets import Target
 from keepsight.serving.engine import BUCKETS, Busy, Engine, Job
 from keepsight.serving.requests import (
@@ -32,8 +32,7 @@ from keepsight.serving.requests import (
     CompletionRequest,
     StreamOptions,
     first_fault,
-    require_rendered,
-    turns_of,
+    prompt_of,
 )
 
 STATUS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
@@ -143,9 +142,7 @@ class Service:
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
         asked = await self._read(request, ChatRequest)
-        text = chat_text(self.target.tokenizer, turns_of(asked.messages))
-        require_rendered(self.target.tokenizer, asked.messages)
-        ids = await self._encoded(text, special=False)
+        ids = await self._encoded(prompt_of(asked.messages, self.target.tokenizer), special=False)
         return await self._answer(request, asked, ids, asked.max_completion_tokens or asked.max_tokens, chat=True)
 
     async def complete(self, request: Request) -> Response:
