@@ -79,7 +79,8 @@ class Serve(Evicting):
         vllm: Start vLLM's server, and a worker that prefills long prompts for it.
         min_prompt_tokens: Shortest prompt to evict from with vllm=true; vLLM alone answers shorter ones. 0 for twice
             the budget.
-        prefixes: Folder of `keepsight prefix`; vLLM's server then answers its ids too.
+        prefixes: Folder of `keepsight prefix`; vLLM's server then answers its ids too. Servers may share it.
+        prefix_bytes: Size of the prefixes of long prompts that vllm=true keeps in TMPDIR, in case these come again.
         vllm_options: Further options for vLLM's server, such as {max_model_len: 8192, gpu_memory_utilization: 0.5}.
     """
 
@@ -97,6 +98,7 @@ class Serve(Evicting):
     vllm: bool = False
     min_prompt_tokens: NonNegativeInt = 0
     prefixes: str | None = None
+    prefix_bytes: str = "2GiB"
     vllm_options: dict[str, Any] = field(default_factory=dict)
 
 

@@ -16,14 +16,13 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from keepsight.commands.config_serving import Serve as Config
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.commands.variants import letters_for, method_of, prefix_method
 from keepsight.errors import UserError, printable
-from keepsight.files import require_writable
+from keepsight.files import read_bytes, require_writable
 from keepsight.models.model_files import located
 from keepsight.models.targets import Target
 from keepsight.serving.engine import Engine
@@ -33,13 +32,13 @@ from keepsight.serving.worker import Worker
 
 _GRACE = 30
 """Seconds that running answers may take once the server is told to stop."""
-_VLLM_KEYS = "page", "min_prompt_tokens", "prefixes", "vllm_options"
+_VLLM_KEYS = "page", "min_prompt_tokens", "prefixes", "prefix_bytes", "vllm_options"
 """Keys that have no meaning without vLLM."""
 _VLLM_OWN = "model", "tokenizer", "served_model_name", "host", "port", "api_key", "middleware", "kv_transfer_config"
 _VLLM_KEY = "VLLM_API_KEY"
 """vLLM's variable of the API key, which `key=` stands before."""
-_VLLM_GRACE = 30.0
-"""Seconds that vLLM may take to stop."""
+_SHUTDOWN, _ENDING = 25, 5
+"""Seconds that vLLM lets running answers take once it is told to stop, and what it may take then."""
 _LONGEST_SOCKET = 100
 """Bytes of the path of a Unix socket: macOS allows 103, Linux 107."""
 
@@ -53,7 +52,8 @@ def run(config: Config) -> None:
     if config.vllm:
         _run_vllm(config)
         return
-    if given := [name for name in _VLLM_KEYS if getattr(config, name)]:
+    defaults = Config()
+    if given := [name for name in _VLLM_KEYS if getattr(config, name) != getattr(defaults, name)]:
         raise UserError(f"{given[0]}= is for vLLM's server; leave it out, or add vllm=true")
     try:
         import uvicorn
@@ -91,21 +91,29 @@ def run(config: Config) -> None:
 def _run_vllm(config: Config) -> None:
     """Serve until interrupted; UserError for what cannot be served, and when vLLM's server ends."""
     _check_vllm(config)
+    from keepsight.serving.vllm.folder import server_folder  # where there are Unix sockets
+
     prefix_method(config, resources_later(config))  # bad values end here, before anything loads
     target = target_of(config)
     method, least = prefix_method(config, resources_of(config, target)), _least(config, target)
-    with TemporaryDirectory(prefix="keepsight-") as made:
-        root = Path(config.prefixes or Path(made, "prefixes"))
-        root.mkdir(parents=True, exist_ok=True)
-        worker = Worker(target, method, root, page=config.page, waiting=config.waiting)
+    with server_folder() as made:
+        # Clients name prefixes of the first folder alone; those of the second are made and removed by this server.
+        named = Path(config.prefixes or Path(made, "named"))
+        automatic = Path(made, "prefixes")
+        for folder in (named, automatic):
+            folder.mkdir(parents=True, exist_ok=True)
+        limits = {"max_bytes": read_bytes(config.prefix_bytes), "max_tokens": config.max_prompt_tokens}
+        worker = Worker(target, method, automatic, page=config.page, waiting=config.waiting, **limits)
         if len(os.fsencode(at := Path(made, "worker.sock"))) > _LONGEST_SOCKET:
             raise UserError(f"{made}: too long for the path of a socket; set TMPDIR to a shorter folder")
         threading.Thread(target=asyncio.run, args=(worker.serve(at),), name="worker", daemon=True).start()
         port = _port_of(config)
         source, _, _ = located(config.model.id, config.model.revision, config.model.own_file)
-        command = [*_command(config, target, source, root, Path(made, "tokenizer")), f"--port={port}"]
+        tokenizer = Path(made, "tokenizer")
+        command = [*_command(config, target, source, tokenizer, named, automatic), f"--port={port}"]
+        environment = _environment(config, least, source, tokenizer, named, at)
         try:
-            with _child(command, _environment(config, least, source, root, at)) as child:
+            with _child(command, environment, _shutdown_timeout(config)) as child, _stopped_before(worker):
                 _wait_for(child, config.host, port)
                 name, url = config.name or target.public_name, f"{_address(config.host, port)}/v1"
                 how = f"{config.method}, budget {config.budget}, for prompts of {least} tokens or more"
@@ -118,6 +126,15 @@ def _run_vllm(config: Config) -> None:
             print("stopped", file=sys.stderr)
         finally:
             worker.close()
+
+
+@contextmanager
+def _stopped_before(worker: Worker) -> Iterator[None]:
+    """Stop the worker before vLLM's server, so that waiting prompts are refused at once while answers end."""
+    try:
+        yield
+    finally:
+        worker.stop()
 
 
 def _address(host: str, port: int) -> str:
@@ -137,6 +154,7 @@ def _check_vllm(config: Config) -> None:
         raise UserError("vllm=true needs vLLM; run `make setup-vllm`, then `. .venv-vllm/bin/activate`")
     if config.model.quantize:
         raise UserError(f"model.quantize={config.model.quantize}: vLLM serves the model's own weights; leave it out")
+    _shutdown_timeout(config)
     for name in config.vllm_options:
         if name.replace("-", "_") in _VLLM_OWN:
             raise UserError(f"vllm_options={{{name}: ...}} is set by keepsight itself; leave it out")
@@ -145,8 +163,9 @@ def _check_vllm(config: Config) -> None:
             f"min_prompt_tokens={config.min_prompt_tokens}: with page={config.page} it must be above the budget, "
             f"{config.budget}"
         )
-    if config.prefixes is not None:
-        require_writable(Path(config.prefixes))
+    if config.prefixes is not None and not Path(config.prefixes).is_dir():
+        require_writable(Path(config.prefixes), key="prefixes")
+    read_bytes(config.prefix_bytes)
     _port_of(config)
 
 
@@ -163,7 +182,7 @@ def _least(config: Config, target: Target) -> int:
     return least or usual
 
 
-def _command(config: Config, target: Target, source: str | Path, root: Path, tokenizer: Path) -> list[str]:
+def _command(config: Config, target: Target, source: str | Path, tokenizer: Path, *roots: Path) -> list[str]:
     target.tokenizer.save_pretrained(str(tokenizer))  # with the arguments of model.template
     target.model.config.save_pretrained(str(tokenizer))
     given: dict[str, Any] = {
@@ -175,15 +194,28 @@ def _command(config: Config, target: Target, source: str | Path, root: Path, tok
         "max_num_seqs": config.rows,
         "override_generation_config": json.dumps({"max_new_tokens": config.max_new_tokens}),
         "middleware": "keepsight.serving.vllm.middleware.Prefixes",
-        "kv_transfer_config": json.dumps(transfer_config(root)),
+        "kv_transfer_config": json.dumps(transfer_config(*roots)),
         "enforce_eager": target.model.device.type == "cpu",  # compiling takes minutes there
         "trust_remote_code": config.model.trust_remote_code,
+        "shutdown_timeout": _SHUTDOWN,
     }
     given |= {"revision": config.model.revision} if config.model.revision and isinstance(source, str) else {}
     given |= {"block_size": config.page} if config.page else {}
     given |= {"max_model_len": config.max_prompt_tokens + config.max_new_tokens} if config.max_prompt_tokens else {}
-    given |= {name.replace("-", "_"): value for name, value in config.vllm_options.items()}
+    given |= _vllm_options(config)
     return [part for name, value in given.items() if (part := _option(name, value))]
+
+
+def _vllm_options(config: Config) -> dict[str, Any]:
+    return {name.replace("-", "_"): value for name, value in config.vllm_options.items()}
+
+
+def _shutdown_timeout(config: Config) -> float:
+    """Seconds that vLLM lets running answers take once it is told to stop."""
+    seconds = _vllm_options(config).get("shutdown_timeout", _SHUTDOWN)
+    if isinstance(seconds, bool) or not isinstance(seconds, int) or seconds < 0:
+        raise UserError(f"vllm_options={{shutdown_timeout: {seconds}}}: give a whole number of seconds")
+    return seconds
 
 
 def _option(name: str, value: Any) -> str:
@@ -193,10 +225,13 @@ def _option(name: str, value: Any) -> str:
     return f"{flag}={json.dumps(value) if isinstance(value, dict | list) else value}"
 
 
-def _environment(config: Config, least: int, source: str | Path, root: Path, at: Path) -> dict[str, str]:
+def _environment(
+    config: Config, least: int, source: str | Path, tokenizer: Path, root: Path, at: Path
+) -> dict[str, str]:
     own = {
         "KEEPSIGHT_ROOT": str(root),
         "KEEPSIGHT_MODEL": str(source),
+        "KEEPSIGHT_TOKENIZER": str(tokenizer),
         "KEEPSIGHT_WORKER": str(at),
         "KEEPSIGHT_LEAST": str(least),
         "KEEPSIGHT_MAX_BYTES": str(config.max_bytes),
@@ -209,7 +244,9 @@ def _environment(config: Config, least: int, source: str | Path, root: Path, at:
 
 
 @contextmanager
-def _child(arguments: list[str], environment: dict[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
+def _child(
+    arguments: list[str], environment: dict[str, str], shutdown_timeout: float
+) -> Iterator["subprocess.Popen[bytes]"]:
     """VLLM's server in a process group of its own, which ends with this process."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     command = [sys.executable, "-m", "keepsight.serving.vllm.launch", *arguments]
@@ -220,7 +257,7 @@ def _child(arguments: list[str], environment: dict[str, str]) -> Iterator["subpr
         child.terminate()
         try:
             with suppress(subprocess.TimeoutExpired):
-                child.wait(_VLLM_GRACE)
+                child.wait(shutdown_timeout + _ENDING)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)

@@ -8,6 +8,7 @@ import re
 import string
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,6 +150,23 @@ def chat_text(tokenizer: Any, turns: Sequence[dict[str, Any]], chat_template: st
     except Exception as error:  # templates, which come with models, raise anything
         roles = ", ".join(str(turn.get("role")) for turn in turns)
         raise UserError(f"the chat template of {name!r} refuses the turns {roles}: {one_line(error)}") from None
+
+
+USUAL_ROLES = frozenset({"system", "user", "assistant"})
+"""Roles of messages that templates may write without naming them."""
+
+
+@cache
+def template_roles(template: str) -> frozenset[str]:
+    """The roles of messages that a chat template is made for: the usual ones, and those that it names.
+
+    Many templates write any role into the prompt, also one that the model has never seen. A template that has no place
+    for one of the usual roles refuses it itself.
+    """
+    from jinja2 import Environment
+
+    literals = [text[1:-1] for _, kind, text in Environment().lex(template) if kind == "string"]
+    return USUAL_ROLES | {*literals}
 
 
 def with_arguments(template: Any, arguments: Mapping[str, Any]) -> str:

@@ -155,14 +155,14 @@ def file_of(root: Path, digest: str) -> Path:
     return root / f"{digest}.safetensors"
 
 
-def transfer_config(root: str | Path) -> dict[str, Any]:
-    """The `--kv-transfer-config` of vLLM for the prefixes of a folder."""
+def transfer_config(*roots: str | Path) -> dict[str, Any]:
+    """The `--kv-transfer-config` of vLLM for the prefixes of one folder or several."""
     return {
         "kv_connector": "KeepsightConnector",
         "kv_connector_module_path": "keepsight.serving.vllm.connector",
         "kv_role": "kv_consumer",
         "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {"root": str(root)},
+        "kv_connector_extra_config": {"root": str(roots[0]) if len(roots) == 1 else [*map(str, roots)]},
     }
 
 
@@ -171,14 +171,15 @@ def _digest(data: bytes) -> str:
 
 
 class PrefixStore:
-    """Reads the prefixes of one folder; the digest of a file's bytes must be its name.
+    """Reads the prefixes of a folder; the digest of a file's bytes must be its name.
 
     Args:
         root: The folder. Nothing outside it is read: names are hex digits, and links are refused.
+        others: Further folders.
     """
 
-    def __init__(self, root: str | Path) -> None:
-        self.root = Path(root)
+    def __init__(self, root: str | Path, *others: str | Path) -> None:
+        self.root, self.others = Path(root), [Path(other) for other in others]
         self._headers: dict[str, Header] = {}
         self._tensors: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
 
@@ -186,10 +187,11 @@ class PrefixStore:
         """The file of a digest; a `UserError` if it is no digest, or there is no such file."""
         if not ID.fullmatch(digest):
             raise UserError(f"keepsight: {digest[:64]!r} is not a prefix id; give the 32 hex digits that were printed")
-        path = file_of(self.root, digest)
-        if path.is_symlink() or not path.is_file():
-            raise UserError(f"keepsight: there is no prefix {digest}; make it with `keepsight prefix`")
-        return path
+        for root in (self.root, *self.others):
+            path = file_of(root, digest)
+            if path.is_file() and not path.is_symlink():
+                return path
+        raise UserError(f"keepsight: there is no prefix {digest}; make it with `keepsight prefix`")
 
     def header(self, digest: str) -> Header:
         """The header of a prefix; a `UserError` if there is no such prefix, or its file is damaged."""

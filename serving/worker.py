@@ -1,54 +1,124 @@
 """Reads prompts for an engine beside it: each is evicted from by one method and written as a prefix.
 
-It listens on a Unix socket. A connection sends one line, {"ids": [...]}, and gets one: {"id": ..., "entries": ...}, or
-{"error": ..., "status": ...} with an HTTP status. Prompts are read one at a time, in order of arrival.
+It listens on a Unix socket. A connection sends one line, {"ids": [...], "salt": ...}, and gets one: {"id": ...,
+"entries": ..., "known": ...}, or {"error": ..., "status": ...} with an HTTP status and perhaps a "code". A connection
+is a lease: the prefix stays at least until it is closed, and a prompt that nobody waits for any more is read no
+further. Prompts are read one at a time, in order of arrival; those of the same tokens and salt share a prefix.
 """
 
 import asyncio
+import hashlib
 import json
+import logging
+import sys
+import threading
+from array import array
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from keepsight.errors import UserError, one_line
-from keepsight.models.decoder import context_of
+from keepsight.models.decoder import context_of, decoder_of
+from keepsight.models.lora import hooked
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.serving.export import export, placeholders_of
 from keepsight.serving.prefix import alphabet_of, file_of, letters_within
 
+logger = logging.getLogger(__name__)
+
+CONTEXT_EXCEEDED = "context_length_exceeded"
+"""OpenAI's code for a prompt that is too long."""
 _LONGEST_LINE = 2**26
+_CLOSING = {"error": "keepsight: the server is shutting down", "status": 503}
+
+
+class Abandoned(Exception):
+    """Nobody waits for a prompt any more."""
+
+
+class TooLong(UserError):
+    """A prompt that does not fit the model's context."""
+
+
+@dataclass
+class Prompt:
+    """A prompt that is being read, or whose prefix is kept.
+
+    Attributes:
+        ids: Its tokens.
+        salt: The `cache_salt` of its requests, which share nothing with those of another.
+        leases: Number of connections that wait for it or use its prefix.
+        left: Set once no connection waits for it any more.
+        reading: Its result is the reply.
+        path: The prefix's file, once it is written.
+        size: Bytes of the file.
+    """
+
+    ids: list[int]
+    salt: str
+    leases: int = 0
+    left: threading.Event = field(default_factory=threading.Event)
+    reading: "asyncio.Task[dict[str, Any]] | None" = None
+    path: Path | None = None
+    size: int = 0
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the reply is there."""
+        return self.reading is not None and self.reading.done()
 
 
 class Worker:
-    """Reads prompts, and writes their prefixes to the folder `root`.
+    """Reads prompts, and writes their prefixes to the folder `root`, which no other worker may use.
 
-    `page` is the number of entries of a page where heads keep different numbers; 0 where all keep the same. Where more
-    than `waiting` prompts wait, others are refused with 429.
+    Args:
+        target: The model.
+        method: The method that evicts.
+        root: The folder.
+        page: Entries of a page where heads keep different numbers; 0 where all keep the same.
+        waiting: Number of prompts that may wait; others are refused with 429.
+        max_bytes: Size of the prefixes that are kept in case their prompts come again. Those in use may be more.
+        max_tokens: Longest prompt; 0 for the model's context.
     """
 
-    def __init__(self, target: Target, method: Evict, root: Path, *, page: int, waiting: int) -> None:
-        self.target, self.method, self.root, self.page, self.waiting = target, method, root, page, waiting
+    def __init__(
+        self,
+        target: Target,
+        method: Evict,
+        root: Path,
+        *,
+        page: int,
+        waiting: int,
+        max_bytes: int = 2**31,
+        max_tokens: int = 0,
+    ) -> None:
+        self.target, self.method, self.root = target, method, root
+        self.page, self.waiting, self.max_bytes = page, waiting, max_bytes
+        self.context = min(context_of(target.model), max_tokens or sys.maxsize)
         self.alphabet = alphabet_of(target.tokenizer)
-        self._load, self._thread = 0, ThreadPoolExecutor(1, "keepsight-worker")
-        self._made, self._turn, self._closed = set[str](), asyncio.Lock(), False
+        self._prompts: OrderedDict[str, Prompt] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, "keepsight-worker")
+        self._turn = asyncio.Lock()
+        self._closed = threading.Event()
+
+    def stop(self) -> None:
+        """Refuse all prompts from now on, also those that wait or are being read; prefixes in use stay."""
+        self._closed.set()
+        for prompt in [*self._prompts.values()]:  # the event loop may change them meanwhile
+            prompt.left.set()
 
     def close(self) -> None:
-        """Remove the prefixes that are still there, and wait for the prompt that is being read, which leaves none."""
-        self._closed = True
-        self._remove_made()
+        """Stop, wait for the prompt that is being read, which leaves none, and remove all prefixes."""
+        self.stop()
         self._thread.shutdown(cancel_futures=True)
-        self._remove_made()
-
-    def _remove_made(self) -> None:
-        for digest in [*self._made]:  # the thread may add one meanwhile
-            self._remove(digest)
-
-    def _remove(self, digest: str) -> None:
-        file_of(self.root, digest).unlink(missing_ok=True)
-        self._made.discard(digest)
+        for prompt in [*self._prompts.values()]:
+            self._remove(prompt)
 
     async def serve(self, socket: Path) -> None:
         """Answer at a socket until cancelled."""
@@ -57,51 +127,167 @@ class Worker:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            line = await reader.readline()
-            try:
-                ids = json.loads(line)["ids"]
-            except (ValueError, KeyError, TypeError):
-                return  # no line of the middleware's
-            if (reply := await self._reply(ids, reader)) is not None:
-                writer.write(json.dumps(reply).encode() + b"\n")
-                await writer.drain()
+            request = await _request_of(reader)
+            if request is not None:
+                await self._answer(*request, reader, writer)
         except (OSError, ValueError):
             pass  # the client has left, or sent a line beyond the limit
         finally:
             writer.close()
 
-    async def _reply(self, ids: list[int], reader: asyncio.StreamReader) -> dict[str, Any] | None:
-        """The reply; None if the client left, or the worker was closed, before its turn came."""
-        if self._load > self.waiting:
-            return {"error": f"keepsight: {self.waiting} long prompts are waiting; try again later", "status": 429}
-        self._load += 1
+    async def _answer(
+        self, ids: list[int], salt: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Reply, and hold the prefix until the connection is closed."""
+        if (refusal := self._refusal_of(ids)) is not None:
+            await _send(writer, refusal)
+            return
+        key = _key_of(ids, salt)
+        prompt = self._prompts.get(key)
+        is_known = prompt is not None
+        if prompt is None:
+            if (refusal := self._refusal()) is not None:
+                await _send(writer, refusal)
+                return
+            prompt = self._prompts[key] = Prompt(ids, salt)
+        if prompt.path is not None and not prompt.path.is_file():
+            self._remove(prompt)  # such as by a cleaner of temporary folders; it is made again
+            prompt.reading = None
+        if prompt.reading is None:
+            prompt.reading = asyncio.ensure_future(self._read(prompt))
+        self._prompts.move_to_end(key)
+        prompt.leases += 1
+        gone = asyncio.ensure_future(reader.read())
         try:
-            async with self._turn:
-                if self._closed or reader.at_eof():
-                    return None
-                before = len(self._made)
-                reply = await asyncio.get_running_loop().run_in_executor(self._thread, self.read, ids)
-                if reader.at_eof() and len(self._made) > before:  # the client has left, and nobody else will ask for it
-                    self._remove(reply["id"])
-                return reply
+            await asyncio.wait({prompt.reading, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if prompt.reading.done():
+                await _send(writer, prompt.reading.result() | {"known": is_known})
+                await gone
         finally:
-            self._load -= 1
+            gone.cancel()
+            self._leave(key, prompt)
+
+    def _refusal_of(self, ids: list[Any]) -> dict[str, Any] | None:
+        """What is wrong with the tokens of a prompt."""
+        vocabulary = self.target.vocabulary
+        wrong = [id for id in ids if type(id) is not int or not 0 <= id < vocabulary]
+        if not wrong:
+            return None
+        said = f"keepsight: {str(wrong[0])[:64]!r} is not a token id; the vocabulary has {vocabulary}"
+        return {"error": said, "status": 400}
+
+    def _refusal(self) -> dict[str, Any] | None:
+        """Why no further prompt is taken now."""
+        if self._closed.is_set():
+            return _CLOSING
+        unread = [prompt for prompt in self._prompts.values() if not prompt.is_read]
+        if len(unread) > self.waiting:
+            return {"error": f"keepsight: {self.waiting} long prompts are waiting; try again later", "status": 429}
+        return None
+
+    def _leave(self, key: str, prompt: Prompt) -> None:
+        """End a lease; an unread prompt, or one that was refused, is forgotten with its last."""
+        prompt.leases -= 1
+        if not prompt.leases and (not prompt.is_read or prompt.path is None):
+            prompt.left.set()
+            self._prompts.pop(key, None)
+        self._remove_oldest()
+
+    def _remove_oldest(self) -> None:
+        """Remove prefixes that nobody uses where all together are too large, least recently used ones first."""
+        total = sum(prompt.size for prompt in self._prompts.values())
+        for key, prompt in [*self._prompts.items()]:
+            if total <= self.max_bytes:
+                return
+            if not prompt.leases:
+                total -= prompt.size
+                self._remove(self._prompts.pop(key))
+
+    def _remove(self, prompt: Prompt) -> None:
+        if prompt.path is not None:
+            prompt.path.unlink(missing_ok=True)
+            prompt.path, prompt.size = None, 0
+
+    async def _read(self, prompt: Prompt) -> dict[str, Any]:
+        """The reply, once the prompt's turn has come."""
+        async with self._turn:
+            if prompt.left.is_set() or self._closed.is_set():
+                return _CLOSING
+            reply = await asyncio.get_running_loop().run_in_executor(self._thread, self.read, prompt)
+            if prompt.left.is_set():  # at the last moment: nobody will use the file
+                self._remove(prompt)
+                return _CLOSING
+        self._remove_oldest()
+        return reply
 
     @torch.no_grad()
-    def read(self, ids: list[int]) -> dict[str, Any]:
+    def read(self, prompt: Prompt) -> dict[str, Any]:
         """Write the prefix of a prompt."""
         model = self.target.model
+
+        def stop_if_left(*_: Any) -> None:
+            if prompt.left.is_set():
+                raise Abandoned
+
         try:
-            self.method.check(len(ids), context_of(model))
-            state = self.method.start(model, torch.tensor([ids], device=model.device))
-            if self._closed:
-                return {"error": "keepsight: the server is shutting down", "status": 503}
+            self._require_room(len(prompt.ids))
+            with hooked((layer, stop_if_left) for layer in decoder_of(model).layers):
+                state = self.method.start(model, torch.tensor([prompt.ids], device=model.device))
             letters_within(placeholders_of(state, self.page), self.alphabet)
-            # The method's name sets these files apart from those of `keepsight prefix`, which are never removed.
-            digest, header = export(model, state, self.root, page=self.page, method=f"serve: {self.method!r}")
-            self._made.add(digest)
+        except Abandoned:
+            return _CLOSING
+        except TooLong as error:
+            return {"error": one_line(error), "status": 400, "code": CONTEXT_EXCEEDED}
         except UserError as error:
             return {"error": f"keepsight: {one_line(error)}", "status": 400}
         except Exception as error:  # such as a lack of memory: the next prompt may be shorter
-            return {"error": f"keepsight: {type(error).__name__} while the prompt was read", "status": 500}
+            return _failed(prompt, error)
+        try:
+            # The salt sets apart what is shared with nobody else.
+            method = f"serve {prompt.salt}: {self.method!r}"
+            digest, header = export(model, state, self.root, page=self.page, method=method)
+            path = file_of(self.root, digest)
+            size = path.stat().st_size
+        except Exception as error:  # such as a full disk
+            return _failed(prompt, error)
+        prompt.path, prompt.size = path, size
         return {"id": digest, "entries": header.entries}
+
+    def _require_room(self, length: int) -> None:
+        """Refuse a prompt that the method cannot read; `TooLong` if it is a shorter one that it could."""
+        self.method.check(length, sys.maxsize)
+        is_too_long = length >= self.context  # one more token follows the prefix
+        try:
+            self.method.check(length, self.context)
+        except UserError:
+            is_too_long = True
+        if is_too_long:
+            raise TooLong(
+                f"This model's maximum context length is {self.context} tokens. However, your prompt has {length + 1} "
+                f"tokens, after which {type(self.method).__name__} may need room too. Please shorten the prompt."
+            )
+
+
+async def _request_of(reader: asyncio.StreamReader) -> tuple[list[int], str] | None:
+    """The tokens and the salt of a request; None for a line that is none of the middleware's."""
+    line = await reader.readline()
+    with suppress(ValueError, KeyError, TypeError):
+        request = json.loads(line)
+        return request["ids"], str(request.get("salt") or "")
+    return None
+
+
+async def _send(writer: asyncio.StreamWriter, reply: dict[str, Any]) -> None:
+    writer.write(json.dumps(reply).encode() + b"\n")
+    await writer.drain()
+
+
+def _key_of(ids: list[int], salt: str) -> str:
+    return hashlib.sha256(array("q", ids).tobytes() + salt.encode()).hexdigest()
+
+
+def _failed(prompt: Prompt, error: Exception) -> dict[str, Any]:
+    logger.error("a prompt of %d tokens failed: %s: %s", len(prompt.ids), type(error).__name__, one_line(error))
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else ""
+    named = f"{type(error).__name__} ({reason})" if reason else type(error).__name__
+    return {"error": f"keepsight: {named} while the prompt was read", "status": 500}

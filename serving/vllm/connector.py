@@ -70,9 +70,9 @@ def require_tested() -> None:
 class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
     """Loads prefixes; see the module.
 
-    `kv_connector_extra_config` holds `root`, the folder of the prefixes. A one-line `UserError` at start-up for an
-    untested vLLM, no root, a policy under which placeholders would be read as text, a second engine in the process, or
-    a model whose layers are of several kinds.
+    `kv_connector_extra_config` holds `root`, the folder of the prefixes, or a list of several. A one-line `UserError`
+    at start-up for an untested vLLM, no root, a policy under which placeholders would be read as text, a second engine
+    in the process, or a model whose layers are of several kinds.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -81,7 +81,7 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
         transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
         if transfer.kv_load_failure_policy != "fail":
             raise UserError("keepsight: kv_load_failure_policy=recompute would read placeholders as text; give fail")
-        if not (root := transfer.kv_connector_extra_config.get("root")):
+        if not (roots := transfer.kv_connector_extra_config.get("root")):
             raise UserError("keepsight: kv_connector_extra_config needs root, the folder of the prefixes")
         if role == KVConnectorRole.SCHEDULER and has_kv_transfer_group():
             # The worker in this process: vLLM leaves a second engine's the connector of the first.
@@ -90,7 +90,7 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
                 raise UserError("keepsight: this process has an engine already; start another in a process of its own")
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise UserError("keepsight: the model's layers are of several kinds; serve one with full attention alone")
-        self.store = PrefixStore(root)
+        self.store = PrefixStore(*([roots] if isinstance(roots, str) else roots))
         self.block_size = vllm_config.cache_config.block_size
         self.alphabet = alphabet_of(AutoTokenizer.from_pretrained(model.tokenizer, revision=model.tokenizer_revision))
         self.dtype = model.dtype

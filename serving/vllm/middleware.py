@@ -3,7 +3,8 @@ r"""An ASGI middleware of vLLM's server: any OpenAI client names a prefix in its
     KEEPSIGHT_ROOT=prefixes KEEPSIGHT_MODEL=MODEL python -m vllm.entrypoints.openai.api_server --model MODEL ... \
         --middleware keepsight.serving.vllm.middleware.Prefixes
 
-A chat message that begins with `[[keepsight:ID]]` stands for the document; the text after it is read after the prefix.
+A chat message that begins with `[[keepsight:ID]]` stands for the document; the text after it, also in further text
+parts, is read after the prefix. An id elsewhere in a message is refused: nothing would be read in its place.
 In completions, `prompt` is a text that begins so, or token ids that begin with the placeholders. A request that cannot
 be answered rightly is refused with HTTP 4xx and one line. Endpoints that `keepsight.serving.vllm.access` does not list
 are closed: they would read placeholders unchecked. With an API key, every endpoint but `/health` needs it.
@@ -24,12 +25,13 @@ import os
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import AsyncExitStack
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from transformers import AutoTokenizer
 
 from keepsight.errors import UserError, one_line
+from keepsight.models.chat import template_roles
 from keepsight.models.targets import fingerprints
 from keepsight.serving.prefix import (
     BEFORE,
@@ -40,6 +42,7 @@ from keepsight.serving.prefix import (
     alphabet_of,
     around_mark,
     digest_in,
+    letters_of,
     placeholders,
 )
 from keepsight.serving.vllm.access import CHAT, PATHS, has_key, is_listed, is_preflight, needs_key, path_of
@@ -51,12 +54,52 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 logger = logging.getLogger("vllm.keepsight")
 
-NAMED = re.compile(r"\[\[keepsight:([^\]]*)\]\]")
+NAMED = re.compile(r"\s*\[\[keepsight:([^\]]*)\]\]")
+ALIKE = re.compile(r"\[\[\s*keepsight\s*:\s*[0-9a-f]{32}\s*\]\]", re.IGNORECASE)
+"""Text that somebody meant as the name of a prefix."""
+TEXT_PARTS = ("text", "input_text", "output_text")
 BYPASS = ("echo", "prompt_logprobs", "truncate_prompt_tokens")
 """Options that read or cut the prompt's own tokens, which placeholders are not."""
 TEMPLATE = ("chat_template", "documents", "reasoning_effort")
 """Options by which vLLM renders messages otherwise than the model's own template does."""
 MAX_BYTES = int(os.environ.get("KEEPSIGHT_MAX_BYTES") or 2**26)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What vLLM's server was started with, as far as requests depend on it; None where that is not known.
+
+    Attributes:
+        page: Entries of a page that the engine reads where heads keep different numbers; 0 where it reads none.
+        shape: Layers, KV heads and head dimension of the model.
+        loras: Names of models that are LoRAs.
+        template: The operator's own chat template.
+    """
+
+    page: int | None = None
+    shape: tuple[int, int, int] | None = None
+    loras: frozenset[str] = frozenset()
+    template: str | None = None
+
+    def is_lora(self, model: Any) -> bool:
+        """Whether a request's `model` is a LoRA."""
+        return isinstance(model, str) and model in self.loras
+
+
+def served_by(scope: Message) -> Served:
+    """What the server of a request was started with."""
+    state: Any = getattr(scope.get("app"), "state", None)
+    config: Any = getattr(state, "vllm_config", None)
+    models: Any = getattr(state, "openai_serving_models", None)
+    loras = frozenset(getattr(models, "lora_requests", {}))
+    template = getattr(getattr(state, "args", None), "chat_template", None)
+    if config is None:
+        return Served(loras=loras, template=template)
+    is_ragged = os.environ.get("KEEPSIGHT_RAGGED", "0") == "1"
+    model = config.model_config
+    layers = model.hf_text_config.num_hidden_layers
+    shape = layers, model.get_total_num_kv_heads(), model.get_head_size()
+    return Served(config.cache_config.block_size if is_ragged else 0, shape, loras, template)
 
 
 class Rewriter:
@@ -66,14 +109,17 @@ class Rewriter:
         root: Folder of the prefixes.
         model: Folder or Hub id of the model, for its tokenizer and chat template.
         weights: Fingerprints of the model's weights, one of which a prefix must have; empty where none are known.
+        tokenizer: Folder or Hub id of another tokenizer, such as with another chat template.
     """
 
-    def __init__(self, root: str, model: str, weights: frozenset[str] = frozenset()) -> None:
-        self.store, self.tokenizer = PrefixStore(root), AutoTokenizer.from_pretrained(model)
+    def __init__(
+        self, root: str, model: str, weights: frozenset[str] = frozenset(), tokenizer: str | None = None
+    ) -> None:
+        self.store, self.tokenizer = PrefixStore(root), AutoTokenizer.from_pretrained(tokenizer or model)
         self.alphabet = alphabet_of(self.tokenizer)
         self.weights = weights
 
-    def rewritten(self, path: str, request: Any) -> Any:
+    def rewritten(self, path: str, request: Any, served: Served = Served()) -> Any:
         """The request that vLLM receives: unchanged if it names no prefix, or spells it in placeholders.
 
         Raises:
@@ -84,28 +130,35 @@ class Rewriter:
         if not isinstance(request.get("kv_transfer_params"), dict | None):
             raise UserError("keepsight: kv_transfer_params must be an object")
         try:
-            return self._chat(request) if path == CHAT else self._completion(request)
+            return self._chat(request, served) if path == CHAT else self._completion(request, served)
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(f"keepsight: the request cannot be read: {one_line(error)}") from None
 
-    def _chat(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _chat(self, request: dict[str, Any], served: Served) -> dict[str, Any]:
         messages: Any = request.get("messages")
+        if isinstance(messages, list):
+            self._check_roles(messages, request, served)
         if _wants_eviction(request):
             return self._document(request, messages)
-        texts = [_text_of(each) for each in messages] if isinstance(messages, list) else []
-        named = [place for place, text in enumerate(texts) if text is not None and NAMED.match(text)]
+        texts = [_text_of(message) for message in messages] if isinstance(messages, list) else []
+        named = [place for place, text in enumerate(texts) if NAMED.match(text)]
+        _require_named_first(texts)
         if not named:
             params = request.get("kv_transfer_params")
-            self._prompt(params.get("prompt_token_ids") if isinstance(params, dict) else None, request)
+            self._prompt(params.get("prompt_token_ids") if isinstance(params, dict) else None, request, served)
             return request
         if len(named) > 1:
             raise UserError("keepsight: a request reads one prefix; name it in one message")
+        if not all(map(_is_text, messages)):
+            raise UserError("keepsight: a request with a prefix reads text alone; leave out images and other parts")
         (place,) = named
-        digest, question = _split(str(texts[place]))
-        header = self._header(digest, request)
-        turns = [dict(each) for each in messages]
+        turns = [_as_text(message) for message in messages]
+        digest, question = _split(turns[place]["content"])
+        if not any(text and text.strip() for text in (question, *(turn["content"] for turn in turns[place + 1 :]))):
+            raise UserError("keepsight: no question follows the prefix; add it to the message")
+        header = self._header(digest, request, served)
         turns[place]["content"] = MARK + question
         before, after = self._rendered(turns, request)
         if before != header.before:
@@ -117,10 +170,24 @@ class Rewriter:
         params = request.get("kv_transfer_params") or {}
         return request | {"kv_transfer_params": params | {"prompt_token_ids": ids}}
 
+    def _check_roles(self, messages: list[Any], request: Mapping[str, Any], served: Served) -> None:
+        """Refuse roles that the chat template is not made for."""
+        template = request.get("chat_template") or served.template or self.tokenizer.chat_template
+        if not isinstance(template, str) or not template:
+            return  # vLLM says that there is none, or takes one of several
+        roles = template_roles(template)
+        for message in messages:
+            role = message.get("role") if isinstance(message, dict) else None
+            if isinstance(role, str) and role not in roles:
+                raise UserError(
+                    f"keepsight: the chat template has no role {role[:64]!r}; use one of system, user and assistant"
+                )
+
     def _document(self, request: dict[str, Any], messages: Any) -> dict[str, Any]:
         """The request that reads its last message as a document, as `keepsight prefix` does."""
-        text = _text_of(messages[-1]) if isinstance(messages, list) and messages else None
-        if text is None or not text.strip() or NAMED.match(text):
+        is_text = isinstance(messages, list) and bool(messages) and _is_text(messages[-1])
+        text = _text_of(messages[-1]) if is_text else ""
+        if not text.strip() or NAMED.match(text):
             raise UserError(f"keepsight: {EVICT} needs the document as the text of the last message")
         before, _ = self._rendered([*messages[:-1], {**messages[-1], "content": f"{MARK}?"}], request)
         params = request["kv_transfer_params"] | {BEFORE: before, "prompt_token_ids": self._tokens(before + text)}
@@ -144,35 +211,63 @@ class Rewriter:
             raise UserError("keepsight: the chat template does not render the message that names the prefix once")
         return parts
 
-    def _completion(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _completion(self, request: dict[str, Any], served: Served) -> dict[str, Any]:
         prompt = request.get("prompt")
         many = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
         if _wants_eviction(request) and many and len(prompt or ()) > 1:
             raise UserError(f"keepsight: {EVICT} makes one prefix; give one prompt")
         prompts = prompt if many else [prompt]
-        replaced = [self._prompt(each, request) for each in prompts]  # type: ignore[union-attr]
+        replaced = [self._prompt(each, request, served) for each in prompts]  # type: ignore[union-attr]
         same = all(new is old for new, old in zip(replaced, prompts, strict=True))  # type: ignore[arg-type]
         return request if same else request | {"prompt": replaced if many else replaced[0]}
 
-    def _prompt(self, prompt: Any, request: Mapping[str, Any]) -> Any:
-        if isinstance(prompt, str) and NAMED.match(prompt):
+    def _prompt(self, prompt: Any, request: Mapping[str, Any], served: Served) -> Any:
+        if isinstance(prompt, str):
+            _require_named_first([prompt])
+            if not NAMED.match(prompt):
+                return prompt
             digest, question = _split(prompt)
-            header = self._header(digest, request)
+            if not question.strip():
+                raise UserError("keepsight: no question follows the prefix; add it to the prompt")
+            header = self._header(digest, request, served)
             return placeholders(digest, header.entries, self.alphabet) + self._tokens(question)
-        spelled = digest_in(prompt, self.alphabet) if isinstance(prompt, list) else None
-        if spelled is not None:
-            header = self._header(spelled, request)
-            if prompt[: header.entries] != placeholders(spelled, header.entries, self.alphabet):
-                raise UserError(f"keepsight: prefix {spelled} has {header.entries} placeholders; give all of them")
-            if len(prompt) == header.entries:
+        if not isinstance(prompt, list):
+            return prompt
+        entries = 0
+        if (spelled := digest_in(prompt, self.alphabet)) is not None:
+            header = self._header(spelled, request, served)
+            entries = header.entries
+            if prompt[:entries] != placeholders(spelled, entries, self.alphabet):
+                raise UserError(f"keepsight: prefix {spelled} has {entries} placeholders; give all of them")
+            if len(prompt) == entries:
                 raise UserError("keepsight: the prompt has no token of its own after the prefix; add the question")
+        self.require_spelled_first(prompt[entries:])
         return prompt
 
-    def _header(self, digest: str, request: Mapping[str, Any]) -> Header:
+    def require_spelled_first(self, ids: list[Any]) -> None:
+        """Refuse tokens that spell a prefix where none is read: after others, such as the start token."""
+        letters, run = letters_of(len(self.alphabet)), 0
+        alphabet = {*self.alphabet}
+        for id in ids:
+            run = run + 1 if isinstance(id, int) and id in alphabet else 0
+            if run == letters:
+                raise UserError("keepsight: placeholders of a prefix stand after other tokens; they must be the first")
+
+    def _header(self, digest: str, request: Mapping[str, Any], served: Served) -> Header:
         require_no_bypass(request)
         header = self.store.header(digest)
         if self.weights and header.weights and header.weights not in self.weights:
             raise UserError(f"keepsight: prefix {digest} is of another model, {header.model!r}; make it with this one")
+        if served.shape is not None and header.shape != served.shape:
+            raise UserError(
+                f"keepsight: prefix {digest} is of another model, whose layers, KV heads and head size are "
+                f"{header.shape} in place of {served.shape}; make it with this one"
+            )
+        if header.page and served.page is not None and header.page != served.page:
+            needed = f"with page={served.page} or without page=" if served.page else "without page="
+            raise UserError(f"keepsight: prefix {digest} has pages of {header.page} entries; make it {needed}")
+        if served.is_lora(request.get("model")):
+            raise UserError("keepsight: a prefix was made without the LoRA of this model; ask the base model")
         return header
 
     def _tokens(self, text: str) -> list[int]:
@@ -211,12 +306,39 @@ def require_no_bypass(request: Mapping[str, Any]) -> None:
         raise UserError(f"keepsight: {found[0]} needs the prompt's own tokens, which a prefix lacks; leave it out")
 
 
-def _text_of(message: Any) -> str | None:
-    """The text of a chat message; None where it has another form."""
+def _require_named_first(texts: list[str]) -> None:
+    """Refuse names of prefixes that would be read as text."""
+    for text in texts:
+        named = NAMED.match(text)
+        if ALIKE.search(text, named.end() if named else 0):
+            raise UserError(
+                "keepsight: a prefix is named within a text, where it would not be read; begin one message with it, as "
+                "[[keepsight:ID]]"
+            )
+
+
+def _is_text(message: Any) -> bool:
+    """Whether a chat message consists of text."""
+    content = message.get("content") if isinstance(message, dict) else message
+    parts = content if isinstance(content, list) else []
+    return all(isinstance(part, str) or _is_text_part(part) for part in parts)
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS and isinstance(part.get("text"), str)
+
+
+def _text_of(message: Any) -> str:
+    """The text of a chat message; its parts are joined as vLLM joins them."""
     content = message.get("content") if isinstance(message, dict) else None
-    if isinstance(content, list) and len(content) == 1 and isinstance(content[0], dict):
-        content = content[0].get("text")
-    return content if isinstance(content, str) else None
+    parts = content if isinstance(content, list) else [content]
+    texts = [part["text"] if _is_text_part(part) else part for part in parts]
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of text with its parts in one."""
+    return {**message, "content": _text_of(message) if message.get("content") else message.get("content")}
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -235,20 +357,21 @@ def _variable(name: str, meaning: str) -> str:
 class Prefixes:
     """The middleware.
 
-    By default the rewriter is of the folder `KEEPSIGHT_ROOT` and the model `KEEPSIGHT_MODEL`, and long prompts are read
-    by the worker at `KEEPSIGHT_WORKER`, if that is set. A `UserError` if a variable is missing.
+    By default the rewriter is of the folder `KEEPSIGHT_ROOT`, the model `KEEPSIGHT_MODEL` and the tokenizer
+    `KEEPSIGHT_TOKENIZER` (the model's, if that is not set), and long prompts are read by the worker at
+    `KEEPSIGHT_WORKER`, if that is set. A `UserError` if a variable is missing.
     """
 
     def __init__(self, app: Any, rewriter: Rewriter | None = None, reader: Reader | None = None) -> None:
         if rewriter is None:
             root, model = _variable("KEEPSIGHT_ROOT", "PREFIXES"), _variable("KEEPSIGHT_MODEL", "MODEL")
-            rewriter = Rewriter(root, model, fingerprints(model))
+            rewriter = Rewriter(root, model, fingerprints(model), os.environ.get("KEEPSIGHT_TOKENIZER"))
             if not rewriter.weights:
                 logger.warning(
                     "keepsight: the files of %s do not tell its weights; prefixes of others are not refused", model
                 )
             if socket := os.environ.get("KEEPSIGHT_WORKER"):
-                reader = Reader(socket, Path(root), int(_variable("KEEPSIGHT_LEAST", "TOKENS")))
+                reader = Reader(socket, int(_variable("KEEPSIGHT_LEAST", "TOKENS")))
         self.app, self.rewriter, self.reader = app, rewriter, reader
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -272,17 +395,20 @@ class Prefixes:
             try:
                 if (body := await _body_of(receive)) is not None:
                     await self._answer(path_of(scope), body, scope, receive, send)
+            except Refused as error:
+                await _refuse(send, error.status, one_line(error, 2000), error.code)
             except UserError as error:
-                await _refuse(send, error.status if isinstance(error, Refused) else 400, one_line(error, 2000))
+                await _refuse(send, 400, one_line(error, 2000))
 
     async def _answer(self, path: str, body: bytes, scope: Message, receive: Receive, send: Send) -> None:
         try:
             request = json.loads(body)
         except (ValueError, RecursionError):
             request = None  # vLLM itself says what is wrong with it
-        changed = self.rewriter.rewritten(path, request)
+        served = served_by(scope)
+        changed = self.rewriter.rewritten(path, request, served)
         async with AsyncExitStack() as using:
-            reads = self.reader is not None and len(body) >= self.reader.least  # a token takes at least one byte
+            reads = self._may_read(body, request, served)
             if changed is request and isinstance(request, dict) and (reads or bypasses(request)):
                 tokens = await _unless_gone(self._tokens(path, request, scope), receive)
                 if isinstance(tokens, _Reply):
@@ -295,9 +421,21 @@ class Prefixes:
             data = body if changed is request else json.dumps(changed).encode()
             await self.app(_at(scope, len(data)), _again(data, receive), send)
 
+    def _may_read(self, body: bytes, request: Any, served: Served) -> bool:
+        """Whether a request may have a long prompt that the worker reads: with the base model, and a valid salt."""
+        if self.reader is None or not isinstance(request, dict):
+            return False
+        is_base = not served.is_lora(request.get("model"))
+        salt = request.get("cache_salt")
+        is_valid = salt is None or (isinstance(salt, str) and salt != "")
+        return is_base and is_valid and len(body) >= self.reader.least  # a token takes at least one byte
+
     async def _tokens(self, path: str, request: dict[str, Any], scope: Message) -> "list[list[int]] | _Reply":
         """Token ids of each prompt of a request, as vLLM makes them; or vLLM's reply that refuses them."""
-        inputs, found = [_as_tokenized(request)], list[list[int]]()
+        params = request.get("kv_transfer_params") or {}
+        own = params.get("prompt_token_ids")
+        inputs: list[Any] = [own if isinstance(own, list) else _as_tokenized(request)]
+        found = list[list[int]]()
         if path != CHAT:
             prompt = request.get("prompt")
             prompts = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
@@ -319,13 +457,18 @@ class Prefixes:
         spelled = [digest_in(each, self.rewriter.alphabet) is not None for each in ids]
         if any(spelled):
             require_no_bypass(request)  # also where they were spelled as text
+        for tokens, is_spelled in zip(ids, spelled, strict=True):
+            if not is_spelled:
+                self.rewriter.require_spelled_first(tokens)
         least = math.inf if self.reader is None else self.reader.least
         long = [len(each) >= least and not is_spelled for each, is_spelled in zip(ids, spelled, strict=True)]
         if self.reader is None or not any(long):
             return request
         require_no_bypass(request)
         for place in (place for place, is_long in enumerate(long) if is_long):
-            digest, entries = await using.enter_async_context(self.reader.prefix(ids[place][:-1]))
+            digest, entries = await using.enter_async_context(
+                self.reader.prefix(ids[place][:-1], request.get("cache_salt") or "")
+            )
             ids[place] = [*placeholders(digest, entries, self.rewriter.alphabet), ids[place][-1]]
         if path == CHAT:
             params = request.get("kv_transfer_params") or {}
@@ -345,12 +488,6 @@ def _as_tokenized(request: Mapping[str, Any]) -> dict[str, Any] | None:
     arguments |= {"enable_thinking": effort != "none"} if effort is not None else {}  # as vLLM does
     arguments |= options
     return {name: request[name] for name in names if name in request} | {"chat_template_kwargs": arguments}
-
-
-def _is_text(message: Any) -> bool:
-    content = message.get("content") if isinstance(message, dict) else message
-    parts = content if isinstance(content, list) else []
-    return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
 
 
 class _Reply:
@@ -430,12 +567,15 @@ def _again(body: bytes, receive: Receive | None = None) -> Receive:
     return channel
 
 
-async def _refuse(send: Send, status: int, message: str) -> None:
-    kind = "authentication_error" if status == 401 else "invalid_request_error"
-    body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
+async def _refuse(send: Send, status: int, message: str, code: str | None = None) -> None:
+    kind = "authentication_error" if status == 401 else "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": code or status}
+    body = json.dumps({"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
+    if status in (429, 503):
+        headers.append((b"retry-after", b"1"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

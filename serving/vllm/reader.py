@@ -1,22 +1,13 @@
-"""In vLLM's server: long prompts become prefixes. A `Worker` reads them; old prefixes are removed here."""
+"""In vLLM's server: long prompts become prefixes, which a `Worker` beside it reads and keeps."""
 
 import asyncio
-import hashlib
 import json
 import time
-from array import array
-from collections import Counter as Uses
-from collections import OrderedDict
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from keepsight.errors import UserError
-from keepsight.serving.prefix import file_of
-
-KEPT = 1024
-"""Prefixes that are kept in case their prompts come again."""
 
 
 class Metrics:
@@ -40,75 +31,49 @@ class Refused(UserError):
     Args:
         status: HTTP status.
         message: One line.
+        code: OpenAI's code of the error; None for the status.
     """
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.code = status, code
 
 
 class Reader:
-    """Lets the worker at a socket read prompts of at least `least` tokens; requests of the same prompt share a prefix.
+    """Lets the worker at a socket read prompts of at least `least` tokens."""
 
-    Unused prefixes in the folder `root` are removed where there are more than `KEPT`.
-    """
-
-    def __init__(self, socket: str, root: Path, least: int) -> None:
-        self.socket, self.root, self.least = socket, root, least
-        self._made: OrderedDict[str, asyncio.Task[tuple[str, int]]] = OrderedDict()
-        self._uses: Uses[str] = Uses()
+    def __init__(self, socket: str, least: int) -> None:
+        self.socket, self.least = socket, least
         self._metrics = Metrics()
 
     @asynccontextmanager
-    async def prefix(self, ids: list[int]) -> AsyncIterator[tuple[str, int]]:
+    async def prefix(self, ids: list[int], salt: str = "") -> AsyncIterator[tuple[str, int]]:
         """The digest and the entries of a prompt's prefix, whose file stays at least as long as this is open.
+
+        Requests share the prefix of a prompt unless their `salt` differs.
 
         Raises:
             Refused: the worker refuses it, or does not answer.
         """
-        key = hashlib.sha256(array("q", ids).tobytes()).hexdigest()
-        if not (known := key in self._made):
-            self._made[key] = asyncio.ensure_future(self._ask(ids))
-        task = self._made[key]
-        self._made.move_to_end(key)
-        self._uses[key] += 1
-        try:
-            made = await asyncio.shield(task)
-            self._metrics.prompts.labels("known" if known else "read").inc()
-            yield made
-        finally:
-            self._leave(key, task)
-
-    def _leave(self, key: str, task: "asyncio.Task[tuple[str, int]]") -> None:
-        self._uses -= Uses([key])  # and forgets it at zero
-        useless = not task.done() or task.cancelled() or task.exception() is not None
-        if key not in self._uses and useless:
-            task.cancel()  # nobody waits for it any more
-            self._made.pop(key, None)
-        unused = [each for each in self._made if each not in self._uses] if len(self._made) > KEPT else []
-        for old in unused[: len(self._made) - KEPT]:
-            digest, _ = self._made.pop(old).result()
-            file_of(self.root, digest).unlink(missing_ok=True)
-
-    async def _ask(self, ids: list[int]) -> tuple[str, int]:
         start = time.perf_counter()
-        try:
-            reply = await self._reply(ids)
-        except (OSError, ValueError):
-            reply = {"status": 503, "error": "keepsight: the prefix worker does not answer; try again later"}
-        if "error" in reply:
-            self._metrics.refused.labels(str(reply["status"])).inc()
-            raise Refused(reply["status"], reply["error"])
-        self._metrics.seconds.observe(time.perf_counter() - start)
-        self._metrics.tokens.inc(len(ids))
-        self._metrics.entries.inc(reply["entries"])
-        return reply["id"], reply["entries"]
+        async with AsyncExitStack() as open_connection:
+            try:
+                reader, writer = await asyncio.open_unix_connection(self.socket)
+                open_connection.callback(writer.close)
+                writer.write(json.dumps({"ids": ids, "salt": salt}).encode() + b"\n")
+                await writer.drain()
+                reply = json.loads(await reader.readline())
+            except (OSError, ValueError):
+                reply = {"status": 503, "error": "keepsight: the prefix worker does not answer; try again later"}
+            if "error" in reply:
+                self._metrics.refused.labels(str(reply["status"])).inc()
+                raise Refused(reply["status"], reply["error"], reply.get("code"))
+            self._count(reply, len(ids), time.perf_counter() - start)
+            yield reply["id"], reply["entries"]
 
-    async def _reply(self, ids: list[int]) -> dict[str, Any]:
-        reader, writer = await asyncio.open_unix_connection(self.socket)
-        try:
-            writer.write(json.dumps({"ids": ids}).encode() + b"\n")
-            await writer.drain()
-            return json.loads(await reader.readline())
-        finally:
-            writer.close()
+    def _count(self, reply: dict[str, Any], tokens: int, seconds: float) -> None:
+        self._metrics.prompts.labels("known" if reply["known"] else "read").inc()
+        if not reply["known"]:
+            self._metrics.seconds.observe(seconds)
+            self._metrics.tokens.inc(tokens)
+            self._metrics.entries.inc(reply["entries"])

@@ -1,9 +1,11 @@
 """Long prompts are read beside vLLM: the worker at its socket, and the middleware, without vLLM."""
 
 import asyncio
+import errno
 import json
+import os
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +13,14 @@ from typing import Any
 
 import pytest
 
-from keepsight import SnapKV
+from keepsight import DapQ, SnapKV
 from keepsight.errors import UserError
-from keepsight.models.targets import load_target
+from keepsight.models.decoder import decoder_of
+from keepsight.models.targets import Target, load_target
 from keepsight.serving.prefix import PrefixStore, file_of, placeholders
 from keepsight.serving.vllm.access import PATHS
 from keepsight.serving.vllm.middleware import Prefixes, Rewriter
+from keepsight.serving.vllm.reader import Reader
 from keepsight.serving.worker import Worker
 from tests.tiny import save_tiny_target, tiny_tokenizer
 
@@ -25,81 +29,266 @@ TEXT = "for item in the list:\n    print(item)"
 LONG = list(range(10, 210)) * 2
 
 
-async def asked(socket: Path, ids: Any, leave: bool = False) -> Any:
-    """What the worker replies; None where it says nothing."""
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return load_target(str(save_tiny_target(tmp_path_factory.mktemp("target"))), device="cpu")
+
+
+@asynccontextmanager
+async def connected(socket: Path, ids: Any, salt: str | None = None) -> AsyncIterator[asyncio.StreamReader]:
+    """A connection that has asked the worker for a prompt."""
+    while not socket.exists():
+        await asyncio.sleep(0.01)
     reader, writer = await asyncio.open_unix_connection(socket)
-    writer.write(json.dumps({"ids": ids}).encode() + b"\n")
+    writer.write(json.dumps({"ids": ids, "salt": salt}).encode() + b"\n")
     await writer.drain()
-    line = b"" if leave else await reader.readline()
-    writer.close()
+    try:
+        yield reader
+    finally:
+        writer.close()
+
+
+async def asked(socket: Path, ids: Any, salt: str | None = None) -> Any:
+    """What the worker replies; None where it says nothing."""
+    async with connected(socket, ids, salt) as reader:
+        line = await reader.readline()
     return json.loads(line) if line else None
 
 
-def test_prompts_are_read_in_turn_and_too_many_are_refused(tmp_path: Path):
-    target = load_target(str(save_tiny_target(tmp_path / "model")), device="cpu")
-    worker = Worker(target, SnapKV(140, window=8), tmp_path, page=0, waiting=2)
-    socket, read = tmp_path / "socket", list[int]()
-    once, gone = worker.read, threading.Event()
+async def settled(condition: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    for _ in range(6000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it is not so after a minute")
 
-    def noted(ids: list[int]) -> dict[str, Any]:
-        gone.wait(60)  # the first prompt is read until the client that leaves has left
-        read.append(len(ids))
-        return once(ids)
 
-    worker.read = noted  # type: ignore[method-assign]
+def talk(worker: Worker, socket: Path, conversation: Callable[[], Awaitable[None]]) -> None:
+    """Have a conversation with a worker that serves at a socket, and close it."""
 
-    async def talk() -> list[Any]:
+    async def run() -> None:
         serving = asyncio.create_task(worker.serve(socket))
-        while not socket.exists():
-            await asyncio.sleep(0.01)
+        try:
+            await conversation()
+        finally:
+            serving.cancel()
+
+    try:
+        asyncio.run(run())
+    finally:
+        worker.close()
+    assert not [*worker.root.glob("*.safetensors")]
+
+
+def files(folder: Path) -> set[str]:
+    return {path.stem for path in folder.glob("*.safetensors")}
+
+
+class Gate:
+    """Holds the worker's thread in the first layer of a model until it is opened; counts layers."""
+
+    def __init__(self, target: Target) -> None:
+        self.entered, self.open, self.layers = threading.Event(), threading.Event(), 0
+        layers = decoder_of(target.model).layers
+        self.hooks = [layer.register_forward_pre_hook(self._passed) for layer in layers]
+        self.last = len(layers)
+
+    def _passed(self, *_: Any) -> None:
+        self.layers += 1
+        self.entered.set()
+        assert self.open.wait(60)
+
+    def remove(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+@pytest.fixture
+def gate(target: Target) -> Iterator[Gate]:
+    gate = Gate(target)
+    yield gate
+    gate.open.set()
+    gate.remove()
+
+
+def test_prompts_are_read_in_turn_and_too_many_are_refused(target: Target, gate: Gate, tmp_path: Path) -> None:
+    worker, socket = Worker(target, SnapKV(140, window=8), tmp_path, page=0, waiting=2), tmp_path / "socket"
+
+    async def conversation() -> None:
         first = asyncio.create_task(asked(socket, LONG))
-        await asyncio.sleep(0.05)
-        await asked(socket, LONG[:-1], leave=True)  # before its turn: it is not read
-        await asyncio.sleep(0.05)
-        gone.set()
-        replies = [await first, *await asyncio.gather(*(asked(socket, LONG[:-2]) for _ in range(6)))]
-        replies += [await asked(socket, LONG * 20), await asked(socket, LONG[:20]), await asked(socket, "x" * 10)]
-        serving.cancel()
-        return replies
+        await asyncio.to_thread(gate.entered.wait, 60)
+        async with connected(socket, LONG[:-1]):
+            await asyncio.sleep(0.05)  # it leaves before its turn: it is not read
+        several = [asyncio.create_task(asked(socket, LONG[: -2 - number])) for number in range(6)]
+        await settled(lambda: sum(task.done() for task in several) == 4)
+        gate.open.set()
+        good = await first
+        assert good["entries"] == 140 and PrefixStore(tmp_path).header(good["id"]).seen == len(LONG)
+        replies = await asyncio.gather(*several)
+        assert sorted(reply.get("status", 200) for reply in replies) == [200] * 2 + [429] * 4
+        assert {PrefixStore(tmp_path).header(name).seen for name in files(tmp_path)}.isdisjoint({len(LONG) - 1})
 
-    good, *several, long, short, odd = asyncio.run(talk())
-    assert good["entries"] == 140 and PrefixStore(tmp_path).header(good["id"]).seen == len(LONG)
-    assert sorted(reply.get("status", 200) for reply in several) == [200] * 3 + [429] * 3
-    assert long["status"] == short["status"] == 400 and "4096" in long["error"] and odd["status"] == 500
-    assert len(LONG) - 1 not in read
-    worker.close()
-    assert not [*tmp_path.glob("*.safetensors")]
+    talk(worker, socket, conversation)
 
 
-def test_no_prefix_is_left_without_its_client_or_with_too_few_entries(tmp_path: Path):
-    target = load_target(str(save_tiny_target(tmp_path / "model")), device="cpu")
-    worker = Worker(target, SnapKV(0.5, window=8), tmp_path, page=0, waiting=2)
-    socket, once, begun, gone = tmp_path / "socket", worker.read, threading.Event(), threading.Event()
+@pytest.mark.parametrize(
+    "ids, status, why",
+    [
+        (LONG * 20, 400, "maximum context length is 4096 tokens. However, your prompt has 8001 tokens"),
+        (LONG[:20], 400, "entries"),
+        ([*LONG, "x"], 400, "'x' is not a token id"),
+        ([*LONG, 10**6], 400, "1000000' is not a token id"),
+        ([*LONG, -1], 400, "-1"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(target: Target, tmp_path: Path, ids, status, why) -> None:
+    worker, socket = Worker(target, SnapKV(140, window=8), tmp_path, page=0, waiting=2), tmp_path / "socket"
 
-    def slow(ids: list[int]) -> dict[str, Any]:
-        begun.set()
-        gone.wait(60)
-        return once(ids)
+    async def conversation() -> None:
+        reply = await asked(socket, ids)
+        assert reply["status"] == status and why in reply["error"]
+        assert reply.get("code") == ("context_length_exceeded" if "maximum" in why else None)
 
-    worker.read = slow  # type: ignore[method-assign]
+    talk(worker, socket, conversation)
 
-    async def talk() -> Any:
-        serving = asyncio.create_task(worker.serve(socket))
-        while not socket.exists():
-            await asyncio.sleep(0.01)
-        await asked(socket, LONG, leave=True)
-        await asyncio.to_thread(begun.wait, 60)  # its prompt is being read
-        await asyncio.sleep(0.05)
-        gone.set()
+
+def test_the_longest_prompt_leaves_room_for_what_observes_it(target: Target, tmp_path: Path) -> None:
+    """Clients look for OpenAI's words, whatever else the method would say of a prompt that is too long for it."""
+    worker, socket = Worker(target, DapQ(140), tmp_path, page=0, waiting=2, max_tokens=300), tmp_path / "socket"
+
+    async def conversation() -> None:
+        replies = [await asked(socket, LONG[:length]) for length in (299, 300, 260)]
+        assert [reply.get("code") for reply in replies] == ["context_length_exceeded"] * 2 + [None]
+        assert "maximum context length is 300" in replies[0]["error"] and replies[2]["entries"] == 140
+
+    talk(worker, socket, conversation)
+
+
+def test_a_prompt_that_nobody_waits_for_is_read_no_further(target: Target, gate: Gate, tmp_path: Path) -> None:
+    worker, socket = Worker(target, SnapKV(140, window=8), tmp_path, page=0, waiting=2), tmp_path / "socket"
+
+    async def conversation() -> None:
+        async with connected(socket, LONG):
+            await asyncio.to_thread(gate.entered.wait, 60)
+        await asyncio.sleep(0.1)  # until the worker knows that it has left
+        gate.open.set()
+        short = await asked(socket, LONG[:300])
+        assert gate.layers == 1 + 3 * gate.last  # the second prompt, and two passes that check its rotation
+        assert files(tmp_path) == {short["id"]}
+
+    talk(worker, socket, conversation)
+
+
+def test_a_prompt_is_read_to_its_end_while_another_waits_for_it(target: Target, gate: Gate, tmp_path: Path) -> None:
+    worker, socket = Worker(target, SnapKV(140, window=8), tmp_path, page=0, waiting=2), tmp_path / "socket"
+
+    async def conversation() -> None:
+        async with connected(socket, LONG):
+            await asyncio.to_thread(gate.entered.wait, 60)
+            second = asyncio.create_task(asked(socket, LONG))
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)
+        gate.open.set()
+        reply = await second
+        assert reply["known"] and files(tmp_path) == {reply["id"]}
+
+    talk(worker, socket, conversation)
+
+
+def test_a_lost_file_is_made_again(target: Target, tmp_path: Path) -> None:
+    worker, socket = Worker(target, SnapKV(140, window=8), tmp_path, page=0, waiting=2), tmp_path / "socket"
+
+    async def conversation() -> None:
+        first, again = await asked(socket, LONG), await asked(socket, LONG)
+        assert (first["known"], again["known"]) == (False, True) and again["id"] == first["id"]
+        file_of(tmp_path, first["id"]).unlink()
+        replies = await asyncio.gather(*(asked(socket, LONG) for _ in range(3)))
+        assert all(reply["id"] == first["id"] for reply in replies) and files(tmp_path) == {first["id"]}
+
+    talk(worker, socket, conversation)
+
+
+def test_salts_share_nothing(target: Target, tmp_path: Path) -> None:
+    worker, socket = Worker(target, SnapKV(140, window=8), tmp_path, page=0, waiting=2), tmp_path / "socket"
+
+    async def conversation() -> None:
+        replies = [await asked(socket, LONG, salt) for salt in (None, "ada", "bob", "ada", None)]
+        assert [reply["known"] for reply in replies] == [False, False, False, True, True]
+        ids = [reply["id"] for reply in replies]
+        assert len({*ids}) == 3 and ids[3:] == [ids[1], ids[0]]
+
+    talk(worker, socket, conversation)
+
+
+def test_kept_prefixes_are_bounded_by_bytes_and_those_in_use_stay(target: Target, tmp_path: Path) -> None:
+    worker, socket = Worker(target, SnapKV(140, window=8), tmp_path, page=0, waiting=9), tmp_path / "socket"
+
+    async def conversation() -> None:
+        async with connected(socket, LONG) as lease:
+            used = json.loads(await lease.readline())["id"]
+            worker.max_bytes = int(2.5 * file_of(tmp_path, used).stat().st_size)
+            others = [(await asked(socket, LONG[: 390 + number]))["id"] for number in range(4)]
+            await settled(lambda: files(tmp_path) == {used, others[-1]})
+            worker.max_bytes = 0
+            await asked(socket, LONG[:380])
+            await settled(lambda: files(tmp_path) == {used})
+        await settled(lambda: not files(tmp_path))
+
+    talk(worker, socket, conversation)
+
+
+def test_a_worker_that_stops_refuses_at_once_and_leaves_prefixes_in_use(
+    target: Target, gate: Gate, tmp_path: Path
+) -> None:
+    worker, socket = Worker(target, SnapKV(140, window=8), tmp_path, page=0, waiting=9), tmp_path / "socket"
+
+    async def conversation() -> None:
+        gate.open.set()
+        async with connected(socket, LONG) as lease:
+            used = json.loads(await lease.readline())["id"]
+            gate.entered.clear()
+            gate.open.clear()
+            waiting = [asyncio.create_task(asked(socket, LONG[: 390 + number])) for number in range(3)]
+            await asyncio.to_thread(gate.entered.wait, 60)
+            worker.stop()
+            gate.open.set()
+            assert [reply["status"] for reply in await asyncio.gather(*waiting)] == [503] * 3
+            assert (await asked(socket, LONG[:380]))["status"] == 503
+            assert files(tmp_path) == {used}
+
+    talk(worker, socket, conversation)
+
+
+def test_a_full_disk_is_named_to_the_client_and_in_the_log(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker, socket = Worker(target, SnapKV(140, window=8), tmp_path, page=0, waiting=2), tmp_path / "socket"
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def conversation() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("keepsight.serving.worker.export", full)
+            reply = await asked(socket, LONG)
+        assert reply["status"] == 500 and "No space left" in reply["error"]
+        assert "No space left" in caplog.text and "400 tokens" in caplog.text
+        assert (await asked(socket, LONG))["entries"] == 140
+
+    talk(worker, socket, conversation)
+
+
+def test_no_prefix_is_left_with_too_few_entries(target: Target, tmp_path: Path) -> None:
+    worker, socket = Worker(target, SnapKV(0.5, window=8), tmp_path, page=0, waiting=2), tmp_path / "socket"
+
+    async def conversation() -> None:
         few = await asked(socket, LONG[:40])
-        files = [*tmp_path.glob("*.safetensors")]
+        assert not files(tmp_path) and few["status"] == 400 and "cannot spell an id" in few["error"]
         kept = await asked(socket, LONG)
-        assert not files and few["status"] == 400 and "cannot spell an id" in few["error"]
-        assert [*tmp_path.glob("*.safetensors")] == [file_of(tmp_path, kept["id"])]
-        serving.cancel()
+        assert files(tmp_path) == {kept["id"]}
 
-    asyncio.run(talk())
-    worker.close()
+    talk(worker, socket, conversation)
 
 
 def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -143,17 +332,18 @@ class Reads:
     least = 20
 
     def __init__(self) -> None:
-        self.asked, self.open = list[list[int]](), 0
+        self.asked, self.salts, self.open = list[list[int]](), list[str](), 0
 
     @asynccontextmanager
-    async def prefix(self, ids: list[int]) -> AsyncIterator[tuple[str, int]]:
+    async def prefix(self, ids: list[int], salt: str = "") -> AsyncIterator[tuple[str, int]]:
         self.asked.append(ids)
+        self.salts.append(salt)
         self.open += 1
         yield "0f" * 16, 130
         self.open -= 1
 
 
-def sent(app: Prefixes, engine: Engine, path: str, body: Any, key: str = "") -> tuple[int, Any]:
+async def replied(app: Prefixes, engine: Engine, path: str, body: Any, key: str = "") -> tuple[int, Any]:
     """Status and body of the reply to a request."""
     messages: list[Any] = [{"type": "http.request", "body": json.dumps(body).encode()}]
     replies = list[Any]()
@@ -166,8 +356,12 @@ def sent(app: Prefixes, engine: Engine, path: str, body: Any, key: str = "") -> 
 
     headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "app": engine}
-    asyncio.run(app(scope, receive, send))
+    await app(scope, receive, send)
     return replies[0]["status"], json.loads(replies[1]["body"])
+
+
+def sent(app: Prefixes, engine: Engine, path: str, body: Any, key: str = "") -> tuple[int, Any]:
+    return asyncio.run(replied(app, engine, path, body, key))
 
 
 def test_a_long_prompt_is_read_elsewhere_and_a_short_one_is_not(rewriter: Rewriter):
@@ -186,6 +380,58 @@ def test_a_long_prompt_is_read_elsewhere_and_a_short_one_is_not(rewriter: Rewrit
     odd = {"messages": [{"role": "user", "content": TEXT * 5}], "chat_template_kwargs": 3}
     sent(app, engine, PATHS[0], odd)
     assert engine.seen[-1] == (PATHS[0], odd) and len(reader.asked) == 1  # vLLM says what is wrong
+
+
+def test_salts_reach_the_worker_and_bad_ones_vllm(rewriter: Rewriter) -> None:
+    engine, reader = Engine(rewriter.tokenizer), Reads()
+    app = Prefixes(engine, rewriter, reader)  # type: ignore[arg-type]
+    for salt in ("ada", None):
+        sent(app, engine, COMPLETIONS, {"prompt": TEXT * 5, "cache_salt": salt})
+    assert reader.salts == ["ada", ""]
+    for salt in ("", 3, ["a"]):
+        body = {"prompt": TEXT * 5, "cache_salt": salt}
+        sent(app, engine, COMPLETIONS, body)
+        assert engine.seen[-1] == (COMPLETIONS, body)  # vLLM says what is wrong
+    assert len(reader.asked) == 2
+
+
+def test_a_prompt_for_a_lora_is_left_to_vllm(rewriter: Rewriter) -> None:
+    """The worker reads with the base model, and the engine loads no prefix under a LoRA."""
+    engine, reader = Engine(rewriter.tokenizer), Reads()
+    engine.state.openai_serving_models = SimpleNamespace(lora_requests={"poet": None})
+    app = Prefixes(engine, rewriter, reader)  # type: ignore[arg-type]
+    body = {"prompt": TEXT * 5, "model": "poet"}
+    sent(app, engine, COMPLETIONS, body)
+    assert engine.seen == [(COMPLETIONS, body)] and not reader.asked
+    sent(app, engine, COMPLETIONS, body | {"model": ["poet"]})  # vLLM says what is wrong
+
+
+def test_token_ids_of_a_chat_are_read_in_the_place_of_its_messages(rewriter: Rewriter) -> None:
+    engine, reader = Engine(rewriter.tokenizer), Reads()
+    app = Prefixes(engine, rewriter, reader)  # type: ignore[arg-type]
+    messages = [{"role": "user", "content": TEXT}]
+    sent(app, engine, PATHS[0], {"messages": messages, "kv_transfer_params": {"prompt_token_ids": LONG}})
+    assert reader.asked == [LONG[:-1]]
+
+
+def test_a_refusal_of_the_worker_has_its_status_and_code(target: Target, rewriter: Rewriter, tmp_path: Path) -> None:
+    worker, socket = Worker(target, SnapKV(140, window=8), tmp_path, page=0, waiting=2, max_tokens=300), tmp_path / "at"
+    engine = Engine(rewriter.tokenizer)
+    app = Prefixes(engine, rewriter, Reader(str(socket), 20))
+
+    async def conversation() -> None:
+        while not socket.exists():
+            await asyncio.sleep(0.01)
+        status, reply = await replied(app, engine, COMPLETIONS, {"prompt": LONG})
+        assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+        assert "maximum context length is 300 tokens" in reply["error"]["message"]
+        status, _ = await replied(app, engine, COMPLETIONS, {"prompt": LONG[:280]})
+        assert status == 200 and len(engine.seen[-1][1]["prompt"]) == 141
+        worker.stop()
+        status, reply = await replied(app, engine, COMPLETIONS, {"prompt": LONG[:270]})
+        assert status == 503 and "shutting down" in reply["error"]["message"]
+
+    talk(worker, socket, conversation)
 
 
 def test_without_the_key_nothing_is_read_and_other_endpoints_are_closed(rewriter: Rewriter):

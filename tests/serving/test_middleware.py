@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from keepsight import SnapKV
 from keepsight.errors import UserError
+from keepsight.runtime.allocate import Global
 from keepsight.serving.export import export
+from keepsight.serving.prefix import placeholders
 from keepsight.serving.vllm.access import PATHS
 from keepsight.serving.vllm.middleware import Prefixes, Rewriter
 from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer
@@ -103,6 +106,140 @@ def test_what_a_prefix_cannot_answer_is_refused(rewriter: Rewriter, digest, chan
     turns = [*changes.get("messages", []), *asked["messages"]]
     status, said = sent(rewriter, CHAT, json.dumps(asked | changes | {"messages": turns}).encode())
     assert status == 400 and why in json.loads(said)["error"]["message"]
+
+
+NAME = "[[keepsight:ID]]"
+
+
+def chat_body(digest: str, *contents: Any, **options: Any) -> bytes:
+    """A chat whose user messages have these contents, with the prefix's id in the place of ID."""
+    turns = [{"role": "user", "content": content} for content in contents]
+    return json.dumps({"messages": turns, **options}).replace("ID", digest).encode()
+
+
+def part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+@pytest.mark.parametrize(
+    "content, question",
+    [
+        (f" {NAME}Why?", "Why?"),
+        (f"\n\t {NAME}\n\nWhy?", "\n\nWhy?"),
+        ([part(f"{NAME}Why?")], "Why?"),
+        ([part(NAME), part("Why?")], "\nWhy?"),
+        ([part(f" {NAME} "), part("Why"), part("not?")], " \nWhy\nnot?"),
+    ],
+)
+def test_a_prefix_is_found_in_each_form_of_a_message(rewriter: Rewriter, digest, content, question):
+    """These were answered as text, with 200 and an invented answer."""
+    status, changed = sent(rewriter, CHAT, chat_body(digest, content))
+    ids = json.loads(changed)["kv_transfer_params"]["prompt_token_ids"]
+    assert status == 0 and ids[:140] == placeholders(digest, 140, rewriter.alphabet)
+    assert rewriter.tokenizer.decode(ids[140:]) == f"{question}<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize(
+    "contents, why",
+    [
+        ([f"Look: {NAME}Why?"], "within a text"),
+        ([[part("Look:"), part(f"{NAME}Why?")]], "within a text"),
+        (["Why [[ Keepsight: ID ]]?"], "within a text"),
+        ([f"{NAME}Why {NAME}?"], "within a text"),
+        ([f"{NAME}Why?", f"And {NAME}?"], "within a text"),
+        ([f"{NAME}Why?", f"{NAME}How?"], "reads one prefix"),
+        ([NAME], "no question"),
+        ([f"{NAME} \n"], "no question"),
+        ([[part(NAME), part(" ")]], "no question"),
+        ([[part(f"{NAME}Why?"), {"type": "image_url", "image_url": {"url": "data:"}}]], "text alone"),
+        ([f"{NAME}Why?", [{"type": "image_url", "image_url": {"url": "data:"}}]], "text alone"),
+    ],
+)
+def test_a_name_that_would_be_read_as_text_is_refused(rewriter: Rewriter, digest, contents, why):
+    status, said = sent(rewriter, CHAT, chat_body(digest, *contents))
+    assert status == 400 and why in json.loads(said)["error"]["message"]
+
+
+def test_a_question_may_stand_in_a_later_message(rewriter: Rewriter, digest):
+    status, changed = sent(rewriter, CHAT, chat_body(digest, NAME, "Why?"))
+    ids = json.loads(changed)["kv_transfer_params"]["prompt_token_ids"]
+    assert status == 0 and rewriter.tokenizer.decode(ids[140:]).endswith("Why?<|end|><|assistant|>")
+
+
+def test_text_about_prefixes_is_text(rewriter: Rewriter):
+    for text in ("What is [[keepsight:ID]]?", "keepsight: 0f0f", f"{'0f' * 16}", "[[keepsight]]"):
+        body = json.dumps({"messages": [{"role": "user", "content": text}], "prompt": text}).encode()
+        for path in PATHS:
+            assert sent(rewriter, path, body) == (0, body)
+
+
+def test_prompts_of_completions_follow_the_same_rules(rewriter: Rewriter, digest):
+    name = NAME.replace("ID", digest)
+    spelled = placeholders(digest, 140, rewriter.alphabet)
+    (why,) = (rewriter.tokenizer("Why?")["input_ids"],)
+    for prompt in (f" {name}Why?", f"{name}Why?", spelled + why, [f"{name}Why?", "Why?"]):
+        status, _ = sent(rewriter, COMPLETIONS, json.dumps({"prompt": prompt}).encode())
+        assert status == 0, prompt
+    refused = {
+        f"So: {name}Why?": "within a text",
+        f"{name} ": "no question",
+        (rewriter.tokenizer.bos_token_id, *spelled, *why): "must be the first",
+        (*spelled, *spelled, *why): "must be the first",
+    }
+    for prompt, reason in refused.items():
+        asked = prompt if isinstance(prompt, str) else [*prompt]
+        for given in (asked, [asked, "Why?"]):
+            status, said = sent(rewriter, COMPLETIONS, json.dumps({"prompt": given}).encode())
+            assert status == 400 and reason in json.loads(said)["error"]["message"]
+
+
+def application(page: int = 16, kv_heads: int = 2, loras: Any = ()) -> Any:
+    """What the middleware sees of vLLM's application, whose engine has a model with the shape of `tiny_model`."""
+    model = SimpleNamespace(
+        hf_text_config=SimpleNamespace(num_hidden_layers=3),
+        get_total_num_kv_heads=lambda: kv_heads,
+        get_head_size=lambda: 8,
+    )
+    config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(block_size=page))
+    models = SimpleNamespace(lora_requests=dict.fromkeys(loras))
+    return SimpleNamespace(state=SimpleNamespace(vllm_config=config, openai_serving_models=models))
+
+
+@pytest.fixture(scope="module")
+def paged(rewriter: Rewriter) -> str:
+    """A prefix with pages of 16 entries."""
+    model = tiny_model()
+    state = SnapKV(144, window=8, allocate=Global(page=16)).start(model, prompt_ids(200)[0])
+    return export(model, state, rewriter.store.root, page=16, before="<|user|>")[0]
+
+
+def test_a_prefix_that_the_engine_cannot_load_is_refused(rewriter: Rewriter, digest, paged, monkeypatch):
+    """The engine would fail the request, with 500."""
+    monkeypatch.setenv("KEEPSIGHT_RAGGED", "1")
+    body, plain = chat_body(paged, f"{NAME}Why?"), chat_body(digest, f"{NAME}Why?")
+    assert sent(rewriter, CHAT, body, app=application(16))[0] == 0
+    assert sent(rewriter, CHAT, plain, app=application(32))[0] == 0
+    status, said = sent(rewriter, CHAT, body, app=application(32))
+    assert status == 400 and "pages of 16 entries; make it with page=32" in said.decode()
+    assert b"another model" in sent(rewriter, CHAT, plain, app=application(kv_heads=4))[1]
+    lora = chat_body(digest, f"{NAME}Why?", model="poet")
+    assert sent(rewriter, CHAT, lora, app=application())[0] == 0
+    assert b"without the LoRA" in sent(rewriter, CHAT, lora, app=application(loras=["poet"]))[1]
+    monkeypatch.setenv("KEEPSIGHT_RAGGED", "0")
+    assert b"make it without page=" in sent(rewriter, CHAT, body, app=application(16))[1]
+
+
+@pytest.mark.parametrize("role", ["wizard", "developer", "tool", "User", ""])
+def test_roles_that_the_template_does_not_have_are_refused(rewriter: Rewriter, role):
+    """It would write them into the prompt."""
+    turns = [{"role": "user", "content": "Why?"}, {"role": role, "content": "So."}]
+    status, said = sent(rewriter, CHAT, json.dumps({"messages": turns}).encode())
+    assert status == 400 and f"no role {role!r}" in json.loads(said)["error"]["message"]
+    own = "{% for message in messages %}{% if message.role == 'wizard' %}{{ message.content }}{% endif %}{% endfor %}"
+    body = json.dumps({"messages": turns, "chat_template": own}).encode()
+    assert (sent(rewriter, CHAT, body)[0] == 0) == (role == "wizard")
+    served = SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(chat_template=own)))
+    assert (sent(rewriter, CHAT, json.dumps({"messages": turns}).encode(), app=served)[0] == 0) == (role == "wizard")
 
 
 def test_other_requests_are_passed_on_as_they_are(rewriter: Rewriter):

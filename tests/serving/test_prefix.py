@@ -176,3 +176,14 @@ def test_a_file_that_is_no_prefix_is_refused(tmp_path: Path, data):
     (tmp_path / f"{digest}.safetensors").write_bytes(data)
     with pytest.raises(UserError, match="not a prefix file"):
         PrefixStore(tmp_path).header(digest)
+
+
+def test_a_store_reads_several_folders(tmp_path):
+    model = tiny_model()
+    state = SnapKV(40, window=8).start(model, PROMPT)
+    first, _ = export(model, state, tmp_path / "first", method="first")
+    second, _ = export(model, state, tmp_path / "second", method="second")
+    both, alone = PrefixStore(tmp_path / "first", tmp_path / "second"), PrefixStore(tmp_path / "first")
+    assert [both.header(each).method for each in (first, second)] == ["first", "second"]
+    with pytest.raises(UserError, match="there is no prefix"):
+        alone.header(second)

@@ -2,10 +2,13 @@
 
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Barrier
 
 import httpx
 import openai
@@ -46,8 +49,16 @@ def started(library: Library, port: int) -> Iterator[Server]:
     command += [f"prefixes={library.root}", f"port={port}", "name=tiny", "vllm=true", "max_new_tokens=400"]
     command += ["vllm_options={kv_cache_memory_bytes: 134217728}"]
     log = folder / "serve.log"
-    with process(f"http://127.0.0.1:{port}", log, *command, KEEPSIGHT_API_KEY=KEY) as server:
+    environment = {"KEEPSIGHT_API_KEY": KEY, "TMPDIR": str(temporary_of(library))}
+    with process(f"http://127.0.0.1:{port}", log, *command, **environment) as server:
         yield server
+
+
+def temporary_of(library: Library) -> Path:
+    """The folder in which servers make theirs; its path is short, for a socket."""
+    folder = Path(tempfile.gettempdir(), f"ks-{library.root.parent.name}")
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +126,29 @@ def test_vllm_ends_with_the_worker_beside_it(server, library):
                 return
         time.sleep(0.2)
     raise AssertionError("vLLM's server outlives keepsight")
+
+
+def test_a_deploy_ends_no_answer_and_a_crash_leaves_nothing(library):
+    """After the server that was killed: the next one removes its folder. SIGTERM lets running answers end."""
+    temporary = temporary_of(library)
+    (crashed,) = temporary.iterdir()
+    with started(library, free_port()) as server:
+        assert not crashed.exists() and len([*temporary.iterdir()]) == 1
+        client, begun = server.client(KEY), Barrier(5)
+
+        def answer(text: str) -> str | None:
+            chunks = client.completions.create(model="tiny", prompt=text, max_tokens=300, stream=True)
+            reason = None
+            for number, chunk in enumerate(chunks):
+                if number == 0:
+                    begun.wait(300)
+                reason = chunk.choices[0].finish_reason or reason
+            return reason
+
+        with ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(answer, text) for text in (*TEXTS[:2], "Hello", "Why?")]
+            begun.wait(300)
+            server.process.terminate()
+            reasons = [future.result() for future in answers]
+        assert {*reasons} <= {"length", "stop"} and server.process.wait(90) == 0
+    assert not [*temporary.iterdir()]
