@@ -102,7 +102,11 @@ def bad_requests(library: Library, case: Case, tenant: Path, other: str) -> Iter
     yield *chat(f"[[keepsight:{other}]]Why?"), "another model"
     yield PLAIN, {"prompt": alone}, "of its own"
     yield PLAIN, {"prompt": [*alone[:-1], 40, 41]}, "placeholders"
-    yield PLAIN, {"prompt": named}, "of its own"
+    yield PLAIN, {"prompt": named}, "no question"
+    yield *chat(f"{named} "), "no question"
+    yield *chat(f"See {named}Why?"), "within a text"
+    yield CHAT, {"messages": [{"role": "wizard", "content": f"{named}Why?"}]}, "no role 'wizard'"
+    yield PLAIN, {"prompt": [1, *case.prompt]}, "must be the first"
     yield PLAIN, {"prompt": case.prompt, "echo": True}, "echo"
     yield PLAIN, {"prompt": case.prompt, "prompt_logprobs": 1}, "prompt_logprobs"
     yield PLAIN, {"prompt": library.target.tokenizer.decode(case.prompt), "prompt_logprobs": 1}, "prompt_logprobs"
@@ -124,7 +128,9 @@ def test_what_cannot_be_answered_rightly_is_refused_in_one_line(server, library,
     os.symlink(tenant / f"{theirs}.safetensors", library.root / f"{theirs}.safetensors")
     another = Library(stock_target(folder / "another", "qwen3"), library.root)
     (stranger, *_) = another.cases(TOPICS[3][:900], 64)
+    (paged, *_) = library.cases(TOPICS[3][:900], 64, BLOCK // 2)
     found = [*bad_requests(library, cases["uniform"][0], tenant, stranger.digest)]
+    found.append((CHAT, {"messages": [{"role": "user", "content": f"[[keepsight:{paged.digest}]]Why?"}]}, "page=32"))
     for path, body, word in found:
         reply = httpx.post(server.url + path, json={"model": "tiny", "max_tokens": 4, **body}, timeout=60)
         message = str(reply.json()["error"]["message"])
