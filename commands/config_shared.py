@@ -54,6 +54,8 @@ class ModelConfig:
         device: auto, cpu, cuda, cuda:1, ...
         attention: auto, sdpa, eager, or flash_attention_2, _3 or _4 (experimental).
         template: Arguments for the chat template, such as {enable_thinking: false}.
+        chat_template: Jinja file with the chat template to use; by default the model's own. Without any, prompts are
+            plain text.
         quantize: nf4 or int8: bitsandbytes quantises the weights while they are loaded.
         device_map: auto distributes the layers over the GPUs of one process and offloads the rest to the CPU
             (experimental); fsdp2 shards every layer over the processes that train a lookahead module.
@@ -69,6 +71,7 @@ class ModelConfig:
     device: str = "auto"
     attention: str = "auto"
     template: dict[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
     quantize: str | None = None
     device_map: str | None = None
     trust_remote_code: bool = False

@@ -210,6 +210,7 @@ def settings_of(config: Config, target: Target, variants: list[Variant]) -> dict
         "python": platform.python_version(),
         "device": _device(target),
     }
+    own_template = {"template": target.template_digest} if config.model.chat_template else {}
     return kept | {
         "target": {
             "name": target.name,
@@ -217,6 +218,7 @@ def settings_of(config: Config, target: Target, variants: list[Variant]) -> dict
             "dtype": str(target.model.dtype).removeprefix("torch."),
             "quantization": _quantization(config.model, target),
             "attention": target.model.config._attn_implementation,
+            **own_template,
         },
         "adapter": config.adapter,
         "adapter_digest": ", ".join(digests) or None,

@@ -21,7 +21,8 @@ from keepsight.runtime.methods.make import Later, Resources, ResourcesLater
 def target_of(config: UsesModel, device_map: Mapping[str, str] | None = None) -> Target:
     """Load the base model; a `device_map` takes precedence over the configuration's."""
     model = config.model
-    given = {name: getattr(model, name) for name in ("dtype", "device", "attention", "template", "quantize")}
+    names = ("dtype", "device", "attention", "template", "chat_template", "quantize")
+    given = {name: getattr(model, name) for name in names}
     return load_target(**_files_of(model), **given, device_map=device_map or model.device_map)
 
 
@@ -49,7 +50,8 @@ def outline_of(config: UsesModel) -> PreTrainedModel:
 
 def without_weights(config: UsesModel) -> Target:
     """The base model without its weights: for checks, or if another process generates the answers."""
-    return outline_target(**_files_of(config.model), template=config.model.template)
+    model = config.model
+    return outline_target(**_files_of(model), template=model.template, chat_template=model.chat_template)
 
 
 def _files_of(model: ModelConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from keepsight.errors import UserError, printable
 from keepsight.eval.report.pages import write_inspect_page
 from keepsight.eval.results import FULL
 from keepsight.files import regular, require_writable
-from keepsight.models.chat import chat_text, encode
+from keepsight.models.chat import encode, has_chat_template, prompt_text
 from keepsight.models.decoder import context_of
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
@@ -76,8 +76,9 @@ def read_text(prompt: str) -> str:
 
 def _ids(text: str, template: bool, target: Target) -> list[int]:
     if template:
-        text = chat_text(target.tokenizer, [{"role": "user", "content": text}])
-    (ids,) = encode(target.tokenizer, [text], special=not template)
+        text = prompt_text(target.tokenizer, [{"role": "user", "content": text}])
+    special = not template or not has_chat_template(target.tokenizer)
+    (ids,) = encode(target.tokenizer, [text], special=special)
     context = context_of(target.model)
     if not 0 < len(ids) <= context:
         raise UserError(f"the prompt has {len(ids)} tokens; this model takes 1 to {context}")

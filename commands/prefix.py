@@ -25,7 +25,7 @@ from keepsight.files import (
     text_digest,
     text_lines,
 )
-from keepsight.models.chat import chat_text, encode
+from keepsight.models.chat import encode, has_chat_template, prompt_text
 from keepsight.models.decoder import context_of
 from keepsight.models.model_files import weights_digest
 from keepsight.models.targets import Target
@@ -94,7 +94,7 @@ class Writer:
         self.store, self.letters = PrefixStore(self.out), letters_for(target, method.budget)
         self._rows, self._read_to = dict[str, list[Row]](), 0
         system = [] if config.system is None else [{"role": "system", "content": config.system}]
-        text = chat_text(target.tokenizer, [*system, {"role": "user", "content": f"{MARK}?"}])
+        text = prompt_text(target.tokenizer, [*system, {"role": "user", "content": f"{MARK}?"}])
         if (parts := around_mark(text)) is None:
             raise UserError(f"the chat template of {target.name!r} does not render a message's text once, as it is")
         self.before, _ = parts
@@ -150,7 +150,8 @@ class Writer:
 
     def _read(self, key: str, document: Document) -> Row:
         model, tokenizer = self.target.model, self.target.tokenizer
-        (ids,) = encode(tokenizer, [self.before + document.text], special=False)
+        special = not has_chat_template(tokenizer)
+        (ids,) = encode(tokenizer, [self.before + document.text], special=special)
         context = context_of(model)
         if len(ids) > context:
             raise UserError(f"the document has {len(ids)} tokens, and the model's context is {context}")

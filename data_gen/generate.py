@@ -17,7 +17,7 @@ from keepsight.data_gen.prompts import CountTokens, Prompt
 from keepsight.data_gen.store import DataSettings, ShardWriter, Skipped, TrainingSample
 from keepsight.errors import BadRow, UserError, printable
 from keepsight.files import free_bytes, one_writer, read_json
-from keepsight.models.chat import chat_text, encode, has_chat_template, with_date
+from keepsight.models.chat import encode, has_chat_template, prompt_text, with_date
 from keepsight.models.decoder import context_of
 from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
@@ -195,20 +195,22 @@ def question_in(text: str, is_whole: bool) -> str:
 
 
 def render_prompt(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, day: str = "") -> Rendered:
-    """Apply the chat template (raw text stays raw) on a `day` in ISO 8601, today by default, and tokenise.
+    """Apply the chat template on a `day` in ISO 8601, today by default, and tokenise.
+
+    Raw text, and the prompts of a model without a template, stay plain text.
 
     BadRow: the chat template refuses the prompt, or it or its response has no tokens.
     """
-    text = prompt.messages[0]["content"]
     if prompt.template:
         dated = with_date(str(tokenizer.get_chat_template()), date.fromisoformat(day)) if day else None
         try:
-            text = chat_text(tokenizer, prompt.messages, dated)
+            text = prompt_text(tokenizer, prompt.messages, prompt.answer_prefix, dated)
         except UserError as error:
-            if not has_chat_template(tokenizer):
-                raise
             raise BadRow(f"prompt {index} ({prompt.source}): {error}") from None
-    (ids,) = encode(tokenizer, [text + prompt.answer_prefix], special=not prompt.template)
+    else:
+        text = prompt.messages[0]["content"] + prompt.answer_prefix
+    special = not prompt.template or not has_chat_template(tokenizer)
+    (ids,) = encode(tokenizer, [text], special=special)
     if not ids:
         raise BadRow(f"prompt {index} ({prompt.source}): it has no tokens")
     response = None

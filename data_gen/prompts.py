@@ -34,7 +34,8 @@ class Prompt:
     Attributes:
         messages: The turns of the conversation, ending with the user's; each has `role` and `content`.
         response: The answer to use instead of the model's own.
-        template: Whether the chat template is applied; otherwise the first message's content is continued as it is.
+        template: Whether the chat template, if the model has one, is applied; otherwise the first message's content is
+            continued as it is.
         answer_prefix: Beginning of the assistant's turn that counts as prompt; empty for most.
         asks: Instruction by which the base model writes the question that follows the last turn's text; None for a
             prompt that is complete.

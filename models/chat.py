@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keepsight.errors import UserError, one_line
-from keepsight.files import text_digest
+from keepsight.files import regular, text_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,6 +133,28 @@ def _tokenizer_of(model: "PreTrainedModel") -> Any:
         raise UserError(f"give tokenizer=; there is none beside the model ({type(error).__name__})") from None
 
 
+def prompt_text(
+    tokenizer: Any, turns: Sequence[dict[str, Any]], answer_prefix: str = "", chat_template: str | None = None
+) -> str:
+    """The turns as the model reads them, up to the first words of its answer.
+
+    A model with a chat template (the tokenizer's, or `chat_template`) reads them as `chat_text` writes them. A base
+    model has none, as in RULER's and LongBench's evaluations: it reads the turns' plain text, with a blank line between
+    two turns, and continues it. The tokenizer adds its special tokens to plain text alone: a template writes its own.
+
+    Raises:
+        UserError: the chat template refuses these turns.
+    """
+    if has_chat_template(tokenizer):
+        return chat_text(tokenizer, turns, chat_template) + answer_prefix
+    text = "\n\n".join(str(turn["content"]) for turn in turns)
+    if not answer_prefix:
+        return text
+    separated = text[-1:].isspace() or answer_prefix[0].isspace()
+    separator = "" if separated else "\n"
+    return f"{text}{separator}{answer_prefix}"
+
+
 def chat_text(tokenizer: Any, turns: Sequence[dict[str, Any]], chat_template: str | None = None) -> str:
     """The turns as text by the chat template (the tokenizer's by default), ending where the model's answer begins.
 
@@ -141,7 +163,10 @@ def chat_text(tokenizer: Any, turns: Sequence[dict[str, Any]], chat_template: st
     """
     name = tokenizer.name_or_path
     if not has_chat_template(tokenizer):
-        raise UserError(f"model {name!r} has no chat template; choose an instruction-tuned model")
+        raise UserError(
+            f"model {name!r} has no chat template; set one by model.chat_template=FILE, or ask for the completion of a "
+            "plain text"
+        )
     options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
     if chat_template is not None:
         options["chat_template"] = chat_template
@@ -195,6 +220,25 @@ def with_date(template: str, day: date) -> str:
         f"{{%- for each, text in {json.dumps(known)}.items() -%}}"
         "{%- set made.text = made.text.replace(each, text) -%}{%- endfor -%}{{ made.text }}{%- endmacro -%}" + template
     )
+
+
+def set_chat_template(tokenizer: "PreTrainedTokenizerBase", path: str | Path) -> None:
+    """Give a tokenizer the chat template in a Jinja file, in place of its own if it has one.
+
+    Raises:
+        UserError: the file cannot be read, or it is no template that writes a user's message.
+    """
+    source, message = f"model.chat_template={path}", "a user's message"
+    try:
+        tokenizer.chat_template = regular(Path(path)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{source}: cannot be read as UTF-8 text ({one_line(error)})") from None
+    try:
+        text = chat_text(tokenizer, [{"role": "user", "content": message}])
+    except UserError as error:
+        raise UserError(f"{source}: {error}; expected a Jinja template") from None
+    if message not in text:
+        raise UserError(f"{source}: expected a Jinja template that writes each message's content; it leaves it out")
 
 
 def template_digest(tokenizer: "PreTrainedTokenizerBase") -> str:

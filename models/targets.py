@@ -38,7 +38,7 @@ from transformers.utils import (
 
 from keepsight.errors import UserError, one_line
 from keepsight.experimental import is_on
-from keepsight.models.chat import load_tokenizer, template_digest, with_arguments
+from keepsight.models.chat import load_tokenizer, set_chat_template, template_digest, with_arguments
 from keepsight.models.decoder import require_supported, require_supported_config, values_of
 from keepsight.models.distributed import gathered
 from keepsight.models.model_files import (
@@ -126,6 +126,7 @@ def load_target(
     device: str = "auto",
     attention: str = "auto",
     template: Mapping[str, Any] | None = None,
+    chat_template: str | Path | None = None,
     quantize: str | None = None,
     device_map: str | Mapping[str, str] | None = None,
     trust_remote_code: bool = False,
@@ -141,6 +142,7 @@ def load_target(
         device: `auto`, or a torch device.
         attention: `auto` (transformers' choice), or one of `ATTENTION`; those of `FLASH` are experimental.
         template: Arguments of the chat template; see `with_arguments`.
+        chat_template: A Jinja file with the chat template to use in place of the tokenizer's own, if it has one.
         quantize: `nf4` or `int8`: weights are quantised while they are loaded, by bitsandbytes.
         device_map: `auto` spreads the layers over all GPUs (experimental), if `device` is `auto` and this process is
             the only one of its launch, else places them on the process's own device; layers that do not fit stay on the
@@ -161,7 +163,7 @@ def load_target(
     }
     source, version, where = located(model_id, revision, packaged, packaged_digest)
     with _reading(model_id):
-        tokenizer, model = _read(source, options | where, template)
+        tokenizer, model = _read(source, options | where, template, chat_template)
     _require_finite(model_id, model)
     if "device_map" not in options:
         model = model.to(devices[0])
@@ -173,12 +175,15 @@ def load_target(
 
 
 def _read(
-    source: str | Path, options: dict[str, Any], template: Mapping[str, Any] | None
+    source: str | Path,
+    options: dict[str, Any],
+    template: Mapping[str, Any] | None,
+    chat_template: str | Path | None,
 ) -> tuple[PreTrainedTokenizerBase, Any]:
     """The tokenizer and the model; what can be refused without the weights is refused before these are read."""
     names = ("trust_remote_code", "revision", "local_files_only")
     shared: dict[str, Any] = {name: options[name] for name in names if name in options}
-    tokenizer = _tokenizer(source, shared, template)
+    tokenizer = _tokenizer(source, shared, template, chat_template)
     config = AutoConfig.from_pretrained(source, **shared)
     require_supported_config(config)
     if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):  # sdpa, the default of some
@@ -199,9 +204,14 @@ def _loader(config: Any) -> Any:
 
 
 def _tokenizer(
-    source: str | Path, options: dict[str, Any], template: Mapping[str, Any] | None
+    source: str | Path,
+    options: dict[str, Any],
+    template: Mapping[str, Any] | None,
+    chat_template: str | Path | None,
 ) -> PreTrainedTokenizerBase:
     tokenizer = load_tokenizer(source, **options)
+    if chat_template is not None:
+        set_chat_template(tokenizer, chat_template)
     if template:
         tokenizer.chat_template = with_arguments(tokenizer.chat_template, template)
     return tokenizer
@@ -323,7 +333,12 @@ def outline_model(
 
 
 def outline_target(
-    model_id: str, *, template: Mapping[str, Any] | None = None, trust_remote_code: bool = False, **files: str | None
+    model_id: str,
+    *,
+    template: Mapping[str, Any] | None = None,
+    chat_template: str | Path | None = None,
+    trust_remote_code: bool = False,
+    **files: str | None,
 ) -> Target:
     """A base model without weights (tokenizer, configuration, version), for answers from a server.
 
@@ -334,7 +349,7 @@ def outline_target(
     options = where | {"trust_remote_code": trust_remote_code}
     model = _on_meta(model_id, source, options, torch.bfloat16)
     with _reading(model_id, "tokenizer or generation_config.json"):
-        tokenizer = _tokenizer(source, options, template)
+        tokenizer = _tokenizer(source, options, template, chat_template)
         model.generation_config = GenerationConfig.from_pretrained(source, **where)
     return _target(model_id, model, tokenizer, source, version)
 

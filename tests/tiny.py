@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -69,6 +69,17 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def base_tokenizer() -> PreTrainedTokenizerFast:
+    """The same tokenizer as a base model has it: without a chat template, and texts begin with its first token."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    start = "<|start|>"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A", special_tokens=[(start, tokenizer.convert_tokens_to_ids(start))]
+    )
+    return tokenizer
+
+
 class SmallVocabulary:
     """A tokenizer of ids from 3 to 99, for tiny models, without a chat template."""
 
@@ -81,9 +92,11 @@ class SmallVocabulary:
         return {"input_ids": [[3 + byte % 97 for byte in text.encode()] for text in texts]}
 
 
-def save_tiny_target(folder: Path, family: str = "llama", **changes: Any) -> Path:
-    """Save a tiny model (context of 4096 tokens) and its tokenizer as transformers does; returns `folder`."""
-    tokenizer = tiny_tokenizer()
+def save_tiny_target(
+    folder: Path, family: str = "llama", tokenizer: PreTrainedTokenizerFast | None = None, **changes: Any
+) -> Path:
+    """Save a tiny model (context of 4096 tokens) and a tokenizer as transformers does; returns `folder`."""
+    tokenizer = tokenizer or tiny_tokenizer()
     model = tiny_model(family, vocab_size=len(tokenizer), max_position_embeddings=4096, pad_token_id=0, **changes)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(str(folder))

@@ -98,7 +98,7 @@ def make_samples(
         length: Tokens of the prompt with chat template and answer prefix, plus `max_new_tokens`.
         count: Number of samples; their needles are spread over all depths. More samples begin with the same ones.
         seed: Same seed, same samples.
-        tokenizer: The model's tokenizer, with a chat template.
+        tokenizer: The model's tokenizer.
         haystack: A text file to hide the needles in; None for the evaluation's own prose.
         max_new_tokens: Length limit of the answer in tokens; None for the kind's.
         every_key: Ask for each key in turn, so that a haystack of several keys becomes several samples.

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from keepsight.errors import UserError
-from keepsight.models.chat import chat_text, encode
+from keepsight.models.chat import encode, has_chat_template, prompt_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,8 @@ class Sample:
         max_new_tokens: Length limit of the answer, in tokens.
         answer_prefix: Text that begins the assistant's turn; the model continues it.
         system: The system prompt; empty for the chat template's own.
-        chat: Whether the prompt goes through the chat template (LongBench's few-shot and code tasks do not).
+        chat: Whether the prompt goes through the chat template, if the model has one (LongBench's few-shot and code
+            tasks do not).
         spans: Texts that must occur in the rendered prompt for the sample to be answerable.
         classes: The class names of a classification task.
         clean: Post-processing of the answer before it is scored, a key of `keepsight.eval.tasks.metrics.CLEAN`.
@@ -104,15 +105,15 @@ def bucket(tokens: int) -> int:
 
 
 def render_all(samples: Sequence[Sample], tokenizer: Any) -> list[RenderedSample]:
-    """The samples with their whole prompts as token ids: chat template, then the answer prefix.
+    """The samples with their whole prompts as token ids: chat template, if there is one, then the answer prefix.
 
-    UserError: there is no chat template, or a required span is not in the rendered prompt.
+    UserError: the chat template refuses a prompt, or a required span is not in the rendered prompt.
     """
     made = []
-    for chat, group in groupby(samples, lambda sample: sample.chat):
+    for special, group in groupby(samples, lambda sample: _special(sample, tokenizer)):
         batch = list(group)
         texts = [_text(sample, tokenizer) for sample in batch]
-        for sample, ids in zip(batch, _encode(texts, tokenizer, special=not chat), strict=True):
+        for sample, ids in zip(batch, _encode(texts, tokenizer, special=special), strict=True):
             _check_spans(sample, ids, tokenizer)
             made.append(RenderedSample(**vars(sample), prompt_ids=ids, question_ids=ids[:0]))
     return made
@@ -133,7 +134,7 @@ def render_apart(sample: RenderedSample, tokenizer: Any) -> RenderedSample:
         said = "does not say where its question starts; evaluate it with question=seen"
         raise UserError(f"sample {sample.task}/{sample.id} {said}")
     context = text[: place + len(prompt) - len(question)].rstrip()
-    (ids,) = _encode([context], tokenizer, special=not sample.chat)
+    (ids,) = _encode([context], tokenizer, special=_special(sample, tokenizer))
     (rest,) = _encode([text[len(context) :]], tokenizer, special=False)
     return replace(sample, prompt_ids=ids, question_ids=rest)
 
@@ -144,7 +145,7 @@ def render_turns(samples: Sequence[Sample], tokenizer: Any) -> list[RenderedSamp
     rendered = [first]
     for sample in samples[1:]:
         turns = [{"role": "user", "content": turn} for turn in (sample.earlier[-1], sample.prompt)]
-        text = chat_text(tokenizer, [turns[0], {"role": "assistant", "content": answer}, turns[1]])
+        text = prompt_text(tokenizer, [turns[0], {"role": "assistant", "content": answer}, turns[1]])
         (between,) = _encode([text.partition(answer)[2]], tokenizer, special=False)
         rendered.append(RenderedSample(**vars(sample), prompt_ids=first.prompt_ids, question_ids=between))
     return rendered
@@ -163,4 +164,9 @@ def _text(sample: Sample, tokenizer: Any) -> str:
     turns = [{"role": "user", "content": sample.prompt}]
     if sample.system:
         turns.insert(0, {"role": "system", "content": sample.system})
-    return chat_text(tokenizer, turns) + sample.answer_prefix
+    return prompt_text(tokenizer, turns, sample.answer_prefix)
+
+
+def _special(sample: Sample, tokenizer: Any) -> bool:
+    """Whether the tokenizer adds its special tokens to the sample's text."""
+    return not sample.chat or not has_chat_template(tokenizer)

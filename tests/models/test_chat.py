@@ -1,0 +1,74 @@
+"""Prompts as text: through a chat template, through one from a file, and without any, as base models read them."""
+
+from pathlib import Path
+
+import pytest
+
+from keepsight.data_gen.generate import render_prompt
+from keepsight.data_gen.prompts import Prompt
+from keepsight.errors import UserError
+from keepsight.eval.tasks.niah import make_samples
+from keepsight.eval.tasks.samples import Sample, render, render_apart, render_turns
+from keepsight.models.chat import adds_special_tokens, chat_text, prompt_text
+from keepsight.models.targets import load_target
+from tests.tiny import base_tokenizer, save_tiny_target, tiny_tokenizer
+
+TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is it?"}]
+ASKED = Sample("0", "test", 128, "The fox sleeps.\nWhere?", ("here",), "qa_f1", 12, "It is", question="\nWhere?")
+
+
+def test_without_a_template_a_prompt_is_its_plain_text() -> None:
+    base, chat = base_tokenizer(), tiny_tokenizer()
+    assert prompt_text(base, TURNS) == "Be brief.\n\nWhere is it?"
+    assert prompt_text(base, TURNS[1:], "It is") == "Where is it?\nIt is"
+    assert prompt_text(base, TURNS[1:], " It is") == "Where is it? It is"
+    assert prompt_text(base, [{"role": "user", "content": "Answer: "}], "It") == "Answer: It"
+    assert prompt_text(chat, TURNS[1:], "It is") == "<|user|>Where is it?<|end|><|assistant|>It is"
+    assert (adds_special_tokens(base), adds_special_tokens(chat)) == (True, False)
+
+
+def test_a_base_models_samples_begin_with_its_first_token_once() -> None:
+    base = base_tokenizer()
+    rendered = render(ASKED, base)
+    assert base.decode(rendered.prompt_ids) == "<|start|>The fox sleeps.\nWhere?\nIt is"
+    apart = render_apart(rendered, base)
+    assert base.decode(apart.prompt_ids) == "<|start|>The fox sleeps."
+    assert base.decode(apart.question_ids) == "\nWhere?\nIt is"
+    first = Sample("1", "turns", 128, "Who?", ("x",), "qa_f1", 12)
+    second = Sample("2", "turns", 128, "Why?", ("x",), "qa_f1", 12, earlier=("Who?",))
+    _, later = render_turns([first, second], base)
+    assert base.decode(later.question_ids) == "\n\nWhy?"
+    (needle,) = make_samples("single", 320, 1, 0, base)
+    assert needle.prompt_ids.tolist().count(base.bos_token_id) == 1
+    assert len(needle.prompt_ids) + needle.max_new_tokens <= 320
+
+
+def test_a_base_models_training_prompts_begin_with_its_first_token_once() -> None:
+    base = base_tokenizer()
+    turns = ({"role": "user", "content": "Hello?"},)
+    made = render_prompt(0, Prompt("mine", turns, answer_prefix="Well,"), base)
+    assert base.decode(made.ids) == "<|start|>Hello?\nWell,"
+    raw = render_prompt(0, Prompt("mine", turns, template=False), base)
+    assert base.decode(raw.ids) == "<|start|>Hello?"
+
+
+def test_a_template_from_a_file_is_part_of_the_target(tmp_path: Path) -> None:
+    folder = str(save_tiny_target(tmp_path / "base", tokenizer=base_tokenizer()))
+    file = tmp_path / "chat.jinja"
+    file.write_text("{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant]")
+    plain = load_target(folder, device="cpu")
+    given = load_target(folder, device="cpu", chat_template=file)
+    assert chat_text(given.tokenizer, TURNS[1:]) == "[user] Where is it?\n[assistant]"
+    assert given.template_digest != plain.template_digest
+    with pytest.raises(UserError, match=r"has no chat template; set one by model.chat_template=FILE"):
+        chat_text(plain.tokenizer, TURNS)
+
+
+@pytest.mark.parametrize("content", ["{% for", "no message at all", "{{ raise_exception('no') }}", "\udce4", None])
+def test_a_file_that_is_no_template_is_refused(tmp_path: Path, content: str | None) -> None:
+    folder = str(save_tiny_target(tmp_path / "tiny"))
+    file = tmp_path / "chat.jinja"
+    if content is not None:
+        file.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(UserError, match=rf"^model.chat_template={file}: .*(expected a Jinja template|cannot be read)"):
+        load_target(folder, device="cpu", chat_template=file)
