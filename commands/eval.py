@@ -246,9 +246,10 @@ def _quantization(model: ModelConfig, target: Target) -> str:
         settings = quantized if isinstance(quantized, dict) else quantized.to_dict()
         return str(settings.get("quant_method", "unknown"))
     if model.packaged is not None and target.version.startswith("sha256:") and not Path(model.id).is_dir():
-        name = Path(model.packaged).stem
+        name = Path(model.packaged).stem if isinstance(model.packaged, str) else ""
         kind = re.search(r"I?Q\d\w*|B?F\d+", name, flags=re.IGNORECASE)
-        return f"GGUF {kind[0] if kind else name}, dequantized"
+        label = kind[0] if kind else name
+        return f"GGUF {label}, dequantized" if label else "GGUF, dequantized"
     return "none"
 
 

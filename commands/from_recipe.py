@@ -13,7 +13,7 @@ from keepsight.commands.config_shared import ModelConfig, UsesMethods, UsesModel
 from keepsight.errors import UserError
 from keepsight.models.artifacts import fetch
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource, LayerSubset, load_draft, load_head
-from keepsight.models.model_files import located
+from keepsight.models.model_files import located, packaged_of
 from keepsight.models.targets import Target, load_target, outline_model, outline_target
 from keepsight.runtime.methods.make import Later, Resources, ResourcesLater
 
@@ -79,7 +79,7 @@ def draft_named(config: UsesMethods) -> Later | None:
     if named.head is not None:
         fetch(named.head, named.revision)
     if named.id is not None:
-        located(named.id, named.revision)
+        located(named.id, named.revision, **packaged_of(named.id))
     if named.layers is not None:
         LayerSubset(tuple(named.layers))
     return Later("draft") if given else None

@@ -128,7 +128,8 @@ def _weights_origin(config: CardKeys, target: Target) -> dict[str, str]:
     packaged, digest = config.model.packaged, config.model.packaged_digest
     if packaged is None or digest is None or not target.version.startswith(digest):
         return {"base model's dtype": dtype}
-    return {"base model's weights": f"{Path(packaged).name}, quantised weights that were dequantised to {dtype}"}
+    name = Path(packaged).name if isinstance(packaged, str) else "a GGUF file"
+    return {"base model's weights": f"{name}, quantised weights that were dequantised to {dtype}"}
 
 
 def length_summary(what: str, lengths: list[int]) -> dict[str, list[int]]:

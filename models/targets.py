@@ -44,6 +44,7 @@ from keepsight.models.distributed import gathered
 from keepsight.models.model_files import (
     FIRST,
     LOADING,
+    Packaged,
     digest_of_first,
     hub_answers,
     located,
@@ -120,7 +121,7 @@ def load_target(
     model_id: str,
     *,
     revision: str | None = None,
-    packaged: str | None = None,
+    packaged: Packaged | None = None,
     packaged_digest: str | None = None,
     dtype: str = "auto",
     device: str = "auto",
@@ -136,7 +137,8 @@ def load_target(
     Args:
         model_id: A local folder or a Hub id.
         revision: Branch, tag or commit on the Hub.
-        packaged: `package/file.gguf` of a package: if installed, its weights are used in place of the Hub's.
+        packaged: `package/file.gguf` of a package: if installed, its weights are used in place of the Hub's. Or the
+            parts of such a file, from which `make models` has made weights in the cache.
         packaged_digest: The `sha256:...` that the packaged file must have.
         dtype: `auto` (bfloat16 on an accelerator, float32 on the CPU) or a key of `DTYPES`.
         device: `auto`, or a torch device.
@@ -318,7 +320,7 @@ def keep_gradients(model: nn.Module) -> None:
 
 
 def outline_model(
-    model_id: str, *, dtype: str = "auto", trust_remote_code: bool = False, **files: str | None
+    model_id: str, *, dtype: str = "auto", trust_remote_code: bool = False, **files: Any
 ) -> PreTrainedModel:
     """A model on the meta device, made from its configuration alone; arguments as of `outline_target`.
 
@@ -338,7 +340,7 @@ def outline_target(
     template: Mapping[str, Any] | None = None,
     chat_template: str | Path | None = None,
     trust_remote_code: bool = False,
-    **files: str | None,
+    **files: Any,
 ) -> Target:
     """A base model without weights (tokenizer, configuration, version), for answers from a server.
 

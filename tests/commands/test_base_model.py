@@ -1,4 +1,4 @@
-"""The commands on a base model, which has no chat template: prompts are plain text after the tokenizer's first token."""
+"""The commands on a base model, which has no chat template: prompts are plain text after its first token."""
 
 from pathlib import Path
 

@@ -18,7 +18,11 @@ from tests.tiny import prompt_ids, tiny_tokenizer
 from tests.train.runs import write_data
 
 FOLDER = Path(recipes.__file__).parent / "recipe"
+QWEN_CODERS = "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"
+OWN_SETTINGS = {"smollm2-135m", "gemma3-270m", *QWEN_CODERS}
+"""Recipes for models that train on a CPU, each with settings of its own."""
 FAMILY_OF = {
+    "gemma3-270m": "Gemma 3 (text)",
     "gemma3-27b": "Gemma 3 (multimodal class, text)",
     "gemma3-4b": "Gemma 3 (multimodal class, text)",
     "gpt-oss-20b": "GPT-OSS",
@@ -26,7 +30,7 @@ FAMILY_OF = {
     "llama8b": "Llama 3",
     "mistral-7b": "Mistral",
     "phi-4": "Phi-3, Phi-4",
-    **dict.fromkeys(["qwen2.5-14b", "qwen2.5-7b"], "Qwen2, Qwen2.5"),
+    **dict.fromkeys(["qwen2.5-14b", "qwen2.5-7b", *QWEN_CODERS], "Qwen2, Qwen2.5"),
     **dict.fromkeys(["qwen3-1.7b", "qwen3-4b", "qwen3-8b"], "Qwen3"),
     "qwen3-30b-a3b": "Qwen3-MoE",
     "smollm2-135m": "Llama 3",
@@ -42,6 +46,7 @@ SHAPE: dict[str, Any] = {
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"] * 4}
 MORE: dict[str, dict[str, Any]] = {
     "GPT-OSS": LAYERS,
+    "Gemma 3 (text)": LAYERS,
     "Gemma 3 (multimodal class, text)": {
         **LAYERS,
         **{"image_token_index": 517, "boi_token_index": 518, "eoi_token_index": 519},  # which the tokenizer never gives
@@ -57,7 +62,7 @@ def overrides(section: str) -> list[str]:
 def test_those_of_one_architecture_differ_in_the_model_alone() -> None:
     """So that what is trained below, with the first of them, stands for all."""
     assert {path.stem for path in FOLDER.glob("*.yaml")} - {"demo"} == FAMILY_OF.keys()
-    for name in FAMILY_OF.keys() - {"smollm2-135m"}:
+    for name in FAMILY_OF.keys() - OWN_SETTINGS:
         first, own = (parse(UsesMethods, [f"recipe={each}"]) for each in (FIRST_OF[FAMILY_OF[name]], name))
         assert replace(own, model=replace(own.model, id=first.model.id)) == first, name
 

@@ -9,7 +9,7 @@ from keepsight.data_gen.prompts import Prompt
 from keepsight.errors import UserError
 from keepsight.eval.tasks.niah import make_samples
 from keepsight.eval.tasks.samples import Sample, render, render_apart, render_turns
-from keepsight.models.chat import adds_special_tokens, chat_text, prompt_text
+from keepsight.models.chat import chat_text, prompt_text
 from keepsight.models.targets import load_target
 from tests.tiny import base_tokenizer, save_tiny_target, tiny_tokenizer
 
@@ -24,7 +24,6 @@ def test_without_a_template_a_prompt_is_its_plain_text() -> None:
     assert prompt_text(base, TURNS[1:], " It is") == "Where is it? It is"
     assert prompt_text(base, [{"role": "user", "content": "Answer: "}], "It") == "Answer: It"
     assert prompt_text(chat, TURNS[1:], "It is") == "<|user|>Where is it?<|end|><|assistant|>It is"
-    assert (adds_special_tokens(base), adds_special_tokens(chat)) == (True, False)
 
 
 def test_a_base_models_samples_begin_with_its_first_token_once() -> None:

@@ -23,7 +23,14 @@ from keepsight.models.chat import chat_text, template_digest, vocabulary_digest
 from keepsight.models.decoder import context_of, require_supported
 from keepsight.models.lookahead import Lookahead, LookaheadAdapter
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.models.model_files import folder_version, installed_file, located, record_version, version_of
+from keepsight.models.model_files import (
+    dequantised_folder,
+    folder_version,
+    installed_file,
+    located,
+    record_version,
+    version_of,
+)
 from keepsight.models.targets import load_target
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import LookaheadKV, make_method
@@ -257,6 +264,20 @@ def test_an_installed_packaged_file_is_used_in_place_of_the_hubs_weights(
         assert located(HUB_ID, **others) == (HUB_ID, None, options)
 
 
+@pytest.mark.usefixtures("offline")
+def test_a_file_in_parts_is_read_from_the_cache_by_its_digest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KEEPSIGHT_CACHE", str(tmp_path / "cache"))
+    digest = f"sha256:{'0123456789abcdef' * 4}"
+    options: dict[str, Any] = {"packaged": ["a==1/a/0.bin", "b==1/b/1.bin"], "packaged_digest": digest}
+    with pytest.raises(UserError, match=r"is not in .*cache; run `make models`, .* from 2 downloaded parts"):
+        load_target(HUB_ID, **options)
+    save_tiny_target(dequantised_folder(digest))
+    target = load_target(HUB_ID, device="cpu", **options)
+    assert (target.version, target.name) == (digest, HUB_ID)
+    with pytest.raises(UserError, match="is not in the Hub's cache"):
+        load_target(HUB_ID, revision="v1", **options)
+
+
 @pytest.mark.usefixtures("offline", "package")
 def test_a_packaged_file_needs_its_digest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KEEPSIGHT_CACHE", str(tmp_path / "cache"))
@@ -274,7 +295,7 @@ def test_the_chat_template_and_what_it_refuses() -> None:
         with pytest.raises(UserError, match=f"refuses the turns user: .*{said}"):
             chat_text(tokenizer, turns)
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match="has no chat template; set one by model.chat_template=FILE"):
+    with pytest.raises(UserError, match=r"has no chat template; set one by model\.chat_template=FILE"):
         chat_text(tokenizer, turns)
 
 

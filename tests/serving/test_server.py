@@ -21,12 +21,8 @@ from keepsight.models.targets import Target, load_target
 from keepsight.runtime.generate import generate
 from keepsight.serving.engine import Engine
 from keepsight.serving.server import Service
-<<<<<<< HEAD
-from tests.tiny import save_tiny_target, tiny_model
+from tests.tiny import base_tokenizer, save_tiny_target, tiny_model
 from tests.tokenizers import scripted, tokenizers_of_all_kinds
-=======
-from tests.tiny import base_tokenizer, save_tiny_target
->>>>>>> 3d5cd9dc (Base models: without a chat template a prompt is plain text after the tokenizer's first token; model.chat_template=FILE sets one)
 
 METHOD = SnapKV(40, window=8)
 TEXTS = [f"{number} ships sailed on the sea. " * (3 + number) for number in range(16)]
@@ -289,7 +285,8 @@ def test_a_model_without_a_chat_template_completes_texts_and_says_why_it_does_no
     base = load_target(str(save_tiny_target(tmp_path, tokenizer=base_tokenizer())), device="cpu")
     with serving(base) as (url, _):
         whole = client(url).completions.create(model="tiny", prompt=TEXTS[9], max_tokens=8)
-        with pytest.raises(openai.BadRequestError, match="has no chat template; set one by model.chat_template=FILE"):
+        said = r"has no chat template; set one by model\.chat_template=FILE"
+        with pytest.raises(openai.BadRequestError, match=said):
             client(url).chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hello"}])
     assert whole.choices[0].text == alone(base, TEXTS[9], 8)
     ids = base.tokenizer(TEXTS[9])["input_ids"]
