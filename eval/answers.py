@@ -31,7 +31,8 @@ from keepsight.models.decoder import cached_kv_heads, head_width
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.generate import PeriodicEviction, decode, stop_after, up_to_end
 from keepsight.runtime.join import join, joins_unpadded
-from keepsight.runtime.state import State, read
+from keepsight.runtime.rope_length import length_limit
+from keepsight.runtime.state import State, read, read_one_by_one
 
 Item = TypeVar("Item")
 _SHARE_OF_FREE_MEMORY = 0.25
@@ -163,7 +164,13 @@ def answer_all(
     for batch in joined_by_length(model, [states[index] for index in differing], more, most):
         rows = [differing[place] for place in batch]
         known = answer[:, : min(agreed[row] for row in rows)]
-        state = _read(model, join([states[row] for row in rows]), torch.cat([question, known], dim=1))
+        state = join([states[row] for row in rows])
+        if length_limit(model.config) is None:
+            state = _read(model, state, torch.cat([question, known], dim=1))
+        else:  # an answer's tokens were generated one by one
+            state = _read(model, state, question)
+            for part in known.split(_TOKENS_AT_ONCE, dim=1) if known.shape[1] else ():
+                state, _ = read_one_by_one(model, state, part.expand(len(rows), -1))
         written.update(zip(rows, _write(model, state, known, limits), strict=True))
     same = _Written(answer[0], None, 0)
     answers = []
@@ -230,7 +237,7 @@ def score(
         if start and eviction is not None:
             state = eviction.compress(state)
         end = min(start + block, last)
-        state, logits = read(model, state, answer[:, start:end].expand(len(state.lengths), -1))
+        state, logits = read_one_by_one(model, state, answer[:, start:end].expand(len(state.lengths), -1))
         compare(logits, answer[0, start + 1 : end + 1])
     return torch.cat(nll, dim=1), torch.cat(hits, dim=1)
 
@@ -291,8 +298,10 @@ class _Likelihood(LogitsProcessor):
 
 def _read(model: PreTrainedModel, state: State, tokens: Tensor) -> State:
     """The state after the same tokens [1, q] in every row; q may be 0."""
-    for part in tokens.split(_TOKENS_AT_ONCE, dim=1) if tokens.shape[1] else ():
-        state, _ = read(model, state, part.expand(len(state.lengths), -1), logits_to_keep=1)
+    unread = tokens.shape[1]
+    for part in tokens.split(_TOKENS_AT_ONCE, dim=1) if unread else ():
+        unread -= part.shape[1]
+        state, _ = read(model, state, part.expand(len(state.lengths), -1), logits_to_keep=1, more=unread)
     return state
 
 

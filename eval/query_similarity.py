@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.models.decoder import input_shape
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.drafting.observer import greedy_draft
 from keepsight.runtime.observe import ObservedLayer, read_with
@@ -46,7 +47,7 @@ def query_similarity(
     UserError: some layer has no full attention, or its RoPE cannot be undone.
     """
     generator = torch.Generator().manual_seed(seed)
-    vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+    vocabulary, _ = input_shape(model)
     for prompt in prompts:
         state = prefill(model, torch.tensor([list(prompt)], device=model.device))
         if len(state.layers) < len(state.cache.layers):

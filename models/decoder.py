@@ -10,6 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 from accelerate.utils import has_offloaded_params
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -22,6 +24,7 @@ RECURRENT = ("linear_attention", "conv")
 BOUNDED = ("sliding_attention", CHUNKED, *RECURRENT)
 """Kinds of layers whose cache does not grow with the prompt; the last ones keep a recurrent state."""
 _OTHER_HEADS = ("diffllama", "jetmoe")
+_OTHER_MASKS = ("doge",)
 _OTHER_CACHES = ("minimax", "recurrent_gemma")
 _OUTPUTS = ("o_proj", "out_proj", "dense")
 _MAY_BE_INFINITE = "time_step_limit"  # of state-space layers
@@ -56,12 +59,20 @@ def full_attention_layers(config: Any) -> list[int]:
 
 
 def context_of(model: PreTrainedModel) -> int:
-    """Context length of a model in tokens, as extended by YaRN; huge where its configuration names none."""
+    """Context length of a model in tokens, as extended by its RoPE; huge where its configuration names none."""
     config = model.config.get_text_config(decoder=True)
+    named = int(getattr(config, "max_position_embeddings", None) or sys.maxsize)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    rope = rope.get(FULL) or rope  # by kind of layer in models that have several
-    stretched = rope["factor"] * rope["original_max_position_embeddings"] if rope.get("rope_type") == "yarn" else 0
-    return max(int(getattr(config, "max_position_embeddings", None) or sys.maxsize), int(stretched))
+    by_kind = FULL in rope  # models with several kinds of layers name the extended length where it is scaled linearly
+    rope = rope.get(FULL) or rope
+    scaling = rope.get("rope_type")
+    original = rope.get("original_max_position_embeddings")
+    if scaling in ("linear", "dynamic") and not by_kind:
+        original = original or named
+    elif scaling not in ("yarn", "longrope"):
+        return named  # others, such as llama3, name the extended length
+    stretched = (rope.get("factor") or 1) * (original or 0)
+    return max(named, int(stretched))
 
 
 def head_width(config: Any) -> int:
@@ -82,16 +93,28 @@ def has_latents(model: PreTrainedModel) -> bool:
 
 
 def input_embedding(model: PreTrainedModel) -> Tensor:
-    """The input embedding [vocabulary, hidden], detached."""
+    """The input embedding [vocabulary, hidden], detached, without the updates of LoRA and of trainable tokens.
+
+    PEFT's modules in its place have the attribute `weight` too, and few of the others of `nn.Embedding`.
+    """
     weight: Any = model.get_input_embeddings().weight
     embedding: Tensor = weight.detach()
     return embedding
 
 
-def input_width(model: PreTrainedModel) -> int:
-    """Width of the input embedding, also where ZeRO-3 has partitioned it."""
+def input_shape(model: PreTrainedModel) -> tuple[int, int]:
+    """Size of the vocabulary and width of the input embedding, also where ZeRO-3 has partitioned it."""
     weight: Any = model.get_input_embeddings().weight
-    return whole_shape(weight)[1]
+    vocabulary, width = whole_shape(weight)
+    return vocabulary, width
+
+
+def embedding_scale(model: PreTrainedModel) -> float:
+    """The factor by which the model multiplies its input embeddings, as Gemma does."""
+    module: Any = model.get_input_embeddings()
+    while isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):  # PEFT's, which hide the embedding
+        module = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module.original_module
+    return float(getattr(module, "embed_scale", 1.0))
 
 
 def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
@@ -184,6 +207,8 @@ def require_supported_config(config: Any) -> None:
         raise UserError(f"{kind} is an encoder-decoder model; load a decoder-only model")
     if kind in _OTHER_HEADS:
         raise UserError(f"{kind} shares its KV heads among query heads in its own way; load a model with grouped heads")
+    if kind in _OTHER_MASKS:
+        raise UserError(f"{kind} computes the mask of each head from the values of all entries; load another model")
     if kind in _OTHER_CACHES:
         raise UserError(f"{kind} has its own kind of cache; load a model that takes transformers' DynamicCache")
     if _shares_entries(config.get_text_config(decoder=True)):

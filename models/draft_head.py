@@ -42,7 +42,7 @@ from keepsight.models.artifacts import (
     write_tensors,
 )
 from keepsight.models.card import CardBasics, Provenance, metrics_table, write_card
-from keepsight.models.decoder import floats_of, head_width, input_embedding, input_width
+from keepsight.models.decoder import floats_of, head_width, input_embedding, input_shape
 from keepsight.models.model_files import logger, warn_of_another_base
 
 CONFIG, WEIGHTS, ORIGIN = "config.json", "model.safetensors", "keepsight.json"
@@ -464,7 +464,7 @@ def check_model(folder: Path, config: LlamaConfig, model: PreTrainedModel) -> No
     """Refuse a head for a model of other sizes."""
     text = model.config.get_text_config()
     sizes = {
-        "hidden size": (config.hidden_size, input_width(model)),
+        "hidden size": (config.hidden_size, input_shape(model)[1]),
         "feature width": (getattr(config, "target_hidden_size", None) or config.hidden_size, text.hidden_size),
         "vocabulary": (config.vocab_size, text.vocab_size),
     }

@@ -22,7 +22,7 @@ from keepsight.errors import UserError, one_line
 from keepsight.files import file_digest, read_json, write_json
 from keepsight.models.artifacts import Artifact, as_weights, check_digest, read_tensors, write_tensors
 from keepsight.models.card import CardBasics, Provenance, example, metrics_table, write_card
-from keepsight.models.decoder import input_embedding, input_width
+from keepsight.models.decoder import embedding_scale, input_embedding, input_shape
 from keepsight.models.distributed import gathered
 from keepsight.models.lookahead_settings import HeadWeights, LookaheadSettings, checked_weights
 from keepsight.models.lora import PREFIX, FoldedLora, Lora, chosen_targets
@@ -55,11 +55,10 @@ class Lookahead(nn.Module):
     def __init__(self, model: PreTrainedModel, settings: LookaheadSettings) -> None:
         super().__init__()
         self.model, self.settings = model, settings
-        scale = float(getattr(model.get_input_embeddings(), "embed_scale", 1.0))  # Gemma scales its embeddings
         with gathered(model.get_input_embeddings()):
             embedding = input_embedding(model)
             random = torch.randn(settings.tokens, embedding.shape[1], dtype=torch.float32, device=embedding.device)
-            random = random * embedding.float().std() * scale
+            random = random * embedding.float().std() * embedding_scale(model)
         self.soft_tokens = nn.Embedding.from_pretrained(random, freeze=False)
         linears = chosen_targets(model, settings.targets) if settings.rank else {}
         self.lora = Lora(linears, settings.rank, settings.alpha, settings.dropout) if linears else None
@@ -197,12 +196,11 @@ class LookaheadAdapter(Artifact):
         is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", loaded) and not Path(loaded).exists()
         if is_hub_id and expected and loaded != expected:
             raise UserError(f"{folder}: this adapter is for {expected!r}, but the model is {loaded!r}")
-        if (own := self.tokens.shape[1]) != (hidden := input_width(model)):
+        if (own := self.tokens.shape[1]) != (hidden := input_shape(model)[1]):
             raise UserError(
                 f"{folder}: this adapter is for {expected!r} with hidden size {own}, but the model's is {hidden}"
             )
-        embedding: Any = model.get_input_embeddings()  # under ZeRO-3 its weight is empty
-        if self.invocation < embedding.num_embeddings:
+        if self.invocation < input_shape(model)[0]:
             logger.warning(
                 "%s: plain PEFT would apply this LoRA where token %d occurs, which this model has; save it again",
                 *(folder, self.invocation),

@@ -26,7 +26,7 @@ from keepsight.errors import UserError, one_line
 from keepsight.files import read_json, write_json
 from keepsight.models.artifacts import LARGEST_SIZE, Artifact, check_digest, load_weights, read_tensors, write_tensors
 from keepsight.models.card import CardBasics, Provenance, example, metrics_table, write_card
-from keepsight.models.decoder import FULL, cached_kv_heads, full_attention_layers, input_width
+from keepsight.models.decoder import FULL, cached_kv_heads, full_attention_layers, input_shape
 from keepsight.models.draft_head import DraftHead, HeadRotaryEmbedding, default_feature_layers, normed_features
 from keepsight.models.model_files import warn_of_another_base
 
@@ -335,7 +335,7 @@ class RetrievalHead(nn.Module, Artifact):
         """
         config, text = self.config, model.config.get_text_config()
         pairs = {
-            "hidden size": (config.hidden_size, input_width(model)),
+            "hidden size": (config.hidden_size, input_shape(model)[1]),
             "feature width": (config.target_hidden_size, text.hidden_size),
             "vocabulary": (config.vocab_size, text.vocab_size),
             "KV heads": (config.num_key_value_heads, cached_kv_heads(model)),

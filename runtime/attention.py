@@ -20,7 +20,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -33,6 +33,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from keepsight.errors import UserError
+from keepsight.runtime.rope_length import counted_lengths
 
 
 class Reader(Protocol):
@@ -136,19 +137,50 @@ _CHECKPOINTING = "gradient_checkpointing"
 _LOCK = threading.Lock()
 _PASSES: Counter[int] = Counter()
 """How many passes are under way, by the id of the model's text configuration."""
+_EAGER = list[AbstractContextManager[Any]]()
+"""A context for each pass under way; the first one lets compiled code run eagerly."""
 
 
-def run(model: Reader, cache: Cache, *, recorder: Recorder | None = None, **inputs: Any) -> Any:
+def run(
+    model: Reader, cache: Cache, *, recorder: Recorder | None = None, rope_lengths: Tensor | None = None, **inputs: Any
+) -> Any:
     """Run a model on new tokens, append them to a cache, and return its output; `inputs` are arguments of the model.
+
+    `rope_lengths` [B] int64 are the lengths of the texts that the tokens belong to, where the model's RoPE depends on
+    it; by default the largest position of all rows plus 1.
 
     Raises:
         UserError: the model is being trained with gradient checkpointing.
     """
-    plain: Any = getattr(model, "_orig_mod", model)  # a compiled graph knows nothing of recorders
+    plain: Any = getattr(model, "_orig_mod", model)
     if getattr(plain, "training", False) and any(getattr(each, _CHECKPOINTING, False) for each in plain.modules()):
         raise UserError("gradient checkpointing drops the cache of a model in training mode; call model.eval() first")
-    with recording(model):
+    with recording(model), _uncompiled(), counted_lengths(plain, rope_lengths):
         return plain(past_key_values=cache, use_cache=True, entries=cache, recorder=recorder, **inputs)
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Within the block, what `torch.compile` compiled runs as it was: compiled graphs know nothing of recorders.
+
+    That holds for modules, their `forward`, and parts of them. Re-entrant, and safe in several threads.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled; importing it takes seconds
+        yield
+        return
+    with _LOCK:
+        if not _EAGER:
+            _EAGER.append(torch.compiler.set_stance("force_eager"))
+        else:
+            _EAGER.append(nullcontext())
+    try:
+        yield
+    finally:
+        with _LOCK:
+            if len(_EAGER) > 1:
+                _EAGER.pop()
+            else:
+                _EAGER.pop().__exit__(None, None, None)
 
 
 @contextmanager
@@ -201,6 +233,11 @@ def _attention(
         softcap = None if loaded == "sdpa" else options.get("softcap")  # transformers' sdpa leaves it out
         softmax = Softmax(scale, softcap, options.get("s_aux"))
         real = getattr(layer, "real", None)
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
+            raise UserError(
+                f"{module.config.model_type} has a mask of its own for each head, so that its entries cannot be "  # type: ignore[union-attr]
+                "scored; load a model without, such as Llama, Qwen, Mistral or Gemma"
+            )
         if recorder is not None:
             recorder(index, query, key, softmax, real, attention_mask)
         if isinstance(layer, OwnAttention):

@@ -1,5 +1,6 @@
 """Conversations: each turn continues from the state after the last answer."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -84,7 +85,8 @@ class Conversation(CustomGenerate):
             raise UserError("conversation: the model has other active adapters than at the last turn; activate those")
         state = self._read(request.input_ids, request.chunk)
         reader, eviction = self.method.reader(model), self.method.periodic_eviction(model)
-        decoded = decode(reader, state, eviction=eviction, **request.decoding)
+        restart = functools.partial(self.method.restart, model)
+        decoded = decode(reader, state, eviction=eviction, restart=restart, **request.decoding)
         self.state, self.ids, self._unread = decoded.state, decoded.ids, decoded.ids[:, -1:]
         self._adapters = adapters
         return decoded

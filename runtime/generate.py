@@ -3,15 +3,17 @@
 A method is also a `custom_generate` of transformers: `model.generate(**inputs, custom_generate=SnapKV(128))`.
 """
 
+import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import (
@@ -29,12 +31,13 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.models.chat import ids_of
-from keepsight.models.decoder import context_of, require_supported
+from keepsight.models.decoder import context_of, input_embedding, input_shape, require_supported
 from keepsight.models.model_files import adapters_digest
 from keepsight.runtime import registry
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.images import IMAGE_INPUTS, Images
-from keepsight.runtime.state import Needs, State, positions_of, prefill, read
+from keepsight.runtime.rope_length import length_limit
+from keepsight.runtime.state import Needs, State, must_restart, positions_of, prefill, read
 
 _READ = IMAGE_INPUTS | {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
 
@@ -45,6 +48,10 @@ class PeriodicEviction:
 
     interval: int
     compress: Callable[[State], State]
+
+
+Restart = Callable[[State, Tensor], State]
+"""Takes a state and further tokens [B, q]; returns the state after them, for which everything was read again."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ def decode(
     do_sample: bool = False,
     streamer: BaseStreamer | None = None,
     eviction: PeriodicEviction | None = None,
+    restart: Restart | None = None,
 ) -> Decoded:
     """Generate an answer for each row.
 
@@ -103,6 +111,11 @@ def decode(
         do_sample: Sample from the processed logits instead of taking the arg-max.
         streamer: Receives each token.
         eviction: Eviction while decoding; None for none.
+        restart: Reads everything again where the model drops its cache; see `Method.restart`. None to refuse evicted
+            states there.
+
+    Raises:
+        UserError: the model drops its cache, and entries were evicted.
     """
     ids = prompt_ids if prompt_ids is not None else state.lengths.new_empty(len(state.logits), 0)
     unfinished = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
@@ -119,7 +132,10 @@ def decode(
             break
         if eviction is not None and since_eviction == eviction.interval:
             state, since_eviction = eviction.compress(state), 0
-        state, _ = read(model, state, token[:, None])
+        if restart is not None and must_restart(model, state, 1):
+            state, since_eviction = restart(state, token[:, None]), 0
+        else:
+            state, _ = read(model, state, token[:, None])
         since_eviction += 1
     if streamer is not None:
         streamer.end()
@@ -221,7 +237,7 @@ class CustomGenerate(ABC):
             UserError: `model.generate` has an argument that is not supported.
         """
         require_supported(model)
-        embedding: Any = model.get_input_embeddings().weight
+        embedding = input_embedding(model)
         if not embedding.is_meta:  # as it is where accelerate offloads it
             input_ids, place = input_ids.to(embedding.device), embedding.device
             model_kwargs = {
@@ -258,7 +274,7 @@ class CustomGenerate(ABC):
         returns_past = bool(generation_config.return_dict_in_generate)
         mask, new = (mask, input_ids) if past is None else (None, input_ids[:, past.ids.shape[1] :])
         request = GenerateRequest(input_ids, mask, past, new, chunk, images, returns_past, decoding)
-        size = int(cast(Any, model.get_input_embeddings()).num_embeddings)
+        size, _ = input_shape(model)
         if not images and (wrong := new[(new < 0) | (new >= size)]).numel():  # images have ids of their own
             raise UserError(f"token id {int(wrong[0])} is not in the vocabulary of {size}; take the model's tokenizer")
         elsewhere = torch.get_default_device().type not in ("cpu", model.device.type)  # such as meta
@@ -361,7 +377,12 @@ def _require_honoured(
             "custom_generate: the attention_mask hides tokens after a prompt's first; pad on the left, and give an "
             "attention_mask where prompts hold the pad token"
         )
-    if positions is not None and bool((positions != positions_of(mask, width, input_ids.device)).any()):
+    differing = torch.zeros(1, dtype=torch.bool)
+    if positions is not None:
+        differing = positions != positions_of(mask, width, input_ids.device)
+        if mask is not None:
+            differing = differing & mask.bool()  # no token sees padding: transformers has 1 there
+    if bool(differing.any()):
         raise UserError("custom_generate: position_ids other than 0, 1, 2, ... are not supported; leave them out")
 
 
@@ -404,10 +425,27 @@ class Method(CustomGenerate):
         The state, of this method or one that `joins`, stays unchanged. `tokens` are [B, n] int64, without padding; with
         n = 0 the answer follows what has been read. `chunk` is as for `start`.
         """
+        if must_restart(model, state, tokens.shape[1]):
+            return self.restart(model, state, tokens)
         reader, state = model if state.joins else self.turn_reader(model), state.copy()
-        for part in tokens.split(chunk or tokens.shape[1], dim=1) if tokens.shape[1] else ():
-            state, _ = read(reader, state, part, logits_to_keep=1)
+        unread = tokens.shape[1]
+        for part in tokens.split(chunk or unread, dim=1) if unread else ():
+            unread -= part.shape[1]
+            state, _ = read(reader, state, part, logits_to_keep=1, more=unread)
         return state
+
+    def restart(self, model: PreTrainedModel, state: State, tokens: Tensor) -> State:
+        """Read everything again, with further tokens [B, q], and return the state to answer from.
+
+        Models such as Phi-3 drop their cache where a text grows beyond a limit (see `rope_length`). The method is then
+        applied to the whole text again. A `UserError` if it cannot be.
+        """
+        raise self._no_restart(model)
+
+    def _no_restart(self, model: PreTrainedModel) -> UserError:
+        limit = length_limit(model.config)
+        assert limit is not None
+        return limit.error(f"reads everything again there, which {type(self).__name__} cannot")
 
     def compress(self, model: PreTrainedModel, **inputs: Any) -> Any:
         """Read prompts without generating; `inputs` are the arguments of `generate`.
@@ -481,7 +519,8 @@ class Method(CustomGenerate):
         eviction = self.periodic_eviction(model) if self.every else None
         if eviction is None and not request.goes_on and state.needs != Needs():
             state = replace(state, needs=Needs(), features=())  # unread recordings would slow every step
-        return decode(self.reader(model), state, eviction=eviction, **request.decoding)
+        restart = functools.partial(self.restart, model)
+        return decode(self.reader(model), state, eviction=eviction, restart=restart, **request.decoding)
 
 
 class CacheMethod(Method):
@@ -490,6 +529,14 @@ class CacheMethod(Method):
     @abstractmethod
     def compress_state(self, model: PreTrainedModel, state: State) -> State:
         """The compressed state to decode from; `state` stays unchanged."""
+
+    @override
+    def restart(self, model: PreTrainedModel, state: State, tokens: Tensor) -> State:
+        if state.images:
+            raise self._no_restart(model)
+        mask, count = state.tokens_mask, tokens.shape[1]
+        mask = None if mask is None else functional.pad(mask, (0, count), value=True)
+        return self.start(model, torch.cat([state.tokens, tokens], dim=1), mask)
 
     @override
     def resume(self, model: PreTrainedModel, state: State, tokens: Tensor, *, chunk: int | None = None) -> State:

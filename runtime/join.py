@@ -42,6 +42,7 @@ def join(states: Sequence[State]) -> State:
     width, seen = (max(lengths) for lengths in zip(*map(_lengths, states), strict=True))
     same_width = all(state.tokens.shape[1] == width and state.padded is False for state in states)
     offsets = [torch.zeros_like(state.lengths) + state.rope_offset for state in states]
+    batch_offsets = [torch.zeros_like(state.lengths) + state.batch_offset for state in states]
     join_full = _join_ragged if any(map(joins_unpadded, states)) else _join_dense
     columns = zip(*(state.cache.layers for state in states), strict=True)
     layers: list[Any] = [
@@ -53,6 +54,7 @@ def join(states: Sequence[State]) -> State:
         torch.cat([functional.pad(state.tokens, (width - state.tokens.shape[1], 0)) for state in states]),
         torch.cat([state.lengths for state in states]),
         rope_offset=torch.cat(offsets),
+        batch_offset=torch.cat(batch_offsets),
         padded=False if same_width else None,
         images=Images({}) if any(state.images for state in states) else None,
     )
@@ -88,6 +90,7 @@ def take_rows(state: State, rows: Sequence[int]) -> State:
         state.tokens[index, before - width :],
         lengths,
         rope_offset=state.rope_offset[index] if isinstance(state.rope_offset, Tensor) else 0,
+        batch_offset=state.batch_offset[index] if isinstance(state.batch_offset, Tensor) else 0,
         padded=False if state.padded is False else bool((lengths < width).any()),
         images=Images({}) if state.images else None,
     )

@@ -28,7 +28,7 @@ from keepsight.runtime import registry
 from keepsight.runtime.attention import OwnAttention, Softmax, later, run
 from keepsight.runtime.importance import ROWS_AT_ONCE, Reduce, observed_attention, recorded_queries, reduce_group
 from keepsight.runtime.layer import KeptLayer, LayerEntries
-from keepsight.runtime.state import Needs, State, full_layers, with_full_layers
+from keepsight.runtime.state import Needs, State, full_layers, with_full_layers, with_observers
 
 RECOMPUTED = 2**24
 """Bytes of a layer's attention weights above which they are recomputed in the backward pass."""
@@ -155,6 +155,34 @@ def look_back(
     observers: [B, K, N] float32 for each layer. A `UserError` if `start` is before the prompt, or is not 0 though
     entries were evicted before or a layer is bounded.
     """
+    rope_lengths = state.rope_lengths + start + embeddings.shape[1]
+    state = with_observers(model, state, start + embeddings.shape[1])
+    return _look_back(
+        model,
+        state,
+        embeddings,
+        rope_lengths,
+        reduce=reduce,
+        observer_mask=observer_mask,
+        combined=combined,
+        stops=stops,
+        start=start,
+    )
+
+
+def _look_back(
+    model: PreTrainedModel,
+    state: State,
+    embeddings: Tensor,
+    rope_lengths: Tensor,
+    *,
+    reduce: Reduce,
+    observer_mask: Tensor | None = None,
+    combined: OfLayer = all_heads,
+    stops: bool = True,
+    start: int = 0,
+) -> list[Tensor]:
+    """`look_back`, where a text of `rope_lengths` [B] tokens has the RoPE of the state's keys."""
     kv_heads, hidden = [layer.kv_heads for layer in state.layers], max(-start, 0)
     seen = _before(state, start) if start else state
 
@@ -172,6 +200,7 @@ def look_back(
         reduction=reduce.queries,
         keep=keep,
         stops=stops,
+        rope_lengths=rope_lengths,
     )
 
 
@@ -199,8 +228,10 @@ def look_back_with_window(
     start: int = 0,
 ) -> list[Tensor]:
     """`look_back`, where the last `window` tokens that the state has read observe too; 0 for none."""
+    rope_lengths = state.rope_lengths + start + embeddings.shape[1]
+    state = with_observers(model, state, start + embeddings.shape[1])
     look = functools.partial(
-        look_back, model, state, embeddings, reduce=reduce, observer_mask=observer_mask, start=start
+        _look_back, model, state, embeddings, rope_lengths, reduce=reduce, observer_mask=observer_mask, start=start
     )
     if not window:
         return look()
@@ -226,6 +257,7 @@ def observe(
     reduction: str = "mean",
     keep: OfLayer = all_heads,
     stops: bool = False,
+    rope_lengths: Tensor | None = None,
 ) -> list[Tensor]:
     """Let observers look back at a cache.
 
@@ -242,6 +274,7 @@ def observe(
         keep: Reduces a layer's attention as soon as it is computed.
         stops: Whether the pass may end in the middle of the model, once the last layer's entries are scored: forward
             hooks around its modules are then not called.
+        rope_lengths: [R] int64, the length of the text whose RoPE the cache's keys have, where it depends on one.
 
     Returns:
         For each layer with full attention, `keep` of the observers' attention [R, H, N] float32. Gradients flow
@@ -259,16 +292,22 @@ def observe(
         for place, (kind, layer) in enumerate(zip(kinds, stored, strict=True))
     ]
     with torch.inference_mode(not torch.is_grad_enabled()), suppress(AllObserved):  # saves 3 % of the time on a CPU
-        read_with(model, cache, observed, mask, embeddings, first)
+        read_with(model, cache, observed, mask, embeddings, first, rope_lengths)
     return [layer.taken() for layer in observed]
 
 
 def read_with(
-    model: PreTrainedModel, cache: Cache, layers: Sequence[Any], mask: Tensor | None, embeddings: Tensor, first: Tensor
+    model: PreTrainedModel,
+    cache: Cache,
+    layers: Sequence[Any],
+    mask: Tensor | None,
+    embeddings: Tensor,
+    first: Tensor,
+    rope_lengths: Tensor | None = None,
 ) -> None:
     """Read observers [R, n, hidden] from positions `first` [R] on, with `layers` in place of those with full attention.
 
-    `mask` is as in `observe`.
+    `mask` and `rope_lengths` are as in `observe`.
     """
     count = embeddings.shape[1]
     # Layers with full attention know their padding; it is the bounded ones that need a mask.
@@ -279,6 +318,7 @@ def read_with(
         inputs_embeds=embeddings,
         position_ids=first[:, None] + torch.arange(count, device=embeddings.device),
         attention_mask=padded,
+        rope_lengths=rope_lengths,
     )
 
 

@@ -9,9 +9,8 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import FULL, attention_of, decoder_of, has_latents, layer_kinds
+from keepsight.runtime.rope_length import BY_LENGTH
 
-_BY_LENGTH = ("dynamic", "longrope")
-"""Kinds of RoPE whose angles depend on the length of the prompt."""
 SINKS = 4
 """First tokens whose queries are left out of the statistics: they are unlike all others."""
 
@@ -33,8 +32,8 @@ class Rotary:
         self._apply: Any = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
         self._latent = has_latents(model)
         unknown = (self._latent and not latent) or (self._embedding is not None and self._apply is None)
-        if kind in _BY_LENGTH or unknown:
-            reason = f"its rope_type is {kind}" if kind in _BY_LENGTH else "its attention applies RoPE in its own way"
+        if kind in BY_LENGTH or unknown:
+            reason = f"its rope_type is {kind}" if kind in BY_LENGTH else "its attention applies RoPE in its own way"
             raise UserError(
                 f"positions in cached keys of {config.model_type} cannot be undone: {reason}; take a method that "
                 "reads keys as they are, such as quest"

@@ -271,6 +271,7 @@ def _tensors_of(state: State) -> dict[str, Tensor]:
         "logits": state.logits,
         "mask": state.tokens_mask if unevicted else None,
         "shift": state.rope_offset if isinstance(state.rope_offset, Tensor) else None,
+        "batch_shift": state.batch_offset if isinstance(state.batch_offset, Tensor) else None,
         "trace.ahead": recorded[0].ahead if recorded else None,
     }
     for index, layer in enumerate(share(state.cache).layers):
@@ -327,7 +328,9 @@ def _state_of_tensors(
         layer_of_tensors(empty, _named(tensors, f"layers.{index}."), seen) for index, empty in enumerate(cache.layers)
     ]
     cache, tokens, lengths = Cache(layers=layers), tensors["tokens"], tensors["lengths"]
-    state = State(cache, tensors["logits"], tokens, lengths, needs, rope_offset=tensors.get("shift", 0))
+    state = State(cache, tensors["logits"], tokens, lengths, needs)
+    offsets = {"rope_offset": tensors.get("shift", 0), "batch_offset": tensors.get("batch_shift", 0)}
+    state = replace(state, **offsets)
     mask, ahead = state.tokens_mask, tensors.get("trace.ahead")
     for index, (layer, each) in enumerate(zip(state.layers, softmax, strict=False)):
         queries = tensors.get(f"trace.window.{index}")

@@ -29,6 +29,7 @@ from keepsight.runtime.features import RecordFeatures, WatchInputs
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import observed_attention, seen_ahead
 from keepsight.runtime.layer import KeptLayer, LayerEntries, RaggedLayer, Recorded
+from keepsight.runtime.rope_length import LengthLimit, length_limit
 from keepsight.runtime.rotary import QueryStatistics, Rotary, with_queries
 
 AfterLayer = Callable[[Cache, int, KeptLayer], KeptLayer]
@@ -81,6 +82,8 @@ class State:
         features: For each of the layers in `needs.features`, its output [B, m, hidden] for the last m tokens.
         rope_offset: [B] int64, or 0 for all rows: the next RoPE position minus the row's number of tokens, where
             positions are not consecutive (an image's tokens under M-RoPE).
+        batch_offset: [B] int64, or 0 for all rows: number of tokens of the longest text of the batch that a row was
+            read in, minus the row's own. Where RoPE depends on the length, it is that of the longest.
         padded: Whether a row has padding; None where the CPU has to wait for `lengths` to know.
         seconds: Time spent summing accumulated attention; on a GPU, only the time that the CPU was blocked.
         images: The prompts' images, which a draft model reads again; None for none.
@@ -93,6 +96,7 @@ class State:
     needs: Needs = Needs()
     features: tuple[Tensor, ...] = ()
     rope_offset: Tensor | Literal[0] = 0
+    batch_offset: Tensor | Literal[0] = 0
     padded: bool | None = None
     seconds: float = 0.0
     images: Images | None = None
@@ -141,6 +145,16 @@ class State:
             return None
         return torch.arange(width, device=self.lengths.device) >= width - self.lengths[:, None]
 
+    @property
+    def rope_lengths(self) -> Tensor:
+        """[B] int64: the length of the text that a row's RoPE counts, where it depends on one."""
+        return self.lengths + self.rope_offset + self.batch_offset
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is of text alone, nothing was evicted, and entries are stored as they are."""
+        return self.joins and not self.images and bool((self.counts() == self.lengths[:, None]).all())
+
     def entries(self) -> list[LayerEntries]:
         """Keys, values [B, K, C, d] of each layer, and which of them are real, [B, 1 or K, C] or None for all."""
         return [layer.entries() for layer in self.layers]
@@ -177,6 +191,7 @@ class State:
             self.tokens,
             self.lengths,
             rope_offset=self.rope_offset,
+            batch_offset=self.batch_offset,
             padded=self.padded,
             images=self.images,
         )
@@ -301,7 +316,6 @@ def _ahead_of(before: Recorded, own: Tensor | None, rows: int, queries: Tensor) 
     return torch.cat([earlier.to(own.device), own], dim=1)[:, -width:]
 
 
-@torch.no_grad()
 def prefill(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -311,6 +325,7 @@ def prefill(
     needs: Needs = WINDOW,
     after_layer: AfterLayer | None = None,
     images: Images | None = None,
+    rope_lengths: Tensor | None = None,
 ) -> State:
     """Run prompts through a model.
 
@@ -323,10 +338,38 @@ def prefill(
         needs: What to record of the prompt for observers.
         after_layer: Returns the layer to keep for each that the last pass has read, such as an evicted one.
         images: Images in the prompts, which are then read in one pass.
+        rope_lengths: [B] int64, the lengths of the texts that the prompts begin, where RoPE depends on it; by default
+            that of the longest prompt of the batch, for all rows.
 
     Raises:
         UserError: the model is not supported or reads no images, or images are to be read in chunks.
     """
+    return _prefill(
+        model,
+        input_ids,
+        attention_mask,
+        chunk=chunk,
+        needs=needs,
+        after_layer=after_layer,
+        images=images,
+        rope_lengths=rope_lengths,
+    )[0]
+
+
+@torch.no_grad()
+def _prefill(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    chunk: int | None = None,
+    needs: Needs = WINDOW,
+    after_layer: AfterLayer | None = None,
+    images: Images | None = None,
+    rope_lengths: Tensor | None = None,
+    logits_to_keep: int = 1,
+) -> tuple[State, Tensor]:
+    """`prefill`, and the logits [B, q, V] float32 of the last `logits_to_keep` tokens of its last pass."""
     if chunk is not None:
         require_whole("prefill", 1, prefill_chunk_size=chunk)
     length = input_ids.shape[1]
@@ -339,6 +382,12 @@ def prefill(
         images.require_read_by(model)
         if (own := images.positions_in(model, input_ids, mask)) is not None:
             positions, offset = own, own.amax(dim=(0, 2)) + 1 - lengths
+    batch_offset: Tensor | Literal[0] = 0
+    if length_limit(model.config) is not None:
+        own = lengths + offset
+        if rope_lengths is None:
+            rope_lengths = own.amax().expand(len(own))
+        batch_offset = rope_lengths - own
     cache, seconds, features = empty_cache(model, mask), 0.0, tuple[Tensor, ...]()
     step = chunk or length
     for start in range(0, length, step):
@@ -356,7 +405,8 @@ def prefill(
                 recorder=recorder,
                 attention_mask=seen,
                 position_ids=positions[..., start:end],
-                logits_to_keep=1,
+                rope_lengths=rope_lengths,
+                logits_to_keep=logits_to_keep,
                 **inputs,
             )
         features = features if recorded is None else recorded.after(features)
@@ -367,24 +417,47 @@ def prefill(
                 f"{model.config.model_type} has its own kind of attention or cache, so that queries or entries cannot "
                 "be recorded; load another model, such as Llama, Qwen, Mistral or Gemma"
             )
-    logits = output.logits[:, -1].float()
-    return State(cache, logits, input_ids, lengths, needs, features, offset, mask is not None, seconds, images)
+    logits = output.logits.float()
+    state = State(
+        cache,
+        logits[:, -1],
+        input_ids,
+        lengths,
+        needs,
+        features,
+        offset,
+        batch_offset,
+        padded=mask is not None,
+        seconds=seconds,
+        images=images,
+    )
+    return state, logits
 
 
 @torch.no_grad()
-def read(model: Reader, state: State, tokens: Tensor, *, logits_to_keep: int = 0) -> tuple[State, Tensor]:
+def read(
+    model: Reader, state: State, tokens: Tensor, *, logits_to_keep: int = 0, more: int = 0
+) -> tuple[State, Tensor]:
     """Read more tokens after a state, before or after eviction; the state's cache grows.
+
+    Where the model drops its cache as the text grows beyond a limit, everything is read again (see `rope_length`).
 
     Args:
         model: The model, without adapters.
         state: State to read after.
         tokens: [B, q] int64, none of them padding.
         logits_to_keep: Number of last tokens whose logits are computed; 0 for all.
+        more: Number of tokens that belong to the same text and are read next, where RoPE depends on the length.
 
     Returns:
         The state after them, and the logits [B, q, V] float32 of all q tokens, or of the last ones.
+
+    Raises:
+        UserError: everything is to be read again, and entries were evicted.
     """
-    count = tokens.shape[1]
+    count, limit = tokens.shape[1], length_limit(model.config)
+    if limit is not None and (remaining := remaining_tokens(model, state, count)):
+        return _read_beyond(model, state, tokens, limit, remaining, logits_to_keep)
     mask, recorder = None if state.padded is False else state.attention_mask(), None
     mask = None if mask is None else functional.pad(mask, (0, count), value=True)
     if state.needs != Needs():
@@ -400,6 +473,7 @@ def read(model: Reader, state: State, tokens: Tensor, *, logits_to_keep: int = 0
             input_ids=tokens,
             attention_mask=mask,
             position_ids=(state.lengths + state.rope_offset)[:, None] + torch.arange(count, device=tokens.device),
+            rope_lengths=None if limit is None else state.rope_lengths + count + more,
             logits_to_keep=logits_to_keep,
         )
     logits = output.logits.float()
@@ -412,6 +486,97 @@ def read(model: Reader, state: State, tokens: Tensor, *, logits_to_keep: int = 0
         seconds=state.seconds + (recorder.seconds if recorder else 0.0),
     )
     return after, logits
+
+
+def remaining_tokens(model: Reader, state: State, count: int) -> list[int]:
+    """Of the rows that drop their cache within `count` tokens: how many tokens they read before. See `rope_length`."""
+    limit = length_limit(model.config)
+    return [] if limit is None or not limit.rereads else limit.remaining(state.rope_lengths, count)
+
+
+def must_restart(model: Reader, state: State, count: int) -> bool:
+    """Whether `read` cannot read `count` tokens: the model drops its cache there, and entries were evicted."""
+    return bool(remaining_tokens(model, state, count)) and not state.is_whole
+
+
+def _read_beyond(
+    model: Reader, state: State, tokens: Tensor, limit: LengthLimit, remaining: list[int], logits_to_keep: int
+) -> tuple[State, Tensor]:
+    """`read`, where rows grow beyond the limit at which everything is read again, after `remaining` tokens."""
+    count, first = tokens.shape[1], min(remaining)
+    if not first:
+        later = [each for each in remaining if each]
+        first = min([*later, count])
+        after, logits = _read_again(model, state, tokens[:, :first], limit)
+    else:
+        after, logits = read(model, state, tokens[:, :first])
+    if first < count:
+        after, others = read(model, after, tokens[:, first:])
+        logits = torch.cat([logits, others], dim=1)
+    return after, logits[:, -logits_to_keep:]
+
+
+def _read_again(model: Any, state: State, tokens: Tensor, limit: LengthLimit) -> tuple[State, Tensor]:
+    """The state after more tokens [B, q], all of whose tokens are read again, and the logits [B, q, V] of the q."""
+    if not state.is_whole:
+        raise limit.error("reads everything again there, which an evicted cache cannot")
+    count, mask = tokens.shape[1], state.tokens_mask
+    after, logits = _prefill(
+        model,
+        torch.cat([state.tokens, tokens], dim=1),
+        None if mask is None else functional.pad(mask, (0, count), value=True),
+        needs=state.needs,
+        rope_lengths=state.rope_lengths + count,
+        logits_to_keep=count,
+    )
+    recorded = state.features[0].shape[1] + count if state.features else count
+    features = tuple(each[:, -recorded:] for each in after.features)
+    return replace(after, features=features, seconds=state.seconds + after.seconds), logits
+
+
+def same_frequencies(model: Reader, state: State, count: int) -> int:
+    """How many of `count` >= 1 further tokens, at least 1, have the same RoPE in one pass as one by one."""
+    limit, before = length_limit(model.config), state.rope_lengths
+    while count > 1 and limit is not None and not limit.same(before + 1, before + count):
+        count -= 1
+    return count
+
+
+@torch.no_grad()
+def read_one_by_one(model: Reader, state: State, tokens: Tensor) -> tuple[State, Tensor]:
+    """`read` tokens that were generated: where RoPE depends on the length, each at the length of the text up to it."""
+    limit, before = length_limit(model.config), state.rope_lengths
+    if limit is None or limit.rereads or limit.same(before + 1, before + tokens.shape[1]):
+        return read(model, state, tokens)
+    logits = list[Tensor]()
+    for token in tokens.split(1, dim=1):
+        state, of_token = read(model, state, token)
+        logits.append(of_token)
+    return state, torch.cat(logits, dim=1)
+
+
+def with_observers(model: PreTrainedModel, state: State, count: int) -> State:
+    """The state whose keys `count` observing tokens after it look at, as if all were read in one pass.
+
+    That is the state itself, unless the model's RoPE depends on the length and the observing tokens change it: the
+    prompt is then read again, for them alone.
+
+    Raises:
+        UserError: it is to be read again, and entries were evicted.
+    """
+    limit, before = length_limit(model.config), state.rope_lengths
+    if limit is None or limit.same(before, before + count):
+        return state
+    if not state.is_whole:
+        raise limit.error(f"the {count} observing tokens go beyond, where an evicted cache cannot be read again")
+    return prefill(model, state.tokens, state.tokens_mask, needs=state.needs, rope_lengths=before + count)
+
+
+def require_same_frequencies(model: PreTrainedModel, state: State, count: int) -> None:
+    """Refuse (`UserError`) `count` more entries of a state that have other RoPE frequencies than its own."""
+    limit, before = length_limit(model.config), state.rope_lengths
+    if limit is not None and not limit.same(before, before + count):
+        raise limit.error(f"the {count} entries that the method adds would have other ones than the prompt's")
 
 
 def positions_of(mask: Tensor | None, length: int, device: torch.device) -> Tensor:

@@ -21,7 +21,7 @@ from keepsight.errors import UserError
 from keepsight.models.decoder import context_of
 from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, end_ids, generate
 from keepsight.runtime.join import can_join, join, take_rows
-from keepsight.runtime.state import State, read
+from keepsight.runtime.state import State, must_restart, read
 
 _PROBE = 512
 """Tokens read at the start, to see whether states of the method can be joined."""
@@ -301,9 +301,20 @@ class Engine:
                 staying.append(place)
         self._keep(staying)
         if self._state is not None:
-            self._state, _ = read(self.model, self._state, tokens[staying][:, None])
+            self._state = self._after(self._state, tokens[staying][:, None])
             self.totals.decode_steps += 1
             self.totals.decode_seconds += time.perf_counter() - start
+
+    def _after(self, state: State, tokens: Tensor) -> State:
+        """The batch after one more token [B, 1] of each row; rows whose cache the model drops are read again alone."""
+        if not must_restart(self.model, state, 1):
+            return read(self.model, state, tokens)[0]
+        rows = [take_rows(state, [row]) for row in range(len(tokens))]
+        after = list[State]()
+        for row, token in zip(rows, tokens[:, None], strict=True):
+            dropped = must_restart(self.model, row, 1)
+            after.append(self.method.restart(self.model, row, token) if dropped else read(self.model, row, token)[0])
+        return join(after)
 
     def _give(self, row: _Row, token: int) -> bool:
         """Give the job a token; returns whether it wants no more. An error in its text fails the job alone."""

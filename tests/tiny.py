@@ -15,7 +15,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -43,7 +43,7 @@ _TEMPLATE = (
 def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
     """A random 3-layer model in float32 with 4 query and 2 KV heads; `changes` go into its configuration."""
     torch.manual_seed(seed)
-    shape = _SHAPE | changes
+    shape = SHAPE | changes
     if family == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**shape)).eval()
     return LlamaForCausalLM(LlamaConfig(**shape)).eval()

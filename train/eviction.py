@@ -41,7 +41,7 @@ from keepsight.runtime.observe import Observer, ViewedLayer, as_observed, look_b
 from keepsight.runtime.state import State, full_layers, prefill
 from keepsight.train.dataset import Batch
 from keepsight.train.distributed import gather_for_gradients
-from keepsight.train.importance import load_module_weights, module_weights
+from keepsight.train.importance import load_module_weights, module_weights, text_lengths
 from keepsight.train.objective import ReplayedObjective, recomputed
 from keepsight.train.replay import TeacherOutputs
 from keepsight.train.settings import SHARPEST, FinetuneSettings, TrainSettings
@@ -180,7 +180,13 @@ class EvictionObjective(ReplayedObjective):
     @override
     @torch.no_grad()
     def run_teacher(self, batch: Batch) -> TeacherOutputs:
-        state = prefill(self.model, batch.prompt_ids, batch.prompt_mask, needs=self.method.needs())
+        state = prefill(
+            self.model,
+            batch.prompt_ids,
+            batch.prompt_mask,
+            needs=self.method.needs(),
+            rope_lengths=text_lengths(batch, 0),
+        )
         importance = [] if self.lookahead else self.method.importance(self.model, state)
         outputs = TeacherOutputs.of_cache(state.cache, importance)
         gates = [_hard_gates(real) for real in state.select_all()]
@@ -197,7 +203,8 @@ class EvictionObjective(ReplayedObjective):
             return outputs.importance
         ids, lengths = batch.prompt_ids, torch.tensor(batch.prompt_lengths(), device=batch.prompt_ids.device)
         cache = outputs.cache(self.model, ids.shape[1])
-        state = State(cache, torch.empty(len(ids), 0), ids, lengths)
+        answers = text_lengths(batch, 0) - lengths
+        state = State(cache, torch.empty(len(ids), 0), ids, lengths, batch_offset=answers)
         for layer in state.layers:
             layer.token_mask = batch.prompt_mask
         scores = self.method.observer(self.model, state, self.method.reduce)
@@ -282,7 +289,14 @@ class EvictionObjective(ReplayedObjective):
         positions = first[:, None] + torch.arange(ids.shape[1], device=ids.device)
         gated, decoder = as_observed(cache, layers), decoder_of(self.model)
         with recomputed(self.model, self.settings.gradient_checkpointing):
-            output = run(decoder, gated, input_ids=ids, position_ids=positions, attention_mask=seen)
+            output = run(
+                decoder,
+                gated,
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=seen,
+                rope_lengths=text_lengths(batch, 0),
+            )
         hidden: Tensor = output.last_hidden_state
         return hidden
 

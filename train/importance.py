@@ -109,9 +109,21 @@ def spread(length: int, count: int) -> list[int]:
 _TOKENS = "tokens"
 
 
+def text_lengths(batch: Batch, observers: int) -> Tensor:
+    """[B] int64: tokens of each prompt with its answer, or with the observers that follow a part of it.
+
+    Where RoPE depends on the length, both passes have that of this text, as if all were read in one pass.
+    """
+    pairs = zip(batch.prompt_lengths(), batch.answer_lengths(), strict=True)
+    lengths = [prompt + answer + observers for prompt, answer in pairs]
+    return torch.tensor(lengths, device=batch.prompt_ids.device)
+
+
 @torch.no_grad()
-def target_importance(model: PreTrainedModel, batch: Batch, cuts: Cuts | None = None) -> tuple[Cache, list[Tensor]]:
-    """The first pass: prompt and answer with the adapter off.
+def target_importance(
+    model: PreTrainedModel, batch: Batch, cuts: Cuts | None = None, *, observers: int = 0
+) -> tuple[Cache, list[Tensor]]:
+    """The first pass: prompt and answer with the adapter off. `observers` is as for `text_lengths`.
 
     Returns:
         The prompt's cache, and for each layer with full attention the mean attention of the answer's tokens to the
@@ -122,7 +134,7 @@ def target_importance(model: PreTrainedModel, batch: Batch, cuts: Cuts | None = 
     ids, mask = batch.joined()
     rows, inside = batch.answer_ids.shape[1], cuts.places is not None
     cache, prompt = empty_cache(model), batch.prompt_ids.shape[1]
-    positions = positions_of(mask, ids.shape[1], ids.device)
+    positions, rope_lengths = positions_of(mask, ids.shape[1], ids.device), text_lengths(batch, observers)
     recorded, scored = dict[int, Tensor](), full_attention_layers(model.config)
 
     def record(layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, _: Any) -> None:
@@ -135,7 +147,7 @@ def target_importance(model: PreTrainedModel, batch: Batch, cuts: Cuts | None = 
     def read(start: int, end: int, into: Cache, recorder: Recorder | None = None) -> None:
         seen, here = None if mask is None else mask[:, :end], slice(start, end)
         inputs = {"input_ids": ids[:, here], "attention_mask": seen, "position_ids": positions[:, here]}
-        run(decoder_of(model), into, recorder=recorder, **inputs)
+        run(decoder_of(model), into, recorder=recorder, rope_lengths=rope_lengths, **inputs)
 
     if has_recurrent(cache):  # a recurrent layer cannot be cropped to the prompt
         read(0, prompt, cache)
@@ -220,7 +232,8 @@ class ImportanceObjective(ReplayedObjective):
 
     @override
     def run_teacher(self, batch: Batch) -> TeacherOutputs:
-        return TeacherOutputs.of_cache(*target_importance(self.lookahead.model, batch, Cuts.of(batch, self.cuts)))
+        cuts, observers = Cuts.of(batch, self.cuts), self.lookahead.settings.tokens
+        return TeacherOutputs.of_cache(*target_importance(self.lookahead.model, batch, cuts, observers=observers))
 
     @override
     def kept_tokens(self, batch: Batch) -> int:
@@ -244,8 +257,9 @@ class ImportanceObjective(ReplayedObjective):
         lookahead, cuts = self.lookahead, Cuts.of(batch, self.cuts)
         cache = outputs.cache(lookahead.model, cuts.length)
         embeddings = lookahead.observers(len(batch.prompt_ids) * self.cuts)
+        rope_lengths = text_lengths(batch, lookahead.settings.tokens).repeat_interleave(self.cuts)
         with lookahead.active(), recomputed(lookahead.model, self.checkpoints, lookahead.active):
-            predicted = observe(lookahead.model, cache, cuts.mask, embeddings)
+            predicted = observe(lookahead.model, cache, cuts.mask, embeddings, rope_lengths=rope_lengths)
         gather_for_gradients(lookahead.model, predicted)
         return outputs.importance, predicted
 

@@ -19,7 +19,17 @@ from keepsight.runtime.attention import Reader, Softmax, grouped_attention
 from keepsight.runtime.drafting.observer import DraftIds, until_end
 from keepsight.runtime.generate import CacheMethod, Decoded, FullCache, GenerateRequest, end_ids
 from keepsight.runtime.layer import KeptLayer
-from keepsight.runtime.state import Needs, State, has_recurrent, positions_of, prefill, read, record_past, roll_back
+from keepsight.runtime.state import (
+    Needs,
+    State,
+    has_recurrent,
+    positions_of,
+    prefill,
+    read,
+    record_past,
+    roll_back,
+    same_frequencies,
+)
 
 _ROWS_AT_ONCE = 1024  # bounds the memory of a long prompt's mask and hidden layer
 
@@ -196,6 +206,7 @@ def decode_speculatively(
         while not answer.ended:
             newest = answer.ids[:, -1:]
             count = max(min(tokens, answer.room - 1, context_of(model) - place - 1), 0)
+            count = same_frequencies(model, state, count + 1) - 1
             drafted = newest[:, :0]
             if count:
                 drafted = drafter.draft(*_recorded_rows(state, layers, newest), count)

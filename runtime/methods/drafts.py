@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import Positive, UserError, Whole
+from keepsight.models.decoder import input_shape
 from keepsight.runtime import registry
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, greedy_draft
 from keepsight.runtime.evict import Evict
@@ -94,8 +95,8 @@ class RandomTokens(Drafter):
     @override
     def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
         generator = torch.Generator().manual_seed(self.seed)
-        vocabulary = model.get_input_embeddings().num_embeddings
-        ids = torch.randint(int(vocabulary), (1, self.count), generator=generator)  # type: ignore[arg-type]
+        vocabulary, _ = input_shape(model)
+        ids = torch.randint(vocabulary, (1, self.count), generator=generator)
         return DraftIds(ids.to(state.tokens.device).expand(len(state.tokens), -1))
 
     @override
@@ -125,7 +126,7 @@ class ConstantText(Drafter):
     @override
     def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
         ids: Tensor = torch.tensor([list(self.ids)], device=state.tokens.device)
-        vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+        vocabulary, _ = input_shape(model)
         if int(ids.max()) >= vocabulary:
             raise UserError(f"DapQ: token id {int(ids.max())} is outside the base model's vocabulary of {vocabulary}")
         return DraftIds(ids.expand(len(state.tokens), -1))

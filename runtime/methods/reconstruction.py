@@ -31,7 +31,7 @@ from keepsight.runtime.importance import NO_POOL, Pool, Reduce, observed_attenti
 from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.methods.geometry import output_norms
 from keepsight.runtime.observe import Observer, ViewedLayer, read_with
-from keepsight.runtime.state import State, full_layers
+from keepsight.runtime.state import State, full_layers, with_observers
 
 _FIRST, _LATER = (
     "\n\nRepeat the previous context exactly.",
@@ -107,13 +107,17 @@ class Reconstruction(Observer):
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
+        probes = list(self.probes(state))
+        longest = max((probe.ids.shape[1] for probe in probes), default=0)
+        rope_lengths = state.rope_lengths + longest
+        state = with_observers(model, state, longest)
         layers, scores = state.layers, list[Tensor]()
         for layer in layers:
             keys = layer.entries().keys
             scores.append(torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device))
         whole = (state.counts() == state.lengths[:, None]).flatten(1).all(dim=1).tolist()
-        for probe in self.probes(state):
-            found = self._replayed(model, state, probe)
+        for probe in probes:
+            found = self._replayed(model, state, probe, rope_lengths)
             for layer, is_whole, total, each in zip(layers, whole, scores, found, strict=True):
                 _add(total, layer, probe if is_whole else None, probe.mask, reduce, each)
         return scores
@@ -159,12 +163,14 @@ class Reconstruction(Observer):
         same = tokens.gather(1, places.clamp(max=tokens.shape[1] - 1)) == before.to(tokens.device)
         return count * (same.all(dim=1, keepdim=True) & (lengths > count))
 
-    def _replayed(self, model: PreTrainedModel, state: State, probe: Probe) -> Iterator["Observed"]:
+    def _replayed(
+        self, model: PreTrainedModel, state: State, probe: Probe, rope_lengths: Tensor
+    ) -> Iterator["Observed"]:
         """The queries and keys of a probe in each layer."""
         read = list[Tensor]()
         watch = WatchInputs(model, lambda *seen: read.append(seen[2])) if self.normalized else nullcontext()
         with torch.inference_mode(), watch:
-            layers = _read(model, state, model.get_input_embeddings()(probe.ids))
+            layers = _read(model, state, model.get_input_embeddings()(probe.ids), rope_lengths)
         for place, layer in enumerate(layers):
             weights = None
             if self.normalized:
@@ -203,11 +209,15 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def _read(model: PreTrainedModel, state: State, embeddings: Tensor) -> list[Replayed]:
-    """The layers with full attention, after a probe [B, q, hidden] was read from the state's next position on."""
+def _read(model: PreTrainedModel, state: State, embeddings: Tensor, rope_lengths: Tensor) -> list[Replayed]:
+    """The layers with full attention, after a probe [B, q, hidden] was read from the state's next position on.
+
+    `rope_lengths` is as for `observe`.
+    """
     mask = state.tokens_mask
     layers = [Replayed(_usable(layer), mask) for layer in full_layers(state.cache)]
-    read_with(model, state.cache, layers, mask, embeddings, state.lengths + state.rope_offset)
+    first = state.lengths + state.rope_offset
+    read_with(model, state.cache, layers, mask, embeddings, first, rope_lengths)
     return layers
 
 
@@ -269,7 +279,7 @@ class Attribution(Reconstruction):
             raise UserError("attribution: normalized belongs to KVzip+; leave it out")
 
     @override
-    def _replayed(self, model: PreTrainedModel, state: State, probe: Probe) -> Iterator[Observed]:
+    def _replayed(self, model: PreTrainedModel, state: State, probe: Probe, rope_lengths: Tensor) -> Iterator[Observed]:
         last = len(decoder_of(model).layers) - 1
         with torch.inference_mode(False), torch.enable_grad():
             with torch.no_grad():
@@ -278,7 +288,7 @@ class Attribution(Reconstruction):
             projections = (output_projection(model, place) for place in full_attention_layers(model.config))
             hooks = ((each, lambda *seen: added.append(seen[2])) for each in projections)
             with hooked(hooks), RecordFeatures(model, [last]) as recorded:
-                layers = _read(model, state, embeddings.requires_grad_())
+                layers = _read(model, state, embeddings.requires_grad_(), rope_lengths)
             outputs = recorded.outputs()[0]
             squares = (outputs.float().square().sum(dim=-1) * probe.mask.clone().to(outputs.device)).sum()
             gradients = torch.autograd.grad(squares, added)

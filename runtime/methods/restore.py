@@ -21,13 +21,14 @@ from typing_extensions import Self, override
 from keepsight.errors import UserError
 from keepsight.files import read_json
 from keepsight.models.artifacts import as_weights
+from keepsight.models.decoder import input_shape
 from keepsight.models.lora import FoldedLora, Lora
 from keepsight.models.model_files import tensor_bytes
 from keepsight.models.scorers import published_tensors
 from keepsight.runtime import registry
 from keepsight.runtime.methods.reconstruction import KVzip, Replayed
 from keepsight.runtime.observe import read_with
-from keepsight.runtime.state import State
+from keepsight.runtime.state import State, require_same_frequencies
 
 _TOKENS = re.compile(r"(.*\.)?(restore_)?embeddings")
 _LORA = re.compile(r"(?:base_model\.model\.|trainable_model_state\.)?(.+)\.lora_(a|b)(?:\.weight)?", re.IGNORECASE)
@@ -91,13 +92,12 @@ class RestoreWeights:
         return self._bound[model]
 
     def _bind(self, model: PreTrainedModel) -> tuple[Tensor, FoldedLora | None]:
-        embeddings: Any = model.get_input_embeddings()
         named = {f"{name}.{part}": tensor for (name, part), tensor in self._lora.items()}
         usable = as_weights(Path(self.source), {"tokens": self.tokens} | named, torch.float32)
         modules = dict(model.named_modules())
         linears = {name: modules.get(name) for name, _ in self._lora}
         missing = sorted(name for name, module in linears.items() if not hasattr(module, "in_features"))
-        if missing or self.tokens.shape[1] != embeddings.weight.shape[1]:
+        if missing or self.tokens.shape[1] != input_shape(model)[1]:
             what = f"{missing[0]} is no linear module" if missing else f"tokens have {self.tokens.shape[1]} dimensions"
             raise UserError(f"{self.source}: does not fit this model ({what}); take weights that were trained for it")
         tokens = usable.pop("tokens").to(model.device, model.dtype)
@@ -200,5 +200,6 @@ class RestoreKV(KVzip):
         embeddings = tokens.expand(len(state.lengths), -1, -1)
         with nullcontext() if lora is None else lora.attached():
             first = state.lengths + state.rope_offset
+            require_same_frequencies(model, state, self.added_entries)
             read_with(model, state.cache, layers, state.tokens_mask, embeddings, first)
         return [layer.made for layer in layers]

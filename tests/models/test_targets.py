@@ -408,6 +408,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
         {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2, "vocab_size_per_layer_input": 128},
         "has layers that read the KV entries of others",
     ),
+    "doge": ({}, "computes the mask of each head from the values"),
     "mamba": ({}, "has no attention, and so no KV entries"),
     "minimax": ({"num_local_experts": 2, "head_dim": 8, "block_size": 8}, "has its own kind of cache"),
 }
@@ -451,6 +452,35 @@ def test_yarn_stretches_the_context():
     assert generate(model, ids, DapQ(16), max_new_tokens=4).shape == (1, 4)
     with pytest.raises(UserError, match="do not fit the context of 128"):
         generate(model, prompt_ids(100)[0], DapQ(16), max_new_tokens=4)
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
+CONTEXTS: dict[str, tuple[int, dict[str, Any], int]] = {
+    "default": (4096, {"rope_type": "default", "rope_theta": 10000.0}, 4096),
+    "linear": (4096, LINEAR, 16384),
+    "linear of an original": (16384, LINEAR | {"original_max_position_embeddings": 4096}, 16384),
+    "dynamic": (4096, LINEAR | {"rope_type": "dynamic"}, 16384),
+    "yarn": (4096, LINEAR | {"rope_type": "yarn", "original_max_position_embeddings": 4096}, 16384),
+    "yarn, extended": (16384, LINEAR | {"rope_type": "yarn", "original_max_position_embeddings": 4096}, 16384),
+    "llama3": (131072, LLAMA3 | {"original_max_position_embeddings": 8192}, 131072),
+    "longrope, extended": (131072, LONGROPE | {"original_max_position_embeddings": 4096}, 131072),
+    "longrope": (4096, LONGROPE | {"factor": 32.0, "original_max_position_embeddings": 4096}, 131072),
+}
+
+
+@pytest.mark.parametrize("kind", CONTEXTS)
+def test_every_kind_of_rope_stretches_the_context(kind: str) -> None:
+    named, rope, context = CONTEXTS[kind]
+    assert context_of(tiny_model(max_position_embeddings=named, rope_parameters=rope)) == context
+
+
+def test_linear_rope_of_one_kind_of_layers_does_not_stretch_the_context() -> None:
+    """Gemma 3 names the extended length."""
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    model = fresh_model("Gemma 3 (text)", rope_parameters={"full_attention": LINEAR, "sliding_attention": plain})
+    assert context_of(model) == 256
 
 
 def test_yarn_of_the_layers_with_full_attention_counts():

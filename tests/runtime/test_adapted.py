@@ -1,6 +1,7 @@
 """Models that their owner has adapted with PEFT, compiled, or left as training leaves them."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,9 +14,15 @@ from peft import (
     get_peft_model,
 )
 
-from keepsight import Conversation, SnapKV, generate, load_state, save_state
+from keepsight import Conversation, DapQ, SnapKV, generate, load_state, save_state
 from keepsight.errors import UserError
+from keepsight.models.decoder import embedding_scale, input_embedding, input_shape
+from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.model_files import adapters_digest, weights_digest
+from keepsight.runtime.drafting.observer import DraftObserver
+from keepsight.runtime.methods.drafts import ConstantText, RandomTokens
+from tests.families import fresh_model
 from tests.tiny import prompt_ids, tiny_model
 
 SMALL = SnapKV(12, window=4)
@@ -131,6 +138,98 @@ def test_a_compiled_model_answers_as_it_does_uncompiled(tmp_path: Any) -> None:
         assert torch.equal(*(talk.say(turn, **GREEDY) for talk in talks))
     saved = load_state(save_state(SMALL.start(compiled, IDS), tmp_path, model=compiled), model)
     assert torch.equal(generate(compiled, TURN, saved, **GREEDY), generate(model, TURN, saved, **GREEDY))
+
+
+def _compile_layers(model: Any, **options: Any) -> None:
+    for layer in model.model.layers:
+        layer.compile(**options)
+
+
+def _replace_layers(model: Any, **options: Any) -> None:
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = torch.compile(layer, **options)
+
+
+def _compile_forward(model: Any, **options: Any) -> None:
+    model.forward = torch.compile(model.forward, **options)
+
+
+def _compile_attention(model: Any, **options: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.forward = torch.compile(layer.self_attn.forward, **options)
+
+
+WAYS = {
+    "model.compile": lambda model, **options: model.compile(**options),
+    "forward": _compile_forward,
+    "decoder": lambda model, **options: model.model.compile(**options),
+    "layers": _compile_layers,
+    "replaced layers": _replace_layers,
+    "attention": _compile_attention,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled_parts_run_as_they_were(way: str) -> None:
+    """A compiler that refuses every graph shows that none of them is compiled, in any thread, and none stays eager."""
+    compiled, expected = list[Any](), dict[Any, Any]()
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    for method in (SMALL, DapQ(12)):
+        expected[method] = generate(tiny_model(), IDS, method, **GREEDY)
+    torch.compiler.reset()
+    model = tiny_model()
+    WAYS[way](model, backend=backend)
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda method: generate(model, IDS, method, **GREEDY), [*expected] * 3))
+    assert all(map(torch.equal, answers, [*expected.values()] * 3))
+    assert not compiled
+    plain = model.generate(IDS, **GREEDY)
+    assert compiled
+    assert torch.equal(plain, tiny_model().generate(IDS, **GREEDY))
+
+
+EMBEDDINGS: dict[str, dict[str, Any]] = {
+    "trainable tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]},
+    "LoRA": {"target_modules": ["embed_tokens", "q_proj"]},
+    "LoRA of both": {"target_modules": ["embed_tokens", "lm_head"]},
+    "DoRA": {"target_modules": ["embed_tokens"], "use_dora": True},
+    "saved modules": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+}
+
+
+@pytest.mark.parametrize("kind", EMBEDDINGS)
+def test_adapted_embeddings_have_their_size(kind: str) -> None:
+    model: Any = get_peft_model(tiny_model(), LoraConfig(init_lora_weights=False, **EMBEDDINGS[kind])).eval()
+    for each in model.modules():
+        if hasattr(each, "trainable_tokens_delta"):
+            torch.nn.init.normal_(each.trainable_tokens_delta["default"])
+    ids = IDS.clone()
+    ids[0, :9] = 5
+    expected = model.generate(input_ids=ids, **GREEDY)[:, 30:]
+    for owner in (model, model.get_base_model()):
+        assert input_shape(owner) == (128, 32) and input_embedding(owner).shape == (128, 32)
+        assert torch.equal(generate(owner, ids, **GREEDY), expected)
+        with pytest.raises(UserError, match=r"^token id 128 is not in the vocabulary of 128"):
+            generate(owner, torch.full((1, 20), 128), SMALL, **GREEDY)
+        for drafter in (RandomTokens(4), ConstantText([5, 6])):
+            assert generate(owner, ids, DapQ(12, DraftObserver(drafter)), **GREEDY).shape == (1, 5)
+        random = Lookahead(owner, LookaheadSettings(tokens=4, rank=2, targets=["v_proj"]))
+        assert random.tokens.shape == (4, 32)
+    with pytest.raises(UserError, match="token id 128 is outside the base model's vocabulary of 128"):
+        generate(model, ids, DapQ(12, DraftObserver(ConstantText([128]))), **GREEDY)
+
+
+def test_the_scale_of_an_adapted_embedding_is_its_own() -> None:
+    plain: Any = fresh_model("Gemma 3 (text)")
+    scale = embedding_scale(plain)
+    assert scale == pytest.approx(32**0.5)
+    for kind in ("trainable tokens", "LoRA"):
+        model: Any = get_peft_model(fresh_model("Gemma 3 (text)"), LoraConfig(**EMBEDDINGS[kind]))
+        assert embedding_scale(model) == scale
 
 
 @pytest.mark.parametrize("chunk", [-3, 0])

@@ -106,6 +106,19 @@ def test_what_cannot_be_honoured_is_refused_in_one_line(given):
     assert "\n" not in str(refused.value)
 
 
+def test_positions_of_padding_are_anything():
+    """transformers' own idiom has 1 there."""
+    model, (ids, mask) = tiny_model(), prompt_ids(30, 11)
+    positions = mask.cumsum(dim=1) - 1
+    expected = model.generate(ids, attention_mask=mask, custom_generate=SMALL, **GREEDY)
+    for padding in (0, 1, 7):
+        given = {"attention_mask": mask, "position_ids": positions.masked_fill(mask == 0, padding)}
+        assert torch.equal(model.generate(ids, custom_generate=SMALL, **given, **GREEDY), expected)
+        assert torch.equal(generate(model, ids, SMALL, **given, **GREEDY), expected[:, 30:])
+        with pytest.raises(UserError, match="position_ids other than"):
+            model.generate(ids, custom_generate=SMALL, **given | {"position_ids": positions + 1}, **GREEDY)
+
+
 def test_a_cache_that_the_models_own_configuration_names_is_no_wish():
     """As in those of Gemma 2 and 3 on the Hub."""
     model, ids = tiny_model(), prompt_ids(30)[0]

@@ -1,0 +1,193 @@
+"""RoPE whose frequencies depend on the length of the text: LongRoPE (Phi-3, Phi-3.5, Phi-4-mini) and dynamic NTK.
+
+LongRoPE (arXiv 2402.13753) has two sets of frequencies, for texts up to a limit and for longer ones; dynamic NTK has
+frequencies of its own for every length beyond its limit. transformers takes the largest position of a forward pass as
+the length. That is right for a prompt that is read in one pass, but not for one that is read in chunks, nor for rows of
+a batch that were read apart. Within `counted_lengths`, each row has the frequencies of the length that it is given.
+
+When a text grows beyond the limit, the keys in the cache keep the frequencies that they were computed with. Phi-3 is
+the exception: transformers drops its cache there and reads everything again.
+"""
+
+import copy
+import functools
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keepsight.errors import UserError
+
+BY_LENGTH = ("dynamic", "longrope")
+"""Values of `rope_type` whose frequencies depend on the length of the text."""
+_REREADING = ("phi3", "phimoe", "phi4_multimodal")
+"""Models whose cache transformers (5.18 to 5.24) drops at the limit."""
+_LOCK = threading.Lock()
+_PASSES: Counter[int] = Counter()
+"""How many passes are under way, by the id of the RoPE module."""
+_PASS = threading.local()
+"""`lengths` of the pass of this thread."""
+
+
+@dataclass(frozen=True)
+class LengthLimit:
+    """Where the frequencies of a model change.
+
+    Attributes:
+        tokens: The longest text with the first frequencies.
+        rope_type: `longrope` or `dynamic`.
+        model_type: The model's type.
+        rereads: Whether the model's cache is dropped and everything read again when a text grows beyond the limit.
+    """
+
+    tokens: int
+    rope_type: str
+    model_type: str
+    rereads: bool
+
+    def same(self, before: Tensor, after: Tensor) -> bool:
+        """Whether texts of both lengths [B] have the same frequencies, in every row."""
+        if self.rope_type == "longrope":
+            return bool(((before > self.tokens) == (after > self.tokens)).all())
+        return bool((before.clamp(min=self.tokens) == after.clamp(min=self.tokens)).all())
+
+    def remaining(self, lengths: Tensor, count: int) -> list[int]:
+        """Of rows of `lengths` [B] that grow beyond the limit within `count` tokens: how many tokens fit before it."""
+        remaining = self.tokens - lengths
+        return remaining[(remaining >= 0) & (remaining < count)].tolist()
+
+    def error(self, reason: str) -> UserError:
+        """The error of a text that cannot grow beyond the limit for this reason."""
+        name = "original_max_position_embeddings" if self.rope_type == "longrope" else "max_position_embeddings"
+        return UserError(
+            f"{self.model_type} has other RoPE frequencies ({self.rope_type}) for texts of more than {self.tokens} "
+            f"tokens ({name}), and {reason}; keep prompt and answer within {self.tokens} tokens, give a prompt that is "
+            "longer by itself, or use the full cache"
+        )
+
+
+def length_limit(config: Any) -> LengthLimit | None:
+    """The limit of a model, from its configuration; None where its frequencies do not depend on the length."""
+    text = config.get_text_config(decoder=True)
+    parameters: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    for each in (parameters, *parameters.values()):  # by kind of layer in models that have several
+        rope_type = each.get("rope_type") if isinstance(each, dict) else None
+        if rope_type not in BY_LENGTH:
+            continue
+        rereads = rope_type == "longrope" and text.model_type in _REREADING
+        named = each.get("original_max_position_embeddings") if rope_type == "longrope" else None
+        return LengthLimit(int(named or text.max_position_embeddings), rope_type, text.model_type, rereads)
+    return None
+
+
+@contextmanager
+def counted_lengths(model: Any, lengths: Tensor | None = None) -> Iterator[None]:
+    """Within the block, passes of this thread have the frequencies of texts of `lengths` [B] tokens.
+
+    By default the length is the largest position of the pass plus 1, as in transformers. Unlike there, frequencies do
+    not depend on earlier passes, and those of the model stay unchanged. Re-entrant, and safe in several threads.
+    """
+    if length_limit(model.config) is None:
+        yield
+        return
+    modules = [module for module in model.modules() if _is_by_length(module)]
+    before = getattr(_PASS, "lengths", None)
+    for module in modules:
+        _count(module)
+    _PASS.lengths = [] if lengths is None else lengths.tolist()
+    try:
+        yield
+    finally:
+        _PASS.lengths = before
+        for module in modules:
+            _uncount(module)
+
+
+def _is_by_length(module: nn.Module) -> bool:
+    rope_type: Any = getattr(module, "rope_type", None)
+    return any(each in BY_LENGTH for each in (rope_type.values() if isinstance(rope_type, dict) else (rope_type,)))
+
+
+def _count(module: nn.Module) -> None:
+    """Let a RoPE module ask the pass of its thread for lengths."""
+    with _LOCK:
+        _PASSES[id(module)] += 1
+        if _PASSES[id(module)] == 1:
+            module.forward = _Forward(module, module.forward, vars(module).get("forward"))
+
+
+def _uncount(module: nn.Module) -> None:
+    with _LOCK:
+        _PASSES[id(module)] -= 1
+        if _PASSES[id(module)]:
+            return
+        del _PASSES[id(module)]
+        forward: Any = vars(module).pop("forward")
+        if forward.replaced is not None:  # such as the hook of accelerate
+            module.forward = forward.replaced
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """The forward pass of a RoPE module: in passes without lengths the one that it `was`.
+
+    `replaced` is that one where the module has it as an attribute of its own, else None.
+    """
+
+    module: nn.Module
+    was: Callable[..., Any]
+    replaced: Callable[..., Any] | None
+
+    def __call__(self, x: Tensor, position_ids: Tensor, *rest: Any, **named: Any) -> Any:
+        lengths: list[int] | None = getattr(_PASS, "lengths", None)
+        if lengths is None:
+            return self.was(x, position_ids, *rest, **named)
+        angles = functools.partial(_angles, self.module, x, rest=rest, named=named)
+        distinct = sorted(set(lengths)) or [int(position_ids.max()) + 1]
+        if len(distinct) == 1:
+            return angles(position_ids, distinct[0])
+        if position_ids.shape[-2] == 1:
+            position_ids = position_ids.expand(*position_ids.shape[:-2], len(lengths), -1)
+        rows = [[row for row, own in enumerate(lengths) if own == length] for length in distinct]
+        order = torch.tensor(list(itertools.chain(*rows)), device=position_ids.device).argsort()
+        of_lengths = [angles(position_ids[..., own, :], length) for own, length in zip(rows, distinct, strict=True)]
+        return _both(lambda *each: torch.cat(each, dim=-3)[..., order.to(each[0].device), :, :], of_lengths)
+
+
+def _angles(
+    module: Any, x: Tensor, position_ids: Tensor, length: int, *, rest: Sequence[Any], named: dict[str, Any]
+) -> Any:
+    """What a RoPE module returns for positions [..., B, n] of a text of `length` tokens.
+
+    The module gets the text's last position too, so that it chooses the frequencies by itself.
+    """
+    last = position_ids.new_full((*position_ids.shape[:-1], 1), length - 1)
+    fresh = _unused(module)
+    returned = type(module).forward(fresh, x, torch.cat([position_ids, last], dim=-1), *rest, **named)
+    return _both(lambda each: each[..., :-1, :], [returned])
+
+
+def _unused(module: Any) -> Any:
+    """A copy of a RoPE module as it was before its first pass; in the module itself, frequencies outlast a pass."""
+    fresh = copy.copy(module)
+    vars(fresh).pop("forward", None)
+    fresh._buffers = {name: None if each is None else each.clone() for name, each in module._buffers.items()}
+    for name in [*fresh._buffers, *vars(module)]:
+        if name.endswith("original_inv_freq"):
+            fresh._buffers[name.replace("original_", "")] = getattr(module, name).clone()
+        elif name.endswith("max_seq_len_cached"):
+            setattr(fresh, name, module.original_max_seq_len)
+    return fresh
+
+
+def _both(function: Callable[..., Tensor], returned: Sequence[Any]) -> Any:
+    """A function of the tensors that calls returned: of cosines and of sines where they returned both."""
+    if isinstance(returned[0], Tensor):
+        return function(*returned)
+    return tuple(function(*each) for each in zip(*returned, strict=True))

@@ -1,0 +1,120 @@
+"""Models whose RoPE depends on the length of the text, at lengths around the limit: the answers are transformers'."""
+
+from collections.abc import Iterator
+from functools import partial
+from random import Random
+from typing import Any
+
+import torch
+
+from keepsight import Conversation, DapQ, SnapKV, generate
+from keepsight.runtime.generate import FullCache
+from keepsight.serving.engine import Engine, Job
+from tests.faults.texts import Verdict, accepted, judged
+from tests.faults.world import World
+from tests.rope_models import KINDS, rope_model
+from tests.tiny import prompt_ids
+
+
+def rope(world: World, rng: Random, count: int) -> Iterator[Verdict]:
+    """Random models, lengths, chunks, batches, methods and ways to call them."""
+    for _ in range(count):
+        case = {
+            "kind": rng.choice(KINDS),
+            "seed": rng.randrange(20),
+            "limit": rng.randrange(40, 72),
+            "theta": rng.choice((100.0, 10000.0, 1e6)),
+        }
+        check = rng.choice((_as_transformers, _as_transformers, _on_one_side, _beside_others, _in_turns))
+        yield judged((check.__name__, case), partial(check, case, rng))
+
+
+def _near(rng: Random, limit: int) -> int:
+    """A length of a prompt, most often close to the limit."""
+    return rng.choice((limit + rng.randint(-16, 4), limit + rng.randint(-4, 16), rng.randint(12, 2 * limit)))
+
+
+def _options(rng: Random) -> dict[str, Any]:
+    options: dict[str, Any] = {"max_new_tokens": rng.randint(1, 24), "do_sample": False, "eos_token_id": None}
+    if rng.random() < 0.5:
+        options["prefill_chunk_size"] = rng.randint(1, 40)
+    return options
+
+
+def _as_transformers(case: dict[str, Any], rng: Random) -> str:
+    """The full cache, by itself or within a budget, of one prompt or of several, answers as `generate` does."""
+    lengths = [_near(rng, case["limit"]) for _ in range(rng.choice((1, 1, 2, 3)))]
+    ids, mask = prompt_ids(*lengths, seed=rng.randrange(100))
+    options = _options(rng)
+    plain = {name: value for name, value in options.items() if name != "prefill_chunk_size"}
+    expected = rope_model(**case).generate(ids, attention_mask=mask, **plain)[:, ids.shape[1] :]
+    method = rng.choice((None, SnapKV(512, window=8)))
+    found = accepted(lambda: generate(rope_model(**case), ids, method, attention_mask=mask, **options))
+    assert torch.equal(found, expected), f"{lengths} {options} {method}: {found.tolist()} for {expected.tolist()}"
+    return "right"
+
+
+def _on_one_side(case: dict[str, Any], rng: Random) -> str:
+    """Evicted texts on one side of LongRoPE's limit answer as a model without the other side's frequencies."""
+    kind, limit = rng.choice(("phi3", "longrope")), case["limit"]
+    beyond, options = rng.random() < 0.5, _options(rng)
+    lengths = (limit + 1, 2 * limit) if beyond else (14, limit - options["max_new_tokens"])
+    ids, _ = prompt_ids(rng.randint(*lengths), seed=rng.randrange(100))
+    model, one_sided = rope_model(**case | {"kind": kind}), rope_model(**case | {"kind": kind})
+    rotary = one_sided.model.rotary_emb
+    side = "long_factor" if beyond else "short_factor"
+    factors = dict.fromkeys(("long_factor", "short_factor"), rotary.config.rope_parameters[side])
+    rotary.config.rope_parameters |= factors
+    frequencies, _ = _frequencies(rotary.config)
+    rotary.inv_freq.copy_(frequencies)
+    rotary.original_inv_freq.copy_(frequencies)
+    method = SnapKV(rng.randint(9, 40), window=8)
+    found, expected = (accepted(lambda own=own: generate(own, ids, method, **options)) for own in (model, one_sided))
+    assert torch.equal(found, expected), f"{kind} {ids.shape} {options} {method}: {found} for {expected}"
+    return "right"
+
+
+def _frequencies(config: Any) -> Any:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    return ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"))
+
+
+def _beside_others(case: dict[str, Any], rng: Random) -> str:
+    """Requests in one batch of the engine answer as they do alone; refused are the same ones."""
+    model = rope_model(**case)
+    method = rng.choice((FullCache(), SnapKV(rng.randint(9, 40), window=8), DapQ(rng.randint(4, 40))))
+    prompts = [prompt_ids(_near(rng, case["limit"]), seed=rng.randrange(100))[0] for _ in range(rng.randint(2, 4))]
+    options = {"do_sample": False, "eos_token_id": None}
+    more = [rng.randint(1, 24) for _ in prompts]
+    alone = [
+        accepted(partial(generate, model, ids, method, max_new_tokens=tokens, **options))[0].tolist()
+        for ids, tokens in zip(prompts, more, strict=True)
+    ]
+    jobs = [Job(ids[0], max_new_tokens=tokens, **options) for ids, tokens in zip(prompts, more, strict=True)]
+    engine = Engine(model, method)
+    for job in jobs:
+        accepted(partial(engine.submit, job))
+        for _ in range(rng.randrange(6)):
+            engine.step()
+    while engine.step():
+        pass
+    found = [job.tokens for job in jobs]
+    assert found == alone, f"{method} {[ids.shape[1] for ids in prompts]} {more}: {found} for {alone}"
+    return "right"
+
+
+def _in_turns(case: dict[str, Any], rng: Random) -> str:
+    """Turns over a full cache answer as transformers does with the cache of the turns before."""
+    model, fresh, options = rope_model(**case), rope_model(**case), _options(rng)
+    plain = {name: value for name, value in options.items() if name != "prefill_chunk_size"}
+    talk, past, ids = Conversation(model, FullCache()), None, torch.empty(1, 0, dtype=torch.long)
+    for turn in range(rng.randint(2, 4)):
+        more, _ = prompt_ids(rng.randint(2, case["limit"] // 2 + 4), seed=rng.randrange(100))
+        ids = torch.cat([ids, more], dim=1)
+        output = fresh.generate(ids, past_key_values=past, return_dict_in_generate=True, **plain)
+        found = accepted(partial(talk.say, more, **options))
+        expected = output.sequences[:, ids.shape[1] :]
+        assert torch.equal(found, expected), f"turn {turn} of {ids.shape[1]} {options}: {found} for {expected}"
+        ids, past = output.sequences, output.past_key_values
+    return "right"
