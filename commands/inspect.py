@@ -1,5 +1,6 @@
 """keepsight inspect: an HTML page of the prompt tokens that a method keeps."""
 
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 
@@ -99,5 +100,7 @@ def _compressed(method: Evict, target: Target, ids: torch.Tensor) -> tuple[np.nd
 def _answer(method: Method, target: Target, state: State, limit: int) -> str:
     """The greedy answer from a state, which is changed."""
     stop, eviction = stop_after(limit, target.end_tokens), method.periodic_eviction(target.model)
-    decoded = decode(method.reader(target.model), state, stop, pad_token=target.pad_token, eviction=eviction)
+    restart = partial(method.restart, target.model)
+    reader = method.reader(target.model)
+    decoded = decode(reader, state, stop, pad_token=target.pad_token, eviction=eviction, restart=restart)
     return str(target.tokenizer.decode(decoded.ids[0], skip_special_tokens=True))

@@ -440,12 +440,12 @@ class Method(CustomGenerate):
         Models such as Phi-3 drop their cache where a text grows beyond a limit (see `rope_length`). The method is then
         applied to the whole text again. A `UserError` if it cannot be.
         """
-        raise self._no_restart(model)
+        raise self._no_restart(model, type(self).__name__)
 
-    def _no_restart(self, model: PreTrainedModel) -> UserError:
+    def _no_restart(self, model: PreTrainedModel, what: str) -> UserError:
         limit = length_limit(model.config)
         assert limit is not None
-        return limit.error(f"reads everything again there, which {type(self).__name__} cannot")
+        return limit.error(f"reads everything again there, which {what} cannot")
 
     def compress(self, model: PreTrainedModel, **inputs: Any) -> Any:
         """Read prompts without generating; `inputs` are the arguments of `generate`.
@@ -533,7 +533,7 @@ class CacheMethod(Method):
     @override
     def restart(self, model: PreTrainedModel, state: State, tokens: Tensor) -> State:
         if state.images:
-            raise self._no_restart(model)
+            raise self._no_restart(model, "a prompt with images")
         mask, count = state.tokens_mask, tokens.shape[1]
         mask = None if mask is None else functional.pad(mask, (0, count), value=True)
         return self.start(model, torch.cat([state.tokens, tokens], dim=1), mask)
@@ -558,6 +558,10 @@ class FullCache(CacheMethod):
     """Evicts nothing: the reference that every other method is compared with."""
 
     is_full_cache = reads_images = True
+
+    @override
+    def restart(self, model: PreTrainedModel, state: State, tokens: Tensor) -> State:
+        raise self._no_restart(model, "a cache that another method evicted from")  # `read` reads whole ones again
 
     @override
     def compress_state(self, model: PreTrainedModel, state: State) -> State:

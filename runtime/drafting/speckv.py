@@ -31,6 +31,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import Pool, Reduce, attention_weights, observed_attention, top_indices
 from keepsight.runtime.layer import KeptLayer, Recorded
+from keepsight.runtime.rope_length import length_limit
 from keepsight.runtime.state import (
     Needs,
     State,
@@ -177,6 +178,9 @@ class SparsePattern(ABC):
         if has_latents(model):
             raise UserError(f"SpecKV: sparse does not read the latents of {model.config.model_type}; leave out sparse")
         length = input_ids.shape[1]
+        limit, lengths = length_limit(model.config), torch.full((len(input_ids),), length, device=input_ids.device)
+        if limit is not None and not limit.same(lengths, lengths + draft_ids.shape[1]):
+            raise limit.error("the draft that SpecKV reads sparsely beside the prompt goes beyond")
         cache = empty_cache(model)
         layers = [_SparseLayer(self, score, length, length - window, needs.window) for _ in full_layers(cache)]
         cache = with_full_layers(cache, layers)
@@ -184,7 +188,6 @@ class SparsePattern(ABC):
         output = run(
             model, cache, input_ids=torch.cat([input_ids, draft_ids], dim=1), logits_to_keep=draft_ids.shape[1] + 1
         )
-        lengths = torch.full((len(input_ids),), length, device=input_ids.device)
         roll_back(cache, draft_ids.shape[1])
         cache = with_full_layers(cache, [layer.first_entries(length) for layer in layers])
         logits, recorded = output.logits[:, 0].float(), Needs(window=needs.window)

@@ -191,10 +191,17 @@ class PackedMethod(CacheMethod):
         arriving = [_ArrivingLayer(length, pack) for _ in full_layers(cache)]
         cache = with_full_layers(cache, arriving)
         positions, step = torch.arange(length, device=input_ids.device)[None], options.get("chunk") or length
+        lengths = torch.full((batch,), length, device=input_ids.device)
         for start in range(0, length, step):
             part = slice(start, start + step)
-            output = run(model, cache, input_ids=input_ids[:, part], position_ids=positions[:, part], logits_to_keep=1)
-        lengths = torch.full((batch,), length, device=input_ids.device)
+            output = run(
+                model,
+                cache,
+                rope_lengths=lengths,
+                input_ids=input_ids[:, part],
+                position_ids=positions[:, part],
+                logits_to_keep=1,
+            )
         packed = with_full_layers(cache, [layer.packed for layer in arriving])
         return PackedState(packed, output.logits[:, -1].float(), input_ids, lengths, padded=False)
 

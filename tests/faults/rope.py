@@ -112,7 +112,8 @@ def _in_turns(case: dict[str, Any], rng: Random) -> str:
     for turn in range(rng.randint(2, 4)):
         more, _ = prompt_ids(rng.randint(2, case["limit"] // 2 + 4), seed=rng.randrange(100))
         ids = torch.cat([ids, more], dim=1)
-        output = fresh.generate(ids, past_key_values=past, return_dict_in_generate=True, **plain)
+        whole = {"attention_mask": torch.ones_like(ids), "past_key_values": past}
+        output = fresh.generate(ids, return_dict_in_generate=True, **whole, **plain)
         found = accepted(partial(talk.say, more, **options))
         expected = output.sequences[:, ids.shape[1] :]
         assert torch.equal(found, expected), f"turn {turn} of {ids.shape[1]} {options}: {found} for {expected}"

@@ -217,7 +217,7 @@ def test_adapted_embeddings_have_their_size(kind: str) -> None:
             generate(owner, torch.full((1, 20), 128), SMALL, **GREEDY)
         for drafter in (RandomTokens(4), ConstantText([5, 6])):
             assert generate(owner, ids, DapQ(12, DraftObserver(drafter)), **GREEDY).shape == (1, 5)
-        random = Lookahead(owner, LookaheadSettings(tokens=4, rank=2, targets=["v_proj"]))
+        random = Lookahead(owner, LookaheadSettings(tokens=4, rank=2))
         assert random.tokens.shape == (4, 32)
     with pytest.raises(UserError, match="token id 128 is outside the base model's vocabulary of 128"):
         generate(model, ids, DapQ(12, DraftObserver(ConstantText([128]))), **GREEDY)

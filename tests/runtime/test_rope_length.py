@@ -9,14 +9,23 @@ import torch
 
 from keepsight import Conversation, DapQ, KVzip, Oracle, SnapKV, generate, load_state, save_state
 from keepsight.errors import UserError
+from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.runtime.drafting.observer import greedy_draft
+from keepsight.runtime.drafting.speculative import Speculative
 from keepsight.runtime.generate import FullCache
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.join import join, take_rows
 from keepsight.runtime.rope_length import length_limit
 from keepsight.runtime.state import prefill, read, read_one_by_one
 from keepsight.serving.engine import Engine, Job
+from keepsight.serving.export import rotations_of
+from keepsight.train.dataset import Batch
+from keepsight.train.importance import ImportanceObjective
 from tests.close import assert_close
 from tests.rope_models import KINDS, LIMIT, rope_model
+from tests.runtime.retrieval.heads import Oracle as OracleHead
+from tests.runtime.retrieval.heads import tiny_head
 from tests.tiny import SmallVocabulary, prompt_ids, tiny_model
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
@@ -28,7 +37,7 @@ def expected_answer(kind: str, ids: torch.Tensor, **options: Any) -> torch.Tenso
     return rope_model(kind).generate(ids, **GREEDY, **options)[:, ids.shape[1] :]
 
 
-@pytest.mark.parametrize(("kind", "length"), itertools.product(KINDS, (40, 60, 64, 65, 80)))
+@pytest.mark.parametrize(("kind", "length"), [*itertools.product(KINDS, (40, 60, 64, 65, 80))])
 def test_the_full_cache_answers_as_transformers(kind, length):
     model, (ids, _) = rope_model(kind), prompt_ids(length)
     expected = expected_answer(kind, ids)
@@ -64,7 +73,7 @@ def test_the_length_is_that_of_the_whole_prompt_in_every_chunk(kind):
         assert_close(other.keys, layer.keys)
 
 
-@pytest.mark.parametrize(("kind", "method"), itertools.product(KINDS, (FullCache(), SMALL, DapQ(24))), ids=str)
+@pytest.mark.parametrize(("kind", "method"), [*itertools.product(KINDS, (FullCache(), SMALL, DapQ(24)))], ids=str)
 def test_requests_answer_in_a_batch_as_alone(kind, method):
     model = rope_model(kind)
     prompts = [prompt_ids(length, seed=length)[0] for length in (30, 100, 55, 64)]
@@ -78,7 +87,7 @@ def test_requests_answer_in_a_batch_as_alone(kind, method):
     assert [job.tokens for job in jobs] == alone
 
 
-@pytest.mark.parametrize(("kind", "length"), itertools.product(KINDS, (60, 64, 80)))
+@pytest.mark.parametrize(("kind", "length"), [*itertools.product(KINDS, (60, 64, 80))])
 def test_observers_score_as_when_all_is_read_in_one_pass(kind, length):
     """The prompt is read again with the observing tokens' length, and the entries that are kept stay as they were."""
     model, (ids, _) = rope_model(kind), prompt_ids(length)
@@ -110,7 +119,7 @@ def test_phi3_reads_everything_again_at_the_limit_and_evicts_again():
     assert torch.equal(answer[:, 5:], after)
 
 
-@pytest.mark.parametrize(("kind", "method"), itertools.product(KINDS, (FullCache(), SMALL)), ids=str)
+@pytest.mark.parametrize(("kind", "method"), [*itertools.product(KINDS, (FullCache(), SMALL))], ids=str)
 def test_turns_beyond_the_limit(kind, method):
     """The second turn crosses it; Phi-3 reads both again, the others read it at the length of both."""
     model, first, turn = rope_model(kind), prompt_ids(40)[0], prompt_ids(50, seed=1)[0]
@@ -124,7 +133,8 @@ def test_turns_beyond_the_limit(kind, method):
         elif isinstance(method, FullCache):
             fresh = rope_model(kind)
             past = fresh.generate(first, **GREEDY | {"max_new_tokens": 4}, return_dict_in_generate=True).past_key_values
-            expected = fresh.generate(whole, past_key_values=past, **GREEDY)[:, whole.shape[1] :]
+            seen = torch.ones_like(whole)  # also of tokens with the id of padding
+            expected = fresh.generate(whole, past_key_values=past, attention_mask=seen, **GREEDY)[:, whole.shape[1] :]
             assert torch.equal(answer, expected)
 
 
@@ -177,7 +187,7 @@ def test_drafts_and_repeated_contexts_beyond_the_limit(kind):
     for method in (Oracle(24), KVzip(24, KVzip.observer_of(SmallVocabulary()))):
         assert method.start(model, ids).counts().max() <= 60
     expected = expected_answer(kind, ids)
-    drafted = Oracle(24).observer.drafter(model, prefill(model, ids)).ids
+    drafted = greedy_draft(model, prefill(model, ids), 24).ids
     assert drafted[0].tolist() == expected[0, : drafted.shape[1]].tolist()
 
 
@@ -208,3 +218,41 @@ def test_only_some_models_have_a_limit():
         limit = length_limit(rope_model(kind).config)
         assert limit is not None
         assert (limit.tokens, limit.rereads) == (LIMIT, kind == "phi3")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_speculative_decoding_gives_the_same_answer(kind):
+    model, (ids, _) = rope_model(kind), prompt_ids(58)
+    answer = generate(model, ids, **GREEDY)
+    for head in (tiny_head(), OracleHead(answer[0], {9}, prompt=58)):
+        assert torch.equal(generate(model, ids, Speculative(head, FullCache(), tokens=5), **GREEDY), answer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefixes_of_other_engines_are_refused(kind):
+    with pytest.raises(UserError, match=r"scales rotary positions by (longrope|dynamic), whose frequencies depend"):
+        rotations_of(rope_model(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_reads_both_passes_as_one_text(kind):
+    """Both have the frequencies of prompt, answer and soft tokens, whatever else is in the batch."""
+    model = rope_model(kind)
+    module = Lookahead(model, LookaheadSettings(tokens=8, rank=0))
+    objective = ImportanceObjective(module)
+    alone = Batch(prompt_ids(50)[0], prompt_ids(10, seed=1)[0])
+    target, predicted = objective.importances(alone)
+    ids, mask = prompt_ids(90, 50)
+    ids[1, 40:] = alone.prompt_ids[0]
+    both = Batch(ids, alone.answer_ids.expand(2, -1), mask.bool())
+    targets, predictions = objective.importances(both)
+    for one, of_both in zip([*target, *predicted], [*targets, *predictions], strict=True):
+        assert_close(of_both[1:, :, 40:], one)
+    fresh = rope_model(kind)
+    fresh.set_attn_implementation("eager")
+    soft = module.tokens.detach()[None]
+    text = torch.cat([fresh.get_input_embeddings()(alone.prompt_ids), soft], dim=1)
+    padded = torch.cat([text, text[:, :10]], dim=1)  # as long as prompt, answer and soft tokens
+    attentions = fresh(inputs_embeds=padded, output_attentions=True, use_cache=False).attentions
+    for found, weights in zip(predicted, attentions, strict=True):
+        assert_close(found, weights[:, :, 50:58, :50].mean(dim=2))
