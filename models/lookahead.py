@@ -25,7 +25,7 @@ from keepsight.models.card import CardBasics, Provenance, example, metrics_table
 from keepsight.models.decoder import embedding_scale, input_embedding, input_shape
 from keepsight.models.distributed import gathered
 from keepsight.models.lookahead_settings import HeadWeights, LookaheadSettings, checked_weights
-from keepsight.models.lora import PREFIX, FoldedLora, Lora, chosen_targets
+from keepsight.models.lora import PREFIX, FoldedLora, LastRows, Lora, chosen_targets
 from keepsight.models.model_files import logger, warn_of_another_base, warn_of_another_tokenizer
 
 ADAPTER, TOKENS, CONFIG = "adapter_model.safetensors", "lookahead_tokens.safetensors", "lookahead_config.json"
@@ -153,8 +153,8 @@ class LookaheadAdapter(Artifact):
         return f"LookaheadAdapter({str(self.folder)!r})"
 
     @contextmanager
-    def attached(self, model: PreTrainedModel) -> Iterator[Tensor]:
-        """Within the block the module's LoRA is on; after it the model is as it was.
+    def attached(self, model: PreTrainedModel, rows: LastRows | None = None) -> Iterator[Tensor]:
+        """Within the block the module's LoRA is on, for all tokens or the last ones; after it the model is as it was.
 
         Yields:
             The soft tokens as input embeddings [n, hidden] in the model's dtype.
@@ -168,7 +168,7 @@ class LookaheadAdapter(Artifact):
             lora = None if module.lora is None else FoldedLora(module.lora, model.dtype)
             self._on[model] = key, module.observers(1)[0].detach(), lora  # no reference to the model
         _, tokens, lora = self._on[model]
-        with nullcontext() if lora is None else lora.attached():
+        with nullcontext() if lora is None else lora.attached(rows):
             yield tokens
 
     def module(self, model: PreTrainedModel) -> Lookahead:

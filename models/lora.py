@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +120,13 @@ def _add_update(
     return (output + update(inputs[0])).to(output.dtype)
 
 
+class LastRows(NamedTuple):
+    """The last `count` tokens of each row of a batch, which are all that an adapter changes."""
+
+    batch: int
+    count: int
+
+
 class FoldedLora:
     """A trained LoRA for inference: in a model's dtype, scaling folded into B, one A for modules with the same input.
 
@@ -127,7 +134,7 @@ class FoldedLora:
     """
 
     def __init__(self, lora: Lora, dtype: torch.dtype) -> None:
-        self._hooks: list[tuple[nn.Module, Callable[..., Tensor]]] = []
+        self._updates: list[tuple[nn.Module, _FoldedUpdate]] = []
         self._inputs: list[_Input] = []
         groups = defaultdict(list)
         for name, linear, update in lora.parts():
@@ -139,13 +146,14 @@ class FoldedLora:
             self._inputs.append(read)
             for place, (linear, update) in enumerate(group):
                 up = (update.lora_B.detach() * update.scaling).to(dtype)
-                self._hooks.append((linear, partial(_add_folded, read, place, up.t())))
+                self._updates.append((linear, _FoldedUpdate(read, place, up.t())))
 
     @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Within the block, the linear modules give their output plus the update."""
+    def attached(self, rows: LastRows | None = None) -> Iterator[None]:
+        """Within the block, the linear modules give their output plus the update, of all tokens or the last ones."""
+        hooks = [(linear, partial(update, rows)) for linear, update in self._updates]
         try:
-            with hooked(self._hooks):
+            with hooked(hooks):
                 yield
         finally:
             for read in self._inputs:
@@ -162,13 +170,14 @@ class _Input(threading.local):
     def __init__(self, down: Tensor, readers: int) -> None:  # called again in each thread
         self._down, self._readers = down, readers
 
-    def low_rank(self, place: int, inputs: Tensor) -> Tensor:
-        """Inputs [..., in] times the A of the module at `place`: [m, r], m the product of the leading dimensions.
+    def low_rank(self, place: int, inputs: Tensor, rows: LastRows | None) -> Tensor:
+        """Inputs [..., in] times the A of the module at `place`: [m, r], m the number of tokens, or of the last ones.
 
         The inputs are released once all modules have read them: those of all layers would outweigh a layer's scores.
         """
         if inputs is not self.inputs:
-            low = functional.linear(inputs, self._down.to(inputs)).flatten(0, -2)
+            chosen = inputs if rows is None else _by_row(inputs, rows)[:, -rows.count :]
+            low = functional.linear(chosen, self._down.to(inputs)).flatten(0, -2)
             self.inputs, self.low, self.left = inputs, low.chunk(self._readers, dim=-1), self._readers
         low = self.low[place]
         self.left -= 1
@@ -181,11 +190,33 @@ class _Input(threading.local):
         self.inputs, self.low, self.left = None, (), 0
 
 
-def _add_folded(
-    read: _Input, place: int, up: Tensor, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
-) -> Tensor:
-    low = read.low_rank(place, inputs[0]).to(output.dtype)
-    return output.flatten(0, -2).addmm_(low, up.to(output)).view(output.shape)
+class _FoldedUpdate:
+    """The forward hook that adds the update of one linear module to its output, in place.
+
+    Args:
+        read: The module's input times A.
+        place: The module's place among those with the same input.
+        up: [r, out], B transposed and scaled.
+    """
+
+    def __init__(self, read: _Input, place: int, up: Tensor) -> None:
+        self._read = read
+        self._place = place
+        self._up = up
+
+    def __call__(self, rows: LastRows | None, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        low = self._read.low_rank(self._place, inputs[0], rows).to(output.dtype)
+        up = self._up.to(output)
+        if rows is None:
+            return output.flatten(0, -2).addmm_(low, up).view(output.shape)
+        last = _by_row(output, rows)[:, -rows.count :]
+        last += (low @ up).view(last.shape)
+        return output
+
+
+def _by_row(tokens: Tensor, rows: LastRows) -> Tensor:
+    """A view [B, q, d] of what a module read or returned: experts and their like flatten a batch to [B x q, d]."""
+    return tokens if tokens.dim() == 3 else tokens.unflatten(0, (rows.batch, -1))
 
 
 def nothing(*_: object) -> None:

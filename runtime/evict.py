@@ -30,7 +30,7 @@ from keepsight.runtime.generate import CacheMethod, PeriodicEviction
 from keepsight.runtime.importance import Pool, Reduce, reduce_group, select_top, top_mask, value_norms
 from keepsight.runtime.layer import Counts, KeptLayer
 from keepsight.runtime.observe import LayerObserver, Observer
-from keepsight.runtime.state import Needs, State, prefill, with_full_layers
+from keepsight.runtime.state import Needs, State, can_read_tail, prefill, with_full_layers
 
 
 @registry.method("evict")
@@ -49,8 +49,8 @@ class Evict(CacheMethod):
         every: Eviction interval: number of generated tokens after which the method is applied again, keeping `budget -
             every` entries, so that the cache never exceeds the budget; 0 to evict from the prompt alone.
         during_prefill: Whether each layer is evicted from as soon as it is read, so that only one is whole at a time;
-            the same entries stay. None: where observer and allocation allow it, which an observer that looks back, or
-            an allocation that compares layers, does not.
+            the same entries stay. None: where observer, model and allocation allow it. An observer that needs the
+            whole prompt before it looks back does not, nor does an allocation that compares layers.
         value_norm: Whether an entry's importance is multiplied by the L2 norm of its value: what it adds to a layer's
             output grows with both (VATP, arXiv 2406.12335, which takes the L1 norm). For scores that are not negative.
 
@@ -74,7 +74,7 @@ class Evict(CacheMethod):
     def __post_init__(self) -> None:
         name = type(self).__name__
         self.bound_observer.needs()  # binding refuses what the observer cannot take from the method
-        if self.during_prefill and not isinstance(self.observer, LayerObserver):
+        if self.during_prefill and not (isinstance(self.observer, LayerObserver) or self.observer.joins_prefill):
             raise UserError(
                 f"{name}: during_prefill needs an observer that scores each layer as it is read; "
                 f"{type(self.observer).__name__} looks back at the whole prompt: leave it out"
@@ -155,17 +155,28 @@ class Evict(CacheMethod):
     @override
     @torch.no_grad()
     def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
-        evict, observer, (batch, width) = None, self.bound_observer, input_ids.shape
+        observer = self.bound_observer
+        batch, width = input_ids.shape
+        lengths = [width] * batch if mask is None else mask.sum(dim=1).tolist()
+        budgets = [self.budget_for(length) for length in lengths]
+        evicts = any(length > budget for length, budget in zip(lengths, budgets, strict=True))
+        if evicts and isinstance(self.budget, float):
+            self._check_room(budgets)
+
+        tail = None
+        if evicts and not options.get("images") and can_read_tail(model, observer.needs()):
+            tail = observer.tail(model, input_ids, mask, self.reduce)
+        after_layer = None
         waits = self.waits or self.during_prefill is False or self.allocate.across_layers
-        if not waits and isinstance(observer, LayerObserver):
-            lengths = [width] * batch if mask is None else mask.sum(dim=1).tolist()
-            budgets = [self.budget_for(length) for length in lengths]
-            if any(length > budget for length, budget in zip(lengths, budgets, strict=True)):
-                if isinstance(self.budget, float):
-                    self._check_room(budgets)
-                evict = _LayerEviction(self, observer, lengths, budgets, min(lengths) < width)
-        state = prefill(model, input_ids, mask, needs=observer.needs(), after_layer=evict, **options)
-        return self.compress_state(model, state) if evict is None else state
+        if evicts and not waits and (tail is not None or isinstance(observer, LayerObserver)):
+            after_layer = _LayerEviction(self, observer, lengths, budgets, min(lengths) < width)
+
+        state = prefill(model, input_ids, mask, needs=observer.needs(), after_layer=after_layer, tail=tail, **options)
+        if after_layer is not None:
+            return state
+        if tail is None:
+            return self.compress_state(model, state)
+        return self.evict(model, state, [layer.recorded.observed for layer in state.layers])[0]
 
     @override
     def compress_state(self, model: PreTrainedModel, state: State) -> State:
@@ -297,7 +308,7 @@ class _LayerEviction:
     """
 
     method: Evict
-    observer: LayerObserver
+    observer: Observer
     lengths: list[int]
     budgets: list[int]
     padded: bool
@@ -306,7 +317,7 @@ class _LayerEviction:
 
     def __call__(self, cache: Cache, place: int, layer: KeptLayer) -> KeptLayer:
         method, alone = self.method, self.method.allocate.reads_scores
-        importance = method.layer_importance(self.observer.score(layer, method.reduce.queries), layer)
+        importance = method.layer_importance(self._scores(layer), layer)
         if self._counts is None or alone:
             full = sum(isinstance(each, KeptLayer) for each in cache.layers)
             self._ragged = self.padded and full < len(cache.layers)  # bounded layers need the model's mask of padding
@@ -317,3 +328,10 @@ class _LayerEviction:
         counts = self._counts[0 if alone else place]
         mask = top_mask(importance, counts)
         return layer.keep(mask, counts, window=method.window, ragged=self._ragged, marked=marked)
+
+    def _scores(self, layer: KeptLayer) -> Tensor:
+        """The scores of observers that were read with the prompt, or of one that needs the layer alone."""
+        if layer.recorded is not None and layer.recorded.observed is not None:
+            return layer.recorded.observed
+        assert isinstance(self.observer, LayerObserver)
+        return self.observer.score(layer, self.method.reduce.queries)

@@ -122,6 +122,18 @@ def observed_attention(
     return total / counted.clamp(min=1)[..., None, None]
 
 
+def combine(of_window: Tensor, of_draft: Tensor, rows: int, real: Tensor, reduction: str) -> Tensor:
+    """Combine the attention of a prompt's last queries and of a draft in a layer, [B, H, C] float32 each.
+
+    Both are reduced by `reduction` (`mean` or `max`): over `rows` queries of the window, and over a draft of which
+    `real` [B, T] bool is False for padding.
+    """
+    if reduction == "max":
+        return torch.maximum(of_window, of_draft)
+    drafted = real.sum(dim=1)[:, None, None].to(of_draft.device)
+    return (of_window * rows + of_draft * drafted) / (rows + drafted)
+
+
 def attention_weights(
     query: Tensor, key: Tensor, softmax: Softmax, key_mask: Tensor | None = None, hidden: Tensor | None = None
 ) -> Tensor:

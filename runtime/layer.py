@@ -68,6 +68,8 @@ class Recorded:
             for.
         scores: For each trained scorer, its `numbers` outputs per entry, [B, K x numbers, C] float32.
         statistics: Statistics of all queries; None where they were not asked for.
+        observed: [B, K, C] float32, scores by observers that were read with the prompt (`keepsight.runtime.tail`); None
+            where there were none. Eviction drops them.
     """
 
     softmax: Softmax
@@ -77,6 +79,7 @@ class Recorded:
     accumulated: Tensor | None = None
     scores: Mapping[Any, Tensor] = field(default_factory=dict)
     statistics: QueryStatistics | None = None
+    observed: Tensor | None = None
 
     def last(self, rows: int) -> "Recorded":
         """The same with the queries of the last `rows` tokens alone."""
@@ -271,6 +274,8 @@ class KeptLayer(DynamicLayer):
             real = mask.new_ones(shape) if marked else None
             kept = KeptLayer(keys.view(*shape, -1), values.view(*shape, -1), self.seen, real)
         recorded = self.recorded and self.recorded.last(window)
+        if recorded and recorded.observed is not None:
+            recorded = replace(recorded, observed=None)
         if recorded and recorded.accumulated is not None:
             recorded = replace(recorded, accumulated=_at(recorded.accumulated, mask, counts))
         if recorded and recorded.scores:

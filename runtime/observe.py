@@ -26,9 +26,17 @@ from keepsight.errors import Positive, UserError
 from keepsight.models.decoder import decoder_of
 from keepsight.runtime import registry
 from keepsight.runtime.attention import OwnAttention, Softmax, later, run
-from keepsight.runtime.importance import ROWS_AT_ONCE, Reduce, observed_attention, recorded_queries, reduce_group
+from keepsight.runtime.importance import (
+    ROWS_AT_ONCE,
+    Reduce,
+    combine,
+    observed_attention,
+    recorded_queries,
+    reduce_group,
+)
 from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.state import Needs, State, full_layers, with_full_layers, with_observers
+from keepsight.runtime.tail import Tail
 
 RECOMPUTED = 2**24
 """Bytes of a layer's attention weights above which they are recomputed in the backward pass."""
@@ -44,6 +52,11 @@ class Observer(ABC):
     """
 
     signed: bool | None = None
+
+    @property
+    def joins_prefill(self) -> bool:
+        """Whether the observers are known before a prompt is read, and can be read with it; see `tail`."""
+        return False
 
     @abstractmethod
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
@@ -67,6 +80,14 @@ class Observer(ABC):
     def positions(self) -> int:
         """Maximum number of positions after the prompt that the observing tokens take."""
         return 0
+
+    def tail(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None, reduce: Reduce) -> Tail | None:
+        """The observers, to be read in one pass with a prompt; None where they are not known before it is read.
+
+        `tokens` [B, N] int64 are the prompts, `mask` [B, N] is 0 for their padding, and `reduce` is as in a call. What
+        the tail scores is what a call returns.
+        """
+        return None
 
     @property
     def adapter_digest(self) -> str | None:
@@ -115,18 +136,6 @@ class PromptWindow(LayerObserver):
             ahead=recorded.ahead,
             reduction=reduction,
         )
-
-
-def combine(of_window: Tensor, of_draft: Tensor, rows: int, real: Tensor, reduction: str) -> Tensor:
-    """Combine the attention of a prompt's last queries and of a draft in a layer, [B, H, C] float32 each.
-
-    Both are reduced by `reduction` (`mean` or `max`): over `rows` queries of the window, and over a draft of which
-    `real` [B, T] bool is False for padding.
-    """
-    if reduction == "max":
-        return torch.maximum(of_window, of_draft)
-    drafted = real.sum(dim=1)[:, None, None].to(of_draft.device)
-    return (of_window * rows + of_draft * drafted) / (rows + drafted)
 
 
 OfLayer = Callable[[int, Tensor], Tensor]

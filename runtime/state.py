@@ -11,7 +11,7 @@ state) keep the cache that transformers gives them: they are copied with the oth
 import copy
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, cast
 
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from keepsight.errors import UserError, require_whole
-from keepsight.models.decoder import has_latents, require_supported
+from keepsight.models.decoder import FULL, has_latents, layer_kinds, require_supported
 from keepsight.models.scorers import Scorer
 from keepsight.runtime.attention import Reader, Softmax, expansions, is_bounded, run
 from keepsight.runtime.features import RecordFeatures, WatchInputs
@@ -31,6 +31,7 @@ from keepsight.runtime.importance import observed_attention, seen_ahead
 from keepsight.runtime.layer import KeptLayer, LayerEntries, RaggedLayer, Recorded
 from keepsight.runtime.rope_length import LengthLimit, length_limit
 from keepsight.runtime.rotary import QueryStatistics, Rotary, with_queries
+from keepsight.runtime.tail import Tail
 
 AfterLayer = Callable[[Cache, int, KeptLayer], KeptLayer]
 """Takes a cache, a layer's place among its `KeptLayer`s, and that layer, just read; returns the layer to keep."""
@@ -231,6 +232,7 @@ class Recorder:
         mask: [B, C + q] bool over the entries after the pass, False for padding; None when none is.
         after_layer: Returns the layer to keep for each that was read; attention still uses the whole layer, which is
             freed after it.
+        tail: Observers that are read after the pass's own tokens; the cache forgets them.
         places: Number of layers read so far.
         seconds: Time spent summing accumulated attention.
     """
@@ -239,6 +241,7 @@ class Recorder:
     needs: Needs
     mask: Tensor | None
     after_layer: AfterLayer | None = None
+    tail: Tail | None = None
     places: int = 0
     seconds: float = 0.0
     _ahead: Tensor | None = None  # of the pass's own tokens
@@ -260,6 +263,14 @@ class Recorder:
         layer = self.cache.layers[index]
         if not isinstance(layer, KeptLayer):
             return  # bounded: nothing is scored there
+        observers = None
+        if self.tail is not None:
+            count = self.tail.count
+            observers = query[:, :, -count:]
+            query = query[:, :, :-count]
+            layer.crop(-count)  # attention still gets the entries of the observers
+            if mask is not None and len(mask.shape) == 4:
+                mask = mask[..., :-count, :-count]
         before, rows, window = layer.recorded or Recorded(softmax), query.shape[2], self.needs.window
         if not self.places and mask is not None:  # layers with full attention have one mask
             self._ahead = seen_ahead(mask, rows if self.needs.accumulated else min(rows, window))
@@ -280,6 +291,9 @@ class Recorder:
             self.seconds += time.perf_counter() - start
         statistics = self._statistics(layer, before.statistics, query) if self.needs.statistics else None
         layer.recorded = Recorded(softmax, queries, query_mask, ahead, accumulated, self._scores, statistics)
+        if self.tail is not None and observers is not None:
+            observed = self.tail.score(observers, key, softmax, self.mask, layer.recorded, layer.kv_heads)
+            layer.recorded = replace(layer.recorded, observed=observed)
         if self.after_layer is not None:
             self.cache.layers[index] = self.after_layer(self.cache, self.places, layer)
         self.places += 1
@@ -326,6 +340,7 @@ def prefill(
     after_layer: AfterLayer | None = None,
     images: Images | None = None,
     rope_lengths: Tensor | None = None,
+    tail: Tail | None = None,
 ) -> State:
     """Run prompts through a model.
 
@@ -340,6 +355,8 @@ def prefill(
         images: Images in the prompts, which are then read in one pass.
         rope_lengths: [B] int64, the lengths of the texts that the prompts begin, where RoPE depends on it; by default
             that of the longest prompt of the batch, for all rows.
+        tail: Observers that the last pass reads after the prompt, for a model and needs that `can_read_tail` allows.
+            Their scores are in what the layers recorded, before `after_layer` is called.
 
     Raises:
         UserError: the model is not supported or reads no images, or images are to be read in chunks.
@@ -353,6 +370,7 @@ def prefill(
         after_layer=after_layer,
         images=images,
         rope_lengths=rope_lengths,
+        tail=tail,
     )[0]
 
 
@@ -367,6 +385,7 @@ def _prefill(
     after_layer: AfterLayer | None = None,
     images: Images | None = None,
     rope_lengths: Tensor | None = None,
+    tail: Tail | None = None,
     logits_to_keep: int = 1,
 ) -> tuple[State, Tensor]:
     """`prefill`, and the logits [B, q, V] float32 of the last `logits_to_keep` tokens of its last pass."""
@@ -393,22 +412,22 @@ def _prefill(
     for start in range(0, length, step):
         end = min(start + step, length)
         seen = None if mask is None else mask[:, :end]
-        recorder = Recorder(cache, needs, seen, after_layer if end == length else None)
+        is_last = end == length
+        recorder = Recorder(cache, needs, seen, after_layer if is_last else None)
         inputs = images.with_tokens(input_ids) if images else {"input_ids": input_ids[:, start:end]}
+        inputs |= {"attention_mask": seen, "position_ids": positions[..., start:end]}
+        inputs["logits_to_keep"] = logits_to_keep
+        adapter: AbstractContextManager[object] = nullcontext()
+        if tail is not None and is_last:
+            recorder.tail = tail
+            adapter = tail.adapter()
+            inputs = _with_tail(model, tail, inputs)
         with (
             RecordFeatures(model, needs.features) if needs.features else nullcontext() as recorded,
             WatchInputs(model, recorder.score) if needs.scorers else nullcontext(),
+            adapter,
         ):
-            output = run(
-                model,
-                cache,
-                recorder=recorder,
-                attention_mask=seen,
-                position_ids=positions[..., start:end],
-                rope_lengths=rope_lengths,
-                logits_to_keep=logits_to_keep,
-                **inputs,
-            )
+            output = run(model, cache, recorder=recorder, rope_lengths=rope_lengths, **inputs)
         features = features if recorded is None else recorded.after(features)
         seconds += recorder.seconds
         layers = [layer for layer in cache.layers if isinstance(layer, KeptLayer)]
@@ -432,6 +451,30 @@ def _prefill(
         images=images,
     )
     return state, logits
+
+
+def can_read_tail(model: PreTrainedModel, needs: Needs) -> bool:
+    """Whether observers can be read with a prompt, and `needs` be recorded in the same pass.
+
+    A sliding window or a recurrent state would take in the observers too, and cannot forget them. RoPE that depends on
+    the length would turn the prompt's keys as those of a longer text.
+    """
+    if needs.accumulated or needs.statistics or needs.features or needs.scorers:
+        return False
+    return set(layer_kinds(model.config)) == {FULL} and length_limit(model.config) is None
+
+
+def _with_tail(model: PreTrainedModel, tail: Tail, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of a pass that reads observers after its tokens; the logits stay those of its last token."""
+    tokens, mask, positions = inputs["input_ids"], inputs["attention_mask"], inputs["position_ids"]
+    embedded = model.get_input_embeddings()(tokens)
+    after = positions[:, -1:] + 1 + torch.arange(tail.count, device=positions.device)
+    return {
+        "inputs_embeds": torch.cat([embedded, tail.embeddings.to(embedded)], dim=1),
+        "attention_mask": None if mask is None else functional.pad(mask, (0, tail.count), value=True),
+        "position_ids": torch.cat([positions, after], dim=1),
+        "logits_to_keep": torch.tensor([tokens.shape[1] - 1], device=tokens.device),
+    }
 
 
 @torch.no_grad()

@@ -10,12 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import Whole
+from keepsight.errors import UserError, Whole
 from keepsight.runtime import registry
 from keepsight.runtime.generate import decode, end_ids, stop_after
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.observe import Observer, look_back_with_window
 from keepsight.runtime.state import Needs, State
+from keepsight.runtime.tail import Tail
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,19 @@ class Drafter(ABC):
     def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
         """Write the draft for a state that `model`, the base model, has read."""
 
+    @property
+    def from_tokens(self) -> bool:
+        """Whether the draft depends on the prompt's tokens alone, so that `before` writes it."""
+        return False
+
+    def before(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None) -> DraftIds:
+        """The draft for prompts [B, N] that `model` has not read; `mask` is 0 for padding.
+
+        Raises:
+            UserError: the drafter needs what the model has read.
+        """
+        raise UserError(f"{type(self).__name__} writes its draft from a prompt that the model has read")
+
     def needs(self) -> Needs:
         """What the prefill must record for this drafter."""
         return Needs()
@@ -42,14 +56,35 @@ class Drafter(ABC):
         """Maximum length of a draft in tokens."""
 
 
+class PromptDrafter(Drafter):
+    """Writes a draft from the tokens of a prompt alone."""
+
+    @abstractmethod
+    def write(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None) -> DraftIds:
+        """The draft for tokens [B, M] that `model`, the base model, need not have read; `mask` is 0 for padding."""
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
+        return self.write(model, state.tokens, state.tokens_mask)
+
+    @property
+    @override
+    def from_tokens(self) -> bool:
+        return True
+
+    @override
+    def before(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None) -> DraftIds:
+        return self.write(model, tokens, mask)
+
+
 @dataclass(frozen=True, eq=False)
-class FixedDraft(Drafter):
+class FixedDraft(PromptDrafter):
     """A draft of known tokens."""
 
     draft: DraftIds
 
     @override
-    def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
+    def write(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None) -> DraftIds:
         return self.draft
 
     @override
@@ -80,6 +115,18 @@ class DraftObserver(Observer):
         inputs = model.get_input_embeddings()(draft.ids)
         mask, window = draft.mask, self.window or 0
         return look_back_with_window(model, state, inputs, window, reduce=reduce, observer_mask=mask, start=self.start)
+
+    @property
+    @override
+    def joins_prefill(self) -> bool:
+        return self.start == 0 and self.drafter.from_tokens
+
+    @override
+    def tail(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None, reduce: Reduce) -> Tail | None:
+        if not self.joins_prefill:
+            return None
+        draft = self.drafter.before(model, tokens, mask)
+        return Tail(model.get_input_embeddings()(draft.ids), reduce, draft.mask, self.window or 0)
 
     @override
     def needs(self) -> Needs:

@@ -348,6 +348,15 @@ class ModelDrafter(Drafter):
             return head_answer(model, state, self.draft, self.lookahead)[0]
         return self.write(model, state.tokens, state.tokens_mask, state.images)
 
+    @property
+    @override
+    def from_tokens(self) -> bool:
+        return not isinstance(self.draft, DraftHeadSource)
+
+    @override
+    def before(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None) -> DraftIds:
+        return self.write(model, tokens, mask)
+
     @override
     def needs(self) -> Needs:
         return Needs(features=self.draft.layers) if isinstance(self.draft, DraftHeadSource) else Needs()

@@ -12,7 +12,7 @@ from typing_extensions import override
 from keepsight.errors import Positive, UserError, Whole
 from keepsight.models.decoder import input_shape
 from keepsight.runtime import registry
-from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, greedy_draft
+from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, PromptDrafter, greedy_draft
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.observe import Observer
@@ -49,7 +49,7 @@ class Oracle(Evict):
 
 @registry.drafter("prompt_ends")
 @dataclass(frozen=True)
-class PromptEnds(Drafter):
+class PromptEnds(PromptDrafter):
     """The first and the last tokens read so far (DapQ, arXiv 2603.11564, section 5.1).
 
     A row with fewer tokens than `first` or `last` repeats the one at that end.
@@ -67,12 +67,16 @@ class PromptEnds(Drafter):
             raise UserError("DapQ: first 0 and last 0 leave no pseudo token; give at least one of them")
 
     @override
-    def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
-        width, device = state.tokens.shape[1], state.tokens.device
-        start = width - state.lengths[:, None]  # of each row's real tokens
+    def write(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None) -> DraftIds:
+        batch, width = tokens.shape
+        device = tokens.device
+        if mask is None:
+            start = torch.zeros(batch, 1, dtype=torch.long, device=device)
+        else:
+            start = width - mask.long().sum(dim=1, keepdim=True)  # of each row's real tokens
         first = (start + torch.arange(self.first, device=device)).clamp(max=width - 1)
-        last = (width - self.last + torch.arange(self.last, device=device)).expand(len(start), -1)
-        return DraftIds(state.tokens.gather(1, torch.cat([first, torch.maximum(last, start)], dim=1)))
+        last = (width - self.last + torch.arange(self.last, device=device)).expand(batch, -1)
+        return DraftIds(tokens.gather(1, torch.cat([first, torch.maximum(last, start)], dim=1)))
 
     @override
     def longest(self) -> int:
@@ -81,7 +85,7 @@ class PromptEnds(Drafter):
 
 @registry.drafter("random_tokens")
 @dataclass(frozen=True)
-class RandomTokens(Drafter):
+class RandomTokens(PromptDrafter):
     """Tokens drawn uniformly from the vocabulary, the same ones for every prompt.
 
     Attributes:
@@ -93,11 +97,11 @@ class RandomTokens(Drafter):
     seed: int = 0
 
     @override
-    def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
+    def write(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None) -> DraftIds:
         generator = torch.Generator().manual_seed(self.seed)
         vocabulary, _ = input_shape(model)
         ids = torch.randint(vocabulary, (1, self.count), generator=generator)
-        return DraftIds(ids.to(state.tokens.device).expand(len(state.tokens), -1))
+        return DraftIds(ids.to(tokens.device).expand(len(tokens), -1))
 
     @override
     def longest(self) -> int:
@@ -106,7 +110,7 @@ class RandomTokens(Drafter):
 
 @registry.drafter("constant_text")
 @dataclass(frozen=True)
-class ConstantText(Drafter):
+class ConstantText(PromptDrafter):
     """The same text after every prompt.
 
     Attributes:
@@ -124,12 +128,12 @@ class ConstantText(Drafter):
         object.__setattr__(self, "ids", ids)
 
     @override
-    def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
-        ids: Tensor = torch.tensor([list(self.ids)], device=state.tokens.device)
+    def write(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None) -> DraftIds:
+        ids: Tensor = torch.tensor([list(self.ids)], device=tokens.device)
         vocabulary, _ = input_shape(model)
         if int(ids.max()) >= vocabulary:
             raise UserError(f"DapQ: token id {int(ids.max())} is outside the base model's vocabulary of {vocabulary}")
-        return DraftIds(ids.expand(len(state.tokens), -1))
+        return DraftIds(ids.expand(len(tokens), -1))
 
     @override
     def longest(self) -> int:

@@ -15,10 +15,10 @@ from keepsight.runtime import registry
 from keepsight.runtime.drafting.observer import until_end
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import decode, end_ids, stop_after
-from keepsight.runtime.importance import Pool, Reduce, observed_attention, recorded_queries, reduce_group
+from keepsight.runtime.importance import Pool, Reduce, combine, observed_attention, recorded_queries, reduce_group
 from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.methods.window import SnapKV
-from keepsight.runtime.observe import Observer, PromptWindow, combine
+from keepsight.runtime.observe import Observer, PromptWindow
 from keepsight.runtime.state import Needs, State, read
 
 

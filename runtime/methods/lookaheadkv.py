@@ -11,12 +11,14 @@ from typing_extensions import override
 from keepsight.errors import Whole
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.lookahead_settings import HeadWeights, LookaheadSettings
+from keepsight.models.lora import LastRows
 from keepsight.runtime import registry
 from keepsight.runtime.allocate import Adaptive, Allocation, Global, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce
 from keepsight.runtime.observe import Observer, look_back_with_window
 from keepsight.runtime.state import State
+from keepsight.runtime.tail import Tail
 
 
 @registry.observer("soft_tokens")
@@ -38,6 +40,19 @@ class SoftTokens(Observer):
         with self.artifact.attached(model) as tokens:
             embeddings = tokens.expand(len(state.logits), -1, -1)
             return look_back_with_window(model, state, embeddings, self.window, reduce=reduce)
+
+    @property
+    @override
+    def joins_prefill(self) -> bool:
+        return True
+
+    @override
+    def tail(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None, reduce: Reduce) -> Tail | None:
+        batch = len(tokens)
+        with self.artifact.attached(model) as soft_tokens:
+            embeddings = soft_tokens.expand(batch, -1, -1)
+        rows = LastRows(batch, embeddings.shape[1])
+        return Tail(embeddings, reduce, window=self.window, adapter=lambda: self.artifact.attached(model, rows))
 
     @override
     def positions(self) -> int:

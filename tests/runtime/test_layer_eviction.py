@@ -15,7 +15,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import generate
 from keepsight.runtime.importance import Pool
 from keepsight.runtime.methods import H2O, TOVA, AdaKV, KeyNorm, PyramidKV, RandomEntries, SnapKV, StreamingLLM
-from keepsight.runtime.methods.drafts import PromptEnds
+from keepsight.runtime.methods.drafts import OwnAnswer
 from keepsight.runtime.methods.positions import Earliness
 from keepsight.runtime.state import State, cache_bytes, read
 from tests.families import family_model, fresh_model
@@ -130,7 +130,7 @@ def test_no_more_than_one_layer_is_whole_where_there_are_images() -> None:
 
 
 def test_an_observer_that_looks_back_evicts_after_the_prefill() -> None:
-    observer = DraftObserver(PromptEnds(2, 6))
+    observer = DraftObserver(OwnAnswer(6))
     model, ids = tiny_model(), prompt_ids(60)[0]
     assert Evict(20, observer).start(model, ids).counts().unique().tolist() == [20]
     with pytest.raises(UserError, match=r"Evict: during_prefill needs an observer .* DraftObserver looks back[^\n]*$"):

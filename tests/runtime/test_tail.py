@@ -1,0 +1,152 @@
+"""Observers that are read in one pass with the prompt score it as those of a second pass do."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from keepsight.models.decoder import FULL, layer_kinds
+from keepsight.models.lookahead import LookaheadAdapter
+from keepsight.runtime.allocate import Adaptive, Global
+from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, FixedDraft
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.generate import generate
+from keepsight.runtime.importance import NO_POOL, Pool, Reduce
+from keepsight.runtime.methods.drafts import ConstantText, DapQ, PromptEnds
+from keepsight.runtime.methods.lookaheadkv import LookaheadKV, SoftTokens
+from keepsight.runtime.state import Recorder, State, prefill
+from tests.close import assert_close
+from tests.families import FAMILIES, family_model
+from tests.models.modules import SHAPE, random_on, save
+from tests.runtime.test_layer_eviction import Layers
+from tests.tiny import prompt_ids, tiny_model
+
+DRAFT = torch.randint(3, 99, (1, 5), generator=torch.Generator().manual_seed(1))
+DRAFTED = DraftIds(DRAFT.expand(3, -1), torch.tensor([[True] * 5, [True] * 3 + [False] * 2, [True] * 5]))
+"""A draft that ends early in the second row."""
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> LookaheadAdapter:
+    return LookaheadAdapter.load(save(random_on(tiny_model()), tmp_path / "adapter"))
+
+
+def methods(adapter: LookaheadAdapter) -> dict[str, Evict]:
+    soft_tokens = SoftTokens(adapter)
+    return {
+        "lookaheadkv": LookaheadKV(20, soft_tokens, reduce=Reduce("max", "max"), value_norm=True, pool=NO_POOL),
+        "by the paper": LookaheadKV(20, soft_tokens, pool=Pool("max", 7)),
+        "with a window": LookaheadKV(20, SoftTokens(adapter, window=4), reduce=Reduce("max", "mean")),
+        "shared by all layers": LookaheadKV(20, soft_tokens, allocate=Global(0.2)),
+        "shared by a layer": LookaheadKV(20, soft_tokens, allocate=Adaptive(0.2, blend=False)),
+        "of a ratio": LookaheadKV(0.4, soft_tokens),
+        "dapq": DapQ(20, DraftObserver(PromptEnds(2, 6))),
+        "constant text": DapQ(20, DraftObserver(ConstantText([5, 6, 7]))),
+        "draft and window": Evict(20, DraftObserver(FixedDraft(DRAFTED), window=None), window=6),
+    }
+
+
+NAMES = [*methods(Any)]  # type: ignore[arg-type]
+
+
+def passes_of(model: Any) -> list[int]:
+    """The number of tokens of each forward pass of a model from now on."""
+    counts: list[int] = []
+    model.model.layers[0].register_forward_pre_hook(lambda module, inputs: counts.append(inputs[0].shape[1]))
+    return counts
+
+
+def assert_kept_alike(one_pass: State, two_passes: State) -> None:
+    for ours, theirs in zip(one_pass.entries(), two_passes.entries(), strict=True):
+        assert_close(ours.keys, theirs.keys)
+        assert_close(ours.values, theirs.values)
+    assert_close(one_pass.logits, two_passes.logits)
+    assert torch.equal(one_pass.counts(), two_passes.counts())
+    assert torch.equal(one_pass.lengths, two_passes.lengths)
+    assert all(layer.recorded is None or layer.recorded.observed is None for layer in one_pass.layers)
+    assert [layer.seen for layer in one_pass.layers] == [layer.seen for layer in two_passes.layers]
+
+
+@pytest.mark.parametrize(("lengths", "chunk"), [((70, 41, 25), 16), ((70, 70, 70), None)])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_entries_that_stay_are_those_of_two_passes(
+    adapter: LookaheadAdapter, name: str, lengths: tuple[int, ...], chunk: int | None
+) -> None:
+    model = tiny_model()
+    method = methods(adapter)[name]
+    ids, mask = prompt_ids(*lengths)
+    whole = prefill(model, ids, mask, needs=method.needs())
+    passes = passes_of(model)
+    one_pass = method.start(model, ids, mask, chunk=chunk)
+    assert sum(passes) == 70 + method.bound_observer.positions()
+    assert_kept_alike(one_pass, method.compress_state(model, whole))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_keeps_what_two_passes_keep(family: str, tmp_path: Path) -> None:
+    """Families with windows or recurrent states, which would take in the observers, read them in a second pass."""
+    model = family_model(family)
+    module = random_on(model)
+    adapter = LookaheadAdapter.load(save(module, tmp_path / "adapter"))
+    method = LookaheadKV(16, SoftTokens(adapter), pool=NO_POOL)
+    ids = prompt_ids(41)[0]
+    whole = prefill(model, ids, needs=method.needs())
+    before = [parameter.clone() for parameter in model.parameters()]
+    passes: list[int] = []
+    recorder_call = Recorder.__call__
+
+    def counted(self: Recorder, index: int, query: Tensor, *rest: Any) -> None:
+        passes.append(query.shape[2])
+        recorder_call(self, index, query, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "__call__", counted)
+        state = method.start(model, ids)
+    joined_rows = 41 + method.observer.positions()
+    assert (joined_rows in passes) == (set(layer_kinds(model.config)) == {FULL})
+    assert_kept_alike(state, method.compress_state(model, whole))
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_scores_are_close(adapter: LookaheadAdapter, dtype: torch.dtype) -> None:
+    model = tiny_model().to(dtype)
+    method = LookaheadKV(20, SoftTokens(adapter), during_prefill=False)
+    ids = prompt_ids(60)[0]
+    whole = prefill(model, ids, needs=method.needs())
+    expected = method.bound_observer(model, whole, method.reduce)
+    tail = method.observer.tail(model, ids, None, method.reduce)
+    state = prefill(model, ids, needs=method.needs(), tail=tail)
+    for layer, scores in zip(state.layers, expected, strict=True):
+        assert torch.allclose(layer.recorded.observed, scores, atol=0.02)
+
+
+def test_only_one_layer_is_whole_where_heads_share_no_budget(adapter: LookaheadAdapter) -> None:
+    model, ids = tiny_model(), prompt_ids(200)[0]
+    watched = Layers(model)
+    LookaheadKV(20, SoftTokens(adapter)).start(model, ids)
+    assert watched.whole == watched.alive == [0, 0, 0]
+    asked = LookaheadKV(20, SoftTokens(adapter), during_prefill=True)
+    assert asked.start(tiny_model(), ids).length == 20
+
+
+def test_a_prompt_within_the_budget_is_read_alone(adapter: LookaheadAdapter) -> None:
+    model, ids = tiny_model(), prompt_ids(18)[0]
+    passes = passes_of(model)
+    state = LookaheadKV(20, SoftTokens(adapter)).start(model, ids)
+    assert passes == [18] and state.length == 18
+
+
+def test_the_owner_s_hooks_and_answers_stay(adapter: LookaheadAdapter) -> None:
+    """The adapter changes the observers' rows alone, and nothing after the pass."""
+    model, ids = tiny_model(), prompt_ids(60)[0]
+    plain = model(ids).logits
+    method = LookaheadKV(59, SoftTokens(adapter))
+    answer = generate(model, ids, method, max_new_tokens=4)
+    second = generate(model, ids, replace(method, during_prefill=False), max_new_tokens=4)
+    assert torch.equal(answer, second)
+    assert torch.equal(model(ids).logits, plain)
+    assert SHAPE.tokens == method.observer.positions()
