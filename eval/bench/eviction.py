@@ -146,7 +146,9 @@ _LEAST_SECONDS = 0.4
 def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[int], repeats: int) -> Iterator[str]:
     """A line for each length and method: time and memory of observe and of select, against the prefill.
 
-    Prompts are random tokens. The prefill and the methods take turns, and a share is the median of the shares of single
+    Both are measured after a prefill, as an evaluation runs them for many methods. `in all` is what a method adds to a
+    prefill when it reads the prompt itself, as `generate` does: observers that are known before it take no pass of
+    their own. Prompts are random tokens. The prefill and the methods take turns, and a share is the median of the shares of single
     turns, so that a machine that slows down slows both: shares hold where times do not.
     """
     require_room(target.model, max(lengths))
@@ -154,7 +156,7 @@ def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[
         f"{torch.get_num_threads()} threads, median of {repeats} turns; peak: beyond what the prefill holds; "
         "KV: the most bytes of keys and values while the prompt is read and compressed"
     )
-    heads = f"{'observe ms':>11}{'select ms':>11}{'of prefill':>12}{'peak MiB':>10}{'KV MiB':>9}"
+    heads = f"{'observe ms':>11}{'select ms':>11}{'of prefill':>12}{'in all':>9}{'peak MiB':>10}{'KV MiB':>9}"
     yield f"{'tokens':>7}  {'method':<14}{heads}"
     with tqdm(total=len(lengths) * (repeats + 1), desc="turns") as progress:
         for length in lengths:
@@ -163,11 +165,15 @@ def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[
 
 
 class _Seconds(NamedTuple):
-    """Seconds of one turn: of the prefill, also with the attention sums that H2O needs, and of each method's steps."""
+    """Seconds of one turn: of the prefill, also with the attention sums that H2O needs, and of each method.
+
+    `steps` are those of observing and selecting, `starts` those of a prefill with the method.
+    """
 
     prefill: float
     summing: float
     steps: dict[str, tuple[float, float]]
+    starts: dict[str, float]
 
 
 def _lines(
@@ -189,13 +195,15 @@ def _lines(
         for name, method in methods.items():
             observe, select = (median_seconds(step, 1, _LEAST_SECONDS) for step in _steps(model, method, states[0]))
             steps[name] = observe, select
+        states.clear()
+        starts = {name: seconds_of(functools.partial(method.start, model, ids)) for name, method in methods.items()}
         progress.update()
-        return _Seconds(taken, summing, steps)
+        return _Seconds(taken, summing, steps, starts)
 
     turns = [turn() for _ in range(repeats + 1)][1:]
     state, peak = read(needs.accumulated), peak_bytes(read) / 2**20
     entries, taken = peak_kv_bytes(model, read) / 2**20, statistics.median(each.prefill for each in turns)
-    yield f"{'prefill':<14}{taken * 1000:>11.0f}{'':>11}{'':>12}{peak:>10.1f}{entries:>9.1f}"
+    yield f"{'prefill':<14}{taken * 1000:>11.0f}{'':>11}{'':>12}{'':>9}{peak:>10.1f}{entries:>9.1f}"
     if needs.accumulated:  # summed up during the prefill, not after it
         extra = statistics.median(each.summing - each.prefill for each in turns) * 1000
         share = statistics.median(each.summing / each.prefill for each in turns) - 1
@@ -203,9 +211,10 @@ def _lines(
     for name, method in methods.items():
         times = [statistics.median(each) * 1000 for each in zip(*(turn.steps[name] for turn in turns), strict=True)]
         share = statistics.median(sum(turn.steps[name]) / turn.prefill for turn in turns)
+        in_all = statistics.median(turn.starts[name] / turn.prefill for turn in turns) - 1
         peak = max(map(peak_bytes, _steps(model, method, state))) / 2**20
         entries = peak_kv_bytes(model, functools.partial(method.start, model, ids)) / 2**20
-        yield f"{name:<14}{times[0]:>11.1f}{times[1]:>11.1f}{share:>12.2%}{peak:>10.1f}{entries:>9.1f}"
+        yield f"{name:<14}{times[0]:>11.1f}{times[1]:>11.1f}{share:>12.2%}{in_all:>9.2%}{peak:>10.1f}{entries:>9.1f}"
 
 
 def _steps(model: PreTrainedModel, method: Evict, state: State) -> tuple[Callable[[], object], Callable[[], object]]:
