@@ -148,7 +148,9 @@ def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[
 
     Both are measured after a prefill, as an evaluation runs them for many methods. `in all` is what a method adds to a
     prefill when it reads the prompt itself, as `generate` does: observers that are known before it take no pass of
-    their own. Prompts are random tokens. The prefill and the methods take turns, and a share is the median of the shares of single
+    their own.
+
+    Prompts are random tokens. The prefill and the methods take turns, and a share is the median of the shares of single
     turns, so that a machine that slows down slows both: shares hold where times do not.
     """
     require_room(target.model, max(lengths))
