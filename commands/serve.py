@@ -23,6 +23,7 @@ from keepsight.commands.from_recipe import resources_later, resources_of, target
 from keepsight.commands.variants import letters_for, method_of, prefix_method
 from keepsight.errors import UserError, printable
 from keepsight.files import read_bytes, require_writable
+from keepsight.models.decoder import context_of
 from keepsight.models.model_files import located
 from keepsight.models.targets import Target
 from keepsight.serving.engine import Engine
@@ -111,7 +112,7 @@ def _run_vllm(config: Config) -> None:
         source, _, _ = located(config.model.id, config.model.revision, config.model.own_file)
         tokenizer = Path(made, "tokenizer")
         command = [*_command(config, target, source, tokenizer, named, automatic), f"--port={port}"]
-        environment = _environment(config, least, source, tokenizer, named, at)
+        environment = _environment(config, least, context_of(target.model), source, tokenizer, named, at)
         try:
             with _child(command, environment, _shutdown_timeout(config)) as child, _stopped_before(worker):
                 _wait_for(child, config.host, port)
@@ -226,7 +227,7 @@ def _option(name: str, value: Any) -> str:
 
 
 def _environment(
-    config: Config, least: int, source: str | Path, tokenizer: Path, root: Path, at: Path
+    config: Config, least: int, context: int, source: str | Path, tokenizer: Path, root: Path, at: Path
 ) -> dict[str, str]:
     own = {
         "KEEPSIGHT_ROOT": str(root),
@@ -234,6 +235,8 @@ def _environment(
         "KEEPSIGHT_TOKENIZER": str(tokenizer),
         "KEEPSIGHT_WORKER": str(at),
         "KEEPSIGHT_LEAST": str(least),
+        "KEEPSIGHT_CONTEXT": str(context),
+        "KEEPSIGHT_ANSWER": str(config.max_new_tokens),
         "KEEPSIGHT_MAX_BYTES": str(config.max_bytes),
         "KEEPSIGHT_RAGGED": str(int(config.page > 0)),
         OPEN_METRICS: str(int(config.open_metrics)),

@@ -36,6 +36,8 @@ MARK = "\u2063keepsight\u2063"
 EVICT, BEFORE = "keepsight_evict", "keepsight_before"
 MADE, WHOLE, FAILED = "keepsight", "keepsight_whole", "keepsight_error"
 """Fields of requests and replies for eviction inside vLLM; see `keepsight.serving.vllm.record`."""
+CONTEXT_EXCEEDED = "context_length_exceeded"
+"""OpenAI's code for a prompt that is too long."""
 _KEY, _VERSION = "keepsight_prefix", 1
 _HEADERS, _TENSORS = 4096, 64
 """Prefixes whose headers, and whose tensors, a store keeps in memory."""

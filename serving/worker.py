@@ -28,12 +28,10 @@ from keepsight.models.lora import hooked
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.serving.export import export, placeholders_of
-from keepsight.serving.prefix import alphabet_of, file_of, letters_within
+from keepsight.serving.prefix import CONTEXT_EXCEEDED, alphabet_of, file_of, letters_within
 
 logger = logging.getLogger(__name__)
 
-CONTEXT_EXCEEDED = "context_length_exceeded"
-"""OpenAI's code for a prompt that is too long."""
 _LONGEST_LINE = 2**26
 _CLOSING = {"error": "keepsight: the server is shutting down", "status": 503}
 
@@ -51,7 +49,6 @@ class Prompt:
     """A prompt that is being read, or whose prefix is kept.
 
     Attributes:
-        ids: Its tokens.
         salt: The `cache_salt` of its requests, which share nothing with those of another.
         leases: Number of connections that wait for it or use its prefix.
         left: Set once no connection waits for it any more.
@@ -60,7 +57,6 @@ class Prompt:
         size: Bytes of the file.
     """
 
-    ids: list[int]
     salt: str
     leases: int = 0
     left: threading.Event = field(default_factory=threading.Event)
@@ -149,12 +145,12 @@ class Worker:
             if (refusal := self._refusal()) is not None:
                 await _send(writer, refusal)
                 return
-            prompt = self._prompts[key] = Prompt(ids, salt)
+            prompt = self._prompts[key] = Prompt(salt)
         if prompt.path is not None and not prompt.path.is_file():
             self._remove(prompt)  # such as by a cleaner of temporary folders; it is made again
             prompt.reading = None
         if prompt.reading is None:
-            prompt.reading = asyncio.ensure_future(self._read(prompt))
+            prompt.reading = asyncio.ensure_future(self._read(prompt, ids))
         self._prompts.move_to_end(key)
         prompt.leases += 1
         gone = asyncio.ensure_future(reader.read())
@@ -208,12 +204,12 @@ class Worker:
             prompt.path.unlink(missing_ok=True)
             prompt.path, prompt.size = None, 0
 
-    async def _read(self, prompt: Prompt) -> dict[str, Any]:
+    async def _read(self, prompt: Prompt, ids: list[int]) -> dict[str, Any]:
         """The reply, once the prompt's turn has come."""
         async with self._turn:
             if prompt.left.is_set() or self._closed.is_set():
                 return _CLOSING
-            reply = await asyncio.get_running_loop().run_in_executor(self._thread, self.read, prompt)
+            reply = await asyncio.get_running_loop().run_in_executor(self._thread, self.read, prompt, ids)
             if prompt.left.is_set():  # at the last moment: nobody will use the file
                 self._remove(prompt)
                 return _CLOSING
@@ -221,8 +217,8 @@ class Worker:
         return reply
 
     @torch.no_grad()
-    def read(self, prompt: Prompt) -> dict[str, Any]:
-        """Write the prefix of a prompt."""
+    def read(self, prompt: Prompt, ids: list[int]) -> dict[str, Any]:
+        """Write the prefix of a prompt's tokens."""
         model = self.target.model
 
         def stop_if_left(*_: Any) -> None:
@@ -230,9 +226,9 @@ class Worker:
                 raise Abandoned
 
         try:
-            self._require_room(len(prompt.ids))
+            self._require_room(len(ids))
             with hooked((layer, stop_if_left) for layer in decoder_of(model).layers):
-                state = self.method.start(model, torch.tensor([prompt.ids], device=model.device))
+                state = self.method.start(model, torch.tensor([ids], device=model.device))
             letters_within(placeholders_of(state, self.page), self.alphabet)
         except Abandoned:
             return _CLOSING
@@ -241,7 +237,7 @@ class Worker:
         except UserError as error:
             return {"error": f"keepsight: {one_line(error)}", "status": 400}
         except Exception as error:  # such as a lack of memory: the next prompt may be shorter
-            return _failed(prompt, error)
+            return _failed(ids, error)
         try:
             # The salt sets apart what is shared with nobody else.
             method = f"serve {prompt.salt}: {self.method!r}"
@@ -249,7 +245,7 @@ class Worker:
             path = file_of(self.root, digest)
             size = path.stat().st_size
         except Exception as error:  # such as a full disk
-            return _failed(prompt, error)
+            return _failed(ids, error)
         prompt.path, prompt.size = path, size
         return {"id": digest, "entries": header.entries}
 
@@ -286,8 +282,8 @@ def _key_of(ids: list[int], salt: str) -> str:
     return hashlib.sha256(array("q", ids).tobytes() + salt.encode()).hexdigest()
 
 
-def _failed(prompt: Prompt, error: Exception) -> dict[str, Any]:
-    logger.error("a prompt of %d tokens failed: %s: %s", len(prompt.ids), type(error).__name__, one_line(error))
+def _failed(ids: list[int], error: Exception) -> dict[str, Any]:
+    logger.error("a prompt of %d tokens failed: %s: %s", len(ids), type(error).__name__, one_line(error))
     reason = error.strerror if isinstance(error, OSError) and error.strerror else ""
     named = f"{type(error).__name__} ({reason})" if reason else type(error).__name__
     return {"error": f"keepsight: {named} while the prompt was read", "status": 500}

@@ -23,6 +23,7 @@ import logging
 import math
 import os
 import re
+import sys
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -371,7 +372,10 @@ class Prefixes:
                     "keepsight: the files of %s do not tell its weights; prefixes of others are not refused", model
                 )
             if socket := os.environ.get("KEEPSIGHT_WORKER"):
-                reader = Reader(socket, int(_variable("KEEPSIGHT_LEAST", "TOKENS")))
+                limits = [
+                    int(os.environ.get(name) or sys.maxsize) for name in ("KEEPSIGHT_CONTEXT", "KEEPSIGHT_ANSWER")
+                ]
+                reader = Reader(socket, int(_variable("KEEPSIGHT_LEAST", "TOKENS")), *limits)
         self.app, self.rewriter, self.reader = app, rewriter, reader
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -465,7 +469,13 @@ class Prefixes:
         if self.reader is None or not any(long):
             return request
         require_no_bypass(request)
+        wanted = request.get("max_tokens")
+        if path == CHAT and request.get("max_completion_tokens") is not None:
+            wanted = request["max_completion_tokens"]
         for place in (place for place, is_long in enumerate(long) if is_long):
+            longest = self.reader.longest_answer(len(ids[place]), wanted)
+            if path == CHAT and longest is not None:
+                request = request | {"max_completion_tokens": longest}
             digest, entries = await using.enter_async_context(
                 self.reader.prefix(ids[place][:-1], request.get("cache_salt") or "")
             )

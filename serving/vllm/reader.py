@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import cache
 from typing import Any
 
 from keepsight.errors import UserError
+from keepsight.serving.prefix import CONTEXT_EXCEEDED
 
 
 class Metrics:
@@ -25,6 +28,12 @@ class Metrics:
         self.seconds = Histogram("keepsight_read_seconds", seconds, buckets=buckets)
 
 
+@cache
+def metrics() -> Metrics:
+    """The metrics of this process, whose registry takes each name once."""
+    return Metrics()
+
+
 class Refused(UserError):
     """A request that is answered with an HTTP status of its own.
 
@@ -40,11 +49,37 @@ class Refused(UserError):
 
 
 class Reader:
-    """Lets the worker at a socket read prompts of at least `least` tokens."""
+    """Lets the worker at a socket read prompts.
 
-    def __init__(self, socket: str, least: int) -> None:
+    Args:
+        socket: The path of the socket.
+        least: Number of tokens of the shortest prompts that are read.
+        context: The model's context, into which a prompt and its answer must fit.
+        answer_tokens: Length of an answer whose request names none.
+    """
+
+    def __init__(self, socket: str, least: int, context: int = sys.maxsize, answer_tokens: int = sys.maxsize) -> None:
         self.socket, self.least = socket, least
-        self._metrics = Metrics()
+        self.context, self.answer_tokens = context, answer_tokens
+        self._metrics = metrics()
+
+    def longest_answer(self, tokens: int, wanted: Any) -> int | None:
+        """The length that a prompt of so many tokens leaves for its answer; None if it need not be set.
+
+        vLLM knows only the entries that are kept of the prompt. `wanted` is the length that the request names.
+
+        Raises:
+            Refused: it does not fit.
+        """
+        room = self.context - tokens
+        if type(wanted) is int and 0 < room < wanted:
+            raise Refused(
+                400,
+                f"This model's maximum context length is {self.context} tokens. However, you requested "
+                f"{tokens + wanted} tokens ({tokens} in the prompt, {wanted} for the answer). Please reduce either.",
+                CONTEXT_EXCEEDED,
+            )
+        return room if wanted is None and 0 < room < self.answer_tokens else None
 
     @asynccontextmanager
     async def prefix(self, ids: list[int], salt: str = "") -> AsyncIterator[tuple[str, int]]:

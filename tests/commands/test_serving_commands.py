@@ -152,7 +152,9 @@ def test_vllm_is_given_the_key_of_either_variable(monkeypatch: pytest.MonkeyPatc
     """vLLM's own variable was emptied where keepsight's is unset, and the server was open."""
 
     def given() -> str:
-        return _environment(Serve(), 400, "model", Path("tokenizer"), Path("prefixes"), Path("socket"))["VLLM_API_KEY"]
+        return _environment(Serve(), 400, 4096, "model", Path("tokenizer"), Path("prefixes"), Path("socket"))[
+            "VLLM_API_KEY"
+        ]
 
     for name in ("KEEPSIGHT_API_KEY", "VLLM_API_KEY"):
         monkeypatch.delenv(name, raising=False)

@@ -326,12 +326,11 @@ class Engine:
         await send({"type": "http.response.body", "body": json.dumps(body).encode()})
 
 
-class Reads:
-    """Stands for a `Reader`: every prompt is the prefix 0f0f... of 130 entries."""
-
-    least = 20
+class Reads(Reader):
+    """A `Reader` without a worker: every prompt is the prefix 0f0f... of 130 entries."""
 
     def __init__(self) -> None:
+        super().__init__("", 20, context=2000, answer_tokens=500)
         self.asked, self.salts, self.open = list[list[int]](), list[str](), 0
 
     @asynccontextmanager
@@ -366,7 +365,7 @@ def sent(app: Prefixes, engine: Engine, path: str, body: Any, key: str = "") -> 
 
 def test_a_long_prompt_is_read_elsewhere_and_a_short_one_is_not(rewriter: Rewriter):
     engine, reader = Engine(rewriter.tokenizer), Reads()
-    app = Prefixes(engine, rewriter, reader)  # type: ignore[arg-type]
+    app = Prefixes(engine, rewriter, reader)
     body = {"prompt": TEXT * 5, "max_tokens": 3}
     ids = rewriter.tokenizer(TEXT * 5)["input_ids"]
     sent(app, engine, COMPLETIONS, body)
@@ -382,9 +381,33 @@ def test_a_long_prompt_is_read_elsewhere_and_a_short_one_is_not(rewriter: Rewrit
     assert engine.seen[-1] == (PATHS[0], odd) and len(reader.asked) == 1  # vLLM says what is wrong
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_prompt_and_its_answer_fit_the_context(rewriter: Rewriter, name) -> None:
+    """vLLM knows only the entries that are kept of the prompt."""
+    engine, reader = Engine(rewriter.tokenizer), Reads()
+    app = Prefixes(engine, rewriter, reader)
+    messages = [{"role": "user", "content": TEXT}]
+
+    def ask(prompt: int, wanted: int | None) -> tuple[int, Any]:
+        ids = {"prompt_token_ids": (LONG * 5)[:prompt]}
+        return sent(app, engine, PATHS[0], {"messages": messages, "kv_transfer_params": ids, name: wanted})
+
+    status, reply = ask(1900, 101)
+    assert status == 400 and reply["error"]["code"] == "context_length_exceeded" and not reader.asked
+    assert "maximum context length is 2000 tokens" in reply["error"]["message"]
+    assert ask(1900, 100)[0] == 200 and engine.seen[-1][1][name] == 100
+    ask(1900, None)
+    assert engine.seen[-1][1]["max_completion_tokens"] == 100, "a length that the request does not name is what fits"
+    ask(1500, None)
+    assert engine.seen[-1][1].get(name) is None, "or the server's"
+    if name == "max_tokens":
+        status, reply = sent(app, engine, COMPLETIONS, {"prompt": LONG * 4, name: 401})
+        assert status == 400 and reply["error"]["code"] == "context_length_exceeded"
+
+
 def test_salts_reach_the_worker_and_bad_ones_vllm(rewriter: Rewriter) -> None:
     engine, reader = Engine(rewriter.tokenizer), Reads()
-    app = Prefixes(engine, rewriter, reader)  # type: ignore[arg-type]
+    app = Prefixes(engine, rewriter, reader)
     for salt in ("ada", None):
         sent(app, engine, COMPLETIONS, {"prompt": TEXT * 5, "cache_salt": salt})
     assert reader.salts == ["ada", ""]
@@ -399,7 +422,7 @@ def test_a_prompt_for_a_lora_is_left_to_vllm(rewriter: Rewriter) -> None:
     """The worker reads with the base model, and the engine loads no prefix under a LoRA."""
     engine, reader = Engine(rewriter.tokenizer), Reads()
     engine.state.openai_serving_models = SimpleNamespace(lora_requests={"poet": None})
-    app = Prefixes(engine, rewriter, reader)  # type: ignore[arg-type]
+    app = Prefixes(engine, rewriter, reader)
     body = {"prompt": TEXT * 5, "model": "poet"}
     sent(app, engine, COMPLETIONS, body)
     assert engine.seen == [(COMPLETIONS, body)] and not reader.asked
@@ -408,7 +431,7 @@ def test_a_prompt_for_a_lora_is_left_to_vllm(rewriter: Rewriter) -> None:
 
 def test_token_ids_of_a_chat_are_read_in_the_place_of_its_messages(rewriter: Rewriter) -> None:
     engine, reader = Engine(rewriter.tokenizer), Reads()
-    app = Prefixes(engine, rewriter, reader)  # type: ignore[arg-type]
+    app = Prefixes(engine, rewriter, reader)
     messages = [{"role": "user", "content": TEXT}]
     sent(app, engine, PATHS[0], {"messages": messages, "kv_transfer_params": {"prompt_token_ids": LONG}})
     assert reader.asked == [LONG[:-1]]
@@ -436,7 +459,7 @@ def test_a_refusal_of_the_worker_has_its_status_and_code(target: Target, rewrite
 
 def test_without_the_key_nothing_is_read_and_other_endpoints_are_closed(rewriter: Rewriter):
     engine, reader = Engine(rewriter.tokenizer, "secret"), Reads()
-    app = Prefixes(engine, rewriter, reader)  # type: ignore[arg-type]
+    app = Prefixes(engine, rewriter, reader)
     for key in ("", "secre", "other"):
         assert sent(app, engine, COMPLETIONS, {"prompt": TEXT * 5}, key)[0] == 401
     assert not engine.seen and not reader.asked

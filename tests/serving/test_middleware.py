@@ -242,6 +242,26 @@ def test_roles_that_the_template_does_not_have_are_refused(rewriter: Rewriter, r
     assert (sent(rewriter, CHAT, json.dumps({"messages": turns}).encode(), app=served)[0] == 0) == (role == "wizard")
 
 
+def test_vllm_learns_that_a_client_has_left(rewriter: Rewriter, digest):
+    """Its prefill ends then; the body, rewritten or not, was read before."""
+    for content in (f"[[keepsight:{digest}]]Why?", "Why?"):
+        messages = [
+            {"type": "http.request", "body": chat_body("", content), "more_body": False},
+            {"type": "http.disconnect"},
+        ]
+        seen = list[str]()
+
+        async def app(scope: Any, receive: Any, send: Any, seen: list[str] = seen) -> None:
+            seen.extend([(await receive())["type"], (await receive())["type"]])
+
+        async def receive(messages: list[Any] = messages) -> Any:
+            return messages.pop(0)
+
+        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
+        asyncio.run(Prefixes(app, rewriter)(scope, receive, app))  # type: ignore[arg-type]
+        assert seen == ["http.request", "http.disconnect"]
+
+
 def test_other_requests_are_passed_on_as_they_are(rewriter: Rewriter):
     for path in PATHS:
         for body in (b"{", b"[]", b'{"messages": 3, "prompt": null}', b'{"messages": ["a"]}'):
