@@ -96,7 +96,8 @@ class Worker:
     ) -> None:
         self.target, self.method, self.root = target, method, root
         self.page, self.waiting, self.max_bytes = page, waiting, max_bytes
-        self.context = min(context_of(target.model), max_tokens or sys.maxsize)
+        self.context = context_of(target.model)
+        self.longest = min(self.context, max_tokens or sys.maxsize)
         self.alphabet = alphabet_of(target.tokenizer)
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "keepsight-worker")
@@ -252,14 +253,14 @@ class Worker:
     def _require_room(self, length: int) -> None:
         """Refuse a prompt that the method cannot read; `TooLong` if it is a shorter one that it could."""
         self.method.check(length, sys.maxsize)
-        is_too_long = length >= self.context  # one more token follows the prefix
+        is_too_long = length >= self.longest  # one more token follows the prefix
         try:
             self.method.check(length, self.context)
         except UserError:
             is_too_long = True
         if is_too_long:
             raise TooLong(
-                f"This model's maximum context length is {self.context} tokens. However, your prompt has {length + 1} "
+                f"This model's maximum context length is {self.longest} tokens. However, your prompt has {length + 1} "
                 f"tokens, after which {type(self.method).__name__} may need room too. Please shorten the prompt."
             )
 

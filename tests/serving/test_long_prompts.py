@@ -155,12 +155,15 @@ def test_what_cannot_be_read_is_refused(target: Target, tmp_path: Path, ids, sta
 
 def test_the_longest_prompt_leaves_room_for_what_observes_it(target: Target, tmp_path: Path) -> None:
     """Clients look for OpenAI's words, whatever else the method would say of a prompt that is too long for it."""
-    worker, socket = Worker(target, DapQ(140), tmp_path, page=0, waiting=2, max_tokens=300), tmp_path / "socket"
+    worker, socket = Worker(target, DapQ(140), tmp_path, page=0, waiting=2), tmp_path / "socket"
 
     async def conversation() -> None:
-        replies = [await asked(socket, LONG[:length]) for length in (299, 300, 260)]
-        assert [reply.get("code") for reply in replies] == ["context_length_exceeded"] * 2 + [None]
-        assert "maximum context length is 300" in replies[0]["error"] and replies[2]["entries"] == 140
+        reply = await asked(socket, (LONG * 20)[:4090])
+        assert reply["code"] == "context_length_exceeded" and "maximum context length is 4096" in reply["error"]
+        worker.longest = 300
+        replies = [await asked(socket, LONG[:length]) for length in (300, 299)]
+        assert replies[0]["code"] == "context_length_exceeded" and replies[1]["entries"] == 140
+        assert "maximum context length is 300" in replies[0]["error"]
 
     talk(worker, socket, conversation)
 
