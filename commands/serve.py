@@ -28,7 +28,7 @@ from keepsight.models.model_files import located
 from keepsight.models.targets import Target
 from keepsight.serving.engine import Engine
 from keepsight.serving.prefix import transfer_config
-from keepsight.serving.vllm.access import OPEN_METRICS
+from keepsight.serving.vllm.access import OPEN_METRICS, STOPPING
 from keepsight.serving.worker import Worker
 
 _GRACE = 30
@@ -112,9 +112,11 @@ def _run_vllm(config: Config) -> None:
         source, _, _ = located(config.model.id, config.model.revision, config.model.own_file)
         tokenizer = Path(made, "tokenizer")
         command = [*_command(config, target, source, tokenizer, named, automatic), f"--port={port}"]
+        stopping = Path(made, "stopping")
         environment = _environment(config, least, context_of(target.model), source, tokenizer, named, at)
+        environment[STOPPING] = str(stopping)
         try:
-            with _child(command, environment, _shutdown_timeout(config)) as child, _stopped_before(worker):
+            with _child(command, environment, _shutdown_timeout(config)) as child, _stopped_before(worker, stopping):
                 _wait_for(child, config.host, port)
                 name, url = config.name or target.public_name, f"{_address(config.host, port)}/v1"
                 how = f"{config.method}, budget {config.budget}, for prompts of {least} tokens or more"
@@ -130,11 +132,13 @@ def _run_vllm(config: Config) -> None:
 
 
 @contextmanager
-def _stopped_before(worker: Worker) -> Iterator[None]:
-    """Stop the worker before vLLM's server, so that waiting prompts are refused at once while answers end."""
+def _stopped_before(worker: Worker, stopping: Path) -> Iterator[None]:
+    """Refuse new and waiting requests before vLLM's server is told to stop, while running answers end."""
     try:
         yield
     finally:
+        with suppress(OSError):
+            stopping.touch()
         worker.stop()
 
 

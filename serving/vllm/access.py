@@ -21,6 +21,17 @@ WITHOUT_KEY = ("/health",)
 METRICS = "/metrics"
 OPEN_METRICS = "KEEPSIGHT_OPEN_METRICS"
 """The variable that opens `/metrics` to requests without a key, if it is 1."""
+STOPPING = "KEEPSIGHT_STOPPING"
+"""The variable that names a file; once it exists, the server is told to stop, and answers no further request.
+
+vLLM itself would reply to new requests with 200 and nothing while it waits for the running ones.
+"""
+
+
+def is_stopping() -> bool:
+    """Whether the server has been told to stop."""
+    path = os.environ.get(STOPPING)
+    return bool(path) and os.path.exists(path)
 
 
 def path_of(scope: Mapping[str, Any]) -> str:

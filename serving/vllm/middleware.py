@@ -46,7 +46,7 @@ from keepsight.serving.prefix import (
     letters_of,
     placeholders,
 )
-from keepsight.serving.vllm.access import CHAT, PATHS, has_key, is_listed, is_preflight, needs_key, path_of
+from keepsight.serving.vllm.access import CHAT, PATHS, has_key, is_listed, is_preflight, is_stopping, needs_key, path_of
 from keepsight.serving.vllm.reader import Reader, Refused
 
 Message: TypeAlias = MutableMapping[str, Any]
@@ -395,6 +395,8 @@ class Prefixes:
             )
         elif path_of(scope) not in PATHS:
             await self.app(scope, receive, send)
+        elif is_stopping():
+            await _refuse(send, 503, "keepsight: the server is shutting down")
         else:
             try:
                 if (body := await _body_of(receive)) is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 
-from keepsight.serving.vllm.access import METHODS, OPEN_METRICS, PATHS, STATUS_PATHS, TOKENIZER_PATHS
+from keepsight.serving.vllm.access import METHODS, OPEN_METRICS, PATHS, STATUS_PATHS, STOPPING, TOKENIZER_PATHS
 from keepsight.serving.vllm.middleware import Prefixes, Rewriter
 from tests.tiny import tiny_tokenizer
 
@@ -126,6 +127,23 @@ def test_other_spellings_of_a_path_are_closed(engine: Engine, path):
     assert asked(engine, ("POST", path))[0].status_code == 401
     assert asked(engine, ("POST", path), authorization=f"Bearer {KEY}")[0].status_code == 404
     assert not engine.reached
+
+
+def test_a_server_that_stops_takes_no_further_request(engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """vLLM would reply 200 with an empty answer."""
+    monkeypatch.setenv(STOPPING, str(tmp_path / "stopping"))
+    routes = [("POST", path) for path in TOKENIZER_PATHS] + [("GET", "/health")]
+    answering = [("POST", path) for path in PATHS]
+
+    def statuses() -> list[int]:
+        replies = asked(engine, *routes, *answering, authorization=f"Bearer {KEY}")
+        return [reply.status_code for reply in replies]
+
+    assert statuses() == [200] * 5
+    (tmp_path / "stopping").touch()
+    assert statuses() == [200] * 3 + [503] * 2
+    (reply,) = asked(engine, answering[0], authorization=f"Bearer {KEY}")
+    assert reply.headers["retry-after"] == "1" and reply.json()["error"]["type"] == "server_error"
 
 
 def test_a_root_path_does_not_open_other_paths(engine: Engine):
