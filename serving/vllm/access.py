@@ -48,10 +48,9 @@ def is_listed(scope: Mapping[str, Any]) -> bool:
 
 def needs_key(scope: Mapping[str, Any]) -> bool:
     """Whether a server with an API key asks for it."""
-    open_paths = WITHOUT_KEY
-    if os.environ.get(OPEN_METRICS) == "1":
-        open_paths = (*WITHOUT_KEY, METRICS)
-    return not (is_listed(scope) and path_of(scope) in open_paths)
+    path = path_of(scope)
+    is_open = path in WITHOUT_KEY or (path == METRICS and os.environ.get(OPEN_METRICS) == "1")
+    return not (is_open and is_listed(scope))
 
 
 def is_preflight(scope: Mapping[str, Any]) -> bool:
