@@ -305,16 +305,26 @@ class Engine:
             self.totals.decode_steps += 1
             self.totals.decode_seconds += time.perf_counter() - start
 
-    def _after(self, state: State, tokens: Tensor) -> State:
-        """The batch after one more token [B, 1] of each row; rows whose cache the model drops are read again alone."""
+    def _after(self, state: State, tokens: Tensor) -> State | None:
+        """The batch after one more token [B, 1] of each row; rows whose cache the model drops are read again alone.
+
+        Where that fails, the request fails alone, and leaves the batch. None where none is left.
+        """
         if not must_restart(self.model, state, 1):
             return read(self.model, state, tokens)[0]
-        rows = [take_rows(state, [row]) for row in range(len(tokens))]
-        after = list[State]()
-        for row, token in zip(rows, tokens[:, None], strict=True):
-            dropped = must_restart(self.model, row, 1)
-            after.append(self.method.restart(self.model, row, token) if dropped else read(self.model, row, token)[0])
-        return join(after)
+        staying, after = list[_Row](), list[State]()
+        for place, row in enumerate(self._batch):
+            alone, token = take_rows(state, [place]), tokens[place : place + 1]
+            try:
+                dropped = must_restart(self.model, alone, 1)
+                read_again = self.method.restart(self.model, alone, token) if dropped else None
+            except Exception as error:
+                self._end(row.job, "failed", error)
+                continue
+            staying.append(row)
+            after.append(read(self.model, alone, token)[0] if read_again is None else read_again)
+        self._batch = staying
+        return join(after) if after else None
 
     def _give(self, row: _Row, token: int) -> bool:
         """Give the job a token; returns whether it wants no more. An error in its text fails the job alone."""

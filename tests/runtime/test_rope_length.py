@@ -13,7 +13,7 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.drafting.observer import greedy_draft
 from keepsight.runtime.drafting.speculative import Speculative
-from keepsight.runtime.generate import FullCache
+from keepsight.runtime.generate import FullCache, Method
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.join import join, take_rows
 from keepsight.runtime.rope_length import length_limit
@@ -85,6 +85,28 @@ def test_requests_answer_in_a_batch_as_alone(kind, method):
     while engine.step():
         pass
     assert [job.tokens for job in jobs] == alone
+
+
+class Once(SnapKV):
+    """Cannot read everything again."""
+
+    def restart(self, model, state, tokens):
+        return Method.restart(self, model, state, tokens)
+
+
+def test_a_request_that_cannot_be_read_again_fails_alone():
+    model, method = rope_model("phi3"), Once(32, window=8)
+    prompts = [prompt_ids(length, seed=length)[0] for length in (60, 100)]
+    with pytest.raises(UserError, match=rf"more than {LIMIT} tokens .* which Once cannot"):
+        generate(model, prompts[0], method, **GREEDY)
+    engine = Engine(model, method)
+    jobs = [Job(ids[0], **GREEDY) for ids in prompts]
+    for job in jobs:
+        engine.submit(job)
+    while engine.step():
+        pass
+    assert [job.reason for job in jobs] == ["failed", "length"] and isinstance(jobs[0].error, UserError)
+    assert jobs[1].tokens == generate(model, prompts[1], method, **GREEDY)[0].tolist()
 
 
 @pytest.mark.parametrize(("kind", "length"), [*itertools.product(KINDS, (60, 64, 80))])
