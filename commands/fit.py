@@ -25,6 +25,7 @@ from keepsight.commands.from_recipe import outline_of, resources_later, without_
 from keepsight.commands.parse import compose_config, keys_of
 from keepsight.commands.training import origins_of
 from keepsight.commands.variants import variants_of
+from keepsight.commands.verdicts import Verdict, verdict_of
 from keepsight.data_gen.store import finished_manifest
 from keepsight.errors import UserError
 from keepsight.eval.report.summary import BOUNDS, OURS, kind_of
@@ -47,7 +48,7 @@ from keepsight.models.lookahead_settings import SELECTION, SELECTIONS, Lookahead
 from keepsight.models.retrieval_head import CONFIG as RETRIEVAL_CONFIG
 from keepsight.train.dataset import prompts_from_text
 from keepsight.train.distributed import DIVIDED
-from keepsight.train.settings import FreshSettings
+from keepsight.train.settings import FreshSettings, TrainSettings
 from keepsight.train.trainer import MEASUREMENTS
 
 Stage = TypeVar("Stage", bound=Any)
@@ -109,6 +110,8 @@ _DATA = {"answers": "data", "fresh_answers": "fresh_data"}
 """The folders of the answers."""
 _DIVISIBLE = *_TRAININGS, "card"
 """Stages for which the model may be sharded over processes."""
+_DECISIVE = 32
+"""Held-out samples by which stages are judged, where the data allow as many."""
 _SHORT = 8
 """Maximum number of a card's lines on where other methods are better."""
 _MORE_THAN = 0.005
@@ -122,11 +125,11 @@ def run(config: configs.Fit) -> None:
     known = stages_of(config)
     chosen = [name for name in known if name in (config.stages or known)]
     _check_sharded(config, chosen)
-    source = _source(out, chosen) if config.module == "lookahead" else "head"
+    last = _source(out, chosen) if config.module == "lookahead" else "head"
     folder, adapter = str(out / _DATA["answers"]), str(out / "importance")
     answers = _stage(configs.Data, config, DataKeys, out=folder)
     fresh_answers = _fresh_answers(config, answers, str(out / _DATA["fresh_answers"]))
-    trained = {"adapter" if config.module == "lookahead" else "retrieval": str(out / source), "samples": config.tests}
+    trained = {"adapter" if config.module == "lookahead" else "retrieval": str(out / last), "samples": config.tests}
     tests = _stage(configs.Eval, config, Benchmarks, EvalKeys, UsesMethods, out=str(out / "eval"), **trained)
     fresh = {"fresh.mixture": fresh_answers} if "fresh_answers" in known else {}
     check(config, chosen, {"mixture": answers} | fresh, tests)
@@ -138,9 +141,7 @@ def run(config: configs.Fit) -> None:
     tuned = {"finetune": config.finetune, "max_prompt_tokens": config.max_prompt_tokens, "adapter": adapter}
     eviction = _stage(configs.Finetune, config, Training, data=folder, out=str(out / "eviction"), **tuned)
     again = replace(config.finetune, train=replace(config.finetune.train, steps=config.fresh.steps))
-    fresh_eviction = replace(
-        eviction, finetune=again, adapter=eviction.out, data=fresh_answers.out, out=str(out / "fresh_eviction")
-    )
+    fresh_eviction = replace(eviction, finetune=again, data=fresh_answers.out, out=str(out / "fresh_eviction"))
     selected = {name: getattr(config.lookahead, name) for name in SELECTION}
     distillation = _stage(configs.TrainRetrievalHead, config, data=folder, out=str(out / "head"))
     stages: dict[str, Callable[[], None]] = {
@@ -148,10 +149,12 @@ def run(config: configs.Fit) -> None:
         "importance": lambda: train.run(_stage(configs.Train, config, data=folder, out=adapter)),
         "eviction": lambda: finetune.run(eviction, selected),
         "fresh_answers": lambda: data.run(fresh_answers),
-        "fresh_eviction": lambda: finetune.run(fresh_eviction, selected),
+        "fresh_eviction": lambda: finetune.run(
+            replace(fresh_eviction, adapter=str(out / _better(out, "eviction"))), selected
+        ),
         "distillation": lambda: train_heads.retrieval(distillation),
-        "evaluation": lambda: _evaluate(tests, out, source),
-        "card": lambda: _write_card(config, out, source, keys_of_stage(asked, "card")),
+        "evaluation": lambda: _evaluate(tests, out, _better(out, last)),
+        "card": lambda: _write_card(config, out, _better(out, last), keys_of_stage(asked, "card")),
     }
     is_main, seconds = launched().is_main_process, dict[str, float]()
     for name in chosen:
@@ -160,14 +163,16 @@ def run(config: configs.Fit) -> None:
         start = time.perf_counter()
         stages[name]()
         if is_main:
-            last = {"trained": name} if name in _TRAININGS else {}
-            _record(out, keys=_recorded(out).get("keys", {}) | {name: keys_of_stage(asked, name)}, **last)
+            trained_now = {"trained": name} if name in _TRAININGS else {}
+            _record(out, keys=_recorded(out).get("keys", {}) | {name: keys_of_stage(asked, name)}, **trained_now)
         gc.collect()  # frees a training's model before the next stage loads another
         launched().wait_for_everyone()
         seconds[name] = time.perf_counter() - start
     if is_main:
         seconds["total"] = sum(seconds.values())
         print("\n" + "\n".join(f"{name:<14} {each:6.0f} s" for name, each in seconds.items()))
+        for verdict in _verdicts(out, last):
+            print(verdict.sentence())
         if "card" in chosen:
             print(f"next: keepsight push {shlex.quote(str(_published(config, out)))} USER/NAME --dry-run")
 
@@ -273,8 +278,22 @@ def _check_order(config: configs.Fit, out: Path, chosen: Sequence[str]) -> None:
 
 
 def _completed(config: configs.Fit) -> configs.Fit:
-    """The configuration with what depends on the kind of module, where it is not given."""
-    return replace(config, **{key: getattr(config, key) or value for key, value in _DEFAULTS[config.module].items()})
+    """The configuration with what depends on the kind of module and on the data, where it is not given."""
+    given = {key: getattr(config, key) or value for key, value in _DEFAULTS[config.module].items()}
+    train = _deciding(config.train, config.limit)
+    tuned = replace(config.finetune, train=_deciding(config.finetune.train, config.limit))
+    return replace(config, **given, train=train, finetune=tuned)
+
+
+def _deciding(settings: TrainSettings, limit: int) -> TrainSettings:
+    """The settings with enough held-out samples to tell two modules apart, unless another number than usual is given.
+
+    They are a quarter of the data, at most 32 and at least the usual number.
+    """
+    usual = TrainSettings().held_out
+    if settings.held_out != usual:
+        return settings
+    return replace(settings, held_out=max(usual, min(_DECISIVE, limit // 4)))
 
 
 def _recorded(out: Path) -> "_Record":
@@ -285,8 +304,29 @@ def _record(out: Path, **values: Any) -> None:
     write_json(out / _RECORD, {**_recorded(out), **values})
 
 
+def _better(out: Path, stage: str) -> str:
+    """The stage whose module is used after a stage: its own, or the one before where it made the module worse."""
+    worse = [verdict.before for verdict in _verdicts(out, stage) if verdict.stage == stage and verdict.is_worse]
+    return worse[0] if worse else stage
+
+
+def _verdicts(out: Path, last: str) -> list[Verdict]:
+    """The verdicts on the eviction stages up to the stage `last`, of those whose measurements are there."""
+    verdicts = list[Verdict]()
+    best = "importance"
+    for stage in _EVICTIONS[: _TRAININGS.index(last)] if last in _TRAININGS else ():
+        verdict = verdict_of(out, stage, best)
+        if verdict is not None:
+            verdicts.append(verdict)
+        if verdict is None or not verdict.is_worse:
+            best = stage
+    return verdicts
+
+
 def _evaluate(tests: configs.Eval, out: Path, source: str) -> None:
-    """Evaluate the module; results of an earlier one are moved to another folder."""
+    """Evaluate the module of the stage `source`; results of an earlier one are moved to another folder."""
+    if source != "head":
+        tests = replace(tests, adapter=str(out / source))
     if launched().is_main_process:
         module = file_digest(out / source / (RETRIEVAL_CONFIG if source == "head" else CONFIG))
         if _recorded(out).get("evaluated", module) != module and (results := Path(tests.out)).exists():
@@ -324,7 +364,8 @@ def _write_card(config: configs.Fit, out: Path, source: str, keys: dict[str, str
     is_evaluated = _recorded(out).get("evaluated") == module
     if config.module == "lookahead":
         artifact = LookaheadAdapter.load(out / source)
-        card = written_card(artifact, config, out, source)
+        judged = " ".join(verdict.sentence() for verdict in _verdicts(out, _source(out, [])))
+        card = written_card(artifact, config, out, source, judged)
         if source != "fresh_eviction":
             keys |= _without_later_stages(config, source)
         keys = _selection_keys(config, artifact.settings) | keys
@@ -414,8 +455,11 @@ def _without_paths(value: Any) -> Any:
     return "DIR" if os.path.isdir(value) else os.path.basename(value)
 
 
-def written_card(artifact: LookaheadAdapter, config: configs.Fit, out: Path, source: str) -> str:
-    """The card as Markdown, without command and results: of the module of the stage `source`, in the fit's `out`."""
+def written_card(artifact: LookaheadAdapter, config: configs.Fit, out: Path, source: str, judged: str = "") -> str:
+    """The card as Markdown, without command and results: of the module of the stage `source`, in the fit's `out`.
+
+    `judged` says what each stage did for the module.
+    """
     data_folders = ["data", "fresh_data"] if source == "fresh_eviction" else ["data"]
     manifests = [finished_manifest(out / each) for each in data_folders]
     origin = artifact.provenance
@@ -436,7 +480,7 @@ def written_card(artifact: LookaheadAdapter, config: configs.Fit, out: Path, sou
     origins = dict.fromkeys(chain.from_iterable(origins_of(each.settings.mixture).splitlines() for each in manifests))
     notes = "\n\n".join(each for each in ("\n".join(origins), config.data_notes) if each)
     sources = sum((Counter(each.sources) for each in manifests), Counter[str]())
-    basics = CardBasics(config.title, short, sources, notes, config.license)
+    basics = CardBasics(config.title, short, sources, notes, config.license, judged)
     rows = _measured(out / source)
     held_out = "| held-out samples | before the last stage | after it |\n| --- | --- | --- |\n" + "\n".join(rows)
     return artifact.card(basics, held_out if rows else "")

@@ -44,6 +44,8 @@ _CARD = """---
 
 {{ about }}
 
+{{ judged }}
+
 ## Use
 
 {{ use }}
@@ -141,6 +143,7 @@ class CardBasics:
         sources: Number of training samples by source.
         notes: Markdown on the origin and licences of the data; may be empty.
         license: Licence of the weights, as an identifier the Hub knows; None for the base model's.
+        judged: What each stage of the training did for the module; may be empty.
     """
 
     title: str
@@ -148,6 +151,7 @@ class CardBasics:
     sources: Mapping[str, int] = field(default_factory=dict)
     notes: str = ""
     license: str | None = None
+    judged: str = ""
 
     @property
     def base_model(self) -> str:
@@ -183,6 +187,7 @@ def write_card(
         template_str=_CARD,
         title=plain_text(basics.title),
         about=about,
+        judged=plain_text(basics.judged),
         use=use,
         training={plain_text(name): plain_text(value) for name, value in origin.training.items()},
         **{name: _quotable(getattr(origin, name)) for name in _QUOTED},

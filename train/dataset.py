@@ -11,6 +11,7 @@ import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -161,22 +162,61 @@ def require_more(samples: Sequence[TrainingSample], held_out: int, key: str) -> 
 def hold_out(
     samples: Sequence[TrainingSample], held_out: int, key: str = "train", trained: Prompts | None = None
 ) -> tuple[SampleDataset, SampleDataset]:
-    """Split samples into training and held-out ones: every k-th, so that all parts of the mixture are measured.
+    """Split samples into training and held-out ones, which are of all kinds and, where there are such, long.
 
     At most `held_out` samples are held out; prompts that an earlier stage was `trained` on only if there are no others.
-    A held-out prompt that occurs again is not trained on. A `UserError`, with the settings' `key` in a recipe, if there
-    are too few samples, or too few different prompts, for both.
+    Each source has a share in proportion to its samples, of prompts that are longer than the median of all: short ones
+    hardly tell two modules apart. A held-out prompt that occurs again is not trained on. A `UserError`, with the
+    settings' `key` in a recipe, if there are too few samples, or too few different prompts, for both.
     """
     require_more(samples, held_out, key)
     new = [place for place, each in enumerate(samples) if prompt_digest(each) not in trained] if trained else []
-    among = new or range(len(samples))
-    step = math.ceil(len(among) / held_out) if held_out else len(among) + 1
-    measured = {*among[step - 1 :: step]}
+    measured = _measured_places(samples, new or range(len(samples)), held_out)
     apart = prompts_of(samples[place] for place in measured)
     rest = [place for place, each in enumerate(samples) if not apart or prompt_digest(each) not in apart]
     if not rest:
         raise UserError(f"{key}.held_out={held_out}: every prompt of the data is held out, since they repeat; lower it")
     return SampleDataset(Chosen(samples, rest)), SampleDataset(Chosen(samples, sorted(measured)))
+
+
+def _measured_places(samples: Sequence[TrainingSample], among: Sequence[int], held_out: int) -> set[int]:
+    """Which of the samples at the places `among` are held out; see `hold_out`."""
+    if held_out >= len(among):
+        return {*among}
+    if held_out == 0:
+        return set()
+    lengths = dict[int, int]()
+    by_source = dict[str, list[int]]()
+    for place in among:
+        sample = samples[place]
+        lengths[place] = len(sample.prompt_ids)
+        by_source.setdefault(sample.source, []).append(place)
+    middle = median(lengths.values())
+    counts = _shares([len(places) for places in by_source.values()], held_out)
+    measured = set[int]()
+    for places, count in zip(by_source.values(), counts, strict=True):
+        long = [place for place in places if lengths[place] > middle]
+        if len(long) < count:
+            longest_first = sorted(places, key=lambda place: -lengths[place])
+            long = sorted(longest_first[:count])
+        for number in range(count):  # spread over the whole data
+            measured.add(long[(2 * number + 1) * len(long) // (2 * count)])
+    return measured
+
+
+def _shares(sizes: Sequence[int], count: int) -> list[int]:
+    """`count` divided among groups in proportion to their sizes, at most a group's size and, if it suffices, one each.
+
+    `count` is less than all sizes together.
+    """
+    least = 1 if count >= len(sizes) else 0
+    shares = [least] * len(sizes)
+    total = sum(sizes)
+    while sum(shares) < count:
+        pairs = zip(sizes, shares, strict=True)
+        wanting = [count * size / total - share if share < size else -math.inf for size, share in pairs]
+        shares[wanting.index(max(wanting))] += 1
+    return shares
 
 
 def samples_digest(samples: Iterable[TrainingSample]) -> str:

@@ -239,6 +239,7 @@ class EvictionObjective(ReplayedObjective):
     @override
     def measure(self, batches: Iterable[dict[str, Any]], budget: int) -> dict[str, Any]:
         floors = {"": self.floor} | ({"_uniform": None} if self.settings.uniform_share else {})
+        batches = [*batches]
         with self.measuring(), gathered(self):
             by_batch = divided(lambda values: self.excess_nll(Batch(**values), [*floors.values()]), batches)
         measured = {
@@ -248,7 +249,12 @@ class EvictionObjective(ReplayedObjective):
         }
         if odd := [name for name, value in measured.items() if not math.isfinite(value)]:
             raise FloatingPointError(f"{odd[0]} is {measured[odd[0]]}")
-        return measured
+        by_sample = list[float]()
+        for batch in by_batch:
+            at_budgets = [batch[each][0] for each in self.settings.budgets]
+            by_sample += [fmean(values) for values in zip(*at_budgets, strict=True)]
+        indices = [index for values in batches for index in values["indices"]]
+        return measured | {"eval_by_sample": by_sample, "eval_samples": indices}
 
     def excess_nll(self, batch: Batch, floors: Sequence[float | None]) -> dict[int, list[list[float]]]:
         """For each budget and floor, how much evicting increases the cross-entropy of each sample's answer, in nats.

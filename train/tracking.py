@@ -112,8 +112,14 @@ def peak_memory() -> int:
 
 
 def log_lists(trainer: Trainer, measured: Mapping[str, Any]) -> None:
-    """Send the lists of a measurement to trackers, value by value, such as `eval_kl_by_layer/07`."""
-    lists = {name: value for name, value in measured.items() if isinstance(value, list)}
+    """Send the lists of a measurement to trackers, value by value, such as `eval_kl_by_layer/07`.
+
+    Those of single samples are left out: they stand in fidelity.jsonl alone.
+    """
+    of_samples = "by_sample", "samples"
+    lists = {
+        name: value for name, value in measured.items() if isinstance(value, list) and not name.endswith(of_samples)
+    }
     values = {f"{name}/{place:02}": each for name, value in lists.items() for place, each in enumerate(value)}
     for callback in trainer.callback_handler.callbacks:
         if not isinstance(callback, PrinterCallback | ProgressCallback):

@@ -485,6 +485,21 @@ def test_a_sample_gets_other_budgets_in_other_epochs():
     assert len(losses) == 3
 
 
+def test_a_measurement_lists_its_samples():
+    """Means over budgets, by the samples' indices, so that two measurements can be compared sample by sample."""
+    made = finetuned(tiny_model(), (6, 12))
+    batches = [{**batch_of(samples(length)), "indices": [index]} for index, length in ((4, (40, 6)), (9, (30, 5)))]
+    measured = made.measure(batches, 12)
+    assert measured["eval_samples"] == [4, 9]
+    expected = []
+    for batch in batches:
+        found = made.excess_nll(Batch(**batch), [made.floor])
+        expected.append((found[6][0][0] + found[12][0][0]) / 2)
+    assert measured["eval_by_sample"] == pytest.approx(expected)
+    mean = (measured["eval_excess_nll_at_6"] + measured["eval_excess_nll_at_12"]) / 2
+    assert sum(expected) / 2 == pytest.approx(mean)
+
+
 def test_a_measurement_that_is_no_number_is_not_reported(monkeypatch):
     made = finetuned(tiny_model())
     monkeypatch.setattr(made, "excess_nll", lambda batch, floors: {12: [[float("nan")]]})

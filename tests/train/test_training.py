@@ -5,8 +5,10 @@ import json
 import os
 import signal
 import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -36,6 +38,7 @@ from tests.train.runs import (
     same,
     samples,
     settings,
+    sized,
     spoil,
     tensors,
     train,
@@ -74,11 +77,26 @@ def test_a_loss_that_is_no_number_is_refused(at, checkpoint, tmp_path):
     assert (str(tmp_path / checkpoint) if checkpoint else "there is no checkpoint yet") in message
 
 
-def test_held_out_samples_are_spread_and_never_trained_on():
+def test_held_out_samples_are_long_ones_spread_over_the_data_and_never_trained_on():
     trained, measured = ([row.index for row in each.samples] for each in hold_out(samples(14), 4))
-    assert measured == [9, 21, 33] and sorted(trained + measured) == [3 * number for number in range(14)]
+    assert measured == [0, 12, 21, 33] and sorted(trained + measured) == [3 * number for number in range(14)]
+    middle = median(len(row.prompt_ids) for row in samples(14))
+    assert all(len(row.prompt_ids) > middle for row in hold_out(samples(14), 4)[1].samples)
     with pytest.raises(UserError, match=r"train.held_out=14 needs more than the 14 samples"):
         hold_out(samples(14), 14)
+
+
+def test_held_out_samples_are_of_all_kinds():
+    """In proportion to their samples; of a kind without long prompts, its longest."""
+    lengths = [(10 + number, 4) for number in range(40)]
+    kinds = ["short"] * 8 + ["common", "rare", "common", "common"] * 8
+    rows = [replace(row, source=kind) for row, kind in zip(sized(*lengths), kinds, strict=True)]
+    measured = hold_out(rows, 10)[1].samples
+    assert Counter(row.source for row in measured) == {"common": 6, "short": 2, "rare": 2}
+    assert [row.index for row in measured if row.source == "short"] == [6, 7]
+    assert all(row.index >= 20 for row in measured if row.source != "short")
+    few = hold_out(rows, 2)[1].samples
+    assert len(few) == 2 and {row.source for row in few} == {"common", "short"}
 
 
 @pytest.mark.parametrize("rate", [1e30, 1e38])
