@@ -62,7 +62,7 @@ class Serve(Evicting):
         keepsight serve recipe=smollm2-135m budget=256 port=8000
         keepsight serve recipe=llama8b adapter=runs/a budget=256 'options={allocate: uniform}' vllm=true
 
-    Serves /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics until it is interrupted. With
+    Serves /v1/chat/completions, /v1/completions, /v1/models, /health, /ready and /metrics until it is interrupted. With
     vllm=true vLLM's server answers, and a worker beside it prefills long prompts and evicts from them.
 
     Attributes:
@@ -76,6 +76,15 @@ class Serve(Evicting):
         max_prompt_tokens: Longest prompt in tokens; 0 for the model's context.
         max_new_tokens: Longest answer in tokens.
         max_bytes: Largest request body in bytes.
+        hosts: Names by which clients may call the server, such as that of a proxy, beside localhost and IP addresses;
+            "*" for any. By default host and, unless that is a loopback address, this machine's name; any name where a
+            key is required.
+        origins: Origins of web pages that may use the server, such as https://ui.example; "*" for any.
+        grace: Seconds in which running answers may end when the server is told to stop; waiting requests get HTTP 503.
+        keep_alive: Seconds after which a connection without a further request is closed; more than a proxy's.
+        read_timeout: Seconds in which a request must arrive.
+        connections: Maximum number of connections.
+        access_log: Log a line for each request.
         vllm: Start vLLM's server, and a worker that prefills long prompts for it.
         min_prompt_tokens: Shortest prompt to evict from with vllm=true; vLLM alone answers shorter ones. 0 for twice
             the budget.
@@ -95,6 +104,13 @@ class Serve(Evicting):
     max_prompt_tokens: NonNegativeInt = 0
     max_new_tokens: PositiveInt = 1024
     max_bytes: PositiveInt = 1 << 24
+    hosts: list[str] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
+    grace: NonNegativeInt = 30
+    keep_alive: PositiveInt = 75
+    read_timeout: PositiveInt = 60
+    connections: PositiveInt = 1024
+    access_log: bool = False
     vllm: bool = False
     min_prompt_tokens: NonNegativeInt = 0
     prefixes: str | None = None

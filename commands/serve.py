@@ -15,6 +15,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ from keepsight.serving.prefix import transfer_config
 from keepsight.serving.vllm.access import OPEN_METRICS, STOPPING
 from keepsight.serving.worker import Worker
 
-_GRACE = 30
-"""Seconds that running answers may take once the server is told to stop."""
 _VLLM_KEYS = "page", "min_prompt_tokens", "prefixes", "prefix_bytes", "vllm_options"
 """Keys that have no meaning without vLLM."""
+_OUR_KEYS = "hosts", "origins", "grace", "keep_alive", "read_timeout", "connections", "access_log"
+"""Keys of keepsight's own server."""
 _VLLM_OWN = "model", "tokenizer", "served_model_name", "host", "port", "api_key", "middleware", "kv_transfer_config"
 _VLLM_KEY = "VLLM_API_KEY"
 """vLLM's variable of the API key, which `key=` stands before."""
@@ -57,8 +58,8 @@ def run(config: Config) -> None:
     if given := [name for name in _VLLM_KEYS if getattr(config, name) != getattr(defaults, name)]:
         raise UserError(f"{given[0]}= is for vLLM's server; leave it out, or add vllm=true")
     try:
-        import uvicorn
-
+        from keepsight.serving.guard import ANY
+        from keepsight.serving.listener import Listening, server_of
         from keepsight.serving.server import Service
     except ImportError as error:
         raise UserError(f"keepsight serve needs {error.name}; run `pip install -e '.[serving]'` in the clone") from None
@@ -67,11 +68,26 @@ def run(config: Config) -> None:
     with closing(listening(config.host, config.port)) as opened:
         target = target_of(config)
         method = method_of(config, resources_of(config, target))
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         batch = {"rows": config.rows, "waiting": config.waiting, "max_prompt_tokens": config.max_prompt_tokens}
         with Engine(target.model, method, **batch) as engine:
             name = config.name or target.public_name
-            limits = {"answer_tokens": config.max_new_tokens, "max_bytes": config.max_bytes}
-            app = Service(engine, target, name=name, key=key, **limits).app()
+            service = Service(
+                engine,
+                target,
+                name=name,
+                key=key,
+                answer_tokens=config.max_new_tokens,
+                max_bytes=config.max_bytes,
+                read_timeout=config.read_timeout,
+                hosts=config.hosts or ([ANY] if key else _names_of(config.host)),
+                origins=config.origins,
+                open_metrics=config.open_metrics,
+            )
+            options = Listening(
+                config.grace, config.keep_alive, config.read_timeout, config.connections, config.access_log
+            )
+            server = server_of(service.app(), engine, options)
             url = f"{_address(*opened.getsockname()[:2])}/v1"
             asks = f"requests need the key in {config.key}" if key else "requests need no key"
             how = f"{config.method}, budget {config.budget}"
@@ -79,11 +95,19 @@ def run(config: Config) -> None:
             request = request_line(url, name, config.key if key else None)
             print(printable(f"next: {request}"))
             sys.stdout.flush()
-            settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE, lifespan="off")
             try:
-                uvicorn.Server(settings).run(sockets=[opened])
-            except KeyboardInterrupt:
+                server.run(sockets=[opened])
+            except KeyboardInterrupt:  # raised by either signal, once everything has ended
                 print("stopped", file=sys.stderr)
+
+
+def _names_of(host: str) -> list[str]:
+    """Names by which clients may call a server that needs no key, beside localhost and addresses."""
+    try:
+        local = ip_address(host).is_loopback
+    except ValueError:
+        local = False
+    return [host] if local else [host, socket.gethostname()]
 
 
 # Beside vLLM's server
@@ -155,6 +179,9 @@ def request_line(url: str, name: str, key: str | None) -> str:
 
 
 def _check_vllm(config: Config) -> None:
+    defaults = Config()
+    if given := [name for name in _OUR_KEYS if getattr(config, name) != getattr(defaults, name)]:
+        raise UserError(f"{given[0]}= is for keepsight's own server; leave it out, or leave out vllm=true")
     if importlib.util.find_spec("vllm") is None:
         raise UserError("vllm=true needs vLLM; run `make setup-vllm`, then `. .venv-vllm/bin/activate`")
     if config.model.quantize:

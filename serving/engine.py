@@ -1,12 +1,15 @@
 """Batched decoding with continuous admission: many requests, each evicted by one method, in one batch of states.
 
 A request is read and evicted from alone, between two decoding steps of the others; its state then joins the batch, and
-leaves it when the answer ends or nobody waits for it. Up to rounding, an answer has the tokens of `generate(model, ids,
+leaves it when the answer ends or nobody waits for it. A prompt that nobody waits for is read no further than the
+decoder layer it is in. Up to rounding, an answer has the tokens of `generate(model, ids,
 method, **options)`: transformers makes the logits processors and stopping criteria from the options.
 """
 
+import logging
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,19 +21,37 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.models.decoder import context_of
+from keepsight.models.decoder import context_of, decoder_of
+from keepsight.models.lora import hooked
 from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, end_ids, generate
 from keepsight.runtime.join import can_join, join, take_rows
 from keepsight.runtime.state import State, must_restart, read
 
 _PROBE = 512
 """Tokens read at the start, to see whether states of the method can be joined."""
-BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-"""Upper bounds of the histogram of the time to the first token, in seconds."""
+_UNBOUNDED = 1 << 60
+"""A context in which every prompt fits."""
+_WAITS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_GAPS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+"""Upper bounds of histograms, in seconds: of waits before the first token, and of times between tokens."""
+
+logger = logging.getLogger(__name__)
 
 
 class Busy(UserError):
     """Raised where too many requests wait."""
+
+
+class Closed(UserError):
+    """Raised where the engine takes no more requests: it is shutting down, or its thread has ended."""
+
+
+class TooLong(UserError):
+    """Raised where a prompt and its answer exceed the context, or a prompt the longest that is read."""
+
+
+class _Cancelled(Exception):
+    """Raised within a prefill whose request was cancelled."""
 
 
 class Job:
@@ -47,6 +68,7 @@ class Job:
         reason: `stop` (an end token, or `took` asked for it), `length`, `cancelled` or `failed`; None before the end.
         error: The exception of a failed request.
         first: Seconds from submission to the first token; None before.
+        latest: When the latest token was chosen, as `time.perf_counter` tells it.
     """
 
     def __init__(self, ids: Tensor, *, seed: int | None = None, **options: Any) -> None:
@@ -56,12 +78,12 @@ class Job:
         self.reason: str | None = None
         self.error: Exception | None = None
         self.first: float | None = None
-        self.submitted = time.perf_counter()
+        self.submitted = self.latest = time.perf_counter()
         self.cancelled = False
         self.done = threading.Event()
 
     def cancel(self) -> None:
-        """Cancel the request: it leaves the batch before the next step."""
+        """Cancel the request: it leaves the batch before the next step, and its prompt is read no further."""
         self.cancelled = True
 
     def took(self, token: int) -> bool:
@@ -86,6 +108,23 @@ class Job:
 
 
 @dataclass
+class Histogram:
+    """Counts of values by upper bounds, the last count of those above all bounds; `sum` is of the values."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(init=False)
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+@dataclass
 class Totals:
     """Counters of an engine, as `/metrics` shows them."""
 
@@ -96,8 +135,9 @@ class Totals:
     decode_steps: int = 0
     decode_seconds: float = 0.0
     prefill_seconds: float = 0.0
-    first_token: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
-    first_token_seconds: float = 0.0
+    queue: Histogram = field(default_factory=lambda: Histogram(_WAITS))
+    first_token: Histogram = field(default_factory=lambda: Histogram(_WAITS))
+    between_tokens: Histogram = field(default_factory=lambda: Histogram(_GAPS))
 
 
 class _Asked(CustomGenerate):
@@ -152,8 +192,10 @@ class Engine:
         self.totals = Totals()
         self._queue: deque[Job] = deque()
         self._batch: list[_Row] = []
+        self._admitting = 0  # 1 while a prompt is read
         self._state: State | None = None
         self._wake, self._closed = threading.Condition(), False
+        self._refusal: str | None = None  # why no more requests are taken
         self._thread: threading.Thread | None = None
         ends = end_ids(model)
         self._ends = set(ends if isinstance(ends, list) else [ends])
@@ -166,25 +208,78 @@ class Engine:
 
         Raises:
             Busy: too many wait.
-            UserError: the prompt is too long, or the method cannot work on it.
+            Closed: the engine takes no more requests.
+            TooLong: the prompt and the answer do not fit.
+            UserError: the prompt has no token, or the method cannot work on it.
         """
-        length, more = len(job.ids), int(job.options.get("max_new_tokens") or 1)
-        if not 0 < length <= self.max_prompt_tokens:
-            raise UserError(f"the prompt has {length} tokens; this server reads 1 to {self.max_prompt_tokens}")
-        if length + more > self.context:
-            raise UserError(
-                f"{length} prompt tokens and {more} of the answer do not fit the context of {self.context}; lower "
-                "max_tokens"
-            )
-        self.method.check(length, self.context)
+        self._check_length(len(job.ids), int(job.options.get("max_new_tokens") or 1))
         with self._wake:
-            if self._closed:
-                raise Busy("the server is shutting down")
             self._drop_cancelled()
-            if len(self._queue) >= self.waiting:
-                raise Busy(f"{len(self._queue)} requests are waiting, the most allowed; try again later")
+            self._require_room(0)
             job.submitted = time.perf_counter()
             self._queue.append(job)
+            self._wake.notify()
+
+    def require_room(self, preparing: int = 0) -> None:
+        """Check that another request may wait, beside `preparing` ones that will be submitted.
+
+        Raises:
+            Busy: too many wait.
+            Closed: the engine takes no more requests.
+        """
+        with self._wake:
+            self._drop_cancelled()
+            self._require_room(preparing)
+
+    def _require_room(self, preparing: int) -> None:
+        if self._refusal is not None:
+            raise Closed(self._refusal)
+        if (waiting := len(self._queue) + preparing) >= self.waiting:
+            raise Busy(f"{waiting} requests are waiting, the most allowed; try again later")
+
+    def _check_length(self, length: int, more: int) -> None:
+        if not length:
+            raise UserError("the prompt has 0 tokens; send at least one")
+        if length > self.max_prompt_tokens:
+            raise TooLong(self.too_long(f"the prompt has {length} tokens"))
+        if length + more > self.context:
+            raise TooLong(
+                f"this model's maximum context length is {self.context} tokens; {length} of the prompt and {more} of "
+                "the answer do not fit; shorten the prompt, or lower max_tokens"
+            )
+        try:
+            self.method.check(length, self.context)
+        except UserError:
+            self.method.check(length, _UNBOUNDED)  # raises what is not about the context
+            raise TooLong(
+                f"this model's maximum context length is {self.context} tokens; a prompt of {length} leaves no room "
+                f"for those that {type(self.method).__name__} reads after it; shorten the prompt"
+            ) from None
+
+    def too_long(self, found: str) -> str:
+        """The message about a prompt that is longer than this engine reads; `found` says how long it is."""
+        if self.max_prompt_tokens < self.context:
+            limit = f"this server's maximum context length is {self.max_prompt_tokens} tokens (max_prompt_tokens=)"
+        else:
+            limit = f"this model's maximum context length is {self.context} tokens"
+        return f"{limit}; {found}; shorten it"
+
+    def drain(self) -> None:
+        """Take no more requests, and end those that wait as cancelled; running ones go on."""
+        with self._wake:
+            self._refuse("the server is shutting down")
+
+    def _refuse(self, why: str, error: Exception | None = None) -> None:
+        """Take no more requests, and end those that wait; the caller holds the lock."""
+        self._refusal = self._refusal or why
+        while self._queue:
+            self._end(self._queue.popleft(), "failed" if error else "cancelled", error)
+
+    def close(self) -> None:
+        """End all answers as cancelled, within a decoder layer or a decoding step, and the thread."""
+        with self._wake:
+            self._closed = True
+            self._refuse("the server is shutting down")
             self._wake.notify()
 
     @property
@@ -194,8 +289,9 @@ class Engine:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Numbers of running and of waiting requests."""
-        return len(self._batch), len(self._queue)
+        """Numbers of running requests, with the one whose prompt is being read, and of waiting ones."""
+        with self._wake:
+            return len(self._batch) + self._admitting, len(self._queue)
 
     @property
     def kv_bytes(self) -> int:
@@ -210,26 +306,32 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         """End all answers as cancelled, and the thread."""
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
+        self.close()
         if self._thread is not None:
             self._thread.join()
 
     # In the engine's thread
 
     def _serve(self) -> None:
-        while True:
-            with self._wake:
-                while not (self._closed or self._batch or self._queue):
-                    self._wake.wait()
-                if self._closed:
-                    break
-            self.step()
-        for job in [*(row.job for row in self._batch), *self._queue]:
-            self._end(job, "cancelled")
+        error: Exception | None = None
+        try:
+            while self._wait_for_work():
+                self.step()
+        except BaseException as fault:  # nobody waits for an engine that has ended
+            logger.critical("the engine's thread has ended", exc_info=True)
+            error = fault if isinstance(fault, Exception) else RuntimeError(f"{type(fault).__name__} in the engine")
+        with self._wake:
+            self._refuse("the server's engine has ended; restart it", error)
+        for row in self._batch:
+            self._end(row.job, "failed" if error else "cancelled", error)
         self._batch, self._state = [], None
-        self._queue.clear()
+
+    def _wait_for_work(self) -> bool:
+        """Wait until there is something to do; returns False once the engine is closed."""
+        with self._wake:
+            while not (self._closed or self._batch or self._queue):
+                self._wake.wait()
+            return not self._closed
 
     @torch.no_grad()
     def step(self) -> bool:
@@ -255,13 +357,18 @@ class Engine:
             if not self._queue or len(self._batch) >= self.rows:
                 return
             job = self._queue.popleft()
+            self._admitting = 1
+        self.totals.queue.observe(time.perf_counter() - job.submitted)
         try:
             row, state = self._read(job)
             self._state = join([state] if self._state is None else [self._state, state])
+            self._batch.append(row)
+        except _Cancelled:
+            self._end(job, "cancelled")
         except Exception as error:  # such as a lack of memory: the others go on
             self._end(job, "failed", error)
-            return
-        self._batch.append(row)
+        finally:
+            self._admitting = 0
 
     def _drop_cancelled(self) -> None:
         """End the requests that were cancelled while they waited; the caller holds the lock."""
@@ -276,7 +383,13 @@ class Engine:
         generator = None
         if job.seed is not None:
             generator = torch.Generator(self.model.device).manual_seed(job.seed)
-        state = self.method.start(self.model, ids)
+
+        def stop_if_cancelled(*_: Any) -> None:
+            if job.cancelled or self._closed:
+                raise _Cancelled
+
+        with hooked((layer, stop_if_cancelled) for layer in decoder_of(self.model).layers):
+            state = self.method.start(self.model, ids)
         job.kept = state.mean_entries()
         totals = self.totals
         totals.prefill_seconds += time.perf_counter() - start
@@ -331,10 +444,13 @@ class Engine:
         job = row.job
         job.tokens.append(token)
         self.totals.generated_tokens += 1
+        now = time.perf_counter()
         if job.first is None:
-            job.first = time.perf_counter() - job.submitted
-            self.totals.first_token[sum(job.first > bound for bound in BUCKETS)] += 1
-            self.totals.first_token_seconds += job.first
+            job.first = now - job.submitted
+            self.totals.first_token.observe(job.first)
+        else:
+            self.totals.between_tokens.observe(now - job.latest)
+        job.latest = now
         try:
             return job.took(token)
         except Exception as error:

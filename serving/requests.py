@@ -1,6 +1,8 @@
 """Requests of the OpenAI server: what of their fields can be honoured, and chat messages as templates take them."""
 
 import json
+import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -186,25 +188,32 @@ def prompt_of(messages: Sequence[Message], tokenizer: Any) -> str:
     for number, message in enumerate(messages):
         if message.content is None and not message.tool_calls:
             raise UserError(f"messages.{number}.content: must be a text, as the message has no tool_calls")
-    turns = [message.turn() for message in messages]
+    _require_rendered(tokenizer, messages)
+    return chat_text(tokenizer, [message.turn() for message in messages])
+
+
+def _require_rendered(tokenizer: Any, messages: Sequence[Message]) -> None:
+    """Refuse a message that the template leaves out: a mark in place of its calls' names, or its text, is missing.
+
+    One rendering has the marks of all messages, of which a request may have thousands.
+    """
+    expected = dict[int, int]()
     for number, message in enumerate(messages):
-        _require_rendered(tokenizer, turns, number, message)
-    return chat_text(tokenizer, turns)
-
-
-def _require_rendered(tokenizer: Any, turns: Sequence[dict[str, Any]], number: int, message: Message) -> None:
-    """Refuse a message that the template leaves out: a mark in place of its calls' names, or of its text, is missing."""
-    is_unusual = message.role not in _PLAIN_ROLES and bool(message.text.strip())
-    expected = len(message.tool_calls or ()) + is_unusual
+        is_unusual = message.role not in _PLAIN_ROLES and bool(message.text.strip())
+        if count := len(message.tool_calls or ()) + is_unusual:
+            expected[number] = count
     if not expected:
         return
-    mark = f"keepsight_mark_{number}"
-    if chat_text(tokenizer, [*turns[:number], message.turn(mark), *turns[number + 1 :]]).count(mark) < expected:
-        what = "tool_calls" if message.tool_calls else f"role {message.role!r}"
-        raise UserError(
-            f"messages.{number}: {what} would be lost, as the chat template of {tokenizer.name_or_path!r} does not "
-            "render it; leave it out, or write it as text"
-        )
+    marked = [message.turn(f"keepsight_mark_{number}_") for number, message in enumerate(messages)]
+    rendered = Counter(re.findall(r"keepsight_mark_(\d+)_", chat_text(tokenizer, marked)))
+    for number, count in expected.items():
+        if rendered[str(number)] < count:
+            message = messages[number]
+            what = "tool_calls" if message.tool_calls else f"role {message.role!r}"
+            raise UserError(
+                f"messages.{number}: {what} would be lost, as the chat template of {tokenizer.name_or_path!r} does "
+                "not render it; leave it out, or write it as text"
+            )
 
 
 def first_fault(error: ValidationError) -> str:

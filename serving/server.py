@@ -1,31 +1,39 @@
 """An OpenAI server over the engine: chat completions and completions, streamed or whole, from evicted caches.
 
 Requests are checked before the model runs. Options that cannot be honoured are refused with HTTP 4xx and one line that
-says why, in OpenAI's error format.
+says why, in OpenAI's error format. A text that no prompt can be as long as is refused before it is tokenized, and a
+request for which there is no room before that.
 """
 
 import asyncio
 import copy
-import hmac
 import json
+import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+import anyio
 import torch
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from typing_extensions import override
 
-from keepsight.errors import UserError, one_line
+from keepsight.errors import UserError, one_line, printable
 from keepsight.models.answer_text import AnswerText
 from keepsight.models.chat import encode
 from keepsight.models.targets import Target
-from keepsight.serving.engine import BUCKETS, Busy, Engine, Job
+from keepsight.serving.engine import Busy, Closed, Engine, Job, TooLong
+from keepsight.serving.guard import PROBES, Guard
+from keepsight.serving.metrics import registry_of
 from keepsight.serving.requests import (
     ChatRequest,
     CommonFields,
@@ -35,10 +43,19 @@ from keepsight.serving.requests import (
     prompt_of,
 )
 
+logger = logging.getLogger(__name__)
+
 STATUS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
 """Types of errors by status; all others are `invalid_request_error`."""
 COMPLETION_TOKENS = 16
 """Default of `max_tokens` for completions, as in OpenAI's interface."""
+_PING = 15.0
+"""Seconds after which a stream without text gets a comment, since proxies close silent connections after 60."""
+_COMMENT = ": keepsight\n\n"
+_LONG_TEXT = 1 << 15
+"""Characters from which a text is tokenized behind other long ones, in some milliseconds or more."""
+_TOKENIZING = 2
+"""Texts that are tokenized at a time: as many long ones, and as many short ones."""
 
 
 class Streamed(Job):
@@ -90,18 +107,42 @@ class Streamed(Job):
 class Service:
     """The endpoints over an engine that is running.
 
-    Requests call the model `name`; clients must send `key`, if there is one, as `Authorization: Bearer KEY`. An answer
-    has at most `answer_tokens` tokens, the body of a request `max_bytes` bytes.
+    Args:
+        engine: Answers the requests.
+        target: The model's tokenizer and vocabulary.
+        name: Name of the model in requests.
+        key: The key that requests must send; None where none is needed.
+        answer_tokens: Longest answer in tokens.
+        max_bytes: Largest body of a request in bytes.
+        read_timeout: Seconds in which a body must arrive.
+        hosts, origins: See `Guard`. Replies to these origins have CORS headers.
+        open_metrics: Whether `/metrics` needs no key.
     """
 
     def __init__(
-        self, engine: Engine, target: Target, *, name: str, key: str | None, answer_tokens: int, max_bytes: int
+        self,
+        engine: Engine,
+        target: Target,
+        *,
+        name: str,
+        key: str | None,
+        answer_tokens: int,
+        max_bytes: int,
+        read_timeout: float = 60,
+        hosts: Sequence[str] = (),
+        origins: Sequence[str] = (),
+        open_metrics: bool = False,
     ) -> None:
         self.engine, self.target, self.name, self.key = engine, target, name, key
         self.answer_tokens, self.max_bytes, self.started = answer_tokens, max_bytes, int(time.time())
+        self.read_timeout, self.hosts, self.origins = read_timeout, hosts, origins
+        self.open_paths = (*PROBES, "/metrics") if open_metrics else PROBES
         self.refused = dict[int, int]()
-        self.decoder = copy.deepcopy(target.tokenizer)  # the engine's thread decodes while this one encodes
-        self._encoding = asyncio.Lock()
+        self.registry = registry_of(engine, self.refused)
+        self.decoder = copy.deepcopy(target.tokenizer)  # the engine's thread decodes while others encode
+        self.most_characters = engine.max_prompt_tokens * max(map(len, target.tokenizer.get_vocab()))
+        self.preparing = 0
+        self._short, self._long = CapacityLimiter(_TOKENIZING), CapacityLimiter(_TOKENIZING)
 
     def app(self) -> FastAPI:
         """The FastAPI application."""
@@ -110,8 +151,21 @@ class Service:
         app.add_api_route("/v1/completions", self.complete, methods=["POST"])
         app.add_api_route("/v1/models", self.models)
         app.add_api_route("/v1/models/{name:path}", self.model)
-        app.add_api_route("/health", self.health)
+        app.add_api_route("/health", self.health, methods=["GET", "HEAD"])
+        app.add_api_route("/ready", self.ready, methods=["GET", "HEAD"])
         app.add_api_route("/metrics", self.metrics)
+        app.add_middleware(
+            Guard,
+            refuse=self._refusal,
+            key=self.key,
+            open_paths=self.open_paths,
+            hosts=self.hosts,
+            origins=self.origins,
+        )
+        if self.origins:
+            app.add_middleware(
+                CORSMiddleware, allow_origins=self.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            )
         for kind in (HTTPException, UserError, Exception):
             app.add_exception_handler(kind, self._refusal)
         return app
@@ -120,14 +174,20 @@ class Service:
         """`/health`: 200 while the engine's thread runs."""
         return Response(status_code=200 if self.engine.alive else 503)
 
-    async def models(self, request: Request) -> JSONResponse:
+    async def ready(self) -> Response:
+        """`/ready`: 200 while a request would be taken; 503 while the queue is full, and once the engine has ended."""
+        try:
+            self.engine.require_room(self.preparing)
+        except UserError:
+            return Response(status_code=503)
+        return await self.health()
+
+    async def models(self) -> JSONResponse:
         """`/v1/models`: the one model."""
-        self._require_key(request)
         return JSONResponse({"object": "list", "data": [self._description()]})
 
-    async def model(self, request: Request, name: str) -> JSONResponse:
+    async def model(self, name: str) -> JSONResponse:
         """`/v1/models/NAME`: the model of that name."""
-        self._require_key(request)
         self._require_own(name)
         return JSONResponse(self._description())
 
@@ -142,7 +202,11 @@ class Service:
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
         asked = await self._read(request, ChatRequest)
-        ids = await self._encoded(prompt_of(asked.messages, self.target.tokenizer), special=False)
+        messages, tokenizer = asked.messages, self.target.tokenizer
+        if len(messages) > self.engine.max_prompt_tokens:
+            raise TooLong(self.engine.too_long(f"there are {len(messages)} messages"))
+        characters = sum(len(message.text) for message in messages)
+        ids = await self._encoded(lambda: prompt_of(messages, tokenizer), characters, special=False)
         return await self._answer(request, asked, ids, asked.max_completion_tokens or asked.max_tokens, chat=True)
 
     async def complete(self, request: Request) -> Response:
@@ -152,26 +216,52 @@ class Service:
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
             (prompt,) = prompt
         if isinstance(prompt, str):
-            prompt = await self._encoded(prompt, special=True)
+            text = prompt
+            prompt = await self._encoded(lambda: text, len(text), special=True)
+        elif len(prompt) > self.engine.max_prompt_tokens:
+            raise TooLong(self.engine.too_long(f"the prompt has {len(prompt)} tokens"))
         elif wrong := [token for token in prompt if not 0 <= token < self.target.vocabulary]:
             raise UserError(f"prompt: {wrong[0]} is not a token id; the vocabulary has {self.target.vocabulary}")
         return await self._answer(
             request, asked, prompt, asked.max_tokens or min(COMPLETION_TOKENS, self.answer_tokens), chat=False
         )
 
-    async def _encoded(self, text: str, special: bool) -> list[int]:
-        async with self._encoding:
-            (ids,) = await asyncio.to_thread(encode, self.target.tokenizer, [text], special=special)
-        return ids
+    async def _encoded(self, text_of: Callable[[], str], characters: int, special: bool) -> list[int]:
+        """The tokens of a text with at least so many characters; both are made in a thread.
+
+        Raises:
+            TooLong: more characters than the tokens of the longest prompt have.
+            Busy, Closed: the engine would not take the request.
+        """
+
+        def ids() -> list[int]:
+            text = text_of()
+            self._check_characters(len(text))
+            return encode(self.target.tokenizer, [text], special=special)[0]
+
+        self._check_characters(characters)
+        self.engine.require_room(self.preparing)
+        self.preparing += 1
+        try:
+            return await run_sync(ids, limiter=self._long if characters > _LONG_TEXT else self._short)
+        finally:
+            self.preparing -= 1
+
+    def _check_characters(self, characters: int) -> None:
+        if characters > self.most_characters:
+            found = f"the prompt has {characters} characters, more than so many tokens hold"
+            raise TooLong(self.engine.too_long(found))
 
     async def _read(self, request: Request, kind: Any) -> Any:
-        self._require_key(request)
         body = bytearray()
         try:
-            async for part in request.stream():
-                body += part
-                if len(body) > self.max_bytes:
-                    raise HTTPException(413, f"the request is larger than {self.max_bytes} bytes")
+            with anyio.fail_after(self.read_timeout):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > self.max_bytes:
+                        raise HTTPException(413, f"the request is larger than {self.max_bytes} bytes (max_bytes=)")
+        except TimeoutError:
+            raise HTTPException(408, f"the request took longer than {self.read_timeout} s (read_timeout=)") from None
         except ClientDisconnect:
             raise HTTPException(499, "the client has left") from None
         try:
@@ -185,7 +275,10 @@ class Service:
         self, request: Request, asked: CommonFields, ids: list[int], most: int | None, chat: bool
     ) -> Response:
         if most is not None and most > self.answer_tokens:
-            raise UserError(f"max_tokens is {most}; this server answers with at most {self.answer_tokens}")
+            raise UserError(
+                f"max_tokens is {most}; this server answers with at most {self.answer_tokens}, which its option "
+                "max_new_tokens= raises"
+            )
         room = self.engine.context - len(ids)
         own: Any = self.target.model.generation_config
         options = asked.options(most or max(min(self.answer_tokens, room), 1), own.top_k)
@@ -194,9 +287,7 @@ class Service:
         self.engine.submit(job)
         reply = Reply(self.name, job, chat)
         if asked.stream:
-            first = await self._unless_gone(request, job.pieces.get(), job)
-            self._require_sound(job)
-            return Stream(job, _events(reply, job, first, asked.stream_options))
+            return Stream(job, self._events(request, reply, asked.stream_options))
         await self._unless_gone(request, _all(job), job)
         self._require_sound(job)
         return JSONResponse(reply.whole())
@@ -216,63 +307,78 @@ class Service:
             waiting.cancel()
             gone.cancel()
 
+    async def _events(self, request: Request, reply: "Reply", options: StreamOptions | None) -> AsyncIterator[str]:
+        """The events of a streamed answer; comments keep the connection open while there is no text."""
+        job = reply.job
+        yield _COMMENT
+        if reply.chat:
+            yield _event(reply.chunk("", first=True))
+        async for piece in _with_pings(job):
+            yield _COMMENT if piece is None else _event(reply.chunk(piece))
+        try:
+            self._require_sound(job)
+        except (UserError, HTTPException) as error:
+            yield _event(self._error_body(request, error))
+        else:
+            yield _event(reply.chunk("", job.reason))
+            if options is not None and options.include_usage:
+                yield _event({**reply.chunk(""), "choices": [], "usage": reply.usage()})
+        yield "data: [DONE]\n\n"
+
     def _require_sound(self, job: Job) -> None:
         if isinstance(job.error, UserError):
             raise job.error
         if job.error is not None:
-            raise HTTPException(500, f"{type(job.error).__name__} while the prompt was read or answered")
+            kind = type(job.error).__name__
+            raise HTTPException(500, f"{kind} while the prompt was read or answered") from job.error
         if job.reason == "cancelled":
             raise HTTPException(503, "the server is shutting down")
 
-    def _require_key(self, request: Request) -> None:
-        if self.key is None:
-            return
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), self.key.encode()):
-            raise HTTPException(401, "a key is needed: send Authorization: Bearer KEY")
-
     async def _refusal(self, request: Request, error: Any) -> JSONResponse:
-        """The error in OpenAI's format."""
-        if isinstance(error, UserError):
-            status, message = 429 if isinstance(error, Busy) else 400, one_line(error, 2000)
-        elif isinstance(error, HTTPException):
-            status, message = error.status_code, str(error.detail)
-        else:
-            status, message = 500, f"{type(error).__name__} in the server"
+        """The reply of an error."""
+        status = _status_of(error)
+        headers = {"retry-after": "1"} if status in (429, 503) else {}
+        headers |= {"www-authenticate": "Bearer"} if status == 401 else {}
+        return JSONResponse(self._error_body(request, error), status, headers)
+
+    def _error_body(self, request: Request, error: Any) -> dict[str, Any]:
+        """The error in OpenAI's format; it is counted, and logged with its cause if it is the server's."""
+        status = _status_of(error)
         self.refused[status] = self.refused.get(status, 0) + 1
+        if isinstance(error, UserError):
+            message = one_line(error, 2000)
+        elif isinstance(error, HTTPException):
+            message = str(error.detail)
+        else:
+            message = f"{type(error).__name__} in the server"
+        if status >= 500:
+            asked = printable(f"{request.method} {request.scope['path'][:200]}")
+            logger.error("%s: %d, %s", asked, status, _cause_of(error))
         kind = STATUS.get(status, "invalid_request_error" if status < 500 else "server_error")
-        body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
-        headers = {"retry-after": "1"} if status == 429 else {"www-authenticate": "Bearer"} if status == 401 else None
-        return JSONResponse(body, status, headers)
+        code = "context_length_exceeded" if isinstance(error, TooLong) else status
+        return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
     async def metrics(self) -> PlainTextResponse:
         """`/metrics`, in Prometheus' text format."""
-        return PlainTextResponse("".join(f"{line}\n" for line in self._metric_lines()), media_type="text/plain")
-
-    def _metric_lines(self) -> Iterator[str]:
-        totals, (running, waiting) = self.engine.totals, self.engine.load
-        for name, value in {"running": running, "waiting": waiting, "kv_bytes": self.engine.kv_bytes}.items():
-            yield from _metric(name, "gauge", {"": value})
-        yield from _metric("requests_total", "counter", _labelled("reason", totals.ended))
-        yield from _metric("refused_total", "counter", _labelled("status", self.refused))
-        names = ("prompt_tokens", "kept_entries", "generated_tokens", "decode_steps", "decode_seconds")
-        for name in (*names, "prefill_seconds"):
-            yield from _metric(f"{name}_total", "counter", {"": round(getattr(totals, name), 6)})
-        below = [sum(totals.first_token[: place + 1]) for place in range(len(BUCKETS) + 1)]
-        bounds = [*map(str, BUCKETS), "+Inf"]
-        values: dict[str, float] = {f'_bucket{{le="{le}"}}': count for le, count in zip(bounds, below, strict=True)}
-        values |= {"_sum": round(totals.first_token_seconds, 6), "_count": below[-1]}
-        yield from _metric("time_to_first_token_seconds", "histogram", values)
+        return PlainTextResponse(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-def _metric(name: str, kind: str, values: dict[str, float]) -> Iterator[str]:
-    yield f"# TYPE keepsight_{name} {kind}"
-    for label, value in values.items():
-        yield f"keepsight_{name}{label} {value}"
+def _status_of(error: Any) -> int:
+    if isinstance(error, HTTPException):
+        return error.status_code
+    if isinstance(error, Busy):
+        return 429
+    if isinstance(error, Closed):
+        return 503
+    return 400 if isinstance(error, UserError) else 500
 
 
-def _labelled(label: str, values: dict[Any, int]) -> dict[str, float]:
-    return {f'{{{label}="{key}"}}': value for key, value in values.items()}
+def _cause_of(error: BaseException) -> str:
+    """One line with the exception that led to an error, which clients are not told."""
+    cause = error.__cause__ or error
+    if isinstance(cause, HTTPException):
+        return str(cause.detail)
+    return f"{type(cause).__name__}: {one_line(cause, 2000)}"
 
 
 class Reply:
@@ -320,21 +426,18 @@ class Stream(StreamingResponse):
             self.job.cancel()
 
 
-async def _events(reply: Reply, job: Streamed, first: str | None, options: StreamOptions | None) -> AsyncIterator[str]:
-    if reply.chat:
-        yield _event(reply.chunk("", first=True))
-    if first is not None:
-        yield _event(reply.chunk(first))
-        async for piece in job:
-            yield _event(reply.chunk(piece))
-    if job.error is not None or job.reason == "cancelled":
-        said = f"{type(job.error).__name__} while answering" if job.error else "the server is shutting down"
-        yield _event({"error": {"message": said, "type": "server_error", "param": None, "code": 500}})
-    else:
-        yield _event(reply.chunk("", job.reason))
-        if options is not None and options.include_usage:
-            yield _event({**reply.chunk(""), "choices": [], "usage": reply.usage()})
-    yield "data: [DONE]\n\n"
+async def _with_pings(job: Streamed) -> AsyncIterator[str | None]:
+    """The pieces of an answer, and None for every `_PING` seconds without one."""
+    while True:
+        try:
+            with anyio.fail_after(_PING):
+                piece = await job.pieces.get()
+        except TimeoutError:
+            yield None
+            continue
+        if piece is None:
+            return
+        yield piece
 
 
 def _event(body: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 import os
 import runpy
 import signal
-import sys
 import threading
 import time
 
@@ -12,7 +11,8 @@ _GRACE = 10
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 1 << 12):  # a reader of sys.stdin would hold a lock that the interpreter takes when it ends
+        pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_GRACE)  # vLLM may wait for answers that its engine, already gone, never ends
     os.killpg(0, signal.SIGKILL)

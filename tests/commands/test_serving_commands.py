@@ -5,9 +5,11 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
@@ -113,12 +115,31 @@ def test_a_server_answers_until_it_is_interrupted() -> None:
     assert details["kept_entries"] == 160 and code == 0 and "requests need the key in " in line
 
 
+def test_a_server_with_few_descriptors_serves_beside_idle_connections_and_ends_at_sigterm() -> None:
+    typed = [sys.executable, "-m", "keepsight", "serve", *TINY, "port=0", "name=ships", "access_log=true"]
+    command = ["sh", "-c", 'ulimit -n 64 && exec "$@"', "sh", *typed]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as server, ExitStack() as held:
+        assert server.stdout is not None and server.stderr is not None
+        url = server.stdout.readline().split(" at ")[1].split()[0].removesuffix("/v1")
+        port = int(url.rpartition(":")[2])
+        for _ in range(100):
+            held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+        assert httpx.get(f"{url}/v1/models", timeout=60, headers={"host": "evil.example"}).status_code == 403
+        server.send_signal(signal.SIGTERM)
+        code, errors = server.wait(60), server.stderr.read()
+    assert code == 0 and len(errors.splitlines()) < 20, errors[-2000:]
+    assert len(re.findall('"GET /health HTTP/1.1" 200$', errors, re.MULTILINE)) == 1
+
+
 def test_values_that_cannot_be_served_end_in_one_line(keepsight: CommandLine) -> None:
     assert "key=UNSET_KEY: this variable is not set" in keepsight.fails("serve", *TINY, "key=UNSET_KEY")
     assert "whole number" in keepsight.fails("serve", *TINY, "budget=12.5")
     assert "cannot answer in a batch" in keepsight.fails("serve", *TINY, "method=specache", "port=0")
     assert "host=nowhere.invalid" in keepsight.fails("serve", *TINY, "host=nowhere.invalid")
     assert "page= is for vLLM" in keepsight.fails("serve", *TINY, "page=32")
+    assert "hosts= is for keepsight's own" in keepsight.fails("serve", *TINY, "vllm=true", "hosts=[ships.example]")
 
 
 def test_addresses_are_urls() -> None:

@@ -6,17 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from keepsight import AdaKV, SnapKV
+from keepsight import LAQ, AdaKV, KVzip, SnapKV
 from keepsight.errors import UserError
 from keepsight.runtime import join
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.generate import FullCache, generate
-from keepsight.runtime.methods import SpeCache
+from keepsight.runtime.methods import Reconstruction, SpeCache
 from keepsight.serving import engine as engines
-from keepsight.serving.engine import Busy, Engine, Job
+from keepsight.serving.engine import Busy, Closed, Engine, Job, TooLong
 from tests.families import family_model
-from tests.tiny import prompt_ids, tiny_model
+from tests.tiny import SmallVocabulary, prompt_ids, tiny_model
 
+KVZIP = KVzip(24, Reconstruction(SmallVocabulary()))  # type: ignore[arg-type]
 LENGTHS = (90, 33, 61, 20, 90, 120, 47)
 METHODS = {
     "uniform": SnapKV(40, window=8),
@@ -119,6 +120,87 @@ def test_cancelled_requests_leave_and_disturb_nobody():
     assert engine.totals.ended == {"stop": 0, "length": 1, "cancelled": 2, "failed": 0}
 
 
+def layers_read(model, act) -> list[int]:
+    """Indices of the decoder layers that read a prompt; `act` is called with their number after each."""
+    read = list[int]()
+
+    def note(module, inputs, output):
+        if inputs[0].shape[1] > 1:
+            read.append(module.self_attn.layer_idx)
+            act(len(read))
+
+    for layer in model.model.layers:
+        layer.register_forward_hook(note)
+    return read
+
+
+@pytest.mark.parametrize(
+    ("method", "layers"),
+    [(METHODS["uniform"], 1), (METHODS["uniform"], 3), (METHODS["full"], 2), (KVZIP, 1), (KVZIP, 5)],
+    ids=["first layer", "last layer", "full cache", "first of two passes", "second of two passes"],
+)
+def test_a_prompt_that_nobody_waits_for_is_read_no_further(method, layers):
+    model = tiny_model(max_position_embeddings=1024)
+    engine = Engine(model, method, rows=3)
+    first, leaves, last = (Job(ids, max_new_tokens=6) for ids in prompts(60, 120, 90))
+    engine.submit(first)
+    engine.step()
+    read = layers_read(model, lambda count: leaves.cancel() if count == layers else None)
+    engine.submit(leaves)
+    engine.step()
+    assert (leaves.reason, len(read), leaves.tokens) == ("cancelled", layers, [])
+    engine.submit(last)
+    run(engine)
+    assert [job.result(0) for job in (first, last)] == [
+        alone(model, method, job.ids, max_new_tokens=6) for job in (first, last)
+    ]
+
+
+def test_an_engine_that_closes_reads_no_prompt_to_its_end():
+    model = tiny_model()
+    engine = Engine(model, METHODS["uniform"], rows=2)
+    read = layers_read(model, lambda count: engine.close())
+    with engine:
+        engine.submit(job := Job(prompts(90)[0], max_new_tokens=6))
+        assert job.done.wait(60)
+    assert (job.reason, len(read)) == ("cancelled", 1)
+
+
+def test_a_drained_engine_finishes_what_runs():
+    model, method = tiny_model(), METHODS["uniform"]
+    engine = Engine(model, method, rows=1)
+    runs, waits = (Job(ids, max_new_tokens=6) for ids in prompts(60, 50))
+    engine.submit(runs)
+    engine.step()
+    engine.submit(waits)
+    engine.drain()
+    assert waits.reason == "cancelled" and runs.reason is None
+    for refused in (lambda: engine.submit(Job(prompts(40)[0])), engine.require_room):
+        with pytest.raises(Closed, match="shutting down"):
+            refused()
+    run(engine)
+    assert runs.result(0) == alone(model, method, runs.ids, max_new_tokens=6)
+
+
+def test_requests_in_preparation_count_as_waiting():
+    engine = Engine(tiny_model(), METHODS["uniform"], rows=1, waiting=2)
+    engine.submit(Job(prompts(40)[0], max_new_tokens=2))
+    engine.require_room()
+    with pytest.raises(Busy):
+        engine.require_room(preparing=1)
+
+
+def test_prompts_without_room_for_the_tokens_of_the_method_are_too_long():
+    model = tiny_model()
+    engine = Engine(model, LAQ(40))
+    with pytest.raises(TooLong, match="maximum context length is 256"):
+        engine.submit(Job(prompts(250)[0], max_new_tokens=2))
+    engine = Engine(model, SnapKV(0.5, window=60))
+    with pytest.raises(UserError, match="protected") as refused:
+        engine.submit(Job(prompts(100)[0], max_new_tokens=2))
+    assert not isinstance(refused.value, TooLong), "a longer one would do"
+
+
 def test_requests_that_were_cancelled_while_waiting_make_room_for_others():
     engine = Engine(tiny_model(), METHODS["uniform"], rows=1, waiting=1)
     first, leaves, comes = (Job(ids, max_new_tokens=4) for ids in prompts(60, 50, 40))
@@ -185,9 +267,9 @@ def test_what_fails_fails_alone(monkeypatch):
     assert good.result(0) == alone(model, method, good.ids, max_new_tokens=6)
     with pytest.raises(MemoryError):
         bad.result(0)
-    with pytest.raises(UserError, match="1 to 256"):
+    with pytest.raises(UserError, match="0 tokens"):
         engine.submit(Job(torch.zeros(0, dtype=torch.long)))
-    with pytest.raises(UserError, match="fit the context"):
+    with pytest.raises(UserError, match="maximum context length is 256"):
         engine.submit(Job(prompts(200)[0], max_new_tokens=100))
 
 
@@ -223,7 +305,7 @@ def test_requests_of_many_threads_and_a_full_queue():
             each.start()
         answers = [job.result(60) for job in jobs]
     assert answers == [alone(model, method, ids, max_new_tokens=8) for ids in asked]
-    with pytest.raises(Busy, match="shutting down"):
+    with pytest.raises(Closed, match="shutting down"):
         engine.submit(Job(asked[0]))
 
 

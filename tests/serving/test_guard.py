@@ -1,0 +1,114 @@
+"""Headers that let nobody in: keys on every path, names of other hosts, foreign web pages, forms."""
+
+import httpx
+import pytest
+
+from keepsight.serving.engine import Engine
+from keepsight.serving.guard import PROBES
+from keepsight.serving.server import Service
+from tests.serving.loopback import METHOD, running
+
+ORIGIN = "https://ui.example"
+CHAT = "/v1/chat/completions"
+ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+
+
+def service(target, engine: Engine, **options) -> Service:
+    limits = {"key": None, "answer_tokens": 20, "max_bytes": 1 << 16}
+    return Service(engine, target, name="tiny", **(limits | options))
+
+
+@pytest.fixture(scope="module")
+def served(target):
+    with Engine(target.model, METHOD) as engine:
+        app = service(target, engine, hosts=["Ships.example"], origins=[ORIGIN]).app()
+        with running(app, engine) as (url, _):
+            yield url, engine
+
+
+@pytest.fixture
+def url(served):
+    return served[0]
+
+
+@pytest.mark.parametrize("open_metrics", [False, True])
+def test_a_key_locks_every_route(target, open_metrics):
+    """Whatever routes there are, and those that there are not."""
+    engine = Engine(target.model, METHOD)
+    app = service(target, engine, key="secret", open_metrics=open_metrics).app()
+    paths = [route.path.replace("{name:path}", "tiny") for route in app.routes]  # type: ignore[attr-defined]
+    assert {CHAT, "/v1/completions", "/v1/models", "/v1/models/tiny", "/metrics", *PROBES} == {*paths}
+    open_paths = {*PROBES, "/metrics"} if open_metrics else {*PROBES}
+    wrong = [{}, {"authorization": "Bearer other"}, {"authorization": "Basic secret"}]
+    with engine, running(app, engine) as (url, _), httpx.Client(base_url=url) as client:
+        for path in [*paths, "/", "/docs", "/openapi.json", "/v1/responses", "/health/", "//health", "/metrics/x"]:
+            for method in ("GET", "HEAD", "POST", "OPTIONS", "ODD"):
+                for headers in wrong:
+                    reply = client.request(method, path, headers=headers)
+                    is_open = path in open_paths
+                    assert (reply.status_code != 401) == is_open, (method, path, headers)
+            reply = client.get(path, headers={"authorization": "Bearer secret"}, follow_redirects=True)
+            expected = 200 if path.rstrip("/") in paths else 404
+            assert reply.status_code == (405 if "completions" in path else expected)
+        assert client.post(CHAT, json=ASKED, headers={"authorization": "bearer secret"}).status_code == 200
+
+
+HOSTS = [
+    ("localhost", 200),
+    ("LOCALHOST:80", 200),
+    ("app.localhost.", 200),
+    ("127.0.0.1:1", 200),
+    ("192.0.2.7", 200),
+    ("[::1]:8000", 200),
+    ("ships.example:443", 200),
+    ("evil.example", 403),
+    ("evil.example:8000", 403),
+    ("localhost.evil.example", 403),
+    ("127.0.0.1.evil.example", 403),
+    ("x.ships.example", 403),
+    ("user@evil.example", 403),
+    ("[::1", 403),
+    ("", 403),
+]
+
+
+@pytest.mark.parametrize(("host", "status"), HOSTS)
+def test_hosts(url, host, status):
+    for path in ("/health", "/v1/models"):
+        reply = httpx.get(url + path, headers={"host": host})
+        assert reply.status_code == status and (status == 200 or "hosts=" in reply.json()["error"]["message"])
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:3000", "http://127.0.0.1"])
+def test_foreign_pages_are_refused_and_learn_nothing(served, origin):
+    url, engine = served
+    before = engine.totals.prompt_tokens
+    reply = httpx.post(url + CHAT, json=ASKED, headers={"origin": origin})
+    assert reply.status_code == 403 and "origins=" in reply.json()["error"]["message"]
+    asked = {"origin": origin, "access-control-request-method": "POST"}
+    preflight = httpx.options(url + CHAT, headers=asked)
+    assert preflight.status_code in (400, 403)
+    for answer in (reply, preflight):
+        assert "access-control-allow-origin" not in answer.headers
+    assert engine.totals.prompt_tokens == before
+
+
+def test_pages_that_may_use_the_server(url):
+    reply = httpx.post(url + CHAT, json=ASKED, headers={"origin": ORIGIN})
+    assert reply.status_code == 200 and reply.headers["access-control-allow-origin"] == ORIGIN
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    preflight = httpx.options(url + CHAT, headers=asked | {"origin": ORIGIN})
+    assert preflight.status_code == 200 and "authorization" in preflight.headers["access-control-allow-headers"]
+    assert httpx.post(url + CHAT, json=ASKED, headers={"origin": url}).status_code == 200, "its own name"
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", None])
+def test_bodies_that_forms_can_send(url, kind):
+    headers = {} if kind is None else {"content-type": kind}
+    reply = httpx.post(url + CHAT, content=b'{"model": "tiny"}', headers=headers)
+    assert reply.status_code == 415 and "application/json" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON"])
+def test_json_with_parameters(url, kind):
+    assert httpx.post(url + CHAT, content=b"{}", headers={"content-type": kind}).status_code == 400

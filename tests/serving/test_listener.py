@@ -1,0 +1,182 @@
+"""The end of a server, and bounds on its connections: no answer is lost without a word, and nobody shuts others out."""
+
+import json
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from keepsight.errors import UserError
+from keepsight.serving import listener
+from keepsight.serving.engine import Engine
+from keepsight.serving.listener import Listening
+from keepsight.serving.server import Service
+from tests.serving.loopback import METHOD, running, wait_until
+
+PLAIN = "/v1/completions"
+LONG: dict[str, Any] = {"model": "tiny", "prompt": "The ship sailed on. " * 20, "max_tokens": 3500}
+
+
+@pytest.fixture(autouse=True)
+def endless(target, monkeypatch):
+    """The model never ends its answers."""
+    monkeypatch.setattr(target.model.generation_config, "eos_token_id", None)
+
+
+@contextmanager
+def stoppable(target, options: Listening, read_timeout: float = 60) -> Iterator[tuple[str, Engine, Any]]:
+    """The URL of a server that decodes one answer at a time, its engine, and uvicorn's server."""
+    with Engine(target.model, METHOD, rows=1) as engine:
+        limits = {"answer_tokens": 3500, "max_bytes": 1 << 16, "read_timeout": read_timeout}
+        app = Service(engine, target, name="tiny", key=None, **limits).app()
+        with running(app, engine, options) as (url, server):
+            yield url, engine, server
+
+
+def events_of(url: str, asked: dict[str, Any]) -> list[str]:
+    """The data of a stream's events."""
+    reply = httpx.post(url + PLAIN, json=asked | {"stream": True}, timeout=60)
+    assert reply.status_code == 200
+    return [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
+
+
+def test_waiting_requests_get_503_at_once_and_running_ones_finish(target, monkeypatch):
+    may_decode, decode = threading.Event(), Engine._decode
+
+    def held(self):
+        assert may_decode.wait(60)
+        decode(self)
+
+    monkeypatch.setattr(Engine, "_decode", held)
+    may_decode.set()
+    with stoppable(target, Listening(grace=60)) as (url, engine, server), ThreadPoolExecutor(3) as pool:
+        running_one = pool.submit(events_of, url, LONG | {"max_tokens": 40})
+        wait_until(lambda: engine.totals.generated_tokens > 0)
+        may_decode.clear()
+        whole = pool.submit(httpx.post, url + PLAIN, json=LONG, timeout=60)
+        stream = pool.submit(events_of, url, LONG)
+        wait_until(lambda: engine.load == (1, 2))
+        server.should_exit = True
+        reply, events = whole.result(), stream.result()
+        assert not running_one.done(), "it is still decoded"
+        may_decode.set()
+        assert reply.status_code == 503 and "shutting down" in reply.json()["error"]["message"]
+        assert reply.headers["retry-after"] == "1"
+        assert json.loads(events[-2])["error"]["code"] == 503 and events[-1] == "[DONE]"
+        answer = running_one.result()
+        assert json.loads(answer[-2])["choices"][0]["finish_reason"] == "length" and answer[-1] == "[DONE]"
+    assert engine.totals.generated_tokens == 40
+
+
+def test_answers_that_outlast_the_grace_end_with_an_error(target):
+    with stoppable(target, Listening(grace=1)) as (url, engine, server), ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(events_of, url, LONG)
+        wait_until(lambda: engine.totals.generated_tokens > 0)
+        start = time.monotonic()
+        server.should_exit = True
+        *texts, error, last = stream.result()
+        assert json.loads(error)["error"]["code"] == 503 and last == "[DONE]" and texts
+        assert time.monotonic() - start < 10 and engine.totals.generated_tokens < 3500
+
+
+def test_a_whole_answer_that_outlasts_the_grace_is_a_503(target):
+    with stoppable(target, Listening(grace=0)) as (url, engine, server), ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(httpx.post, url + PLAIN, json=LONG, timeout=60)
+        wait_until(lambda: engine.totals.generated_tokens > 0)
+        server.should_exit = True
+        assert whole.result().status_code == 503
+
+
+# Connections
+
+
+def connected(url: str, sent: bytes = b"") -> socket.socket:
+    host, _, port = url.removeprefix("http://").partition(":")
+    connection = socket.create_connection((host, int(port)), timeout=20)
+    connection.sendall(sent)
+    return connection
+
+
+def head(length: int) -> bytes:
+    lines = [f"POST {PLAIN} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {length}"]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+@pytest.mark.parametrize(
+    ("sent", "replies"),
+    [
+        (b"", b""),
+        (b"GET /health HTTP/1.1\r\nHost: loc", b""),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", b"HTTP/1.1 200"),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET", b"HTTP/1.1 200"),
+    ],
+    ids=["nothing", "half of its head", "one request", "one and a half"],
+)
+def test_idle_connections_and_half_requests_are_closed(target, sent, replies):
+    options = Listening(grace=5, keep_alive=1, read_timeout=1)
+    with stoppable(target, options) as (url, _, _), connected(url, sent) as connection:
+        start = time.monotonic()
+        received = b"".join(iter(lambda: connection.recv(4096), b""))
+        assert received.startswith(replies) and 0.5 < time.monotonic() - start < 10
+
+
+def test_half_a_body_is_refused_and_a_slow_one_is_not_kept(target):
+    options = Listening(grace=5, keep_alive=1, read_timeout=1)
+    sent = head(100) + b'{"model"'
+    with stoppable(target, options, read_timeout=1) as (url, _, _), connected(url, sent) as connection:
+        start = time.monotonic()
+        received = b""
+        while part := connection.recv(4096):
+            received += part
+        assert b"408" in received.split(b"\r\n")[0] and b"read_timeout" in received
+        assert time.monotonic() - start < 10
+
+
+def test_bytes_after_a_refusal_do_not_keep_a_connection(target):
+    """The body of a refused request, sent byte by byte."""
+    options = Listening(grace=5, keep_alive=30, read_timeout=1)
+    refused = b"POST / HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 1000\r\n\r\n"
+    with stoppable(target, options) as (url, _, _), connected(url, refused) as connection:
+        assert connection.recv(4096).startswith(b"HTTP/1.1 403")
+        start = time.monotonic()
+        with pytest.raises(OSError):
+            while time.monotonic() - start < 20:
+                connection.sendall(b"x")
+                time.sleep(0.1)
+
+
+def test_idle_connections_make_room(target):
+    with stoppable(target, Listening(grace=5, connections=4)) as (url, _, _), ExitStack() as held:
+        connections = [held.enter_context(connected(url)) for _ in range(12)]
+        wait_until(lambda: httpx.get(f"{url}/health", timeout=5).status_code == 200)
+        assert connections[0].recv(1) == b"", "the one that has been idle longest"
+
+
+def test_connections_beyond_the_limit_are_told_so(target):
+    with stoppable(target, Listening(grace=1, connections=2)) as (url, engine, _), ExitStack() as held:
+        for _ in range(2):
+            held.enter_context(httpx.stream("POST", url + PLAIN, json=LONG | {"stream": True}, timeout=60))
+        with connected(url) as connection:
+            received = b"".join(iter(lambda: connection.recv(4096), b""))
+        lines, _, body = received.partition(b"\r\n\r\n")
+        assert lines.startswith(b"HTTP/1.1 503") and json.loads(body)["error"]["code"] == 503
+        assert engine.load[0] == 1
+
+
+def test_connections_stay_below_the_descriptors(monkeypatch):
+    limits = [64, 1024]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, values: limits.__setitem__(slice(None), values))
+    assert listener._within_descriptors(200) == 200 and 224 < limits[0] < 1024, "raised as far as needed"
+    limits[:] = [64, 512]
+    assert 300 < listener._within_descriptors(10_000) < 512 - 24 and limits == [512, 512]
+    limits[:] = [8, 8]
+    with pytest.raises(UserError, match="ulimit -n"):
+        listener._within_descriptors(10)
