@@ -29,7 +29,7 @@ from keepsight.models.model_files import located
 from keepsight.models.targets import Target
 from keepsight.serving.engine import Engine
 from keepsight.serving.prefix import transfer_config
-from keepsight.serving.vllm.access import OPEN_METRICS, STOPPING
+from keepsight.serving.vllm.access import GRACE, OPEN_METRICS, STOPPING
 from keepsight.serving.worker import Worker
 
 _VLLM_KEYS = "page", "min_prompt_tokens", "prefixes", "prefix_bytes", "vllm_options"
@@ -138,7 +138,7 @@ def _run_vllm(config: Config) -> None:
         command = [*_command(config, target, source, tokenizer, named, automatic), f"--port={port}"]
         stopping = Path(made, "stopping")
         environment = _environment(config, least, context_of(target.model), source, tokenizer, named, at)
-        environment[STOPPING] = str(stopping)
+        environment |= {STOPPING: str(stopping), GRACE: str(max(_shutdown_timeout(config) - 2, 0.5))}
         try:
             with _child(command, environment, _shutdown_timeout(config)) as child, _stopped_before(worker, stopping):
                 _wait_for(child, config.host, port)

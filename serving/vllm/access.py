@@ -27,6 +27,9 @@ STOPPING = "KEEPSIGHT_STOPPING"
 vLLM itself would reply to new requests with 200 and nothing while it waits for the running ones.
 """
 
+GRACE = "KEEPSIGHT_GRACE"
+"""The variable with the seconds that running answers have from then on; unlimited if it is not set."""
+
 
 def is_stopping() -> bool:
     """Whether the server has been told to stop."""

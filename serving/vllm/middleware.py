@@ -46,7 +46,17 @@ from keepsight.serving.prefix import (
     letters_of,
     placeholders,
 )
-from keepsight.serving.vllm.access import CHAT, PATHS, has_key, is_listed, is_preflight, is_stopping, needs_key, path_of
+from keepsight.serving.vllm.access import (
+    CHAT,
+    GRACE,
+    PATHS,
+    has_key,
+    is_listed,
+    is_preflight,
+    is_stopping,
+    needs_key,
+    path_of,
+)
 from keepsight.serving.vllm.reader import Reader, Refused
 
 Message: TypeAlias = MutableMapping[str, Any]
@@ -63,6 +73,9 @@ BYPASS = ("echo", "prompt_logprobs", "truncate_prompt_tokens")
 """Options that read or cut the prompt's own tokens, which placeholders are not."""
 TEMPLATE = ("chat_template", "documents", "reasoning_effort")
 """Options by which vLLM renders messages otherwise than the model's own template does."""
+SHUTTING_DOWN = "keepsight: the server is shutting down"
+_LOOK = 0.5
+"""Seconds between two looks whether the server must stop."""
 MAX_BYTES = int(os.environ.get("KEEPSIGHT_MAX_BYTES") or 2**26)
 
 
@@ -396,7 +409,7 @@ class Prefixes:
         elif path_of(scope) not in PATHS:
             await self.app(scope, receive, send)
         elif is_stopping():
-            await _refuse(send, 503, "keepsight: the server is shutting down")
+            await _refuse(send, 503, SHUTTING_DOWN)
         else:
             try:
                 if (body := await _body_of(receive)) is not None:
@@ -425,7 +438,23 @@ class Prefixes:
                 if tokens is None or changed is None:
                     return
             data = body if changed is request else json.dumps(changed).encode()
-            await self.app(_at(scope, len(data)), _again(data, receive), send)
+            await self._answered(_at(scope, len(data)), _again(data, receive), send)
+
+    async def _answered(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Let vLLM answer; what has not ended when the server must stop ends with an error."""
+        answer = _Answer(send)
+        running = asyncio.ensure_future(self.app(scope, receive, answer.send))
+        left = float(os.environ.get(GRACE) or math.inf)
+        try:
+            while not running.done() and left > 0:
+                await asyncio.wait({running}, timeout=_LOOK)
+                left -= _LOOK if is_stopping() else 0
+            if running.done():
+                running.result()
+        finally:
+            if not running.done():
+                running.cancel()
+                await answer.end()
 
     def _may_read(self, body: bytes, request: Any, served: Served) -> bool:
         """Whether a request may have a long prompt that the worker reads: with the base model, and a valid salt."""
@@ -500,6 +529,34 @@ def _as_tokenized(request: Mapping[str, Any]) -> dict[str, Any] | None:
     arguments |= {"enable_thinking": effort != "none"} if effort is not None else {}  # as vLLM does
     arguments |= options
     return {name: request[name] for name in names if name in request} | {"chat_template_kwargs": arguments}
+
+
+class _Answer:
+    """Passes on the messages of an answer, and ends it with an error where it has not ended."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self._started, self._streamed, self._ended = send, False, False, False
+
+    async def send(self, message: Message) -> None:
+        if self._ended:
+            return  # what is left of a cancelled answer
+        if message["type"] == "http.response.start":
+            self._started = True
+            self._streamed = any(value.startswith(b"text/event-stream") for _, value in message["headers"])
+        self._ended = message["type"] == "http.response.body" and not message.get("more_body", False)
+        await self._send(message)
+
+    async def end(self) -> None:
+        """End with an error: of the stream that has begun, or in place of an answer."""
+        if self._ended:
+            return
+        self._ended = True
+        if not self._started:
+            await _refuse(self._send, 503, SHUTTING_DOWN)
+        elif self._streamed:
+            error = {"message": SHUTTING_DOWN, "type": "server_error", "param": None, "code": 503}
+            events = f"data: {json.dumps({'error': error})}\n\ndata: [DONE]\n\n"
+            await self._send({"type": "http.response.body", "body": events.encode(), "more_body": False})
 
 
 class _Reply:

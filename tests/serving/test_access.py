@@ -1,7 +1,7 @@
 """Which requests pass the middleware of vLLM's server: a walk through every route of an application behind it."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +10,9 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import StreamingResponse
 
-from keepsight.serving.vllm.access import METHODS, OPEN_METRICS, PATHS, STATUS_PATHS, STOPPING, TOKENIZER_PATHS
+from keepsight.serving.vllm.access import GRACE, METHODS, OPEN_METRICS, PATHS, STATUS_PATHS, STOPPING, TOKENIZER_PATHS
 from keepsight.serving.vllm.middleware import Prefixes, Rewriter
 from tests.tiny import tiny_tokenizer
 
@@ -144,6 +145,47 @@ def test_a_server_that_stops_takes_no_further_request(engine: Engine, monkeypatc
     assert statuses() == [200] * 3 + [503] * 2
     (reply,) = asked(engine, answering[0], authorization=f"Bearer {KEY}")
     assert reply.headers["retry-after"] == "1" and reply.json()["error"]["type"] == "server_error"
+
+
+@pytest.mark.parametrize("media", ["text/event-stream; charset=utf-8", "application/json"])
+@pytest.mark.parametrize("grace, whole", [("0.5", False), ("60", True)])
+def test_an_answer_that_outlasts_the_grace_ends_with_an_error(
+    rewriter: Rewriter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, media, grace, whole
+):
+    """And not in the middle of a chunk; one that ends within it is whole."""
+    monkeypatch.setenv(STOPPING, str(tmp_path / "stopping"))
+    monkeypatch.setenv(GRACE, grace)
+    app, stopped = FastAPI(), list[str]()
+
+    async def answer() -> StreamingResponse:
+        async def parts() -> AsyncIterator[str]:
+            yield "data: one\n\n"
+            (tmp_path / "stopping").touch()
+            await asyncio.sleep(3)
+            stopped.append("not")
+            yield "data: two\n\n"
+
+        return StreamingResponse(parts(), media_type=media)
+
+    async def slow() -> dict[str, str]:
+        (tmp_path / "stopping").touch()
+        await asyncio.sleep(3)
+        stopped.append("not")
+        return {"data": "two"}
+
+    is_stream = media.startswith("text")
+    app.add_api_route(PATHS[0], answer if is_stream else slow, methods=["POST"])
+    app.add_middleware(Prefixes, rewriter=rewriter)
+    engine = SimpleNamespace(app=app)
+    (reply,) = asked(engine, ("POST", PATHS[0]))  # type: ignore[arg-type]
+    assert bool(stopped) == whole
+    if is_stream:
+        ends = ["data: two"] if whole else ['"type": "server_error"', "data: [DONE]"]
+        assert (
+            reply.status_code == 200 and reply.text.startswith("data: one") and all(end in reply.text for end in ends)
+        )
+    else:
+        assert reply.status_code == (200 if whole else 503)
 
 
 def test_a_root_path_does_not_open_other_paths(engine: Engine):
