@@ -345,7 +345,7 @@ def _is_text_part(part: Any) -> bool:
 def _text_of(message: Any) -> str:
     """The text of a chat message; its parts are joined as vLLM joins them."""
     content = message.get("content") if isinstance(message, dict) else None
-    parts = content if isinstance(content, list) else [content]
+    parts: list[Any] = content if isinstance(content, list) else [content]
     texts = [part["text"] if _is_text_part(part) else part for part in parts]
     return "\n".join(text for text in texts if isinstance(text, str))
 
@@ -542,7 +542,7 @@ class _Answer:
             return  # what is left of a cancelled answer
         if message["type"] == "http.response.start":
             self._started = True
-            self._streamed = any(value.startswith(b"text/event-stream") for _, value in message["headers"])
+            self._streamed = any(value.startswith(b"text/event-stream") for _, value in message.get("headers", ()))
         self._ended = message["type"] == "http.response.body" and not message.get("more_body", False)
         await self._send(message)
 

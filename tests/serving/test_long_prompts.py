@@ -414,8 +414,8 @@ def test_salts_reach_the_worker_and_bad_ones_vllm(rewriter: Rewriter) -> None:
     for salt in ("ada", None):
         sent(app, engine, COMPLETIONS, {"prompt": TEXT * 5, "cache_salt": salt})
     assert reader.salts == ["ada", ""]
-    for salt in ("", 3, ["a"]):
-        body = {"prompt": TEXT * 5, "cache_salt": salt}
+    for wrong in ("", 3, ["a"]):
+        body = {"prompt": TEXT * 5, "cache_salt": wrong}
         sent(app, engine, COMPLETIONS, body)
         assert engine.seen[-1] == (COMPLETIONS, body)  # vLLM says what is wrong
     assert len(reader.asked) == 2
