@@ -121,10 +121,10 @@ def _add_update(
 
 
 class LastRows(NamedTuple):
-    """The last `count` tokens of each row of a batch, which are all that an adapter changes."""
+    """The last `tokens` of each row of a batch, which are all that an adapter changes."""
 
     batch: int
-    count: int
+    tokens: int
 
 
 class FoldedLora:
@@ -176,7 +176,7 @@ class _Input(threading.local):
         The inputs are released once all modules have read them: those of all layers would outweigh a layer's scores.
         """
         if inputs is not self.inputs:
-            chosen = inputs if rows is None else _by_row(inputs, rows)[:, -rows.count :]
+            chosen = inputs if rows is None else _by_row(inputs, rows)[:, -rows.tokens :]
             low = functional.linear(chosen, self._down.to(inputs)).flatten(0, -2)
             self.inputs, self.low, self.left = inputs, low.chunk(self._readers, dim=-1), self._readers
         low = self.low[place]
@@ -209,7 +209,7 @@ class _FoldedUpdate:
         up = self._up.to(output)
         if rows is None:
             return output.flatten(0, -2).addmm_(low, up).view(output.shape)
-        last = _by_row(output, rows)[:, -rows.count :]
+        last = _by_row(output, rows)[:, -rows.tokens :]
         last += (low @ up).view(last.shape)
         return output
 
