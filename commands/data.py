@@ -23,7 +23,7 @@ from keepsight.data_gen.backends import Backend, InThisProcess, Server, VllmEngi
 from keepsight.data_gen.generate import check_sizes, generate_data
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.store import TrainingSample, earlier_settings, finished_manifest, finished_samples
-from keepsight.data_gen.user_data import on_rows, pinned
+from keepsight.data_gen.user_data import pin_sources, use_local_rows
 from keepsight.errors import UserError, printable, require_same
 from keepsight.files import from_json, read_yaml, require_writable, text_digest, write_png
 from keepsight.models.distributed import launched
@@ -58,7 +58,7 @@ def check(config: Config, key: str = "mixture") -> dict[str, Any]:
 
 def ready(config: Config) -> dict[str, Any]:
     """The mixture's values, after all checks (UserError) that do not need the base model's weights."""
-    values = pinned(check(config), out := Path(config.out))
+    values = pin_sources(check(config), out := Path(config.out))
     (mixture := Mixture.from_config(values)).check()
     check_sizes(outline_of(config), mixture, out, config.limit, config.max_new_tokens)
     return values
@@ -153,5 +153,5 @@ def read_mixture(name: str, rows: str | None = None, key: str = "mixture") -> di
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected keys such as min_tokens, max_tokens and sources")
     if isinstance(sources := values.get("sources"), list):
-        values["sources"] = on_rows(sources, Path(rows) if rows else None)
+        values["sources"] = use_local_rows(sources, Path(rows) if rows else None)
     return values

@@ -65,10 +65,17 @@ def generate_data(
             all are bad, or `out` has other data or is being written to.
     """
     sources = Mixture.from_config(mixture)
-    clock = "strftime_now" in str(target.tokenizer.chat_template)
+    template_has_date = "strftime_now" in str(target.tokenizer.chat_template)
     settings = DataSettings(
-        *(target.name, target.version, target.template_digest, mixture, seed, limit, shard_size, max_new_tokens),
-        date=date.today().isoformat() if clock else "",
+        model=target.name,
+        version=target.version,
+        template_digest=target.template_digest,
+        mixture=mixture,
+        seed=seed,
+        limit=limit,
+        shard_size=shard_size,
+        max_new_tokens=max_new_tokens,
+        date=date.today().isoformat() if template_has_date else "",
         temperature=temperature,
         top_p=top_p,
     )
@@ -80,118 +87,148 @@ def generate_data(
         with tqdm(total=limit, desc="answers", unit="sample", disable=not processes.is_main_process) as progress:
             for number, shard in enumerate(settings.shards()):
                 if number % processes.num_processes == processes.process_index:
-                    run.fill(shard, progress)
+                    run.fill_shard(shard, progress)
                 else:
                     progress.update(len(shard))
         processes.wait_for_everyone()
         with processes.main_process_first():
             manifest = run.writer.complete() if processes.is_main_process else read_json(out / "manifest.json")
-    if processes.is_main_process and (skipped := manifest["skipped"]):
-        shown = printable(f"such as {skipped[0]['index']}: {skipped[0]['reason']}")
-        logger.warning("%s: %d of %d samples were skipped, %s; see manifest.json", out, len(skipped), limit, shown)
+
+    if processes.is_main_process and manifest["skipped"]:
+        skipped = manifest["skipped"]
+        example = printable(f"such as {skipped[0]['index']}: {skipped[0]['reason']}")
+        logger.warning("%s: %d of %d samples were skipped, %s; see manifest.json", out, len(skipped), limit, example)
         if not manifest["samples"]:
-            raise UserError(f"{out}: no sample could be made, {shown}")
+            raise UserError(f"{out}: no sample could be made, {example}")
     return dict(manifest)
 
 
+BadRows = dict[int, BadRow]
+"""Why prompts cannot be used, by their indices."""
+
+
 class _Run:
-    """One process's part of the work."""
+    """One process's share of the work."""
 
     def __init__(
         self, target: Target, mixture: Mixture, writer: ShardWriter, backend: Backend, skip: int | None
     ) -> None:
-        self.target, self.mixture, self.writer, self.backend, self.skip = target, mixture, writer, backend, skip
-        self.skipped, tokenizer = 0, target.tokenizer
+        self.target = target
+        self.mixture = mixture
+        self.writer = writer
+        self.backend = backend
+        self.skip = skip
+        self.skipped = 0
+        tokenizer = target.tokenizer
         # sources keep the counter, which therefore must not refer to the model
         self.count_tokens: CountTokens = lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def fill(self, shard: range, progress: "tqdm[Any]") -> None:
+    def fill_shard(self, shard: range, progress: "tqdm[Any]") -> None:
         """Answer the prompts of a shard that have no answer yet."""
-        missing, settings = self.writer.missing(shard), self.writer.settings
+        settings = self.writer.settings
+        missing = self.writer.missing(shard)
         progress.update(len(shard) - len(missing))
 
-        def skip(bad: dict[int, BadRow]) -> None:
-            for index, reason in sorted(bad.items()):
-                self.writer.append(shard, [self._bad(index, reason)])
-                progress.update()
+        drawn, bad = self._draw_prompts(missing)
+        self._append_skipped(shard, bad, progress)
+        complete, bad = self._with_questions(drawn)
+        self._append_skipped(shard, bad, progress)
+        rendered, bad = self._render(complete, settings.max_new_tokens)
+        self._append_skipped(shard, bad, progress)
 
-        drawn, bad = self._drawn(missing)
-        skip(bad)
-        whole, bad = self._with_questions(drawn)
-        skip(bad)
-        prompts, bad = self._rendered(whole, settings.max_new_tokens)
-        skip(bad)
         decoding = Decoding(settings.max_new_tokens, settings.temperature, settings.top_p, settings.seed)
-        for ready in answers(self.backend, prompts, decoding):
-            self.writer.append(shard, [self._sample(prompt, made) for prompt, made in ready])
-            progress.update(len(ready))
+        for answers in answer_prompts(self.backend, rendered, decoding):
+            self.writer.append(shard, [self._sample(prompt, answer) for prompt, answer in answers])
+            progress.update(len(answers))
         self.writer.finish(shard)
 
-    def _drawn(self, indices: Iterable[int]) -> tuple[dict[int, Prompt], dict[int, BadRow]]:
+    def _append_skipped(self, shard: range, bad: BadRows, progress: "tqdm[Any]") -> None:
+        for index, error in sorted(bad.items()):
+            self.writer.append(shard, [self._skipped(index, error)])
+            progress.update()
+
+    def _draw_prompts(self, indices: Iterable[int]) -> tuple[dict[int, Prompt], BadRows]:
         """The mixture's prompts, and why others cannot be used."""
-        drawn, bad = dict[int, Prompt](), dict[int, BadRow]()
+        prompts: dict[int, Prompt] = {}
+        bad: BadRows = {}
         for index in indices:
             try:
-                drawn[index] = self.mixture.prompt(self.writer.settings.seed, index, self.count_tokens)
+                prompts[index] = self.mixture.prompt(self.writer.settings.seed, index, self.count_tokens)
             except BadRow as error:
                 bad[index] = error
-        return drawn, bad
+        return prompts, bad
 
-    def _with_questions(self, drawn: dict[int, Prompt]) -> tuple[dict[int, Prompt], dict[int, BadRow]]:
+    def _with_questions(self, prompts: dict[int, Prompt]) -> tuple[dict[int, Prompt], BadRows]:
         """The prompts, with the questions that the base model writes itself, and why others have none."""
-        asking = {index: prompt.followed_by(prompt.asks) for index, prompt in drawn.items() if prompt.asks}
-        whole = {index: prompt for index, prompt in drawn.items() if not prompt.asks}
-        rendered, bad = self._rendered(asking, _LONGEST_QUESTION)
-        for ready in answers(self.backend, rendered, Decoding(_LONGEST_QUESTION)):
-            for asked, made in ready:
-                if isinstance(made, BadRow):
-                    bad[asked.index] = made
-                elif question := question_in(self._text(made), len(made) < _LONGEST_QUESTION):
-                    whole[asked.index] = drawn[asked.index].followed_by(question)
+        complete: dict[int, Prompt] = {}
+        instructed: dict[int, Prompt] = {}
+        for index, prompt in prompts.items():
+            if prompt.question_instruction:
+                instructed[index] = prompt.with_question(prompt.question_instruction)
+            else:
+                complete[index] = prompt
+
+        rendered, bad = self._render(instructed, _LONGEST_QUESTION)
+        for answers in answer_prompts(self.backend, rendered, Decoding(_LONGEST_QUESTION)):
+            for asked, answer in answers:
+                if isinstance(answer, BadRow):
+                    bad[asked.index] = answer
+                    continue
+                question = question_in(self._text(answer), len(answer) < _LONGEST_QUESTION)
+                if question:
+                    complete[asked.index] = prompts[asked.index].with_question(question)
                 else:
                     bad[asked.index] = BadRow(f"prompt {asked.index} ({asked.source}): the model wrote no question")
-        return whole, bad
+        return complete, bad
 
-    def _rendered(self, prompts: dict[int, Prompt], longest: int) -> tuple[list[Rendered], dict[int, BadRow]]:
-        """Token ids of prompts, in the order of their indices, and why others have no room for `longest` more."""
-        rendered, bad = list[Rendered](), dict[int, BadRow]()
+    def _render(self, prompts: dict[int, Prompt], longest_answer: int) -> tuple[list[Rendered], BadRows]:
+        """Token ids of prompts, in the order of their indices, and why others have no room for the answer."""
+        rendered: list[Rendered] = []
+        bad: BadRows = {}
         for index, prompt in sorted(prompts.items()):
             try:
-                made = render_prompt(index, prompt, self.target.tokenizer, self.writer.settings.date)
-                self._require_room(made, longest)
-                rendered.append(made)
+                rendered_prompt = render_prompt(index, prompt, self.target.tokenizer, self.writer.settings.date)
+                self._require_room(rendered_prompt, longest_answer)
+                rendered.append(rendered_prompt)
             except BadRow as error:
                 bad[index] = error
         return rendered, bad
 
-    def _require_room(self, prompt: Rendered, longest: int) -> None:
+    def _require_room(self, prompt: Rendered, longest_answer: int) -> None:
         context = context_of(self.target.model)
-        if len(prompt.ids) + longest > context:
-            whole = f"{len(prompt.ids)} tokens, with {longest} for the answer more than the context of {context}"
-            raise BadRow(f"prompt {prompt.index} ({prompt.source}) has {whole}; lower the mixture's max_tokens")
+        if len(prompt.ids) + longest_answer > context:
+            raise BadRow(
+                f"prompt {prompt.index} ({prompt.source}) has {len(prompt.ids)} tokens, with {longest_answer} for the "
+                f"answer more than the context of {context}; lower the mixture's max_tokens"
+            )
 
     def _text(self, ids: list[int]) -> str:
         return str(self.target.tokenizer.decode(ids, skip_special_tokens=True))
 
-    def _sample(self, prompt: Rendered, made: list[int] | BadRow) -> TrainingSample | Skipped:
-        if isinstance(made, BadRow):
-            return self._bad(prompt.index, made)
-        text = str(self.target.tokenizer.decode(prompt.ids))
-        return TrainingSample(prompt.index, prompt.source, prompt.ids, made, text, self._text(made))
+    def _sample(self, prompt: Rendered, answer: list[int] | BadRow) -> TrainingSample | Skipped:
+        if isinstance(answer, BadRow):
+            return self._skipped(prompt.index, answer)
+        prompt_text = str(self.target.tokenizer.decode(prompt.ids))
+        return TrainingSample(prompt.index, prompt.source, prompt.ids, answer, prompt_text, self._text(answer))
 
-    def _bad(self, index: int, error: BadRow) -> Skipped:
+    def _skipped(self, index: int, error: BadRow) -> Skipped:
         self.skipped += 1
         if self.skip is not None and self.skipped > self.skip:
             raise UserError(f"{error}; fix it, or raise skip={self.skip}")
         return Skipped(index, " ".join(str(error).split()))
 
 
-def question_in(text: str, is_whole: bool) -> str:
-    """The first line of what a model wrote, without its reasoning; empty if that is cut off or has no words."""
+def question_in(text: str, is_complete: bool) -> str:
+    """The first line of what a model wrote, without its reasoning; empty if that is cut off or has no words.
+
+    `is_complete` says that the model ended the text itself.
+    """
     text = re.sub(r"\s*<think>.*?</think>", "", text, count=1, flags=re.DOTALL).lstrip()
-    line, end, _ = text.partition("\n")
+    line, line_end, _ = text.partition("\n")
     has_words = len(re.findall(r"\w\w", line)) > 1 and not line.startswith("<")
-    return line.strip() if has_words and (end or is_whole) else ""
+    if has_words and (line_end or is_complete):
+        return line.strip()
+    return ""
 
 
 def render_prompt(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, day: str = "") -> Rendered:
@@ -201,34 +238,45 @@ def render_prompt(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase
 
     BadRow: the chat template refuses the prompt, or it or its response has no tokens.
     """
+    name = f"prompt {index} ({prompt.source})"
     if prompt.template:
-        dated = with_date(str(tokenizer.get_chat_template()), date.fromisoformat(day)) if day else None
+        dated_template = None
+        if day:
+            dated_template = with_date(str(tokenizer.get_chat_template()), date.fromisoformat(day))
         try:
-            text = prompt_text(tokenizer, prompt.messages, prompt.answer_prefix, dated)
+            text = prompt_text(tokenizer, prompt.messages, prompt.answer_prefix, dated_template)
         except UserError as error:
-            raise BadRow(f"prompt {index} ({prompt.source}): {error}") from None
+            raise BadRow(f"{name}: {error}") from None
     else:
         text = prompt.messages[0]["content"] + prompt.answer_prefix
     special = not prompt.template or not has_chat_template(tokenizer)
     (ids,) = encode(tokenizer, [text], special=special)
     if not ids:
-        raise BadRow(f"prompt {index} ({prompt.source}): it has no tokens")
-    response = None
-    if prompt.response is not None:
-        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        response = [*tokenizer(prompt.response, add_special_tokens=False)["input_ids"], *end]
-        if not response:
-            raise BadRow(f"prompt {index} ({prompt.source}): its response has no tokens")
-    return Rendered(index, prompt.source, ids, response)
+        raise BadRow(f"{name}: it has no tokens")
+
+    if prompt.response is None:
+        return Rendered(index, prompt.source, ids, None)
+    response_ids = list(tokenizer(prompt.response, add_special_tokens=False)["input_ids"])
+    if tokenizer.eos_token_id is not None:
+        response_ids.append(tokenizer.eos_token_id)
+    if not response_ids:
+        raise BadRow(f"{name}: its response has no tokens")
+    return Rendered(index, prompt.source, ids, response_ids)
 
 
-def answers(backend: Backend, prompts: list[Rendered], decoding: Decoding) -> Iterator[Answers]:
+def answer_prompts(backend: Backend, prompts: list[Rendered], decoding: Decoding) -> Iterator[Answers]:
     """The prompts' own responses, truncated to `max_new_tokens`, then a backend's answers to the other prompts."""
-    longest = decoding.max_new_tokens
-    if ready := [(prompt, prompt.response[:longest]) for prompt in prompts if prompt.response is not None]:
-        yield [*ready]
-    if asked := [prompt for prompt in prompts if prompt.response is None]:
-        yield from backend(asked, decoding)
+    responses: Answers = []
+    unanswered: list[Rendered] = []
+    for prompt in prompts:
+        if prompt.response is None:
+            unanswered.append(prompt)
+        else:
+            responses.append((prompt, prompt.response[: decoding.max_new_tokens]))
+    if responses:
+        yield responses
+    if unanswered:
+        yield from backend(unanswered, decoding)
 
 
 def check_sizes(model: PreTrainedModel, mixture: Mixture, out: Path, limit: int, max_new_tokens: int) -> None:
@@ -238,13 +286,23 @@ def check_sizes(model: PreTrainedModel, mixture: Mixture, out: Path, limit: int,
     """
     context = context_of(model)
     for entry in mixture.entries:
-        longest = entry.lengths.max_tokens if entry.fills else entry.lengths.min_tokens
-        if longest + max_new_tokens > context:
-            whole = f"prompts of {longest} tokens with max_new_tokens={max_new_tokens} are more than the context"
-            raise UserError(f"{entry.kind}: {whole} of {context}; lower the mixture's max_tokens, or max_new_tokens=")
-    lengths = [entry.lengths for entry in mixture.entries]
-    shortest = sum(each.weight * each.min_tokens for each in lengths) / sum(each.weight for each in lengths)
-    needed, there = limit * shortest * _BYTES_A_TOKEN, sum(path.stat().st_size for path in out.glob("shard-*"))
-    if needed > (free := free_bytes(out)) + there:
-        gigabytes = f"more than {needed / 1e9:.0f} GB, and {out} has {free / 1e9:.0f} GB left"
-        raise UserError(f"limit={limit}: that many samples take {gigabytes}; lower limit=")
+        longest_prompt = entry.lengths.max_tokens if entry.fills else entry.lengths.min_tokens
+        if longest_prompt + max_new_tokens > context:
+            raise UserError(
+                f"{entry.kind}: prompts of {longest_prompt} tokens with max_new_tokens={max_new_tokens} are more than "
+                f"the context of {context}; lower the mixture's max_tokens, or max_new_tokens="
+            )
+
+    weighted_tokens = 0.0
+    total_weight = 0.0
+    for entry in mixture.entries:
+        weighted_tokens += entry.lengths.weight * entry.lengths.min_tokens
+        total_weight += entry.lengths.weight
+    bytes_needed = limit * (weighted_tokens / total_weight) * _BYTES_A_TOKEN
+    bytes_of_shards = sum(path.stat().st_size for path in out.glob("shard-*"))
+    bytes_left = free_bytes(out)
+    if bytes_needed > bytes_left + bytes_of_shards:
+        raise UserError(
+            f"limit={limit}: that many samples take more than {bytes_needed / 1e9:.0f} GB, and {out} has "
+            f"{bytes_left / 1e9:.0f} GB left; lower limit="
+        )

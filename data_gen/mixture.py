@@ -68,8 +68,11 @@ class Entry:
     @property
     def fills(self) -> bool:
         """Whether prompts are filled to the drawn length; rows of the user's data are used as they are."""
-        source = self.source
-        return not isinstance(source, LocalJsonl) and not (isinstance(source, HubDataset) and not source.text)
+        if isinstance(self.source, LocalJsonl):
+            return False
+        if isinstance(self.source, HubDataset):
+            return bool(self.source.text)
+        return True
 
 
 @dataclass(frozen=True)
@@ -81,12 +84,16 @@ class Mixture:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Mixture":
         """A mixture from `min_tokens`, `max_tokens` and `sources` of `kind`, `weight` and options, else UserError."""
-        values = dict(config)
-        _check_names("mixture", "key", values, ("min_tokens", "max_tokens", "sources"))
-        sources = values.pop("sources", None)
+        bounds = dict(config)
+        _check_names("mixture", "key", bounds, ("min_tokens", "max_tokens", "sources"))
+        sources = bounds.pop("sources", None)
         if not isinstance(sources, list) or not sources:
             raise UserError("mixture: sources must be a list of at least one {kind: ..., weight: ...}")
-        return cls(tuple(_entry(f"mixture.sources[{row}]", source, values) for row, source in enumerate(sources)))
+
+        entries = []
+        for index, source in enumerate(sources):
+            entries.append(_entry(f"mixture.sources[{index}]", source, bounds))
+        return cls(tuple(entries))
 
     def check(self) -> None:
         """UserError for data sets of the Hub that cannot be read, before a model is loaded."""
@@ -100,28 +107,31 @@ class Mixture:
         Pass the same function `count_tokens` each time, as the rows of local files are counted once per function.
         """
         schedule = _schedule(tuple(entry.lengths.weight for entry in self.entries), seed)
-        rounds, place = divmod(index, len(schedule))
-        chosen = schedule[place]
-        before = rounds * schedule.count(chosen) + schedule[:place].count(chosen)
+        full_rounds, position = divmod(index, len(schedule))
+        source = schedule[position]
+        drawn_before = full_rounds * schedule.count(source) + schedule[:position].count(source)
         rng = random.Random(f"keepsight:{seed}:{index}")
-        return _drawn(self.entries[chosen], rng, count_tokens, seed, before)
+        return _draw_prompt(self.entries[source], rng, count_tokens, seed, drawn_before)
 
 
-def _drawn(entry: Entry, rng: random.Random, count_tokens: CountTokens, seed: int, number: int) -> Prompt:
+def _draw_prompt(entry: Entry, rng: random.Random, count_tokens: CountTokens, seed: int, number: int) -> Prompt:
     """A prompt of random length; one that does not fit is drawn again with a new length."""
-    low, high = entry.lengths.min_tokens, entry.lengths.max_tokens
+    lowest = entry.lengths.min_tokens
+    highest = entry.lengths.max_tokens
     for _ in range(_DRAWS):
-        tokens = round(math.exp(rng.uniform(math.log(low), math.log(high))))
+        tokens = round(math.exp(rng.uniform(math.log(lowest), math.log(highest))))
         with suppress(DoesNotFit):
-            return entry.source.sample(Request(rng, tokens, high, count_tokens, seed, number))
-    raise UserError(f"mixture: no prompt of {entry.kind} fits {high} tokens; raise max_tokens")
+            return entry.source.sample(Request(rng, tokens, highest, count_tokens, seed, number))
+    raise UserError(f"mixture: no prompt of {entry.kind} fits {highest} tokens; raise max_tokens")
 
 
 @lru_cache(maxsize=16)
 def _schedule(weights: tuple[float, ...], seed: int) -> tuple[int, ...]:
     """The sources of one round, shuffled: each in proportion to its weight, and at least once."""
-    counts = [max(1, round(weight / sum(weights) * _ROUND)) for weight in weights]
-    schedule = [source for source, count in enumerate(counts) for _ in range(count)]
+    schedule: list[int] = []
+    for source, weight in enumerate(weights):
+        draws = max(1, round(weight / sum(weights) * _ROUND))
+        schedule += [source] * draws
     random.Random(f"keepsight:{seed}").shuffle(schedule)
     return tuple(schedule)
 
@@ -129,13 +139,18 @@ def _schedule(weights: tuple[float, ...], seed: int) -> tuple[int, ...]:
 def _entry(where: str, values: Any, bounds: dict[str, Any]) -> Entry:
     if not isinstance(values, dict):
         raise UserError(f"{where}: expected {{kind: ..., weight: ...}}, got {values!r}")
-    values = {**bounds, **values}
-    kind = str(values.pop("kind", None))
+    options = {**bounds, **values}
+    kind = str(options.pop("kind", None))
     _check_names(where, "kind", [kind], SOURCES)
+    source_class = SOURCES[kind]
     where = f"{where} ({kind})"
-    lengths = {field.name: values.pop(field.name) for field in fields(Lengths) if field.name in values}
-    _check_names(where, "option", values, [field.name for field in fields(SOURCES[kind])])
-    return Entry(kind, _typed(where, values, SOURCES[kind]), _typed(where, lengths, Lengths))
+
+    lengths = {}
+    for length_field in fields(Lengths):
+        if length_field.name in options:
+            lengths[length_field.name] = options.pop(length_field.name)
+    _check_names(where, "option", options, [option.name for option in fields(source_class)])
+    return Entry(kind, _typed(where, options, source_class), _typed(where, lengths, Lengths))
 
 
 def _typed(where: str, values: dict[str, Any], kind: type[Any]) -> Any:
@@ -146,10 +161,11 @@ def _typed(where: str, values: dict[str, Any], kind: type[Any]) -> Any:
         raise UserError(f"{where}: {error}") from None
 
 
-def _check_names(where: str, what: str, found: Iterable[Any], known: Iterable[str]) -> None:
-    names = sorted(known)
-    for name in found:
-        if name not in names:
-            close = difflib.get_close_matches(str(name), names, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise UserError(f"{where}: unknown {what} {name!r}{hint} (known: {', '.join(names) or 'none'})")
+def _check_names(where: str, what: str, names: Iterable[Any], allowed: Iterable[str]) -> None:
+    allowed_names = sorted(allowed)
+    for name in names:
+        if name in allowed_names:
+            continue
+        similar = difflib.get_close_matches(str(name), allowed_names, n=1)
+        hint = f"; did you mean {similar[0]}?" if similar else ""
+        raise UserError(f"{where}: unknown {what} {name!r}{hint} (known: {', '.join(allowed_names) or 'none'})")

@@ -3,8 +3,7 @@
 import random
 import re
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from itertools import accumulate
+from functools import lru_cache
 
 from keepsight.corpus import Document, docstrings, sentences, source_documents, topic_documents
 from keepsight.data_gen.prompts import (
@@ -13,15 +12,15 @@ from keepsight.data_gen.prompts import (
     Request,
     Share,
     cut_at_word,
-    fit,
-    fitted,
+    fit_prompt,
+    fit_text,
     user_prompt,
 )
 from keepsight.data_gen.words import wordings
 
-Entries = tuple[tuple[str, str], ...]
-"""Names and texts of docstrings."""
-_REPEATED = 60
+Entry = tuple[str, str]
+"""Name and text of a docstring or of a section."""
+_SHORTEST_REPEATED = 60
 """Characters of the shortest paragraph that is to be repeated, if there is one."""
 
 
@@ -40,18 +39,47 @@ class Documentation:
     def sample(self, request: Request) -> Prompt:
         """Draw one prompt; see `Source`."""
         rng = request.rng
-        opening, whole, place = rng.choice(wordings("openings")), rng.choice(wordings("whole_passage")), rng.random()
+        opening = rng.choice(wordings("openings"))
+        task = rng.choice(wordings("whole_passage"))
+        position = rng.random()
         if rng.random() < self.topics:
-            text = _long_enough(topic_documents("training"), request).text
+            return _topic_prompt(opening, task, position, request)
 
-            def build(characters: int) -> str:
-                return str(opening.format(text=paragraphs_from(text, place, characters), task=whole))
+        entries = _long_docstrings()
+        start = int(position * len(entries))
+        if rng.random() < self.about_name:
+            task = rng.choice(wordings("about_name"))
+        asked_position = rng.random()
 
-            return user_prompt("documentation/topic", fit(build, request))
-        entries = _rich_entries()
-        about = rng.choice(wordings("about_name")) if rng.random() < self.about_name else whole
-        manual = partial(_manual, entries, int(place * len(entries)), opening, about, rng.random())
-        return user_prompt("documentation/docstrings", fit(manual, request))
+        def build(characters: int) -> str:
+            shown = _consecutive(entries, start, characters)
+            manual = "\n\n".join(f"{name}\n{text}" for name, text in shown)
+            asked_name, _ = shown[int(asked_position * len(shown))]
+            return str(opening.format(text=manual[: max(characters, 80)], task=task.format(name=asked_name)))
+
+        return user_prompt("documentation/docstrings", fit_text(build, request))
+
+
+def _topic_prompt(opening: str, task: str, position: float, request: Request) -> Prompt:
+    """Paragraphs of a section of the language reference, and a task about all of them."""
+    section = _long_enough(topic_documents("training"), request).text
+
+    def build(characters: int) -> str:
+        return opening.format(text=paragraphs_from(section, position, characters), task=task)
+
+    return user_prompt("documentation/topic", fit_text(build, request))
+
+
+def _consecutive(entries: tuple[Entry, ...], start: int, characters: int) -> list[Entry]:
+    """Entries from index `start` on, about `characters` characters of them; after the last one comes the first."""
+    shown: list[Entry] = []
+    length = 0
+    for name, text in entries[start:] + entries[:start]:
+        length += len(name) + len(text) + 4
+        if shown and length > characters:
+            break
+        shown.append((name, text))
+    return shown
 
 
 @dataclass(frozen=True)
@@ -67,64 +95,61 @@ class Passages:
     def sample(self, request: Request) -> Prompt:
         """Draw one prompt; see `Source`."""
         rng = request.rng
-        entries = _rich_entries()
-        chosen = [rng.choice(entries) for _ in range(2 + request.tokens // 30)]
-        questions = wordings("which_passage" if rng.random() < self.quoted else "about_name")
-        frame = (rng.choice(wordings("numberings")), rng.choice(questions), rng.choice(wordings("openings")))
-        return user_prompt("documentation/passages", fit(partial(_numbered, chosen, *frame, rng.random()), request))
+        docstring_entries = _long_docstrings()
+        entries = [rng.choice(docstring_entries) for _ in range(2 + request.tokens // 30)]
+        question_list = "which_passage" if rng.random() < self.quoted else "about_name"
+        numbering = rng.choice(wordings("numberings"))
+        question = rng.choice(wordings(question_list))
+        opening = rng.choice(wordings("openings"))
+        asked_position = rng.random()
+
+        def build(characters: int) -> str:
+            shown = _excerpts(entries, 1, characters)
+            name, text = shown[int(asked_position * len(shown))]
+            first_words = " ".join(text.split()[:9])
+            task = question.format(name=name, quote=first_words)
+            return str(opening.format(text=_numbered_passages(numbering, shown), task=task))
+
+        return user_prompt("documentation/passages", fit_text(build, request))
 
 
 @lru_cache(maxsize=1)
-def _rich_entries() -> Entries:
+def _long_docstrings() -> tuple[Entry, ...]:
     """Name and text of the training part's longer docstrings, in the order of the library."""
-    documents = source_documents("training")
-    named = ((entry.name, entry.text.strip()) for document in documents for entry in docstrings(document))
-    return tuple((name, text) for name, text in named if len(text) >= 150)
+    entries = []
+    for document in source_documents("training"):
+        for docstring in docstrings(document):
+            text = docstring.text.strip()
+            if len(text) >= 150:
+                entries.append((docstring.name, text))
+    return tuple(entries)
 
 
-def paragraphs_from(text: str, place: float, characters: int) -> str:
-    """Whole paragraphs of `text`, about `characters` characters, from a paragraph at `place` (0 to 1) or earlier."""
+def paragraphs_from(text: str, position: float, characters: int) -> str:
+    """Whole paragraphs of `text`, about `characters` characters, from one at `position` (0 to 1) or earlier."""
     paragraphs = text.strip().split("\n\n")
-    first = int(place * len(paragraphs))
-    while first > 0 and len("\n\n".join(paragraphs[first:])) < characters:
-        first -= 1
-    last = first + 1
-    while last < len(paragraphs) and len("\n\n".join(paragraphs[first : last + 1])) <= characters:
-        last += 1
-    return "\n\n".join(paragraphs[first:last])[: max(characters, 80)]
+    start = int(position * len(paragraphs))
+    while start > 0 and len("\n\n".join(paragraphs[start:])) < characters:
+        start -= 1
+    end = start + 1
+    while end < len(paragraphs) and len("\n\n".join(paragraphs[start : end + 1])) <= characters:
+        end += 1
+    return "\n\n".join(paragraphs[start:end])[: max(characters, 80)]
 
 
-def _manual(entries: Entries, start: int, opening: str, task: str, place: float, characters: int) -> str:
-    """Consecutive docstrings, as a manual would print them, and the task about one of them or about all."""
-    shown: list[tuple[str, str]] = []
-    length = 0
-    for name, text in entries[start:] + entries[:start]:
-        length += len(name) + len(text) + 4
-        if shown and length > characters:
-            break
-        shown.append((name, text))
-    manual = "\n\n".join(f"{name}\n{text}" for name, text in shown)[: max(characters, 80)]
-    name = shown[int(place * len(shown))][0]
-    return opening.format(text=manual, task=task.format(name=name))
-
-
-def _numbered(
-    chosen: list[tuple[str, str]], numbering: str, wording: str, opening: str, place: float, characters: int
-) -> str:
-    shown = _excerpts(chosen, 1, characters)
-    name, text = shown[int(place * len(shown))]
-    task = wording.format(name=name, quote=" ".join(text.split()[:9]))
-    return opening.format(text=_body(numbering, shown), task=task)
-
-
-def _excerpts(chosen: list[tuple[str, str]], least: int, characters: int) -> list[tuple[str, str]]:
+def _excerpts(entries: list[Entry], least: int, characters: int) -> list[Entry]:
     """The first entries, at least `least`, with truncated texts of about `characters` characters in all."""
-    share = max(120, characters // max(1, min(len(chosen), characters // 400)))
-    return [(name, text[:share]) for name, text in chosen[: max(least, characters // share)]]
+    most_entries = min(len(entries), characters // 400)
+    excerpt_length = max(120, characters // max(1, most_entries))
+    count = max(least, characters // excerpt_length)
+    return [(name, text[:excerpt_length]) for name, text in entries[:count]]
 
 
-def _body(numbering: str, shown: list[tuple[str, str]]) -> str:
-    return "\n\n".join(numbering.format(number=number, text=text) for number, (_, text) in enumerate(shown, 1))
+def _numbered_passages(numbering: str, entries: list[Entry]) -> str:
+    passages = []
+    for number, (_, text) in enumerate(entries, 1):
+        passages.append(numbering.format(number=number, text=text))
+    return "\n\n".join(passages)
 
 
 @dataclass(frozen=True)
@@ -137,18 +162,22 @@ class DescribedPassages:
     def sample(self, request: Request) -> Prompt:
         """Draw one prompt; see `Source`."""
         rng = request.rng
-        entries = _summarised_entries()
-        chosen = rng.sample(entries, min(2 + request.tokens // 30, len(entries)))
-        place, numbering, opening = rng.random(), rng.choice(wordings("numberings")), rng.choice(wordings("openings"))
+        summarized = _summarized_docstrings()
+        entries = rng.sample(summarized, min(2 + request.tokens // 30, len(summarized)))
+        asked_position = rng.random()
+        numbering = rng.choice(wordings("numberings"))
+        opening = rng.choice(wordings("openings"))
         wording = rng.choice(wordings("described_passage"))
 
         def make(characters: int) -> Prompt:
-            shown = _excerpts(chosen, 2, characters)
-            asked = int(place * len(shown))
-            text = opening.format(text=_body(numbering, shown), task=wording.format(summary=shown[asked][0]))
+            shown = _excerpts(entries, 2, characters)
+            asked = int(asked_position * len(shown))
+            summary, _ = shown[asked]
+            task = wording.format(summary=summary)
+            text = opening.format(text=_numbered_passages(numbering, shown), task=task)
             return replace(user_prompt("documentation/described", text), response=f"Passage {asked + 1}")
 
-        return fitted(make, request)
+        return fit_prompt(make, request)
 
 
 @dataclass(frozen=True)
@@ -158,19 +187,23 @@ class Reconstruction:
     def sample(self, request: Request) -> Prompt:
         """Draw one prompt; see `Source`."""
         rng = request.rng
-        text = _long_enough(topic_documents("training"), request).text
-        place, asked = rng.random(), rng.random()
-        opening, wording = rng.choice(wordings("openings")), rng.choice(wordings("repeat"))
+        section = _long_enough(topic_documents("training"), request).text
+        position = rng.random()
+        asked_position = rng.random()
+        opening = rng.choice(wordings("openings"))
+        wording = rng.choice(wordings("repeat"))
 
         def make(characters: int) -> Prompt:
-            paragraphs = paragraphs_from(text, place, characters).split("\n\n")
-            longer = [each for each in paragraphs if len(each) >= _REPEATED] or [max(paragraphs, key=len)]
-            passage = longer[int(asked * len(longer))].strip()
-            task = wording.format(start=" ".join(passage.split()[:6]))
-            prompt = user_prompt("documentation/repeated", opening.format(text="\n\n".join(paragraphs), task=task))
-            return replace(prompt, response=passage)
+            paragraphs = paragraphs_from(section, position, characters).split("\n\n")
+            candidates = [paragraph for paragraph in paragraphs if len(paragraph) >= _SHORTEST_REPEATED]
+            if not candidates:
+                candidates = [max(paragraphs, key=len)]
+            paragraph = candidates[int(asked_position * len(candidates))].strip()
+            first_words = " ".join(paragraph.split()[:6])
+            text = opening.format(text="\n\n".join(paragraphs), task=wording.format(start=first_words))
+            return replace(user_prompt("documentation/repeated", text), response=paragraph)
 
-        return fitted(make, request)
+        return fit_prompt(make, request)
 
 
 @dataclass(frozen=True)
@@ -183,43 +216,65 @@ class Dialogue:
     def sample(self, request: Request) -> Prompt:
         """Draw one prompt; see `Source`."""
         rng = request.rng
-        drawn = [
-            rng.choice(_topic_entries() if rng.random() < 0.5 else _rich_entries()) for _ in range(rng.randint(3, 6))
-        ]
-        chosen, numbering, seed = [*dict.fromkeys(drawn)], rng.choice(wordings("numberings")), rng.random()
+        entries = []
+        for _ in range(rng.randint(3, 6)):
+            source = _sections() if rng.random() < 0.5 else _long_docstrings()
+            entry = rng.choice(source)
+            if entry not in entries:
+                entries.append(entry)
+        numbering = rng.choice(wordings("numberings"))
+        seed = rng.random()
 
         def build(characters: int) -> str:
-            shown = _excerpts(chosen, 1, characters)
-            return f"{_body(numbering, shown)}\n\n{_conversation(shown, random.Random(seed), characters // 6)}"
+            shown = _excerpts(entries, 1, characters)
+            conversation = _conversation(shown, random.Random(seed), characters // 6)
+            return f"{_numbered_passages(numbering, shown)}\n\n{conversation}"
 
-        return user_prompt("documentation/dialogue", fit(build, request))
+        return user_prompt("documentation/dialogue", fit_text(build, request))
 
 
 @lru_cache(maxsize=1)
-def _topic_entries() -> Entries:
+def _sections() -> tuple[Entry, ...]:
     """Heading and text of the training part's sections of the language reference."""
-    return tuple((topic.text.strip().partition("\n")[0], topic.text) for topic in topic_documents("training"))
+    entries = []
+    for document in topic_documents("training"):
+        heading = document.text.strip().partition("\n")[0]
+        entries.append((heading, document.text))
+    return tuple(entries)
 
 
-def _conversation(documents: list[tuple[str, str]], rng: random.Random, characters: int) -> str:
+def _conversation(entries: list[Entry], rng: random.Random, characters: int) -> str:
     """Up to three questions about documents and answers from them, and a last question; about `characters` long."""
-    speakers, task, told = rng.choice(wordings("speakers")), rng.choice(wordings("continue_dialogue")), list[str]()
-    asked = rng.sample(documents, min(len(documents), 1 + min(rng.randint(1, 3), characters // 80)))
-    for name, text in asked:
-        prose = re.sub(r"[*=~^-]{4,}", " ", text)  # headings are underlined
-        parts = [cut_at_word(each, 160) for each in sentences(" ".join(prose.split()))]
-        place = rng.randrange(1, len(parts)) if len(parts) > 1 else 0
-        quoted = " ".join(parts[max(place - 1, 0)].split()[:6])  # of the sentence before the answer, if there is one
-        told += [rng.choice(wordings("follow_up")).format(name=name, quote=quoted), parts[place]]
-    return "\n".join([task, *(f"{speakers[number % 2]}: {line}" for number, line in enumerate(told[:-1]))])
+    speakers = rng.choice(wordings("speakers"))
+    task = rng.choice(wordings("continue_dialogue"))
+    question_count = 1 + min(rng.randint(1, 3), characters // 80)
+    utterances: list[str] = []
+    for name, text in rng.sample(entries, min(len(entries), question_count)):
+        without_underlines = re.sub(r"[*=~^-]{4,}", " ", text)
+        one_line = " ".join(without_underlines.split())
+        document_sentences = [cut_at_word(sentence, 160) for sentence in sentences(one_line)]
+        answer = rng.randrange(1, len(document_sentences)) if len(document_sentences) > 1 else 0
+        sentence_before = document_sentences[max(answer - 1, 0)]  # or the answer itself, where it is the first
+        quote = " ".join(sentence_before.split()[:6])
+        question = rng.choice(wordings("follow_up")).format(name=name, quote=quote)
+        utterances += [question, document_sentences[answer]]
+
+    lines = [task]
+    for number, utterance in enumerate(utterances[:-1]):
+        lines.append(f"{speakers[number % 2]}: {utterance}")
+    return "\n".join(lines)
 
 
 @lru_cache(maxsize=1)
-def _summarised_entries() -> Entries:
+def _summarized_docstrings() -> tuple[Entry, ...]:
     """First paragraph, on one line, and the rest of the training part's longer docstrings."""
-    parts = (text.split("\n\n", 1) for _, text in _rich_entries())
-    named = {" ".join(part[0].split()): part[1].strip() for part in parts if len(part) == 2 and len(part[1]) > 150}
-    return tuple(named.items())
+    rest_by_summary: dict[str, str] = {}
+    for _, text in _long_docstrings():
+        first_paragraph, _, rest = text.partition("\n\n")
+        if len(rest) > 150:
+            summary = " ".join(first_paragraph.split())
+            rest_by_summary[summary] = rest.strip()
+    return tuple(rest_by_summary.items())
 
 
 @dataclass(frozen=True)
@@ -239,36 +294,52 @@ class CodeCompletion:
         rng = request.rng
         document = _long_enough(source_documents("training"), request)
         lines = document.text.splitlines()
-        place = rng.randrange(_first_cut(lines, request.tokens), len(lines) + 1)
-        before = _imported(document) if self.imports and rng.random() < self.imports else ()
+        end = rng.randrange(_first_end(lines, request.tokens), len(lines) + 1)
+        modules: tuple[Document, ...] = ()
+        if self.imports and rng.random() < self.imports:
+            modules = _imported_modules(document)
+
+        def build_code(characters: int) -> str:
+            return _code_before(document.name, modules, lines, end, characters)
+
         if rng.random() < self.raw:
-            text = fit(partial(_code_before, document.name, before, lines, place), request)
-            return user_prompt("code/completion_raw", text, template=False)
+            return user_prompt("code/completion_raw", fit_text(build_code, request), template=False)
+
         frame = rng.choice(wordings("complete"))
 
         def build(characters: int) -> str:
-            code = _code_before(document.name, before, lines, place, characters).rstrip("\n")
-            return str(frame.format(name=document.name, code=code))
+            return str(frame.format(name=document.name, code=build_code(characters).rstrip("\n")))
 
-        return user_prompt("code/completion", fit(build, request))
+        return user_prompt("code/completion", fit_text(build, request))
 
 
-def _imported(document: Document) -> tuple[Document, ...]:
+def _imported_modules(document: Document) -> tuple[Document, ...]:
     """The training part's modules that a source file imports, in the order of the file."""
-    names = dict.fromkeys(re.findall(r"^(?:from|import) ([\w.]+)", document.text, re.MULTILINE))
-    by_name = {each.name.removesuffix(".py").removesuffix("/__init__"): each for each in source_documents("training")}
-    found = (by_name.get(name.replace(".", "/")) for name in names)
-    return tuple(each for each in found if each is not None and each != document)
+    modules_by_name = {}
+    for module in source_documents("training"):
+        modules_by_name[module.name.removesuffix(".py").removesuffix("/__init__")] = module
+
+    imported = []
+    import_names = re.findall(r"^(?:from|import) ([\w.]+)", document.text, re.MULTILINE)
+    for name in dict.fromkeys(import_names):
+        imported_module = modules_by_name.get(name.replace(".", "/"))
+        if imported_module is not None and imported_module != document:
+            imported.append(imported_module)
+    return tuple(imported)
 
 
-def _code_before(name: str, modules: tuple[Document, ...], lines: list[str], place: int, characters: int) -> str:
-    """The lines before line `place` of file `name`, after the beginnings of `modules`, if any, as half of the text."""
+def _code_before(name: str, modules: tuple[Document, ...], lines: list[str], end: int, characters: int) -> str:
+    """The lines before line `end` of file `name`, after the beginnings of `modules`, if any, as half of the text."""
     if not modules:
-        return _lines_before(lines, place, characters)
-    shown = modules[: max(1, characters // 1500)]
-    share = max(80, characters // 2 // len(shown))
-    heads = (f"# {each.name}\n{_lines_from(each.text.splitlines(), 0, share)[:share]}\n\n" for each in shown)
-    return "".join(heads) + f"# {name}\n" + _lines_before(lines, place, max(characters - len(shown) * share, 80))
+        return _lines_before(lines, end, characters)
+    shown_modules = modules[: max(1, characters // 1500)]
+    module_length = max(80, characters // 2 // len(shown_modules))
+    text = ""
+    for module in shown_modules:
+        beginning = _lines_from(module.text.splitlines(), 0, module_length)[:module_length]
+        text += f"# {module.name}\n{beginning}\n\n"
+    characters_left = max(characters - len(shown_modules) * module_length, 80)
+    return text + f"# {name}\n" + _lines_before(lines, end, characters_left)
 
 
 @dataclass(frozen=True)
@@ -281,29 +352,37 @@ class CodeQuestions:
         document = _long_enough(source_documents("training"), request)
         lines = document.text.splitlines()
         start = rng.randrange(len(lines))
-        frame, task = rng.choice(wordings("code_frames")), rng.choice(wordings("ask"))
+        frame = rng.choice(wordings("code_frames"))
+        question = rng.choice(wordings("ask"))
 
         def build(characters: int) -> str:
             code = _lines_from(lines, start, characters)
             functions = re.findall(r"(?:def|class) (\w+)", code)
             function = functions[start % len(functions)] if functions else "this"
-            code = code[: max(characters, 80)].rstrip()
-            return str(frame.format(code=code, name=document.name, task=task.format(function=function)))
+            task = question.format(function=function)
+            return str(frame.format(code=code[: max(characters, 80)].rstrip(), name=document.name, task=task))
 
-        return user_prompt("code/questions", fit(build, request))
+        return user_prompt("code/questions", fit_text(build, request))
 
 
-def _first_cut(lines: list[str], tokens: int) -> int:
+def _first_end(lines: list[str], tokens: int) -> int:
     """The first line with enough text before it to fill a prompt of `tokens` tokens, or else the middle one."""
-    lengths = accumulate(len(line) + 1 for line in lines)
-    enough = (row for row, length in enumerate(lengths, start=1) if length >= CHARACTERS_PER_TOKEN * tokens)
-    return next(enough, len(lines) // 2)
+    length = 0
+    for row, line in enumerate(lines, start=1):
+        length += len(line) + 1
+        if length >= CHARACTERS_PER_TOKEN * tokens:
+            return row
+    return len(lines) // 2
 
 
 def _lines_before(lines: list[str], end: int, characters: int) -> str:
     """The lines before line `end`, about `characters` characters of them (at least one line)."""
-    start, length = end - 1, len(lines[end - 1])
-    while start > 0 and (length := length + len(lines[start - 1]) + 1) <= characters:
+    start = end - 1
+    length = len(lines[start])
+    while start > 0:
+        length += len(lines[start - 1]) + 1
+        if length > characters:
+            break
         start -= 1
     return "\n".join(lines[start:end])[: max(characters, 80)] + "\n"
 
@@ -313,7 +392,9 @@ def _lines_from(lines: list[str], start: int, characters: int) -> str:
     end = start + 1
     while end < len(lines) and len("\n".join(lines[start : end + 1])) <= characters:
         end += 1
-    return "\n".join(lines[start:end]) if end < len(lines) else _lines_before(lines, len(lines), characters)
+    if end == len(lines):
+        return _lines_before(lines, len(lines), characters)
+    return "\n".join(lines[start:end])
 
 
 @dataclass(frozen=True)
@@ -322,17 +403,24 @@ class Continuation:
 
     def sample(self, request: Request) -> Prompt:
         """Draw one prompt; see `Source`."""
-        part = topic_documents if request.rng.random() < 0.5 else source_documents
-        text = _long_enough(part("training"), request).text
-        start = request.rng.randint(0, max(0, len(text) - 5 * request.tokens))
-        start = text.find("\n", start) + 1 if start else 0
-        text = fit(partial(cut_at_word, text[start:].lstrip("\n")), request)
-        return user_prompt("text", text, template=False)
+        rng = request.rng
+        documents = topic_documents if rng.random() < 0.5 else source_documents
+        text = _long_enough(documents("training"), request).text
+        start = rng.randint(0, max(0, len(text) - 5 * request.tokens))
+        if start > 0:
+            start = text.find("\n", start) + 1
+        text = text[start:].lstrip("\n")
+
+        def build(characters: int) -> str:
+            return cut_at_word(text, characters)
+
+        return user_prompt("text", fit_text(build, request), template=False)
 
 
 def _long_enough(documents: tuple[Document, ...], request: Request) -> Document:
     """A random document that can fill the wanted length, or the longest of some tries."""
     tries = [request.rng.choice(documents) for _ in range(12)]
-    characters = int(CHARACTERS_PER_TOKEN * request.tokens)
-    long = (document for document in tries if len(document.text) >= characters)
-    return next(long, max(tries, key=lambda document: len(document.text)))
+    for document in tries:
+        if len(document.text) >= int(CHARACTERS_PER_TOKEN * request.tokens):
+            return document
+    return max(tries, key=lambda document: len(document.text))

@@ -12,7 +12,7 @@ from keepsight.errors import UserError
 CountTokens = Callable[[str], int]
 Share = Annotated[float, Field(ge=0, le=1)]
 
-ASKS = (
+QUESTION_INSTRUCTIONS = (
     "Write one question that the text above answers. Reply with the question alone.",
     "Write one question about a detail in the last part of the text above. Reply with the question alone.",
     "Write one question whose answer needs several parts of the text above. Reply with the question alone.",
@@ -37,8 +37,8 @@ class Prompt:
         template: Whether the chat template, if the model has one, is applied; otherwise the first message's content is
             continued as it is.
         answer_prefix: Beginning of the assistant's turn that counts as prompt; empty for most.
-        asks: Instruction by which the base model writes the question that follows the last turn's text; None for a
-            prompt that is complete.
+        question_instruction: Instruction by which the base model writes the question that follows the last turn's
+            text; None for a prompt that is complete.
     """
 
     source: str
@@ -46,13 +46,19 @@ class Prompt:
     response: str | None = None
     template: bool = True
     answer_prefix: str = ""
-    asks: str | None = None
+    question_instruction: str | None = None
 
-    def followed_by(self, text: str) -> "Prompt":
+    def with_question(self, question: str) -> "Prompt":
         """The complete prompt whose last turn ends with a question or an instruction."""
-        last = self.messages[-1]
-        turn = {**last, "content": f"{last['content']}\n\n{text}"}
-        return replace(self, messages=(*self.messages[:-1], turn), asks=None)
+        *earlier_turns, last_turn = self.messages
+        content = f"{last_turn['content']}\n\n{question}"
+        turn = {**last_turn, "content": content}
+        return replace(self, messages=(*earlier_turns, turn), question_instruction=None)
+
+    @property
+    def text(self) -> str:
+        """The text of all turns, each on a line of its own."""
+        return "\n".join(turn["content"] for turn in self.messages)
 
 
 @dataclass(frozen=True)
@@ -96,47 +102,53 @@ class _Attempt(NamedTuple):
     tokens: int
 
 
-def fit(build: Callable[[int], str], request: Request) -> str:
+def fit_text(build: Callable[[int], str], request: Request) -> str:
     """The longest text of at most `request.tokens` tokens that `build` makes in a few attempts, else DoesNotFit.
 
     `build(n)` makes a text with about n characters of filling, the same each time.
     """
-    wanted, best = request.tokens, ""
-    fitting, too_long = None, None
+    wanted = request.tokens
+    best = ""
+    fitting: _Attempt | None = None
+    too_long: _Attempt | None = None
     characters = int(wanted * CHARACTERS_PER_TOKEN * 0.9)
     for _ in range(_ATTEMPTS):
         text = build(characters)
-        tried = _Attempt(characters, len(text), request.count_tokens(text))
-        exhausted = bool(text) and text == best
-        if tried.tokens > wanted:
-            too_long = tried
+        attempt = _Attempt(characters, len(text), request.count_tokens(text))
+        is_exhausted = text != "" and text == best  # there is no more filling
+        if attempt.tokens <= wanted:
+            fitting = attempt
+            best = max(best, text, key=len)
+            if is_exhausted or attempt.tokens >= _FULL_ENOUGH * wanted:
+                break
         else:
-            fitting, best = tried, max(best, text, key=len)
-        if exhausted or _FULL_ENOUGH * wanted <= tried.tokens <= wanted or (tried is too_long and characters == 0):
-            break
-        characters = _next_filling(tried, fitting, too_long, _AIM * wanted)
+            too_long = attempt
+            if characters == 0:
+                break
+        characters = _next_filling(attempt, fitting, too_long, _AIM * wanted)
     if not best:
         raise DoesNotFit(f"a mixture's prompt does not fit {wanted} tokens; raise its min_tokens")
     return best
 
 
-def fitted(make: Callable[[int], Prompt], request: Request) -> Prompt:
-    """The longest prompt of at most `request.tokens` tokens, all turns counted, that `make` makes; see `fit`."""
-    made: dict[str, Prompt] = {}
+def fit_prompt(make: Callable[[int], Prompt], request: Request) -> Prompt:
+    """The longest prompt of at most `request.tokens` tokens, all turns counted, that `make` makes; see `fit_text`."""
+    prompts: dict[str, Prompt] = {}
 
     def build(characters: int) -> str:
         prompt = make(characters)
-        text = "\n".join(turn["content"] for turn in prompt.messages)
-        made[text] = prompt
+        text = prompt.text
+        prompts[text] = prompt
         return text
 
-    return made[fit(build, request)]
+    return prompts[fit_text(build, request)]
 
 
-def _next_filling(tried: _Attempt, fitting: _Attempt | None, too_long: _Attempt | None, aim: float) -> int:
+def _next_filling(latest: _Attempt, fitting: _Attempt | None, too_long: _Attempt | None, aim: float) -> int:
     """Characters that should give `aim` tokens: interpolated between two attempts, or by the density of one."""
     if fitting is None or too_long is None:
-        return max(0, tried.characters + int((aim - tried.tokens) * tried.length / max(tried.tokens, 1)))
+        more_characters = int((aim - latest.tokens) * latest.length / max(latest.tokens, 1))
+        return max(0, latest.characters + more_characters)
     share = (aim - fitting.tokens) / max(too_long.tokens - fitting.tokens, 1)
     return fitting.characters + int(share * (too_long.characters - fitting.characters))
 
@@ -145,6 +157,8 @@ def cut_at_word(text: str, characters: int) -> str:
     """About `characters` characters from the start, ending with a whole word where the language has spaces."""
     if len(text) <= characters:
         return text.rstrip()
-    words = text[: max(characters, 80)]
-    end = words.rfind(" ")
-    return words[:end].rstrip() if end > len(words) // 2 else words
+    beginning = text[: max(characters, 80)]
+    last_space = beginning.rfind(" ")
+    if last_space > len(beginning) // 2:
+        return beginning[:last_space].rstrip()
+    return beginning

@@ -8,8 +8,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from keepsight.data_gen.prompts import Prompt, Request, Share, fitted, user_prompt
-from keepsight.data_gen.synthetic import framed
+from keepsight.data_gen.prompts import Prompt, Request, Share, fit_prompt, user_prompt
+from keepsight.data_gen.synthetic import frame_question
 from keepsight.data_gen.words import distinct, draw, wordings
 
 _ROW_NAMES = {"employee": "person", "project": "project", "device": "device", "order": "order", "part": "pair"}
@@ -102,12 +102,12 @@ class Tables:
             shown = rows[: max(4, int(characters / length_of_row))]
             form, question, answer = _question(subject, columns, shown, random.Random(seed))
             table = write([subject, *columns], shown)
-            prompt = user_prompt(f"tables/{form}", framed(question, seed, table))
+            prompt = user_prompt(f"tables/{form}", frame_question(question, seed, table))
             if is_truthful:
                 return replace(prompt, response=answer)
             return prompt
 
-        return fitted(make, request)
+        return fit_prompt(make, request)
 
 
 def _question(subject: str, columns: Row, rows: list[Row], rng: random.Random) -> tuple[str, str, str]:

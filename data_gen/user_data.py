@@ -8,25 +8,33 @@ import logging
 import random
 import re
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
 from huggingface_hub import HfApi
 from pydantic import Field
 
-from keepsight.data_gen.prompts import ASKS, CountTokens, Prompt, Request, cut_at_word, fit, user_prompt
+from keepsight.data_gen.prompts import (
+    QUESTION_INSTRUCTIONS,
+    CountTokens,
+    Prompt,
+    Request,
+    cut_at_word,
+    fit_text,
+    user_prompt,
+)
 from keepsight.data_gen.store import earlier_settings
 from keepsight.errors import BadRow, UserError, one_line
 from keepsight.files import Row, file_digest, from_json, text_lines
 
 logger = logging.getLogger("keepsight")
 
-QuestionCount = Annotated[int, Field(ge=0, le=len(ASKS))]
+QuestionCount = Annotated[int, Field(ge=0, le=len(QUESTION_INSTRUCTIONS))]
 _ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
 _COLUMNS = ("prompt", "messages", "text")
 _FORMATS = ("arrow", "csv", "json", "parquet", "text")
@@ -36,12 +44,13 @@ _BYTES_PER_TOKEN = 32
 _BUFFER = 1000
 """Rows among which a stream is shuffled; its files are shuffled too."""
 _COMMIT = re.compile(r"(.*@)?[0-9a-f]{40}")
-_START = re.compile(r"[0-9a-f]{7,39}")  # abbreviated commits; the Hub's files are fetched only by full ones
+_START_OF_COMMIT = re.compile(r"[0-9a-f]{7,39}")  # abbreviated commits; the Hub's files are fetched only by full ones
 _SOURCES = 512
 """Number of sources whose counted and shuffled rows are cached; rows of further sources are read each time."""
 _UNREACHED = re.compile("couldn't reach|offline mode", re.IGNORECASE)
 _TRIES = 10
 """A data set is refused if this many rows are drawn first and all are bad."""
+_NO_TURNS = "messages must be a list of turns that is not empty"
 
 
 class _OtherTurns(BadRow):
@@ -80,30 +89,35 @@ class LocalJsonl:
 
     def sample(self, request: Request) -> Prompt:
         """The next of the rows shuffled by `request.seed`, or the next question about one of them; see `Source`."""
-        return _asked_about(self.ask_itself, request.number, lambda number: self._row(request, number))
-
-    def _row(self, request: Request, number: int) -> Prompt:
-        rows = _fitting_rows(self, request.limit, request.count_tokens)
-        turn, position = divmod(number, len(rows))
-        row = rows[_shuffled(f"{request.seed}:{self.path}:{turn}", len(rows))[position]]
+        number, instruction = _row_and_instruction(request.number, self.ask_itself)
+        rows = _fitting_local_rows(self, request.limit, request.count_tokens)
+        epoch, position = divmod(number, len(rows))
+        order = _shuffled(f"{request.seed}:{self.path}:{epoch}", len(rows))
+        row = rows[order[position]]
         if isinstance(row, BadRow):
             raise row
-        return row
+        return _with_instruction(row, instruction)
 
     def rows(self) -> Iterator[Prompt | BadRow]:
         """The prompts of all rows, in the file's order."""
         for number, line in text_lines(Path(self.path)):
             try:
                 row = from_json(line, Row)
-                if not any(fnmatchcase(str(row.get("source")), pattern) for pattern in self.leave_out):
+                if not self._is_left_out(row):
                     yield self._prompt(row)
             except ValueError as error:
                 yield BadRow(f"{self.path}:{number}: {error}")
 
+    def _is_left_out(self, row: Row) -> bool:
+        source = str(row.get("source"))
+        return any(fnmatchcase(source, pattern) for pattern in self.leave_out)
+
     def _prompt(self, row: Row) -> Prompt:
-        response, source = row.get(self.response_field), str(row.get("source") or Path(self.path).stem)
+        source = str(row.get("source") or Path(self.path).stem)
+        response = row.get(self.response_field)
         if response is not None and not isinstance(response, str):
             raise BadRow(f"{self.response_field} must be a string, got {type(response).__name__}")
+
         if row.get("messages") is not None:
             if self.ask_itself:
                 raise BadRow("ask_itself needs a text in prompt, this row has messages")
@@ -111,23 +125,32 @@ class LocalJsonl:
             if turns[-1]["role"] != "user":
                 raise BadRow(f"messages must end with the user's turn, not with the {turns[-1]['role']}'s")
             return Prompt(source, turns, response)
-        if not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
+
+        text = row.get("prompt")
+        if not isinstance(text, str) or not text.strip():
             raise BadRow(f"expected a text in prompt, or a list in messages; got the fields {sorted(row)}")
-        return replace(user_prompt(source, row["prompt"], template=self.template), response=response)
+        return replace(user_prompt(source, text, template=self.template), response=response)
 
 
-def _asked_about(questions: int, number: int, row: Callable[[int], Prompt]) -> Prompt:
-    """Prompt `number` where the base model writes so many questions about each row; the row itself for 0."""
+def _row_and_instruction(number: int, questions: int) -> tuple[int, str | None]:
+    """The row of prompt `number`, and the instruction to write a question where there are `questions` for each row."""
     if not questions:
-        return row(number)
-    place, question = divmod(number, questions)
-    return replace(row(place), asks=ASKS[question], response=None)
+        return number, None
+    row, question = divmod(number, questions)
+    return row, QUESTION_INSTRUCTIONS[question]
+
+
+def _with_instruction(prompt: Prompt, instruction: str | None) -> Prompt:
+    """The prompt, whose question the base model writes by the instruction, if there is one."""
+    if instruction is None:
+        return prompt
+    return replace(prompt, question_instruction=instruction, response=None)
 
 
 def _turns(value: Any) -> tuple[dict[str, str], ...]:
     """A conversation as `role` and `content`, also from `from` and `value`, and from lists of text parts."""
     if not isinstance(value, list) or not value:
-        raise BadRow("messages must be a list of turns that is not empty")
+        raise BadRow(_NO_TURNS)
     return tuple({"role": _role(turn), "content": _content(turn)} for turn in value)
 
 
@@ -141,35 +164,60 @@ def _role(turn: Any) -> str:
 
 
 def _content(turn: dict[str, Any]) -> str:
-    content = turn["content"] if turn.get("content") is not None else turn.get("value")
-    if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
-        texts = [part["text"] for part in content if part.get("type") == "text" and isinstance(part.get("text"), str)]
-        content = "".join(texts) if len(texts) == len(content) else content
+    content = turn.get("content")
+    if content is None:
+        content = turn.get("value")
+    if isinstance(content, list):
+        content = _joined_text_parts(content)
     if not isinstance(content, str):
         cause = "tool calls" if turn.get("tool_calls") else type(content).__name__
         raise _OtherTurns(f"each of messages needs a text in content, the {_role(turn)}'s has {cause}")
     return content
 
 
+def _joined_text_parts(content: list[Any]) -> Any:
+    """The text of a list of parts of type `text`; any other list as it is."""
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            return content
+        texts.append(part["text"])
+    return "".join(texts) if texts else content
+
+
 @lru_cache(maxsize=_SOURCES)
-def _fitting_rows(source: LocalJsonl, limit: int, count_tokens: CountTokens) -> tuple[Prompt | BadRow, ...]:
+def _fitting_local_rows(source: LocalJsonl, limit: int, count_tokens: CountTokens) -> tuple[Prompt | BadRow, ...]:
     """The rows of at most `limit` tokens and the bad ones; counted once for each `count_tokens` function."""
-    every = [*source.rows()]
-    rows = [row for row in every if isinstance(row, BadRow) or _fits(source, row, limit, count_tokens)]
-    if all(isinstance(row, BadRow) for row in rows):
-        raise UserError(rows[0] if rows else _none_fits(source.path, source, limit if every else 0))
-    return tuple(rows)
+    bad_rows: list[BadRow] = []
+    fitting_rows: list[Prompt | BadRow] = []
+    is_empty = True
+    for row in source.rows():
+        is_empty = False
+        if isinstance(row, BadRow):
+            bad_rows.append(row)
+            fitting_rows.append(row)
+        elif _fits(source, row, limit, count_tokens):
+            fitting_rows.append(row)
+
+    if len(bad_rows) == len(fitting_rows):
+        if bad_rows:
+            raise UserError(bad_rows[0])
+        raise UserError(_none_fits(source.path, source, 0 if is_empty else limit))
+    return tuple(fitting_rows)
 
 
 def _none_fits(name: str, source: "LocalJsonl | HubDataset", limit: int) -> str:
-    fault = f"no row has {source.shortest} to {limit} tokens; raise the mixture's max_tokens" if limit else "no rows"
-    return f"{name}: {fault}"
+    """The message that no row has at most `limit` tokens, or with `limit` 0 that there are none."""
+    if not limit:
+        return f"{name}: no rows"
+    return f"{name}: no row has {source.shortest} to {limit} tokens; raise the mixture's max_tokens"
 
 
 def _fits(source: "LocalJsonl | HubDataset", prompt: Prompt, limit: int, count_tokens: CountTokens) -> bool:
-    text = "\n".join(turn["content"] for turn in prompt.messages)
-    too_long = len(text.encode(errors="replace")) > limit * _BYTES_PER_TOKEN
-    return not too_long and source.shortest <= count_tokens(text) <= limit
+    text = prompt.text
+    if len(text.encode(errors="replace")) > limit * _BYTES_PER_TOKEN:
+        return False
+    return source.shortest <= count_tokens(text) <= limit
 
 
 @lru_cache(maxsize=_SOURCES)
@@ -226,13 +274,15 @@ class HubDataset:
     shortest: int = 0
 
     def __post_init__(self) -> None:
-        if sum(bool(getattr(self, name)) for name in _COLUMNS) != 1:
+        named_columns = [name for name in _COLUMNS if getattr(self, name)]
+        if len(named_columns) != 1:
             raise UserError(f"{self.id}: a mixture's hub_dataset names one column, as one of {', '.join(_COLUMNS)}")
         if self.text and self.response:
             raise UserError(f"{self.id}: documents of text are cut and continued, and have no response")
         if (self.question or self.ask) and not self.prompt:
             raise UserError(f"{self.id}: question and ask are appended to the texts of prompt; name their column so")
-        if sum(map(bool, (self.question, self.ask, self.ask_itself))) > 1:
+        ways_to_ask = [bool(self.question), bool(self.ask), bool(self.ask_itself)]
+        if sum(ways_to_ask) > 1:
             raise UserError(f"{self.id}: give only one of question, ask and ask_itself; each appends questions")
         if self.ask_itself and not (self.prompt and self.template and not self.response):
             raise UserError(f"{self.id}: ask_itself needs texts of prompt, the chat template, and no response")
@@ -245,23 +295,35 @@ class HubDataset:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that are read."""
-        named = (self.column, self.question, self.response)
-        return tuple(dict.fromkeys(name.partition(".")[0] for name in named if name))
+        columns: dict[str, None] = {}
+        for column in (self.column, self.question, self.response):
+            if column:
+                columns[column.partition(".")[0]] = None
+        return tuple(columns)
 
     @property
     def name(self) -> str:
         """Name of its prompts in the manifest."""
-        return "/".join(part for part in (self.id.rstrip("/").rpartition("/")[2], self.subset) if part)
+        last_part = self.id.rstrip("/").rpartition("/")[2]
+        if last_part and self.subset:
+            return f"{last_part}/{self.subset}"
+        return last_part or self.subset
 
     def sample(self, request: Request) -> Prompt:
         """The next of the rows that fit, in an order that depends on `request.seed`; see `Source`."""
-        rows = _fitting(self, request.limit, request.count_tokens, request.seed)
-        prompt = _asked_about(self.ask_itself, request.number, rows.prompt)
+        number, instruction = _row_and_instruction(request.number, self.ask_itself)
+        rows = _fitting_hub_rows(self, request.limit, request.count_tokens, request.seed)
+        prompt = _with_instruction(rows.prompt(number), instruction)
         if not self.text:
             return prompt
+
         document = prompt.messages[0]["content"]
-        part = document[: round(request.rng.uniform(0.1, 1) * len(document))]
-        text = fit(partial(cut_at_word, part), replace(request, tokens=request.limit))
+        beginning = document[: round(request.rng.uniform(0.1, 1) * len(document))]
+
+        def build(characters: int) -> str:
+            return cut_at_word(beginning, characters)
+
+        text = fit_text(build, replace(request, tokens=request.limit))
         return user_prompt(self.name, text, template=False)
 
     def check(self) -> None:
@@ -273,37 +335,51 @@ class HubDataset:
         value = _value(row, self.column)
         if self.messages:
             return self._conversation(value, row)
-        value = _text(value)
-        for end in self.strip:
-            value = value.removeprefix(end).rstrip().removesuffix(end).rstrip()
-        if not value.strip():
+        text = _text(value)
+        for label in self.strip:
+            text = text.removeprefix(label).rstrip().removesuffix(label).rstrip()
+        if not text.strip():
             return None
-        made = user_prompt(self.name, self._with_question(value, row), template=self.template and not self.text)
-        return replace(made, response=self._response(row))
+        has_template = self.template and not self.text
+        prompt = user_prompt(self.name, self._with_question(text, row), template=has_template)
+        return replace(prompt, response=self._response(row))
 
-    def _with_question(self, value: str, row: Row) -> str:
+    def _with_question(self, text: str, row: Row) -> str:
         if self.question:
-            return f"{value}\n\n{_text(_value(row, self.question))}"
-        return f"{value}\n\n{random.Random(value).choice(self.ask)}" if self.ask else value
+            return f"{text}\n\n{_text(_value(row, self.question))}"
+        if self.ask:
+            return f"{text}\n\n{random.Random(text).choice(self.ask)}"
+        return text
 
     def _conversation(self, value: Any, row: Row) -> Prompt | None:
-        turns, last = list(value) if isinstance(value, list) else value, None
-        while isinstance(turns, list) and turns and _role(turns[-1]) == "assistant":
-            last = turns.pop()
-        read = () if turns == [] else _turns(turns)
-        if not read or read[-1]["role"] != "user":
+        """The turns up to the user's last one, with the answer to it if that is the response; None if one lacks."""
+        if not isinstance(value, list):
+            raise BadRow(_NO_TURNS)
+        unread_turns = list(value)
+        answer_turn = None
+        while unread_turns and _role(unread_turns[-1]) == "assistant":
+            answer_turn = unread_turns.pop()
+        if not unread_turns:
             return None
+        turns = _turns(unread_turns)
+        if turns[-1]["role"] != "user":
+            return None
+
         if self.response != self.messages:
-            return Prompt(self.name, read, self._response(row))
-        return Prompt(self.name, read, _content(last)) if last else None
+            return Prompt(self.name, turns, self._response(row))
+        if answer_turn is None:
+            return None
+        return Prompt(self.name, turns, _content(answer_turn))
 
     def _response(self, row: Row) -> str | None:
-        value: Any = _value(row, self.response) if self.response else None
+        if not self.response:
+            return None
+        value = _value(row, self.response)
         if isinstance(value, list) and len(value) == 1:
-            (value,) = value
-        if self.response and not isinstance(value, str):
+            value = value[0]
+        if not isinstance(value, str):
             raise BadRow(f"response {self.response!r}: expected a text, got {type(value).__name__}")
-        return None if value is None else str(value)
+        return value
 
 
 def _value(row: Row, column: str) -> Any:
@@ -322,51 +398,60 @@ def _text(value: Any) -> str:
         return value
     if not isinstance(value, list):
         raise BadRow(f"expected a text, got {type(value).__name__}")
-    paragraphs = [[part] if isinstance(part, str) else part for part in value]
-    if not all(isinstance(part, list) and all(isinstance(each, str) for each in part) for part in paragraphs):
-        raise BadRow("expected a text or a list of texts, got a list of other values")
-    return "\n\n".join(" ".join(each.strip() for each in part) for part in paragraphs)
+    paragraphs = []
+    for paragraph in value:
+        texts = [paragraph] if isinstance(paragraph, str) else paragraph
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise BadRow("expected a text or a list of texts, got a list of other values")
+        paragraphs.append(" ".join(text.strip() for text in texts))
+    return "\n\n".join(paragraphs)
 
 
-class _Fitting:
+class _FittingHubRows:
     """The rows of a data set that fit, in a shuffled order; searched only as far as needed."""
 
     def __init__(self, source: HubDataset, limit: int, count_tokens: CountTokens, seed: int) -> None:
-        self._source, self._limit, self._count_tokens = source, limit, count_tokens
+        self._source = source
+        self._limit = limit
+        self._longest = 1 << 60 if source.text else limit  # a document is cut
+        self._count_tokens = count_tokens
         self._rows = _loaded(source)
-        self._name = f"{seed}:{source.id}:{source.subset}"
-        self._waiting = _shuffled(f"{self._name}:0", len(self._rows))[::-1]
-        self._found: list[int] = []
-        self._good, self._reason = 0, ""
+        self._order_name = f"{seed}:{source.id}:{source.subset}"
+        self._untried = _shuffled(f"{self._order_name}:0", len(self._rows))[::-1]
+        self._drawn: list[int] = []  # rows that fit, and bad ones
+        self._good_rows = 0
+        self._first_fault = ""
 
     def prompt(self, number: int) -> Prompt:
         """Prompt `number`; when all rows were drawn they come again in another order."""
-        while len(self._found) <= number and self._waiting:
-            self._try(self._waiting.pop())
-        if not self._found or (not self._good and (len(self._found) >= _TRIES or not self._waiting)):
+        while len(self._drawn) <= number and self._untried:
+            self._try(self._untried.pop())
+        gives_up = len(self._drawn) >= _TRIES or not self._untried
+        if not self._drawn or (not self._good_rows and gives_up):
             limit = self._limit if len(self._rows) else 0
-            raise UserError(self._reason or _none_fits(self._source.id, self._source, limit))
-        turn, place = divmod(number, len(self._found))
-        place = _shuffled(f"{self._name}:{turn}", len(self._found))[place] if turn else place
-        prompt = self._at(self._found[place])
+            raise UserError(self._first_fault or _none_fits(self._source.id, self._source, limit))
+
+        epoch, position = divmod(number, len(self._drawn))
+        if epoch:
+            position = _shuffled(f"{self._order_name}:{epoch}", len(self._drawn))[position]
+        prompt = self._read(self._drawn[position])
         assert prompt is not None
         return prompt
 
     def _try(self, row: int) -> None:
         """Note a row that fits, or that is bad; a conversation with other roles is left out."""
-        longest = 1 << 60 if self._source.text else self._limit  # a document is cut
         try:
-            prompt = self._at(row)
+            prompt = self._read(row)
         except BadRow as error:
-            self._reason = self._reason or str(error)
+            self._first_fault = self._first_fault or str(error)
             if not isinstance(error, _OtherTurns):
-                self._found.append(row)
+                self._drawn.append(row)
             return
-        if prompt and _fits(self._source, prompt, longest, self._count_tokens):
-            self._found.append(row)
-            self._good += 1
+        if prompt and _fits(self._source, prompt, self._longest, self._count_tokens):
+            self._drawn.append(row)
+            self._good_rows += 1
 
-    def _at(self, row: int) -> Prompt | None:
+    def _read(self, row: int) -> Prompt | None:
         try:
             return self._source.row_prompt(self._rows[row])
         except BadRow as error:
@@ -374,8 +459,8 @@ class _Fitting:
 
 
 @lru_cache(maxsize=_SOURCES)
-def _fitting(source: HubDataset, limit: int, count_tokens: CountTokens, seed: int) -> _Fitting:
-    return _Fitting(source, limit, count_tokens, seed)
+def _fitting_hub_rows(source: HubDataset, limit: int, count_tokens: CountTokens, seed: int) -> _FittingHubRows:
+    return _FittingHubRows(source, limit, count_tokens, seed)
 
 
 def _options(source: HubDataset) -> Row:
@@ -390,9 +475,12 @@ def _reading(source: HubDataset) -> Iterator[None]:
         yield
     except Exception as error:  # from its readers, the Hub's client and the network
         reason = one_line(error.__cause__ or error) or type(error).__name__
-        gated = "; accept its terms on the Hub and log in with `hf auth login`" if "gated" in reason.lower() else ""
-        away = "; without access to the Hub use rows=DIR or mixture=offline" if _UNREACHED.search(reason) else ""
-        raise UserError(f"data set {source.id!r} cannot be read: {reason}{gated}{away}") from None
+        advice = ""
+        if "gated" in reason.lower():
+            advice += "; accept its terms on the Hub and log in with `hf auth login`"
+        if _UNREACHED.search(reason):
+            advice += "; without access to the Hub use rows=DIR or mixture=offline"
+        raise UserError(f"data set {source.id!r} cannot be read: {reason}{advice}") from None
 
 
 @lru_cache(maxsize=_SOURCES)
@@ -421,9 +509,10 @@ def _loaded(source: HubDataset) -> Any:
             return Dataset.from_generator(_streamed, gen_kwargs=options)
         builder.download_and_prepare()
         rows = builder.as_dataset(split=source.split)
-    if missing := [each for each in source.columns if each not in rows.column_names]:
-        names = ", ".join(rows.column_names)
-        raise UserError(f"data set {source.id!r} has no column {missing[0]!r}; it has {names}")
+    for column in source.columns:
+        if column not in rows.column_names:
+            names = ", ".join(rows.column_names)
+            raise UserError(f"data set {source.id!r} has no column {column!r}; it has {names}")
     return rows.select_columns([*source.columns])
 
 
@@ -433,13 +522,15 @@ def _streamed(columns: tuple[str, ...], patterns: tuple[str | None, ...], rows: 
 
     for pattern in patterns:
         stream = load_dataset(**options, data_files=pattern, streaming=True)
-        for row in stream.shuffle(seed=0, buffer_size=_BUFFER).take(-(-rows // len(patterns))):
-            if missing := [each for each in columns if each not in row]:
-                raise ValueError(f"it has no column {missing[0]!r}; it has {', '.join(row)}")
-            yield {each: row[each] for each in columns}
+        rows_per_pattern = -(-rows // len(patterns))
+        for row in stream.shuffle(seed=0, buffer_size=_BUFFER).take(rows_per_pattern):
+            for column in columns:
+                if column not in row:
+                    raise ValueError(f"it has no column {column!r}; it has {', '.join(row)}")
+            yield {column: row[column] for column in columns}
 
 
-def on_rows(sources: list[Any], folder: Path | None) -> list[Any]:
+def use_local_rows(sources: list[Any], folder: Path | None) -> list[Any]:
     """A mixture's sources, with data sets of the Hub replaced by the rows in `folder` that their `local` names.
 
     `local` has the fields of `LocalJsonl`, with `path` in the folder; a data set's weight and lengths stay. UserError
@@ -447,22 +538,28 @@ def on_rows(sources: list[Any], folder: Path | None) -> list[Any]:
     """
     if folder is not None and not folder.is_dir():
         raise UserError(f"rows={folder}: no such folder; it holds the files that the mixture's `local` entries name")
-    return [_on_rows(each, folder) if isinstance(each, dict) else each for each in sources]
+    replaced = []
+    for source in sources:
+        is_hub_dataset = isinstance(source, dict) and source.get("kind") == "hub_dataset"
+        replaced.append(_local_rows_of(source, folder) if is_hub_dataset else source)
+    return replaced
 
 
-def _on_rows(source: dict[str, Any], folder: Path | None) -> dict[str, Any]:
-    if source.get("kind") != "hub_dataset":
-        return source
+def _local_rows_of(source: dict[str, Any], folder: Path | None) -> dict[str, Any]:
+    """The source with the local rows of a data set of the Hub; without a folder the data set itself."""
     if folder is None:
         return {key: value for key, value in source.items() if key != "local"}
     local = source.get("local")
     if not isinstance(local, dict) or not isinstance(local.get("path"), str):
         raise UserError(f"rows={folder}: {source.get('id')} of the mixture needs `local: {{path: FILE}}`; add it")
-    kept = {key: source[key] for key in ("weight", "min_tokens", "max_tokens") if key in source}
-    return {"kind": "local_jsonl", **kept, **local, "path": str(folder / local["path"])}
+    values: dict[str, Any] = {"kind": "local_jsonl"}
+    for key in ("weight", "min_tokens", "max_tokens"):
+        if key in source:
+            values[key] = source[key]
+    return {**values, **local, "path": str(folder / local["path"])}
 
 
-def pinned(mixture: dict[str, Any], folder: Path) -> dict[str, Any]:
+def pin_sources(mixture: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A mixture with its data pinned: Hub data sets to commits (`main` becomes `main@COMMIT`), local files to digests.
 
     A run that is resumed in `folder` keeps its commits. If the Hub does not tell the commit, the revision is kept, with
@@ -470,8 +567,9 @@ def pinned(mixture: dict[str, Any], folder: Path) -> dict[str, Any]:
     in `folder` names.
     """
     earlier = earlier_settings(folder)
-    before = earlier.mixture["sources"] if earlier else []
-    return {**mixture, "sources": [_pinned(source, before) for source in mixture["sources"]]}
+    earlier_sources = earlier.mixture["sources"] if earlier else []
+    sources = [_pin(source, earlier_sources) for source in mixture["sources"]]
+    return {**mixture, "sources": sources}
 
 
 def commit_of(revision: str) -> str:
@@ -479,35 +577,52 @@ def commit_of(revision: str) -> str:
     return revision.rpartition("@")[2] if _COMMIT.fullmatch(revision) else revision
 
 
-def _pinned(source: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
+def _pin(source: dict[str, Any], earlier_sources: list[dict[str, Any]]) -> dict[str, Any]:
     if source["kind"] == "local_jsonl":
-        return _with_digest(source, before)
+        return _pin_digest(source, earlier_sources)
     revision = source.get("revision", "main")
     if source["kind"] != "hub_dataset" or Path(source["id"]).is_dir() or _COMMIT.fullmatch(revision):
         return source
-    known = (each["revision"] for each in before if each.get("id") == source["id"] and "revision" in each)
-    same = (each for each in known if each == revision or each.startswith(f"{revision}@"))
-    return {**source, "revision": next(same, None) or _asked(source["id"], revision)}
+    for earlier in earlier_sources:
+        earlier_revision = earlier.get("revision", "")
+        is_same = earlier_revision == revision or earlier_revision.startswith(f"{revision}@")
+        if earlier.get("id") == source["id"] and earlier_revision and is_same:
+            return {**source, "revision": earlier_revision}
+    return {**source, "revision": _with_commit(source["id"], revision)}
 
 
-def _with_digest(source: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
-    path, digest = source["path"], file_digest(Path(source["path"]))
-    earlier = next((each for each in before if each.get("path") == path), {"digest": digest})
-    if "digest" not in earlier:  # by an earlier version
-        return source
-    if (expected := source.get("digest") or earlier["digest"]) != digest:
+def _pin_digest(source: dict[str, Any], earlier_sources: list[dict[str, Any]]) -> dict[str, Any]:
+    path = source["path"]
+    digest = file_digest(Path(path))
+    expected = digest
+    for earlier in earlier_sources:
+        if earlier.get("path") == path:
+            if "digest" not in earlier:  # by an earlier version
+                return source
+            expected = earlier["digest"]
+            break
+    expected = source.get("digest") or expected
+    if expected != digest:
         raise UserError(f"{path}: the file has {digest}, expected {expected}; restore it, or choose another out=")
     return {**source, "digest": digest}
 
 
-def _asked(name: str, revision: str) -> str:
+def _with_commit(dataset_id: str, revision: str) -> str:
+    """`REVISION@COMMIT` by the Hub; the revision itself, with a warning, if the Hub does not tell the commit."""
     api = HfApi()
+    commit: str | None = None
     try:
-        history = api.list_repo_commits(name, repo_type="dataset") if _START.fullmatch(revision) else []
-        commits = (each.commit_id for each in history if each.commit_id.startswith(revision))
-        commit = next(commits, None) or api.dataset_info(name, revision=revision, timeout=20).sha
+        if _START_OF_COMMIT.fullmatch(revision):
+            for info in api.list_repo_commits(dataset_id, repo_type="dataset"):
+                if info.commit_id.startswith(revision):
+                    commit = info.commit_id
+                    break
+        if commit is None:
+            commit = api.dataset_info(dataset_id, revision=revision, timeout=20).sha
     except Exception as error:  # of the Hub, its client and the network; reading the data set says what is missing
         reason = one_line(error, 200)
-        logger.warning("data set %s: the commit of %s is unknown, its rows may change (%s)", name, revision, reason)
+        logger.warning(
+            "data set %s: the commit of %s is unknown, its rows may change (%s)", dataset_id, revision, reason
+        )
         return revision
     return f"{revision}@{commit}" if commit else revision

@@ -12,45 +12,54 @@ from keepsight.files import own_yaml
 
 
 @lru_cache(maxsize=1)
-def texts() -> dict[str, Any]:
+def all_wordings() -> dict[str, Any]:
     """The content of wordings.yaml."""
     return own_yaml("keepsight.data_gen", "wordings")
 
 
 def wordings(name: str) -> list[Any]:
     """A list of wordings.yaml, such as `one_value`."""
-    return list(texts()[name])
+    return list(all_wordings()[name])
 
 
-def words(kind: str) -> list[str]:
+def word_list(kind: str) -> list[str]:
     """The words of a kind in wordings.yaml, such as `city`."""
-    return list(texts()["words"][kind])
+    return list(all_wordings()["words"][kind])
 
 
 def draw(kind: str, rng: random.Random) -> str:
     """A random word, key or value of a kind: one of `_MAKERS`, or a list of words of wordings.yaml."""
-    return _MAKERS[kind](rng) if kind in _MAKERS else rng.choice(words(kind))
+    if kind in _MAKERS:
+        return _MAKERS[kind](rng)
+    return rng.choice(word_list(kind))
 
 
 def distinct(kind: str, count: int, rng: random.Random) -> list[str]:
     """`count` different strings of a kind; a number is appended where the kind's words run out."""
-    drawn: dict[str, None] = {}
+    texts: dict[str, None] = {}
     for attempt in range(20 * count):
         text = draw(kind, rng)
-        drawn[text if attempt < 10 * count else f"{text} {attempt}"] = None
-        if len(drawn) == count:
+        if attempt >= 10 * count:
+            text = f"{text} {attempt}"
+        texts[text] = None
+        if len(texts) == count:
             break
-    return list(drawn)
+    return list(texts)
 
 
-def filled(template: str, rng: random.Random, **fixed: str) -> str:
-    """A template in which each `{kind}` becomes a random word of that kind, or its value in `fixed`."""
-    return re.sub(r"\{(\w+)\}", lambda found: fixed.get(found[1]) or draw(found[1], rng), template)
+def fill_template(template: str, rng: random.Random, **values: str) -> str:
+    """A template in which each `{kind}` becomes its value in `values`, or else a random word of that kind."""
+
+    def word(match: re.Match[str]) -> str:
+        kind = match[1]
+        return values.get(kind) or draw(kind, rng)
+
+    return re.sub(r"\{(\w+)\}", word, template)
 
 
-def told(name: str, rng: random.Random, **fixed: str) -> str:
-    """One of a list's templates, filled; all are filled before one is chosen."""
-    return rng.choice([filled(template, rng, **fixed) for template in wordings(name)])
+def draw_sentence(name: str, rng: random.Random, **values: str) -> str:
+    """One of a list's templates, filled; all are filled before one is drawn."""
+    return rng.choice([fill_template(template, rng, **values) for template in wordings(name)])
 
 
 def _digits(rng: random.Random) -> str:
@@ -67,7 +76,7 @@ _MAKERS: dict[str, Callable[[random.Random], str]] = {
     "person": lambda rng: f"{draw('first_names', rng)} {draw('last_names', rng)}",
     "place": lambda rng: f"the {draw('adjectives', rng)} {draw('spot', rng)}",
     "project": lambda rng: f"Project {draw('adjectives', rng).title()} {draw('word', rng).title()}",
-    "device": lambda rng: f"{rng.choice(words('device'))} {rng.choice(string.ascii_uppercase)}{rng.randint(1, 99)}",
+    "device": lambda rng: f"{rng.choice(word_list('device'))} {rng.choice(string.ascii_uppercase)}{rng.randint(1, 99)}",
     "order": lambda rng: f"order {rng.randrange(1000, 1000000)}",
     "pair": lambda rng: f"{draw('adjectives', rng)}-{draw('word', rng)}",
     "digits": _digits,

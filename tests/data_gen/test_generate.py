@@ -21,11 +21,11 @@ import yaml
 from keepsight.commands.cli import main
 from keepsight.data_gen import generate
 from keepsight.data_gen.backends import Answers, Backend, Decoding, InThisProcess, Rendered, answer, batches
-from keepsight.data_gen.generate import answers, generate_data, question_in, render_prompt
+from keepsight.data_gen.generate import answer_prompts, generate_data, question_in, render_prompt
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.prompts import Prompt
 from keepsight.data_gen.store import TrainingSample, finished_manifest, finished_samples
-from keepsight.data_gen.user_data import pinned
+from keepsight.data_gen.user_data import pin_sources
 from keepsight.errors import BadRow, UserError
 from keepsight.files import read_json, write_lines
 from keepsight.models.targets import Target, load_target
@@ -62,7 +62,7 @@ def mixture_of(path: Path, kinds: tuple[str, ...] = ()) -> dict[str, Any]:
 def make(target: Target, values: dict[str, Any], out: Path, **changes: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {"limit": 24, "seed": 3, "max_new_tokens": 40, "shard_size": 5} | changes
     backend = settings.pop("backend", None) or InThisProcess(target, 400)
-    return generate_data(target, pinned(values, out), out, backend=backend, **settings)
+    return generate_data(target, pin_sources(values, out), out, backend=backend, **settings)
 
 
 def samples_of(out: Path) -> list[TrainingSample]:
@@ -79,14 +79,14 @@ def test_the_model_writes_questions_itself(target: Target, tmp_path: Path) -> No
     mixture = Mixture.from_config(values)
     for index in range(6):
         text = mixture.prompt(3, index, len)
-        asked = render_prompt(index, text.followed_by(str(text.asks)), target.tokenizer)
+        asked = render_prompt(index, text.with_question(str(text.question_instruction)), target.tokenizer)
         (written,) = answer(target, [asked], Decoding(64))
         question = question_in(str(target.tokenizer.decode(written, skip_special_tokens=True)), len(written) < 64)
         sample = next((each for each in samples if each.index == index), None)
         if not question:
             assert sample is None
             continue
-        whole = render_prompt(index, text.followed_by(question), target.tokenizer)
+        whole = render_prompt(index, text.with_question(question), target.tokenizer)
         assert sample and sample.prompt_ids == whole.ids
         assert [sample.answer_ids] == answer(target, [whole], Decoding(40))
         count += 1
@@ -180,7 +180,8 @@ def test_given_responses_are_used_and_nothing_is_generated(target: Target, monke
     ]
 
     def answered(asked: list[Rendered], longest: int) -> list[list[int] | BadRow]:
-        return [ids for ready in answers(InThisProcess(target, 400), asked, Decoding(longest)) for _, ids in ready]
+        backend = InThisProcess(target, 400)
+        return [ids for answers in answer_prompts(backend, asked, Decoding(longest)) for _, ids in answers]
 
     first, second = answered(asked, 16)
     assert isinstance(first, list) and target.tokenizer.decode(first) == "So be it.<|end|>"
@@ -231,9 +232,9 @@ def test_raising_the_limit_keeps_the_samples(
 
     def noted(backend: Backend, prompts: list[Rendered], decoding: Decoding) -> Iterator[Answers]:
         asked.extend(prompt.index for prompt in prompts)
-        return answers(backend, prompts, decoding)
+        return answer_prompts(backend, prompts, decoding)
 
-    monkeypatch.setattr(generate, "answers", noted)
+    monkeypatch.setattr(generate, "answer_prompts", noted)
     make(target, mixture_values, tmp_path / "data", limit=12)
     assert sorted(asked) == list(range(7, 12)) and samples_of(tmp_path / "data")[:7] == first
     make(target, mixture_values, tmp_path / "once", limit=12)

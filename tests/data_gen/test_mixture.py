@@ -18,8 +18,8 @@ from keepsight import recipes
 from keepsight.corpus import docstrings, document_part, source_documents, topic_documents
 from keepsight.data_gen import package_text, synthetic
 from keepsight.data_gen.mixture import SOURCES, Mixture
-from keepsight.data_gen.prompts import DoesNotFit, Prompt, Request, cut_at_word, fit
-from keepsight.data_gen.user_data import on_rows
+from keepsight.data_gen.prompts import DoesNotFit, Prompt, Request, cut_at_word, fit_text
+from keepsight.data_gen.user_data import use_local_rows
 from keepsight.data_gen.words import wordings
 from keepsight.errors import UserError
 
@@ -88,14 +88,14 @@ def test_needles_and_question_are_in_the_prompt(monkeypatch: pytest.MonkeyPatch)
         assert (len(quiz.needles) == 1) == (form == "single")
     assert {form for form, _ in quizzes} == set(synthetic.FORMS)
     hay = [f"{row} " for row in range(100)]
-    words = synthetic.with_needles(["late", "first", "middle"], [0.9, 0.0, 0.5], hay).split()
+    words = synthetic.hide_needles(["late", "first", "middle"], [0.9, 0.0, 0.5], hay).split()
     assert [words.index(needle) for needle in ("first", "middle", "late")] == [0, 51, 92]
     assert [word for word in words if word.isdigit()] == [str(row) for row in range(100)]
 
 
 def test_haystacks_have_no_end() -> None:
-    for stream in synthetic.STREAMS.values():
-        taken = synthetic.take(stream(random.Random(0)), 20_000)
+    for stream in synthetic.HAYSTACKS.values():
+        taken = synthetic.take_pieces(stream(random.Random(0)), 20_000)
         assert 18_000 < len("".join(taken)) <= 20_000
         assert all(piece[-1] in " \n" for piece in taken)
 
@@ -124,7 +124,7 @@ def test_described_passages_and_second_questions_have_their_answers() -> None:
         prompt = mixture("described_passages", 400, 900).prompt(0, index, count_tokens)
         number = int((prompt.response or "").removeprefix("Passage "))
         passage = re.split(rf"(?:Passage |\[|Document |\(){number}[\]):]+\s", content(prompt))[1].strip()
-        of_passage = [summary for summary, text in package_text._summarised_entries() if text[:60] == passage[:60]]
+        of_passage = [summary for summary, text in package_text._summarized_docstrings() if text[:60] == passage[:60]]
         assert any(summary in content(prompt) for summary in of_passage)
         turns = mixture("second_turn", 400, 900, about_all=0.0).prompt(0, index, count_tokens)
         opening, reply, _ = (turn["content"] for turn in turns.messages)
@@ -177,7 +177,8 @@ def _followed(form: str, text: str) -> list[str]:
 @pytest.mark.parametrize("form", sorted(synthetic.FORMATS))
 def test_asked_pairs_stand_in_the_list(form: str) -> None:
     pairs = [(f"k{row}x", f"v{row}y") for row in range(40)]
-    text = synthetic._listed(pairs, synthetic.FORMATS[form], "Q {key} {value} {other}", (0.99, 0.0), 3, 200)
+    asked_list = synthetic._AskedList(pairs, synthetic.FORMATS[form], "Q {key} {value} {other}", 0.99, 0.0, 3)
+    text = asked_list.text(200)
     asked = re.search(r"Q k(\d+)x v(\d+)y k(\d+)x", text)
     assert asked is not None and asked[1] == asked[2]
     assert all(re.search(rf"k{row}x\W+(value\W+)?v{row}y", text) for row in (asked[1], asked[3]))
@@ -194,11 +195,11 @@ def test_raw_prompts_are_verbatim_training_text() -> None:
 
 def test_fit_reaches_the_length_from_either_side() -> None:
     request = Request(random.Random(0), 100, 100, str.__len__)
-    assert 93 <= len(fit(lambda characters: "x" * (characters * 3), request)) <= 100
-    assert 93 <= len(fit(lambda characters: "x" * (characters // 3), request)) <= 100
-    assert fit(lambda _: "short", request) == "short"
+    assert 93 <= len(fit_text(lambda characters: "x" * (characters * 3), request)) <= 100
+    assert 93 <= len(fit_text(lambda characters: "x" * (characters // 3), request)) <= 100
+    assert fit_text(lambda _: "short", request) == "short"
     with pytest.raises(DoesNotFit):
-        fit(lambda characters: "x" * (101 + characters), request)
+        fit_text(lambda characters: "x" * (101 + characters), request)
 
 
 def test_what_does_not_fit_is_drawn_again_and_at_last_refused() -> None:
@@ -250,7 +251,7 @@ def test_shipped_mixtures(path: Path, tmp_path: Path) -> None:
     values = yaml.safe_load(path.read_text())
     for name in (each["local"]["path"] for each in values["sources"] if "local" in each):
         (tmp_path / name).write_text(json.dumps({"prompt": "word " * 600, "source": name}) + "\n")
-    made = Mixture.from_config(values | {"sources": on_rows(values["sources"], tmp_path)})
+    made = Mixture.from_config(values | {"sources": use_local_rows(values["sources"], tmp_path)})
     assert len({made.prompt(0, index, count_tokens).source.split("/")[0] for index in range(40)}) >= 3
     if path.stem == "offline":  # every source that needs no file
         assert sorted(source["kind"] for source in values["sources"]) == OFFLINE

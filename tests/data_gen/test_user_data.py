@@ -17,9 +17,9 @@ from keepsight import recipes
 from keepsight.commands.data import read_mixture
 from keepsight.data_gen import user_data
 from keepsight.data_gen.mixture import Mixture
-from keepsight.data_gen.prompts import ASKS, Prompt
+from keepsight.data_gen.prompts import QUESTION_INSTRUCTIONS, Prompt
 from keepsight.data_gen.store import DataSettings
-from keepsight.data_gen.user_data import HubDataset, LocalJsonl, pinned
+from keepsight.data_gen.user_data import HubDataset, LocalJsonl, pin_sources
 from keepsight.errors import BadRow, UserError
 from keepsight.files import file_digest
 
@@ -278,12 +278,14 @@ def test_the_model_is_to_write_questions_about_each_text_in_turn(kind: str, tmp_
     named = {"id": str(tmp_path), "license": "mit", "prompt": "prompt"}
     source = {"kind": kind, **(named if kind == "hub_dataset" else {"path": str(tmp_path / "rows.jsonl")})}
     made = prompts(source | {"ask_itself": 3}, 12)
-    assert [prompt.asks for prompt in made[:3]] == [*ASKS[:3]] and len({*texts(made[:3])}) == 1
+    assert [prompt.question_instruction for prompt in made[:3]] == [*QUESTION_INSTRUCTIONS[:3]] and len(
+        {*texts(made[:3])}
+    ) == 1
     assert Counter(texts(made)) == {f"Text {row}.": 3 for row in range(4)} and not any(each.response for each in made)
-    whole = made[0].followed_by("Why?")
-    assert whole.messages[-1]["content"] == f"{texts(made)[0]}\n\nWhy?" and whole.asks is None
+    whole = made[0].with_question("Why?")
+    assert whole.messages[-1]["content"] == f"{texts(made)[0]}\n\nWhy?" and whole.question_instruction is None
     with pytest.raises(UserError, match="ask_itself"):
-        prompts(source | {"ask_itself": len(ASKS) + 1}, 1)
+        prompts(source | {"ask_itself": len(QUESTION_INSTRUCTIONS) + 1}, 1)
     with pytest.raises(UserError, match="ask_itself needs"):
         prompts(source | {"ask_itself": 1, "template": False}, 1)
 
@@ -415,7 +417,7 @@ def begun(folder: Path, mixture: dict[str, Any]) -> None:
 
 
 def revisions(*sources: dict[str, Any], folder: Path) -> list[str | None]:
-    return [source.get("revision") for source in pinned({"sources": list(sources)}, folder)["sources"]]
+    return [source.get("revision") for source in pin_sources({"sources": list(sources)}, folder)["sources"]]
 
 
 def test_branches_tags_and_starts_of_commits_become_commits(hub: Hub, tmp_path: Path) -> None:
@@ -432,11 +434,11 @@ def test_branches_tags_and_starts_of_commits_become_commits(hub: Hub, tmp_path: 
 
 def test_a_run_that_resumes_reads_the_rows_it_began_with(hub: Hub, tmp_path: Path) -> None:
     mixture = {"sources": [SOURCE, {**SOURCE, "revision": "v1"}, {**SOURCE, "revision": OLD[:7]}]}
-    first = pinned(mixture, tmp_path)
+    first = pin_sources(mixture, tmp_path)
     begun(tmp_path, first)
     hub.commits["main"] = NEW
     hub.asked.clear()
-    assert pinned(mixture, tmp_path) == first and not hub.asked
+    assert pin_sources(mixture, tmp_path) == first and not hub.asked
     assert revisions(SOURCE, folder=tmp_path / "other") == [f"main@{NEW}"]
     hub.asked.clear()
     begun(tmp_path, {"sources": [{**SOURCE, "revision": "main"}]})  # without the Hub
@@ -448,17 +450,17 @@ def test_a_local_file_that_changes_is_refused_when_a_run_resumes(tmp_path: Path)
     path.write_text('{"prompt": "What is keepsight?"}\n')
     source = {"kind": "local_jsonl", "path": str(path)}
     digest = file_digest(path)
-    first = pinned({"sources": [source]}, tmp_path)
+    first = pin_sources({"sources": [source]}, tmp_path)
     assert first == {"sources": [{**source, "digest": digest}]}
     begun(tmp_path, first)
-    assert pinned({"sources": [source]}, tmp_path) == first
+    assert pin_sources({"sources": [source]}, tmp_path) == first
     path.write_text('{"prompt": "What else?"}\n')
     with pytest.raises(UserError, match=f"rows.jsonl: the file has sha256:.*, expected {digest}; restore it"):
-        pinned({"sources": [source]}, tmp_path)
+        pin_sources({"sources": [source]}, tmp_path)
     with pytest.raises(UserError, match=f"expected {digest}"):
-        pinned({"sources": [{**source, "digest": digest}]}, tmp_path / "other")
+        pin_sources({"sources": [{**source, "digest": digest}]}, tmp_path / "other")
     begun(tmp_path, {"sources": [source]})  # by a version without digests
-    assert pinned({"sources": [source]}, tmp_path) == {"sources": [source]}
+    assert pin_sources({"sources": [source]}, tmp_path) == {"sources": [source]}
 
 
 def test_a_revision_that_the_hub_does_not_know_stays_with_a_warning(

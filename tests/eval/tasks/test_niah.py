@@ -15,7 +15,7 @@ from keepsight.commands.eval import Config
 from keepsight.commands.from_recipe import resources_of, target_of
 from keepsight.commands.parse import parse
 from keepsight.corpus import evaluation_paragraphs, sentences, source_documents, topic_documents
-from keepsight.data_gen.words import texts
+from keepsight.data_gen.words import all_wordings
 from keepsight.errors import UserError
 from keepsight.eval.sweep import Variant, run_samples
 from keepsight.eval.tasks import niah
@@ -189,7 +189,7 @@ def plain(phrase: str) -> str:
 
 
 def test_phrases_are_not_shared_with_training() -> None:
-    training = {plain(text) for text in strings({**texts(), "words": []})}
+    training = {plain(text) for text in strings({**all_wordings(), "words": []})}
     wordings = [niah.TEXTS["needle"], *niah.TEXTS["one"].values(), *niah.TEXTS["some"].values()]
     evaluation = {plain(part) for phrase in wordings for part in re.split(r"(?<=[.?])\s|\n", phrase)} - {""}
     assert len(training) > 150
@@ -199,7 +199,7 @@ def test_phrases_are_not_shared_with_training() -> None:
 
 
 def test_key_words_are_not_shared_with_training() -> None:
-    training = {word.lower() for text in strings(texts()) for word in re.findall(r"\w+", text)}
+    training = {word.lower() for text in strings(all_wordings()) for word in re.findall(r"\w+", text)}
     assert {"lantern", "copper"} <= training
     words = niah.TEXTS["adjectives"] + niah.TEXTS["nouns"]
     evaluation = {*words}
