@@ -45,7 +45,7 @@ from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
 from keepsight.runtime.methods import SpeCache
-from keepsight.train.dataset import no_longer_than
+from keepsight.train.dataset import with_short_prompts
 from keepsight.train.draft_layers import Subset, Text, closeness, draft_figure, read_answer, relative_time, search
 from keepsight.train.plan import bench_step
 
@@ -244,7 +244,7 @@ def _samples(config: configs.BenchDraft, target: Target) -> tuple[Sequence[Train
         _answer_mixture(config, target, folder, wanted)
     samples, manifest = read_training_samples(folder, target.name, target.template_digest, target.vocabulary)
     if config.data:
-        samples = no_longer_than(samples, longest)
+        samples = with_short_prompts(samples, longest)
     if len(samples) < wanted:
         few = f"{len(samples)} samples have at most {longest} prompt tokens, samples= and held_out= need {wanted}"
         raise UserError(f"data={folder}: {few}; lower them, or raise prompt_tokens=")

@@ -26,7 +26,7 @@ from keepsight.runtime.allocate import Global, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
-from keepsight.train.dataset import Unseen, prompts_as_text
+from keepsight.train.dataset import UnseenQuestions, digests_as_text
 from keepsight.train.eviction import EvictionObjective
 from keepsight.train.plots import eviction_figure
 from keepsight.train.trainer import ModuleTrainer
@@ -59,7 +59,7 @@ def run(config: Config, selected: Mapping[str, Any] | None = None) -> None:
     assert isinstance(allocate, Global | Uniform)
     objective = EvictionObjective(target.model, method, allocate, settings, lookahead)
     run = run_of(config, target, samples, "adapter", CONFIG)
-    unseen = Unseen.of(target.tokenizer, settings.unseen, settings.train.seed)
+    unseen = UnseenQuestions.for_tokenizer(target.tokenizer, settings.unseen, settings.train.seed)
     selection = {f"selection.{key}": getattr(artifact.settings, key) for key in SELECTION} if artifact else {}
     start = {**run.start, "method": config.method, "options": config.options, **selection}
     run = replace(run, start=start, unseen=unseen)
@@ -177,7 +177,7 @@ def _write(out: Path, artifact: LookaheadAdapter, trainer: ModuleTrainer[Evictio
         **({"smallest and largest weight of a head": _range_of(weights)} if objective.floor is not None else {}),
     }
     described = {f"{name}, {key}": value for key, value in described.items()}
-    provenance = replace(artifact.provenance, training=before | described, trained_on=prompts_as_text(trained.prompts))
+    provenance = replace(artifact.provenance, training=before | described, trained_on=digests_as_text(trained.prompts))
     rows = trainer.measurements()
     records = {key: value for key, value in (before | described).items() if _kind(key.partition(", ")[0]) == kind}
     card = with_eviction(artifact.folder, _ABOUT[kind], records, *((rows[0], rows[-1]) if rows else ({}, {})))

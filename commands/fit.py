@@ -46,7 +46,7 @@ from keepsight.models.distributed import launched, shards_models
 from keepsight.models.lookahead import CONFIG, LookaheadAdapter
 from keepsight.models.lookahead_settings import SELECTION, SELECTIONS, LookaheadSettings
 from keepsight.models.retrieval_head import CONFIG as RETRIEVAL_CONFIG
-from keepsight.train.dataset import prompts_from_text
+from keepsight.train.dataset import digests_from_text
 from keepsight.train.distributed import DIVIDED
 from keepsight.train.settings import FreshSettings, TrainSettings
 from keepsight.train.trainer import MEASUREMENTS
@@ -474,7 +474,7 @@ def written_card(artifact: LookaheadAdapter, config: configs.Fit, out: Path, sou
         "importance (what answers attend to)": _listed(first),
         "eviction (the loss that eviction causes)": next(map(_listed, evictions.values()), "not run"),
         **parts,
-        "trained on": f"{len(prompts_from_text(origin.trained_on) or ())} prompts; their digests are in its files",
+        "trained on": f"{len(digests_from_text(origin.trained_on) or ())} prompts; their digests are in its files",
     }
     short = replace(origin, training=stages)
     origins = dict.fromkeys(chain.from_iterable(origins_of(each.settings.mixture).splitlines() for each in manifests))

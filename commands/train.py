@@ -23,7 +23,7 @@ from keepsight.models.lookahead import CONFIG, Lookahead, LookaheadAdapter
 from keepsight.models.lora import chosen_targets
 from keepsight.models.targets import Target, keep_gradients
 from keepsight.train.ablation import AblationTrainer, Cell
-from keepsight.train.dataset import Unseen
+from keepsight.train.dataset import UnseenQuestions
 from keepsight.train.distributed import DIVIDED, divide_layers
 from keepsight.train.importance import ImportanceObjective
 from keepsight.train.plots import ablation_figure, lookahead_figure
@@ -77,7 +77,7 @@ def _run_cells(cells: Cells) -> None:
 
 
 def _run_of(config: Config, target: Target, samples: Sequence[TrainingSample]) -> TrainingRun:
-    unseen = Unseen.of(target.tokenizer, config.train.unseen, config.train.seed)
+    unseen = UnseenQuestions.for_tokenizer(target.tokenizer, config.train.unseen, config.train.seed)
     return replace(training.run_of(config, target, samples, "init", CONFIG), unseen=unseen)
 
 

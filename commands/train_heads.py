@@ -20,7 +20,7 @@ from keepsight.models.draft_head import DraftHead
 from keepsight.models.model_files import published_name
 from keepsight.models.retrieval_head import WEIGHTS, RetrievalHead, comparison, pruning, require_layers_for
 from keepsight.models.targets import Target
-from keepsight.train.dataset import cut, hold_out
+from keepsight.train.dataset import hold_out, truncated
 from keepsight.train.draft_head import (
     DraftHeadObjective,
     RunModel,
@@ -107,7 +107,7 @@ def retrieval(config: TrainRetrievalHead) -> None:
     initial = _initial(config) if config.head is not None else None
     target = training_target(config)
     samples, manifest = training.read_samples(config, target)
-    samples = cut(samples, settings.max_tokens)
+    samples = truncated(samples, settings.max_tokens)
     set_seed(settings.train.seed)
     longest = max(len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples)
     head, pruned = _first_head(config, initial, target, longest)

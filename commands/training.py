@@ -17,7 +17,13 @@ from keepsight.models.draft_head import ORIGIN
 from keepsight.models.lookahead import CONFIG
 from keepsight.models.retrieval_head import CONFIG as RETRIEVAL_CONFIG
 from keepsight.models.targets import Target
-from keepsight.train.dataset import Prompts, no_longer_than, prompts_as_text, prompts_from_text, require_more
+from keepsight.train.dataset import (
+    PromptDigests,
+    digests_as_text,
+    digests_from_text,
+    require_training_samples,
+    with_short_prompts,
+)
 from keepsight.train.replay import require_replays_alone
 from keepsight.train.settings import TrainSettings
 from keepsight.train.trainer import ModuleTrainer, Trained, TrainingRun, numbers
@@ -36,7 +42,7 @@ def check_inputs(config: Training, key: str, settings: TrainSettings) -> Sequenc
     if (made := manifest.settings.model) != (own := config.model.id):
         raise UserError(f"{config.data}: this data was answered by {made!r}, not by {own!r}; make it again")
     samples = _short_enough(config, finished_samples(Path(config.data), manifest))
-    require_more(samples, settings.held_out, key)
+    require_training_samples(samples, settings.held_out, key)
     return samples
 
 
@@ -49,7 +55,7 @@ def read_samples(config: Training, target: Target) -> tuple[Sequence[TrainingSam
 def _short_enough(config: Training, samples: Sequence[TrainingSample]) -> Sequence[TrainingSample]:
     """The samples of at most `max_prompt_tokens` tokens, where the command has that key; 0 keeps all."""
     if longest := getattr(config, "max_prompt_tokens", 0):
-        samples = no_longer_than(samples, longest)
+        samples = with_short_prompts(samples, longest)
     if not samples:
         raise UserError(f"max_prompt_tokens={longest} leaves no sample of {config.data}; raise it")
     return samples
@@ -71,13 +77,13 @@ def run_of(config: Training, target: Target, samples: Sequence[TrainingSample], 
     return TrainingRun(Path(config.out) / "training", samples, start, config.replay, _prompts_of(folder))
 
 
-def _prompts_of(folder: Path | None) -> Prompts | None:
+def _prompts_of(folder: Path | None) -> PromptDigests | None:
     """The prompts that an artifact's module was trained on, None if not recorded; empty for a new module."""
     if folder is None:
         return frozenset()
     for path in (folder / CONFIG, folder / ORIGIN, folder / RETRIEVAL_CONFIG):
         if path.is_file():
-            return prompts_from_text(read_json(path, dict[str, Any])["provenance"].get("trained_on", ""))
+            return digests_from_text(read_json(path, dict[str, Any])["provenance"].get("trained_on", ""))
     return None
 
 
@@ -103,7 +109,7 @@ def basics_of(
         f"first and last logged loss ({loss})": [round(losses[0], 4), round(losses[-1], 4)] if losses else [],
     }
     made_of = target.version, target.template_digest, manifest["digest"]
-    read = vocabulary_digest(target.tokenizer), prompts_as_text(trained.prompts)
+    read = vocabulary_digest(target.tokenizer), digests_as_text(trained.prompts)
     provenance = Provenance(config.base or target.public_name, *made_of, training, __version__, *read)
     notes = "\n\n".join(note for note in (origins_of(manifest["settings"]["mixture"]), config.data_notes) if note)
     return CardBasics(config.title, provenance, manifest["sources"], notes, config.license)

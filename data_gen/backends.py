@@ -50,8 +50,11 @@ class Decoding:
 
     def options(self, index: int) -> dict[str, Any]:
         """Parameters of a request for prompt `index`, by the names of the completions protocol and of vLLM."""
-        fixed = {"max_tokens": self.max_new_tokens, "temperature": self.temperature}
-        return fixed | ({"top_p": self.top_p, "seed": self.seed_of(index)} if self.temperature else {})
+        options: dict[str, Any] = {"max_tokens": self.max_new_tokens, "temperature": self.temperature}
+        if self.temperature:
+            options["top_p"] = self.top_p
+            options["seed"] = self.seed_of(index)
+        return options
 
     def seed_of(self, index: int) -> int:
         """The random seed of prompt `index`."""
@@ -99,12 +102,21 @@ def batches(prompts: list[Rendered], max_tokens: int) -> Iterator[list[Rendered]
 def answer(target: Target, batch: list[Rendered], decoding: Decoding) -> list[list[int]]:
     """The token ids of the answers to a batch, end tokens included."""
     inputs = target.tokenizer.pad({"input_ids": [prompt.ids for prompt in batch]}, return_tensors="pt")
+    processors = LogitsProcessorList()
+    if decoding.temperature:
+        processors.append(_Sampling(decoding, batch))
     generate: Any = target.model.generate
-    sampling = LogitsProcessorList([_Sampling(decoding, batch)] if decoding.temperature else [])
-    options = {"max_new_tokens": decoding.max_new_tokens, "do_sample": False, "logits_processor": sampling}
-    # FullCache grows in place and, with a padding mask, does not repeat entries for each query head.
-    output = generate(**inputs.to(target.model.device), **options, custom_generate=FullCache())
-    return [up_to_end(row, target.end_tokens) for row in output[:, inputs["input_ids"].shape[1] :].tolist()]
+    output = generate(
+        **inputs.to(target.model.device),
+        max_new_tokens=decoding.max_new_tokens,
+        do_sample=False,
+        logits_processor=processors,
+        # FullCache grows in place and, with a padding mask, does not repeat entries for each query head.
+        custom_generate=FullCache(),
+    )
+    prompt_length = inputs["input_ids"].shape[1]
+    answer_rows = output[:, prompt_length:].tolist()
+    return [up_to_end(row, target.end_tokens) for row in answer_rows]
 
 
 class _Sampling(LogitsProcessor):
@@ -118,8 +130,11 @@ class _Sampling(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Noisy logits, [B, vocabulary] float64."""
-        size = scores.shape[1]
-        uniform = torch.stack([torch.rand(size, generator=each, dtype=torch.float64) for each in self._generators])
+        vocabulary = scores.shape[1]
+        rows = []
+        for generator in self._generators:
+            rows.append(torch.rand(vocabulary, generator=generator, dtype=torch.float64))
+        uniform = torch.stack(rows)
         logits: Tensor = self._warpers(input_ids, scores.float())  # type: ignore[arg-type]
         return logits - uniform.log().neg().log().to(scores.device)
 
@@ -150,25 +165,30 @@ class Server:
 
     def __init__(self, target: Target, settings: ServerSettings) -> None:
         settings.check()
-        self._target, self._settings, self._name = target, settings, f"server.url={settings.url}"
-        self._forms = [self._ids_both_ways, self._ids, self._text]
+        self._target = target
+        self._settings = settings
+        self._name = f"server.url={settings.url}"
+        self._forms = [self._ids_and_ids_back, self._ids, self._text]
 
     def __call__(self, prompts: list[Rendered], decoding: Decoding) -> Iterator[Answers]:
         """See `Backend`; UserError if the server fails: then no further prompt is sent."""
-        stopped, failure = threading.Event(), None
+        stopped = threading.Event()
+        failure: UserError | None = None
         endpoint = Endpoint(str(self._settings.url), self._settings.key, self._settings.tries, stopped)
 
         def ask(prompt: Rendered) -> Answers:
-            return [] if stopped.is_set() else [(prompt, self._ask(prompt, decoding, endpoint))]
+            if stopped.is_set():
+                return []
+            return [(prompt, self._ask(prompt, decoding, endpoint))]
 
-        first, *others = prompts
-        yield ask(first)
-        if not others:
+        first_prompt, *further_prompts = prompts
+        yield ask(first_prompt)
+        if not further_prompts:
             return
-        pool = ThreadPool(min(self._settings.parallel, len(others)))  # Ctrl-C does not wait for its threads
-        replies = pool.imap_unordered(ask, others)
+        pool = ThreadPool(min(self._settings.parallel, len(further_prompts)))  # Ctrl-C does not wait for its threads
+        replies = pool.imap_unordered(ask, further_prompts)
         try:
-            for _ in others:
+            for _ in further_prompts:
                 try:
                     yield next(replies)
                 except UserError as error:
@@ -185,9 +205,9 @@ class Server:
         refusal = EndpointError("not asked")
         for form in self._forms:
             try:
-                made = self._post(prompt, decoding, form, endpoint)
+                answer_ids = self._post(prompt, decoding, form(prompt), endpoint)
                 self._forms = [form]
-                return made
+                return answer_ids
             except BadRow as error:
                 return error
             except EndpointError as error:
@@ -196,37 +216,52 @@ class Server:
                 refusal = error
                 if error.status not in _UNKNOWN_FORM:
                     break
-        after = f"once this is fixed, {_AGAIN}" if refusal.status else _AGAIN
-        reason = f"no answer to prompt {prompt.index} ({refusal}); finished answers are kept: {after}"
-        raise UserError(f"{self._name}: {reason}")
+        advice = f"once this is fixed, {_AGAIN}" if refusal.status else _AGAIN
+        raise UserError(
+            f"{self._name}: no answer to prompt {prompt.index} ({refusal}); finished answers are kept: {advice}"
+        )
 
-    def _post(self, prompt: Rendered, decoding: Decoding, form: Any, endpoint: Endpoint) -> list[int]:
-        body = {"model": self._settings.model or self._target.name, **decoding.options(prompt.index), **form(prompt)}
+    def _post(self, prompt: Rendered, decoding: Decoding, prompt_form: dict[str, Any], endpoint: Endpoint) -> list[int]:
+        """The token ids of the answer to a prompt that is sent in a form, checked against what was asked."""
+        model = self._settings.model or self._target.name
+        body = {"model": model, **decoding.options(prompt.index), **prompt_form}
         reply = endpoint.post("completions", body, _completion)
-        choice, usage = reply["choices"][0], reply.get("usage") or {}
-        said, longest = f"prompt {prompt.index} ({prompt.source})", decoding.max_new_tokens
+        choice = reply["choices"][0]
+        usage = reply.get("usage") or {}
+        name = f"prompt {prompt.index} ({prompt.source})"
+        must_serve = f"it must serve {self._target.name!r}"
+
+        prompt_tokens = usage.get("prompt_tokens")
+        if prompt_tokens not in (None, len(prompt.ids)):
+            raise UserError(
+                f"{self._name}: it read {name} as {prompt_tokens} tokens, not as {len(prompt.ids)}; {must_serve}"
+            )
         reason = (choice.get("finish_reason") or "").lower()
-        serve = f"it must serve {self._target.name!r}"
-        if usage.get("prompt_tokens") not in (None, len(prompt.ids)):
-            read = f"it read {said} as {usage.get('prompt_tokens')} tokens, not as {len(prompt.ids)}"
-            raise UserError(f"{self._name}: {read}; {serve}")
-        if reason in _FULL and (usage.get("completion_tokens") or longest) < longest:
-            room = f"{said} has {len(prompt.ids)} tokens, which leaves no room for {longest} more"
-            raise UserError(f"{self._name}: {room}; serve it with a longer context")
-        ids = choice.get("token_ids") or self._tokenised(choice["text"], reason)
-        if not ids:
-            raise BadRow(f"{said}: {self._name}: its answer is empty")
-        if max(ids) >= self._target.vocabulary:
-            raise UserError(f"{self._name}: its answer to {said} has tokens outside the vocabulary; {serve}")
-        return ids[:longest]
+        longest = decoding.max_new_tokens
+        answer_tokens = usage.get("completion_tokens") or longest
+        if reason in _FULL and answer_tokens < longest:
+            raise UserError(
+                f"{self._name}: {name} has {len(prompt.ids)} tokens, which leaves no room for {longest} more; "
+                "serve it with a longer context"
+            )
+        answer_ids = choice.get("token_ids") or self._tokenize(choice["text"], reason)
+        if not answer_ids:
+            raise BadRow(f"{name}: {self._name}: its answer is empty")
+        if max(answer_ids) >= self._target.vocabulary:
+            raise UserError(f"{self._name}: its answer to {name} has tokens outside the vocabulary; {must_serve}")
+        return answer_ids[:longest]
 
-    def _tokenised(self, text: str, reason: str) -> list[int]:
+    def _tokenize(self, text: str, reason: str) -> list[int]:
         """The ids of a text, with an end token if the model ended it."""
-        ids = list(self._target.tokenizer(text, add_special_tokens=False)["input_ids"])
-        ends, usual = self._target.end_tokens, self._target.tokenizer.eos_token_id
-        return [*ids, usual if usual in ends else ends[0]] if reason in _ENDED else ids
+        tokenizer = self._target.tokenizer
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if reason in _ENDED:
+            end_tokens = self._target.end_tokens
+            has_usual_end = tokenizer.eos_token_id in end_tokens
+            ids.append(tokenizer.eos_token_id if has_usual_end else end_tokens[0])
+        return ids
 
-    def _ids_both_ways(self, prompt: Rendered) -> dict[str, Any]:
+    def _ids_and_ids_back(self, prompt: Rendered) -> dict[str, Any]:
         return {"prompt": prompt.ids, "return_token_ids": True}
 
     def _ids(self, prompt: Rendered) -> dict[str, Any]:
@@ -239,18 +274,21 @@ class Server:
             text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
             if list(tokenizer(text)["input_ids"]) == prompt.ids:
                 return {"prompt": text}
-        no_text = f"it takes no token ids, and no text has exactly the ids of prompt {prompt.index}"
-        raise BadRow(f"{self._name}: {no_text}; use a server that takes ids, such as vLLM's")
+        raise BadRow(
+            f"{self._name}: it takes no token ids, and no text has exactly the ids of prompt {prompt.index}; "
+            "use a server that takes ids, such as vLLM's"
+        )
 
 
 def _completion(reply: Any) -> _Completion:
     """A checked reply of the completions protocol; ValueError if malformed or truncated, EndpointError if filtered."""
-    read = TypeAdapter(_Completion).validate_python(reply, strict=True)
-    refuse_filtered(choice := read["choices"][0])
+    completion = TypeAdapter(_Completion).validate_python(reply, strict=True)
+    choice = completion["choices"][0]
+    refuse_filtered(choice)
     reason = choice.get("finish_reason") or ""
     if reason.lower() not in (*_ENDED, *_FULL, ""):
         raise ValueError(f"the answer is truncated: finish_reason={reason}")  # vLLM and SGLang abort it when they end
-    return read
+    return completion
 
 
 class VllmEngine:
@@ -262,37 +300,54 @@ class VllmEngine:
 
     def __init__(self, target: Target, options: Mapping[str, Any]) -> None:
         if launched().num_processes > 1:
-            advice = "start keepsight data without accelerate launch or torchrun"
-            raise UserError(f"backend=vllm uses all GPUs from one process; {advice}")
+            raise UserError(
+                "backend=vllm uses all GPUs from one process; start keepsight data without accelerate launch or "
+                "torchrun"
+            )
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # commands print their results to stdout
         try:
             self._vllm: Any = import_module("vllm")
         except ImportError:
-            other = "start a server with it elsewhere and use backend=server server.url="
-            raise UserError(f"backend=vllm needs the package vllm (pip install vllm); or {other}") from None
-        self._target, self._options = target, options
+            raise UserError(
+                "backend=vllm needs the package vllm (pip install vllm); or start a server with it elsewhere and use "
+                "backend=server server.url="
+            ) from None
+        self._target = target
+        self._options = options
         self._engine: Any = None
 
     def __call__(self, prompts: list[Rendered], decoding: Decoding) -> Iterator[Answers]:
         """See `Backend`; UserError if the engine does not start, ends, or has too short a context."""
-        ends, config = self._target.end_tokens, self._target.model.generation_config
+        end_tokens = self._target.end_tokens
+        config = self._target.model.generation_config
         penalty = getattr(config, "repetition_penalty", None) or 1.0  # vLLM reads it only in its server
-        fixed = {"stop_token_ids": ends, "repetition_penalty": penalty}
-        options = [self._vllm.SamplingParams(**decoding.options(each.index), **fixed) for each in prompts]
+        requests = []
+        sampling_params = []
+        for prompt in prompts:
+            requests.append({"prompt_token_ids": prompt.ids})
+            sampling_params.append(
+                self._vllm.SamplingParams(
+                    **decoding.options(prompt.index), stop_token_ids=end_tokens, repetition_penalty=penalty
+                )
+            )
         if self._engine is None:
             self._engine = self._start()
         try:
-            asked = [{"prompt_token_ids": each.ids} for each in prompts]
-            replies = self._engine.generate(asked, options, use_tqdm=False)
+            replies = self._engine.generate(requests, sampling_params, use_tqdm=False)
         except Exception as error:  # vLLM's errors have no common class
             reason = one_line(error)
             raise UserError(f"backend=vllm: no answer ({reason}); finished answers are kept: {_AGAIN}") from error
-        answers = [reply.outputs[0] for reply in replies]
-        for prompt, made in zip(prompts, answers, strict=True):
-            if made.finish_reason == "length" and len(made.token_ids) < decoding.max_new_tokens:
-                room = f"has {len(prompt.ids)} tokens, which leaves no room for {decoding.max_new_tokens} more"
-                raise UserError(f"backend=vllm: prompt {prompt.index} {room}; raise max_model_len in vllm=")
-        yield [(prompt, up_to_end(list(made.token_ids), ends)) for prompt, made in zip(prompts, answers, strict=True)]
+
+        answers: Answers = []
+        for prompt, reply in zip(prompts, replies, strict=True):
+            output = reply.outputs[0]
+            if output.finish_reason == "length" and len(output.token_ids) < decoding.max_new_tokens:
+                raise UserError(
+                    f"backend=vllm: prompt {prompt.index} has {len(prompt.ids)} tokens, which leaves no room for "
+                    f"{decoding.max_new_tokens} more; raise max_model_len in vllm="
+                )
+            answers.append((prompt, up_to_end(list(output.token_ids), end_tokens)))
+        yield answers
 
     def close(self) -> None:
         """End the engine's processes, which would otherwise occupy their memory until this process ends."""
@@ -302,8 +357,9 @@ class VllmEngine:
 
     def _start(self) -> Any:
         gpus = max(1, torch.cuda.device_count())
+        options = {"model": self._target.source, "tensor_parallel_size": gpus, **self._options}
         try:
-            return self._vllm.LLM(**{"model": self._target.source, "tensor_parallel_size": gpus, **self._options})
+            return self._vllm.LLM(**options)
         except Exception as error:  # whatever its workers raise
             raise UserError(
                 f"backend=vllm: the engine does not start ({one_line(error)}); see vLLM's messages above; "

@@ -121,38 +121,39 @@ class LazySamples(Sequence[TrainingSample]):
     """A sequence of samples that are read when they are accessed; a slice is a list."""
 
     @abstractmethod
-    def read(self, place: int) -> TrainingSample:
+    def read(self, index: int) -> TrainingSample:
         """The sample at an index, from `-len(self)` to `len(self) - 1`."""
 
     @override
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return [self.read(each) for each in range(*place.indices(len(self)))]
-        return self.read(place)
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self.read(number) for number in range(*index.indices(len(self)))]
+        return self.read(index)
 
 
 class StoredSamples(LazySamples):
     """Samples of Arrow shards, memory-mapped: `rows` is a `datasets.Dataset` with the fields of `TrainingSample`."""
 
-    def __init__(self, paths: Iterable[Path], count: int, folder: object = None) -> None:
+    def __init__(self, paths: Iterable[Path], count: int, temporary_folder: object = None) -> None:
         from datasets import Dataset, concatenate_datasets  # takes seconds
 
         rows = concatenate_datasets([Dataset.from_file(str(path)) for path in paths])
         if len(rows) < count or rows.features != _features():
             raise UserError(_EXCHANGED)
         self.rows: Any = rows.select(range(count))
-        self._folder = folder  # temporary, and removed with the samples
+        self._temporary_folder = temporary_folder  # removed with the samples
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @override
-    def read(self, place: int) -> TrainingSample:
-        return TrainingSample(**self.rows[place])
+    def read(self, index: int) -> TrainingSample:
+        return TrainingSample(**self.rows[index])
 
     @override
     def __iter__(self) -> Iterator[TrainingSample]:
-        return (TrainingSample(**row) for row in self.rows)
+        for row in self.rows:
+            yield TrainingSample(**row)
 
 
 class ShardWriter:
@@ -162,45 +163,58 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, settings: DataSettings) -> None:
-        self.folder, self._is_marked = folder, False
-        path, has_shards = folder / "manifest.json", any(folder.glob("shard-*"))
+        self.folder = folder
+        self._is_marked = False
+        path = folder / "manifest.json"
+        has_shards = any(folder.glob("shard-*"))
         if has_shards and not path.exists():
             raise UserError(f"{folder}: manifest.json is missing; restore it, or delete the folder")
+
         earlier: Manifest | None = read_json(path, Manifest) if path.exists() else None
         if earlier:
             settings = replace(settings, date=earlier.settings.date or settings.date)
         if earlier and has_shards:
-            same = asdict(earlier.settings) | {"limit": settings.limit, "date": settings.date}
+            expected = asdict(replace(earlier.settings, limit=settings.limit, date=settings.date))
             advice = "choose another out=, or delete the folder"
-            require_same(f"{folder}: this data was made", same, asdict(settings), advice)
+            require_same(f"{folder}: this data was made", expected, asdict(settings), advice)
         if earlier and earlier.complete:
             with suppress(_Damaged):  # `missing` uses the other samples of that shard
                 earlier = _converted(folder, earlier, folder)
         elif any(folder.glob("shard-*.jsonl")):
             logger.warning(_CONVERTING, folder)
+
         self.settings = settings
-        self._before = earlier if earlier and earlier.complete and earlier.settings == settings else None
-        if self._before is None:
+        self._complete_manifest = None
+        if earlier and earlier.complete and earlier.settings == settings:
+            self._complete_manifest = earlier
+        else:
             self._mark_unfinished()
 
     def missing(self, shard: range) -> list[int]:
         """Indices of a shard's samples that no earlier run has made; an incomplete shard is reopened for `append`."""
-        finished, journal = self._finished(shard), self._journal(shard)
-        earlier = self.folder / f"{_name(self._number(shard))}.jsonl"
-        if len(finished) == 1 and not (journal.exists() or earlier.exists()):
-            there = {*_table(finished[0])["index"].to_pylist(), *(each.index for each in _skipped(finished[0]))}
-            if {*shard} <= there:
+        arrow_files = self._arrow_files(shard)
+        journal = self._journal(shard)
+        earlier_lines = self.folder / f"{_shard_name(self._number(shard))}.jsonl"  # of an earlier version
+        if len(arrow_files) == 1 and not journal.exists() and not earlier_lines.exists():
+            indices = set(_table(arrow_files[0])["index"].to_pylist())
+            indices.update(row.index for row in _skipped_samples(arrow_files[0]))
+            if indices.issuperset(shard):
                 return []
-        rows = dict[int, TrainingSample | Skipped]()
-        for path in finished:
-            rows |= {row["index"]: TrainingSample(**row) for row in _table(path).to_pylist()}
-            rows |= {row.index: row for row in _skipped(path)}
-        for path in (journal, earlier):
-            cut_torn_line(path) if path.exists() else None
-            rows |= {row.index: row for row in reversed(self._sound_lines(path))}
-        if finished or earlier.exists():
+
+        rows: dict[int, TrainingSample | Skipped] = {}
+        for path in arrow_files:
+            for row in _table(path).to_pylist():
+                rows[row["index"]] = TrainingSample(**row)
+            for skipped in _skipped_samples(path):
+                rows[skipped.index] = skipped
+        for path in (journal, earlier_lines):
+            if path.exists():
+                cut_torn_line(path)
+                rows |= self._rows_of_lines(path)
+
+        if arrow_files or earlier_lines.exists():
             write_lines(journal, [asdict(row) for row in rows.values()])
-            for path in (*finished, earlier):
+            for path in (*arrow_files, earlier_lines):
                 path.unlink(missing_ok=True)
         return [index for index in shard if index not in rows]
 
@@ -211,30 +225,43 @@ class ShardWriter:
 
     def finish(self, shard: range) -> None:
         """Write an unfinished shard as Arrow, sorted."""
-        journal, start = self._journal(shard), self._number(shard) * self.settings.shard_size
+        journal = self._journal(shard)
         if not journal.exists():
             return
-        whole = range(start, start + self.settings.shard_size)
-        rows = {row.index: row for row in reversed(self._sound_lines(journal)) if row.index in whole}
-        if lacking := {*shard} - rows.keys():
-            there = len(shard) - len(lacking)
-            raise UserError(f"{journal}: {there} of {len(shard)} samples are there; run the same command again")
-        _write_shard(self.folder, self._number(shard), [rows[index] for index in sorted(rows)])
+        rows = self._rows_of_lines(journal)
+        lacking = [index for index in shard if index not in rows]
+        if lacking:
+            count = len(shard) - len(lacking)
+            raise UserError(f"{journal}: {count} of {len(shard)} samples are there; run the same command again")
+
+        start = self._number(shard) * self.settings.shard_size
+        shard_rows = []
+        for index in range(start, start + self.settings.shard_size):  # a smaller limit may end within the shard
+            if index in rows:
+                shard_rows.append(rows[index])
+        _write_shard(self.folder, self._number(shard), shard_rows)
         journal.unlink()
 
     def complete(self) -> dict[str, Any]:
         """Write the final manifest and return it; UserError if a complete manifest names other shards."""
-        shards = {path: shard for shard in self.settings.shards() for path in self._finished(shard)}
-        if len(shards) != len([*self.settings.shards()]):
+        shards: dict[Path, range] = {}
+        shard_count = 0
+        for shard in self.settings.shards():
+            shard_count += 1
+            for path in self._arrow_files(shard):
+                shards[path] = shard
+        if len(shards) != shard_count:
             raise UserError(f"{self.folder}: shards are missing; run the same command again")
-        made, path = _counted(self.settings, shards), self.folder / "manifest.json"
-        if self._before and made.shards == self._before.shards:
-            made = replace(made, digest=self._before.digest)
+
+        manifest = _manifest_of(self.settings, shards)
+        path = self.folder / "manifest.json"
+        if self._complete_manifest and manifest.shards == self._complete_manifest.shards:
+            manifest = replace(manifest, digest=self._complete_manifest.digest)
         elif read_json(path, Manifest).complete:  # no process has changed a shard
             raise UserError(f"{self.folder}: {_EXCHANGED}; restore its files, or delete the folder")
-        write_json(path, asdict(made))
+        write_json(path, asdict(manifest))
         shutil.rmtree(self.folder / ".arrow", ignore_errors=True)
-        return asdict(made)
+        return asdict(manifest)
 
     def _mark_unfinished(self) -> None:
         """Mark the manifest as unfinished, until `complete` writes it again."""
@@ -242,33 +269,39 @@ class ShardWriter:
             write_json(self.folder / "manifest.json", {"complete": False, "settings": asdict(self.settings)})
             self._is_marked = True
 
-    def _finished(self, shard: range) -> list[Path]:
+    def _arrow_files(self, shard: range) -> list[Path]:
         """The Arrow files of a shard, usually one. A damaged one is set aside."""
-        paths = sorted(self.folder.glob(f"{_name(self._number(shard))}-*.arrow"))
-        for path in paths:
-            if not _is_sound(path):
+        undamaged = []
+        for path in sorted(self.folder.glob(f"{_shard_name(self._number(shard))}-*.arrow")):
+            if _is_undamaged(path):
+                undamaged.append(path)
+            else:
                 self._mark_unfinished()
                 logger.warning("%s: changed since it was written; its samples are made again", path)
-                path.rename(_aside(path))
-        return [path for path in paths if path.exists()]
+                path.rename(_path_aside(path))
+        return undamaged
 
-    def _sound_lines(self, path: Path) -> list[TrainingSample | Skipped]:
-        """The samples of a file of lines. If some lines are changed, the others replace it and it is set aside."""
-        if not path.exists():
-            return []
+    def _rows_of_lines(self, path: Path) -> dict[int, TrainingSample | Skipped]:
+        """The samples of a file of lines by index, the first of an index.
+
+        If some lines are changed, the others replace the file, and it is set aside.
+        """
         samples, faults = sound_lines(path, TrainingSample | Skipped)
         if faults:
             self._mark_unfinished()
-            logger.warning("%s; it is kept as %s, and its sample is made again", faults[0], _aside(path).name)
-            shutil.copyfile(path, _aside(path))
-            write_lines(path, map(asdict, samples))
-        return samples
+            logger.warning("%s; it is kept as %s, and its sample is made again", faults[0], _path_aside(path).name)
+            shutil.copyfile(path, _path_aside(path))
+            write_lines(path, [asdict(sample) for sample in samples])
+        rows: dict[int, TrainingSample | Skipped] = {}
+        for sample in samples:
+            rows.setdefault(sample.index, sample)
+        return rows
 
     def _number(self, shard: range) -> int:
         return shard.start // self.settings.shard_size
 
     def _journal(self, shard: range) -> Path:
-        return self.folder / f"{_name(self._number(shard))}.jsonl.partial"
+        return self.folder / f"{_shard_name(self._number(shard))}.jsonl.partial"
 
 
 def read_training_samples(
@@ -282,18 +315,21 @@ def read_training_samples(
     pc: Any = importlib.import_module("pyarrow.compute")  # its functions are made when it is imported
 
     manifest = finished_manifest(folder)
-    made = manifest.settings
-    if made.model != model:
-        raise UserError(f"{folder}: this data was answered by {made.model!r}, not by {model!r}; make it again")
-    if made.template_digest != template_digest:
+    settings = manifest.settings
+    if settings.model != model:
+        raise UserError(f"{folder}: this data was answered by {settings.model!r}, not by {model!r}; make it again")
+    if settings.template_digest != template_digest:
         raise UserError(f"{folder}: this data was made with another chat template of {model!r}; make it again")
     samples = finished_samples(folder, manifest)
     for name in ("prompt_ids", "answer_ids"):
         column = samples.rows.data.column(name)
-        lowest, largest = pc.min_max(pc.list_flatten(column)).as_py().values()
-        if lowest < 0 or largest >= vocabulary or pc.min(pc.list_value_length(column)).as_py() == 0:
-            beyond = f"token {largest}, but the vocabulary of {model!r} ends at {vocabulary - 1}"
-            raise UserError(f"{folder}: {name} has {beyond}; make the data again")
+        lowest_id, highest_id = pc.min_max(pc.list_flatten(column)).as_py().values()
+        shortest = pc.min(pc.list_value_length(column)).as_py()
+        if lowest_id < 0 or highest_id >= vocabulary or shortest == 0:
+            raise UserError(
+                f"{folder}: {name} has token {highest_id}, but the vocabulary of {model!r} ends at {vocabulary - 1}; "
+                "make the data again"
+            )
     return samples, asdict(manifest)
 
 
@@ -309,7 +345,7 @@ def finished_manifest(folder: Path) -> Manifest:
         raise UserError(f"{folder}: no manifest.json; make the data with `keepsight data out={folder}`")
     manifest: Manifest = read_json(folder / "manifest.json", Manifest)
     if not manifest.complete:
-        raise UserError(f"{folder}: this data is unfinished; {_again(folder)} to finish it")
+        raise UserError(f"{folder}: this data is unfinished; {_run_again(folder)} to finish it")
     return manifest
 
 
@@ -318,21 +354,23 @@ def finished_samples(folder: Path, manifest: Manifest) -> StoredSamples:
     if not manifest.shards or not manifest.samples:
         cause = f"all were skipped, such as {manifest.skipped[0]}" if manifest.skipped else "raise limit="
         raise UserError(f"{folder}: this data folder has no samples; {cause}")
-    shards, temporary = folder, None
+    shard_folder = folder
+    temporary: tempfile.TemporaryDirectory[str] | None = None
     if any(name.endswith(".jsonl") for name in manifest.shards):
         try:
             with FileLock(folder / ".lock"):
                 manifest = _converted(folder, finished_manifest(folder), folder)
         except OSError:  # nothing can be written there
             temporary = tempfile.TemporaryDirectory(prefix="keepsight-")
-            shards = Path(temporary.name)
-            manifest = _converted(folder, manifest, shards)
-    paths = [shards / Path(name).name for name in manifest.shards]
+            shard_folder = Path(temporary.name)
+            manifest = _converted(folder, manifest, shard_folder)
+
+    paths = [shard_folder / Path(name).name for name in manifest.shards]
     for path in paths:
         if not path.is_file():
-            raise UserError(f"{path}: no such file; {_again(folder)}")
-        if not _is_sound(path):
-            raise UserError(f"{path}: changed since it was written; {_again(folder)} to repair it")
+            raise UserError(f"{path}: no such file; {_run_again(folder)}")
+        if not _is_undamaged(path):
+            raise UserError(f"{path}: changed since it was written; {_run_again(folder)} to repair it")
     try:
         return StoredSamples(paths, manifest.samples, temporary)
     except UserError as error:
@@ -341,60 +379,80 @@ def finished_samples(folder: Path, manifest: Manifest) -> StoredSamples:
 
 def _converted(folder: Path, manifest: Manifest, out: Path) -> Manifest:
     """Write the JSON Lines of an earlier version to `out` as Arrow shards; returns their manifest."""
-    earlier = [folder / Path(name).name for name in manifest.shards]
-    if not any(path.suffix == ".jsonl" for path in earlier):
+    earlier_shards = [folder / Path(name).name for name in manifest.shards]
+    if not any(path.suffix == ".jsonl" for path in earlier_shards):
         return manifest  # another process was faster
     logger.warning(_CONVERTING, folder)
     digest = hashlib.sha256()
     shards: dict[Path, range] = {}
-    for path, shard in zip(earlier, manifest.settings.shards(), strict=False):
-        try:
-            if not path.is_file():
-                raise UserError(f"{path}: no such file")
-            rows = [row for row in read_jsonl(path, TrainingSample) if row.index in shard]
-            if [row.index for row in rows] != [*shard]:
-                raise UserError(f"{path}: lacks one of the samples {shard.start} to {shard.stop - 1} in order")
-        except UserError as error:
-            raise _Damaged(f"{error}; {_again(folder)}, which sets a damaged file aside and repairs it") from None
+    for path, shard in zip(earlier_shards, manifest.settings.shards(), strict=False):
+        rows = _rows_of_earlier_shard(path, shard, folder)
         digest.update(path.read_bytes())
-        shards[_write_shard(out, shard.start // manifest.settings.shard_size, rows)] = shard
+        number = shard.start // manifest.settings.shard_size
+        shards[_write_shard(out, number, rows)] = shard
     if f"sha256:{digest.hexdigest()}" != manifest.digest:
         raise UserError(f"{folder}: {_EXCHANGED}; restore its files, or make the data again")
-    made = replace(_counted(manifest.settings, shards), digest=manifest.digest)
+
+    converted = replace(_manifest_of(manifest.settings, shards), digest=manifest.digest)
     if out == folder:
-        write_json(folder / "manifest.json", asdict(made))
-        for path in earlier:
+        write_json(folder / "manifest.json", asdict(converted))
+        for path in earlier_shards:
             path.unlink()
         shutil.rmtree(folder / ".arrow", ignore_errors=True)
-    return made
+    return converted
 
 
-def _counted(settings: DataSettings, shards: dict[Path, range]) -> Manifest:
+def _rows_of_earlier_shard(path: Path, shard: range, folder: Path) -> list[TrainingSample]:
+    """The samples of a shard that an earlier version wrote as JSON Lines; `_Damaged` if one is missing."""
+    try:
+        if not path.is_file():
+            raise UserError(f"{path}: no such file")
+        rows = [row for row in read_jsonl(path, TrainingSample) if row.index in shard]
+        if [row.index for row in rows] != list(shard):
+            raise UserError(f"{path}: lacks one of the samples {shard.start} to {shard.stop - 1} in order")
+    except UserError as error:
+        raise _Damaged(f"{error}; {_run_again(folder)}, which sets a damaged file aside and repairs it") from None
+    return rows
+
+
+def _manifest_of(settings: DataSettings, shards: dict[Path, range]) -> Manifest:
     """The manifest of finished shards, of which the last may have samples beyond the limit."""
     pc: Any = importlib.import_module("pyarrow.compute")  # its functions are made when it is imported
 
-    sources, prompts, answers, skipped = Counter[str](), 0, 0, list[Skipped]()
+    sources: Counter[str] = Counter()
+    prompt_tokens = 0
+    answer_tokens = 0
+    skipped: list[Skipped] = []
     for path, shard in shards.items():
         table = _table(path)
         table = table.filter(pc.less(table["index"], shard.stop))
         sources.update(table["source"].to_pylist())
-        prompts += pc.sum(pc.list_value_length(table["prompt_ids"])).as_py() or 0
-        answers += pc.sum(pc.list_value_length(table["answer_ids"])).as_py() or 0
-        skipped += [each for each in _skipped(path) if each.index < shard.stop]
+        prompt_tokens += pc.sum(pc.list_value_length(table["prompt_ids"])).as_py() or 0
+        answer_tokens += pc.sum(pc.list_value_length(table["answer_ids"])).as_py() or 0
+        skipped += [sample for sample in _skipped_samples(path) if sample.index < shard.stop]
     names = [path.name for path in shards]
-    counts = (sources.total(), prompts, answers, dict(sources.most_common()))
-    return Manifest(True, settings, *counts, names, text_digest("\n".join(names)), skipped)
+    return Manifest(
+        complete=True,
+        settings=settings,
+        samples=sources.total(),
+        prompt_tokens=prompt_tokens,
+        answer_tokens=answer_tokens,
+        sources=dict(sources.most_common()),
+        shards=names,
+        digest=text_digest("\n".join(names)),
+        skipped=skipped,
+    )
 
 
-def _aside(path: Path) -> Path:
+def _path_aside(path: Path) -> Path:
     return path.with_name(f"{path.name}.damaged-{file_digest(path)[7:15]}")
 
 
-def _name(number: int) -> str:
+def _shard_name(number: int) -> str:
     return f"shard-{number:05d}"
 
 
-def _is_sound(path: Path) -> bool:
+def _is_undamaged(path: Path) -> bool:
     return file_digest(path)[7:23] == path.stem.rpartition("-")[2]
 
 
@@ -402,24 +460,38 @@ def _is_sound(path: Path) -> bool:
 def _features() -> Any:
     from datasets import Features, List, Value
 
-    ids, text = List(Value("int32")), Value("string")
-    columns = {"index": Value("int64"), "source": text, "prompt_ids": ids, "answer_ids": ids}
-    return Features({**columns, "prompt": text, "answer": text})
+    token_ids = List(Value("int32"))
+    text = Value("string")
+    return Features(
+        {
+            "index": Value("int64"),
+            "source": text,
+            "prompt_ids": token_ids,
+            "answer_ids": token_ids,
+            "prompt": text,
+            "answer": text,
+        }
+    )
 
 
 def _write_shard(folder: Path, number: int, rows: Sequence[TrainingSample | Skipped]) -> Path:
     """Write samples as an Arrow stream that `datasets` reads; its metadata has the skipped ones."""
     import pyarrow as pa
 
-    samples = [asdict(row) for row in rows if isinstance(row, TrainingSample)]
-    skipped = json.dumps([asdict(row) for row in rows if isinstance(row, Skipped)])
+    samples = []
+    skipped = []
+    for row in rows:
+        if isinstance(row, TrainingSample):
+            samples.append(asdict(row))
+        else:
+            skipped.append(asdict(row))
     schema = _features().arrow_schema
-    schema = schema.with_metadata({**schema.metadata, b"skipped": skipped.encode()})
+    schema = schema.with_metadata({**schema.metadata, b"skipped": json.dumps(skipped).encode()})
     stream = pa.BufferOutputStream()
     with pa.ipc.new_stream(stream, schema) as writer:
         writer.write_table(pa.Table.from_pylist(samples, schema=schema))
     content = stream.getvalue()
-    path = folder / f"{_name(number)}-{hashlib.sha256(content).hexdigest()[:16]}.arrow"
+    path = folder / f"{_shard_name(number)}-{hashlib.sha256(content).hexdigest()[:16]}.arrow"
     with atomic_file(path) as unfinished:
         unfinished.write_bytes(content)
     return path
@@ -431,9 +503,10 @@ def _table(path: Path) -> Any:
     return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
 
 
-def _skipped(path: Path) -> list[Skipped]:
-    return [Skipped(**each) for each in json.loads(_table(path).schema.metadata[b"skipped"])]
+def _skipped_samples(path: Path) -> list[Skipped]:
+    rows = json.loads(_table(path).schema.metadata[b"skipped"])
+    return [Skipped(**row) for row in rows]
 
 
-def _again(folder: Path) -> str:
+def _run_again(folder: Path) -> str:
     return f"run the same `keepsight data out={folder}` again"

@@ -21,28 +21,37 @@ from keepsight.files import file_digest, read_json, sync, write_json
 from keepsight.models.lookahead_settings import SELECTION
 from keepsight.train.settings import MAY_CHANGE
 
-SETTINGS, SEAL = "settings.json", "digests.json"
+SETTINGS = "settings.json"
+SEAL = "digests.json"
 _NAME = re.compile(r"checkpoint-\d{1,18}\Z")
 
 
 def checkpoints(work: Path) -> dict[int, Path]:
     """The complete checkpoints in `work` by ascending step; folders without a seal, left by killed runs, are not."""
-    named = {int(path.name.rpartition("-")[2]): path for path in _folders(work)}
-    return {step: named[step] for step in sorted(named) if (named[step] / SEAL).is_file()}
+    complete: dict[int, Path] = {}
+    for folder in _checkpoint_folders(work):
+        if (folder / SEAL).is_file():
+            step = int(folder.name.rpartition("-")[2])
+            complete[step] = folder
+    return dict(sorted(complete.items()))
 
 
-def _folders(work: Path) -> list[Path]:
+def _checkpoint_folders(work: Path) -> list[Path]:
     return [path for path in work.glob("checkpoint-*") if _NAME.match(path.name)]
 
 
 def last_checkpoint(work: Path, before: int | None = None) -> Path | None:
     """The newest complete checkpoint in `work`; with `before`, the newest of an earlier step."""
-    return next((path for step, path in reversed(checkpoints(work).items()) if before is None or step < before), None)
+    newest = None
+    for step, folder in checkpoints(work).items():
+        if before is None or step < before:
+            newest = folder
+    return newest
 
 
 @contextmanager
-def sealing(checkpoint: Path, kept: int, is_main: bool = True) -> Iterator[None]:
-    """Seal the checkpoint written within the block with digests of its files, then delete all but the `kept` newest.
+def sealing(checkpoint: Path, limit: int, is_main: bool = True) -> Iterator[None]:
+    """Seal the checkpoint written within the block with digests of its files, then delete all but the `limit` newest.
 
     transformers' `save_total_limit` would delete the previous checkpoint before the new one is complete. Only the
     process that `is_main` seals and deletes. A `UserError` if the checkpoint cannot be written; the previous one stays.
@@ -52,7 +61,8 @@ def sealing(checkpoint: Path, kept: int, is_main: bool = True) -> Iterator[None]
             shutil.rmtree(checkpoint, ignore_errors=True)  # left by a killed run
         yield
         if is_main:
-            _seal(checkpoint, kept)
+            _seal(checkpoint)
+            _delete_older(checkpoint.parent, limit)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError
         shutil.rmtree(checkpoint, ignore_errors=True)
         raise UserError(
@@ -61,24 +71,33 @@ def sealing(checkpoint: Path, kept: int, is_main: bool = True) -> Iterator[None]
         ) from error
 
 
-def _seal(checkpoint: Path, kept: int) -> None:
+def _seal(checkpoint: Path) -> None:
     paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
     sync(*paths, *{path.parent for path in paths})
-    write_json(checkpoint / SEAL, {path.relative_to(checkpoint).as_posix(): file_digest(path) for path in paths})
-    newest = [*checkpoints(checkpoint.parent).values()][-kept:]
-    for other in {*_folders(checkpoint.parent)} - {*newest}:
-        shutil.rmtree(other, ignore_errors=True)
+    digests = {path.relative_to(checkpoint).as_posix(): file_digest(path) for path in paths}
+    write_json(checkpoint / SEAL, digests)
+
+
+def _delete_older(work: Path, limit: int) -> None:
+    newest = list(checkpoints(work).values())[-limit:]
+    for folder in _checkpoint_folders(work):
+        if folder not in newest:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_seal(checkpoint: Path) -> None:
     """Compare a checkpoint's files with their digests; a `UserError` if a file is missing or was changed."""
     for name, expected in read_json(checkpoint / SEAL, dict[str, str]).items():
         path = checkpoint / name
-        fault = "missing" if not path.is_file() else "changed or cut off" if file_digest(path) != expected else None
-        if fault is not None:
-            raise UserError(
-                f"{path}: {fault} since it was written; delete this checkpoint's folder to resume from the previous one"
-            )
+        if not path.is_file():
+            fault = "missing"
+        elif file_digest(path) != expected:
+            fault = "changed or cut off"
+        else:
+            continue
+        raise UserError(
+            f"{path}: {fault} since it was written; delete this checkpoint's folder to resume from the previous one"
+        )
 
 
 def check_same_settings(work: Path, settings: dict[str, Any]) -> None:
@@ -89,16 +108,21 @@ def check_same_settings(work: Path, settings: dict[str, Any]) -> None:
     """
     path = work / SETTINGS
     if last_checkpoint(work) is None:
-        if not path.exists() and (others := _folders(work)):  # they would be deleted as incomplete
-            raise UserError(f"{others[0]}: not a checkpoint of this training; choose another out=")
+        other_checkpoints = _checkpoint_folders(work)
+        if other_checkpoints and not path.exists():  # they would be deleted as incomplete
+            raise UserError(f"{other_checkpoints[0]}: not a checkpoint of this training; choose another out=")
         write_json(path, settings)
-    else:
-        begun = read_json(path, dict[str, Any])
-        # Earlier versions also stored settings that may change: the selection was one of them.
-        changeable = {*MAY_CHANGE, *(f"lookahead.{name}" for name in SELECTION)}
-        begun = {name: begun[name] for name in begun if not {name, name.rpartition(".")[2]} & changeable}
-        advice = "choose another out=, or delete the folder"
-        require_same(f"{path}: this training began", begun, settings, advice)
+        return
+
+    # Earlier versions also stored settings that may change: the selection was one of them.
+    changeable = {*MAY_CHANGE, *(f"lookahead.{name}" for name in SELECTION)}
+    earlier_settings = {}
+    for key, value in read_json(path, dict[str, Any]).items():
+        name = key.rpartition(".")[2]
+        if key not in changeable and name not in changeable:
+            earlier_settings[key] = value
+    advice = "choose another out=, or delete the folder"
+    require_same(f"{path}: this training began", earlier_settings, settings, advice)
 
 
 class NewIntervals(TrainerCallback):
@@ -125,21 +149,24 @@ class StopOnInterrupt(TrainerCallback):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(signal.SIGINT, self._interrupt), signal.signal(signal.SIGTERM, self._terminate)
+        earlier_sigint = signal.signal(signal.SIGINT, self._interrupt)
+        earlier_sigterm = signal.signal(signal.SIGTERM, self._terminate)
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before[0])
-            signal.signal(signal.SIGTERM, before[1])
+            signal.signal(signal.SIGINT, earlier_sigint)
+            signal.signal(signal.SIGTERM, earlier_sigterm)
 
     @override
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         stops = self.interrupted
         if args.world_size > 1:
-            summed: Any = reduce(torch.tensor(float(stops or control.should_training_stop), device=args.device))
-            stops = bool(summed.item())
+            stops_here = torch.tensor(float(stops or control.should_training_stop), device=args.device)
+            stopping_processes: Any = reduce(stops_here)
+            stops = bool(stopping_processes.item())
         if stops:
-            control.should_save = control.should_training_stop = True
+            control.should_save = True
+            control.should_training_stop = True
         if control.should_save:  # a checkpoint does not store the mean since the last log entry
             control.should_log = True
 

@@ -25,13 +25,14 @@ from keepsight.data_gen.store import LazySamples, TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.chat import chat_text, encode, has_chat_template
 
-Prompts = frozenset[bytes]
+PromptDigests = frozenset[bytes]
 """Digests of trained prompts."""
-_DIGEST = 6
+_DIGEST_BYTES = 6
 """Bytes of a digest: between a million prompts and a million others, the chance of a collision is 1 in 250."""
-_LEAST, _MOST = 4, 160
+_SHORTEST_QUESTION = 4
+_LONGEST_QUESTION = 160
 """Tokens of a question, without the end of the chat template."""
-_CONTEXT = 64
+_SHORTEST_CONTEXT = 64
 """Fewest tokens before a question."""
 
 
@@ -59,17 +60,19 @@ class Batch:
 
     def joined(self) -> tuple[Tensor, Tensor | None]:
         """Prompts followed by answers, [B, N + T], and their mask; None when nothing is padded."""
-        pairs = (self.prompt_ids, self.prompt_mask), (self.answer_ids, self.answer_mask)
-        joined = torch.cat([ids for ids, _ in pairs], dim=1)
-        if all(mask is None for _, mask in pairs):
-            return joined, None
-        masks = [torch.ones_like(ids, dtype=torch.bool) if mask is None else mask for ids, mask in pairs]
-        return joined, torch.cat(masks, dim=1)
+        ids = torch.cat([self.prompt_ids, self.answer_ids], dim=1)
+        if self.prompt_mask is None and self.answer_mask is None:
+            return ids, None
+        prompt_mask = _mask_or_ones(self.prompt_ids, self.prompt_mask)
+        answer_mask = _mask_or_ones(self.answer_ids, self.answer_mask)
+        return ids, torch.cat([prompt_mask, answer_mask], dim=1)
 
     def texts(self) -> list[Tensor]:
         """For each sample, its prompt and answer without padding, [n] int64."""
         ids, mask = self.joined()
-        return list(ids) if mask is None else [row[real] for row, real in zip(ids, mask, strict=True)]
+        if mask is None:
+            return list(ids)
+        return [row[row_mask] for row, row_mask in zip(ids, mask, strict=True)]
 
     def prompt_lengths(self) -> list[int]:
         """Number of prompt tokens of each sample, without padding."""
@@ -80,14 +83,20 @@ class Batch:
         return _lengths(self.answer_ids, self.answer_mask)
 
 
+def _mask_or_ones(ids: Tensor, mask: Tensor | None) -> Tensor:
+    return torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+
+
 def _lengths(ids: Tensor, mask: Tensor | None) -> list[int]:
-    return [ids.shape[1]] * len(ids) if mask is None else mask.sum(dim=1).tolist()
+    if mask is None:
+        return [ids.shape[1]] * len(ids)
+    return mask.sum(dim=1).tolist()
 
 
 class Use(NamedTuple):
-    """One of several uses of the sample with index `place`; `turn` and `last` as in `Batch`."""
+    """One of several uses of the sample with this index; `turn` and `last` as in `Batch`."""
 
-    place: int
+    index: int
     turn: int
     last: bool
 
@@ -102,8 +111,8 @@ class SampleDataset(Dataset[dict[str, Any]]):
         return len(self.samples)
 
     def __getitem__(self, index: int | Use) -> dict[str, Any]:
-        use = index if isinstance(index, Use) else Use(index, 0, True)
-        sample = self.samples[use.place]
+        use = index if isinstance(index, Use) else Use(index, turn=0, last=True)
+        sample = self.samples[use.index]
         return {
             "index": sample.index,
             "prompt_ids": sample.prompt_ids,
@@ -115,52 +124,60 @@ class SampleDataset(Dataset[dict[str, Any]]):
 
     def lengths(self) -> list[int]:
         """Length of each sample in tokens."""
-        return [self[place]["length"] for place in range(len(self))]
+        return [self[index]["length"] for index in range(len(self))]
 
 
-class Chosen(LazySamples):
+class SampleSubset(LazySamples):
     """A subset of a data set's samples, read when they are accessed.
 
     Args:
         samples: The data set.
-        places: Indices of the subset.
-        max_tokens: Length to which samples are truncated; see `cut`.
+        indices: Indices of the subset.
+        max_tokens: Length to which samples are truncated; see `truncated`.
     """
 
-    def __init__(self, samples: Sequence[TrainingSample], places: Sequence[int], max_tokens: int | None = None) -> None:
-        self._samples, self._places, self._max_tokens = samples, places, max_tokens
+    def __init__(
+        self, samples: Sequence[TrainingSample], indices: Sequence[int], max_tokens: int | None = None
+    ) -> None:
+        self._samples = samples
+        self._indices = indices
+        self._max_tokens = max_tokens
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._indices)
 
     @override
-    def read(self, place: int) -> TrainingSample:
-        sample = self._samples[self._places[place]]
+    def read(self, index: int) -> TrainingSample:
+        sample = self._samples[self._indices[index]]
         if self._max_tokens is None:
             return sample
         ids = [*sample.prompt_ids, *sample.answer_ids][: self._max_tokens]
-        prompt = min(len(sample.prompt_ids), len(ids) - 1)
-        return replace(sample, prompt_ids=ids[:prompt], answer_ids=ids[prompt:])
+        prompt_length = min(len(sample.prompt_ids), len(ids) - 1)
+        return replace(sample, prompt_ids=ids[:prompt_length], answer_ids=ids[prompt_length:])
 
 
-def no_longer_than(samples: Sequence[TrainingSample], prompt_tokens: int) -> Chosen:
+def with_short_prompts(samples: Sequence[TrainingSample], prompt_tokens: int) -> SampleSubset:
     """The samples whose prompts have at most this many tokens."""
-    return Chosen(samples, [place for place, each in enumerate(samples) if len(each.prompt_ids) <= prompt_tokens])
+    indices = []
+    for index, sample in enumerate(samples):
+        if len(sample.prompt_ids) <= prompt_tokens:
+            indices.append(index)
+    return SampleSubset(samples, indices)
 
 
-def cut(samples: Sequence[TrainingSample], max_tokens: int) -> Chosen:
-    """Truncate samples to their first `max_tokens` tokens, 2 or more; at least the last of them counts as answer."""
-    return Chosen(samples, range(len(samples)), max_tokens)
+def truncated(samples: Sequence[TrainingSample], max_tokens: int) -> SampleSubset:
+    """Samples cut to their first `max_tokens` tokens, 2 or more; at least the last of them counts as answer."""
+    return SampleSubset(samples, range(len(samples)), max_tokens)
 
 
-def require_more(samples: Sequence[TrainingSample], held_out: int, key: str) -> None:
+def require_training_samples(samples: Sequence[TrainingSample], held_out: int, key: str) -> None:
     """Raise a UserError unless there are more samples than are held out; `key` names the settings in a recipe."""
     if len(samples) <= held_out:
         raise UserError(f"{key}.held_out={held_out} needs more than the {len(samples)} samples of the data; lower it")
 
 
 def hold_out(
-    samples: Sequence[TrainingSample], held_out: int, key: str = "train", trained: Prompts | None = None
+    samples: Sequence[TrainingSample], held_out: int, key: str = "train", trained: PromptDigests | None = None
 ) -> tuple[SampleDataset, SampleDataset]:
     """Split samples into training and held-out ones, which are of all kinds and, where there are such, long.
 
@@ -169,39 +186,50 @@ def hold_out(
     hardly tell two modules apart. A held-out prompt that occurs again is not trained on. A `UserError`, with the
     settings' `key` in a recipe, if there are too few samples, or too few different prompts, for both.
     """
-    require_more(samples, held_out, key)
-    new = [place for place, each in enumerate(samples) if prompt_digest(each) not in trained] if trained else []
-    measured = _measured_places(samples, new or range(len(samples)), held_out)
-    apart = prompts_of(samples[place] for place in measured)
-    rest = [place for place, each in enumerate(samples) if not apart or prompt_digest(each) not in apart]
-    if not rest:
+    require_training_samples(samples, held_out, key)
+    candidates: Sequence[int] = range(len(samples))
+    if trained:
+        untrained = [index for index, sample in enumerate(samples) if prompt_digest(sample) not in trained]
+        candidates = untrained or candidates
+    held_out_indices = _held_out_indices(samples, candidates, held_out)
+
+    held_out_prompts = prompt_digests(samples[index] for index in held_out_indices)
+    training_indices: Sequence[int] = range(len(samples))
+    if held_out_prompts:
+        training_indices = [
+            index for index, sample in enumerate(samples) if prompt_digest(sample) not in held_out_prompts
+        ]
+    if not training_indices:
         raise UserError(f"{key}.held_out={held_out}: every prompt of the data is held out, since they repeat; lower it")
-    return SampleDataset(Chosen(samples, rest)), SampleDataset(Chosen(samples, sorted(measured)))
+    training = SampleSubset(samples, training_indices)
+    measured = SampleSubset(samples, held_out_indices)
+    return SampleDataset(training), SampleDataset(measured)
 
 
-def _measured_places(samples: Sequence[TrainingSample], among: Sequence[int], held_out: int) -> set[int]:
-    """Which of the samples at the places `among` are held out; see `hold_out`."""
-    if held_out >= len(among):
-        return {*among}
+def _held_out_indices(samples: Sequence[TrainingSample], candidates: Sequence[int], held_out: int) -> Sequence[int]:
+    """Which of the samples with these indices are held out, in ascending order; see `hold_out`."""
+    if held_out >= len(candidates):
+        return candidates
     if held_out == 0:
-        return set()
-    lengths = dict[int, int]()
-    by_source = dict[str, list[int]]()
-    for place in among:
-        sample = samples[place]
-        lengths[place] = len(sample.prompt_ids)
-        by_source.setdefault(sample.source, []).append(place)
-    middle = median(lengths.values())
-    counts = _shares([len(places) for places in by_source.values()], held_out)
-    measured = set[int]()
-    for places, count in zip(by_source.values(), counts, strict=True):
-        long = [place for place in places if lengths[place] > middle]
+        return []
+    lengths: dict[int, int] = {}
+    indices_by_source: dict[str, list[int]] = {}
+    for index in candidates:
+        sample = samples[index]
+        lengths[index] = len(sample.prompt_ids)
+        indices_by_source.setdefault(sample.source, []).append(index)
+
+    median_length = median(lengths.values())
+    counts = _shares([len(indices) for indices in indices_by_source.values()], held_out)
+    held_out_indices: set[int] = set()
+    for indices, count in zip(indices_by_source.values(), counts, strict=True):
+        long = [index for index in indices if lengths[index] > median_length]
         if len(long) < count:
-            longest_first = sorted(places, key=lambda place: -lengths[place])
+            longest_first = sorted(indices, key=lambda index: -lengths[index])
             long = sorted(longest_first[:count])
         for number in range(count):  # spread over the whole data
-            measured.add(long[(2 * number + 1) * len(long) // (2 * count)])
-    return measured
+            held_out_indices.add(long[(2 * number + 1) * len(long) // (2 * count)])
+    return sorted(held_out_indices)
 
 
 def _shares(sizes: Sequence[int], count: int) -> list[int]:
@@ -213,17 +241,22 @@ def _shares(sizes: Sequence[int], count: int) -> list[int]:
     shares = [least] * len(sizes)
     total = sum(sizes)
     while sum(shares) < count:
-        pairs = zip(sizes, shares, strict=True)
-        wanting = [count * size / total - share if share < size else -math.inf for size, share in pairs]
-        shares[wanting.index(max(wanting))] += 1
+        shortfalls = []
+        for size, share in zip(sizes, shares, strict=True):
+            is_full = share == size
+            shortfalls.append(-math.inf if is_full else count * size / total - share)
+        shares[shortfalls.index(max(shortfalls))] += 1
     return shares
 
 
 def samples_digest(samples: Iterable[TrainingSample]) -> str:
     """`sha256:` and the digest of all token ids in their order."""
     digest = hashlib.sha256(b"[")
-    for place, sample in enumerate(samples):
-        digest.update(f"{', ' if place else ''}{(sample.prompt_ids, sample.answer_ids)!r}".encode())
+    separator = ""
+    for sample in samples:
+        ids = (sample.prompt_ids, sample.answer_ids)
+        digest.update(f"{separator}{ids!r}".encode())
+        separator = ", "
     digest.update(b"]")
     return f"sha256:{digest.hexdigest()}"
 
@@ -232,7 +265,10 @@ class GroupedByLength(Sampler[int]):
     """Groups samples of similar length; seed and epoch decide the order."""
 
     def __init__(self, samples: SampleDataset, group: int, seed: int) -> None:
-        self.lengths, self.group, self.seed, self.epoch = samples.lengths(), group, seed, 0
+        self.lengths = samples.lengths()
+        self.group = group
+        self.seed = seed
+        self.epoch = 0
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -262,47 +298,54 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _pad(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor | None]:
-    longest = max(map(len, rows))
-    padding = [[0] * (longest - len(row)) for row in rows]
-    ids = torch.tensor([pad + row if left else row + pad for row, pad in zip(rows, padding, strict=True)])
-    if not any(padding):
-        return ids, None
+    longest = max(len(row) for row in rows)
+    padded = []
+    for row in rows:
+        padding = [0] * (longest - len(row))
+        padded.append(padding + row if left else row + padding)
+    ids = torch.tensor(padded)
+
     lengths = torch.tensor([len(row) for row in rows])[:, None]
-    order = torch.arange(longest)
-    return ids, order >= longest - lengths if left else order < lengths
+    if bool((lengths == longest).all()):
+        return ids, None
+    columns = torch.arange(longest)
+    if left:
+        return ids, columns >= longest - lengths
+    return ids, columns < lengths
 
 
 def prompt_digest(sample: TrainingSample) -> bytes:
     """A digest that identifies a sample's prompt."""
-    return hashlib.sha256(array("q", sample.prompt_ids).tobytes()).digest()[:_DIGEST]
+    return hashlib.sha256(array("q", sample.prompt_ids).tobytes()).digest()[:_DIGEST_BYTES]
 
 
-def prompts_of(samples: Iterable[TrainingSample]) -> Prompts:
+def prompt_digests(samples: Iterable[TrainingSample]) -> PromptDigests:
     """Digests of the prompts of samples."""
     return frozenset(map(prompt_digest, samples))
 
 
-def prompts_as_text(prompts: Prompts | None) -> str:
+def digests_as_text(prompts: PromptDigests | None) -> str:
     """The digests of trained prompts as base64 text for an artifact; empty if they are not known."""
     return base64.b64encode(b"".join(sorted(prompts or ()))).decode()
 
 
-def prompts_from_text(text: str) -> Prompts | None:
-    """The inverse of `prompts_as_text`; a `UserError` if the text is damaged."""
+def digests_from_text(text: str) -> PromptDigests | None:
+    """The inverse of `digests_as_text`; a `UserError` if the text is damaged."""
     try:
         joined = base64.b64decode(text, validate=True)
     except ValueError:
         raise UserError(f"trained_on={text[:20]!r}... is not base64; fetch the artifact again") from None
-    return frozenset(joined[start : start + _DIGEST] for start in range(0, len(joined), _DIGEST)) or None
+    starts = range(0, len(joined), _DIGEST_BYTES)
+    return frozenset(joined[start : start + _DIGEST_BYTES] for start in starts) or None
 
 
-def held_out_text(held_out: Iterable[TrainingSample], trained: Prompts | None) -> tuple[str, bool]:
+def held_out_text(held_out: Iterable[TrainingSample], trained: PromptDigests | None) -> tuple[str, bool]:
     """A model card's text on the held-out samples, and whether the module is known to be trained on none of them."""
     digests = [prompt_digest(sample) for sample in held_out]
     if trained is None:
         return f"{len(digests)}; whether an earlier stage was trained on them is not recorded", not digests
-    again = sum(digest in trained for digest in digests)
-    return f"{len(digests)}, {again or 'none'} of them trained on before", not again
+    trained_before = sum(digest in trained for digest in digests)
+    return f"{len(digests)}, {trained_before or 'none'} of them trained on before", not trained_before
 
 
 class QuestionStarts:
@@ -313,11 +356,14 @@ class QuestionStarts:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        mark = "QUESTION"
-        turn = [{"role": "user", "content": mark}]
-        end = chat_text(tokenizer, turn).rpartition(mark)[2] if has_chat_template(tokenizer) else ""
-        (self._end,) = encode(tokenizer, [end], special=False)
-        self._tokenizer, self._breaks = tokenizer, dict[int, bool]()
+        self._tokenizer = tokenizer
+        self._line_breaks: dict[int, bool] = {}  # whether a token ends in one
+        turn_end = ""
+        if has_chat_template(tokenizer):
+            mark = "QUESTION"
+            text = chat_text(tokenizer, [{"role": "user", "content": mark}])
+            turn_end = text.rpartition(mark)[2]
+        (self._turn_end,) = encode(tokenizer, [turn_end], special=False)
 
     def __call__(self, prompt_ids: Sequence[int]) -> int | None:
         """The number of tokens before the question: up to the last line break that can precede one.
@@ -325,64 +371,86 @@ class QuestionStarts:
         The line break is followed by 4 to 160 tokens of the user's turn and preceded by at least 64 tokens and half of
         the prompt. None if there is no such line break.
         """
-        ids, size = list(prompt_ids), len(self._end)
-        last = len(ids) - size
-        end = next((place for place in range(last, -1, -1) if ids[place : place + size] == self._end), last)
-        first = max(end - _MOST, _CONTEXT, (len(ids) + 1) // 2)
-        return next((place for place in range(end - _LEAST, first - 1, -1) if self._ends_line(ids[place - 1])), None)
+        ids = list(prompt_ids)
+        question_end = self._end_of_last_turn(ids)
+        earliest = max(question_end - _LONGEST_QUESTION, _SHORTEST_CONTEXT, (len(ids) + 1) // 2)
+        for start in range(question_end - _SHORTEST_QUESTION, earliest - 1, -1):
+            if self._ends_line(ids[start - 1]):
+                return start
+        return None
+
+    def _end_of_last_turn(self, ids: list[int]) -> int:
+        """Index of the tokens that end the last turn; where they are not found, of as many tokens at the end."""
+        length = len(self._turn_end)
+        last = len(ids) - length
+        for index in range(last, -1, -1):
+            if ids[index : index + length] == self._turn_end:
+                return index
+        return last
 
     def _ends_line(self, token: int) -> bool:
-        if token not in self._breaks:
-            self._breaks[token] = str(self._tokenizer.decode([token])).endswith("\n")
-        return self._breaks[token]
+        if token not in self._line_breaks:
+            self._line_breaks[token] = str(self._tokenizer.decode([token])).endswith("\n")
+        return self._line_breaks[token]
 
 
 @dataclass(frozen=True)
-class Unseen:
+class UnseenQuestions:
     """Selects the training samples that are split before the question.
 
     Attributes:
         share: Share of the samples, above 0. Samples in which no question is found are not split.
         seed: With a sample's index, decides whether it is selected.
-        starts: Where a prompt's question begins.
+        question_start: Where a prompt's question begins; see `QuestionStarts`.
     """
 
     share: float
     seed: int
-    starts: Callable[[Sequence[int]], int | None]
+    question_start: Callable[[Sequence[int]], int | None]
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, share: float, seed: int) -> Self | None:
+    def for_tokenizer(cls, tokenizer: PreTrainedTokenizerBase, share: float, seed: int) -> Self | None:
         """A selection for the prompts of a tokenizer; None if the share is 0."""
         return cls(share, seed, QuestionStarts(tokenizer)) if share else None
 
-    def divided(self, sample: TrainingSample) -> TrainingSample | None:
-        """The sample with its question moved to the answer; None if no question is found."""
-        if (start := self.starts(sample.prompt_ids)) is None:
-            return None
-        asked = [*sample.prompt_ids[start:], *sample.answer_ids]
-        return replace(sample, prompt_ids=sample.prompt_ids[:start], answer_ids=asked)
+    def selects(self, sample: TrainingSample) -> bool:
+        """Whether the sample is among those that are split if a question is found."""
+        return random.Random(f"{self.seed}:{sample.index}:unseen").random() < self.share
 
-    def held_out(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    def split(self, sample: TrainingSample) -> TrainingSample | None:
+        """The sample with its question moved to the answer; None if no question is found."""
+        start = self.question_start(sample.prompt_ids)
+        if start is None:
+            return None
+        question_and_answer = [*sample.prompt_ids[start:], *sample.answer_ids]
+        return replace(sample, prompt_ids=sample.prompt_ids[:start], answer_ids=question_and_answer)
+
+    def split_held_out(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """All held-out samples that can be split.
 
-        Their negative indices keep stored teacher outputs apart from those of the whole samples.
+        Their negative indices keep stored teacher outputs apart from those of the unsplit samples.
         """
-        divided = [each for each in map(self.divided, samples) if each is not None]
-        return [replace(each, index=~each.index) for each in divided]
+        split_samples = []
+        for sample in samples:
+            split_sample = self.split(sample)
+            if split_sample is not None:
+                split_samples.append(replace(split_sample, index=~sample.index))
+        return split_samples
 
 
-class SomeUnseen(LazySamples):
+class PartlySplitSamples(LazySamples):
     """Training samples, a share of them split before the question."""
 
-    def __init__(self, samples: Sequence[TrainingSample], unseen: Unseen) -> None:
-        self._samples, self._unseen = samples, unseen
+    def __init__(self, samples: Sequence[TrainingSample], unseen: UnseenQuestions) -> None:
+        self._samples = samples
+        self._unseen = unseen
 
     def __len__(self) -> int:
         return len(self._samples)
 
     @override
-    def read(self, place: int) -> TrainingSample:
-        sample, unseen = self._samples[place], self._unseen
-        chosen = random.Random(f"{unseen.seed}:{sample.index}:unseen").random() < unseen.share
-        return (unseen.divided(sample) if chosen else None) or sample
+    def read(self, index: int) -> TrainingSample:
+        sample = self._samples[index]
+        if not self._unseen.selects(sample):
+            return sample
+        return self._unseen.split(sample) or sample

@@ -32,23 +32,26 @@ def gather_weights(module: nn.Module) -> None:
     """
     for parameter in module.parameters():
         if parameter.requires_grad:
-            parameter.data = _whole(parameter)
+            parameter.data = _gathered_value(parameter)
 
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
     """`gather_weights` within the block; afterwards the parameters are what DeepSpeed expects."""
-    before = [(parameter, parameter.data) for parameter in module.parameters() if parameter.requires_grad]
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    local_values = [parameter.data for parameter in trainable]
     gather_weights(module)
     try:
         yield
     finally:
-        for parameter, data in before:
-            parameter.data = data
+        for parameter, local_value in zip(trainable, local_values, strict=True):
+            parameter.data = local_value
 
 
-def _whole(parameter: Tensor) -> Tensor:
-    if not (hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")):  # marks of ZeRO-3, and of ZeRO-1 and 2
+def _gathered_value(parameter: Tensor) -> Tensor:
+    is_zero3 = hasattr(parameter, "ds_id")
+    is_zero1_or_2 = hasattr(parameter, "_hp_mapping")
+    if not is_zero3 and not is_zero1_or_2:
         return parameter.data
     from deepspeed.utils import safe_get_full_fp32_param  # pyright: ignore[reportMissingImports]
 
@@ -66,11 +69,18 @@ def divide_layers(model: PreTrainedModel) -> None:
     processes: Any = launched()
     if getattr(model.config, "quantization_config", None) is not None:
         raise UserError("model.device_map=fsdp2: quantised weights cannot be sharded; leave out model.quantize")
-    weights, device = model.state_dict(), processes.device
+    weights = model.state_dict()
+    device = processes.device
     mesh = init_device_mesh(device.type, (processes.num_processes,))
     for layer in decoder_of(model).layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    model._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each.to(device))
+
+    def on_device(tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return torch.empty_like(tensor, device=device)
+        return tensor.to(device)
+
+    model._apply(on_device)
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     for buffer in model.buffers():  # some buffers are not in the state_dict
         dist.broadcast(buffer, src=0)
@@ -83,19 +93,20 @@ def gather_for_gradients(model: PreTrainedModel, predicted: list[Tensor]) -> Non
     FSDP2 itself waits for the gradient of the layer's output, which arrives later, and at the last layer never.
     """
 
-    def gather(layer: FSDPModule, gradient: Tensor) -> None:
+    def unshard(layer: FSDPModule, gradient: Tensor) -> None:
         layer.unshard()
 
     layers = decoder_of(model).layers
-    for place, importance in zip(full_attention_layers(model.config), predicted, strict=True):
-        if importance.requires_grad and isinstance(layer := layers[place], FSDPModule):
-            importance.register_hook(partial(gather, layer))
+    for index, importance in zip(full_attention_layers(model.config), predicted, strict=True):
+        layer = layers[index]
+        if importance.requires_grad and isinstance(layer, FSDPModule):
+            importance.register_hook(partial(unshard, layer))
 
 
 def leave_to_fsdp(module: nn.Module) -> None:
     """Tell DDP to ignore the parameters that `divide_layers` has sharded."""
-    divided = [name for name, each in module.named_parameters() if isinstance(each, DTensor)]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, divided)
+    sharded = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sharded)
 
 
 def launcher_of(accelerator: Accelerator, module: nn.Module) -> str:
@@ -106,4 +117,5 @@ def launcher_of(accelerator: Accelerator, module: nn.Module) -> str:
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None:
         return "zero3" if plugin.zero_stage == 3 else "zero2"
-    return "fsdp2" if any(isinstance(each, DTensor) for each in module.parameters()) else "ddp"
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    return "fsdp2" if is_sharded else "ddp"

@@ -71,7 +71,7 @@ class Objective(nn.Module, ABC):
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """The parameters that are trained."""
-        return [each for each in self.parameters() if each.requires_grad]
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def flops(self, batch: Batch) -> float | None:
         """Floating-point operations of the loss of a batch and its gradients; None where they are not known."""
@@ -82,8 +82,9 @@ class Objective(nn.Module, ABC):
         """Load a DeepSpeed checkpoint, which holds only the trained parameters; the frozen ones stay as they are."""
         keys = super().load_state_dict(state_dict, strict=False, assign=assign)
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
-        if strict and (odd := trained.intersection(keys.missing_keys).union(keys.unexpected_keys)):
-            raise RuntimeError(f"missing or surplus in the checkpoint: {min(odd)}")
+        missing_or_surplus = trained.intersection(keys.missing_keys).union(keys.unexpected_keys)
+        if strict and missing_or_surplus:
+            raise RuntimeError(f"missing or surplus in the checkpoint: {min(missing_or_surplus)}")
         return keys
 
     @contextmanager
@@ -113,7 +114,11 @@ class HeadObjective(Objective):
     @override
     def decisive(self) -> dict[str, Any]:
         section = self.settings_key.removesuffix(".train")
-        return {f"{section}.{name}": value for name, value in vars(self.settings).items() if name != "train"}
+        values = {}
+        for name, value in vars(self.settings).items():
+            if name != "train":
+                values[f"{section}.{name}"] = value
+        return values
 
     @override
     def weights(self) -> dict[str, Tensor]:
@@ -137,9 +142,9 @@ class ReplayedObjective(Objective):
     def train(self, mode: bool = True) -> Self:
         """As in torch, but base models stay in evaluation mode: with checkpointing, training mode drops the cache."""
         super().train(mode)
-        for each in self.modules():
-            if isinstance(each, PreTrainedModel):
-                each.eval()
+        for module in self.modules():
+            if isinstance(module, PreTrainedModel):
+                module.eval()
         return self
 
     @override
@@ -184,22 +189,25 @@ def recomputed(
         yield
         return
     decoder = decoder_of(model)
-    layers = [decoder.layers[place] for place in full_attention_layers(model.config)]
+    layers = [decoder.layers[index] for index in full_attention_layers(model.config)]
 
     @contextmanager
-    def again() -> Iterator[None]:
+    def recomputation() -> Iterator[None]:
         with under(), recording(decoder):
             yield
 
-    before = [vars(layer).get("forward") for layer in layers]
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """For the pass itself, and for the recomputation."""
+        return nullcontext(), recomputation()
+
+    earlier_forwards = [vars(layer).get("forward") for layer in layers]
     try:
         for layer in layers:
-            run_again = partial(checkpoint, layer.forward, use_reentrant=False)
-            layer.forward = partial(run_again, context_fn=lambda: (nullcontext(), again()))
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
         yield
     finally:
-        for layer, own in zip(layers, before, strict=True):
-            if own is None:
+        for layer, earlier_forward in zip(layers, earlier_forwards, strict=True):
+            if earlier_forward is None:
                 vars(layer).pop("forward", None)
             else:
-                layer.forward = own
+                layer.forward = earlier_forward

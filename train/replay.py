@@ -10,15 +10,21 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
 from mmap import mmap
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import (
+    KeyPath,
+    MappingKey,
+    TreeSpec,
+    tree_flatten,
+    tree_map,
+    tree_map_with_path,
+    tree_unflatten,
+)
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -36,9 +42,8 @@ _MARK = ".keepsight-replay"
 """An empty file in each folder that a training fills."""
 _ALIGNED = 64
 """Alignment, in bytes, of tensors that share a block of memory."""
-_LISTS = "importance", "features", "answers"
-"""The fields of teacher outputs that are lists of tensors."""
-_EXACT = "importance", "answers"
+_EXACT = ("importance", "answers")
+"""The fields of teacher outputs that are stored without rounding."""
 
 
 @dataclass(frozen=True)
@@ -61,36 +66,27 @@ class TeacherOutputs:
     @classmethod
     def of_cache(cls, cache: Cache, importance: Sequence[Tensor] = ()) -> Self:
         """The tensors of a cache, with importance."""
-        layers = [
-            {name: each for name, each in layer_tensors(layer).items() if each is not None} for layer in cache.layers
-        ]
-        return cls(layers, [*importance])
+        layers = []
+        for layer in cache.layers:
+            tensors = layer_tensors(layer)
+            layers.append({name: tensor for name, tensor in tensors.items() if tensor is not None})
+        return cls(layers, list(importance))
 
     def cache(self, model: PreTrainedModel, length: int) -> Cache:
         """A cache of the base model with these layers, after `length` tokens."""
         layers = []
-        for empty, tensors in zip(empty_cache(model).layers, self.layers, strict=True):
-            # A recurrent state is in float32 in models of any dtype.
-            cast = {name: one if name.startswith("recurrent") else one.to(model.dtype) for name, one in tensors.items()}
-            layers.append(layer_of_tensors(empty, cast, length))
+        for empty_layer, tensors in zip(empty_cache(model).layers, self.layers, strict=True):
+            cast_tensors = {}
+            for name, tensor in tensors.items():
+                is_recurrent = name.startswith("recurrent")  # in float32 in models of any dtype
+                cast_tensors[name] = tensor if is_recurrent else tensor.to(model.dtype)
+            layers.append(layer_of_tensors(empty_layer, cast_tensors, length))
         return Cache(layers=layers)
 
 
-def _map(change: Callable[..., Any], *outputs: TeacherOutputs) -> TeacherOutputs:
-    """Teacher outputs with `change(name, tensor of each of the outputs)` in place of each tensor."""
-    layers = [
-        {name: change(name, *(each[name] for each in layer)) for name in layer[0]}
-        for layer in zip(*(each.layers for each in outputs), strict=True)
-    ]
-    lists = [
-        [change(name, *each) for each in zip(*(getattr(one, name) for one in outputs), strict=True)] for name in _LISTS
-    ]
-    return TeacherOutputs(layers, *lists)
-
-
 def _devices(outputs: TeacherOutputs) -> TeacherOutputs:
-    """The device of each tensor, in its place."""
-    return _map(lambda _, tensor: tensor.device, outputs)
+    """The device of each tensor, in the tensor's place."""
+    return TeacherOutputs(**tree_map(lambda tensor: tensor.device, vars(outputs)))
 
 
 def pack(outputs: TeacherOutputs, int8: bool) -> TeacherOutputs:
@@ -99,38 +95,53 @@ def pack(outputs: TeacherOutputs, int8: bool) -> TeacherOutputs:
     Importance and answers stay exact: in bfloat16, a bfloat16 base model's replayed loss equals the one without replay.
     """
 
-    def packed(name: str, tensor: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def pack_tensor(path: KeyPath, tensor: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        name = _name(path)
         if int8 and name in ("keys", "values"):
             scale = tensor.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-30) / 127
-            return tuple(each.contiguous().cpu() for each in ((tensor / scale).round().to(torch.int8), scale))
-        rounded = tensor.is_floating_point() and name not in _EXACT
-        return (tensor.to(torch.bfloat16) if rounded else tensor).contiguous().cpu()
+            quantized = (tensor / scale).round().to(torch.int8)
+            return quantized.contiguous().cpu(), scale.contiguous().cpu()
+        if tensor.is_floating_point() and name not in _EXACT:
+            tensor = tensor.to(torch.bfloat16)
+        return tensor.contiguous().cpu()
 
-    return _map(packed, outputs)
+    return TeacherOutputs(**tree_map_with_path(pack_tensor, vars(outputs)))
+
+
+def _name(path: KeyPath) -> str:
+    """The name of a layer's tensor, or of the field of teacher outputs that lists a tensor."""
+    names = [step.key for step in path if isinstance(step, MappingKey)]
+    return str(names[-1])
 
 
 def unpack(packed: TeacherOutputs, devices: TeacherOutputs) -> TeacherOutputs:
     """The inverse of `pack` up to rounding, in float32; `devices` holds each tensor's device in its place."""
 
-    def unpacked(_: str, stored: Any, device: torch.device) -> Tensor:
+    def unpack_tensor(stored: Tensor | tuple[Tensor, Tensor], device: torch.device) -> Tensor:
         if isinstance(stored, tuple):
-            values, scale = (each.to(device, non_blocking=True) for each in stored)
-            return values * scale
-        moved: Tensor = stored.to(device, non_blocking=True)
-        return moved.float() if moved.is_floating_point() else moved
+            quantized, scale = stored
+            return quantized.to(device, non_blocking=True) * scale.to(device, non_blocking=True)
+        tensor = stored.to(device, non_blocking=True)
+        return tensor.float() if tensor.is_floating_point() else tensor
 
-    return _map(unpacked, packed, devices)
+    tensors = tree_map(unpack_tensor, vars(packed), vars(devices), is_leaf=_is_packed_tensor)
+    return TeacherOutputs(**tensors)
+
+
+def _is_packed_tensor(node: object) -> bool:
+    return isinstance(node, Tensor | tuple)
 
 
 def require_replays_alone(folder: Path, processes: str = "process-*") -> None:
     """Raise a UserError if a folder of `replay.dir`, by the pattern of its name, holds files that no training wrote."""
-    for each in folder.glob(processes):
-        if not each.is_dir() or (not (each / _MARK).exists() and any(each.iterdir())):
-            raise UserError(f"replay.dir: {each} holds files that no training wrote; choose another folder")
+    for path in folder.glob(processes):
+        is_ours = path.is_dir() and ((path / _MARK).exists() or not any(path.iterdir()))
+        if not is_ours:
+            raise UserError(f"replay.dir: {path} holds files that no training wrote; choose another folder")
 
 
 @contextmanager
-def _own_folder(folder: Path) -> Iterator[None]:
+def _process_folder(folder: Path) -> Iterator[None]:
     """Yield an empty folder for this process alone, cleared of files of a killed training; afterwards it is deleted.
 
     Raises:
@@ -168,11 +179,12 @@ class ReplayBuffer:
         self._devices = TeacherOutputs()  # of each tensor, alike for all batches
         self._files = 0
         self._folder = Path(settings.dir) / f"process-{process}" if settings.dir else None
-        self._owned = ExitStack()
+        self._exit_stack = ExitStack()
 
     def bytes_of(self, outputs: TeacherOutputs) -> int:
         """Bytes of packed teacher outputs."""
-        return sum(each.nbytes for each in tree_flatten(vars(pack(outputs, self._int8)))[0])
+        tensors, _ = tree_flatten(vars(pack(outputs, self._int8)))
+        return sum(tensor.nbytes for tensor in tensors)
 
     def rounded(self, outputs: TeacherOutputs) -> TeacherOutputs:
         """Teacher outputs as `take` returns them: packed, and unpacked on their devices."""
@@ -189,32 +201,35 @@ class ReplayBuffer:
             outputs = run()
             self._devices = _devices(outputs)
             stored, spec = tree_flatten(vars(pack(outputs, self._int8)))
+
         if isinstance(stored, Path):
-            read = load_file(stored)
-            tensors = [read[str(place)] for place in range(len(read))]
+            tensors_by_number = load_file(stored)
+            tensors = [tensors_by_number[str(number)] for number in range(len(tensors_by_number))]
+            if batch.last:
+                stored.unlink()
+            else:
+                self._kept[key] = stored, spec
         else:
             tensors = stored
-        if not batch.last:
-            self._kept[key] = (stored if isinstance(stored, Path) else self._keep(tensors)), spec
-        elif isinstance(stored, Path):
-            stored.unlink()
+            if not batch.last:
+                self._kept[key] = self._keep(tensors), spec
         return unpack(TeacherOutputs(**tree_unflatten(tensors, spec)), self._devices)
 
     def __enter__(self) -> Self:
         if self._folder is not None:
-            self._owned.enter_context(_own_folder(self._folder))
+            self._exit_stack.enter_context(_process_folder(self._folder))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._kept.clear()
-        self._owned.close()
+        self._exit_stack.close()
 
     def _keep(self, tensors: list[Tensor]) -> list[Tensor] | Path:
         if self._folder is None:
             return _outside_heap(tensors)
         self._files += 1
         path = self._folder / f"{self._files}.safetensors"
-        save_file({str(place): each for place, each in enumerate(tensors)}, path)
+        save_file({str(number): tensor for number, tensor in enumerate(tensors)}, path)
         return path
 
 
@@ -223,12 +238,15 @@ def _outside_heap(tensors: list[Tensor]) -> list[Tensor]:
 
     In the heap they fragment what training steps allocate: of a buffer of 0.7 GB, 1.8 GB stayed, against 0.5 GB.
     """
-    ends = list(accumulate(-(-each.nbytes // _ALIGNED) * _ALIGNED for each in tensors))
-    memory = torch.frombuffer(mmap(-1, ends[-1]), dtype=torch.uint8)
-    return [
-        memory[start : start + each.nbytes].view(each.dtype).view(each.shape).copy_(each)
-        for each, start in zip(tensors, [0, *ends], strict=False)
-    ]
+    sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors]
+    memory = torch.frombuffer(mmap(-1, sum(sizes)), dtype=torch.uint8)
+    copies = []
+    start = 0
+    for tensor, size in zip(tensors, sizes, strict=True):
+        copy = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        copies.append(copy.copy_(tensor))
+        start += size
+    return copies
 
 
 def replay_order(sizes: Sequence[float], replays: int, memory: int, rng: random.Random) -> Iterator[tuple[int, int]]:
@@ -237,15 +255,16 @@ def replay_order(sizes: Sequence[float], replays: int, memory: int, rng: random.
     As many as fit into `memory` bytes, at least one, are in use at a time, and any of them may come next. After
     `replays` uses one is dropped, and the next ones take its place.
     """
-    waiting, turns = list(range(len(sizes)))[::-1], dict[int, int]()
-    while waiting or turns:
-        while waiting and (not turns or sizes[waiting[-1]] + sum(sizes[each] for each in turns) <= memory):
-            turns[waiting.pop()] = 0
-        number = rng.choice(list(turns))
-        yield number, turns[number]
-        turns[number] += 1
-        if turns[number] == replays:
-            del turns[number]
+    waiting = list(reversed(range(len(sizes))))
+    uses: dict[int, int] = {}  # of the batches in use
+    while waiting or uses:
+        while waiting and (not uses or sizes[waiting[-1]] + sum(sizes[batch] for batch in uses) <= memory):
+            uses[waiting.pop()] = 0
+        batch = rng.choice(list(uses))
+        yield batch, uses[batch]
+        uses[batch] += 1
+        if uses[batch] == replays:
+            del uses[batch]
 
 
 class ReplaySampler(Sampler[Use]):
@@ -260,8 +279,12 @@ class ReplaySampler(Sampler[Use]):
     def __init__(
         self, lengths: Sequence[int], token_bytes: float, memory: int, settings: TrainSettings, processes: int = 1
     ) -> None:
-        self.lengths, self.token_bytes, self.memory = list(lengths), token_bytes, memory
-        self.settings, self.round_size, self.epoch = settings, settings.batch_size * processes, 0
+        self.lengths = list(lengths)
+        self.token_bytes = token_bytes
+        self.memory = memory
+        self.settings = settings
+        self.round_size = settings.batch_size * processes
+        self.epoch = 0
 
     def __len__(self) -> int:
         return len(self.lengths) // self.round_size * self.round_size * self.settings.replays
@@ -272,17 +295,23 @@ class ReplaySampler(Sampler[Use]):
 
     def __iter__(self) -> Iterator[Use]:
         rng = random.Random(f"{self.settings.seed}:{self.epoch}:0")
-        rounds, last = self._rounds(), self.settings.replays - 1
-        token_bytes = self.token_bytes * self.settings.batch_size
-        sizes = [token_bytes * max(self.lengths[place] for place in places) for places in rounds]
+        rounds = self._rounds()
+        sizes = []
+        for indices in rounds:
+            longest = max(self.lengths[index] for index in indices)
+            sizes.append(self.token_bytes * self.settings.batch_size * longest)
+        last_turn = self.settings.replays - 1
         for number, turn in replay_order(sizes, self.settings.replays, self.memory, rng):
-            yield from (Use(place, turn, turn == last) for place in rounds[number])
+            for index in rounds[number]:
+                yield Use(index, turn, last=turn == last_turn)
 
     def _rounds(self) -> list[list[int]]:
         """The samples of each round: a batch of the first process, one of the second, and so on."""
-        count, generator = self.round_size, torch.Generator().manual_seed(self.settings.seed + self.epoch)
+        generator = torch.Generator().manual_seed(self.settings.seed + self.epoch)
         if self.settings.group_by_length:
-            order = get_length_grouped_indices(self.lengths, count, generator=generator)
+            order = get_length_grouped_indices(self.lengths, self.round_size, generator=generator)
         else:
             order = torch.randperm(len(self.lengths), generator=generator).tolist()
-        return [order[first : first + count] for first in range(0, len(order) - count + 1, count)]
+        full_rounds = len(order) // self.round_size
+        starts = range(0, full_rounds * self.round_size, self.round_size)
+        return [order[start : start + self.round_size] for start in starts]

@@ -34,7 +34,8 @@ def check_ranges(settings: object, key: str) -> None:
         TypeAdapter(type(settings)).validate_python(vars(settings))
     except ValidationError as error:
         first = error.errors()[0]
-        name, limit = str(first["loc"][0]), re.sub("^(Input|List|Value) should", "must", first["msg"])
+        name = str(first["loc"][0])
+        limit = re.sub("^(Input|List|Value) should", "must", first["msg"])
         raise UserError(f"{key}.{name}={getattr(settings, name)} {limit}") from None
 
 

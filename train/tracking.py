@@ -52,13 +52,15 @@ class Throughput(TrainerCallback):
 
     def __init__(self, objective: Objective, settings: TrainSettings) -> None:
         self._objective = objective
-        self._peak = 1e12 * (settings.flops or _known_peak(objective, settings))
+        self._peak = 1e12 * (settings.flops or _half_precision_peak(objective, settings))
         self._forget()
         objective.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _forget(self) -> None:
         self._tokens: Any = 0  # a tensor on the device where something is padded, so that the CPU need not wait for it
-        self._flops, self._seconds, self._started = 0.0, 0.0, 0.0
+        self._flops = 0.0
+        self._seconds = 0.0
+        self._started = 0.0
 
     def _count(self, module: nn.Module, args: object, values: dict[str, Any]) -> None:
         batch = Batch(**values)
@@ -78,37 +80,45 @@ class Throughput(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
     ) -> None:
-        if logs is not None and "loss" in logs and self._seconds:
-            own = [float(self._tokens), self._flops, self._seconds, float(peak_memory())]
-            everyone: Any = gather(torch.tensor([own], device=args.device))
-            tokens, flops, seconds, memory = everyone.T
-            logs["tokens_per_second"] = round((tokens.sum() / seconds.max()).item(), 1)
-            logs["peak_memory_gib"] = round(memory.max().item() / 2**30, 3)
-            if self._peak and self._flops:
-                logs["mfu"] = round((flops.sum() / (len(everyone) * seconds.max() * self._peak)).item(), 4)
-            self._forget()
+        if logs is None or "loss" not in logs or not self._seconds:
+            return
+        process_row = [float(self._tokens), self._flops, self._seconds, float(peak_memory())]
+        process_rows: Any = gather(torch.tensor([process_row], device=args.device))
+        tokens, flops, seconds, memory = process_rows.T
+        logs["tokens_per_second"] = round((tokens.sum() / seconds.max()).item(), 1)
+        logs["peak_memory_gib"] = round(memory.max().item() / 2**30, 3)
+        if self._peak and self._flops:
+            possible_flops = len(process_rows) * seconds.max() * self._peak
+            logs["mfu"] = round((flops.sum() / possible_flops).item(), 4)
+        self._forget()
 
 
-def _known_peak(objective: Objective, settings: TrainSettings) -> float:
+def _half_precision_peak(objective: Objective, settings: TrainSettings) -> float:
     """The peak of the GPUs that an objective computes on in half precision, in 1e12 operations a second; else 0."""
-    halves = (torch.bfloat16, torch.float16)
     weights = list(objective.parameters())
-    is_half = settings.precision != "no" or any(weight.dtype in halves for weight in weights)
-    devices = {weight.device for weight in weights if weight.device.type == "cuda"}
-    return sum(peak_of(torch.cuda.get_device_name(device)) for device in devices) if is_half else 0.0
+    has_half_weights = any(weight.dtype in (torch.bfloat16, torch.float16) for weight in weights)
+    if settings.precision == "no" and not has_half_weights:
+        return 0.0
+    gpus = {weight.device for weight in weights if weight.device.type == "cuda"}
+    return sum(peak_of(torch.cuda.get_device_name(gpu)) for gpu in gpus)
 
 
 def peak_of(gpu: str) -> float:
     """The bfloat16 peak of a GPU by its name, in 1e12 operations a second; 0 where it is not known."""
-    known = [name for name in _PEAKS if re.search(rf"\b{name}\b", gpu)]
-    return float(_PEAKS[max(known, key=len)]) if known else 0.0
+    matching = [name for name in _PEAKS if re.search(rf"\b{name}\b", gpu)]
+    if not matching:
+        return 0.0
+    return float(_PEAKS[max(matching, key=len)])
 
 
 def peak_memory() -> int:
     """Peak bytes so far: allocated on the fullest GPU, or resident in the process where there is none."""
     if torch.cuda.is_available():
         return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform == "darwin":
+        return peak
+    return peak * 1024  # elsewhere the unit is a KiB
 
 
 def log_lists(trainer: Trainer, measured: Mapping[str, Any]) -> None:
@@ -116,11 +126,12 @@ def log_lists(trainer: Trainer, measured: Mapping[str, Any]) -> None:
 
     Those of single samples are left out: they stand in fidelity.jsonl alone.
     """
-    of_samples = "by_sample", "samples"
-    lists = {
-        name: value for name, value in measured.items() if isinstance(value, list) and not name.endswith(of_samples)
-    }
-    values = {f"{name}/{place:02}": each for name, value in lists.items() for place, each in enumerate(value)}
+    values = {}
+    for name, numbers in measured.items():
+        if not isinstance(numbers, list) or name.endswith(("by_sample", "samples")):
+            continue
+        for index, number in enumerate(numbers):
+            values[f"{name}/{index:02}"] = number
     for callback in trainer.callback_handler.callbacks:
         if not isinstance(callback, PrinterCallback | ProgressCallback):
             callback.on_log(trainer.args, trainer.state, trainer.control, logs=dict(values), model=trainer.model)
@@ -140,14 +151,22 @@ def pass_flops(model: PreTrainedModel, weights: float, tokens: int, before: int 
 def weights_per_token(model: PreTrainedModel) -> float:
     """Weights of a model's layers that a token is multiplied with: of experts only those that it is routed to."""
     config = model.config.get_text_config(decoder=True)
-    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    experts = next(filter(None, counts), None)
-    share = config.num_experts_per_tok / experts if experts else 1.0
-
-    def counted(name: str, size: int) -> float:
-        return size * share if _EXPERTS.search(name) else size
+    routed_share = 1.0
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        experts = getattr(config, name, None)
+        if experts:
+            routed_share = config.num_experts_per_tok / experts
+            break
 
     layers = decoder_of(model).layers
-    single = sum(counted(name, linear.in_features * linear.out_features) for name, linear in linears(layers))
-    shapes = ((name, whole_shape(weight)) for name, weight in layers.named_parameters())
-    return single + sum(counted(name, shape.numel()) for name, shape in shapes if len(shape) == 3)  # of all experts
+    linear_weights = 0.0
+    for name, linear in linears(layers):
+        share = routed_share if _EXPERTS.search(name) else 1
+        linear_weights += share * (linear.in_features * linear.out_features)
+    joined_weights = 0.0  # the weights of all experts in one tensor
+    for name, weight in layers.named_parameters():
+        shape = whole_shape(weight)
+        if len(shape) == 3:
+            share = routed_share if _EXPERTS.search(name) else 1
+            joined_weights += share * shape.numel()
+    return linear_weights + joined_weights

@@ -38,14 +38,14 @@ from keepsight.train.checkpoints import (
 from keepsight.train.dataset import (
     Batch,
     GroupedByLength,
-    Prompts,
+    PartlySplitSamples,
+    PromptDigests,
     SampleDataset,
-    SomeUnseen,
-    Unseen,
+    UnseenQuestions,
     collate,
     held_out_text,
     hold_out,
-    prompts_of,
+    prompt_digests,
     samples_digest,
 )
 from keepsight.train.distributed import gather_weights, gathered, launcher_of, leave_to_fsdp
@@ -68,7 +68,7 @@ class TrainingRun:
         samples: Training and held-out ones.
         start: Further values that must be the same when the training is resumed, by recipe key.
         replay: How teacher outputs are kept, where the settings' `replays` is above 1.
-        trained: Prompts of earlier stages; None where they are not known.
+        trained: PromptDigests of earlier stages; None where they are not known.
         unseen: Selects the samples that are split before the question; None for none.
     """
 
@@ -76,8 +76,8 @@ class TrainingRun:
     samples: Sequence[TrainingSample]
     start: Mapping[str, Any] = field(default_factory=dict)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
-    trained: Prompts | None = frozenset()
-    unseen: Unseen | None = None
+    trained: PromptDigests | None = frozenset()
+    unseen: UnseenQuestions | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Trained:
     log: list[dict[str, Any]] = field(default_factory=list)
     metrics: Mapping[str, float] = field(default_factory=dict)
     held_out: str = ""
-    prompts: Prompts | None = None
+    prompts: PromptDigests | None = None
 
     @property
     def losses(self) -> list[float]:
@@ -144,7 +144,7 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
                 f"{key}.batch_size={settings.batch_size}: {len(whole)} training samples are fewer than the "
                 f"{round_size} of one batch in every process; use more data, smaller batches or fewer processes"
             )
-        train = SampleDataset(SomeUnseen(whole.samples, run.unseen)) if run.unseen else whole
+        train = SampleDataset(PartlySplitSamples(whole.samples, run.unseen)) if run.unseen else whole
         super().__init__(
             model=objective, args=arguments, data_collator=collate, train_dataset=train, eval_dataset=held_out
         )
@@ -161,7 +161,7 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         data |= {"data.repeated": repeated} if repeated else {}  # earlier versions trained on them
         start = {**objective.decisive(), **run.start, **data, "launch.processes": self.args.world_size}
         self._decisive = {f"{key}.{name}": value for name, value in settings.decisive().items()} | start
-        self._trained_prompts = None if run.trained is None else run.trained | prompts_of(whole.samples)
+        self._trained_prompts = None if run.trained is None else run.trained | prompt_digests(whole.samples)
         self._held_out, is_new = held_out_text(held_out.samples, run.trained)
         self._held_out_digest = samples_digest(held_out.samples)
         if not is_new and self.is_world_process_zero():

@@ -22,7 +22,7 @@ from keepsight.models.distributed import shards_models
 from keepsight.models.hub import plan_upload
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.targets import Target
-from keepsight.train.dataset import prompts_from_text, prompts_of
+from keepsight.train.dataset import digests_from_text, prompt_digests
 from keepsight.train.eviction import EvictionObjective
 from keepsight.train.importance import ImportanceObjective
 from tests.close import assert_close
@@ -103,8 +103,8 @@ def test_stopped_in_every_stage_it_ends_as_if_it_had_not_been(
     assert artifact.settings == LookaheadAdapter.load(here / "first").settings.selecting("shared")
     assert artifact.head_weights is not None
     samples = finished_samples(here / "fitted/data", finished_manifest(here / "fitted/data"))
-    on = prompts_from_text(artifact.provenance.trained_on)
-    assert on is not None and len(on) >= 6 and on <= prompts_of(samples)
+    on = digests_from_text(artifact.provenance.trained_on)
+    assert on is not None and len(on) >= 6 and on <= prompt_digests(samples)
     card = (fitted / "README.md").read_text()
     (command,) = (line for line in card.splitlines() if line.startswith("keepsight fit tiny "))
     said = {"limit=8", "train.steps=3", "finetune.uniform_share=0.5", "tasks=[niah_single]", "tests=2", "out=DIR"}
@@ -150,7 +150,7 @@ def test_the_eviction_stage_goes_on_with_new_prompts(keepsight: CommandLine, her
     assert fitted.provenance.training["fine-tuning, steps"] == 3
     assert fitted.provenance.training["fine-tuning 2, steps"] == 2
     first, last = (
-        prompts_from_text(LookaheadAdapter.load(here / "fitted" / name).provenance.trained_on)
+        digests_from_text(LookaheadAdapter.load(here / "fitted" / name).provenance.trained_on)
         for name in ("eviction", "fresh_eviction")
     )
     assert first and last and first < last

@@ -26,7 +26,7 @@ from keepsight.data_gen.store import (
 )
 from keepsight.errors import UserError
 from keepsight.files import read_json, read_jsonl, text_digest, write_json, write_lines
-from keepsight.train.dataset import cut, hold_out, no_longer_than, samples_digest
+from keepsight.train.dataset import hold_out, samples_digest, truncated, with_short_prompts
 from tests.train.runs import samples
 
 SETTINGS = DataSettings("ada/tiny", "c0ffee", "sha256:template", {"sources": [{"kind": "needles"}]}, 3, 10, 4, 16)
@@ -350,7 +350,7 @@ def test_samples_are_a_sequence(tmp_path: Path) -> None:
     found, _ = read_training_samples(tmp_path, *MODEL)
     assert isinstance(found, StoredSamples)
     every = expected()
-    for each in (found, cut(found, 100)):
+    for each in (found, truncated(found, 100)):
         assert (len(each), each[3], each[-1], each[2:9:3]) == (10, every[3], every[-1], every[2:9:3])
         assert every[4] in each
         with pytest.raises(IndexError):
@@ -369,14 +369,14 @@ def test_reading_takes_no_memory_for_tokens(tmp_path: Path) -> None:
     tracemalloc.start()
     try:
         stored = finished_samples(tmp_path, finished_manifest(tmp_path))
-        trained, held_out = hold_out(cut(no_longer_than(stored, tokens), tokens + 100), 10)
+        trained, held_out = hold_out(truncated(with_short_prompts(stored, tokens), tokens + 100), 10)
         digest = samples_digest(trained.samples)
         held, peak = (each / (count * tokens * 1.5) for each in tracemalloc.get_traced_memory())
     finally:
         tracemalloc.stop()
     assert held < 1 and peak < 16 and pyarrow.total_allocated_bytes() < 1 << 20
     assert (len(trained), len(held_out)) == (230, 10)
-    kept = [each for place, each in enumerate(cut([*stored], tokens + 100)) if place % 24 != 23]
+    kept = [each for place, each in enumerate(truncated([*stored], tokens + 100)) if place % 24 != 23]
     assert digest == samples_digest(kept)
 
 

@@ -18,7 +18,7 @@ from keepsight.errors import UserError
 from keepsight.files import file_digest, one_writer, read_json, whole_lines, write_json
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.train.checkpoints import SEAL, last_checkpoint
-from keepsight.train.dataset import hold_out, prompts_of, samples_digest
+from keepsight.train.dataset import hold_out, prompt_digests, samples_digest
 from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.train.runs import (
     checkpoints,
@@ -101,7 +101,7 @@ def test_measurements_of_a_resumed_training_stand_once_and_in_order(tmp_path):
 
 def test_a_measurement_names_its_samples(tmp_path):
     """Which are held out depends on the prompts of earlier stages."""
-    for name, trained in ("first", frozenset()), ("second", prompts_of(hold_out(samples(), 2)[1].samples)):
+    for name, trained in ("first", frozenset()), ("second", prompt_digests(hold_out(samples(), 2)[1].samples)):
         run = TrainingRun(tmp_path / name, samples(), trained=trained)
         ModuleTrainer(objective(), settings(held_out=2, steps=1), run).fit()
         expected = samples_digest(hold_out(samples(), 2, trained=trained)[1].samples)

@@ -13,24 +13,24 @@ from keepsight.errors import UserError
 from keepsight.files import read_json, write_json
 from keepsight.models.lookahead import CONFIG, LookaheadAdapter
 from keepsight.train.dataset import (
+    digests_as_text,
+    digests_from_text,
     held_out_text,
     hold_out,
     prompt_digest,
-    prompts_as_text,
-    prompts_from_text,
-    prompts_of,
+    prompt_digests,
 )
 from tests.train.runs import SHAPE, numbered, samples, settings
 
 
 def test_what_was_seen_is_written_and_read() -> None:
-    seen = prompts_of(samples())
+    seen = prompt_digests(samples())
     assert len(seen) == 14
-    assert prompts_from_text(prompts_as_text(seen)) == seen
-    assert len(prompts_as_text(seen)) == 14 * 8
-    assert prompts_as_text(None) == "" and prompts_from_text("") is None
+    assert digests_from_text(digests_as_text(seen)) == seen
+    assert len(digests_as_text(seen)) == 14 * 8
+    assert digests_as_text(None) == "" and digests_from_text("") is None
     with pytest.raises(UserError, match=r"trained_on='!!'... is not base64"):
-        prompts_from_text("!!")
+        digests_from_text("!!")
 
 
 def test_the_answer_and_the_number_of_a_sample_do_not_make_another_prompt() -> None:
@@ -41,7 +41,7 @@ def test_the_answer_and_the_number_of_a_sample_do_not_make_another_prompt() -> N
 def test_a_later_stage_holds_out_what_the_earlier_held_out() -> None:
     rows = samples()
     trained, held_out = hold_out(rows, 4)
-    seen = prompts_of(trained.samples)
+    seen = prompt_digests(trained.samples)
     for count in (4, 9):  # the earlier stage held out four
         again = hold_out(rows, count, trained=seen)
         assert [[*each.samples] for each in again] == [[*trained.samples], [*held_out.samples]]
@@ -54,8 +54,8 @@ def test_a_held_out_prompt_that_occurs_again_is_not_trained_on() -> None:
     rows = samples()
     twice = [*rows, *(replace(each, index=100 + each.index, answer_ids=[7]) for each in rows)]
     trained, held_out = hold_out(twice, 4)
-    assert not prompts_of(trained.samples) & prompts_of(held_out.samples)
-    assert len(trained.samples) == len(twice) - 2 * len(prompts_of(held_out.samples))
+    assert not prompt_digests(trained.samples) & prompt_digests(held_out.samples)
+    assert len(trained.samples) == len(twice) - 2 * len(prompt_digests(held_out.samples))
     with pytest.raises(UserError, match=r"train\.held_out=1: every prompt of the data is held out, since they repeat"):
         hold_out([rows[0], replace(rows[0], index=9)], 1)
 
@@ -64,7 +64,7 @@ def test_a_held_out_prompt_that_occurs_again_is_not_trained_on() -> None:
     ("seen", "said", "is_new"),
     [
         (frozenset(), "4, none of them trained on before", True),
-        (prompts_of(samples()[:2]), "4, 2 of them trained on before", False),
+        (prompt_digests(samples()[:2]), "4, 2 of them trained on before", False),
         (None, "4; whether an earlier stage was trained on them is not recorded", False),
     ],
 )
@@ -88,7 +88,7 @@ def stage(place: Path, out: Path, init: Path | None = None, **changes: Any) -> t
     provenance = LookaheadAdapter.load(out).provenance
     card = (out / "README.md").read_text()
     assert f"- held-out samples: {provenance.training['held-out samples']}\n" in card
-    return provenance.training["held-out samples"], prompts_from_text(provenance.trained_on)
+    return provenance.training["held-out samples"], digests_from_text(provenance.trained_on)
 
 
 def test_stages_on_the_same_data_share_their_held_out_samples(
@@ -96,8 +96,8 @@ def test_stages_on_the_same_data_share_their_held_out_samples(
 ) -> None:
     rows = numbered(samples())
     stage(place, place / "first")
-    first = prompts_from_text(LookaheadAdapter.load(place / "first").provenance.trained_on)
-    assert first == prompts_of(hold_out(rows, 2)[0].samples)
+    first = digests_from_text(LookaheadAdapter.load(place / "first").provenance.trained_on)
+    assert first == prompt_digests(hold_out(rows, 2)[0].samples)
     with caplog.at_level(logging.WARNING, "keepsight"):
         said, seen = stage(place, tmp_path / "second", place / "first")
         assert (said, seen) == ("2, none of them trained on before", first)

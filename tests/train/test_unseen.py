@@ -15,7 +15,7 @@ from keepsight.models.card import excess_rows
 from keepsight.models.chat import chat_text
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.methods import make_method
-from keepsight.train.dataset import QuestionStarts, SomeUnseen, Unseen, prompts_of
+from keepsight.train.dataset import PartlySplitSamples, QuestionStarts, UnseenQuestions, prompt_digests
 from keepsight.train.eviction import EvictionObjective
 from keepsight.train.settings import FinetuneSettings
 from keepsight.train.trainer import ModuleTrainer, TrainingRun
@@ -85,18 +85,18 @@ def by_hand(rows: list[TrainingSample]) -> list[TrainingSample]:
 
 def test_a_coin_of_seed_and_index_chooses_the_samples() -> None:
     rows, whole = samples(140), by_hand(samples(140))
-    divided = [*SomeUnseen(rows, Unseen(0.3, 1, third))]
+    divided = [*PartlySplitSamples(rows, UnseenQuestions(0.3, 1, third))]
     assert all(each in pair for each, *pair in zip(divided, rows, whole, strict=True))
     assert 25 <= sum(each != row for each, row in zip(divided, rows, strict=True)) <= 50
     later = rows[70:]
-    assert [*SomeUnseen(later, Unseen(0.3, 1, third))] == divided[70:]
-    assert [*SomeUnseen(rows, Unseen(0.3, 2, third))] != divided
-    assert [*SomeUnseen(rows, Unseen(1.0, 1, third))] == whole
-    assert Unseen.of(None, 0.0, 1) is None  # type: ignore[arg-type]
+    assert [*PartlySplitSamples(later, UnseenQuestions(0.3, 1, third))] == divided[70:]
+    assert [*PartlySplitSamples(rows, UnseenQuestions(0.3, 2, third))] != divided
+    assert [*PartlySplitSamples(rows, UnseenQuestions(1.0, 1, third))] == whole
+    assert UnseenQuestions.for_tokenizer(None, 0.0, 1) is None  # type: ignore[arg-type]
 
 
 def run(work: Path, share: float = 0.5) -> TrainingRun:
-    return TrainingRun(work, samples(), unseen=Unseen(share, 0, third))
+    return TrainingRun(work, samples(), unseen=UnseenQuestions(share, 0, third))
 
 
 def fit(one: Any, given: Any, of: TrainingRun) -> ModuleTrainer:
@@ -116,7 +116,7 @@ def test_training_on_divided_samples_is_training_on_samples_made_so(tmp_path: Pa
         assert trainer.metrics[f"eval_unseen_{name}"] == pytest.approx(expected.metrics[f"eval_{name}"], rel=1e-6)
     assert trainer.metrics["eval_kl"] != pytest.approx(expected.metrics["eval_kl"], rel=1e-3)
     recorded = trainer.trained().prompts
-    assert recorded is not None and recorded < prompts_of(samples())
+    assert recorded is not None and recorded < prompt_digests(samples())
 
 
 def test_it_resumes_alike_and_what_is_kept_of_held_out_samples_is_their_own(tmp_path: Path) -> None:
