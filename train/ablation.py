@@ -35,11 +35,14 @@ class Cell:
     objective: ImportanceObjective
     settings: LookaheadTrainSettings
 
-    def of(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def values_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The cell's values of a log row, under the names that training the cell alone would log."""
-        end = f"/{self.name}"
-        shared = "step", "held_out"
-        return {key.removesuffix(end): value for key, value in row.items() if key in shared or key.endswith(end)}
+        suffix = f"/{self.name}"
+        values = {}
+        for key, value in row.items():
+            if key in ("step", "held_out") or key.endswith(suffix):
+                values[key.removesuffix(suffix)] = value
+        return values
 
 
 class SideBySide(ReplayedObjective):
@@ -66,13 +69,20 @@ class SideBySide(ReplayedObjective):
 
     @override
     def decisive(self) -> dict[str, Any]:
-        shapes = [cell.objective.decisive() for cell in self.cells]
-        shared = {key: value for key, value in shapes[0].items() if all(each[key] == value for each in shapes)}
-        return shared | {"ablation.cells": [cell.name for cell in self.cells]}
+        values_of_cells = [cell.objective.decisive() for cell in self.cells]
+        values = {}
+        for key, value in values_of_cells[0].items():
+            if all(cell_values[key] == value for cell_values in values_of_cells):
+                values[key] = value
+        values["ablation.cells"] = [cell.name for cell in self.cells]
+        return values
 
     @override
     def parameter_groups(self, settings: TrainSettings) -> list[dict[str, Any]]:
-        return [group for cell in self.cells for group in cell.objective.parameter_groups(cell.settings)]
+        groups = []
+        for cell in self.cells:
+            groups += cell.objective.parameter_groups(cell.settings)
+        return groups
 
     @override
     def run_teacher(self, batch: Batch) -> TeacherOutputs:
@@ -84,10 +94,13 @@ class SideBySide(ReplayedObjective):
 
     @override
     def loss_of(self, outputs: TeacherOutputs, batch: Batch) -> Tensor:
-        objectives = [cell.objective for cell in self.cells]
-        losses = [_with_gradients(each.loss_of(outputs, batch), each.trained_parameters()) for each in objectives]
-        self.losses.append(torch.stack(losses).detach())
-        return torch.stack(losses).sum()
+        cell_losses = []
+        for cell in self.cells:
+            loss = cell.objective.loss_of(outputs, batch)
+            cell_losses.append(_with_gradients(loss, cell.objective.trained_parameters()))
+        losses = torch.stack(cell_losses)
+        self.losses.append(losses.detach())
+        return losses.sum()
 
     @override
     def flops(self, batch: Batch) -> float:
@@ -96,29 +109,38 @@ class SideBySide(ReplayedObjective):
 
     @override
     def weights(self) -> dict[str, Tensor]:
-        named = ((place, cell.objective.weights()) for place, cell in enumerate(self.cells))
-        return {f"{place}.{name}": tensor for place, weights in named for name, tensor in weights.items()}
+        weights = {}
+        for number, cell in enumerate(self.cells):
+            for name, tensor in cell.objective.weights().items():
+                weights[f"{number}.{name}"] = tensor
+        return weights
 
     @override
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        for place, cell in enumerate(self.cells):
-            own = f"{place}."
-            named = {name.removeprefix(own): each for name, each in weights.items() if name.startswith(own)}
-            cell.objective.load_weights(named)
+        for number, cell in enumerate(self.cells):
+            prefix = f"{number}."
+            cell_weights = {}
+            for name, tensor in weights.items():
+                if name.startswith(prefix):
+                    cell_weights[name.removeprefix(prefix)] = tensor
+            cell.objective.load_weights(cell_weights)
 
     @override
     def measure(self, batches: Iterable[dict[str, Any]], budget: int) -> dict[str, Any]:
         kv_heads = cached_kv_heads(self.cells[0].objective.lookahead.model)
         with self.measuring():
-            measured = measure_fidelity(self.importances, batches, kv_heads, budget)
-        pairs = zip(self.cells, measured, strict=True)
-        return {f"{key}/{cell.name}": value for cell, each in pairs for key, value in each.metrics().items()}
+            fidelities = measure_fidelity(self.importances, batches, kv_heads, budget)
+        metrics = {}
+        for cell, fidelity in zip(self.cells, fidelities, strict=True):
+            for name, value in fidelity.metrics().items():
+                metrics[f"{name}/{cell.name}"] = value
+        return metrics
 
     def importances(self, batch: Batch) -> Iterator[Importances]:
         """Target and predicted importance for each cell in turn."""
         outputs = self.teacher_outputs(batch)
         for cell in self.cells:
-            yield cell.objective.compared(outputs, batch)
+            yield cell.objective.importances_from(outputs, batch)
 
 
 class AblationTrainer(ModuleTrainer[SideBySide]):
@@ -129,16 +151,20 @@ class AblationTrainer(ModuleTrainer[SideBySide]):
 
     def trained_cells(self) -> list[Trained]:
         """The result of the training of each cell."""
-        whole = self.trained()
-        parts = ((cell, [*map(cell.of, whole.log)], cell.of(whole.metrics)) for cell in self.objective.cells)
-        return [replace(whole, settings=cell.settings, log=log, metrics=metrics) for cell, log, metrics in parts]
+        together = self.trained()
+        trained_cells = []
+        for cell in self.objective.cells:
+            log = [cell.values_of(row) for row in together.log]
+            metrics = cell.values_of(together.metrics)
+            trained_cells.append(replace(together, settings=cell.settings, log=log, metrics=metrics))
+        return trained_cells
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Clip each cell's gradients to its own maximum norm; returns the norm of all gradients before clipping."""
-        norms: list[Any] = [
-            self.accelerator.clip_grad_norm_(cell.objective.trained_parameters(), cell.settings.clip)
-            for cell in self.objective.cells
-        ]
+        norms: list[Any] = []
+        for cell in self.objective.cells:
+            parameters = cell.objective.trained_parameters()
+            norms.append(self.accelerator.clip_grad_norm_(parameters, cell.settings.clip))
         return torch.stack(norms).norm()
 
     @override
@@ -146,8 +172,8 @@ class AblationTrainer(ModuleTrainer[SideBySide]):
         if "loss" in logs:
             means: Any = reduce(torch.stack(self.objective.losses).mean(dim=0), reduction="mean")
             self.objective.losses.clear()
-            pairs = zip(self.objective.cells, means.tolist(), strict=True)
-            logs |= {f"loss/{cell.name}": mean for cell, mean in pairs}
+            for cell, mean in zip(self.objective.cells, means.tolist(), strict=True):
+                logs[f"loss/{cell.name}"] = mean
         super().log(logs, *args, **kwargs)
 
 
@@ -167,4 +193,5 @@ class _KnownGradients(Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return None, None, *(upstream[0].to(gradient.device) * gradient for gradient in ctx.gradients)
+        gradients = [upstream[0].to(gradient.device) * gradient for gradient in ctx.gradients]
+        return None, None, *gradients

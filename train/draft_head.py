@@ -13,6 +13,7 @@ from accelerate.utils import align_module_device, gather_object
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional
 from tqdm import tqdm
 from transformers import LlamaConfig, PreTrainedModel
 from typing_extensions import override
@@ -67,11 +68,11 @@ class RunModel:
 class NextTokens:
     """The base model's next-token distributions [n, V] after n tokens, over a draft vocabulary of V tokens.
 
-    `known` [n] bool says whether the base model's top-1 token lies in the draft vocabulary.
+    `in_vocabulary` [n] bool says whether the base model's top-1 token lies in the draft vocabulary.
     """
 
     probabilities: Tensor
-    known: Tensor
+    in_vocabulary: Tensor
 
 
 _TEACHER_ROWS = 256
@@ -84,14 +85,15 @@ def next_tokens(hidden: Tensor, model: PreTrainedModel, vocabulary: Tensor, dtyp
     From the input of the base model's lm_head, [n, hidden], over a draft vocabulary in its ids, [V] int64.
     """
     probabilities = hidden.new_empty(len(hidden), len(vocabulary), dtype=dtype)
-    known, vocabulary_on = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device), on_each(vocabulary)
+    in_vocabulary = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
+    vocabulary_on = on_each(vocabulary)
     for start in range(0, len(hidden), _TEACHER_ROWS):
         chunk = slice(start, start + _TEACHER_ROWS)
         logits = logits_of(model, hidden[chunk])
         drafted = logits.index_select(1, vocabulary_on(logits.device))
         probabilities[chunk] = drafted.softmax(-1, dtype=torch.float32)
-        known[chunk] = drafted.amax(-1) == logits.amax(-1)  # an argmax takes a CPU ten times as long
-    return NextTokens(probabilities, known)
+        in_vocabulary[chunk] = drafted.amax(-1) == logits.amax(-1)  # an argmax takes a CPU ten times as long
+    return NextTokens(probabilities, in_vocabulary)
 
 
 _MANIFEST = "manifest.json"
@@ -112,13 +114,15 @@ class StoredStates:
 
     def __init__(self, folder: Path) -> None:
         self._shards: dict[str, Path] = {}
-        made: _Manifest = read_json(folder / _MANIFEST, _Manifest)
-        for name, digest in made.digests.items():
+        manifest: _Manifest = read_json(folder / _MANIFEST, _Manifest)
+        for name, digest in manifest.digests.items():
             path = folder / Path(name).name
             if file_digest(path) != digest:
                 raise UserError(f"{path}: changed since it was written; delete it to have it computed again")
             with safe_open(path, framework="pt") as tensors:
-                self._shards |= {key.partition(".")[0]: path for key in tensors.keys()}  # noqa: SIM118
+                for tensor_name in tensors.keys():  # noqa: SIM118
+                    key = tensor_name.partition(".")[0]
+                    self._shards[key] = path
 
     def __call__(self, ids: Tensor) -> HiddenStates:
         """[n] int64 -> the hidden states, on the device of `ids`.
@@ -129,12 +133,16 @@ class StoredStates:
         key = _key(ids.tolist())
         if key not in self._shards:
             raise UserError(f"a sample of {len(ids)} tokens is not in features=; delete that folder to make it again")
-        path, names = self._shards[key], (f"{key}.features", f"{key}.hidden")
+        path = self._shards[key]
+        states = []
         with safe_open(path, framework="pt", device=str(ids.device)) as tensors:
-            found = [tensors.get_tensor(name) for name in names if name in tensors.keys()]  # noqa: SIM118
-        if [len(each) for each in found] != [len(ids)] * 2:
+            for tensor_name in (f"{key}.features", f"{key}.hidden"):
+                if tensor_name in tensors.keys():  # noqa: SIM118
+                    states.append(tensors.get_tensor(tensor_name))
+        if [len(rows) for rows in states] != [len(ids), len(ids)]:
             raise UserError(f"{path}: a sample of {len(ids)} tokens is incomplete; delete that file")
-        return HiddenStates(*found)
+        features, hidden = states
+        return HiddenStates(features, hidden)
 
 
 def write_states(folder: Path, teacher: Teacher, texts: Sequence[list[int]], made_of: Mapping[str, Any]) -> None:
@@ -143,34 +151,46 @@ def write_states(folder: Path, teacher: Teacher, texts: Sequence[list[int]], mad
     Several processes of one launch divide the files among themselves. `made_of` are the settings on which the hidden
     states depend, by name: data, model, layers. A `UserError` if the folder was written with other settings.
     """
-    made = _Manifest(dict(made_of))
+    manifest = _Manifest(dict(made_of))
     if (folder / _MANIFEST).exists():
-        made = read_json(folder / _MANIFEST, _Manifest)
+        manifest = read_json(folder / _MANIFEST, _Manifest)
         advice = "choose another features=, or delete the folder"
-        require_same(f"{folder}: these features were made", made.made_of, made_of, advice)
+        require_same(f"{folder}: these features were made", manifest.made_of, made_of, advice)
 
-    def write(start: int) -> dict[str, str]:
-        path = folder / _name(start)
+    def write_shard(start: int) -> dict[str, str]:
+        """Write the file of the texts from index `start` on; its name and digest."""
+        path = folder / _shard_name(start)
         with atomic_file(path) as unfinished:
-            states = ((_key(ids), vars(teacher(torch.tensor(ids)))) for ids in texts[start : start + _SHARD])
-            save_file({f"{k}.{n}": each.cpu().contiguous() for k, own in states for n, each in own.items()}, unfinished)
+            tensors = {}
+            for ids in texts[start : start + _SHARD]:
+                key = _key(ids)
+                for name, tensor in vars(teacher(torch.tensor(ids))).items():
+                    tensors[f"{key}.{name}"] = tensor.cpu().contiguous()
+            save_file(tensors, unfinished)
         return {path.name: file_digest(path)}
 
     processes = launched()
     with one_writer(folder) if processes.is_main_process else nullcontext():
-        starts = range(0, len(texts), _SHARD)
-        lacking = [each for each in starts if _name(each) not in made.digests or not (folder / _name(each)).is_file()]
+        missing = []
+        for start in range(0, len(texts), _SHARD):
+            name = _shard_name(start)
+            if name not in manifest.digests or not (folder / name).is_file():
+                missing.append(start)
         processes.wait_for_everyone()
-        for first in tqdm(range(0, len(lacking), processes.num_processes), desc="features", unit="round", disable=None):
-            own = lacking[first : first + processes.num_processes][processes.process_index :][:1]
-            for written in gather_object([write(start) for start in own]):
-                made.digests.update(written)
+        rounds = range(0, len(missing), processes.num_processes)
+        for first in tqdm(rounds, desc="features", unit="round", disable=None):
+            starts = missing[first : first + processes.num_processes]
+            digests = []
+            if processes.process_index < len(starts):
+                digests.append(write_shard(starts[processes.process_index]))
+            for shard_digest in gather_object(digests):
+                manifest.digests.update(shard_digest)
             if processes.is_main_process:
-                write_json(folder / _MANIFEST, asdict(made))
+                write_json(folder / _MANIFEST, asdict(manifest))
         processes.wait_for_everyone()
 
 
-def _name(start: int) -> str:
+def _shard_name(start: int) -> str:
     return f"readings-{start // _SHARD:05d}.safetensors"
 
 
@@ -210,12 +230,18 @@ def frequent_tokens(
     """
     if not 0 < count <= vocabulary:
         raise UserError(f"draft_head.vocabulary={count} must lie between 1 and {vocabulary}, the model's vocabulary")
-    answers, prompts, ends = Counter[int](), Counter[int](), set(end_tokens)
+    always_drafted = set(end_tokens)
+    answer_counts: Counter[int] = Counter()
+    prompt_counts: Counter[int] = Counter()
     for sample in samples:
-        answers.update(sample.answer_ids)
-        prompts.update(sample.prompt_ids)
-    order = sorted(range(vocabulary), key=lambda token: (token not in ends, -answers[token], -prompts[token], token))
-    return torch.tensor(sorted(order[:count]))
+        answer_counts.update(sample.answer_ids)
+        prompt_counts.update(sample.prompt_ids)
+
+    def rank(token: int) -> tuple[bool, int, int, int]:
+        return token not in always_drafted, -answer_counts[token], -prompt_counts[token], token
+
+    most_frequent = sorted(range(vocabulary), key=rank)[:count]
+    return torch.tensor(sorted(most_frequent))
 
 
 def new_draft_head(model: PreTrainedModel, vocabulary: Tensor, trained: int | None = None) -> DraftHead:
@@ -226,12 +252,21 @@ def new_draft_head(model: PreTrainedModel, vocabulary: Tensor, trained: int | No
     the head's `max_position_embeddings`, beyond which YaRN has to extend it; the base model's by default.
     """
     text = model.config.get_text_config()
-    values: dict[str, Any] = {name: getattr(text, name) for name in _FROM_MODEL if hasattr(text, name)}
+    values: dict[str, Any] = {}
+    for name in _FROM_MODEL:
+        if hasattr(text, name):
+            values[name] = getattr(text, name)
     if trained is not None:
         values["max_position_embeddings"] = min(trained, text.max_position_embeddings)
-    layers = default_feature_layers(text.num_hidden_layers)
-    values |= {"draft_vocab_size": len(vocabulary), "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
-    config = LlamaConfig(**values, rope_parameters=text.rope_parameters, num_hidden_layers=1, tie_word_embeddings=False)
+    feature_layers = list(default_feature_layers(text.num_hidden_layers))
+    config = LlamaConfig(
+        **values,
+        draft_vocab_size=len(vocabulary),
+        eagle_config={"eagle_aux_hidden_state_layer_ids": feature_layers},
+        rope_parameters=text.rope_parameters,
+        num_hidden_layers=1,
+        tie_word_embeddings=False,
+    )
     head = DraftHead(config)
     for module in head.modules():
         if isinstance(module, torch.nn.Linear):
@@ -266,25 +301,32 @@ class DraftHeadObjective(HeadObjective):
 
     def __init__(self, head: DraftHead, model: PreTrainedModel, teacher: Teacher, settings: DraftHeadSettings) -> None:
         super().__init__()
-        self.head, self.settings = head, settings
+        self.head = head
+        self.settings = settings
         self._model = (model,)  # in a tuple: torch would register the model as a submodule
         self._teacher = teacher
 
     @override
     def loss(self, batch: Batch) -> Tensor:
-        texts = zip(batch.texts(), batch.prompt_lengths(), strict=True)
-        return torch.stack([self.text_loss(ids, prompt) for ids, prompt in texts]).mean()
+        losses = []
+        for ids, prompt_length in zip(batch.texts(), batch.prompt_lengths(), strict=True):
+            losses.append(self.text_loss(ids, prompt_length))
+        return torch.stack(losses).mean()
 
-    def text_loss(self, ids: Tensor, prompt: int = 0) -> Tensor:
+    def text_loss(self, ids: Tensor, prompt_length: int = 0) -> Tensor:
         """The loss of one text, [n] int64: the sum over steps of decay^i times the mean cross entropy of its rows.
 
-        Only rows that predict a token after the first `prompt` tokens count.
+        Only rows that predict a token after the first `prompt_length` tokens count.
         """
         steps, hidden = self.states(ids)
         teacher = self.next_tokens(hidden, _product_dtype(steps[0]))
-        answer = torch.arange(1, len(hidden) + 1, device=ids.device) >= prompt  # the model's row j predicts j + 1
-        known = [(teacher.known & answer)[1 + step :].float() for step in range(len(steps))]
-        weights = [self.settings.decay**step * rows / rows.sum().clamp(min=1) for step, rows in enumerate(known)]
+        # the base model's row j predicts token j + 1
+        predicts_answer = torch.arange(1, len(hidden) + 1, device=ids.device) >= prompt_length
+        counts = teacher.in_vocabulary & predicts_answer
+        weights = []
+        for step in range(len(steps)):
+            rows = counts[1 + step :].float()
+            weights.append(self.settings.decay**step * rows / rows.sum().clamp(min=1))
         return chunked_loss(steps, self.head.lm_head.weight, teacher.probabilities, weights)
 
     @override
@@ -302,18 +344,22 @@ class DraftHeadObjective(HeadObjective):
         fewer steps), and that of the base model's, [n, hidden]: row t of step i learns from row t + 1 + i.
         """
         ids = ids[: self.settings.max_tokens]
-        head, (model,) = self.head, self._model
+        head = self.head
+        (model,) = self._model
         states = self._teacher(ids)
         dtype = head.fc.weight.dtype
         embeddings = head.embedding(model)(ids[None]).detach().to(dtype)
         positions = torch.arange(len(ids), device=ids.device)[None]
-        attend, steps = UnrolledAttention(), []
+        attend = UnrolledAttention()
         features = head.combine(states.features[None].to(dtype))
+        steps = []
         for step in range(min(self.settings.unroll, len(ids) - 1)):
             rows = len(ids) - 1 - step
-            following, places = embeddings[:, 1 + step :], positions[:, step : step + rows]
-            features = head(following, features[:, :rows], places, attend)
-            steps.append((features if head.norm_output else head.norm(features))[0])
+            next_embeddings = embeddings[:, 1 + step :]
+            row_positions = positions[:, step : step + rows]
+            features = head(next_embeddings, features[:, :rows], row_positions, attend)
+            lm_head_input = features if head.norm_output else head.norm(features)
+            steps.append(lm_head_input[0])
         return steps, states.hidden
 
 
@@ -339,53 +385,64 @@ def measure_draft_head(objective: DraftHeadObjective, batches: Iterable[dict[str
     Raises:
         FloatingPointError: a logit of the head is NaN or infinite.
     """
+    longest = objective.settings.max_tokens
 
-    def sums_of(batch: Batch) -> Tensor:
-        texts = zip(batch.texts(), batch.prompt_lengths(), strict=True)
-        longest = objective.settings.max_tokens
-        return torch.stack([_sums(objective, ids[:longest], length) for ids, length in texts]).sum(0)
+    def batch_sums(values: dict[str, Any]) -> Tensor:
+        batch = Batch(**values)
+        sums = []
+        for ids, prompt_length in zip(batch.texts(), batch.prompt_lengths(), strict=True):
+            sums.append(_sample_sums(objective, ids[:longest], prompt_length))
+        return torch.stack(sums).sum(0)
 
     with objective.measuring():
-        sums = divided(lambda values: sums_of(Batch(**values)), batches)
-    kl, known, agreeing, rows, right, tried = torch.stack(sums).sum(0).T
-    acceptance = right / tried.clamp(min=1)
-    kls, agreements = (kl / known.clamp(min=1)).tolist(), (agreeing / rows.clamp(min=1)).tolist()
+        sums = divided(batch_sums, batches)
+    kl, kl_rows, agreeing, rows, accepted, tried = torch.stack(sums).sum(0).T
+    kl_by_step = (kl / kl_rows.clamp(min=1)).tolist()
+    agreement_by_step = (agreeing / rows.clamp(min=1)).tolist()
+    acceptance = accepted / tried.clamp(min=1)
     return {
-        "eval_kl": sum(kls) / len(kls),
-        "eval_agreement": sum(agreements) / len(kls),
+        "eval_kl": sum(kl_by_step) / len(kl_by_step),
+        "eval_agreement": sum(agreement_by_step) / len(agreement_by_step),
         "eval_accepted_length": float(acceptance.cumprod(0).sum()),
-        "eval_kl_by_step": kls,
-        "eval_agreement_by_step": agreements,
+        "eval_kl_by_step": kl_by_step,
+        "eval_agreement_by_step": agreement_by_step,
         "eval_acceptance_by_position": acceptance.tolist(),
     }
 
 
-def _sums(objective: DraftHeadObjective, ids: Tensor, prompt_length: int) -> Tensor:
+def _sample_sums(objective: DraftHeadObjective, ids: Tensor, prompt_length: int) -> Tensor:
     """[S, 6] for one sample: KL sum, rows it is over; agreeing rows, all rows; accepted drafts, drafts tried."""
     sums = torch.zeros(objective.settings.unroll, 6, dtype=torch.float64)
     steps, hidden = objective.states(ids)
     start = max(0, prompt_length - 2)  # the row that predicts the answer's first token
     teacher = objective.next_tokens(hidden[start + 1 :], torch.float32)
-    choices = objective.head.target_ids(teacher.probabilities.argmax(-1))  # the base model's, where it is known
-    alive = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    # the base model's top-1 tokens, where they are in the draft vocabulary
+    model_tokens = objective.head.target_ids(teacher.probabilities.argmax(-1))
+    is_accepted = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
     for step, rows in enumerate(steps):
-        drafted, divergence = _drafted(objective, rows[start:], teacher.probabilities[step:])
-        known, actual = teacher.known[step:], ids[start + 2 + step :]
-        agreeing = known & (drafted == choices[step:])
-        tried = alive[: len(actual)]
-        alive = tried & (drafted[: len(actual)] == actual)
-        counts = (divergence[known].sum(), known.sum(), agreeing.sum(), len(known), alive.sum(), tried.sum())
-        sums[step] = torch.tensor([float(count) for count in counts])
+        head_tokens, divergence = _head_tokens(objective, rows[start:], teacher.probabilities[step:])
+        in_vocabulary = teacher.in_vocabulary[step:]
+        is_agreeing = in_vocabulary & (head_tokens == model_tokens[step:])
+        answer_tokens = ids[start + 2 + step :]
+        is_tried = is_accepted[: len(answer_tokens)]
+        is_accepted = is_tried & (head_tokens[: len(answer_tokens)] == answer_tokens)
+        sums[step, 0] = float(divergence[in_vocabulary].sum())
+        sums[step, 1] = float(in_vocabulary.sum())
+        sums[step, 2] = float(is_agreeing.sum())
+        sums[step, 3] = len(in_vocabulary)
+        sums[step, 4] = float(is_accepted.sum())
+        sums[step, 5] = float(is_tried.sum())
     return sums
 
 
-def _drafted(objective: DraftHeadObjective, hidden: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+def _head_tokens(objective: DraftHeadObjective, hidden: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
     """The head's top-1 tokens in the base model's ids, and KL(model || head) of each row."""
-    choices, divergences = [hidden.new_zeros(0, dtype=torch.long)], [hidden.new_zeros(0, dtype=torch.float32)]
+    tokens = [hidden.new_zeros(0, dtype=torch.long)]
+    divergences = [hidden.new_zeros(0, dtype=torch.float32)]
     for rows, expected in zip(hidden.split(_ROWS), probabilities.split(_ROWS), strict=True):
         logits = objective.head.lm_head(rows).float()
         if not torch.isfinite(logits).all():
             raise FloatingPointError("the head's logits on held-out samples are not finite")
-        choices.append(objective.head.target_ids(logits.argmax(-1)))
-        divergences.append(torch.nn.functional.kl_div(logits.log_softmax(-1), expected, reduction="none").sum(-1))
-    return torch.cat(choices), torch.cat(divergences)
+        tokens.append(objective.head.target_ids(logits.argmax(-1)))
+        divergences.append(functional.kl_div(logits.log_softmax(-1), expected, reduction="none").sum(-1))
+    return torch.cat(tokens), torch.cat(divergences)

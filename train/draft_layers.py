@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import mean, median
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional
@@ -76,14 +77,20 @@ def closeness(draft: PreTrainedModel, texts: Sequence[Text], hidden: Sequence[Te
 
     `hidden` are the inputs of these layers for each text, [1, N + T - 1, hidden size]; the embeddings by default.
     """
-    divergences, agreements, accepted = [], [], []
+    divergences = []
+    agreements = []
+    accepted = []
     for text, states in zip(texts, hidden or _embedded(draft, texts), strict=True):
         logits = draft(inputs_embeds=states, use_cache=False, logits_to_keep=len(text.expected)).logits[0]
         drafted = logits.float().log_softmax(-1)
-        divergences.append(functional.kl_div(drafted, text.expected, reduction="none", log_target=True).sum(-1))
-        agreements.append(drafted.argmax(-1) == text.expected.argmax(-1))
-        accepted.append(int(agreements[-1].long().cumprod(0).sum()))
-    return Closeness(float(torch.cat(divergences).mean()), float(torch.cat(agreements).float().mean()), mean(accepted))
+        divergence = functional.kl_div(drafted, text.expected, reduction="none", log_target=True).sum(-1)
+        agrees = drafted.argmax(-1) == text.expected.argmax(-1)
+        divergences.append(divergence)
+        agreements.append(agrees)
+        accepted.append(int(agrees.long().cumprod(0).sum()))
+    kl = float(torch.cat(divergences).mean())
+    agreement = float(torch.cat(agreements).float().mean())
+    return Closeness(kl, agreement, mean(accepted))
 
 
 @torch.no_grad()
@@ -94,21 +101,29 @@ def search(model: PreTrainedModel, texts: Sequence[Text], keep: int, log: Path) 
     line per removal, from which a search that was stopped resumes. A `UserError` if it is of another model or other
     texts.
     """
-    found = _logged(log, model, texts)
-    layers = found[-1].layers if found else list(range(model.config.get_text_config().num_hidden_layers))
-    inputs = _inputs(keep_layers(model, layers), _embedded(model, texts))
-    with tqdm(total=sum(range(keep + 1, len(layers) + 1)), desc="layers on trial", unit="trial") as progress:
+    subsets = _logged_subsets(log, model, texts)
+    layers = subsets[-1].layers if subsets else list(range(model.config.get_text_config().num_hidden_layers))
+    inputs = _layer_inputs(keep_layers(model, layers), _embedded(model, texts))
+    trial_count = sum(range(keep + 1, len(layers) + 1))
+    with tqdm(total=trial_count, desc="layers on trial", unit="trial") as progress:
         while len(layers) > keep:
-            trials = []
-            for place in range(len(layers)):
-                trials.append(closeness(keep_layers(model, layers[place + 1 :]), texts, inputs[place]))
+            best: Closeness | None = None
+            removed = 0
+            for number in range(len(layers)):
+                later_layers = keep_layers(model, layers[number + 1 :])
+                trial = closeness(later_layers, texts, inputs[number])
+                if best is None or trial.kl < best.kl:
+                    best = trial
+                    removed = number
                 progress.update()
-            place = min(range(len(layers)), key=lambda place: trials[place].kl)
-            layers = [*layers[:place], *layers[place + 1 :]]
-            inputs = [*inputs[:place], *_inputs(keep_layers(model, layers[place:]), inputs[place])]
-            found.append(Subset(**asdict(trials[place]), layers=layers))
-            append_lines(log, [asdict(found[-1])])
-    return found
+            assert best is not None
+            inputs_after = _layer_inputs(keep_layers(model, layers[removed + 1 :]), inputs[removed])
+            layers = [*layers[:removed], *layers[removed + 1 :]]
+            inputs = [*inputs[:removed], *inputs_after]
+            subset = Subset(**asdict(best), layers=layers)
+            subsets.append(subset)
+            append_lines(log, [asdict(subset)])
+    return subsets
 
 
 @torch.no_grad()
@@ -117,30 +132,36 @@ def relative_time(draft: PreTrainedModel, model: PreTrainedModel, prompt_ids: Se
 
     The two take turns, so that other load on the machine slows both.
     """
-    turns = zip(_decoding(draft, prompt_ids), _decoding(model, prompt_ids), strict=True)
-    seconds = list(islice(turns, 1, TIMED_STEPS + 1))  # the prompts come first
-    return median(own for own, _ in seconds) / median(theirs for _, theirs in seconds)
+    turns = zip(_step_seconds(draft, prompt_ids), _step_seconds(model, prompt_ids), strict=True)
+    draft_seconds = []
+    model_seconds = []
+    for draft_step, model_step in islice(turns, 1, TIMED_STEPS + 1):  # the prompts come first
+        draft_seconds.append(draft_step)
+        model_seconds.append(model_step)
+    return median(draft_seconds) / median(model_seconds)
 
 
 def draft_figure(searched: Sequence[Subset], held_out: Sequence[Subset]) -> Figure:
     """Agreement against the number of layers kept: a line for the search, a mark for each subset on held-out texts."""
     figure = Figure(figsize=(5.0, 3.2), layout="constrained")
     panel = figure.subplots()
-    for subsets, label, colour, line in (
-        (searched, "texts of the search", BLUE, "o-"),
-        (held_out, "held-out texts", VERMILLION, "s"),
-    ):
-        sizes, values = [len(subset.layers) for subset in subsets], [subset.agreement for subset in subsets]
-        draw_line(panel, sizes, values, label, colour, line)
+    _draw_agreement(panel, searched, "texts of the search", BLUE, "o-")
+    _draw_agreement(panel, held_out, "held-out texts", VERMILLION, "s")
     panel.set_ylim(0, 1)
     tidy(panel, "Top-1 agreement of draft and model", "layers kept")
     return figure
 
 
-def _logged(log: Path, model: PreTrainedModel, texts: Sequence[Text]) -> list[Subset]:
+def _draw_agreement(panel: Axes, subsets: Sequence[Subset], label: str, colour: str, line: str) -> None:
+    sizes = [len(subset.layers) for subset in subsets]
+    agreements = [subset.agreement for subset in subsets]
+    draw_line(panel, sizes, agreements, label, colour, line)
+
+
+def _logged_subsets(log: Path, model: PreTrainedModel, texts: Sequence[Text]) -> list[Subset]:
     """The subsets of an earlier run of the same search; the log's first line says which search it is."""
-    ids = text_digest(str([(text.ids.tolist(), len(text.expected)) for text in texts]))
-    search = {"target": str(model.config.name_or_path), "texts": ids}
+    text_lengths = [(text.ids.tolist(), len(text.expected)) for text in texts]
+    search = {"target": str(model.config.name_or_path), "texts": text_digest(str(text_lengths))}
     rows: list[dict[str, str] | Subset] = whole_lines(log, dict[str, str] | Subset)
     if not rows:
         write_lines(log, [search])
@@ -154,16 +175,20 @@ def _embedded(model: PreTrainedModel, texts: Sequence[Text]) -> list[Tensor]:
     return [model.get_input_embeddings()(text.ids) for text in texts]
 
 
-def _inputs(model: PreTrainedModel, hidden: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+def _layer_inputs(model: PreTrainedModel, hidden: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
     """For each layer, its inputs: [1, N + T - 1, hidden size] for each text."""
     decoder = model.get_decoder()
-    states = [decoder(inputs_embeds=each, use_cache=False, output_hidden_states=True).hidden_states for each in hidden]
-    return list(zip(*(each[:-1] for each in states), strict=True))
+    inputs_of_texts = []
+    for states in hidden:
+        output = decoder(inputs_embeds=states, use_cache=False, output_hidden_states=True)
+        inputs_of_texts.append(output.hidden_states[:-1])
+    return list(zip(*inputs_of_texts, strict=True))
 
 
-def _decoding(model: PreTrainedModel, prompt_ids: Sequence[int]) -> Iterator[float]:
+def _step_seconds(model: PreTrainedModel, prompt_ids: Sequence[int]) -> Iterator[float]:
     """Answer a prompt greedily, ignoring end tokens; yields the seconds of each forward pass."""
-    cache, ids = DynamicCache(), torch.tensor([prompt_ids], device=model.device)
+    cache = DynamicCache()
+    ids = torch.tensor([prompt_ids], device=model.device)
     while True:
         start = time.perf_counter()
         logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits

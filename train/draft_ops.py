@@ -27,46 +27,57 @@ class _ChunkedLoss(Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, teacher: Tensor, weights: tuple[Tensor, ...], *steps: Tensor) -> Tensor:
         narrow_weight = weight.to(teacher.dtype)
-        expected = (teacher @ narrow_weight).float()
-        taught = torch.zeros_like(expected)
+        expected_weight = (teacher @ narrow_weight).float()  # of each row of the teacher
+        taught = torch.zeros_like(expected_weight)
         # Reused buffers: on a CPU, fresh pages cost as much as the arithmetic.
-        logits, probabilities = teacher.new_empty(2, min(_ROWS, len(teacher)), len(weight))
-        for_weight = torch.zeros_like(weight, dtype=torch.float32)
-        wide, product = torch.empty_like(for_weight), torch.empty_like(weight, dtype=teacher.dtype)
+        logits_buffer, probabilities_buffer = teacher.new_empty(2, min(_ROWS, len(teacher)), len(weight))
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
+        product_buffer = torch.empty_like(weight, dtype=teacher.dtype)
+        wide_buffer = torch.empty_like(weight_gradient)
 
-        def add(shares: Tensor, hidden: Tensor) -> None:
-            """Add shares.T @ hidden, computed in the dtype of the matrix products, to the gradient in float32."""
-            torch.mm(shares.T, hidden.to(shares.dtype), out=product)
-            for_weight.add_(wide.copy_(product))
+        def add_to_weight_gradient(probabilities: Tensor, hidden: Tensor) -> None:
+            """Add probabilities.T @ hidden, computed in the dtype of the matrix products, in float32."""
+            torch.mm(probabilities.T, hidden.to(probabilities.dtype), out=product_buffer)
+            weight_gradient.add_(wide_buffer.copy_(product_buffer))
 
-        total, for_steps = expected.new_zeros(()), []
-        for step, counts in zip(steps, weights, strict=True):
-            for_step = torch.empty_like(step, dtype=torch.float32)
+        total = expected_weight.new_zeros(())
+        step_gradients = []
+        for step, row_weights in zip(steps, weights, strict=True):
+            step_gradient = torch.empty_like(step, dtype=torch.float32)
+            first_teacher_row = len(teacher) - len(step)
             for start in range(0, len(step), _ROWS):
-                chunk = slice(start, min(start + _ROWS, len(step)))
-                hidden, count = step[chunk].to(teacher.dtype), counts[chunk, None]
-                scores, shares = logits[: len(hidden)], probabilities[: len(hidden)]
-                rows = slice(chunk.start - len(step) + len(teacher), chunk.stop - len(step) + len(teacher))
-                torch.mm(hidden, narrow_weight.T, out=scores)
-                torch.softmax(scores, -1, out=shares)
-                # The largest share is exp(largest score) over the sum of all.
-                norm = scores.amax(-1).float() - shares.amax(-1).float().log()
-                total += (norm - (hidden.float() * expected[rows]).sum(-1)) @ counts[chunk]
-                for_step[chunk] = ((shares @ narrow_weight).float() - expected[rows]) * count
-                weighted = hidden.float() * count
-                add(shares, weighted)
-                taught[rows] += weighted
-            for_steps.append(for_step)
-        add(teacher, -taught)
-        ctx.save_for_backward(for_weight, *for_steps)
+                end = min(start + _ROWS, len(step))
+                hidden = step[start:end].to(teacher.dtype)
+                teacher_rows = slice(first_teacher_row + start, first_teacher_row + end)
+                logits = logits_buffer[: len(hidden)]
+                probabilities = probabilities_buffer[: len(hidden)]
+                torch.mm(hidden, narrow_weight.T, out=logits)
+                torch.softmax(logits, -1, out=probabilities)
+
+                # The largest probability is exp(largest logit) over the sum of all.
+                log_sum = logits.amax(-1).float() - probabilities.amax(-1).float().log()
+                expected_logit = (hidden.float() * expected_weight[teacher_rows]).sum(-1)
+                total += (log_sum - expected_logit) @ row_weights[start:end]
+
+                column = row_weights[start:end, None]
+                predicted_weight = (probabilities @ narrow_weight).float()
+                step_gradient[start:end] = (predicted_weight - expected_weight[teacher_rows]) * column
+                weighted_hidden = hidden.float() * column
+                add_to_weight_gradient(probabilities, weighted_hidden)
+                taught[teacher_rows] += weighted_hidden
+            step_gradients.append(step_gradient)
+        add_to_weight_gradient(teacher, -taught)
+        ctx.save_for_backward(weight_gradient, *step_gradients)
         ctx.dtypes = [weight.dtype, *(step.dtype for step in steps)]
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        found = (saved * gradients[0] for saved in ctx.saved_tensors)
-        for_weight, *for_steps = (value.to(dtype) for value, dtype in zip(found, ctx.dtypes, strict=True))
-        return for_weight, None, None, *for_steps
+        scaled = []
+        for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
+            scaled.append((saved * gradients[0]).to(dtype))
+        weight_gradient, *step_gradients = scaled
+        return weight_gradient, None, None, *step_gradients
 
 
 _ATEN = torch.ops.aten
@@ -84,8 +95,8 @@ class UnrolledAttention:
         self._keys.append(key.to(value.dtype))
         self._values.append(value)
         rows = query.shape[2]
-        keys = [each[:, :, :rows] for each in self._keys]
-        values = [each[:, :, :rows] for each in self._values]
+        keys = [step_key[:, :, :rows] for step_key in self._keys]
+        values = [step_value[:, :, :rows] for step_value in self._values]
         return merged_attention(query.to(value.dtype), keys, values).transpose(1, 2)
 
 
@@ -96,16 +107,19 @@ def merged_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) ->
     to everything.
     """
     group = query.shape[1] // keys[0].shape[1]
-    first_key, first_value = (each[0].repeat_interleave(group, dim=1) for each in (keys, values))
+    first_key = keys[0].repeat_interleave(group, dim=1)
+    first_value = values[0].repeat_interleave(group, dim=1)
     if len(keys) == 1:
-        own_key = own_value = query.new_zeros(0, *keys[0].shape)
+        later_keys = query.new_zeros(0, *keys[0].shape)
+        later_values = later_keys
     else:
-        own_key, own_value = torch.stack(keys[1:]), torch.stack(values[1:])
-    output: Any = _Merged.apply(query, first_key, first_value, own_key, own_value)
+        later_keys = torch.stack(keys[1:])
+        later_values = torch.stack(values[1:])
+    output: Any = _MergedAttention.apply(query, first_key, first_value, later_keys, later_values)
     return output
 
 
-class _Merged(Function):
+class _MergedAttention(Function):
     """Flash attention over the first keys; the other steps are merged into it by log-sum-exp, in float32.
 
     On CUDA torch's memory-efficient kernel replaces the CPU's flash kernel.
@@ -115,38 +129,52 @@ class _Merged(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, own_key: Tensor, own_value: Tensor) -> Tensor:
-        output, total = _flash(query, key, value)
-        if len(own_key):
-            scores = _own_scores(query, own_key)
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, later_keys: Tensor, later_values: Tensor
+    ) -> Tensor:
+        output, log_sum = _flash(query, key, value)
+        if len(later_keys):
             rows = query.shape[2]
-            merged = torch.logsumexp(torch.cat([total[None, ..., :rows], scores]), dim=0)
-            first = (total[..., :rows] - merged).exp()[..., None] * output
-            own = torch.einsum("ibkgq,ibkqd->bkgqd", _grouped((scores - merged).exp(), own_key), _wide(own_value))
-            output = (first + own.flatten(1, 2)).to(query.dtype)
-            total = total.clone()
-            total[..., :rows] = merged
-        ctx.save_for_backward(query, key, value, own_key, own_value, output, total)
+            scores = _same_row_scores(query, later_keys)
+            merged = torch.logsumexp(torch.cat([log_sum[None, ..., :rows], scores]), dim=0)
+            from_first = (log_sum[..., :rows] - merged).exp()[..., None] * output
+            weights = _grouped((scores - merged).exp(), later_keys)
+            from_later = torch.einsum("ibkgq,ibkqd->bkgqd", weights, _wide(later_values))
+            output = (from_first + from_later.flatten(1, 2)).to(query.dtype)
+            log_sum = log_sum.clone()
+            log_sum[..., :rows] = merged
+        ctx.save_for_backward(query, key, value, later_keys, later_values, output, log_sum)
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        query, key, value, own_key, own_value, output, total = ctx.saved_tensors
+        query, key, value, later_keys, later_values, output, log_sum = ctx.saved_tensors
         gradient = gradients[0].to(query.dtype)
-        for_query, for_key, for_value = _flash_backward(gradient, query, key, value, output, total)
-        if not len(own_key):
-            return for_query, for_key, for_value, None, None
+        query_gradient, key_gradient, value_gradient = _flash_backward(gradient, query, key, value, output, log_sum)
+        if not len(later_keys):
+            return query_gradient, key_gradient, value_gradient, None, None
+
         scale = 1 / math.sqrt(query.shape[-1])
-        wide_key, wide_value = _wide(own_key), _wide(own_value)
-        shares = _grouped((_own_scores(query, own_key) - total[..., : query.shape[2]]).exp(), own_key)
-        wide = _wide(gradient).unflatten(1, (own_key.shape[2], -1))
-        level = (wide * _wide(output).unflatten(1, wide.shape[1:3])).sum(-1)
-        for_scores = shares * (torch.einsum("bkgqd,ibkqd->ibkgq", wide, wide_value) - level) * scale
-        for_query = for_query + torch.einsum("ibkgq,ibkqd->bkgqd", for_scores, wide_key).flatten(1, 2)
-        for_own_key = torch.einsum("ibkgq,bkgqd->ibkqd", for_scores, _wide(query).unflatten(1, wide.shape[1:3]))
-        for_own_value = torch.einsum("ibkgq,bkgqd->ibkqd", shares, wide)
-        narrow = query.dtype
-        return for_query.to(narrow), for_key, for_value, for_own_key.to(narrow), for_own_value.to(narrow)
+        kv_heads = later_keys.shape[2]
+        scores = _same_row_scores(query, later_keys)
+        weights = _grouped((scores - log_sum[..., : query.shape[2]]).exp(), later_keys)
+        output_gradient = _wide(gradient).unflatten(1, (kv_heads, -1))
+        level = (output_gradient * _wide(output).unflatten(1, (kv_heads, -1))).sum(-1)
+        weight_gradient = torch.einsum("bkgqd,ibkqd->ibkgq", output_gradient, _wide(later_values))
+        score_gradient = weights * (weight_gradient - level) * scale
+
+        from_later = torch.einsum("ibkgq,ibkqd->bkgqd", score_gradient, _wide(later_keys)).flatten(1, 2)
+        query_gradient = query_gradient + from_later
+        grouped_query = _wide(query).unflatten(1, (kv_heads, -1))
+        later_key_gradient = torch.einsum("ibkgq,bkgqd->ibkqd", score_gradient, grouped_query)
+        later_value_gradient = torch.einsum("ibkgq,bkgqd->ibkqd", weights, output_gradient)
+        return (
+            query_gradient.to(query.dtype),
+            key_gradient,
+            value_gradient,
+            later_key_gradient.to(query.dtype),
+            later_value_gradient.to(query.dtype),
+        )
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -154,37 +182,37 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _grouped(shares: Tensor, own_key: Tensor) -> Tensor:
+def _grouped(weights: Tensor, later_keys: Tensor) -> Tensor:
     """[steps, B, H, q] -> [steps, B, K, H // K, q]."""
-    return shares.unflatten(2, (own_key.shape[2], -1))
+    return weights.unflatten(2, (later_keys.shape[2], -1))
 
 
-def _own_scores(query: Tensor, own_key: Tensor) -> Tensor:
+def _same_row_scores(query: Tensor, later_keys: Tensor) -> Tensor:
     """[B, H, q, d] and [steps, B, K, q, d] -> scaled scores of the same row, [steps, B, H, q]."""
-    grouped = _wide(query).unflatten(1, (own_key.shape[2], -1)) / math.sqrt(query.shape[-1])
-    return torch.einsum("bkgqd,ibkqd->ibkgq", grouped, _wide(own_key)).flatten(2, 3)
+    grouped = _wide(query).unflatten(1, (later_keys.shape[2], -1)) / math.sqrt(query.shape[-1])
+    return torch.einsum("bkgqd,ibkqd->ibkgq", grouped, _wide(later_keys)).flatten(2, 3)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Causal attention and its log-sum-exp [B, H, >= q], which GPU kernels pad."""
     if query.is_cuda:
-        output, total, *_ = _ATEN._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, True)
+        output, log_sum, *_ = _ATEN._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, True)
     else:
-        output, total = _ATEN._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True)
-    return output, total
+        output, log_sum = _ATEN._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True)
+    return output, log_sum
 
 
 def _flash_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, total: Tensor
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     if query.is_cuda:
         # In 16 bits the kernel reads the output as [B, q, H, d] in memory, whatever its strides say.
         output = output.transpose(1, 2).contiguous().transpose(1, 2)
         unused = torch.zeros((), dtype=torch.long)
-        needed = [True, True, True, False]
+        gradients_needed = [True, True, True, False]
         return _ATEN._scaled_dot_product_efficient_attention_backward(
-            gradient, query, key, value, None, output, total, unused, unused, 0.0, needed, True
+            gradient, query, key, value, None, output, log_sum, unused, unused, 0.0, gradients_needed, True
         )[:3]
     return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, query, key, value, output, total, 0.0, True
+        gradient, query, key, value, output, log_sum, 0.0, True
     )

@@ -15,24 +15,29 @@ from keepsight.train.dataset import Batch
 
 Importances = tuple[list[Tensor], list[Tensor]]
 """Target and predicted importance, for each layer [R, H, M] float32, a row for each sample and cut: see `Cuts`."""
-SINKS, RECENT = 4, 32
+SINKS = 4
+RECENT = 32
 """First and last entries that count as near; they receive most of the attention."""
 
 
-def importance_divergence(target: list[Tensor], predicted: list[Tensor], shares: Tensor | None = None) -> Tensor:
+def importance_divergence(target: list[Tensor], predicted: list[Tensor], row_weights: Tensor | None = None) -> Tensor:
     """KL(target || predicted) of importance normalised over the prompt, averaged over layers, rows and query heads.
 
-    Both are [R, H, N] float32 for each of L layers, which may be on several devices, 0 at padding; `shares` [R] weighs
-    the rows. A scalar in nats (LookaheadKV, arXiv 2603.10899, equation 4), on the first layer's device.
+    Both are [R, H, N] float32 for each of L layers, which may be on several devices, 0 at padding; `row_weights` [R]
+    weighs the rows. A scalar in nats (LookaheadKV, arXiv 2603.10899, equation 4), on the first layer's device.
     """
-    pairs, device = zip(target, predicted, strict=True), target[0].device
-    by_layer = (_divergence(*pair).to(device) for pair in pairs)
-    weighted = (each.mean() if shares is None else (each.mean(dim=1) * shares).sum() for each in by_layer)
-    return torch.stack([*weighted]).mean()
+    layer_means = []
+    for layer_target, layer_predicted in zip(target, predicted, strict=True):
+        head_divergences = _divergence(layer_target, layer_predicted).to(target[0].device)
+        if row_weights is None:
+            layer_means.append(head_divergences.mean())
+        else:
+            layer_means.append((head_divergences.mean(dim=1) * row_weights).sum())
+    return torch.stack(layer_means).mean()
 
 
 def far_divergence(
-    target: list[Tensor], predicted: list[Tensor], mask: Tensor | None, shares: Tensor | None = None
+    target: list[Tensor], predicted: list[Tensor], mask: Tensor | None, row_weights: Tensor | None = None
 ) -> Tensor:
     """`importance_divergence` over the far entries alone: neither a row's first `SINKS` nor its last `RECENT`.
 
@@ -44,12 +49,16 @@ def far_divergence(
     if length <= SINKS:
         return predicted[0].sum() * 0
     if mask is None:
-        true, guess = ([each[..., SINKS:length] for each in layers] for layers in (target, predicted))
-        return importance_divergence(true, guess, shares)
-    before = mask.cumsum(dim=1)
-    far = on_each(((before > SINKS) & (before <= before[:, -1:] - RECENT))[:, None, :length])
-    true, guess = ([each[..., :length] * far(each.device) for each in layers] for layers in (target, predicted))
-    return importance_divergence(true, guess, shares)
+        far_target = [layer[..., SINKS:length] for layer in target]
+        far_predicted = [layer[..., SINKS:length] for layer in predicted]
+        return importance_divergence(far_target, far_predicted, row_weights)
+
+    numbers = mask.cumsum(dim=1)  # of the real entries, from 1
+    is_far = (numbers > SINKS) & (numbers <= numbers[:, -1:] - RECENT)
+    far_on = on_each(is_far[:, None, :length])
+    far_target = [layer[..., :length] * far_on(layer.device) for layer in target]
+    far_predicted = [layer[..., :length] * far_on(layer.device) for layer in predicted]
+    return importance_divergence(far_target, far_predicted, row_weights)
 
 
 def _divergence(target: Tensor, predicted: Tensor) -> Tensor:
@@ -77,48 +86,74 @@ class Fidelity:
 
     def metrics(self) -> dict[str, Any]:
         """Means over layers, and the values of every layer, by their names in logs."""
-        means = {f"eval_{name}": float(np.mean(values)) for name, values in vars(self).items()}
-        return means | {f"eval_{name}_by_layer": values for name, values in vars(self).items()}
+        metrics: dict[str, Any] = {}
+        for name, values in vars(self).items():
+            metrics[f"eval_{name}"] = float(np.mean(values))
+        for name, values in vars(self).items():
+            metrics[f"eval_{name}_by_layer"] = values
+        return metrics
 
 
 def measure_fidelity(
-    compared: Callable[[Batch], Iterable[Importances]], batches: Iterable[dict[str, Any]], kv_heads: int, budget: int
+    importances: Callable[[Batch], Iterable[Importances]],
+    batches: Iterable[dict[str, Any]],
+    kv_heads: int,
+    budget: int,
 ) -> list[Fidelity]:
     """The fidelity of each of several predictions on held-out batches; see `Objective.measure`.
 
-    `compared` gives target and predicted importance of a batch for every prediction. `budget` is the number of KV
+    `importances` gives target and predicted importance of a batch for every prediction. `budget` is the number of KV
     entries per head at which recall is measured; a prompt no longer than that has recall 1.
     """
 
-    def by_sample(values: dict[str, Any]) -> list[np.ndarray]:
+    def measure_batch(values: dict[str, Any]) -> list[np.ndarray]:
+        """For each prediction, KL, recall and tau of every sample and layer, [B, L, 3]."""
         batch = Batch(**values)
-        return [np.stack([*_by_sample(*pair, batch, kv_heads, budget)]) for pair in compared(batch)]
+        measurements = []
+        for target, predicted in importances(batch):
+            samples = list(_measure_samples(target, predicted, batch, kv_heads, budget))
+            measurements.append(np.stack(samples))
+        return measurements
 
-    means = [np.concatenate(rows).mean(axis=0) for rows in zip(*divided(by_sample, batches), strict=True)]
-    return [Fidelity(*mean.T.tolist()) for mean in means]
+    fidelities = []
+    for measurements in zip(*divided(measure_batch, batches), strict=True):
+        means = np.concatenate(measurements).mean(axis=0)
+        fidelities.append(Fidelity(*means.T.tolist()))
+    return fidelities
 
 
-def _by_sample(
+def _measure_samples(
     target: list[Tensor], predicted: list[Tensor], batch: Batch, kv_heads: int, budget: int
 ) -> Iterator[np.ndarray]:
     """For each sample of a batch, KL, recall and tau of every layer, [L, 3]."""
     if not all(torch.isfinite(layer).all() for layer in [*target, *predicted]):
         raise FloatingPointError("the importance of held-out samples is not finite")
     for row in range(len(batch.prompt_ids)):
-        real = slice(None) if batch.prompt_mask is None else batch.prompt_mask[row].cpu()  # for layers on any device
-        layers = zip(target, predicted, strict=True)
-        yield np.array([_compare(true[row][:, real], guess[row][:, real], kv_heads, budget) for true, guess in layers])
+        columns: Any = slice(None)
+        if batch.prompt_mask is not None:
+            columns = batch.prompt_mask[row].cpu()  # for layers on any device
+        layers = []
+        for layer_target, layer_predicted in zip(target, predicted, strict=True):
+            sample_target = layer_target[row][:, columns]
+            sample_predicted = layer_predicted[row][:, columns]
+            layers.append(_measure_layer(sample_target, sample_predicted, kv_heads, budget))
+        yield np.array(layers)
 
 
-def _compare(target: Tensor, predicted: Tensor, kv_heads: int, budget: int) -> tuple[float, float, float]:
+def _measure_layer(target: Tensor, predicted: Tensor, kv_heads: int, budget: int) -> tuple[float, float, float]:
     """KL, recall and tau of one sample and layer; [H, N] each."""
-    kl = importance_divergence([target[None]], [predicted[None]]).item()
-    true, guess = (reduce_group(each[None], kv_heads)[0] for each in (target, predicted))
-    kept = min(budget, true.shape[-1])
-    recall = top_mask(guess, kept)[top_mask(true, kept)].float().mean().item()
     from scipy.stats import kendalltau  # imported here: the GPU benchmark does not need it
 
-    tau: Any = kendalltau
-    pairs = zip(true.cpu().numpy(), guess.cpu().numpy(), strict=True)
-    taus = [tau(*pair).statistic for pair in pairs]
+    kl = importance_divergence([target[None]], [predicted[None]]).item()
+    head_target = reduce_group(target[None], kv_heads)[0]
+    head_predicted = reduce_group(predicted[None], kv_heads)[0]
+
+    entries = min(budget, head_target.shape[-1])
+    is_top_target = top_mask(head_target, entries)
+    recall = top_mask(head_predicted, entries)[is_top_target].float().mean().item()
+
+    correlate: Any = kendalltau
+    taus = []
+    for target_row, predicted_row in zip(head_target.cpu().numpy(), head_predicted.cpu().numpy(), strict=True):
+        taus.append(correlate(target_row, predicted_row).statistic)
     return kl, recall, float(np.mean(np.nan_to_num(taus)))  # NaN, for a constant ranking, counts as 0

@@ -10,7 +10,7 @@ all cuts of a sample. They are spread evenly over the answer, the first before i
 use the same ones.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -54,56 +54,74 @@ class Cuts:
         length: M, entries of each sample that are kept: all before its last cut, padded on the left.
         mask: [R, M] bool: which entries precede the cut; None where all do.
         queries: [B, T] or [B, K, T] bool: which of the answer's tokens follow each cut; None where all do.
-        places: [B, M] int64: the entries' indices among the tokens of prompt and answer; None for the first M.
-        shares: [R] float32: each row's weight in the loss; None for equal weights.
+        indices: [B, M] int64: the entries' indices among the tokens of prompt and answer; None for the first M.
+        row_weights: [R] float32: each row's weight in the loss; None for equal weights.
     """
 
     length: int
     mask: Tensor | None
     queries: Tensor | None
-    places: Tensor | None = None
-    shares: Tensor | None = None
+    indices: Tensor | None = None
+    row_weights: Tensor | None = None
 
     @classmethod
-    def of(cls, batch: Batch, count: int) -> "Cuts":
+    def of_batch(cls, batch: Batch, count: int) -> "Cuts":
         """The cuts of a batch, `count` of each sample."""
-        prompt, device = batch.prompt_ids.shape[1], batch.prompt_ids.device
+        prompt_length = batch.prompt_ids.shape[1]
+        device = batch.prompt_ids.device
         if count == 1:
-            return cls(prompt, batch.prompt_mask, batch.answer_mask)
-        by_sample = [spread(length, count) for length in batch.answer_lengths()]
-        length = max(own + cuts[-1] for own, cuts in zip(batch.prompt_lengths(), by_sample, strict=True))
-        whole = torch.tensor([[*cuts, *cuts[-1:] * (count - len(cuts))] for cuts in by_sample], device=device)
-        shares = [(place < len(cuts)) / len(cuts) / len(by_sample) for cuts in by_sample for place in range(count)]
-        places = torch.arange(length, device=device) + (prompt - length + whole[:, -1:])
-        pads = prompt - torch.tensor(batch.prompt_lengths(), device=device)
-        real = (places >= pads[:, None])[:, None] & (places[:, None] < prompt + whole[..., None])
-        queries = torch.arange(batch.answer_ids.shape[1], device=device) >= whole[..., None]
+            return cls(prompt_length, batch.prompt_mask, batch.answer_mask)
+
+        length = 0
+        cut_rows = []
+        weights: list[float] = []
+        for sample_prompt, sample_answer in zip(batch.prompt_lengths(), batch.answer_lengths(), strict=True):
+            cuts = spread(sample_answer, count)
+            missing = count - len(cuts)
+            cut_rows.append(cuts + [cuts[-1]] * missing)
+            weights += [1 / len(cuts) / len(batch.prompt_ids)] * len(cuts) + [0.0] * missing
+            length = max(length, sample_prompt + cuts[-1])
+        cut_after = torch.tensor(cut_rows, device=device)
+
+        indices = torch.arange(length, device=device) + (prompt_length - length + cut_after[:, -1:])
+        padding = prompt_length - torch.tensor(batch.prompt_lengths(), device=device)
+        is_real = indices >= padding[:, None]
+        precedes_cut = indices[:, None] < prompt_length + cut_after[..., None]
+        mask = is_real[:, None] & precedes_cut
+
+        queries = torch.arange(batch.answer_ids.shape[1], device=device) >= cut_after[..., None]
         if batch.answer_mask is not None:
             queries = queries & batch.answer_mask[:, None]
-        return cls(length, real.flatten(0, 1), queries, places.clamp(min=0), torch.tensor(shares, device=device))
+        row_weights = torch.tensor(weights, device=device)
+        return cls(length, mask.flatten(0, 1), queries, indices.clamp(min=0), row_weights)
 
-    def crop(self, cache: Cache, read: int) -> None:
-        """Crop a cache of `read` tokens to the last cut."""
-        if self.places is None:
-            cache.crop(self.length - read)
+    def crop(self, cache: Cache, tokens: int) -> None:
+        """Crop a cache of so many tokens to the last cut."""
+        if self.indices is None:
+            cache.crop(self.length - tokens)
             return
-        places = on_each(self.places[:, None, :, None])
+        indices_on = on_each(self.indices[:, None, :, None])
         for layer in full_layers(cache):
-            tensors = layer.keys, layer.values
-            layer.keys, layer.values = (each.take_along_dim(places(each.device), dim=2) for each in tensors)
+            layer.keys = layer.keys.take_along_dim(indices_on(layer.keys.device), dim=2)
+            layer.values = layer.values.take_along_dim(indices_on(layer.values.device), dim=2)
 
-    def importance(self, recorded: list[Tensor]) -> list[Tensor]:
+    def row_importance(self, attention: list[Tensor]) -> list[Tensor]:
         """For each layer [R, H, M], from the mean attention of the answers' tokens: [B, H, N], or [B, K, H, N + T]."""
-        if self.places is None or self.mask is None:
-            return recorded
-        places, mask = on_each(self.places[:, None, None]), on_each(self.mask[:, None])
-        return [each.take_along_dim(places(each.device), dim=-1).flatten(0, 1) * mask(each.device) for each in recorded]
+        if self.indices is None or self.mask is None:
+            return attention
+        indices_on = on_each(self.indices[:, None, None])
+        mask_on = on_each(self.mask[:, None])
+        layers = []
+        for layer in attention:
+            importance = layer.take_along_dim(indices_on(layer.device), dim=-1).flatten(0, 1)
+            layers.append(importance * mask_on(layer.device))
+        return layers
 
 
 def spread(length: int, count: int) -> list[int]:
     """The number of an answer's tokens before each cut: `count` cuts, or as many as the answer has tokens."""
     distinct = max(1, min(length, count))
-    return [place * length // distinct for place in range(distinct)]
+    return [number * length // distinct for number in range(distinct)]
 
 
 _TOKENS = "tokens"
@@ -114,9 +132,47 @@ def text_lengths(batch: Batch, observers: int) -> Tensor:
 
     Where RoPE depends on the length, both passes have that of this text, as if all were read in one pass.
     """
-    pairs = zip(batch.prompt_lengths(), batch.answer_lengths(), strict=True)
-    lengths = [prompt + answer + observers for prompt, answer in pairs]
+    lengths = []
+    for prompt_length, answer_length in zip(batch.prompt_lengths(), batch.answer_lengths(), strict=True):
+        lengths.append(prompt_length + answer_length + observers)
     return torch.tensor(lengths, device=batch.prompt_ids.device)
+
+
+class AnswerAttention:
+    """A `Recorder` of the mean attention that an answer's tokens pay, in each layer with full attention.
+
+    Args:
+        layers: Indices of these layers.
+        answer_length: T, the number of the last queries.
+        cuts: Says which of them count; with several cuts, the answer's own entries are recorded too.
+        mask: [B, N + T] bool, False for padding; None where nothing is padded.
+    """
+
+    def __init__(self, layers: Sequence[int], answer_length: int, cuts: Cuts, mask: Tensor | None) -> None:
+        self._layers = layers
+        self._answer_length = answer_length
+        self._cuts = cuts
+        self._mask = mask
+        self._attention: dict[int, Tensor] = {}
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any
+    ) -> None:
+        """See `keepsight.runtime.attention.Recorder`."""
+        if layer not in self._layers:
+            return
+        entries = key.shape[2]
+        if self._cuts.indices is None:
+            entries -= self._answer_length
+        key_mask = self._mask if real is None else real
+        answer_queries = query[:, :, -self._answer_length :]
+        self._attention[layer] = observed_attention(
+            answer_queries, key, softmax, entries, key_mask=key_mask, query_mask=self._cuts.queries
+        )
+
+    def by_layer(self) -> list[Tensor]:
+        """For each layer [B, H, N] float32; with several cuts [B, K, H, N + T]."""
+        return [self._attention[layer] for layer in sorted(self._attention)]
 
 
 @torch.no_grad()
@@ -130,33 +186,35 @@ def target_importance(
         prompt, [B, H, N] float32. With several cuts: the cache up to the last one, and for each cut the mean attention
         of the tokens after it to those before, [R, H, M].
     """
-    cuts = cuts or Cuts.of(batch, 1)
+    cuts = cuts or Cuts.of_batch(batch, 1)
     ids, mask = batch.joined()
-    rows, inside = batch.answer_ids.shape[1], cuts.places is not None
-    cache, prompt = empty_cache(model), batch.prompt_ids.shape[1]
-    positions, rope_lengths = positions_of(mask, ids.shape[1], ids.device), text_lengths(batch, observers)
-    recorded, scored = dict[int, Tensor](), full_attention_layers(model.config)
-
-    def record(layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, _: Any) -> None:
-        if layer not in scored:
-            return
-        length, known = key.shape[2] - (0 if inside else rows), mask if real is None else real
-        answer = query[:, :, -rows:]
-        recorded[layer] = observed_attention(answer, key, softmax, length, key_mask=known, query_mask=cuts.queries)
+    prompt_length = batch.prompt_ids.shape[1]
+    length = ids.shape[1]
+    positions = positions_of(mask, length, ids.device)
+    rope_lengths = text_lengths(batch, observers)
+    cache = empty_cache(model)
+    attention = AnswerAttention(full_attention_layers(model.config), batch.answer_ids.shape[1], cuts, mask)
 
     def read(start: int, end: int, into: Cache, recorder: Recorder | None = None) -> None:
-        seen, here = None if mask is None else mask[:, :end], slice(start, end)
-        inputs = {"input_ids": ids[:, here], "attention_mask": seen, "position_ids": positions[:, here]}
-        run(decoder_of(model), into, recorder=recorder, rope_lengths=rope_lengths, **inputs)
+        attention_mask = None if mask is None else mask[:, :end]
+        inputs = {"input_ids": ids[:, start:end], "position_ids": positions[:, start:end]}
+        run(
+            decoder_of(model),
+            into,
+            recorder=recorder,
+            rope_lengths=rope_lengths,
+            attention_mask=attention_mask,
+            **inputs,
+        )
 
     if has_recurrent(cache):  # a recurrent layer cannot be cropped to the prompt
-        read(0, prompt, cache)
-        read(prompt, ids.shape[1], share(cache), record)
+        read(0, prompt_length, cache)
+        read(prompt_length, length, share(cache), attention)
     else:
         record_past(cache)
-        read(0, ids.shape[1], cache, record)
-        cuts.crop(cache, ids.shape[1])
-    return cache, cuts.importance([recorded[layer] for layer in sorted(recorded)])
+        read(0, length, cache, attention)
+        cuts.crop(cache, length)
+    return cache, cuts.row_importance(attention.by_layer())
 
 
 class ImportanceObjective(ReplayedObjective):
@@ -180,12 +238,16 @@ class ImportanceObjective(ReplayedObjective):
         super().__init__()
         require_full_attention(lookahead.model)
         config = lookahead.model.config
-        if cuts > 1 and (odd := sorted({*layer_kinds(config)} - {FULL})):
+        bounded_kinds = sorted(set(layer_kinds(config)) - {FULL})
+        if cuts > 1 and bounded_kinds:
             raise UserError(
-                f"train.cuts={cuts}: {config.model_type} has layers of {', '.join(odd)}, which cannot go back to an "
-                "earlier cut; use train.cuts=1"
+                f"train.cuts={cuts}: {config.model_type} has layers of {', '.join(bounded_kinds)}, which cannot go "
+                "back to an earlier cut; use train.cuts=1"
             )
-        self.lookahead, self.far, self.checkpoints, self._cuts = lookahead, far, checkpoints, cuts
+        self.lookahead = lookahead
+        self.far = far
+        self.checkpoints = checkpoints
+        self._cuts = cuts
         lookahead.model.requires_grad_(False).eval()
         self._weights = weights_per_token(lookahead.model)
 
@@ -196,8 +258,11 @@ class ImportanceObjective(ReplayedObjective):
 
     @override
     def decisive(self) -> dict[str, Any]:
-        shape = asdict(self.lookahead.settings).items()
-        return {f"lookahead.{key}": value for key, value in shape if key not in SELECTION}
+        values = {}
+        for name, value in asdict(self.lookahead.settings).items():
+            if name not in SELECTION:
+                values[f"lookahead.{name}"] = value
+        return values
 
     @override
     def weights(self) -> dict[str, Tensor]:
@@ -211,8 +276,12 @@ class ImportanceObjective(ReplayedObjective):
     def measure(self, batches: Iterable[dict[str, Any]], budget: int) -> dict[str, Any]:
         kv_heads = cached_kv_heads(self.lookahead.model)
         with self.measuring():
-            (fidelity,) = measure_fidelity(lambda batch: [self.importances(batch)], batches, kv_heads, budget)
+            (fidelity,) = measure_fidelity(self._importances_of_all, batches, kv_heads, budget)
         return fidelity.metrics()
+
+    def _importances_of_all(self, batch: Batch) -> list[Importances]:
+        """`importances` of the only prediction."""
+        return [self.importances(batch)]
 
     @override
     def flops(self, batch: Batch) -> float:
@@ -220,41 +289,51 @@ class ImportanceObjective(ReplayedObjective):
 
     def teacher_flops(self, batch: Batch) -> float:
         """Operations of the first pass; 0 if its outputs were stored."""
-        (rows, prompt), answer = batch.prompt_ids.shape, batch.answer_ids.shape[1]
-        return rows * pass_flops(self.lookahead.model, self._weights, prompt + answer) if batch.turn == 0 else 0.0
+        if batch.turn > 0:
+            return 0.0
+        rows, prompt_length = batch.prompt_ids.shape
+        answer_length = batch.answer_ids.shape[1]
+        return rows * pass_flops(self.lookahead.model, self._weights, prompt_length + answer_length)
 
     def module_flops(self, batch: Batch) -> float:
         """Operations of the second pass and its gradients; the frozen weights have none."""
-        (rows, prompt), answer = batch.prompt_ids.shape, batch.answer_ids.shape[1]
-        before = prompt + spread(answer, self.cuts)[-1]
-        once = pass_flops(self.lookahead.model, self._weights, self.lookahead.settings.tokens, before)
-        return rows * self.cuts * 2 * once
+        rows, prompt_length = batch.prompt_ids.shape
+        answer_length = batch.answer_ids.shape[1]
+        tokens_before = prompt_length + spread(answer_length, self.cuts)[-1]
+        tokens = self.lookahead.settings.tokens
+        row_pass = pass_flops(self.lookahead.model, self._weights, tokens, tokens_before)
+        return rows * self.cuts * 2 * row_pass
 
     @override
     def run_teacher(self, batch: Batch) -> TeacherOutputs:
-        cuts, observers = Cuts.of(batch, self.cuts), self.lookahead.settings.tokens
-        return TeacherOutputs.of_cache(*target_importance(self.lookahead.model, batch, cuts, observers=observers))
+        cuts = Cuts.of_batch(batch, self.cuts)
+        observers = self.lookahead.settings.tokens
+        cache, importance = target_importance(self.lookahead.model, batch, cuts, observers=observers)
+        return TeacherOutputs.of_cache(cache, importance)
 
     @override
     def kept_tokens(self, batch: Batch) -> int:
-        return len(batch.prompt_ids) * Cuts.of(batch, self.cuts).length  # the rest of the answer is not stored
+        cuts = Cuts.of_batch(batch, self.cuts)
+        return len(batch.prompt_ids) * cuts.length  # the rest of the answer is not stored
 
     @override
     def loss_of(self, outputs: TeacherOutputs, batch: Batch) -> Tensor:
-        target, predicted = self.compared(outputs, batch)
-        cuts = Cuts.of(batch, self.cuts)
-        whole = importance_divergence(target, predicted, cuts.shares)
+        cuts = Cuts.of_batch(batch, self.cuts)
+        target, predicted = self.importances_from(outputs, batch)
+        loss = importance_divergence(target, predicted, cuts.row_weights)
         if not self.far:
-            return whole
-        return torch.lerp(whole, far_divergence(target, predicted, cuts.mask, cuts.shares), self.far)
+            return loss
+        far_loss = far_divergence(target, predicted, cuts.mask, cuts.row_weights)
+        return torch.lerp(loss, far_loss, self.far)
 
     def importances(self, batch: Batch) -> Importances:
         """Target and predicted importance; gradients flow through the prediction."""
-        return self.compared(self.teacher_outputs(batch), batch)
+        return self.importances_from(self.teacher_outputs(batch), batch)
 
-    def compared(self, outputs: TeacherOutputs, batch: Batch) -> Importances:
+    def importances_from(self, outputs: TeacherOutputs, batch: Batch) -> Importances:
         """`importances`, from the teacher outputs of the batch."""
-        lookahead, cuts = self.lookahead, Cuts.of(batch, self.cuts)
+        lookahead = self.lookahead
+        cuts = Cuts.of_batch(batch, self.cuts)
         cache = outputs.cache(lookahead.model, cuts.length)
         embeddings = lookahead.observers(len(batch.prompt_ids) * self.cuts)
         rope_lengths = text_lengths(batch, lookahead.settings.tokens).repeat_interleave(self.cuts)

@@ -116,7 +116,7 @@ def test_what_is_measured_is_the_prompt_itself() -> None:
 def test_kept_outputs_hold_no_more_than_their_samples_tokens() -> None:
     """By which their memory is bounded: not the longest prompt beside the longest answer."""
     batch = Batch(**batch_of(sized((60, 4), (20, 40))))
-    assert Cuts.of(batch, 4).length == max(60 + 3, 20 + 30)
+    assert Cuts.of_batch(batch, 4).length == max(60 + 3, 20 + 30)
     each = objective(cuts=4)
     assert each.run_teacher(batch).layers[0]["keys"].shape[2] == each.kept_tokens(batch) / 2 == 63
 

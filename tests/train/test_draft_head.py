@@ -218,7 +218,7 @@ def test_the_teacher_says_what_the_model_says(family: str) -> None:
         logits = model(ids).logits[0]
     teacher = next_tokens(RunModel(model, [0, 1, 2])(ids[0]).hidden, model, words, torch.float32)
     assert_close(teacher.probabilities, logits[:, words].softmax(dim=-1))
-    assert torch.equal(teacher.known, torch.isin(logits.argmax(dim=-1), words))
+    assert torch.equal(teacher.in_vocabulary, torch.isin(logits.argmax(dim=-1), words))
 
 
 @pytest.mark.parametrize("kind", ["removed", "doubled"])

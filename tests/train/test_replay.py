@@ -54,7 +54,7 @@ def test_batches_stay_together_and_belong_to_one_process(processes: int, grouped
     owner: dict[tuple[int, ...], int] = {}
     turns = Counter[tuple[int, ...]]()
     for number in range(0, len(uses), 2):
-        batch = tuple(use.place for use in uses[number : number + 2])
+        batch = tuple(use.index for use in uses[number : number + 2])
         assert owner.setdefault(batch, number // 2 % processes) == number // 2 % processes
         assert {(use.turn, use.last) for use in uses[number : number + 2]} == {(turns[batch], turns[batch] == 2)}
         turns[batch] += 1
