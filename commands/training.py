@@ -26,7 +26,7 @@ from keepsight.train.dataset import (
 )
 from keepsight.train.replay import require_replays_alone
 from keepsight.train.settings import TrainSettings
-from keepsight.train.trainer import ModuleTrainer, Trained, TrainingRun, numbers
+from keepsight.train.trainer import ModuleTrainer, Trained, TrainingRun, scalar_values
 
 
 def check_inputs(config: Training, key: str, settings: TrainSettings) -> Sequence[TrainingSample]:
@@ -146,7 +146,7 @@ def length_summary(what: str, lengths: list[int]) -> dict[str, list[int]]:
 
 def ending(trainer: ModuleTrainer[Any], config: Training, what: str, following: str) -> str:
     """A training's final message: that `what` was trained, metrics after and before, and the `following` command."""
-    measured = [numbers(row) for row in trainer.measurements()]
+    measured = [scalar_values(row) for row in trainer.measurements()]
     before = measured[0] if len(measured) > 1 else {}
     metrics = [
         f"{name.removeprefix('eval_')} {value:.3f}" + (f" (before: {before[name]:.3f})" if name in before else "")

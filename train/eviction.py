@@ -62,8 +62,8 @@ class TokensInTraining(Observer):
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
-        embeddings, active = self.lookahead.observers(len(state.tokens)), self.lookahead.active
-        with active(), recomputed(model, self.checkpoints, active):
+        embeddings = self.lookahead.observers(len(state.tokens))
+        with self.lookahead.active(), recomputed(model, self.checkpoints, self.lookahead.active):
             scores = look_back(model, state, embeddings, reduce=reduce, stops=False)  # hooks gather a sharded model
         gather_for_gradients(model, scores)
         return scores
@@ -112,18 +112,24 @@ class EvictionObjective(ReplayedObjective):
         for budget in settings.budgets:
             if not method.sinks + method.window:
                 allocate.check(budget)
-        shared = allocate if isinstance(allocate, Global) else Global(weights=None)
-        self.floor = shared.floor if shared is allocate else None
+        self.floor = allocate.floor if isinstance(allocate, Global) else None
         replace(settings, freeze_module=lookahead is None).check_selection(self.floor)
-        self.model, self.settings = model, settings
+        self.model = model
+        self.settings = settings
         if lookahead:
             method = replace(method, observer=TokensInTraining(lookahead, settings.gradient_checkpointing))
-        self.method, self._weights = method, weights_per_token(model)
-        shape = len(full_attention_layers(model.config)), cached_kv_heads(model)
-        start = torch.ones(shape) if shared.weights is None else torch.tensor(shared.weights)
-        if start.shape != shape:
-            raise UserError(f"head weights have shape {[*start.shape]}, this model's is {[*shape]}: use its own")
-        self.log_weights = nn.Parameter(start.log().to(model.device))
+        self.method = method
+        self._weights = weights_per_token(model)
+
+        shape = (len(full_attention_layers(model.config)), cached_kv_heads(model))
+        initial_weights = torch.ones(shape)
+        if isinstance(allocate, Global) and allocate.weights is not None:
+            initial_weights = torch.tensor(allocate.weights)
+        if initial_weights.shape != shape:
+            raise UserError(
+                f"head weights have shape {list(initial_weights.shape)}, this model's is {list(shape)}: use its own"
+            )
+        self.log_weights = nn.Parameter(initial_weights.log().to(model.device))
         self.lookahead = lookahead
 
     @override
@@ -140,14 +146,19 @@ class EvictionObjective(ReplayedObjective):
 
     @override
     def parameter_groups(self, settings: TrainSettings) -> list[dict[str, Any]]:
-        module = [each for each in self.trained_parameters() if each is not self.log_weights]
-        weights = {"params": [self.log_weights], "lr": self.settings.weights_rate}
-        return [{"params": module, "lr": settings.learning_rate}, weights] if module else [weights]
+        groups = []
+        module_parameters = [parameter for parameter in self.trained_parameters() if parameter is not self.log_weights]
+        if module_parameters:
+            groups.append({"params": module_parameters, "lr": settings.learning_rate})
+        groups.append({"params": [self.log_weights], "lr": self.settings.weights_rate})
+        return groups
 
     @override
     def weights(self) -> dict[str, Tensor]:
-        module = module_weights(self.lookahead) if self.lookahead else {}
-        return {_WEIGHTS: self.log_weights.detach().cpu()} | module
+        weights = {_WEIGHTS: self.log_weights.detach().cpu()}
+        if self.lookahead:
+            weights |= module_weights(self.lookahead)
+        return weights
 
     @override
     def load_weights(self, weights: dict[str, Tensor]) -> None:
@@ -167,15 +178,21 @@ class EvictionObjective(ReplayedObjective):
 
     def teacher_flops(self, batch: Batch) -> float:
         """Operations of prompt and answer with all entries; 0 if their outputs were stored."""
-        (rows, prompt), answer = batch.prompt_ids.shape, batch.answer_ids.shape[1] - 1
-        return rows * pass_flops(self.model, self._weights, prompt + answer) if batch.turn == 0 else 0.0
+        if batch.turn > 0:
+            return 0.0
+        rows, prompt_length = batch.prompt_ids.shape
+        answer_length = batch.answer_ids.shape[1] - 1
+        return rows * pass_flops(self.model, self._weights, prompt_length + answer_length)
 
     def module_flops(self, batch: Batch) -> float:
         """Operations of the soft tokens and of the answer with gates, with their gradients."""
-        rows, prompt = batch.prompt_ids.shape
-        observing = 2 * pass_flops(self.model, self._weights, self.method.observer.positions(), prompt)
-        answering = 2 * pass_flops(self.model, self._weights, batch.answer_ids.shape[1] - 1, prompt)
-        return rows * ((observing if self.lookahead else 0.0) + answering)
+        rows, prompt_length = batch.prompt_ids.shape
+        answer_length = batch.answer_ids.shape[1] - 1
+        row_flops = 2 * pass_flops(self.model, self._weights, answer_length, prompt_length)
+        if self.lookahead:
+            observers = self.method.observer.positions()
+            row_flops += 2 * pass_flops(self.model, self._weights, observers, prompt_length)
+        return rows * row_flops
 
     @override
     @torch.no_grad()
@@ -189,9 +206,10 @@ class EvictionObjective(ReplayedObjective):
         )
         importance = [] if self.lookahead else self.method.importance(self.model, state)
         outputs = TeacherOutputs.of_cache(state.cache, importance)
-        gates = [_hard_gates(real) for real in state.select_all()]
-        read = outputs if self.buffer is None else self.buffer.rounded(outputs)  # as the steps read it
-        return replace(outputs, answers=[self._hidden(read, _with_three_tokens(batch), gates)])
+        gates = [_hard_gates(is_real) for is_real in state.select_all()]
+        step_outputs = outputs if self.buffer is None else self.buffer.rounded(outputs)  # as the steps read them
+        answer_hidden = self._hidden(step_outputs, _with_three_tokens(batch), gates)
+        return replace(outputs, answers=[answer_hidden])
 
     @override
     def kept_tokens(self, batch: Batch) -> int:
@@ -201,60 +219,87 @@ class EvictionObjective(ReplayedObjective):
         """For each layer, the importance [B, K, N] float32 of a prompt's entries; -inf for padding."""
         if self.lookahead is None:
             return outputs.importance
-        ids, lengths = batch.prompt_ids, torch.tensor(batch.prompt_lengths(), device=batch.prompt_ids.device)
+        ids = batch.prompt_ids
+        lengths = torch.tensor(batch.prompt_lengths(), device=ids.device)
         cache = outputs.cache(self.model, ids.shape[1])
-        answers = text_lengths(batch, 0) - lengths
-        state = State(cache, torch.empty(len(ids), 0), ids, lengths, batch_offset=answers)
+        answer_lengths = text_lengths(batch, 0) - lengths
+        state = State(cache, torch.empty(len(ids), 0), ids, lengths, batch_offset=answer_lengths)
         for layer in state.layers:
             layer.token_mask = batch.prompt_mask
         scores = self.method.observer(self.model, state, self.method.reduce)
-        return [self.method.layer_importance(*pair) for pair in zip(scores, state.layers, strict=True)]
+        importance = []
+        for layer_scores, layer in zip(scores, state.layers, strict=True):
+            importance.append(self.method.layer_importance(layer_scores, layer))
+        return importance
 
     @override
     def loss_of(self, outputs: TeacherOutputs, batch: Batch) -> Tensor:
-        batch, budgets = _with_three_tokens(batch), self.settings.budgets
-        longer = [budget for budget in budgets if budget < batch.prompt_ids.shape[1]]
-        budget = random.Random(self._seed_of(batch)).choice(longer or budgets)
-        importance = torch.stack([each.to(self.log_weights.device) for each in self.importance(outputs, batch)])
-        floor = self._floor_of(batch)
+        batch = _with_three_tokens(batch)
+        evicting_budgets = [budget for budget in self.settings.budgets if budget < batch.prompt_ids.shape[1]]
+        budget = random.Random(self._seed_of(batch)).choice(evicting_budgets or self.settings.budgets)
+        floor = self._draw_floor(batch)
+
+        device = self.log_weights.device
+        importance = torch.stack([layer.to(device) for layer in self.importance(outputs, batch)])
         gates = soft_gates(importance, self.log_weights, budget, floor, self.settings.temperature)
         with torch.no_grad():
             full = self._log_probabilities(*outputs.answers)
         gated = self._log_probabilities(self._hidden(outputs, batch, gates))
         nats = functional.kl_div(gated, full, reduction="none", log_target=True).sum(dim=-1)
+
         # Without eviction the loss is 0. The model runs anyway: processes may share it, and must fill DeepSpeed's
         # gradient buckets in the same order.
-        loss = _answer_means(nats, batch).mean() * bool(longer)
-        return loss + 0 * self.log_weights.sum() if floor is None else loss  # DDP awaits a gradient of every parameter
+        loss = _answer_means(nats, batch).mean() * bool(evicting_budgets)
+        if floor is None:
+            loss = loss + 0 * self.log_weights.sum()  # DDP awaits a gradient of every parameter
+        return loss
 
-    def _floor_of(self, batch: Batch) -> float | None:
+    def _draw_floor(self, batch: Batch) -> float | None:
         """The floor of a batch's selection, None for a uniform one: drawn at random, the same in a resumed training."""
         coin = random.Random(f"{self.settings.train.seed}:{self._seed_of(batch)}:uniform")
-        return None if coin.random() < self.settings.uniform_share else self.floor
+        is_uniform = coin.random() < self.settings.uniform_share
+        return None if is_uniform else self.floor
 
     def _seed_of(self, batch: Batch) -> str:
         """A seed for what is drawn for a batch; it differs from turn to turn and from epoch to epoch."""
-        return f"{[*batch.indices]}:{batch.turn}" + (f":{self.epoch}" if self.epoch else "")
+        seed = f"{list(batch.indices)}:{batch.turn}"
+        return f"{seed}:{self.epoch}" if self.epoch else seed
 
     @override
     def measure(self, batches: Iterable[dict[str, Any]], budget: int) -> dict[str, Any]:
-        floors = {"": self.floor} | ({"_uniform": None} if self.settings.uniform_share else {})
-        batches = [*batches]
+        floors: dict[str, float | None] = {"": self.floor}
+        if self.settings.uniform_share:
+            floors["_uniform"] = None
+
+        def measure_batch(values: dict[str, Any]) -> dict[int, list[list[float]]]:
+            return self.excess_nll(Batch(**values), list(floors.values()))
+
+        all_batches = list(batches)
         with self.measuring(), gathered(self):
-            by_batch = divided(lambda values: self.excess_nll(Batch(**values), [*floors.values()]), batches)
-        measured = {
-            f"eval_excess_nll{name}_at_{budget}": fmean(each for batch in by_batch for each in batch[budget][place])
-            for place, name in enumerate(floors)
-            for budget in self.settings.budgets
-        }
-        if odd := [name for name, value in measured.items() if not math.isfinite(value)]:
-            raise FloatingPointError(f"{odd[0]} is {measured[odd[0]]}")
-        by_sample = list[float]()
-        for batch in by_batch:
-            at_budgets = [batch[each][0] for each in self.settings.budgets]
-            by_sample += [fmean(values) for values in zip(*at_budgets, strict=True)]
-        indices = [index for values in batches for index in values["indices"]]
-        return measured | {"eval_by_sample": by_sample, "eval_samples": indices}
+            measured_batches = divided(measure_batch, all_batches)
+        metrics: dict[str, Any] = {}
+        for number, suffix in enumerate(floors):
+            for budget in self.settings.budgets:
+                samples: list[float] = []
+                for measured in measured_batches:
+                    samples += measured[budget][number]
+                name = f"eval_excess_nll{suffix}_at_{budget}"
+                metrics[name] = fmean(samples)
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                raise FloatingPointError(f"{name} is {value}")
+
+        sample_means: list[float] = []
+        for measured in measured_batches:
+            samples_at_budgets = [measured[budget][0] for budget in self.settings.budgets]
+            for excess_at_budgets in zip(*samples_at_budgets, strict=True):
+                sample_means.append(fmean(excess_at_budgets))
+        indices: list[int] = []
+        for batch_values in all_batches:
+            indices += batch_values["indices"]
+        metrics["eval_by_sample"] = sample_means
+        metrics["eval_samples"] = indices
+        return metrics
 
     def excess_nll(self, batch: Batch, floors: Sequence[float | None]) -> dict[int, list[list[float]]]:
         """For each budget and floor, how much evicting increases the cross-entropy of each sample's answer, in nats.
@@ -262,16 +307,20 @@ class EvictionObjective(ReplayedObjective):
         The answer's first token, which follows the whole prompt, is left out. 0 if the prompt is within the budget, or
         the answer has one token.
         """
-        outputs, batch = self.teacher_outputs(batch), _with_three_tokens(batch)
+        outputs = self.teacher_outputs(batch)
+        batch = _with_three_tokens(batch)
         importance = self.importance(outputs, batch)
         full = self._cross_entropy(batch, *outputs.answers)
-
-        def excess(budget: int, floor: float | None) -> list[float]:
-            kept = selected(importance, self.head_weights(), budget, floor)
-            hidden = self._hidden(outputs, batch, [*map(_hard_gates, kept)])
-            return (self._cross_entropy(batch, hidden) - full).tolist()
-
-        return {budget: [excess(budget, floor) for floor in floors] for budget in self.settings.budgets}
+        by_budget = {}
+        for budget in self.settings.budgets:
+            by_floor = []
+            for floor in floors:
+                kept = select_entries(importance, self.head_weights(), budget, floor)
+                gates = [_hard_gates(layer_kept) for layer_kept in kept]
+                evicted = self._cross_entropy(batch, self._hidden(outputs, batch, gates))
+                by_floor.append((evicted - full).tolist())
+            by_budget[budget] = by_floor
+        return by_budget
 
     def _cross_entropy(self, batch: Batch, hidden: Tensor) -> Tensor:
         """[B] in nats, from the decoder's outputs: the mean over an answer's tokens but the first."""
@@ -286,21 +335,23 @@ class EvictionObjective(ReplayedObjective):
     def _hidden(self, outputs: TeacherOutputs, batch: Batch, gates: Tensor | list[Tensor]) -> Tensor:
         """The decoder's outputs [B, T - 1, hidden] for an answer's tokens but the last, with gates on the prompt."""
         cache = outputs.cache(self.model, batch.prompt_ids.shape[1])
-        pairs = zip(full_layers(cache), gates, strict=True)
-        layers = [GatedLayer(each.keys, each.values, gate.to(each.keys.device)) for each, gate in pairs]
-        ids, seen = batch.answer_ids[:, :-1], None
-        if batch.prompt_mask is not None and len(layers) < len(cache.layers):  # in the others the gates hide padding
-            seen = functional.pad(batch.prompt_mask, (0, ids.shape[1]), value=True)
-        first = torch.tensor(batch.prompt_lengths(), device=ids.device)
-        positions = first[:, None] + torch.arange(ids.shape[1], device=ids.device)
-        gated, decoder = as_observed(cache, layers), decoder_of(self.model)
+        layers = []
+        for layer, gate in zip(full_layers(cache), gates, strict=True):
+            layers.append(GatedLayer(layer.keys, layer.values, gate.to(layer.keys.device)))
+        ids = batch.answer_ids[:, :-1]
+        attention_mask = None
+        has_bounded_layers = len(layers) < len(cache.layers)  # in the others the gates hide padding
+        if batch.prompt_mask is not None and has_bounded_layers:
+            attention_mask = functional.pad(batch.prompt_mask, (0, ids.shape[1]), value=True)
+        prompt_lengths = torch.tensor(batch.prompt_lengths(), device=ids.device)
+        positions = prompt_lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)
         with recomputed(self.model, self.settings.gradient_checkpointing):
             output = run(
-                decoder,
-                gated,
+                decoder_of(self.model),
+                as_observed(cache, layers),
                 input_ids=ids,
                 position_ids=positions,
-                attention_mask=seen,
+                attention_mask=attention_mask,
                 rope_lengths=text_lengths(batch, 0),
             )
         hidden: Tensor = output.last_hidden_state
@@ -312,32 +363,37 @@ def _with_three_tokens(batch: Batch) -> Batch:
 
     For a single token Mamba-2 layers change their state in place, which gradients do not allow.
     """
-    answer, mask = batch.answer_ids, batch.answer_mask
-    if (missing := 3 - answer.shape[1]) <= 0:
+    missing = 3 - batch.answer_ids.shape[1]
+    if missing <= 0:
         return batch
-    real = torch.ones_like(answer, dtype=torch.bool) if mask is None else mask
-    padded, real = (functional.pad(each, (0, missing)) for each in (answer, real))
-    return replace(batch, answer_ids=padded, answer_mask=real)
+    mask = batch.answer_mask
+    if mask is None:
+        mask = torch.ones_like(batch.answer_ids, dtype=torch.bool)
+    padded_ids = functional.pad(batch.answer_ids, (0, missing))
+    padded_mask = functional.pad(mask, (0, missing))
+    return replace(batch, answer_ids=padded_ids, answer_mask=padded_mask)
 
 
 def _answer_means(nats: Tensor, batch: Batch) -> Tensor:
     """[B]: the mean of [B, T - 1] over the real tokens."""
-    real = torch.ones_like(nats) if batch.answer_mask is None else batch.answer_mask[:, 1:]
-    return (nats * real).sum(dim=1) / real.sum(dim=1).clamp(min=1)
+    is_real = torch.ones_like(nats) if batch.answer_mask is None else batch.answer_mask[:, 1:]
+    return (nats * is_real).sum(dim=1) / is_real.sum(dim=1).clamp(min=1)
 
 
-def selected(importance: Sequence[Tensor], weights: Tensor, budget: int, floor: float | None) -> list[Tensor]:
+def select_entries(importance: Sequence[Tensor], weights: Tensor, budget: int, floor: float | None) -> list[Tensor]:
     """For each layer, the entries [B, K, N] bool that an eviction keeps; importance [B, K, N], weights [L, K].
 
     Without a floor every head keeps the same number of entries.
     """
-    layers = [*importance]
-    real, always = (
-        np.array([each.sum(dim=-1).tolist() for each in masks])
-        for masks in ([~torch.isneginf(each) for each in layers], [torch.isposinf(each) for each in layers])
-    )
-    allocate = Uniform() if floor is None else Global(floor, tuple(map(tuple, weights.tolist())))
-    return select_top(layers, allocate(HeadSizes(real, always), [budget] * real.shape[1], layers))
+    layers = list(importance)
+    real_counts = np.array([(~torch.isneginf(layer)).sum(dim=-1).tolist() for layer in layers])
+    always_kept_counts = np.array([torch.isposinf(layer).sum(dim=-1).tolist() for layer in layers])
+    sizes = HeadSizes(real_counts, always_kept_counts)
+    budgets = [budget] * real_counts.shape[1]
+    allocate: Uniform | Global = Uniform()
+    if floor is not None:
+        allocate = Global(floor, tuple(map(tuple, weights.tolist())))
+    return select_top(layers, allocate(sizes, budgets, layers))
 
 
 def _hard_gates(kept: Tensor) -> Tensor:
@@ -360,12 +416,13 @@ class GatedLayer(ViewedLayer):
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         rows = query.shape[2]
-        least = torch.finfo(query.dtype).min
-        stored = self.gates.clamp(min=least).to(query.dtype)[:, :, None].expand(-1, -1, rows, -1)
-        own = torch.zeros(rows, rows, dtype=query.dtype, device=query.device)
-        own = own.masked_fill(later(rows, query.device), least)
-        mask = torch.cat([stored, own.expand(*stored.shape[:2], -1, -1)], dim=-1)
-        keys, values = torch.cat([self.keys, key], dim=-2), torch.cat([self.values, value], dim=-2)
+        lowest = torch.finfo(query.dtype).min
+        entry_gates = self.gates.clamp(min=lowest).to(query.dtype)[:, :, None].expand(-1, -1, rows, -1)
+        is_later = later(rows, query.device)
+        new_token_gates = torch.zeros(rows, rows, dtype=query.dtype, device=query.device).masked_fill(is_later, lowest)
+        mask = torch.cat([entry_gates, new_token_gates.expand(*entry_gates.shape[:2], -1, -1)], dim=-1)
+        keys = torch.cat([self.keys, key], dim=-2)
+        values = torch.cat([self.values, value], dim=-2)
         return grouped_attention(query, keys, values, mask, softmax)
 
 
@@ -391,25 +448,37 @@ def soft_gates(importance: Tensor, log_weights: Tensor, budget: int, floor: floa
         [L, B, K, N] float32.
     """
     if temperature < SHARPEST:
-        return _hard_gates(torch.stack(selected([*importance], log_weights.detach().exp(), budget, floor)))
-    real, guaranteed = ~torch.isneginf(importance), torch.isposinf(importance)
+        kept = select_entries(list(importance), log_weights.detach().exp(), budget, floor)
+        return _hard_gates(torch.stack(kept))
+
+    is_real = ~torch.isneginf(importance)
+    is_guaranteed = torch.isposinf(importance)
     limits = torch.finfo(importance.dtype)
     scores = importance.clamp(limits.tiny, limits.max).log()
-    dims, heads = _HEAD, 1
-    if floor is not None:
-        dims, heads, scores = _ROW, scores.shape[0] * scores.shape[2], scores + log_weights[:, None, :, None]
-        guaranteed |= top_mask(importance.detach(), min(int(budget * floor), importance.shape[-1])) & real
-    free = real & ~guaranteed
-    wanted = budget * heads - _sum(guaranteed, dims)
+    if floor is None:
+        dims = _HEAD
+        heads = 1
+    else:
+        dims = _ROW
+        heads = scores.shape[0] * scores.shape[2]
+        scores = scores + log_weights[:, None, :, None]
+        floor_entries = min(int(budget * floor), importance.shape[-1])
+        is_guaranteed |= top_mask(importance.detach(), floor_entries) & is_real
+    is_free = is_real & ~is_guaranteed
+    free_budget = budget * heads - _sum(is_guaranteed, dims)
+
     with torch.no_grad():
-        threshold = _threshold(scores, free, wanted, temperature, dims)
-    opened = torch.sigmoid((scores - threshold) / temperature) * free
-    slope = _sum(opened * (1 - opened), dims).detach().clamp(min=1e-6) / temperature
-    kept = _sum(opened, dims)
-    threshold = threshold + (kept - kept.detach()) / slope  # the value stays; its gradient is the implicit function's
+        threshold = _threshold(scores, is_free, free_budget, temperature, dims)
+    open_gates = torch.sigmoid((scores - threshold) / temperature) * is_free
+    slope = _sum(open_gates * (1 - open_gates), dims).detach().clamp(min=1e-6) / temperature
+    gate_sum = _sum(open_gates, dims)
+    # the threshold's value stays; its gradient is the implicit function's
+    threshold = threshold + (gate_sum - gate_sum.detach()) / slope
+
     gates = functional.logsigmoid((scores - threshold) / temperature)
-    whole = _sum(free, dims) <= wanted
-    return gates.masked_fill((real & ~free) | whole, 0.0).masked_fill(~real, limits.min)
+    fits_budget = _sum(is_free, dims) <= free_budget
+    is_open = (is_real & ~is_free) | fits_budget
+    return gates.masked_fill(is_open, 0.0).masked_fill(~is_real, limits.min)
 
 
 _ROW: tuple[int, ...] = (0, 2, 3)
@@ -417,15 +486,19 @@ _HEAD: tuple[int, ...] = (3,)
 """The dimensions of [L, B, K, N] over which entries share a budget."""
 
 
-def _threshold(scores: Tensor, free: Tensor, wanted: Tensor, temperature: float, dims: tuple[int, ...]) -> Tensor:
-    """Where the gates of the free entries that share a budget sum to `wanted`, by bisection; `dims` have length 1."""
-    among = scores.masked_fill(~free, torch.nan)
-    low = among.nan_to_num(nan=torch.inf).amin(dim=dims, keepdim=True) - 20 * temperature
-    high = among.nan_to_num(nan=-torch.inf).amax(dim=dims, keepdim=True) + 20 * temperature
+def _threshold(
+    scores: Tensor, is_free: Tensor, free_budget: Tensor, temperature: float, dims: tuple[int, ...]
+) -> Tensor:
+    """Where the gates of the free entries that share a budget sum to it, by bisection; `dims` have length 1."""
+    free_scores = scores.masked_fill(~is_free, torch.nan)
+    low = free_scores.nan_to_num(nan=torch.inf).amin(dim=dims, keepdim=True) - 20 * temperature
+    high = free_scores.nan_to_num(nan=-torch.inf).amax(dim=dims, keepdim=True) + 20 * temperature
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        over = _sum(torch.sigmoid((scores - middle) / temperature) * free, dims) > wanted
-        low, high = torch.where(over, middle, low), torch.where(over, high, middle)
+        gates = torch.sigmoid((scores - middle) / temperature) * is_free
+        is_above_budget = _sum(gates, dims) > free_budget
+        low = torch.where(is_above_budget, middle, low)
+        high = torch.where(is_above_budget, high, middle)
     return ((low + high) / 2).nan_to_num()  # there is no threshold if no entry is free
 
 

@@ -28,6 +28,7 @@ from keepsight.train.ablation import Cell, SideBySide
 from keepsight.train.dataset import Batch
 from keepsight.train.eviction import EvictionObjective
 from keepsight.train.importance import ImportanceObjective
+from keepsight.train.objective import ReplayedObjective
 from keepsight.train.replay import ReplayBuffer
 from keepsight.train.settings import LookaheadTrainSettings, ReplaySettings
 from keepsight.train.tracking import peak_memory
@@ -87,7 +88,7 @@ def plan_step(
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
         weights = stored_bytes(model, quantize)
         layers = [_bytes_of(layer) for layer in decoder_of(model).layers]
-        whole = weights - sum(layers) if layers_alone else 0
+        unsharded = weights - sum(layers) if layers_alone else 0
         gathered = 0 if shards == 1 else 2 * max(layers)
         unpacked = 0 if quantize is None else max(weight.nbytes for weight in _linear_weights(model))
         objective = make(model)
@@ -98,33 +99,40 @@ def plan_step(
         batch = Batch(ids[:, :tokens], ids[:, tokens:])
         with _LiveBytes() as live:
             outputs = objective.run_teacher(batch)
-            first, outputs_bytes = live.most(), live.now
+            first_peak = live.peak()
+            outputs_bytes = live.now
             objective.loss_of(outputs, batch).backward()
-            second = live.most()
+            second_peak = live.peak()
+    sharded = -((unsharded - weights) // shards)  # rounded up
     return StepPlan(
-        whole - (whole - weights) // shards + gathered + unpacked,
-        COPIES * sum(weight.nbytes for weight in trained),
-        outputs_bytes,
-        first,
-        second,
-        round(objective.teacher_flops(batch)),
-        round(objective.module_flops(batch)),
+        weights=unsharded + sharded + gathered + unpacked,
+        module=COPIES * sum(weight.nbytes for weight in trained),
+        outputs=outputs_bytes,
+        first=first_peak,
+        second=second_peak,
+        first_flops=round(objective.teacher_flops(batch)),
+        second_flops=round(objective.module_flops(batch)),
     )
 
 
 def stored_bytes(model: PreTrainedModel, quantize: str | None = None) -> int:
     """Bytes of a model's weights, whose linear layers may be quantised; the lm_head never is."""
-    whole = _bytes_of(model)
+    model_bytes = _bytes_of(model)
     if quantize is None:
-        return whole
-    linear = list(_linear_weights(model))
-    kept = round(sum(weight.numel() for weight in linear) * _QUANTISED[quantize])
-    return whole - sum(weight.nbytes for weight in linear) + kept
+        return model_bytes
+    linear_bytes = 0
+    linear_count = 0
+    for weight in _linear_weights(model):
+        linear_bytes += weight.nbytes
+        linear_count += weight.numel()
+    return model_bytes - linear_bytes + round(linear_count * _QUANTISED[quantize])
 
 
 def _linear_weights(model: PreTrainedModel) -> Iterator[Tensor]:
     for layer in decoder_of(model).layers:
-        yield from (module.weight for module in layer.modules() if isinstance(module, nn.Linear))
+        for module in layer.modules():
+            if isinstance(module, nn.Linear):
+                yield module.weight
 
 
 def _bytes_of(module: nn.Module) -> int:
@@ -147,30 +155,39 @@ class _LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now, self._most = 0, 0
+        self.now = 0
+        self._peak = 0
         self._alive: dict[int, int] = {}
 
-    def most(self) -> int:
+    def peak(self) -> int:
         """Peak bytes since the last call."""
-        most, self._most = self._most, self.now
-        return most
+        peak = self._peak
+        self._peak = self.now
+        return peak
 
     @override
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        known = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        input_storages = {storage._cdata for storage in _storages((args, kwargs))}
         output = func(*args, **(kwargs or {}))
-        for storage in (each.untyped_storage() for each in tree_leaves(output) if isinstance(each, Tensor)):
-            if (key := storage._cdata) not in self._alive and key not in known:  # neither a view nor changed in place
+        for storage in _storages(output):
+            key = storage._cdata
+            is_new = key not in self._alive and key not in input_storages  # neither a view nor changed in place
+            if is_new:
                 self._alive[key] = storage.nbytes()
                 self.now += self._alive[key]
-                self._most = max(self._most, self.now)
+                self._peak = max(self._peak, self.now)
                 weakref.finalize(storage, self._forget, key)
         return output
 
     def _forget(self, key: int) -> None:
         self.now -= self._alive.pop(key)
+
+
+def _storages(tree: Any) -> list[Any]:
+    """The storages of the tensors in a tree of values."""
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def bench_step(
@@ -182,40 +199,69 @@ def bench_step(
     and answer; each is timed `repeats` times after one warm-up. `settings` decides the loss, the batch size, and
     the number of `replays` that are averaged.
     """
-    model, replays = cells[0].model, settings.replays
-    shape = settings.batch_size, tokens + answer_tokens
-    ids = torch.randint(3, model.config.get_text_config().vocab_size - 1, shape, device=model.device)
-    options = settings.far, settings.gradient_checkpointing, settings.cuts
-    alone = [Cell(str(place), ImportanceObjective(cell, *options), settings) for place, cell in enumerate(cells)]
-    objective = SideBySide(alone) if len(alone) > 1 else alone[0].objective
-    objective.buffer = ReplayBuffer(ReplaySettings()) if replays > 1 else None
-    learned = objective.trained_parameters()
-    optimizer = torch.optim.AdamW(learned, lr=1e-4, weight_decay=0.0, fused=True)  # the trainer's
+    model = cells[0].model
+    vocabulary = model.config.get_text_config().vocab_size
+    shape = (settings.batch_size, tokens + answer_tokens)
+    ids = torch.randint(3, vocabulary - 1, shape, device=model.device)
+    objective = _bench_objective(cells, settings)
+    optimizer = torch.optim.AdamW(
+        objective.trained_parameters(), lr=1e-4, weight_decay=0.0, fused=True
+    )  # the trainer's
 
-    def steps() -> None:
-        for turn in range(replays):
-            objective.loss(Batch(ids[:, :tokens], ids[:, tokens:], last=turn == replays - 1)).backward()
+    def prefill_prompt() -> None:
+        prefill(model, ids)
+
+    def take_steps() -> None:
+        for turn in range(settings.replays):
+            batch = Batch(ids[:, :tokens], ids[:, tokens:], last=turn == settings.replays - 1)
+            objective.loss(batch).backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    times: dict[str, list[float]] = {"prefill": [], "step": []}
-    peaks = {}
+    prefill_seconds = []
+    step_seconds = []
+    prefill_peak = 0.0
+    step_peak = 0.0
     for repeat in range(repeats + 1):
-        for name, action in (("prefill", lambda: prefill(model, ids)), ("step", steps)):
-            seconds, peaks[name] = _measure(action)
-            if repeat:
-                times[name].append(seconds / (replays if name == "step" else 1))
-    ratio = statistics.median(times["step"]) / statistics.median(times["prefill"])
-    counted = f", {len(cells)} modules" if len(cells) > 1 else ""
-    cut = f" at {settings.cuts} cuts" if settings.cuts > 1 else ""
+        seconds, prefill_peak = _measure(prefill_prompt)
+        if repeat > 0:
+            prefill_seconds.append(seconds)
+        seconds, step_peak = _measure(take_steps)
+        if repeat > 0:
+            step_seconds.append(seconds / settings.replays)
+
+    modules = f", {len(cells)} modules" if len(cells) > 1 else ""
+    cuts = f" at {settings.cuts} cuts" if settings.cuts > 1 else ""
     yield (
-        f"{shape[0]} x {tokens} prompt + {answer_tokens} answer tokens{counted}, "
-        f"{replays} steps a pass of the model{cut}, {repeats} repeats"
+        f"{settings.batch_size} x {tokens} prompt + {answer_tokens} answer tokens{modules}, "
+        f"{settings.replays} steps a pass of the model{cuts}, {repeats} repeats"
     )
-    for name, values in times.items():
-        span = f"{statistics.median(values):7.3f} s ({min(values):.3f} to {max(values):.3f})"
-        yield f"{name:<8} {span}, peak memory {peaks[name]:.0f} MiB"
+    yield _timing("prefill", prefill_seconds, prefill_peak)
+    yield _timing("step", step_seconds, step_peak)
+    ratio = statistics.median(step_seconds) / statistics.median(prefill_seconds)
     yield f"a step takes {ratio:.3f} prefills"
+
+
+def _bench_objective(modules: Sequence[Lookahead], settings: LookaheadTrainSettings) -> ReplayedObjective:
+    """The objective of one module, or of several side by side."""
+    objectives = []
+    for lookahead in modules:
+        objectives.append(ImportanceObjective(lookahead, settings.far, settings.gradient_checkpointing, settings.cuts))
+    objective: ReplayedObjective = objectives[0]
+    if len(objectives) > 1:
+        cells = []
+        for number, cell_objective in enumerate(objectives):
+            cells.append(Cell(str(number), cell_objective, settings))
+        objective = SideBySide(cells)
+    if settings.replays > 1:
+        objective.buffer = ReplayBuffer(ReplaySettings())
+    return objective
+
+
+def _timing(name: str, seconds: list[float], peak: float) -> str:
+    """A line with the median, the fastest and the slowest of some repeats, and the peak memory in MiB."""
+    span = f"{statistics.median(seconds):7.3f} s ({min(seconds):.3f} to {max(seconds):.3f})"
+    return f"{name:<8} {span}, peak memory {peak:.0f} MiB"
 
 
 def _measure(action: Callable[[], object]) -> tuple[float, float]:

@@ -10,7 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from torch import Tensor
 
-BLUE, VERMILLION, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#8A8A8A"  # Okabe-Ito: apart for colour-blind readers
+BLUE = "#0072B2"  # Okabe and Ito's colours, which colour-blind readers can tell apart
+VERMILLION = "#D55E00"
+GREEN = "#009E73"
+GREY = "#8A8A8A"
 CYCLE = (BLUE, VERMILLION, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("o-", "s--", "^:")
 """Past the first lines, colours repeat in another style."""
@@ -27,13 +30,20 @@ Curve = tuple[str, str, str, str]
 
 def series(log: Log, key: str) -> tuple[list[int], list[float]]:
     """The steps that logged a finite value under `key`, and the values."""
-    points = [(row["step"], float(row[key])) for row in log if key in row and math.isfinite(row[key])]
-    return [step for step, _ in points], [value for _, value in points]
+    steps = []
+    values = []
+    for row in log:
+        if key in row and math.isfinite(row[key]):
+            steps.append(row["step"])
+            values.append(float(row[key]))
+    return steps, values
 
 
 def running_mean(values: Sequence[float]) -> list[float]:
     """Exponential running mean, corrected so that the first values are not drawn towards zero."""
-    means, total, norm = [], 0.0, 0.0
+    means = []
+    total = 0.0
+    norm = 0.0
     for value in values:
         total = SMOOTHING * total + (1 - SMOOTHING) * value
         norm = SMOOTHING * norm + (1 - SMOOTHING)
@@ -41,10 +51,12 @@ def running_mean(values: Sequence[float]) -> list[float]:
     return means
 
 
-def draw_line(panel: Axes, places: Sequence[int], values: Sequence[float], label: str, colour: str, line: str) -> None:
+def draw_line(
+    panel: Axes, x_values: Sequence[int], values: Sequence[float], label: str, colour: str, line: str
+) -> None:
     """A labelled line through the values; none when there is nothing to draw."""
     if values:
-        panel.plot(places, values, line, color=colour, linewidth=1.6, markersize=4, label=label)
+        panel.plot(x_values, values, line, color=colour, linewidth=1.6, markersize=4, label=label)
 
 
 def tidy(panel: Axes, title: str, axis: str = "step") -> None:
@@ -65,8 +77,9 @@ def tidy(panel: Axes, title: str, axis: str = "step") -> None:
 
 def _curves(panel: Axes, log: Log, title: str, *curves: Curve) -> None:
     """Draw numbers of the log over steps."""
-    for key, *look in curves:
-        draw_line(panel, *series(log, key), *look)
+    for key, label, colour, line in curves:
+        steps, values = series(log, key)
+        draw_line(panel, steps, values, label, colour, line)
     tidy(panel, title)
 
 
@@ -76,17 +89,27 @@ def _loss(panel: Axes, log: Log, title: str, *curves: Curve, scaled: bool = True
     panel.plot(steps, losses, color=BLUE, linewidth=0.8, alpha=0.3)
     draw_line(panel, steps, running_mean(losses), "training (running mean)", BLUE, "-")
     if scaled:
-        _log_scale(panel, losses + [value for key, *_ in curves for value in series(log, key)[1]])
+        all_values = list(losses)
+        for key, *_ in curves:
+            _, values = series(log, key)
+            all_values += values
+        _log_scale(panel, all_values)
     _curves(panel, log, title, *curves)
 
 
-def _ends(panel: Axes, log: Log, key: str, title: str, axis: str, start: int = 0) -> None:
+def _first_and_last(panel: Axes, log: Log, key: str, title: str, axis: str, start: int = 0) -> None:
     """Draw the lists under `key` at the first and the last measurement; indices count from `start`."""
     rows = [row for row in log if key in row]
-    ends = {rows[0]["step"]: (rows[0], GREY, "o:"), rows[-1]["step"]: (rows[-1], BLUE, "o-")} if rows else {}
-    for step, (row, colour, line) in ends.items():
-        draw_line(panel, range(start, start + len(row[key])), row[key], f"step {step}", colour, line)
+    if rows and rows[0]["step"] != rows[-1]["step"]:
+        _draw_list(panel, rows[0], key, start, GREY, "o:")
+    if rows:
+        _draw_list(panel, rows[-1], key, start, BLUE, "o-")
     tidy(panel, title, axis)
+
+
+def _draw_list(panel: Axes, row: Mapping[str, Any], key: str, start: int, colour: str, line: str) -> None:
+    values = row[key]
+    draw_line(panel, range(start, start + len(values)), values, f"step {row['step']}", colour, line)
 
 
 def _log_scale(panel: Axes, values: Sequence[float]) -> None:
@@ -103,11 +126,12 @@ def lookahead_figure(log: Log) -> Figure:
     figure = Figure(figsize=(10.5, 6.2), layout="constrained")
     panels = figure.subplot_mosaic("LLLPPP;kkrrtt")
     _loss(panels["L"], log, _LOSS, ("eval_kl", "held-out KL", VERMILLION, "s-"))
-    ranks = ("eval_recall", "recall at the budget", BLUE, "o-"), ("eval_tau", "Kendall's tau", GREEN, "^-")
-    _curves(panels["P"], log, "Predicted against true importance, held-out", *ranks)
+    recall = ("eval_recall", "recall at the budget", BLUE, "o-")
+    tau = ("eval_tau", "Kendall's tau", GREEN, "^-")
+    _curves(panels["P"], log, "Predicted against true importance, held-out", recall, tau)
     panels["P"].set_ylim(top=1.0)
     for name, label in _FIDELITY.items():
-        _ends(panels[name[0]], log, f"eval_{name}_by_layer", f"{label}, by layer", "layer")
+        _first_and_last(panels[name[0]], log, f"eval_{name}_by_layer", f"{label}, by layer", "layer")
     return figure
 
 
@@ -116,11 +140,17 @@ def ablation_figure(logs: Mapping[str, Log]) -> Figure:
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     panels = figure.subplots(1, len(_FIDELITY))
     for panel, (name, label) in zip(panels, _FIDELITY.items(), strict=True):
-        for place, (cell, log) in enumerate(logs.items()):
-            colour, line = CYCLE[place % len(CYCLE)], LINES[place // len(CYCLE) % len(LINES)]
-            draw_line(panel, *series(log, f"eval_{name}"), cell, colour, line)
+        for number, (cell, log) in enumerate(logs.items()):
+            colour = CYCLE[number % len(CYCLE)]
+            line = LINES[number // len(CYCLE) % len(LINES)]
+            steps, values = series(log, f"eval_{name}")
+            draw_line(panel, steps, values, cell, colour, line)
         tidy(panel, f"Held-out {label}")
-    _log_scale(panels[0], [value for log in logs.values() for value in series(log, "eval_kl")[1]])
+    kl_values: list[float] = []
+    for log in logs.values():
+        _, values = series(log, "eval_kl")
+        kl_values += values
+    _log_scale(panels[0], kl_values)
     return figure
 
 
@@ -129,9 +159,9 @@ def eviction_figure(log: Log, weights: Tensor, budgets: Sequence[int]) -> Figure
     figure = Figure(figsize=(13, 3.6), layout="constrained")
     losses, curves, heads = figure.subplots(1, 3)
     _loss(losses, log, "Training loss: KL divergence of the answers (nats)")
-    for place, budget in enumerate(budgets):
-        line = series(log, f"eval_excess_nll_at_{budget}")
-        draw_line(curves, *line, f"{budget} entries", CYCLE[place % len(CYCLE)], LINES[0])
+    for number, budget in enumerate(budgets):
+        steps, values = series(log, f"eval_excess_nll_at_{budget}")
+        draw_line(curves, steps, values, f"{budget} entries", CYCLE[number % len(CYCLE)], LINES[0])
     tidy(curves, "Held-out excess NLL (nats)")
     logarithms = np.log2(weights.numpy()).T
     most = max(float(abs(logarithms).max()), 0.1)
@@ -149,13 +179,14 @@ def draft_head_figure(log: Log) -> Figure:
     figure = Figure(figsize=(10.5, 6.2), layout="constrained")
     panels = figure.subplot_mosaic("LLKKAA;pppggg")
     _loss(panels["L"], log, "Loss (nats)", scaled=False)
-    kl, agreement = ("eval_kl", "KL (nats)", VERMILLION, "s-"), ("eval_agreement", "top-1 agreement", GREEN, "^-")
+    kl = ("eval_kl", "KL (nats)", VERMILLION, "s-")
+    agreement = ("eval_agreement", "top-1 agreement", GREEN, "^-")
     _curves(panels["K"], log, "Held-out answers, mean over a draft", kl, agreement)
-    accepted = "eval_accepted_length", "greedy drafts", BLUE, "o-"
+    accepted = ("eval_accepted_length", "greedy drafts", BLUE, "o-")
     _curves(panels["A"], log, "Accepted tokens of a draft, held-out", accepted)
     axis = "position in the draft"
-    _ends(panels["p"], log, "eval_acceptance_by_position", "Accepted, given that all before are", axis, 1)
-    _ends(panels["g"], log, "eval_agreement_by_step", "Top-1 agreement with the model", axis, 1)
+    _first_and_last(panels["p"], log, "eval_acceptance_by_position", "Accepted, given that all before are", axis, 1)
+    _first_and_last(panels["g"], log, "eval_agreement_by_step", "Top-1 agreement with the model", axis, 1)
     return figure
 
 
@@ -164,9 +195,15 @@ def retrieval_figure(log: Log) -> Figure:
     figure = Figure(figsize=(10.5, 3.6), layout="constrained")
     loss, hits = figure.subplots(1, 2)
     _loss(loss, log, _LOSS, ("eval_kl", "held-out KL", VERMILLION, "s-"))
-    budgets = dict.fromkeys(key.rpartition("_")[2] for row in log for key in row if key.startswith("eval_hit_"))
+    budgets: dict[str, None] = {}
+    for row in log:
+        for key in row:
+            if key.startswith("eval_hit_"):
+                budgets[key.rpartition("_")[2]] = None
     for budget, colour in zip(budgets, (BLUE, GREEN, VERMILLION, GREY), strict=False):
-        draw_line(hits, *series(log, f"eval_hit_{budget}"), f"{budget} entries", colour, "o-")
-        hits.plot(*series(log, f"eval_window_hit_{budget}"), ":", color=colour)
+        steps, values = series(log, f"eval_hit_{budget}")
+        draw_line(hits, steps, values, f"{budget} entries", colour, "o-")
+        window_steps, window_values = series(log, f"eval_window_hit_{budget}")
+        hits.plot(window_steps, window_values, ":", color=colour)
     tidy(hits, "hit rate, held-out (dotted: first and latest entries)")
     return figure

@@ -31,7 +31,8 @@ from keepsight.train.objective import HeadObjective, ReplayedObjective
 from keepsight.train.replay import TeacherOutputs
 from keepsight.train.settings import RetrievalHeadSettings
 
-SINKS, RECENT = 4, 64
+SINKS = 4
+RECENT = 64
 """Near entries: the first of a text, and the latest before each token."""
 _ROWS = 32
 """Queries whose attention weights are in memory at once: B x H x 32 x S float32."""
@@ -62,21 +63,26 @@ class Texts:
     def far(self, rows: int) -> Tensor:
         """[B, rows, S] bool: entries that are far from each of the last tokens: neither sinks nor recent."""
         length = self.ids.shape[1]
-        places = torch.arange(length, device=self.ids.device).expand_as(self.ids)
+        entries = torch.arange(length, device=self.ids.device).expand_as(self.ids)
         start = 0 if self.mask is None else (~self.mask).sum(dim=1, keepdim=True)
         queries = torch.arange(length - rows, length, device=self.ids.device)
-        return (places >= start + SINKS)[:, None] & (places[:, None] <= queries[:, None] - RECENT)
+        is_no_sink = entries >= start + SINKS
+        is_not_recent = entries[:, None] <= queries[:, None] - RECENT
+        return is_no_sink[:, None] & is_not_recent
 
 
 def left_padded(batch: Batch) -> Texts:
     """Move the padding behind answers to the front of their prompts."""
     ids, mask = batch.joined()
-    length, answers = ids.shape[1], torch.full_like(ids[:, 0], batch.answer_ids.shape[1])
+    length = ids.shape[1]
+    answer_lengths = torch.full_like(ids[:, 0], batch.answer_ids.shape[1])
     if mask is not None and batch.answer_mask is not None:
-        answers = batch.answer_mask.sum(dim=1)
-        order = torch.arange(length, device=ids.device) - (~batch.answer_mask).sum(dim=1, keepdim=True)
-        ids, mask = ids.gather(1, order % length), mask.gather(1, order % length)
-    return Texts(ids, mask, positions_of(mask, length, ids.device), answers)
+        answer_lengths = batch.answer_mask.sum(dim=1)
+        padding = (~batch.answer_mask).sum(dim=1, keepdim=True)
+        order = (torch.arange(length, device=ids.device) - padding) % length
+        ids = ids.gather(1, order)
+        mask = mask.gather(1, order)
+    return Texts(ids, mask, positions_of(mask, length, ids.device), answer_lengths)
 
 
 class StepRecorder:
@@ -89,7 +95,9 @@ class StepRecorder:
     """
 
     def __init__(self, rows: int, mask: Tensor | None, groups: Mapping[int, int]) -> None:
-        self.rows, self.mask, self.groups = rows, mask, groups
+        self.rows = rows
+        self.mask = mask
+        self.groups = groups
         self._total: Tensor | None = None
 
     def __call__(
@@ -100,16 +108,17 @@ class StepRecorder:
             return
         batch, kv_heads, length, _ = key.shape
         if self._total is None:
-            all_heads = kv_heads * len({*self.groups.values()})
+            all_heads = kv_heads * len(set(self.groups.values()))
             self._total = torch.zeros(batch, all_heads, self.rows, length, device=key.device)
         total = self._total.narrow(1, self.groups[layer] * kv_heads, kv_heads)
-        first = length - self.rows
+        first_query = length - self.rows
         for start in range(0, self.rows, _ROWS):
-            stop = min(start + _ROWS, self.rows)
-            seen = first + stop
-            mask = None if self.mask is None else self.mask[:, :seen].to(key.device)
-            weights = attention_weights(query[:, :, first + start : seen], key[:, :, :seen], softmax, mask)
-            total[:, :, start:stop, :seen] += reduce_group(weights, kv_heads).to(total.device)
+            end = min(start + _ROWS, self.rows)
+            entries = first_query + end  # those up to the last of these queries
+            key_mask = None if self.mask is None else self.mask[:, :entries].to(key.device)
+            queries = query[:, :, first_query + start : entries]
+            weights = attention_weights(queries, key[:, :, :entries], softmax, key_mask)
+            total[:, :, start:end, :entries] += reduce_group(weights, kv_heads).to(total.device)
 
     def importance(self) -> Tensor:
         """The mean over a group's layers: causal, each row sums to 1 (the share of attention sinks is left out).
@@ -132,17 +141,24 @@ def run_teacher(model: PreTrainedModel, head: RetrievalHead, batch: Texts, queri
     """
     rows = min(queries, batch.ids.shape[1])
     layers = full_attention_layers(model.config)
-    groups = {layer: head.config.group_of(place, len(layers)) for place, layer in enumerate(layers)}
+    groups = {layer: head.config.group_of(number, len(layers)) for number, layer in enumerate(layers)}
     recorder = StepRecorder(rows, batch.mask, groups)
     with recording(model), RecordFeatures(model, head.layers_of(model)) as record:
-        inputs = {"input_ids": batch.ids, "attention_mask": batch.mask, "position_ids": batch.positions}
-        decoder_of(model)(**inputs, use_cache=False, recorder=recorder)
-        outputs = record.outputs()
-    features = [of_the_token_before(torch.cat(outputs, dim=-1), batch.mask)] if outputs else []
+        decoder_of(model)(
+            input_ids=batch.ids,
+            attention_mask=batch.mask,
+            position_ids=batch.positions,
+            use_cache=False,
+            recorder=recorder,
+        )
+        layer_outputs = record.outputs()
+    features = []
+    if layer_outputs:
+        features.append(of_the_token_before(torch.cat(layer_outputs, dim=-1), batch.mask))
     return TeacherOutputs(importance=[recorder.importance()], features=features)
 
 
-_LEAST = torch.finfo(torch.float32).min
+_LOWEST = torch.finfo(torch.float32).min
 """Stands in for minus infinity, which times a weight of zero would be NaN."""
 
 
@@ -163,7 +179,7 @@ def head_scores(head: RetrievalHead, batch: Texts, rows: int, embeddings: Tensor
     hidden = torch.ones(rows, length, dtype=torch.bool, device=key.device).triu(length - rows + 1)
     if batch.mask is not None:
         hidden = hidden | ~batch.mask[:, None, None, None]
-    logits = logits.masked_fill(hidden, _LEAST)
+    logits = logits.masked_fill(hidden, _LOWEST)
     return logits.log_softmax(dim=-1).amax(dim=2).log_softmax(dim=-1)
 
 
@@ -172,14 +188,17 @@ def divergence(importance: Tensor, scores: Tensor, real: Tensor) -> Tensor:
 
     `importance` [B, K, T, S] float32 is the base model's, each row sums to 1; `scores` are those of `head_scores`.
     """
-    known = torch.xlogy(importance, importance).sum(dim=-1) - (importance * scores).sum(dim=-1)
-    return known.transpose(1, 2)[real].mean()
+    negative_entropy = torch.xlogy(importance, importance).sum(dim=-1)
+    kl = negative_entropy - (importance * scores).sum(dim=-1)
+    return kl.transpose(1, 2)[real].mean()
 
 
 def soften(importance: Tensor, scores: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """The arguments of `divergence` with all weights raised to the power of 1 / temperature and normalised again."""
     powers = importance.pow(1 / temperature)
-    return powers / powers.sum(dim=-1, keepdim=True), (scores / temperature).clamp(min=_LEAST).log_softmax(dim=-1)
+    soft_importance = powers / powers.sum(dim=-1, keepdim=True)
+    soft_scores = (scores / temperature).clamp(min=_LOWEST).log_softmax(dim=-1)
+    return soft_importance, soft_scores
 
 
 def far_steps_divergence(importance: Tensor, scores: Tensor, far: Tensor, counted: Tensor) -> Tensor:
@@ -192,7 +211,7 @@ def far_steps_divergence(importance: Tensor, scores: Tensor, far: Tensor, counte
         return scores.new_zeros(())
     expected = importance * far[:, None]
     expected = expected / expected.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    return divergence(expected, scores.masked_fill(~far[:, None], _LEAST).log_softmax(dim=-1), counted)
+    return divergence(expected, scores.masked_fill(~far[:, None], _LOWEST).log_softmax(dim=-1), counted)
 
 
 class RetrievalObjective(ReplayedObjective, HeadObjective):
@@ -205,7 +224,8 @@ class RetrievalObjective(ReplayedObjective, HeadObjective):
     def __init__(self, head: RetrievalHead, model: PreTrainedModel, settings: RetrievalHeadSettings) -> None:
         super().__init__()
         require_full_attention(model)
-        self.head, self.settings = head, settings
+        self.head = head
+        self.settings = settings
         self.model = model.requires_grad_(False).eval()
 
     @override
@@ -214,23 +234,25 @@ class RetrievalObjective(ReplayedObjective, HeadObjective):
 
     @override
     def loss_of(self, outputs: TeacherOutputs, batch: Batch) -> Tensor:
-        texts, importance, scores = self.compared(outputs, batch)
+        texts, importance, scores = self.importance_and_scores(outputs, batch)
         rows = scores.shape[2]
-        whole = divergence(*soften(importance, scores, self.settings.temperature), texts.real(rows))
+        soft_importance, soft_scores = soften(importance, scores, self.settings.temperature)
+        loss = divergence(soft_importance, soft_scores, texts.real(rows))
         if not self.settings.answers:
-            return whole
+            return loss
         answered = texts.answered(rows)
-        near = divergence(importance, scores, answered)
-        far = far_steps_divergence(importance, scores, texts.far(rows), answered)
-        return torch.lerp(whole, (near + far) / 2, self.settings.answers)
+        answer_loss = divergence(importance, scores, answered)
+        far_loss = far_steps_divergence(importance, scores, texts.far(rows), answered)
+        return torch.lerp(loss, (answer_loss + far_loss) / 2, self.settings.answers)
 
     @override
     def measure(self, batches: Iterable[dict[str, Any]], budget: int) -> dict[str, Any]:
         return measure_retrieval_head(self, batches, sorted({*BUDGETS, budget}))
 
-    def compared(self, outputs: TeacherOutputs, batch: Batch) -> tuple[Texts, Tensor, Tensor]:
+    def importance_and_scores(self, outputs: TeacherOutputs, batch: Batch) -> tuple[Texts, Tensor, Tensor]:
         """The texts of a batch, the base model's importance and the head's scores; see `head_scores`."""
-        texts, (importance,) = left_padded(batch), outputs.importance
+        texts = left_padded(batch)
+        (importance,) = outputs.importance
         with torch.no_grad():
             embeddings = self.model.get_input_embeddings()(texts.ids)
         features = outputs.features[0] if outputs.features else None
@@ -255,34 +277,46 @@ def measure_retrieval_head(
         FloatingPointError: a score is NaN or infinite.
     """
 
-    def compare(values: dict[str, Any]) -> list[tuple[float, list[dict[str, float]]]]:
-        found = []
-        for target, guess, real in _by_sample(objective, Batch(**values)):
-            kl = divergence(target[None], guess[None], real[None]).item()
-            found.append((kl, [at_budget(target, guess, budget) for budget in budgets]))
-        return found
+    def measure_batch(values: dict[str, Any]) -> list[tuple[float, list[dict[str, float]]]]:
+        """KL of each sample, and its measures at each budget."""
+        samples = []
+        for importance, scores, is_real in _importance_and_scores_of_samples(objective, Batch(**values)):
+            kl = divergence(importance[None], scores[None], is_real[None]).item()
+            measures = [at_budget(importance, scores, budget) for budget in budgets]
+            samples.append((kl, measures))
+        return samples
 
     with objective.measuring():
-        compared = [*chain.from_iterable(divided(compare, batches))]
-    by_budget = [[each for each in rows if each] for rows in zip(*(rows for _, rows in compared), strict=True)]
-    counted = {budget: rows for budget, rows in zip(budgets, by_budget, strict=True) if rows}
-    metrics = {"eval_kl": fmean(kl for kl, _ in compared)}
+        samples = list(chain.from_iterable(divided(measure_batch, batches)))
+    measures_by_budget: dict[int, list[dict[str, float]]] = {}
+    for number, budget in enumerate(budgets):
+        measures = [sample_measures[number] for _, sample_measures in samples if sample_measures[number]]
+        if measures:
+            measures_by_budget[budget] = measures
+
+    metrics = {"eval_kl": fmean(kl for kl, _ in samples)}
     for name in MEASURES:
-        for budget, rows in counted.items():
-            if values := [row[name] for row in rows if name in row]:
+        for budget, measures in measures_by_budget.items():
+            values = [sample[name] for sample in measures if name in sample]
+            if values:
                 metrics[f"eval_{name}_{budget}"] = fmean(values)
-    return metrics | {f"eval_samples_{budget}": len(rows) for budget, rows in counted.items()}
+    for budget, measures in measures_by_budget.items():
+        metrics[f"eval_samples_{budget}"] = len(measures)
+    return metrics
 
 
-def _by_sample(objective: RetrievalObjective, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _importance_and_scores_of_samples(
+    objective: RetrievalObjective, batch: Batch
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """For each sample, the model's importance and the head's scores, [K, T, S] without padding, and T times True."""
-    texts, importance, scores = objective.compared(objective.teacher_outputs(batch), batch)
+    texts, importance, scores = objective.importance_and_scores(objective.teacher_outputs(batch), batch)
     if not torch.isfinite(scores).all():
         raise FloatingPointError("the scores of held-out samples are not finite")
-    for row, real in enumerate(texts.real(scores.shape[2])):
-        shown = slice(None) if texts.mask is None else texts.mask[row]
-        target, guess = (each[row][:, real][..., shown] for each in (importance, scores))
-        yield target, guess, real[real]
+    for row, is_real in enumerate(texts.real(scores.shape[2])):
+        columns: Any = slice(None) if texts.mask is None else texts.mask[row]
+        sample_importance = importance[row][:, is_real][..., columns]
+        sample_scores = scores[row][:, is_real][..., columns]
+        yield sample_importance, sample_scores, is_real[is_real]
 
 
 def at_budget(target: Tensor, predicted: Tensor, budget: int) -> dict[str, float]:
@@ -298,18 +332,27 @@ def at_budget(target: Tensor, predicted: Tensor, budget: int) -> dict[str, float
     first = max(length - rows, budget)  # row i is position length - rows + i, and sees that many entries and itself
     if first >= length:
         return {}
-    target, predicted = (each[:, first - (length - rows) :] for each in (target, predicted))
-    true, chosen = top_mask(target, budget), top_mask(predicted, budget)
-    places = torch.arange(length, device=target.device)
-    last = torch.arange(first, length, device=target.device)[:, None]
+    first_row = first - (length - rows)
+    target = target[:, first_row:]
+    predicted = predicted[:, first_row:]
+    is_model_top = top_mask(target, budget)
+    is_head_top = top_mask(predicted, budget)
+
+    entries = torch.arange(length, device=target.device)
+    last_entry = torch.arange(first, length, device=target.device)[:, None]
     sinks = min(SINKS, budget)
-    window = ((places < sinks) | (places > last - (budget - sinks))) & (places <= last)
-    measured = {
-        "hit": (true & chosen).sum(-1) / budget,
-        "window_hit": (true & window).sum(-1) / budget,
-        "mass": (target * chosen).sum(-1),
-        "window_mass": (target * window).sum(-1),
-        "best_mass": (target * true).sum(-1),
-        "overlap": (chosen[:, 1:] & chosen[:, :-1]).sum(-1) / budget,
+    is_recent = entries > last_entry - (budget - sinks)
+    is_in_window = ((entries < sinks) | is_recent) & (entries <= last_entry)
+    measures = {
+        "hit": (is_model_top & is_head_top).sum(-1) / budget,
+        "window_hit": (is_model_top & is_in_window).sum(-1) / budget,
+        "mass": (target * is_head_top).sum(-1),
+        "window_mass": (target * is_in_window).sum(-1),
+        "best_mass": (target * is_model_top).sum(-1),
+        "overlap": (is_head_top[:, 1:] & is_head_top[:, :-1]).sum(-1) / budget,
     }
-    return {name: value.float().mean().item() for name, value in measured.items() if value.numel()}
+    means = {}
+    for name, values in measures.items():
+        if values.numel():
+            means[name] = values.float().mean().item()
+    return means

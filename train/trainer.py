@@ -3,11 +3,9 @@
 import logging
 import math
 import os
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Generic, TypeVar
@@ -137,40 +135,68 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         arguments._n_gpu = 1  # nn.DataParallel would copy the model to every GPU at each step
         if settings.group_by_length is None:
             settings = replace(settings, group_by_length=arguments.world_size > 1)
-        whole, held_out = hold_out(run.samples, settings.held_out, key, run.trained)
+
+        samples, held_out_samples = hold_out(run.samples, settings.held_out, key, run.trained)
         round_size = settings.batch_size * arguments.world_size
-        if settings.replays > 1 and len(whole) < round_size:
+        if settings.replays > 1 and len(samples) < round_size:
             raise UserError(
-                f"{key}.batch_size={settings.batch_size}: {len(whole)} training samples are fewer than the "
+                f"{key}.batch_size={settings.batch_size}: {len(samples)} training samples are fewer than the "
                 f"{round_size} of one batch in every process; use more data, smaller batches or fewer processes"
             )
-        train = SampleDataset(PartlySplitSamples(whole.samples, run.unseen)) if run.unseen else whole
+        training_samples = samples
+        unseen_samples: list[TrainingSample] = []
+        if run.unseen:
+            training_samples = SampleDataset(PartlySplitSamples(samples.samples, run.unseen))
+            unseen_samples = run.unseen.split_held_out(held_out_samples.samples)
+
         super().__init__(
-            model=objective, args=arguments, data_collator=collate, train_dataset=train, eval_dataset=held_out
+            model=objective,
+            args=arguments,
+            data_collator=collate,
+            train_dataset=training_samples,
+            eval_dataset=held_out_samples,
         )
         self.model_accepts_loss_kwargs = False
-        self.objective, self.settings, self.work = objective, settings, run.work
+        self.objective = objective
+        self.settings = settings
+        self.work = run.work
         self.metrics: dict[str, float] = {}
-        self._key, self._indices = key, list[int]()  # numbers of the samples in the latest batch
-        self._train_samples, self._held_out_samples, self._sample_count = train, held_out, len(run.samples)
-        self._unseen = SampleDataset(run.unseen.held_out(held_out.samples) if run.unseen else [])
+        self._key = key
+        self._training_samples = training_samples
+        self._held_out_samples = held_out_samples
+        self._unseen_samples = SampleDataset(unseen_samples)
+        self._sample_count = len(run.samples)
+        self._batch_indices: list[int] = []  # numbers of the samples in the latest batch
+        self._replay = run.replay if settings.replays > 1 else None
+        self._replayed_held_out_batches = 0
         self._check_launcher()
         leave_to_fsdp(objective)
-        repeated = len(run.samples) - len(whole) - len(held_out)
-        data = {"data.samples": len(run.samples), "data.digest": samples_digest(run.samples)}
-        data |= {"data.repeated": repeated} if repeated else {}  # earlier versions trained on them
-        start = {**objective.decisive(), **run.start, **data, "launch.processes": self.args.world_size}
-        self._decisive = {f"{key}.{name}": value for name, value in settings.decisive().items()} | start
-        self._trained_prompts = None if run.trained is None else run.trained | prompt_digests(whole.samples)
-        self._held_out, is_new = held_out_text(held_out.samples, run.trained)
-        self._held_out_digest = samples_digest(held_out.samples)
-        if not is_new and self.is_world_process_zero():
-            logger.warning("held-out samples: %s; their fidelity may be too high", self._held_out)
-        self.callback_handler.callbacks.insert(0, Throughput(objective, settings))  # before callbacks that send logs
-        self._replay, self._held_out_kept = run.replay if settings.replays > 1 else None, 0
         if self._replay is not None:
             self._check_replay(self._replay)
-            self._decisive |= {"replay.memory": self._replay.memory, "replay.dtype": self._replay.dtype}
+
+        repeated = len(run.samples) - len(samples) - len(held_out_samples)
+        self._decisive_settings = self._collect_decisive_settings(run, repeated)
+        self._trained_prompts = None if run.trained is None else run.trained | prompt_digests(samples.samples)
+        self._held_out_digest = samples_digest(held_out_samples.samples)
+        self._held_out_text, is_new = held_out_text(held_out_samples.samples, run.trained)
+        if not is_new and self.is_world_process_zero():
+            logger.warning("held-out samples: %s; their fidelity may be too high", self._held_out_text)
+        self.callback_handler.callbacks.insert(0, Throughput(objective, settings))  # before callbacks that send logs
+
+    def _collect_decisive_settings(self, run: TrainingRun, repeated: int) -> dict[str, Any]:
+        """What must be the same when the training is resumed, by recipe key; `repeated` samples are left out."""
+        values = {f"{self._key}.{name}": value for name, value in self.settings.decisive().items()}
+        values |= self.objective.decisive()
+        values |= run.start
+        values["data.samples"] = len(run.samples)
+        values["data.digest"] = samples_digest(run.samples)
+        if repeated:
+            values["data.repeated"] = repeated  # earlier versions trained on them
+        values["launch.processes"] = self.args.world_size
+        if self._replay is not None:
+            values["replay.memory"] = self._replay.memory
+            values["replay.dtype"] = self._replay.dtype
+        return values
 
     def _check_launcher(self) -> None:
         fsdp2 = "use recipes/accelerate/fsdp2.yaml with model.device_map=fsdp2"
@@ -178,11 +204,13 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
             raise UserError(f"the launcher's FSDP would shard the trained module; {fsdp2}")
         if self.args.world_size > 1 and is_spread(self.objective):
             raise UserError(f"model.device_map=auto is for one process; for several {fsdp2}")
-        launchers, launcher = ("ddp", *self.objective.launchers), launcher_of(self.accelerator, self.objective)
-        if launcher not in launchers:
-            files = " or ".join(f"recipes/accelerate/{name}.yaml" for name in launchers)
-            alone = "" if "fsdp2" in launchers else ", or one process with model.device_map=auto for large models"
-            raise UserError(f"{self._key}: this training does not support {launcher}; use {files}{alone}")
+        launcher = launcher_of(self.accelerator, self.objective)
+        supported = ("ddp", *self.objective.launchers)
+        if launcher not in supported:
+            advice = " or ".join(f"recipes/accelerate/{name}.yaml" for name in supported)
+            if "fsdp2" not in supported:
+                advice += ", or one process with model.device_map=auto for large models"
+            raise UserError(f"{self._key}: this training does not support {launcher}; use {advice}")
 
     def _check_replay(self, replay: ReplaySettings) -> None:
         setting = f"{self._key}.replays={self.settings.replays}"
@@ -215,7 +243,7 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         self.add_callback(NewIntervals())
         with one_writer(self.work) if self.is_world_process_zero() else nullcontext():
             if self.is_world_process_zero():
-                check_same_settings(self.work, self._decisive)
+                check_same_settings(self.work, self._decisive_settings)
             with stopper.watching(), self._replaying():
                 self._resume(last_checkpoint(self.work))
         gather_weights(self.objective)
@@ -237,34 +265,40 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         if checkpoint is not None:
             check_seal(checkpoint)
         if self.is_world_process_zero():
-            measured = whole_lines(checkpoint / MEASUREMENTS) if checkpoint else []
             (self.work / MEASUREMENTS).unlink(missing_ok=True)
-            if measured:
-                append_lines(self.work / MEASUREMENTS, measured)
-                self.metrics = numbers(measured[-1])
+            measurements = whole_lines(checkpoint / MEASUREMENTS) if checkpoint else []
+            if measurements:
+                append_lines(self.work / MEASUREMENTS, measurements)
+                self.metrics = scalar_values(measurements[-1])
         self.args.eval_on_start = checkpoint is None
         if checkpoint is None:
             self.train()
             return
+
         print(f"resuming from {checkpoint}")
         state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-        if state.global_step < state.max_steps:
-            try:
-                self.train(resume_from_checkpoint=str(checkpoint))
-            except UnpicklingError as error:  # all are read with `weights_only`
-                said = str(error).partition("\n")[0][:200]
-                raise UserError(f"{checkpoint}: a file does not load safely ({said}); delete this folder") from None
-        else:  # the Trainer would take one more step
+        if state.global_step >= state.max_steps:  # the Trainer would take one more step
             self._load_from_checkpoint(str(checkpoint))
             self.state = state
+            return
+        try:
+            self.train(resume_from_checkpoint=str(checkpoint))
+        except UnpicklingError as error:  # all are read with `weights_only`
+            reason = str(error).partition("\n")[0][:200]
+            raise UserError(f"{checkpoint}: a file does not load safely ({reason}); delete this folder") from None
 
     def held_out_batches(self, unseen: bool = False) -> Iterator[dict[str, Any]]:
         """The held-out samples in batches made by `collate`, on the model's device; if `unseen`, the split ones."""
-        size = self.args.per_device_train_batch_size
-        loader = DataLoader(self._unseen if unseen else self._held_out_samples, size, collate_fn=collate)
-        before = math.ceil(len(self._held_out_samples) / size) if unseen else 0
-        for number, batch in enumerate(loader, before):
-            yield self._prepare_inputs(batch | {"last": number >= self._held_out_kept})
+        batch_size = self.args.per_device_train_batch_size
+        samples = self._held_out_samples
+        number = 0
+        if unseen:
+            samples = self._unseen_samples
+            number = math.ceil(len(self._held_out_samples) / batch_size)
+        for batch in DataLoader(samples, batch_size, collate_fn=collate):
+            is_replayed = number < self._replayed_held_out_batches
+            yield self._prepare_inputs({**batch, "last": not is_replayed})
+            number += 1
 
     def measurements(self) -> list[dict[str, Any]]:
         """All measurements so far: rows with `step`, `held_out` (the digest of the samples), numbers and lists."""
@@ -272,24 +306,32 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
 
     def trained(self) -> Trained:
         """The result of the training."""
-        log = [row for row in self.state.log_history if "loss" in row] + self.measurements()
-        counts = self.state.global_step, self._sample_count, self.samples_per_step
-        return Trained(self.settings, *counts, log, self.metrics, self._held_out, self._trained_prompts)
+        losses = [row for row in self.state.log_history if "loss" in row]
+        return Trained(
+            settings=self.settings,
+            steps=self.state.global_step,
+            samples=self._sample_count,
+            samples_per_step=self.samples_per_step,
+            log=losses + self.measurements(),
+            metrics=self.metrics,
+            held_out=self._held_out_text,
+            prompts=self._trained_prompts,
+        )
 
     def not_finite(self, what: str) -> UserError:
         """The error for a value that is NaN or infinite; a checkpoint of its own step does not count as good."""
-        good = last_checkpoint(self.work, before=self.state.global_step) or "none, there is no checkpoint yet"
+        checkpoint = last_checkpoint(self.work, before=self.state.global_step) or "none, there is no checkpoint yet"
         return UserError(
-            f"{what} on samples {self._indices}; the last good checkpoint: {good}; "
+            f"{what} on samples {self._batch_indices}; the last good checkpoint: {checkpoint}; "
             f"lower {self._key}.learning_rate and train again with another out="
         )
 
     @override
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            kind, options = self.get_optimizer_cls_and_kwargs(self.args, model)
+            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
             groups = self.objective.parameter_groups(self.settings)
-            self.optimizer = kind(groups, weight_decay=self.args.weight_decay, **options)
+            self.optimizer = optimizer_class(groups, weight_decay=self.args.weight_decay, **options)
         return self.optimizer
 
     @override
@@ -298,21 +340,34 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
             return self._replay_sampler(self._replay)
         if not self.settings.group_by_length:
             return super()._get_train_sampler(train_dataset)
-        return GroupedByLength(self._train_samples, self.samples_per_step, self.settings.seed)
+        return GroupedByLength(self._training_samples, self.samples_per_step, self.settings.seed)
 
     def _replay_sampler(self, replay: ReplaySettings) -> ReplaySampler:
         """The sampler for replays; outputs for held-out samples take at most half of the memory, training the rest."""
         assert isinstance(self.objective, ReplayedObjective)
-        lengths = self._train_samples.lengths()
-        longest: Any = self._prepare_inputs(collate([self._train_samples[lengths.index(max(lengths))]]))
-        token_bytes = self.objective.token_bytes(Batch(**longest))
-        memory, size = read_bytes(replay.memory), self.args.per_device_train_batch_size
-        held_out = self._held_out_samples.lengths(), self._unseen.lengths()
-        batches = [each[start : start + size] for each in held_out for start in range(0, len(each), size)]
-        taken = [0, *accumulate(math.ceil(token_bytes * len(each) * max(each)) for each in batches)]
-        self._held_out_kept = bisect_right(taken, memory // 2) - 1
-        left = memory - taken[self._held_out_kept]
-        return ReplaySampler(lengths, token_bytes, left, self.settings, self.args.world_size)
+        lengths = self._training_samples.lengths()
+        longest_sample = self._training_samples[lengths.index(max(lengths))]
+        longest_batch: Any = self._prepare_inputs(collate([longest_sample]))
+        token_bytes = self.objective.token_bytes(Batch(**longest_batch))
+        memory = read_bytes(replay.memory)
+
+        batch_size = self.args.per_device_train_batch_size
+        held_out_bytes = 0
+        self._replayed_held_out_batches = 0
+        for batch_lengths in self._held_out_batch_lengths(batch_size):
+            batch_bytes = math.ceil(token_bytes * len(batch_lengths) * max(batch_lengths))
+            if held_out_bytes + batch_bytes > memory // 2:
+                break
+            held_out_bytes += batch_bytes
+            self._replayed_held_out_batches += 1
+        return ReplaySampler(lengths, token_bytes, memory - held_out_bytes, self.settings, self.args.world_size)
+
+    def _held_out_batch_lengths(self, batch_size: int) -> Iterator[list[int]]:
+        """Lengths in tokens of the samples of each held-out batch, the split ones last."""
+        for samples in (self._held_out_samples, self._unseen_samples):
+            lengths = samples.lengths()
+            for start in range(0, len(lengths), batch_size):
+                yield lengths[start : start + batch_size]
 
     @override
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -323,12 +378,13 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        self._indices = inputs["indices"]
+        self._batch_indices = inputs["indices"]
         self.objective.epoch = int(self.state.epoch or 0)
         output = model(**inputs)
-        if not torch.isfinite(output["loss"]):
-            raise self.not_finite(f"the loss is {output['loss'].item()} at step {self.state.global_step + 1}")
-        return (output["loss"], output) if return_outputs else output["loss"]
+        loss = output["loss"]
+        if not torch.isfinite(loss):
+            raise self.not_finite(f"the loss is {loss.item()} at step {self.state.global_step + 1}")
+        return (loss, output) if return_outputs else loss
 
     @override
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -336,13 +392,10 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
             return {}
         try:
             with self.accelerator.autocast() if self.objective.measures_autocast else nullcontext():
-                measured = self.objective.measure(self.held_out_batches(), self.settings.budget)
-                if len(self._unseen):
-                    again = self.objective.measure(self.held_out_batches(unseen=True), self.settings.budget)
-                    measured |= {name.replace("eval_", "eval_unseen_", 1): value for name, value in again.items()}
+                measured = self._measure_held_out()
         except FloatingPointError as error:
             raise self.not_finite(f"{error} after step {self.state.global_step}") from None
-        self.metrics = numbers(measured)
+        self.metrics = scalar_values(measured)
         self.log(dict(self.metrics))
         log_lists(self, measured)
         if self.is_world_process_zero():
@@ -351,6 +404,15 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, self.metrics)
         return self.metrics
 
+    def _measure_held_out(self) -> dict[str, Any]:
+        """Numbers and lists of the held-out samples, then, as `eval_unseen_...`, of those that are split."""
+        measured = self.objective.measure(self.held_out_batches(), self.settings.budget)
+        if len(self._unseen_samples):
+            unseen = self.objective.measure(self.held_out_batches(unseen=True), self.settings.budget)
+            for name, value in unseen.items():
+                measured[name.replace("eval_", "eval_unseen_", 1)] = value
+        return measured
+
     @override
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         with gathered(self.objective):
@@ -358,8 +420,9 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         if self.args.should_save:
             folder = Path(output_dir or self.work)
             folder.mkdir(parents=True, exist_ok=True)
-            if broken := [name for name, value in state.items() if not torch.isfinite(value).all()]:
-                raise self.not_finite(f"weight {broken[0]!r} is not finite after step {self.state.global_step}")
+            for name, value in state.items():
+                if not torch.isfinite(value).all():
+                    raise self.not_finite(f"weight {name!r} is not finite after step {self.state.global_step}")
             save_file(state, folder / self.objective.weights_file)
 
     @override
@@ -392,9 +455,13 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         self.objective.load_weights(saved)
 
 
-def numbers(measured: Mapping[str, Any]) -> dict[str, float]:
+def scalar_values(measurement: Mapping[str, Any]) -> dict[str, float]:
     """A measurement without its step, the digest of its samples, and its lists."""
-    return {name: value for name, value in measured.items() if name != "step" and not isinstance(value, list | str)}
+    values = {}
+    for name, value in measurement.items():
+        if name != "step" and not isinstance(value, list | str):
+            values[name] = value
+    return values
 
 
 def training_arguments(settings: TrainSettings, work: Path, key: str = "train") -> TrainingArguments:

@@ -67,7 +67,7 @@ def test_processes_read_samples_of_similar_lengths_in_the_same_steps() -> None:
     uses, ratios = list(ReplaySampler(lengths, 2.0, 10**6, settings, processes=2)), list[float]()
     for one, other in zip(uses[::2], uses[1::2], strict=True):
         assert (one.turn, one.last) == (other.turn, other.last)
-        ratios.append(lengths[one.place] / lengths[other.place])
+        ratios.append(lengths[one.index] / lengths[other.index])
     assert sum(0.8 < ratio < 1.25 for ratio in ratios) > 0.95 * len(ratios)
 
 
