@@ -257,8 +257,10 @@ class Server:
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         if reason in _ENDED:
             end_tokens = self._target.end_tokens
-            has_usual_end = tokenizer.eos_token_id in end_tokens
-            ids.append(tokenizer.eos_token_id if has_usual_end else end_tokens[0])
+            end_token = tokenizer.eos_token_id
+            if end_token not in end_tokens:
+                end_token = end_tokens[0]
+            ids.append(end_token)
         return ids
 
     def _ids_and_ids_back(self, prompt: Rendered) -> dict[str, Any]:

@@ -66,6 +66,7 @@ def generate_data(
     """
     sources = Mixture.from_config(mixture)
     template_has_date = "strftime_now" in str(target.tokenizer.chat_template)
+    day = date.today().isoformat() if template_has_date else ""
     settings = DataSettings(
         model=target.name,
         version=target.version,
@@ -75,7 +76,7 @@ def generate_data(
         limit=limit,
         shard_size=shard_size,
         max_new_tokens=max_new_tokens,
-        date=date.today().isoformat() if template_has_date else "",
+        date=day,
         temperature=temperature,
         top_p=top_p,
     )

@@ -92,7 +92,10 @@ class Tables:
         subject = rng.choice(sorted(_ROW_NAMES))
         columns = rng.sample(sorted(_COLUMNS), rng.randint(2, 5))
         names = distinct(_ROW_NAMES[subject], max(4, request.tokens // 6), rng)
-        rows = [[name, *(draw(_COLUMNS[column], rng) for column in columns)] for name in names]
+        rows = []
+        for name in names:
+            cells = [draw(_COLUMNS[column], rng) for column in columns]
+            rows.append([name, *cells])
         write = FORMATS[rng.choice(sorted(FORMATS))]
         seed = rng.getrandbits(64)
         is_truthful = rng.random() < self.truthful

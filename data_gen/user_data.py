@@ -202,7 +202,9 @@ def _fitting_local_rows(source: LocalJsonl, limit: int, count_tokens: CountToken
     if len(bad_rows) == len(fitting_rows):
         if bad_rows:
             raise UserError(bad_rows[0])
-        raise UserError(_none_fits(source.path, source, 0 if is_empty else limit))
+        if is_empty:
+            raise UserError(_none_fits(source.path, source, 0))
+        raise UserError(_none_fits(source.path, source, limit))
     return tuple(fitting_rows)
 
 
@@ -540,8 +542,9 @@ def use_local_rows(sources: list[Any], folder: Path | None) -> list[Any]:
         raise UserError(f"rows={folder}: no such folder; it holds the files that the mixture's `local` entries name")
     replaced = []
     for source in sources:
-        is_hub_dataset = isinstance(source, dict) and source.get("kind") == "hub_dataset"
-        replaced.append(_local_rows_of(source, folder) if is_hub_dataset else source)
+        if isinstance(source, dict) and source.get("kind") == "hub_dataset":
+            source = _local_rows_of(source, folder)
+        replaced.append(source)
     return replaced
 
 

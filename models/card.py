@@ -175,8 +175,9 @@ def write_card(
     be empty; `library` is the Hub's `library_name`, and `tags` are those on the Hub.
     """
     origin = basics.provenance
+    hub_id = basics.base_model if "/" in basics.base_model else None
     data = ModelCardData(
-        base_model=basics.base_model if "/" in basics.base_model else None,
+        base_model=hub_id,
         library_name=library,
         pipeline_tag="text-generation",
         tags=["keepsight", *tags],
@@ -201,15 +202,19 @@ def write_card(
 
 def _license(license: str | None, base_model: str) -> dict[str, Any]:
     """Licence fields of the card's metadata: of `license`, else of the base model, else a link to it."""
-    if known := license or LICENSES.get(base_model):
-        return {"license": known}
-    link = {"license_link": f"https://huggingface.co/{base_model}"} if "/" in base_model else {}
-    return {"license": "other", "license_name": "license-of-the-base-model", **link}
+    identifier = license or LICENSES.get(base_model)
+    if identifier:
+        return {"license": identifier}
+    fields = {"license": "other", "license_name": "license-of-the-base-model"}
+    if "/" in base_model:
+        fields["license_link"] = f"https://huggingface.co/{base_model}"
+    return fields
 
 
 def plain_text(value: object) -> str:
     """Text from outside on one line of Markdown, also in a table: without markup, links and control characters."""
-    printable = "".join(each if each.isprintable() else " " for each in str(value))
+    characters = [character if character.isprintable() else " " for character in str(value)]
+    printable = "".join(characters)
     return re.sub(r"([\\|<`*]|(?<=])\()", r"\\\1", " ".join(printable.split()))
 
 
@@ -230,8 +235,12 @@ def example(base_model: str, method: str, budget: int) -> str:
 
 def metrics_table(metrics: Mapping[str, float], heading: str) -> str:
     """Metrics as a Markdown table with `heading` over the values; empty when nothing was measured."""
-    rows = [f"| {name.removeprefix('eval_')} | {value:.4f} |" for name, value in metrics.items()]
-    return "\n".join([f"| measure | {heading} |", "| --- | --- |", *rows]) if rows else ""
+    if not metrics:
+        return ""
+    lines = [f"| measure | {heading} |", "| --- | --- |"]
+    for name, value in metrics.items():
+        lines.append(f"| {name.removeprefix('eval_')} | {value:.4f} |")
+    return "\n".join(lines)
 
 
 def with_evaluation(card: str, table: str) -> str:
@@ -257,20 +266,28 @@ def with_eviction(
 def excess_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Rows of a Markdown table: held-out excess NLL at each budget, before and after a training."""
     rows = []
-    for name in (each for each in after if "_excess_nll" in each):
-        entries = name.rpartition("_")[2] + (" entries in every head" if "_uniform_" in name else " entries")
-        entries += ", question unseen" if "_unseen_" in name else ""
-        rows.append(f"| {entries} | {before[name]:.3f} | {after[name]:.3f} |")
+    for name, value in after.items():
+        if "_excess_nll" not in name:
+            continue
+        label = name.rpartition("_")[2] + " entries"
+        if "_uniform_" in name:
+            label += " in every head"
+        if "_unseen_" in name:
+            label += ", question unseen"
+        rows.append(f"| {label} | {before[name]:.3f} | {value:.3f} |")
     return rows
 
 
 def with_section(card: str, section: str) -> str:
     """The card with a section at its end, without the one of the same heading; headings in code fences do not count."""
-    heading, parts, fenced = section.partition("\n")[0], [""], False
+    heading = section.partition("\n")[0]
+    sections = [""]
+    in_fence = False
     for line in card.splitlines(keepends=True):
-        fenced ^= line.startswith("```")
-        if line.startswith("## ") and not fenced:
-            parts.append("")
-        parts[-1] += line
-    kept = [part for part in parts if part.partition("\n")[0].rstrip() != heading]
-    return "".join(kept).rstrip() + "\n\n" + section
+        if line.startswith("```"):
+            in_fence = not in_fence
+        if line.startswith("## ") and not in_fence:
+            sections.append("")
+        sections[-1] += line
+    other_sections = [text for text in sections if text.partition("\n")[0].rstrip() != heading]
+    return "".join(other_sections).rstrip() + "\n\n" + section

@@ -46,10 +46,14 @@ def check_builds() -> None:
     from torch.utils.cpp_extension import get_default_build_root  # takes a while
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    old = [lock for lock in root.rglob("lock") if time.time() - lock.stat().st_mtime > _BUILD_STARTS]
-    busy = {Path(each.info["cwd"]) for each in psutil.process_iter(["cwd"]) if each.info["cwd"]}
-    if stale := [lock for lock in old if lock.parent not in busy]:
-        raise UserError(f"{stale[0]}: left by a build of DeepSpeed that was killed; delete this file and start again")
+    old_locks = [lock for lock in root.rglob("lock") if time.time() - lock.stat().st_mtime > _BUILD_STARTS]
+    working_folders = set()
+    for process in psutil.process_iter(["cwd"]):
+        if process.info["cwd"]:
+            working_folders.add(Path(process.info["cwd"]))
+    for lock in old_locks:
+        if lock.parent not in working_folders:
+            raise UserError(f"{lock}: left by a build of DeepSpeed that was killed; delete this file and start again")
 
 
 def divided(work: Callable[[Part], Result], parts: Iterable[Part]) -> list[Result]:
@@ -57,11 +61,20 @@ def divided(work: Callable[[Part], Result], parts: Iterable[Part]) -> list[Resul
 
     Every process does equally many parts, some of them twice, because a sharded model must run on all or on none.
     """
-    processes, all_parts = launched(), list(parts)
-    count, step = math.ceil(len(all_parts) / processes.num_processes), processes.num_processes
-    own = [all_parts[(processes.process_index + step * turn) % len(all_parts)] for turn in range(count)]
-    results: list[Result] = gather_object([work(part) for part in own])
-    return [results[number % step * count + number // step] for number in range(len(all_parts))]
+    processes = launched()
+    all_parts = list(parts)
+    parts_per_process = math.ceil(len(all_parts) / processes.num_processes)
+    process_results = []
+    for turn in range(parts_per_process):
+        number = processes.process_index + turn * processes.num_processes
+        process_results.append(work(all_parts[number % len(all_parts)]))
+    results: list[Result] = gather_object(process_results)  # those of the first process, of the second, and so on
+
+    ordered = []
+    for number in range(len(all_parts)):
+        turn, process = divmod(number, processes.num_processes)
+        ordered.append(results[process * parts_per_process + turn])
+    return ordered
 
 
 def shards_models() -> bool:
@@ -91,13 +104,13 @@ def created_divided(dtype: str) -> Iterator[None]:
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
     """Within the block a module's own weights are whole on every process; all processes must enter it."""
-    own = [weight for weight in module.parameters(recurse=False) if hasattr(weight, "ds_id")]
-    if not own:
+    partitioned = [weight for weight in module.parameters(recurse=False) if hasattr(weight, "ds_id")]
+    if not partitioned:
         yield
         return
     from deepspeed.runtime.zero import GatheredParameters  # pyright: ignore[reportMissingImports]
 
-    with GatheredParameters(own):
+    with GatheredParameters(partitioned):
         yield
 
 

@@ -54,9 +54,13 @@ class LayerSubset:
     layers: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        layers: tuple[Any, ...] = self.layers
-        plain = (each.item() if getattr(each, "ndim", None) == 0 else each for each in layers)
-        object.__setattr__(self, "layers", tuple(plain))
+        layers = []
+        layer: Any
+        for layer in self.layers:
+            if getattr(layer, "ndim", None) == 0:  # a number of numpy or torch
+                layer = layer.item()
+            layers.append(layer)
+        object.__setattr__(self, "layers", tuple(layers))
         if not self.layers:
             raise UserError("draft layers [] keep nothing; name the layers of the base model to keep, such as [0,1,5]")
         if any(type(layer) is not int or layer < 0 for layer in self.layers):
@@ -69,18 +73,24 @@ class LayerSubset:
         """The layers, such as `layers 0-3,7,9-11`."""
         starts = [layer for layer in self.layers if layer - 1 not in self.layers]
         ends = [layer for layer in self.layers if layer + 1 not in self.layers]
-        runs = (str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
+        runs = []
+        for start, end in zip(starts, ends, strict=True):
+            if start == end:
+                runs.append(str(start))
+            else:
+                runs.append(f"{start}-{end}")
         return f"layers {','.join(runs)}"
 
     def of(self, target: PreTrainedModel) -> PreTrainedModel:
         """The model of these layers, made once per base model; a `UserError` if that has no such layer."""
-        made = _DRAFTS.setdefault(target, {})
-        if self.layers not in made:
-            last, count = self.layers[-1], target.config.get_text_config().num_hidden_layers
-            if last >= count:
-                raise UserError(f"draft layer {last} is out of range: the base model's layers are 0 to {count - 1}")
-            made[self.layers] = keep_layers(target, self.layers)
-        return made[self.layers]
+        drafts = _DRAFTS.setdefault(target, {})
+        if self.layers not in drafts:
+            highest = self.layers[-1]
+            count = target.config.get_text_config().num_hidden_layers
+            if highest >= count:
+                raise UserError(f"draft layer {highest} is out of range: the base model's layers are 0 to {count - 1}")
+            drafts[self.layers] = keep_layers(target, self.layers)
+        return drafts[self.layers]
 
 
 @dataclass(frozen=True)
@@ -154,10 +164,10 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
     plain = copy.copy(model)  # without the record of its adapters
     plain.__dict__.pop("peft_config", None)
     draft = copy.deepcopy(plain, memo)
-    for place, layer in enumerate(kept):
+    for index, layer in enumerate(kept):
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
-                module.layer_idx = place
+                module.layer_idx = index
     config = draft.config.get_text_config()
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[layer] for layer in layers]
@@ -166,12 +176,16 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
 
 
 def _check_vocabulary(draft: Target, target: Target) -> None:
-    own, wanted = draft.tokenizer.get_vocab(), target.tokenizer.get_vocab()
-    numbers = {**own, **wanted}
-    if odd := [token for token in numbers if own.get(token) != wanted.get(token)]:
-        token = min(odd, key=numbers.__getitem__)
-        there, here = (f"id {each[token]}" if token in each else "missing" for each in (own, wanted))
-        raise UserError(
-            f"draft {draft.name!r} has another vocabulary than the base model {target.name!r}: token {token!r} is "
-            f"{there} there and {here} in the base model; choose a draft of its family"
-        )
+    draft_ids = draft.tokenizer.get_vocab()
+    target_ids = target.tokenizer.get_vocab()
+    ids = {**draft_ids, **target_ids}
+    differing = [token for token in ids if draft_ids.get(token) != target_ids.get(token)]
+    if not differing:
+        return
+    token = min(differing, key=ids.__getitem__)
+    in_draft = f"id {draft_ids[token]}" if token in draft_ids else "missing"
+    in_target = f"id {target_ids[token]}" if token in target_ids else "missing"
+    raise UserError(
+        f"draft {draft.name!r} has another vocabulary than the base model {target.name!r}: token {token!r} is "
+        f"{in_draft} there and {in_target} in the base model; choose a draft of its family"
+    )

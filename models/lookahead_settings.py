@@ -18,17 +18,28 @@ _CHOICES = {
 
 HeadWeights = tuple[tuple[float, ...], ...]
 """For each layer with full attention, a weight of each KV head, by which its importance is multiplied."""
-_WEIGHTS = 2.0**-150, (2 - 2**-23) * 2.0**127
+_LOWEST_WEIGHT = 2.0**-150
+_HIGHEST_WEIGHT = (2 - 2**-23) * 2.0**127
 """Between these a weight is positive and finite in float32."""
 
 SELECTIONS: dict[str, dict[str, Any]] = {
     "paper": {
-        **{"queries": "mean", "group": "mean", "pooling": "max", "kernel": 7},
-        **{"floor": None, "sharing": "layer", "value_norm": False},
+        "queries": "mean",
+        "group": "mean",
+        "pooling": "max",
+        "kernel": 7,
+        "floor": None,
+        "sharing": "layer",
+        "value_norm": False,
     },
     "shared": {
-        **{"queries": "max", "group": "mean", "pooling": "avg", "kernel": 1},
-        **{"floor": 0.2, "sharing": "model", "value_norm": True},
+        "queries": "max",
+        "group": "mean",
+        "pooling": "avg",
+        "kernel": 1,
+        "floor": 0.2,
+        "sharing": "model",
+        "value_norm": True,
     },
 }
 """Presets of how a module's attention selects entries: a property of its use, which training does not fix.
@@ -92,7 +103,8 @@ class LookaheadSettings:
             UserError: a value is out of range; one line names it as a recipe does.
         """
         for name, least in {"tokens": 1, "rank": 0, "kernel": 1}.items():
-            if not least <= (value := getattr(self, name)) <= LARGEST[name]:
+            value = getattr(self, name)
+            if not least <= value <= LARGEST[name]:
                 raise UserError(f"lookahead.{name}={value} must be from {least} to {LARGEST[name]}")
         if not self.targets or not all(self.targets):
             raise UserError(f"lookahead.targets={self.targets} must be all, qv, none, or names of modules")
@@ -108,9 +120,10 @@ class LookaheadSettings:
             raise UserError(f"lookahead.floor={self.floor} must be from 0 to 1, or null for equally many in every head")
         if self.sharing == "model" and self.floor is None:
             raise UserError("lookahead.sharing=model needs lookahead.floor: the share that every head is guaranteed")
-        for name, known in _CHOICES.items():
-            if (value := getattr(self, name)) not in known:
-                raise UserError(f"lookahead.{name}={value} is unknown; choose {' or '.join(known)}")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise UserError(f"lookahead.{name}={value} is unknown; choose {' or '.join(choices)}")
 
 
 def checked_weights(weights: Any, name: str) -> HeadWeights:
@@ -120,12 +133,21 @@ def checked_weights(weights: Any, name: str) -> HeadWeights:
         UserError: they are not rows of equally many numbers, above 0 and finite in float32; one line that begins with
             `name`.
     """
-    rows = [*weights] if isinstance(weights, Sequence) and not isinstance(weights, str) else []
-    whole = rows and all(isinstance(row, Sequence) and not isinstance(row, str) and row for row in rows)
-    if not whole or len({len(row) for row in rows}) != 1 or not all(_is_weight(each) for row in rows for each in row):
-        raise UserError(f"{name} must be a row for each layer, of a finite number above 0 for each KV head")
-    return tuple(tuple(map(float, row)) for row in rows)
+    fault = UserError(f"{name} must be a row for each layer, of a finite number above 0 for each KV head")
+    if not _is_row(weights):
+        raise fault
+    rows = []
+    for row in weights:
+        if not _is_row(row) or len(row) != len(weights[0]) or not all(map(_is_weight, row)):
+            raise fault
+        rows.append(tuple(map(float, row)))
+    return tuple(rows)
+
+
+def _is_row(value: Any) -> bool:
+    """Whether this is a sequence, not empty, that is no text."""
+    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
 
 
 def _is_weight(value: Any) -> bool:
-    return type(value) in (int, float) and _WEIGHTS[0] < value < _WEIGHTS[1]
+    return type(value) in (int, float) and _LOWEST_WEIGHT < value < _HIGHEST_WEIGHT

@@ -42,7 +42,8 @@ _ATTACHED: ContextVar[tuple[object, ...]] = ContextVar("attached", default=())
 @contextmanager
 def hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
     """Within the block, forward hooks on modules, called in this thread or asyncio task alone."""
-    key, registered = object(), []
+    key = object()
+    registered = []
     token = _ATTACHED.set((*_ATTACHED.get(), key))
     try:
         for module, hook in hooks:
@@ -50,18 +51,21 @@ def hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[No
         yield
     finally:
         _ATTACHED.reset(token)
-        for each in registered:
-            each.remove()
+        for handle in registered:
+            handle.remove()
 
 
 class _InContext:
     """A hook that acts only where its key is attached. A deep copy of the module gets a hook that does nothing."""
 
     def __init__(self, hook: Callable[..., Any], key: object) -> None:
-        self._hook, self._key = hook, key
+        self._hook = hook
+        self._key = key
 
     def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
-        return self._hook(module, inputs, output) if self._key in _ATTACHED.get() else None
+        if self._key not in _ATTACHED.get():
+            return None
+        return self._hook(module, inputs, output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return nothing
@@ -74,13 +78,17 @@ class Lora(nn.Module):
         super().__init__()
         self.names = tuple(linears)
         self._linears = tuple(linears.values())
-        self.updates = nn.ModuleList([Update(linear, rank, alpha / rank, dropout) for linear in self._linears])
+        self.updates = nn.ModuleList()
+        for linear in self._linears:
+            self.updates.append(Update(linear, rank, alpha / rank, dropout))
 
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Within the block, the linear modules give their output plus the update."""
-        pairs = zip(self._linears, self.updates, strict=True)
-        with hooked((linear, partial(_add_update, update)) for linear, update in pairs):
+        hooks = []
+        for linear, update in zip(self._linears, self.updates, strict=True):
+            hooks.append((linear, partial(_add_update, update)))
+        with hooked(hooks):
             yield
 
     def parts(self) -> Iterator[tuple[str, nn.Module, Any]]:
@@ -89,11 +97,12 @@ class Lora(nn.Module):
 
     def tensors(self) -> dict[str, nn.Parameter]:
         """Its parameters under the names that PEFT saves them with."""
-        return {
-            f"{PREFIX}{name.removeprefix(PREFIX)}.lora_{part}.weight": getattr(update, f"lora_{part}")
-            for name, update in zip(self.names, self.updates, strict=True)
-            for part in ("A", "B")
-        }
+        tensors: dict[str, nn.Parameter] = {}
+        for name, _, update in self.parts():
+            saved_name = f"{PREFIX}{name.removeprefix(PREFIX)}"
+            tensors[f"{saved_name}.lora_A.weight"] = update.lora_A
+            tensors[f"{saved_name}.lora_B.weight"] = update.lora_B
+        return tensors
 
 
 class Update(nn.Module):
@@ -105,7 +114,8 @@ class Update(nn.Module):
         self.lora_A = nn.Parameter(torch.empty(rank, linear.in_features, dtype=torch.float32, device=device))
         self.lora_B = nn.Parameter(torch.zeros(linear.out_features, rank, dtype=torch.float32, device=device))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
-        self.scaling, self.dropout = scaling, dropout
+        self.scaling = scaling
+        self.dropout = dropout
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The term to add to the output: inputs [..., in] -> [..., out] float32."""
@@ -135,18 +145,17 @@ class FoldedLora:
 
     def __init__(self, lora: Lora, dtype: torch.dtype) -> None:
         self._updates: list[tuple[nn.Module, _FoldedUpdate]] = []
-        self._inputs: list[_Input] = []
+        self._inputs: list[_SharedInput] = []
         groups = defaultdict(list)
         for name, linear, update in lora.parts():
-            parent, _, own = name.rpartition(".")
-            kind = next((place for place, names in enumerate(_SAME_INPUT) if own in names), name)
-            groups[parent, kind].append((linear, update))
+            groups[_input_key(name)].append((linear, update))
         for group in groups.values():
-            read = _Input(torch.cat([update.lora_A.detach().to(dtype) for _, update in group]), len(group))
-            self._inputs.append(read)
-            for place, (linear, update) in enumerate(group):
+            down = torch.cat([update.lora_A.detach().to(dtype) for _, update in group])
+            shared_input = _SharedInput(down, len(group))
+            self._inputs.append(shared_input)
+            for number, (linear, update) in enumerate(group):
                 up = (update.lora_B.detach() * update.scaling).to(dtype)
-                self._updates.append((linear, _FoldedUpdate(read, place, up.t())))
+                self._updates.append((linear, _FoldedUpdate(shared_input, number, up.t())))
 
     @contextmanager
     def attached(self, rows: LastRows | None = None) -> Iterator[None]:
@@ -156,61 +165,75 @@ class FoldedLora:
             with hooked(hooks):
                 yield
         finally:
-            for read in self._inputs:
-                read.release()
+            for shared_input in self._inputs:
+                shared_input.release()
 
 
-class _Input(threading.local):
+def _input_key(name: str) -> tuple[str, int | str]:
+    """A key that is equal for the names of modules that read the same input."""
+    parent, _, last_part = name.rpartition(".")
+    for number, siblings in enumerate(_SAME_INPUT):
+        if last_part in siblings:
+            return parent, number
+    return parent, name
+
+
+class _SharedInput(threading.local):
     """The input that one or more modules read, multiplied by all their A at once; each thread's pass has its own."""
 
     inputs: Tensor | None = None
-    low: tuple[Tensor, ...] = ()
-    left = 0
+    low_rank_parts: tuple[Tensor, ...] = ()
+    waiting = 0
 
     def __init__(self, down: Tensor, readers: int) -> None:  # called again in each thread
-        self._down, self._readers = down, readers
+        self._down = down
+        self._readers = readers
 
-    def low_rank(self, place: int, inputs: Tensor, rows: LastRows | None) -> Tensor:
-        """Inputs [..., in] times the A of the module at `place`: [m, r], m the number of tokens, or of the last ones.
+    def low_rank(self, reader: int, inputs: Tensor, rows: LastRows | None) -> Tensor:
+        """Inputs [..., in] times the A of a reading module: [m, r], m the number of tokens, or of the last ones.
 
         The inputs are released once all modules have read them: those of all layers would outweigh a layer's scores.
         """
         if inputs is not self.inputs:
-            chosen = inputs if rows is None else _by_row(inputs, rows)[:, -rows.tokens :]
-            low = functional.linear(chosen, self._down.to(inputs)).flatten(0, -2)
-            self.inputs, self.low, self.left = inputs, low.chunk(self._readers, dim=-1), self._readers
-        low = self.low[place]
-        self.left -= 1
-        if not self.left:
+            read_inputs = inputs if rows is None else _by_row(inputs, rows)[:, -rows.tokens :]
+            low_rank = functional.linear(read_inputs, self._down.to(inputs)).flatten(0, -2)
+            self.inputs = inputs
+            self.low_rank_parts = low_rank.chunk(self._readers, dim=-1)
+            self.waiting = self._readers
+        part = self.low_rank_parts[reader]
+        self.waiting -= 1
+        if self.waiting == 0:
             self.release()
-        return low
+        return part
 
     def release(self) -> None:
         """Release the input."""
-        self.inputs, self.low, self.left = None, (), 0
+        self.inputs = None
+        self.low_rank_parts = ()
+        self.waiting = 0
 
 
 class _FoldedUpdate:
     """The forward hook that adds the update of one linear module to its output, in place.
 
     Args:
-        read: The module's input times A.
-        place: The module's place among those with the same input.
+        shared_input: The module's input times A.
+        reader: The module's number among those with the same input.
         up: [r, out], B transposed and scaled.
     """
 
-    def __init__(self, read: _Input, place: int, up: Tensor) -> None:
-        self._read = read
-        self._place = place
+    def __init__(self, shared_input: _SharedInput, reader: int, up: Tensor) -> None:
+        self._shared_input = shared_input
+        self._reader = reader
         self._up = up
 
     def __call__(self, rows: LastRows | None, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        low = self._read.low_rank(self._place, inputs[0], rows).to(output.dtype)
+        low_rank = self._shared_input.low_rank(self._reader, inputs[0], rows).to(output.dtype)
         up = self._up.to(output)
         if rows is None:
-            return output.flatten(0, -2).addmm_(low, up).view(output.shape)
-        last = _by_row(output, rows)[:, -rows.tokens :]
-        last += (low @ up).view(last.shape)
+            return output.flatten(0, -2).addmm_(low_rank, up).view(output.shape)
+        last_rows = _by_row(output, rows)[:, -rows.tokens :]
+        last_rows += (low_rank @ up).view(last_rows.shape)
         return output
 
 
@@ -230,16 +253,20 @@ def lora_targets(model: PreTrainedModel) -> dict[str, nn.Module]:
     projections of queries and keys count, and nothing after it. Experts are left out, and layers with a recurrent
     state.
     """
-    decoder, kinds = decoder_of(model), layer_kinds(model.config)
-    start = next(name for name, module in model.named_modules() if module is decoder)
-    last = max(full_attention_layers(model.config), default=-1)
-    found = {}
-    for index, layer in enumerate(decoder.layers[: last + 1]):
-        if kinds[index] not in RECURRENT:
-            for name, linear in linears(layer):
-                if not _LEFT_OUT.search(name) and (index < last or _SCORED.search(name)):
-                    found[".".join(filter(None, (start, "layers", str(index), name)))] = linear
-    return found
+    decoder = decoder_of(model)
+    kinds = layer_kinds(model.config)
+    decoder_name = next(name for name, module in model.named_modules() if module is decoder)
+    last_layer = max(full_attention_layers(model.config), default=-1)
+    targets = {}
+    for index, layer in enumerate(decoder.layers[: last_layer + 1]):
+        if kinds[index] in RECURRENT:
+            continue
+        for name, linear in linears(layer):
+            is_scored = index < last_layer or _SCORED.search(name)
+            if is_scored and not _LEFT_OUT.search(name):
+                prefix = f"{decoder_name}." if decoder_name else ""
+                targets[f"{prefix}layers.{index}.{name}"] = linear
+    return targets
 
 
 def chosen_targets(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, nn.Module]:
@@ -247,18 +274,22 @@ def chosen_targets(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, 
 
     A `UserError` if the model has no module of such a name.
     """
-    found, chosen = lora_targets(model), set[str]()
-    if targets[0] in ("all", "none"):
-        return found if targets[0] == "all" else {}
+    available = lora_targets(model)
+    if targets[0] == "all":
+        return available
+    if targets[0] == "none":
+        return {}
+    selected_names: set[str] = set()
     for target in targets:
-        end = re.compile(rf"(^|\.)({_QUERIES_AND_VALUES if target == 'qv' else re.escape(target)})$")
-        named = {name for name in found if end.search(name)}
-        if not named:
+        suffix = _QUERIES_AND_VALUES if target == "qv" else re.escape(target)
+        pattern = re.compile(rf"(^|\.)({suffix})$")
+        matching = {name for name in available if pattern.search(name)}
+        if not matching:
             raise UserError(
-                f"lookahead.targets: no module that can get a LoRA is {target!r}; there are {_short(found)}"
+                f"lookahead.targets: no module that can get a LoRA is {target!r}; there are {_short(available)}"
             )
-        chosen |= named
-    return {name: found[name] for name in found if name in chosen}
+        selected_names |= matching
+    return {name: linear for name, linear in available.items() if name in selected_names}
 
 
 def _short(names: Iterable[str]) -> str:

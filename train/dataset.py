@@ -302,7 +302,10 @@ def _pad(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor | None]:
     padded = []
     for row in rows:
         padding = [0] * (longest - len(row))
-        padded.append(padding + row if left else row + padding)
+        if left:
+            padded.append(padding + row)
+        else:
+            padded.append(row + padding)
     ids = torch.tensor(padded)
 
     lengths = torch.tensor([len(row) for row in rows])[:, None]
