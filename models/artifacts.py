@@ -36,10 +36,17 @@ LARGEST_SIZE = 1 << 24
 """Largest width, vocabulary or number of heads that a configuration may name."""
 _PICKLE = "pytorch_model.bin"
 _FETCHED = {
-    *("adapter_config.json", "adapter_model.safetensors", "lookahead_tokens.safetensors", "lookahead_config.json"),
-    *("model.safetensors", "config.json", "keepsight.json"),
-    *("retrieval_head.safetensors", "retrieval_config.json"),
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "lookahead_tokens.safetensors",
+    "lookahead_config.json",
+    "model.safetensors",
+    "config.json",
+    "keepsight.json",
+    "retrieval_head.safetensors",
+    "retrieval_config.json",
 }
+"""Files of artifacts that are fetched from the Hub, beside the card."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -135,8 +142,10 @@ def fetch(reference: str, revision: str | None = None) -> Path:
     it.
     """
     if reference.startswith(SHIPPED):
-        folders = {path.parent.name: path.parent for path in Path(checkpoints.__path__[0]).glob(f"*/{CARD}")}
-        if (name := reference.removeprefix(SHIPPED)) not in folders:
+        cards = Path(checkpoints.__path__[0]).glob(f"*/{CARD}")
+        folders = {path.parent.name: path.parent for path in cards}
+        name = reference.removeprefix(SHIPPED)
+        if name not in folders:
             raise UserError(f"{reference}: keepsight ships no such artifact; it ships {', '.join(sorted(folders))}")
         return folders[name]
     if Path(reference).is_dir():
@@ -146,7 +155,8 @@ def fetch(reference: str, revision: str | None = None) -> Path:
     check_repo_id(reference)
     with hub_errors(f"{reference!r} is not a folder here and cannot be fetched from the Hub"):
         folder = Path(snapshot_download(reference, revision=revision, allow_patterns=[*sorted(_FETCHED), CARD]))
-        if {path.name for path in folder.iterdir()} & _FETCHED == {"config.json"}:  # a public draft head as a pickle
+        fetched = _FETCHED.intersection(path.name for path in folder.iterdir())
+        if fetched == {"config.json"}:  # a public draft head as a pickle
             snapshot_download(reference, revision=revision, allow_patterns=["config.json", _PICKLE])
     return folder
 
@@ -179,8 +189,9 @@ def hub_errors(what: str) -> Iterator[None]:
 
 def check_digest(path: Path, expected: str, source: str) -> None:
     """Check a file against the digest recorded in the file named `source`; a `UserError` if it differs."""
-    if (found := file_digest(path)) != expected:
-        raise UserError(f"{path}: its digest is {found}, {source} says {expected}; fetch it again, or train it again")
+    digest = file_digest(path)
+    if digest != expected:
+        raise UserError(f"{path}: its digest is {digest}, {source} says {expected}; fetch it again, or train it again")
 
 
 def read_tensors(path: Path, names: str = ".*") -> dict[str, Tensor]:
@@ -191,8 +202,8 @@ def read_tensors(path: Path, names: str = ".*") -> dict[str, Tensor]:
     """
     try:
         with safe_open(path, framework="pt") as tensors:
-            named = [name for name in tensors.keys() if re.fullmatch(names, name)]  # noqa: SIM118
-            return {name: tensors.get_tensor(name) for name in named}
+            matching = [name for name in tensors.keys() if re.fullmatch(names, name)]  # noqa: SIM118
+            return {name: tensors.get_tensor(name) for name in matching}
     except OSError:  # it cannot be opened, which its message says
         raise
     except Exception as error:  # dtypes and shapes that torch does not have raise anything
@@ -208,15 +219,18 @@ def unpickled(path: Path) -> dict[str, Tensor]:
     holds objects of other kinds, or tensors far larger than itself.
     """
     try:  # some published weights exist in no other form; `weights_only` runs nothing that the file names
-        tensors = dict(_tensors_in(torch.load(path, map_location="cpu", weights_only=True), ""))
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        tensors = dict(_tensors_in(content, ""))
     except (OSError, MemoryError):  # it cannot be opened, or does not fit into memory: no fault of its contents
         raise
     except Exception as error:  # damaged pickles raise anything; the reason is in the message
         raise UserError(f"{path}: not a pickle of tensors alone ({one_line(error, 200)}); it was not read") from None
-    size, whole = path.stat().st_size, sum(each.nbytes for each in tensors.values())
-    if whole > 4 * size:  # a view may stand for any size
+    file_bytes = path.stat().st_size
+    tensor_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    if tensor_bytes > 4 * file_bytes:  # a view may stand for any size
         raise UserError(
-            f"{path}: not a pickle of tensors alone (tensors of {whole:,} bytes in a file of {size:,}); it was not read"
+            f"{path}: not a pickle of tensors alone (tensors of {tensor_bytes:,} bytes in a file of {file_bytes:,}); "
+            "it was not read"
         )
     return {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
 
@@ -227,9 +241,13 @@ def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
         if value.layout != torch.strided or value.device.type != "cpu":
             raise TypeError(f"{name} is a tensor of another kind")
         yield name, value
-    elif isinstance(value, dict | list | tuple):
-        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _tensors_in(each, f"{name}.{key}" if name else str(key))
+        return
+    if not isinstance(value, dict | list | tuple):
+        return
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items:
+        item_name = f"{name}.{key}" if name else str(key)
+        yield from _tensors_in(item, item_name)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -245,15 +263,19 @@ def check_names_and_shapes(path: Path, tensors: Mapping[str, Tensor], expected: 
     Raises:
         UserError: a tensor is missing, surplus, or of another shape.
     """
-    missing, surplus = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    missing = sorted(expected.keys() - tensors.keys())
+    surplus = sorted(tensors.keys() - expected.keys())
     for names, fault in ((missing, "missing"), (surplus, "surplus")):
         if names:
             more = f", and {len(names) - 1} more" if len(names) > 1 else ""
             raise UserError(f"{path}: tensor {names[0]!r} is {fault}{more}; the configuration beside it differs")
     for name, tensor in tensors.items():
-        found, needed = list(tensor.shape), list(expected[name].shape)
-        if found != needed:
-            raise UserError(f"{path}: tensor {name!r} has shape {found}, the configuration beside it needs {needed}")
+        shape = list(tensor.shape)
+        expected_shape = list(expected[name].shape)
+        if shape != expected_shape:
+            raise UserError(
+                f"{path}: tensor {name!r} has shape {shape}, the configuration beside it needs {expected_shape}"
+            )
 
 
 def as_weights(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -284,6 +306,11 @@ def load_weights(
     """
     check_names_and_shapes(path, tensors, module.state_dict())
     weights = {name: tensor for name, tensor in tensors.items() if name not in exact}
-    dtype = model.dtype if model is not None else tensors[main].dtype
+    if model is None:
+        dtype = tensors[main].dtype
+        device = torch.device("cpu")
+    else:
+        dtype = model.dtype
+        device = model.device
     module.load_state_dict({**tensors, **as_weights(path, weights, dtype)}, assign=True)
-    module.to(model.device if model is not None else "cpu").eval()
+    module.to(device).eval()

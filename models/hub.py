@@ -23,11 +23,17 @@ def kind_of(folder: Path) -> type[Artifact]:
     Raises:
         UserError: it has no file of any kind.
     """
-    found = [sum((folder / name).is_file() for name in kind.files) for kind in ARTIFACTS]
-    if not any(found):
+    best_kind = None
+    most_files = 0
+    for kind in ARTIFACTS:
+        files = sum((folder / name).is_file() for name in kind.files)
+        if files > most_files:
+            best_kind = kind
+            most_files = files
+    if best_kind is None:
         kinds = "; ".join(f"{kind.kind}: {', '.join(kind.files)}" for kind in ARTIFACTS)
         raise UserError(f"{folder}: has nothing that can be pushed ({kinds}); name the folder that training wrote")
-    return ARTIFACTS[found.index(max(found))]
+    return best_kind
 
 
 @dataclass(frozen=True)
@@ -56,15 +62,23 @@ class Upload:
 
     def describe(self) -> str:
         """A line that names the destination, and one for each file: its size in bytes, its digest, its path."""
-        url = f"{HfApi().endpoint}/{self.repo_id}" + (f"/tree/{self.revision}" if self.revision else "")
-        lines = [f"to {printable(url)} ({'public' if self.public else 'private'} if it has to be created):"]
+        url = f"{HfApi().endpoint}/{self.repo_id}"
+        if self.revision:
+            url += f"/tree/{self.revision}"
+        visibility = "public" if self.public else "private"
+        lines = [f"to {printable(url)} ({visibility} if it has to be created):"]
         for name in self.files:
             path = self.folder / name
-            size, digest = path.stat().st_size, file_digest(path)
             if name == CARD:
-                size, digest = len(self.card().encode()), text_digest(self.card())
+                card = self.card()
+                size = len(card.encode())
+                digest = text_digest(card)
+            else:
+                size = path.stat().st_size
+                digest = file_digest(path)
             lines.append(f"  {size:>12,} bytes  {digest}  {printable(str(path))}")
-        lines += [f"  left out: {printable(str(self.folder / name))}" for name in self.left_out]
+        for name in self.left_out:
+            lines.append(f"  left out: {printable(str(self.folder / name))}")
         return "\n".join(lines)
 
 
@@ -83,8 +97,10 @@ def plan_upload(folder: Path, repo_id: str, *, public: bool = False, revision: s
     optional = [name for name in kind.optional if (folder / name).is_file()]
     pictures = sorted(path.name for path in folder.glob("[!.]*.png") if _is_picture(path))
     files = (*kind.files, *optional, CARD, *pictures)
-    if other := [name for name in files if (folder / name).is_symlink() or not (folder / name).is_file()]:
-        raise UserError(f"{printable(str(folder / other[0]))}: only regular files are sent; put a copy here")
+    for name in files:
+        path = folder / name
+        if path.is_symlink() or not path.is_file():
+            raise UserError(f"{printable(str(path))}: only regular files are sent; put a copy here")
     left_out = tuple(sorted(path.name for path in folder.iterdir() if path.name not in files))
     return Upload(folder, repo_id, files, left_out, public, revision)
 
@@ -114,8 +130,13 @@ def push(upload: Upload) -> str:
             raise UserError(f"{upload.repo_id} exists and is public: push with --public, or choose another name")
         if upload.revision:
             api.create_branch(upload.repo_id, branch=upload.revision, exist_ok=True)
-        sent: dict[str, Path | bytes] = {name: upload.folder / name for name in upload.files}
-        sent[CARD] = upload.card().encode()
-        additions = [CommitOperationAdd(*pair) for pair in sent.items()]
-        message = "Upload from keepsight"
-        return api.create_commit(upload.repo_id, additions, commit_message=message, revision=upload.revision).commit_url
+        additions = []
+        for name in upload.files:
+            content: Path | bytes = upload.folder / name
+            if name == CARD:
+                content = upload.card().encode()
+            additions.append(CommitOperationAdd(name, content))
+        commit = api.create_commit(
+            upload.repo_id, additions, commit_message="Upload from keepsight", revision=upload.revision
+        )
+        return commit.commit_url

@@ -22,7 +22,8 @@ from keepsight.errors import UserError, one_line
 from keepsight.models.artifacts import as_weights, check_repo_id, hub_errors, read_tensors, unpickled
 from keepsight.models.model_files import tensor_bytes
 
-_SAFE, _PICKLED = ("*.safetensors",), ("*.pt", "*.pth", "*.bin")
+_SAFE = ("*.safetensors",)
+_PICKLED = ("*.pt", "*.pth", "*.bin")
 _GATES = 16
 """Width of FastKVzip's queries and keys."""
 
@@ -48,14 +49,15 @@ class Scorer(ABC):
 
     def __init__(self, source: Path | str, tensors: Mapping[str, Tensor]) -> None:
         self.source = source
-        found = [(re.fullmatch(self.names, name), tensor) for name, tensor in tensors.items()]
         self._layers: dict[int, dict[str, Tensor]] = {}
-        for match, tensor in found:
+        for name, tensor in tensors.items():
+            match = re.fullmatch(self.names, name)
             if match:
-                self._layers.setdefault(int(match[1]), {})[match[2]] = tensor
+                layer = int(match[1])
+                self._layers.setdefault(layer, {})[match[2]] = tensor
         if not self._layers:
             raise UserError(f"{source}: holds no tensor of a {type(self).__name__}; name the file that was published")
-        self._ready: dict[tuple[int, torch.dtype, torch.device], dict[str, Tensor]] = {}
+        self._weights: dict[tuple[int, torch.dtype, torch.device], dict[str, Tensor]] = {}
 
     @cached_property
     def digest(self) -> str:
@@ -74,7 +76,8 @@ class Scorer(ABC):
         Raises:
             UserError: it cannot be loaded, or its files hold no tensors of this kind of scorer, or one of them twice.
         """
-        return cls(*published_tensors(str(reference), cls.names))
+        source, tensors = published_tensors(str(reference), cls.names)
+        return cls(source, tensors)
 
     def __call__(self, index: int, place: int, attention: nn.Module, hidden: Tensor, start: int) -> Tensor:
         """Score the tokens of a pass: [B, K x numbers, q] float32, the numbers of a KV head side by side.
@@ -87,20 +90,22 @@ class Scorer(ABC):
         if layer not in self._layers:
             raise UserError(f"{self.source}: holds nothing for layer {layer}; take weights trained for this model")
         key = layer, hidden.dtype, hidden.device
-        if key not in self._ready:
-            usable = as_weights(Path(self.source), self._layers[layer], hidden.dtype)
-            self._ready[key] = {name: tensor.to(hidden.device) for name, tensor in usable.items()}
+        if key not in self._weights:
+            weights = as_weights(Path(self.source), self._layers[layer], hidden.dtype)
+            self._weights[key] = {name: tensor.to(hidden.device) for name, tensor in weights.items()}
         kv_heads = kv_heads_of(attention)
         try:
-            scores = self.score(self._ready[key], attention, hidden, start)
+            scores = self.score(self._weights[key], attention, hidden, start)
         except (KeyError, RuntimeError) as error:
             reason = f"lacks {error}" if isinstance(error, KeyError) else one_line(error, 120)
             raise UserError(
                 f"{self.source}: layer {layer} does not fit this model ({reason}); take weights trained for it"
             ) from None
         if scores.shape[1] != kv_heads * self.numbers:
-            found = scores.shape[1] // self.numbers
-            raise UserError(f"{self.source}: scores {found} KV heads, and layer {index} of this model has {kv_heads}")
+            scored_heads = scores.shape[1] // self.numbers
+            raise UserError(
+                f"{self.source}: scores {scored_heads} KV heads, and layer {index} of this model has {kv_heads}"
+            )
         return scores.float()
 
     @abstractmethod
@@ -137,9 +142,9 @@ class FastKVzipScorer(Scorer):
         key = functional.linear(hidden, weights["k_proj.weight"])
         query = _rms_norm(query.unflatten(-1, (*bias.shape, _GATES)), weights["q_norm.weight"])  # [B, q, K, G, 16]
         key = _rms_norm(key.unflatten(-1, (len(bias), _GATES)), weights["k_norm.weight"])
-        own = (query * key[..., None, :]).sum(dim=-1) * _GATES**-0.5 + bias
+        logits = (query * key[..., None, :]).sum(dim=-1) * _GATES**-0.5 + bias
         sinks = torch.einsum("bqkgd,krd->bqkgr", query, weights["k_base"].float()[:, 0]) * _GATES**-0.5
-        gates = torch.sigmoid(own - sinks.logsumexp(dim=-1))  # 1 / (1 + the sum of exp(sink - own))
+        gates = torch.sigmoid(logits - sinks.logsumexp(dim=-1))  # 1 / (1 + the sum of exp(sink - logit))
         return gates.mean(dim=-1).mT
 
 
@@ -160,9 +165,10 @@ class TrimKVScorer(Scorer):
         if "linear3.weight" in weights:
             inner = functional.silu(functional.linear(inner, weights["linear2.weight"], weights["linear2.bias"]))
             last = "linear3.weight"
-        kept = functional.logsigmoid(functional.linear(inner, weights[last]).float() + weights["bias"].float()).mT
-        positions = torch.arange(start, start + kept.shape[2], dtype=torch.float32, device=kept.device)
-        return torch.stack([kept, positions.expand_as(kept)], dim=2).flatten(1, 2)
+        logits = functional.linear(inner, weights[last]).float() + weights["bias"].float()
+        log_kept = functional.logsigmoid(logits).mT
+        positions = torch.arange(start, start + log_kept.shape[2], dtype=torch.float32, device=log_kept.device)
+        return torch.stack([log_kept, positions.expand_as(log_kept)], dim=2).flatten(1, 2)
 
 
 class LocretScorer(Scorer):
@@ -175,10 +181,10 @@ class LocretScorer(Scorer):
 
     @override
     def score(self, weights: Weights, attention: nn.Module, hidden: Tensor, start: int) -> Tensor:
-        parts = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
-        if not all(hasattr(attention, part) for part in parts):
+        projections = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+        if not all(hasattr(attention, name) for name in projections):
             raise UserError(f"{type(attention).__name__} has no q_proj, k_proj and v_proj, which Locret reads")
-        states = torch.cat([getattr(attention, part)(hidden) for part in parts], dim=-1)
+        states = torch.cat([getattr(attention, name)(hidden) for name in projections], dim=-1)
         inner = functional.silu(functional.linear(states, weights["fc1.weight"]))
         return functional.linear(inner, weights["fc2.weight"]).mT
 
@@ -198,15 +204,21 @@ def published_tensors(reference: str, names: str = ".*") -> tuple[Path, dict[str
     Raises:
         UserError: as `published_files`; a file cannot be read, or two hold a tensor of the same name.
     """
-    tensors, holders = dict[str, Tensor](), dict[str, Path]()
+    tensors: dict[str, Tensor] = {}
+    holders: dict[str, Path] = {}
     files = published_files(reference)
     for file in files:
-        read = read_tensors(file, names) if file.suffix == ".safetensors" else unpickled(file)
-        for name in (each for each in read if re.fullmatch(names, each)):
+        file_tensors = read_tensors(file, names) if file.suffix == ".safetensors" else unpickled(file)
+        for name, tensor in file_tensors.items():
+            if not re.fullmatch(names, name):
+                continue
             if name in holders:
-                both = f"{holders[name].name} and {file.name} both hold {name}"
-                raise UserError(f"{reference}: {both}; name the one file whose weights you want")
-            tensors[name], holders[name] = read[name], file
+                raise UserError(
+                    f"{reference}: {holders[name].name} and {file.name} both hold {name}; name the one file whose "
+                    "weights you want"
+                )
+            tensors[name] = tensor
+            holders[name] = file
     return files[0], tensors
 
 
@@ -220,12 +232,17 @@ def published_files(reference: str) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        repo, inside = "/".join(reference.split("/")[:2]), "/".join(reference.split("/")[2:])
+        repo = "/".join(reference.split("/")[:2])
+        subfolder = "/".join(reference.split("/")[2:])
         check_repo_id(repo)
+        prefix = f"{subfolder}/" if subfolder else ""
+        patterns = [prefix + pattern for pattern in (*_SAFE, *_PICKLED, "adapter_config.json")]
         with hub_errors(f"{reference!r} is no file or folder here and cannot be fetched from the Hub"):
-            wanted = [f"{inside}/{each}" if inside else each for each in (*_SAFE, *_PICKLED, "adapter_config.json")]
-            path = Path(snapshot_download(repo, allow_patterns=wanted)) / inside
-    for kinds in (_SAFE, _PICKLED):
-        if found := sorted(each for kind in kinds for each in path.glob(kind)):
-            return found
+            path = Path(snapshot_download(repo, allow_patterns=patterns)) / subfolder
+    for file_patterns in (_SAFE, _PICKLED):
+        files: list[Path] = []
+        for pattern in file_patterns:
+            files += path.glob(pattern)
+        if files:
+            return sorted(files)
     raise UserError(f"{reference}: no {', '.join((*_SAFE, *_PICKLED))} is there; name the scorer's file or folder")
