@@ -19,7 +19,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from keepsight.errors import UserError
 from keepsight.models.distributed import whole_shape
 
-FULL, CHUNKED = "full_attention", "chunked_attention"
+FULL = "full_attention"
+CHUNKED = "chunked_attention"
 RECURRENT = ("linear_attention", "conv")
 BOUNDED = ("sliding_attention", CHUNKED, *RECURRENT)
 """Kinds of layers whose cache does not grow with the prompt; the last ones keep a recurrent state."""
@@ -169,18 +170,21 @@ def output_weight(model: PreTrainedModel, index: int) -> Tensor:
 def require_supported(model: PreTrainedModel) -> None:
     """Refuse models for which keepsight would give wrong answers."""
     caller = getattr(getattr(model, "prepare_inputs_for_generation", None), "__self__", None)
-    for each in (model, caller):  # PEFT's models lend it to the model whose `generate` they call
-        if isinstance(each, PeftModel) and isinstance(each.active_adapter, str) and not each._adapters_disabled:
-            config: Any = each.peft_config[each.active_adapter]
-            if config.is_prompt_learning:
-                raise UserError(
-                    f"the virtual tokens of {config.peft_type.value.lower()} are not supported; disable that adapter, "
-                    "or call generate without a method"
-                )
+    for adapted in (model, caller):  # PEFT's models lend it to the model whose `generate` they call
+        if not isinstance(adapted, PeftModel) or adapted._adapters_disabled:
+            continue
+        adapter = adapted.active_adapter
+        config: Any = adapted.peft_config[adapter] if isinstance(adapter, str) else None
+        if config is not None and config.is_prompt_learning:
+            raise UserError(
+                f"the virtual tokens of {config.peft_type.value.lower()} are not supported; disable that adapter, "
+                "or call generate without a method"
+            )
     if model in _SUPPORTED and _SUPPORTED[model] == model.device:
         return
     require_supported_config(model.config)
-    kind, decoder = model.config.model_type, decoder_of(model)
+    kind = model.config.model_type
+    decoder = decoder_of(model)
     if not (hasattr(decoder, "layers") and decoder._can_set_attn_implementation()):
         raise UserError(
             f"{kind} does not compute attention by transformers' AttentionInterface, so that no query can be read; "
@@ -213,8 +217,9 @@ def require_supported_config(config: Any) -> None:
         raise UserError(f"{kind} has its own kind of cache; load a model that takes transformers' DynamicCache")
     if _shares_entries(config.get_text_config(decoder=True)):
         raise UserError(f"{kind} has layers that read the KV entries of others; load a model without such layers")
-    if odd := sorted(set(layer_kinds(config)) - {FULL, *BOUNDED}):
-        raise UserError(f"{kind} has layers of {', '.join(odd)}; supported are {', '.join((FULL, *BOUNDED))}")
+    unsupported = sorted(set(layer_kinds(config)) - {FULL, *BOUNDED})
+    if unsupported:
+        raise UserError(f"{kind} has layers of {', '.join(unsupported)}; supported are {', '.join((FULL, *BOUNDED))}")
     if not any(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=config).layers):
         raise UserError(f"{kind} has no attention, and so no KV entries; use it without keepsight")
     for name, value in floats_of(config.to_dict()):
@@ -232,14 +237,18 @@ def floats_of(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
     """The floats in a configuration, by dotted names."""
     if isinstance(value, float):
         yield name, value
-    elif isinstance(value, dict | list | tuple):
-        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from floats_of(each, f"{name}.{key}" if name else str(key))
+    if not isinstance(value, dict | list | tuple):
+        return
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items:
+        item_name = f"{name}.{key}" if name else str(key)
+        yield from floats_of(item, item_name)
 
 
 def require_one_device(model: PreTrainedModel) -> None:
     """Refuse models whose layers run on several devices."""
-    if len(devices := sorted(map(str, running_devices(decoder_of(model))))) > 1:
+    devices = sorted(map(str, running_devices(decoder_of(model))))
+    if len(devices) > 1:
         kind = model.config.model_type
         raise UserError(f"the layers of {kind} lie on {', '.join(devices)}; load the model on one device")
 
@@ -262,25 +271,30 @@ def require_full_attention(model: PreTrainedModel) -> None:
 
 def values_of(model: nn.Module, name: str, weight: Tensor) -> Tensor:
     """A weight by its name, read from where accelerate offloads it; on the meta device where it has no values."""
-    part, _, own = name.rpartition(".")
-    module: Any = model.get_submodule(part)
-    kept: Tensor = module._hf_hook.weights_map[own] if weight.is_meta and has_offloaded_params(module) else weight
-    return kept
+    module_name, _, weight_name = name.rpartition(".")
+    module: Any = model.get_submodule(module_name)
+    if weight.is_meta and has_offloaded_params(module):
+        offloaded: Tensor = module._hf_hook.weights_map[weight_name]
+        return offloaded
+    return weight
 
 
 def running_devices(model: nn.Module) -> list[torch.device]:
     """The devices on which a model's modules run, each once, also where accelerate offloads their weights."""
-    placed = ((module, weight) for module in model.modules() for weight in module.parameters(recurse=False))
-    return list(dict.fromkeys(_runs_on(module) if weight.is_meta else weight.device for module, weight in placed))
-
-
-def _runs_on(module: Any) -> torch.device:
-    return torch.device(module._hf_hook.execution_device if has_offloaded_params(module) else "meta")
+    devices: dict[torch.device, None] = {}
+    for module in model.modules():
+        for weight in module.parameters(recurse=False):
+            device = weight.device
+            if weight.is_meta and has_offloaded_params(module):
+                hook: Any = module._hf_hook
+                device = torch.device(hook.execution_device)
+            devices[device] = None
+    return list(devices)
 
 
 def is_spread(model: nn.Module) -> bool:
     """Whether accelerate placed the modules of a model, or of one within it, on several devices."""
-    return any(len(getattr(each, "hf_device_map", ())) > 1 for each in model.modules())
+    return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
 
 
 def on_each(tensor: Tensor | None) -> Callable[[torch.device], Any]:
@@ -290,4 +304,4 @@ def on_each(tensor: Tensor | None) -> Callable[[torch.device], Any]:
 
 def joined(layers: Sequence[Tensor]) -> Tensor:
     """Tensors of layers on several devices, concatenated on the device of the first."""
-    return torch.cat([each.to(layers[0].device) for each in layers])
+    return torch.cat([layer.to(layers[0].device) for layer in layers])

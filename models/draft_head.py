@@ -45,11 +45,14 @@ from keepsight.models.card import CardBasics, Provenance, metrics_table, write_c
 from keepsight.models.decoder import floats_of, head_width, input_embedding, input_shape
 from keepsight.models.model_files import logger, warn_of_another_base
 
-CONFIG, WEIGHTS, ORIGIN = "config.json", "model.safetensors", "keepsight.json"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+ORIGIN = "keepsight.json"
 PICKLE = "pytorch_model.bin"
 EMBEDDING = "embed_tokens.weight"
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-_RELATIVE, _ABSOLUTE = 2**-6, 1e-4
+_RELATIVE = 2**-6
+_ABSOLUTE = 1e-4
 """Tolerances within which two embeddings are the same, rounded to different dtypes."""
 _ROWS_AT_ONCE = 4096
 _UNKNOWN_NORMS = ("norm_before_fc", "norm_before_residual")  # layers of another form, under the same keys
@@ -86,10 +89,12 @@ def default_feature_layers(layers: int) -> tuple[int, int, int]:
     Their outputs are the inputs of layers 2, L // 2 and L - 3, counted from 0. A `UserError` if the model has too few
     layers for three different ones.
     """
-    chosen = 1, layers // 2 - 1, layers - 4
-    if not 0 <= chosen[0] < chosen[1] < chosen[2]:
+    low = 1
+    middle = layers // 2 - 1
+    high = layers - 4
+    if not low < middle < high:
         raise UserError(f"a model of {layers} layers is too shallow for an EAGLE-3 head; name its feature layers")
-    return chosen
+    return low, middle, high
 
 
 # Layers
@@ -105,7 +110,9 @@ class HeadAttention(nn.Module):
 
     def __init__(self, config: LlamaConfig, inputs: int) -> None:
         super().__init__()
-        heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads or 1, head_width(config)
+        heads = config.num_attention_heads
+        kv_heads = config.num_key_value_heads or 1
+        width = head_width(config)
         bias = bool(getattr(config, "qkv_bias", False))
         self.width = width
         self.q_proj = nn.Linear(inputs, heads * width, bias=bias)
@@ -115,12 +122,15 @@ class HeadAttention(nn.Module):
 
     def forward(self, inputs: Tensor, rotation: tuple[Tensor, Tensor], attend: HeadAttend) -> Tensor:
         """[B, q, inputs] -> [B, q, hidden]; `rotation` holds RoPE's cosines and sines."""
-        query, key, value = (
-            projection(inputs).unflatten(-1, (-1, self.width)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query = self._heads(self.q_proj(inputs))
+        key = self._heads(self.k_proj(inputs))
+        value = self._heads(self.v_proj(inputs))
         query, key = apply_rotary_pos_emb(query, key, *rotation)
         return self.o_proj(attend(query, key, value).flatten(2))
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        """[B, q, heads * width] -> [B, heads, q, width]."""
+        return projected.unflatten(-1, (-1, self.width)).transpose(1, 2)
 
 
 class HeadRotaryEmbedding(LlamaRotaryEmbedding):
@@ -133,7 +143,8 @@ class HeadRotaryEmbedding(LlamaRotaryEmbedding):
         with torch.device("cpu"):
             super().__init__(config)
         values = dict(floats_of(config.rope_parameters))
-        if not all(map(math.isfinite, values.values())) or not all(each.isfinite().all() for each in self.buffers()):
+        has_finite_values = all(map(math.isfinite, values.values()))
+        if not has_finite_values or not all(buffer.isfinite().all() for buffer in self.buffers()):
             raise ValueError(f"RoPE's parameters {config.rope_parameters} are not finite")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -155,11 +166,13 @@ class HeadLayer(nn.Module):
 
     def __init__(self, config: LlamaConfig, with_embedding: bool) -> None:
         super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
+        width = config.hidden_size
+        eps = config.rms_norm_eps
         self.self_attn = HeadAttention(config, 2 * width if with_embedding else width)
         self.mlp = LlamaMLP(config)
         if with_embedding:
-            self.hidden_norm, self.input_layernorm = LlamaRMSNorm(width, eps=eps), LlamaRMSNorm(width, eps=eps)
+            self.hidden_norm = LlamaRMSNorm(width, eps=eps)
+            self.input_layernorm = LlamaRMSNorm(width, eps=eps)
         self.post_attention_layernorm = LlamaRMSNorm(width, eps=eps)
 
     def forward(
@@ -226,8 +239,10 @@ class EagleHead(nn.Module, Artifact):
         return head
 
     def _write(self, folder: Path) -> None:
-        own = {} if self.own_embedding is None else {EMBEDDING: self.own_embedding}
-        digests = write_tensors(folder / WEIGHTS, self.state_dict() | own)
+        tensors = dict(self.state_dict())
+        if self.own_embedding is not None:
+            tensors[EMBEDDING] = self.own_embedding
+        digests = write_tensors(folder / WEIGHTS, tensors)
         write_json(folder / ORIGIN, {"provenance": asdict(self.provenance), "digests": digests})
         write_json(folder / CONFIG, self.public_config())
 
@@ -297,8 +312,8 @@ class DraftHead(EagleHead):
     @property
     def feature_layers(self) -> tuple[int, ...] | None:
         """Indices of the model's layers whose outputs are its features; None for the default ones."""
-        named: dict[str, Any] = getattr(self.config, "eagle_config", None) or {}
-        layers = named.get("eagle_aux_hidden_state_layer_ids")
+        eagle_config: dict[str, Any] = getattr(self.config, "eagle_config", None) or {}
+        layers = eagle_config.get("eagle_aux_hidden_state_layer_ids")
         return None if layers is None else tuple(layers)
 
     def layers_of(self, model: PreTrainedModel) -> tuple[int, ...]:
@@ -364,17 +379,23 @@ class DraftHead(EagleHead):
             "tie_word_embeddings": False,
             "torch_dtype": str(self.fc.weight.dtype).removeprefix("torch."),
         }
-        if (width := self.fc.in_features // 3) != config.hidden_size or self.own_embedding is not None:
-            values["target_hidden_size"] = width
-        return values | {name: getattr(config, name) for name in _SAVED_IF_SET if getattr(config, name, None)}
+        target_width = self.fc.in_features // 3
+        if target_width != config.hidden_size or self.own_embedding is not None:
+            values["target_hidden_size"] = target_width
+        for name in _SAVED_IF_SET:
+            value = getattr(config, name, None)
+            if value:
+                values[name] = value
+        return values
 
 
 def normed_features(head: Any, features: Tensor) -> Tensor:
     """Features [..., 3 * target_hidden] of three layers, each through its norm where the head has an `fc_norm`."""
     if not hasattr(head, "fc_norm"):
         return features
-    taps = features.chunk(3, dim=-1)
-    return torch.cat([norm(tap) for norm, tap in zip(head.fc_norm, taps, strict=True)], dim=-1)
+    layers = features.chunk(3, dim=-1)
+    normed = [norm(layer) for norm, layer in zip(head.fc_norm, layers, strict=True)]
+    return torch.cat(normed, dim=-1)
 
 
 class FeatureHead(EagleHead):
@@ -433,15 +454,19 @@ class Origin:
 def read_config(path: Path) -> LlamaConfig:
     """A head's config.json, checked as strictly as its tensors."""
     values: dict[str, Any] = read_json(path, dict[str, Any])
-    if type(eps := values.get("rms_norm_eps", 1e-6)) is not float or not 0 < eps < 1:
+    eps = values.get("rms_norm_eps", 1e-6)
+    if type(eps) is not float or not 0 < eps < 1:
         raise UserError(f"{path}: rms_norm_eps={eps} must be above 0 and below 1; fetch it again")
     for name in SIZES:
-        if type(size := values.get(name)) is not int or not 0 < size <= LARGEST_SIZE:
+        size = values.get(name)
+        if type(size) is not int or not 0 < size <= LARGEST_SIZE:
             raise UserError(f"{path}: {name} is missing or not a size; this configures no EAGLE head")
-    if (layers := values.get("num_hidden_layers", 1)) != 1:
+    layers = values.get("num_hidden_layers", 1)
+    if layers != 1:
         raise UserError(f"{path}: num_hidden_layers is {layers}; an EAGLE head has 1, this is another model")
-    if unknown := [name for name in _UNKNOWN_NORMS if values.get(name)]:
-        raise UserError(f"{path}: {unknown[0]}={values[unknown[0]]} is not supported; choose another head")
+    for name in _UNKNOWN_NORMS:
+        if values.get(name):
+            raise UserError(f"{path}: {name}={values[name]} is not supported; choose another head")
     if not _names_three_layers(values.get("eagle_config")):
         raise UserError(
             f"{path}: eagle_config={values['eagle_config']!r}: expected three whole numbers in "
@@ -456,8 +481,12 @@ def read_config(path: Path) -> LlamaConfig:
 def _names_three_layers(eagle_config: Any) -> bool:
     if eagle_config is None:
         return True
-    layers = eagle_config.get("eagle_aux_hidden_state_layer_ids") if isinstance(eagle_config, dict) else ()
-    return layers is None or (isinstance(layers, list) and [type(layer) for layer in layers] == [int, int, int])
+    if not isinstance(eagle_config, dict):
+        return False
+    layers = eagle_config.get("eagle_aux_hidden_state_layer_ids")
+    if layers is None:
+        return True
+    return isinstance(layers, list) and [type(layer) for layer in layers] == [int, int, int]
 
 
 def check_model(folder: Path, config: LlamaConfig, model: PreTrainedModel) -> None:
@@ -468,18 +497,20 @@ def check_model(folder: Path, config: LlamaConfig, model: PreTrainedModel) -> No
         "feature width": (getattr(config, "target_hidden_size", None) or config.hidden_size, text.hidden_size),
         "vocabulary": (config.vocab_size, text.vocab_size),
     }
-    for name, (own, its) in sizes.items():
-        if own != its:
+    for name, (head_size, model_size) in sizes.items():
+        if head_size != model_size:
             raise UserError(
-                f"{folder}: this draft head is for a model with {name} {own}, but that of "
-                f"{model.config.name_or_path or type(model).__name__} is {its}; choose the model's own head"
+                f"{folder}: this draft head is for a model with {name} {head_size}, but that of "
+                f"{model.config.name_or_path or type(model).__name__} is {model_size}; choose the model's own head"
             )
 
 
 def read_weights(folder: Path, origin: Origin | None) -> tuple[Path, dict[str, Tensor]]:
     """The file of a head's weights and its tensors, an EAGLE-3 layer's under `midlayer.*`."""
-    if not (path := folder / WEIGHTS).is_file():
-        tensors = unpickled(path := folder / PICKLE)
+    path = folder / WEIGHTS
+    if not path.is_file():
+        path = folder / PICKLE
+        tensors = unpickled(path)
         logger.warning("%s: a pickle; only its %d tensors were read, no code was run", path, len(tensors))
     else:
         if origin is not None:
@@ -495,10 +526,11 @@ def own_embedding(path: Path, embedding: Tensor, model: PreTrainedModel) -> Tens
     base = input_embedding(model)
     if embedding.shape != base.shape:
         raise UserError(f"{path}: {EMBEDDING!r} has shape {list(embedding.shape)}, the model's is {list(base.shape)}")
-    own = as_weights(path, {EMBEDDING: embedding}, model.dtype)[EMBEDDING]
-    pairs = zip(own.split(_ROWS_AT_ONCE), base.split(_ROWS_AT_ONCE), strict=True)
-    is_same = all(torch.allclose(row.float(), its.float().cpu(), _RELATIVE, _ABSOLUTE) for row, its in pairs)
-    return None if is_same else own.to(base.device)
+    head_embedding = as_weights(path, {EMBEDDING: embedding}, model.dtype)[EMBEDDING]
+    for head_rows, base_rows in zip(head_embedding.split(_ROWS_AT_ONCE), base.split(_ROWS_AT_ONCE), strict=True):
+        if not torch.allclose(head_rows.float(), base_rows.float().cpu(), _RELATIVE, _ABSOLUTE):
+            return head_embedding.to(base.device)
+    return None
 
 
 def _empty_head(
@@ -521,15 +553,19 @@ def _empty_head(
 
 def _complete_vocabulary(path: Path, head: DraftHead, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors with checked d2t and t2d, which may be missing when the draft's vocabulary is the model's."""
-    draft, whole = len(head.d2t), len(head.t2d)
-    has_lm_head = tensors.keys() >= {"lm_head.weight"} and len(tensors["lm_head.weight"]) == draft
-    if draft == whole and has_lm_head and not tensors.keys() & set(_VOCABULARY):
-        identity = {"d2t": torch.zeros(draft, dtype=torch.long), "t2d": torch.ones(whole, dtype=torch.bool)}
-        return tensors | identity
-    if [tensors[name].shape for name in _VOCABULARY if name in tensors] != [(draft,), (whole,)]:
+    draft_size = len(head.d2t)
+    model_size = len(head.t2d)
+    has_lm_head = "lm_head.weight" in tensors and len(tensors["lm_head.weight"]) == draft_size
+    has_vocabulary = any(name in tensors for name in _VOCABULARY)
+    if draft_size == model_size and has_lm_head and not has_vocabulary:
+        offsets = torch.zeros(draft_size, dtype=torch.long)
+        is_drafted = torch.ones(model_size, dtype=torch.bool)
+        return {**tensors, "d2t": offsets, "t2d": is_drafted}
+    if [tensors[name].shape for name in _VOCABULARY if name in tensors] != [(draft_size,), (model_size,)]:
         return tensors  # `check_names_and_shapes` names the fault
-    offsets, member = tensors["d2t"].long(), tensors["t2d"].bool()
-    ids = offsets + torch.arange(draft)
-    if not torch.equal(ids.sort().values, member.nonzero().flatten()):
+    offsets = tensors["d2t"].long()
+    is_drafted = tensors["t2d"].bool()
+    ids = offsets + torch.arange(draft_size)
+    if not torch.equal(ids.sort().values, is_drafted.nonzero().flatten()):
         raise UserError(f"{path}: d2t and t2d name different tokens; fetch it again")
-    return tensors | {"d2t": offsets, "t2d": member}
+    return {**tensors, "d2t": offsets, "t2d": is_drafted}

@@ -30,8 +30,10 @@ from keepsight.models.decoder import FULL, cached_kv_heads, full_attention_layer
 from keepsight.models.draft_head import DraftHead, HeadRotaryEmbedding, default_feature_layers, normed_features
 from keepsight.models.model_files import warn_of_another_base
 
-WEIGHTS, CONFIG = "retrieval_head.safetensors", "retrieval_config.json"
-PREVIOUS_STEP, NONE = "previous-step", "none"
+WEIGHTS = "retrieval_head.safetensors"
+CONFIG = "retrieval_config.json"
+PREVIOUS_STEP = "previous-step"
+NONE = "none"
 VARIANTS = (PREVIOUS_STEP, NONE)
 Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 
@@ -122,16 +124,22 @@ class RetrievalConfig:
         """
         if context <= self.max_position_embeddings or self.rope_parameters["rope_type"] not in ("default", "yarn"):
             return self
-        yarn = {"rope_type": "yarn", "rope_theta": self.rope_parameters["rope_theta"], "factor": context / self.trained}
-        yarn |= {"original_max_position_embeddings": self.trained, "beta_fast": 32.0, "beta_slow": 1.0}
+        yarn = {
+            "rope_type": "yarn",
+            "rope_theta": self.rope_parameters["rope_theta"],
+            "factor": context / self.trained,
+            "original_max_position_embeddings": self.trained,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        }
         return replace(self, rope_parameters=yarn, max_position_embeddings=context)
 
     def trained_on(self, tokens: int, layers: tuple[int, ...]) -> Self:
         """The same head after training with samples of up to `tokens` tokens and the features of these layers."""
-        named = replace(self, feature_layers=layers or None)
+        trained = replace(self, feature_layers=layers or None)
         if tokens <= self.max_position_embeddings or self.rope_parameters["rope_type"] != "default":
-            return named
-        return replace(named, max_position_embeddings=tokens)
+            return trained
+        return replace(trained, max_position_embeddings=tokens)
 
     def llama(self) -> LlamaConfig:
         """The configuration that transformers needs for RoPE."""
@@ -153,7 +161,8 @@ class RetrievalHead(nn.Module, Artifact):
     def __init__(self, config: RetrievalConfig) -> None:
         super().__init__()
         self.config = config
-        hidden, eps = config.hidden_size, config.rms_norm_eps
+        hidden = config.hidden_size
+        eps = config.rms_norm_eps
         width = hidden
         self.input_layernorm = LlamaRMSNorm(hidden, eps=eps)
         if config.features == PREVIOUS_STEP:
@@ -225,20 +234,20 @@ class RetrievalHead(nn.Module, Artifact):
         Raises:
             UserError: `groups` is no multiple of this head's.
         """
-        own = self.config.groups
-        if own == groups:
+        own_groups = self.config.groups
+        if own_groups == groups:
             return self
-        if groups % own:
+        if groups % own_groups:
             raise UserError(
-                f"this retrieval head has {own} groups of layers, which cannot be split into {groups}; "
-                f"give retrieval_head.groups={own} or a multiple"
+                f"this retrieval head has {own_groups} groups of layers, which cannot be split into {groups}; "
+                f"give retrieval_head.groups={own_groups} or a multiple"
             )
         head = RetrievalHead(replace(self.config, groups=groups)).to(self.q_proj.weight)
         weights = self.state_dict()
         for name in weights:
             if name.startswith(("q_proj", "k_proj")):
-                parts = weights[name].unflatten(0, (own, -1))
-                weights[name] = parts.repeat_interleave(groups // own, dim=0).flatten(0, 1)
+                parts = weights[name].unflatten(0, (own_groups, -1))
+                weights[name] = parts.repeat_interleave(groups // own_groups, dim=0).flatten(0, 1)
         head.load_state_dict(weights)
         return head
 
@@ -276,7 +285,8 @@ class RetrievalHead(nn.Module, Artifact):
         """
         if not isinstance(draft, DraftHead):
             raise UserError("only EAGLE-3 draft heads can be pruned; this is one of EAGLE-1 or EAGLE-2")
-        config, layer = draft.config, draft.midlayer
+        config = draft.config
+        layer = draft.midlayer
         head = cls(
             RetrievalConfig(
                 features=features,
@@ -333,21 +343,27 @@ class RetrievalHead(nn.Module, Artifact):
         Raises:
             UserError: hidden size, vocabulary or KV heads differ; or the model is too shallow for features or groups.
         """
-        config, text = self.config, model.config.get_text_config()
+        config = self.config
+        text = model.config.get_text_config()
         pairs = {
             "hidden size": (config.hidden_size, input_shape(model)[1]),
             "feature width": (config.target_hidden_size, text.hidden_size),
             "vocabulary": (config.vocab_size, text.vocab_size),
             "KV heads": (config.num_key_value_heads, cached_kv_heads(model)),
         }
-        if differing := [f"{name} {own} against {its}" for name, (own, its) in pairs.items() if own != its]:
+        differing = []
+        for size_name, (head_size, model_size) in pairs.items():
+            if head_size != model_size:
+                differing.append(f"{size_name} {head_size} against {model_size}")
+        if differing:
             name = model.config.name_or_path or type(model).__name__
             raise UserError(
                 f"this retrieval head is for another model than {name}: {', '.join(differing)}; choose its own"
             )
         self.layers_of(model)
         # Without any such layer the method itself refuses the model, and says why.
-        if 0 < (layers := len(full_attention_layers(model.config))) < config.groups:
+        layers = len(full_attention_layers(model.config))
+        if 0 < layers < config.groups:
             raise UserError(
                 f"this retrieval head has {config.groups} groups of layers, and the model {layers} layers with full "
                 "attention; choose its own"
@@ -357,11 +373,11 @@ class RetrievalHead(nn.Module, Artifact):
     def load(cls, folder: Path, model: PreTrainedModel | None = None) -> Self:
         """Read and verify a head; see `Artifact.load`."""
         cls._require_files(folder)
-        read: _Saved = read_json(folder / CONFIG, _Saved)
-        check_digest(folder / WEIGHTS, read.digests.get(WEIGHTS, "missing"), CONFIG)
+        saved: _Saved = read_json(folder / CONFIG, _Saved)
+        check_digest(folder / WEIGHTS, saved.digests.get(WEIGHTS, "missing"), CONFIG)
         try:
             with torch.device("meta"):
-                head = cls(read.head)
+                head = cls(saved.head)
         except (StrictDataclassError, ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(f"{folder / CONFIG}: no head can be made of it ({one_line(error, 200)})") from None
         if model is not None:
@@ -369,9 +385,9 @@ class RetrievalHead(nn.Module, Artifact):
                 head.check_model(model)
             except UserError as error:
                 raise UserError(f"{folder}: {error}") from None
-            warn_of_another_base(folder, read.provenance.base_model, read.provenance.base_version, model)
+            warn_of_another_base(folder, saved.provenance.base_model, saved.provenance.base_version, model)
         load_weights(head, folder / WEIGHTS, read_tensors(folder / WEIGHTS), model, "q_proj.weight")
-        head.provenance = read.provenance
+        head.provenance = saved.provenance
         return head.requires_grad_(False)
 
     def _write(self, folder: Path) -> None:
@@ -381,7 +397,8 @@ class RetrievalHead(nn.Module, Artifact):
 
     def card(self, basics: CardBasics, measured: Any = "") -> str:
         """The model card; `measured` is what `comparison` returns."""
-        use, groups = example(basics.base_model, "SpeContext", 1024), self.config.groups
+        use = example(basics.base_model, "SpeContext", 1024)
+        groups = self.config.groups
         return write_card(
             basics,
             tags=["specontext", "kv-cache", "retrieval-head"],
@@ -429,21 +446,24 @@ def require_layers_for(groups: int, model: PreTrainedModel) -> None:
     Raises:
         UserError: there are more.
     """
-    if groups > (layers := len(full_attention_layers(model.config))):
+    layers = len(full_attention_layers(model.config))
+    if groups > layers:
         raise UserError(f"retrieval_head.groups={groups}: the model has {layers} layers with full attention; lower it")
 
 
 def parameters(module: nn.Module) -> int:
     """Number of a module's parameters."""
-    return sum(each.numel() for each in module.parameters())
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def pruning(head: RetrievalHead, draft: DraftHead) -> str:
     """One sentence on how much of a draft head its retrieval head leaves out (arXiv 2512.00722, section 4.3)."""
-    kept, whole, embedding = parameters(head), parameters(draft), head.config.vocab_size * head.config.hidden_size
+    kept = parameters(head)
+    draft_parameters = parameters(draft)
+    with_embedding = draft_parameters + head.config.vocab_size * head.config.hidden_size
     return (
-        f"{kept:,} of the draft head's {whole:,} parameters stay: {1 - kept / whole:.1%} are gone, "
-        f"{1 - kept / (whole + embedding):.1%} counted with the embedding, which is the base model's"
+        f"{kept:,} of the draft head's {draft_parameters:,} parameters stay: {1 - kept / draft_parameters:.1%} are "
+        f"gone, {1 - kept / with_embedding:.1%} counted with the embedding, which is the base model's"
     )
 
 
@@ -456,15 +476,28 @@ def comparison(first: Mapping[str, float], last: Mapping[str, float], before: st
     if not first:
         return "Not measured."
     columns = [
-        *((f"hit rate, {before}", first, "hit"), ("distilled", last, "hit"), ("without a head", last, "window_hit")),
-        *((f"mass, {before}", first, "mass"), ("distilled", last, "mass"), ("without a head", last, "window_mass")),
-        *(("at best", last, "best_mass"), (f"overlap, {before}", first, "overlap"), ("distilled", last, "overlap")),
+        (f"hit rate, {before}", first, "hit"),
+        ("distilled", last, "hit"),
+        ("without a head", last, "window_hit"),
+        (f"mass, {before}", first, "mass"),
+        ("distilled", last, "mass"),
+        ("without a head", last, "window_mass"),
+        ("at best", last, "best_mass"),
+        (f"overlap, {before}", first, "overlap"),
+        ("distilled", last, "overlap"),
     ]
-    rows = [["budget", "samples", *(title for title, _, _ in columns)], ["---"] * (2 + len(columns))]
-    for budget in [name.removeprefix("eval_hit_") for name in first if name.startswith("eval_hit_")]:
-        found = [log.get(f"eval_{name}_{budget}") for _, log, name in columns]
-        values = ["-" if value is None else f"{value:.3f}" for value in found]
-        rows.append([budget, f"{last[f'eval_samples_{budget}']:.0f}", *values])
+    titles = [title for title, _, _ in columns]
+    rows = [["budget", "samples", *titles], ["---"] * (2 + len(columns))]
+    for metric in first:
+        if not metric.startswith("eval_hit_"):
+            continue
+        budget = metric.removeprefix("eval_hit_")
+        row = [budget, f"{last[f'eval_samples_{budget}']:.0f}"]
+        for _, log, name in columns:
+            value = log.get(f"eval_{name}_{budget}")
+            cell = "-" if value is None else f"{value:.3f}"
+            row.append(cell)
+        rows.append(row)
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     kl = f"{before} {first['eval_kl']:.3f}, distilled {last['eval_kl']:.3f}"
     return table + "\n" + _LEGEND.format(kl=kl).rstrip()
