@@ -94,9 +94,9 @@ def _lengths(ids: Tensor, mask: Tensor | None) -> list[int]:
 
 
 class Use(NamedTuple):
-    """One of several uses of the sample with this index; `turn` and `last` as in `Batch`."""
+    """One of several uses of the sample with index `sample_index`; `turn` and `last` as in `Batch`."""
 
-    index: int
+    sample_index: int
     turn: int
     last: bool
 
@@ -112,7 +112,7 @@ class SampleDataset(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int | Use) -> dict[str, Any]:
         use = index if isinstance(index, Use) else Use(index, turn=0, last=True)
-        sample = self.samples[use.index]
+        sample = self.samples[use.sample_index]
         return {
             "index": sample.index,
             "prompt_ids": sample.prompt_ids,

@@ -54,7 +54,7 @@ def test_batches_stay_together_and_belong_to_one_process(processes: int, grouped
     owner: dict[tuple[int, ...], int] = {}
     turns = Counter[tuple[int, ...]]()
     for number in range(0, len(uses), 2):
-        batch = tuple(use.index for use in uses[number : number + 2])
+        batch = tuple(use.sample_index for use in uses[number : number + 2])
         assert owner.setdefault(batch, number // 2 % processes) == number // 2 % processes
         assert {(use.turn, use.last) for use in uses[number : number + 2]} == {(turns[batch], turns[batch] == 2)}
         turns[batch] += 1
@@ -67,7 +67,7 @@ def test_processes_read_samples_of_similar_lengths_in_the_same_steps() -> None:
     uses, ratios = list(ReplaySampler(lengths, 2.0, 10**6, settings, processes=2)), list[float]()
     for one, other in zip(uses[::2], uses[1::2], strict=True):
         assert (one.turn, one.last) == (other.turn, other.last)
-        ratios.append(lengths[one.index] / lengths[other.index])
+        ratios.append(lengths[one.sample_index] / lengths[other.sample_index])
     assert sum(0.8 < ratio < 1.25 for ratio in ratios) > 0.95 * len(ratios)
 
 
