@@ -47,10 +47,14 @@ def decoder_of(model: PreTrainedModel) -> Any:
 def layer_kinds(config: Any) -> list[str]:
     """The kind of each decoder layer, such as `full_attention`, from a model's configuration."""
     config = config.get_text_config(decoder=True)
-    if kinds := getattr(config, "layer_types", None):
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
         return list(kinds)
-    kind = "sliding_attention" if getattr(config, "sliding_window", None) else FULL
-    kind = CHUNKED if getattr(config, "attention_chunk_size", None) else kind
+    kind = FULL
+    if getattr(config, "sliding_window", None):
+        kind = "sliding_attention"
+    if getattr(config, "attention_chunk_size", None):
+        kind = CHUNKED
     return [kind] * config.num_hidden_layers
 
 
@@ -62,18 +66,18 @@ def full_attention_layers(config: Any) -> list[int]:
 def context_of(model: PreTrainedModel) -> int:
     """Context length of a model in tokens, as extended by its RoPE; huge where its configuration names none."""
     config = model.config.get_text_config(decoder=True)
-    named = int(getattr(config, "max_position_embeddings", None) or sys.maxsize)
+    config_length = int(getattr(config, "max_position_embeddings", None) or sys.maxsize)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     by_kind = FULL in rope  # models with several kinds of layers name the extended length where it is scaled linearly
     rope = rope.get(FULL) or rope
     scaling = rope.get("rope_type")
     original = rope.get("original_max_position_embeddings")
     if scaling in ("linear", "dynamic") and not by_kind:
-        original = original or named
+        original = original or config_length
     elif scaling not in ("yarn", "longrope"):
-        return named  # others, such as llama3, name the extended length
+        return config_length  # others, such as llama3, name the extended length
     stretched = (rope.get("factor") or 1) * (original or 0)
-    return max(named, int(stretched))
+    return max(config_length, int(stretched))
 
 
 def head_width(config: Any) -> int:

@@ -168,7 +168,8 @@ class HeadLayer(nn.Module):
         super().__init__()
         width = config.hidden_size
         eps = config.rms_norm_eps
-        self.self_attn = HeadAttention(config, 2 * width if with_embedding else width)
+        inputs = 2 * width if with_embedding else width
+        self.self_attn = HeadAttention(config, inputs)
         self.mlp = LlamaMLP(config)
         if with_embedding:
             self.hidden_norm = LlamaRMSNorm(width, eps=eps)
@@ -335,7 +336,8 @@ class DraftHead(EagleHead):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Output of `forward` -> logits [..., draft_vocab] of token t + 2."""
-        return self.lm_head(hidden if self.norm_output else self.norm(hidden))
+        normed = hidden if self.norm_output else self.norm(hidden)
+        return self.lm_head(normed)
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """See `EagleHead.target_ids`."""
@@ -349,13 +351,15 @@ class DraftHead(EagleHead):
 
     def card(self, basics: CardBasics, measured: Any = "") -> str:
         """The model card; `measured` holds the last measurement, such as accepted length and agreement."""
+        if not isinstance(measured, str):
+            measured = metrics_table(measured, "value")
         return write_card(
             basics,
             tags=["eagle3", "speculative-decoding"],
             about=_ABOUT.format(base_model=basics.base_model),
             use=_USE.format(base_model=basics.base_model),
             heading="Measured on held-out training samples",
-            measured=measured if isinstance(measured, str) else metrics_table(measured, "value"),
+            measured=measured,
         )
 
     def public_config(self) -> dict[str, Any]:
@@ -542,7 +546,8 @@ def _empty_head(
             if any(key.startswith("midlayer.") for key in tensors):
                 return DraftHead(config)
             if any(key.startswith("layers.0.") for key in tensors):
-                return FeatureHead(config, None if model is None else model.get_output_embeddings())
+                lm_head = None if model is None else model.get_output_embeddings()
+                return FeatureHead(config, lm_head)
     except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"{config_path}: no layer can be made of it ({one_line(error, 200)})") from None
     raise UserError(

@@ -99,7 +99,9 @@ class RetrievalConfig:
     def __post_init__(self) -> None:
         if self.features not in VARIANTS:
             raise UserError(f"features={self.features!r} is unknown; choose one of {', '.join(VARIANTS)}")
-        if (heads := self.num_attention_heads) % (kv_heads := self.num_key_value_heads):
+        heads = self.num_attention_heads
+        kv_heads = self.num_key_value_heads
+        if heads % kv_heads:
             raise UserError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
         if not {"rope_type", "rope_theta"} <= self.rope_parameters.keys():
             raise UserError(f"rope_parameters={self.rope_parameters} must name rope_type and rope_theta")
@@ -398,20 +400,24 @@ class RetrievalHead(nn.Module, Artifact):
     def card(self, basics: CardBasics, measured: Any = "") -> str:
         """The model card; `measured` is what `comparison` returns."""
         use = example(basics.base_model, "SpeContext", 1024)
-        groups = self.config.groups
+        groups = ""
+        if self.config.groups > 1:
+            groups = f", for each of {self.config.groups} groups of neighbouring layers"
+        if not isinstance(measured, str):
+            measured = metrics_table(measured, "value")
         return write_card(
             basics,
             tags=["specontext", "kv-cache", "retrieval-head"],
             about=_ABOUT.format(
                 base_model=basics.base_model,
-                groups=f", for each of {groups} groups of neighbouring layers" if groups > 1 else "",
+                groups=groups,
                 reads=_READS[self.config.features],
                 parameters=parameters(self),
                 trained=self.config.trained,
             ),
             use=f"{use}\n\nWith keepsight's commands: `retrieval=FOLDER_OR_HUB_ID methods=[full,specontext]`.",
             heading="Measured on held-out training samples",
-            measured=measured if isinstance(measured, str) else metrics_table(measured, "value"),
+            measured=measured,
         )
 
 
