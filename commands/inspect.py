@@ -14,6 +14,7 @@ from keepsight.errors import UserError, printable
 from keepsight.eval.report.pages import write_inspect_page
 from keepsight.eval.results import FULL
 from keepsight.files import regular, require_writable
+from keepsight.models.answer_text import answer_text
 from keepsight.models.chat import encode, has_chat_template, prompt_text
 from keepsight.models.decoder import context_of
 from keepsight.models.targets import Target
@@ -103,4 +104,4 @@ def _answer(method: Method, target: Target, state: State, limit: int) -> str:
     restart = partial(method.restart, target.model)
     reader = method.reader(target.model)
     decoded = decode(reader, state, stop, pad_token=target.pad_token, eviction=eviction, restart=restart)
-    return str(target.tokenizer.decode(decoded.ids[0], skip_special_tokens=True))
+    return answer_text(target.tokenizer, decoded.ids[0].tolist())

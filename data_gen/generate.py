@@ -17,6 +17,7 @@ from keepsight.data_gen.prompts import CountTokens, Prompt
 from keepsight.data_gen.store import DataSettings, ShardWriter, Skipped, TrainingSample
 from keepsight.errors import BadRow, UserError, printable
 from keepsight.files import free_bytes, one_writer, read_json
+from keepsight.models.answer_text import answer_text
 from keepsight.models.chat import encode, has_chat_template, prompt_text, with_date
 from keepsight.models.decoder import context_of
 from keepsight.models.distributed import launched
@@ -204,7 +205,7 @@ class _Run:
             )
 
     def _text(self, ids: list[int]) -> str:
-        return str(self.target.tokenizer.decode(ids, skip_special_tokens=True))
+        return answer_text(self.target.tokenizer, ids)
 
     def _sample(self, prompt: Rendered, answer: list[int] | BadRow) -> TrainingSample | Skipped:
         if isinstance(answer, BadRow):

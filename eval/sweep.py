@@ -40,6 +40,7 @@ from keepsight.eval.results import FULL, Key, Row
 from keepsight.eval.reuse import find_rows, inputs_digest, method_text, sample_digest, target_digest
 from keepsight.eval.tasks.metrics import score
 from keepsight.eval.tasks.samples import RenderedSample
+from keepsight.models.answer_text import answer_text
 from keepsight.models.decoder import context_of
 from keepsight.models.targets import Target
 from keepsight.runtime.drafting.observer import DraftIds
@@ -100,7 +101,7 @@ def result_row(
     """The row of a variant's answer in `results.jsonl`; `measured` are recall, mass and tau of its kept entries."""
     sample, state = asked.sample, compressed.state
     seconds = asdict(replace(compressed.seconds, question=answered.question))
-    text = str(target.tokenizer.decode(answered.ids, skip_special_tokens=True))
+    text = answer_text(target.tokenizer, answered.ids)
     evicts_again = variant.method.periodic_eviction(target.model) is not None
     appended = [asked.question.shape[1], *[1] * (len(answered.ids) - 1)]
     peak = None if evicts_again else state.copy().kv_peak_bytes(appended)

@@ -135,6 +135,8 @@ class Evict(CacheMethod):
         if (window := observer.needs().window) > length:
             raise UserError(f"{name}: a prompt of {length} tokens is shorter than the {window} that observe it")
         positions = 0 if isinstance(observer, LayerObserver) else observer.positions()
+        if length > context:
+            raise UserError(f"{name}: the prompt has {length} tokens, more than the context of {context}; shorten it")
         if positions + length > context:
             raise UserError(
                 f"{name}: {positions} observing tokens after a prompt of {length} do not fit the context of {context}; "

@@ -6,7 +6,16 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    PositiveInt,
+    ValidationError,
+)
 
 from keepsight.errors import UserError
 from keepsight.models.chat import chat_text
@@ -23,10 +32,17 @@ def _not_supported(advice: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _one_prompt(prompts: list[Any]) -> list[Any]:
-    if len(prompts) != 1:
-        raise ValueError(f"holds {len(prompts)} prompts; this server answers one prompt per request")
-    return prompts
+def _one_prompt(prompt: Any) -> str | list[int]:
+    """A prompt, alone or in a list."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) != 1:
+            raise ValueError(f"holds {len(prompt)} prompts; this server answers one prompt per request")
+        (prompt,) = prompt
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        return prompt
+    if not isinstance(prompt, str):
+        raise ValueError("must be a text or token ids, alone or in a list")
+    return prompt
 
 
 def _text_alone(response_format: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +104,7 @@ class CommonFields(BaseModel):
 class CompletionRequest(CommonFields):
     """A request of `/v1/completions`."""
 
-    prompt: str | list[int] | Annotated[list[str] | list[list[int]], Field(min_length=1), AfterValidator(_one_prompt)]
+    prompt: Annotated[str | list[int], BeforeValidator(_one_prompt)]
     echo: Literal[False] | None = None
     logprobs: None = None
     best_of: Literal[1] | None = None

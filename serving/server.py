@@ -213,8 +213,6 @@ class Service:
         """`/v1/completions`."""
         asked = await self._read(request, CompletionRequest)
         prompt: Any = asked.prompt
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-            (prompt,) = prompt
         if isinstance(prompt, str):
             text = prompt
             prompt = await self._encoded(lambda: text, len(text), special=True)

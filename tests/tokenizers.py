@@ -14,6 +14,12 @@ TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+TOOL_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}<call>{{ call['function'] | tojson }}</call>{% endfor %}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""One that knows tool calls and the role tool."""
 _PIECES = ("Hi", "x", ".", "a", "b", " ", "\u2581", "\u2581Hi", "\u2581x", "def", "stop", "\u00e9", "\u65e5", "\n")
 
 

@@ -12,14 +12,17 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic import ValidationError
 
+from keepsight.errors import UserError
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.generate import generate
 from keepsight.serving.engine import Engine
+from keepsight.serving.requests import ChatRequest, first_fault, prompt_of
 from keepsight.serving.server import Service
 from tests.serving.loopback import METHOD, serving
 from tests.tiny import base_tokenizer, save_tiny_target, tiny_model
-from tests.tokenizers import scripted, tokenizers_of_all_kinds
+from tests.tokenizers import TOOL_TEMPLATE, scripted, tokenizers_of_all_kinds
 
 TEXTS = [f"{number} ships sailed on the sea. " * (3 + number) for number in range(16)]
 
@@ -208,7 +211,20 @@ BAD = [
     (PLAIN, {"model": "other", "prompt": "a"}, 404, "does not exist"),
     (PLAIN, {"model": "tiny", "prompt": "a" * 70000}, 413, "larger than"),
     (CHAT, {"model": "tiny", "messages": []}, 400, "messages"),
-    (CHAT, {"model": "tiny", "messages": USER, "tools": [{"type": "function"}]}, 400, "tools"),
+    (CHAT, {"model": "tiny", "messages": USER, "tools": [{"type": "function"}]}, 400, "tools: is not supported"),
+    (CHAT, {"model": "tiny", "messages": USER, "response_format": {"type": "json_schema"}}, 400, "'json_schema' is"),
+    (PLAIN, {"model": "tiny", "prompt": ["a", "b"]}, 400, "holds 2 prompts"),
+    (PLAIN, {"model": "tiny", "prompt": [[5], [6]]}, 400, "holds 2 prompts"),
+    (PLAIN, {"model": "tiny", "prompt": [[]]}, 400, "0 tokens"),
+    (PLAIN, {"model": "tiny", "prompt": ["a", 7]}, 400, "holds 2 prompts"),
+    (PLAIN, {"model": "tiny", "prompt": [5, "a"]}, 400, "must be a text or token ids"),
+    (PLAIN, {"model": "tiny", "prompt": [True]}, 400, "must be a text or token ids"),
+    (PLAIN, {"model": "tiny", "prompt": 7}, 400, "must be a text or token ids"),
+    (PLAIN, {"model": "tiny"}, 400, "prompt"),
+    (PLAIN, {"model": "tiny", "prompt": [[99999]]}, 400, "99999"),
+    (PLAIN, {"model": "tiny", "prompt": "a", "stop": ""}, 400, "stop"),
+    (PLAIN, {"model": "tiny", "prompt": "a", "stop": [7]}, 400, "stop"),
+    (PLAIN, {"model": "tiny", "prompt": "a", "stop_token_ids": ["<|end|>"]}, 400, "stop_token_ids"),
     (CHAT, {"model": "tiny", "messages": [{"role": "user", "content": None}]}, 400, "content"),
     (CHAT, {"messages": USER}, 400, "model"),
     ("/v1/nothing", {}, 404, "Not Found"),
@@ -220,6 +236,72 @@ def test_a_bad_request_says_why(served, path, body, status, word):
     reply = httpx.post(served[0] + path, json=body)
     assert reply.status_code == status and word in reply.json()["error"]["message"]
     assert reply.json()["error"]["code"] == status and "\n" not in reply.json()["error"]["message"]
+
+
+CALL: dict[str, Any] = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": ""}}
+CALL["function"]["arguments"] = '{"city": "Ulm"}'
+ASKS = {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}
+HISTORY = [*USER, ASKS, {"role": "tool", "tool_call_id": "call00001", "content": "9 degrees"}]
+
+
+DEFAULT = str(tokenizers_of_all_kinds()["byte level"].chat_template)
+
+
+def with_template(template: str) -> Any:
+    tokenizer = tokenizers_of_all_kinds()["byte level"]
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("content", ["", None, "I look.", [{"type": "text", "text": "I look."}]])
+def test_tool_history_is_rendered_by_the_template(content):
+    tokenizer = with_template(TOOL_TEMPLATE)
+    text = content if isinstance(content, str) else "I look." if content else ""
+    function = {"name": "weather", "arguments": {"city": "Ulm"}}
+    turns = [*USER, ASKS | {"content": text, "tool_calls": [{"function": function}] * 2}, HISTORY[2]]
+    rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True)
+    asked = {"model": "tiny", "messages": [USER[0], ASKS | {"content": content}, HISTORY[2]], "max_tokens": 1}
+    with speaking(tokenizer, []) as url:
+        usage = httpx.post(url + CHAT, json=asked).raise_for_status().json()["usage"]
+    assert usage["prompt_tokens"] == len(rendered["input_ids"])
+
+
+FIRST_CALL_ALONE = TOOL_TEMPLATE.replace("message['tool_calls'] or []", "(message['tool_calls'] or [])[:1]")
+BAD_HISTORY = [
+    (DEFAULT, [USER[0], ASKS], "messages.1: tool_calls would be lost"),
+    (DEFAULT, [USER[0], ASKS | {"content": None}], "messages.1: tool_calls would be lost"),
+    (DEFAULT, [{"role": "user", "content": "weather"}, ASKS], "messages.1: tool_calls would be lost"),
+    (TOOL_TEMPLATE.replace("message['content']", "message['content'] if message.role != 'tool' else ''"), HISTORY,
+     "messages.2: role 'tool' would be lost"),
+    (FIRST_CALL_ALONE, [USER[0], ASKS], "messages.1: tool_calls would be lost"),
+    (TOOL_TEMPLATE, [USER[0], {"role": "assistant", "content": None}], "messages.1.content"),
+    (TOOL_TEMPLATE, [USER[0], {"role": "assistant"}], "messages.1.content"),
+    (TOOL_TEMPLATE, [USER[0], ASKS | {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], "JSON object"),
+    (TOOL_TEMPLATE, [USER[0], ASKS | {"tool_calls": [{"id": "x"}]}], "messages.1.tool_calls.0.function"),
+    (TOOL_TEMPLATE, [USER[0], {"role": "assistant", "content": "", "function_call": {"name": "f"}}], "as tool_calls"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "messages", "word"), BAD_HISTORY)
+def test_tool_history_that_would_be_lost_is_refused(template, messages, word):
+    tokenizer = with_template(template)
+    with pytest.raises((UserError, ValidationError)) as refused:
+        prompt_of(ChatRequest(model="tiny", messages=messages).messages, tokenizer)
+    error = refused.value
+    assert word in (first_fault(error) if isinstance(error, ValidationError) else str(error))
+
+
+def test_the_model_by_its_name(served):
+    assert client(served[0]).models.retrieve("tiny").id == "tiny"
+    reply = httpx.get(f"{served[0]}/v1/models/other/name")
+    assert reply.status_code == 404 and "'other/name' does not exist" in reply.json()["error"]["message"]
+
+
+def test_a_prompt_of_ids_alone_or_in_a_list(target, served):
+    ids = target.tokenizer(TEXTS[3])["input_ids"]
+    for prompt in (ids, [ids], [TEXTS[3]]):
+        asked = {"model": "tiny", "prompt": prompt, "max_tokens": 8}
+        assert completion(served[0], asked, stream=False)[0] == alone(target, TEXTS[3], 8)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[" * 50000, b"[]", b'{"model": "\xff"}', b'{"model": "\\ud800"}'])
