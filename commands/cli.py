@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keepsight import __version__
-from keepsight.errors import UserError, printable
+from keepsight.errors import UserError, print_any_text, printable
 
 BAD_INPUT, STOPPED = 2, 141
 """Exit statuses: an error the user can fix, and what a shell reports when a pipe's reader is gone."""
@@ -27,6 +27,7 @@ _FULL_DISK = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `keepsight COMMAND ...`; returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    print_any_text()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns every command about slow paths on a CPU
     return _guard(lambda: _dispatch(given))
@@ -106,6 +107,8 @@ def _guard(action: Callable[[], None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return STOPPED
     except UnicodeError as error:
+        if isinstance(error, UnicodeEncodeError) and error.encoding != "utf-8":  # such as a file's name in ASCII
+            return _fail(f"{error}: the locale's encoding lacks this character; set PYTHONUTF8=1, or LC_ALL=C.UTF-8")
         return _fail(f"a text is not valid Unicode ({error}); look for lone surrogates in it")
     except Exception as error:
         kind = type(error).__name__

@@ -25,7 +25,7 @@ from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.store import TrainingSample, earlier_settings, finished_manifest, finished_samples
 from keepsight.data_gen.user_data import pin_sources, use_local_rows
 from keepsight.errors import UserError, printable, require_same
-from keepsight.files import from_json, read_yaml, require_writable, text_digest, write_png
+from keepsight.files import at_home, from_json, read_yaml, require_writable, text_digest, write_png
 from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
 
@@ -141,7 +141,7 @@ def own_mixtures() -> dict[str, Path]:
 
 def read_mixture(name: str, rows: str | None = None, key: str = "mixture") -> dict[str, Any]:
     """Plain values of recipes/mixtures/NAME.yaml or of a YAML file (else UserError); `rows` as in `Data`."""
-    path = (known := own_mixtures()).get(name) or Path(name)
+    path = (known := own_mixtures()).get(name) or Path(at_home(name))
     if not path.is_file():
         raise UserError(f"{key}={name} is neither a file nor one of {', '.join(known)}")
     text = read_yaml(path)

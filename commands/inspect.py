@@ -13,7 +13,7 @@ from keepsight.commands.variants import require_evict
 from keepsight.errors import UserError, printable
 from keepsight.eval.report.pages import write_inspect_page
 from keepsight.eval.results import FULL
-from keepsight.files import regular, require_writable
+from keepsight.files import at_home, regular, require_writable
 from keepsight.models.answer_text import answer_text
 from keepsight.models.chat import encode, has_chat_template, prompt_text
 from keepsight.models.decoder import context_of
@@ -71,7 +71,7 @@ def read_text(prompt: str) -> str:
     if not prompt.startswith("@"):
         return prompt
     try:
-        return regular(Path(prompt[1:])).read_text(encoding="utf-8")
+        return regular(Path(at_home(prompt[1:]))).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prompt={prompt}: cannot be read as UTF-8 text ({error})") from None
 

@@ -8,11 +8,12 @@ one; later versions read the entry point in pyproject.toml.
 
 import sys
 
-from keepsight.errors import UserError, printable
+from keepsight.errors import UserError, print_any_text, printable
 
 
 def run_harness() -> int:
     """Run `lm_eval` with the arguments of this process; returns the exit status."""
+    print_any_text()
     try:
         from lm_eval.__main__ import cli_evaluate
 

@@ -13,6 +13,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -20,10 +21,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from keepsight.commands.recipe import Choice, chosen, preset_values, say_once, values_of
 from keepsight.errors import UserError
+from keepsight.files import at_home
 from keepsight.models.lookahead_settings import SELECTIONS
 
 _LARGEST = 1 << 40
 """Largest whole number that a key takes; larger ones overflow where sizes are computed from them."""
+_NO_PATHS = ("prompt", "system", "title", "data_notes", "model.template", "judge.options")
+"""Keys of texts, in which a `~` at the start is one; `prompt=@~/FILE` is read at home all the same."""
+_HOME = re.compile(r"(^|[\[,:]\s*)(~(?=[/,\]}]|\w*/)[^,\[\]{}'\"]*)")
 Command = TypeVar("Command", bound=Any)
 
 
@@ -100,8 +105,10 @@ def value_of(name: str, kind: Any, text: str) -> Any:
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
     is_list = list in (*kinds, *map(get_origin, kinds))
     if str in kinds and not is_list and dict not in kinds and text != "null" and not is_quoted:
-        return text.replace("${", r"\${")
+        return _at_home(name, text.replace("${", r"\${"))
     bracketed = f"[{text}]" if is_list and not text.startswith("[") and text != "null" else text
+    if name not in _NO_PATHS:
+        bracketed = _HOME.sub(_quoted_at_home, bracketed)
     try:
         parsed = OverridesParser.create().parse_override(f"{name}={bracketed}")
     except HydraException:
@@ -109,7 +116,21 @@ def value_of(name: str, kind: Any, text: str) -> Any:
         raise UserError(f"{f'{name}={text}'!r} cannot be read; {said}") from None
     if parsed.is_sweep_override():
         raise UserError(f"{name}={text}: this key takes one value")
-    return parsed.value()
+    return _at_home(name, parsed.value())
+
+
+def _at_home(name: str, value: Any) -> Any:
+    """A key's value, whose texts, at any depth, begin with the home folder in place of `~`."""
+    if isinstance(value, list):
+        return [_at_home(name, element) for element in value]
+    if isinstance(value, dict):
+        return {key: _at_home(name, element) for key, element in value.items()}
+    return at_home(value) if isinstance(value, str) and name not in _NO_PATHS else value
+
+
+def _quoted_at_home(found: re.Match[str]) -> str:
+    """A path in a list or a mapping, in quotes: Hydra's grammar has no `~`."""
+    return found[1] + QuotedString(at_home(found[2].rstrip()), Quote.double).with_quotes()
 
 
 def _parts(kind: Any) -> tuple[Any, ...]:
@@ -178,6 +199,8 @@ def compose_config(schema: type, overrides: Sequence[str]) -> tuple[DictConfig, 
     """
     kinds, given = {key.name: key.kind for key in keys_of(schema)}, texts_of(overrides)
     choice = Choice(None, ())
+    if "model.id" in given:
+        given["model.id"] = at_home(given["model.id"])
     if "model.id" in kinds:
         choice = chosen(schema, given)
         given.pop("recipe", None)

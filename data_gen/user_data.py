@@ -30,7 +30,7 @@ from keepsight.data_gen.prompts import (
 )
 from keepsight.data_gen.store import earlier_settings
 from keepsight.errors import BadRow, UserError, one_line
-from keepsight.files import Row, file_digest, from_json, text_lines
+from keepsight.files import Row, at_home, file_digest, from_json, text_lines
 
 logger = logging.getLogger("keepsight")
 
@@ -82,6 +82,7 @@ class LocalJsonl:
     digest: str = ""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "path", at_home(self.path))
         if not Path(self.path).is_file():
             raise UserError(f"{self.path}: no such file; a mixture's local_jsonl names it")
         if self.ask_itself and not self.template:
@@ -276,6 +277,7 @@ class HubDataset:
     shortest: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "id", at_home(self.id))
         named_columns = [name for name in _COLUMNS if getattr(self, name)]
         if len(named_columns) != 1:
             raise UserError(f"{self.id}: a mixture's hub_dataset names one column, as one of {', '.join(_COLUMNS)}")
@@ -542,8 +544,11 @@ def use_local_rows(sources: list[Any], folder: Path | None) -> list[Any]:
         raise UserError(f"rows={folder}: no such folder; it holds the files that the mixture's `local` entries name")
     replaced = []
     for source in sources:
-        if isinstance(source, dict) and source.get("kind") == "hub_dataset":
-            source = _local_rows_of(source, folder)
+        if isinstance(source, dict):
+            paths = {key: at_home(source[key]) for key in ("id", "path") if isinstance(source.get(key), str)}
+            source = {**source, **paths}
+            if source.get("kind") == "hub_dataset":
+                source = _local_rows_of(source, folder)
         replaced.append(source)
     return replaced
 
@@ -559,7 +564,7 @@ def _local_rows_of(source: dict[str, Any], folder: Path | None) -> dict[str, Any
     for key in ("weight", "min_tokens", "max_tokens"):
         if key in source:
             values[key] = source[key]
-    return {**values, **local, "path": str(folder / local["path"])}
+    return {**values, **local, "path": str(folder / at_home(local["path"]))}
 
 
 def pin_sources(mixture: dict[str, Any], folder: Path) -> dict[str, Any]:

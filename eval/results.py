@@ -14,7 +14,7 @@ from pydantic import Field, FiniteFloat
 from typing_extensions import NotRequired, TypedDict
 
 from keepsight.errors import UserError, require_same
-from keepsight.files import read_json, read_jsonl, whole_lines, write_json, write_lines
+from keepsight.files import at_home, read_json, read_jsonl, whole_lines, write_json, write_lines
 
 FULL = "full"
 """The full cache in the `method` column."""
@@ -183,7 +183,7 @@ class Run:
 
 def read_run(folder: str | Path) -> Run:
     """Read a run's folder; UserError if it has no results."""
-    folder = Path(folder)
+    folder = Path(at_home(folder))
     path = folder / "results.jsonl"
     rows = _latest(read_jsonl(path, Measured)) if path.is_file() else []
     if not rows:

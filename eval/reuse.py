@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from keepsight.errors import UserError
 from keepsight.eval.results import Measured, Row
 from keepsight.eval.tasks.samples import RenderedSample
-from keepsight.files import read_jsonl, text_digest
+from keepsight.files import at_home, read_jsonl, text_digest
 from keepsight.models.model_files import weights_digest
 from keepsight.models.targets import Target
 from keepsight.runtime.generate import Method
@@ -34,7 +34,7 @@ def earlier_rows(folders: Iterable[str | Path]) -> dict[str, Row]:
     """The rows of earlier runs by `inputs_digest`; UserError for a folder without results."""
     rows: dict[str, Row] = {}
     for folder in folders:
-        path = Path(folder) / "results.jsonl"
+        path = Path(at_home(folder)) / "results.jsonl"
         if not path.is_file():
             raise UserError(f"reuse={folder}: no results.jsonl there; name folders that keepsight eval has written")
         rows |= by_digest(read_jsonl(path, Measured))

@@ -1,9 +1,12 @@
 """User errors, checked options, and escaping of untrusted text. Every folder may import it; it imports none."""
 
+import codecs
 import dataclasses
 import functools
 import inspect
+import io
 import re
+import sys
 from collections.abc import Mapping
 from numbers import Integral
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -63,6 +66,13 @@ def printable(text: str, lines: bool = False) -> str:
     if lines:
         return _STEERING.sub(lambda found: _escaped(found[0]), text)
     return "".join(each if each.isprintable() else _escaped(each) for each in text)
+
+
+def print_any_text() -> None:
+    """Let stdout and stderr replace characters that their encoding lacks, which would be an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
+            stream.reconfigure(errors="replace" if stream.errors == "strict" else stream.errors)
 
 
 def _escaped(character: str) -> str:

@@ -57,6 +57,17 @@ _YAML_BYTES, _YAML_VALUES = 1 << 20, 100_000
 # Paths
 
 
+def at_home(path: str | Path) -> str:
+    """A path with the home folder in place of a `~` or `~USER` at its start, as in a shell; any other stays as it is.
+
+    UserError where nobody's home folder is known: a folder would be called `~`, and whoever removes it loses theirs.
+    """
+    expanded = os.path.expanduser(path)
+    if expanded.split("/", 1)[0] == "~":
+        raise UserError(f"{path}: the home folder is not known; set HOME, or write the folder out")
+    return str(expanded)
+
+
 def require_writable(out: Path, folder: bool = True, key: str = "out") -> None:
     """UserError for a path that cannot be written to, before hours of work are lost.
 
@@ -90,7 +101,7 @@ def _nearest(path: Path) -> Path:
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that replaces `folder` when the block ends; when it raises, `folder` stays as it was."""
-    regular(folder)
+    folder = regular(Path(at_home(folder)))
     with _unfinished(folder.parent) as beside:
         made = beside / folder.name
         made.mkdir()

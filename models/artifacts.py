@@ -24,7 +24,7 @@ from typing_extensions import Self
 
 from keepsight import checkpoints
 from keepsight.errors import UserError, one_line
-from keepsight.files import atomic_files, file_digest, write_png, write_text
+from keepsight.files import at_home, atomic_files, file_digest, write_png, write_text
 from keepsight.models.card import CARD, HUB_ID, CardBasics, Provenance
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Artifact(ModelHubMixin, ABC):
         folder or one of the files is a device, a pipe or a socket.
         """
         self.provenance = provenance
-        with atomic_files(folder, last=self.files[-1]) as unfinished:
+        with atomic_files(Path(at_home(folder)), last=self.files[-1]) as unfinished:
             self._write(unfinished)
             write_text(unfinished / CARD, card or str(self.generate_model_card()))
             for name, figure in (figures or {}).items():
@@ -141,6 +141,7 @@ def fetch(reference: str, revision: str | None = None) -> Path:
     used. A `UserError` if it is none of these, keepsight ships none of that name, or the Hub and its cache do not have
     it.
     """
+    reference = at_home(reference)
     if reference.startswith(SHIPPED):
         cards = Path(checkpoints.__path__[0]).glob(f"*/{CARD}")
         folders = {path.parent.name: path.parent for path in cards}

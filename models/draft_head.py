@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from typing_extensions import Self
 
 from keepsight.errors import UserError, one_line
-from keepsight.files import read_json, write_json
+from keepsight.files import at_home, read_json, write_json
 from keepsight.models.artifacts import (
     LARGEST_SIZE,
     Artifact,
@@ -217,6 +217,7 @@ class EagleHead(nn.Module, Artifact):
         See `Artifact.load`. With a model the head keeps an embedding of its own where the file's differs from the
         model's; without one it has none, and a `FeatureHead` has no logits.
         """
+        folder = Path(at_home(folder))
         if not (folder / PICKLE).is_file() or (folder / WEIGHTS).exists():
             cls._require_files(folder)
         config = read_config(folder / CONFIG)

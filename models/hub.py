@@ -6,7 +6,7 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 
 from keepsight.errors import UserError, printable
-from keepsight.files import file_digest, text_digest
+from keepsight.files import at_home, file_digest, text_digest
 from keepsight.models.artifacts import Artifact, check_repo_id, hub_errors
 from keepsight.models.card import CARD, HUB_ID, read_card
 from keepsight.models.draft_head import EagleHead
@@ -90,6 +90,7 @@ def plan_upload(folder: Path, repo_id: str, *, public: bool = False, revision: s
             not `user/name`.
     """
     check_repo_id(repo_id)
+    folder = Path(at_home(folder))
     kind = kind_of(folder)
     kind.load(folder)
     if not (folder / CARD).is_file():

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import Self
 
 from keepsight.errors import UserError, one_line
-from keepsight.files import file_digest, read_json, write_json
+from keepsight.files import at_home, file_digest, read_json, write_json
 from keepsight.models.artifacts import Artifact, as_weights, check_digest, read_tensors, write_tensors
 from keepsight.models.card import CardBasics, Provenance, example, metrics_table, write_card
 from keepsight.models.decoder import embedding_scale, input_embedding, input_shape
@@ -215,6 +215,7 @@ class LookaheadAdapter(Artifact):
     @classmethod
     def load(cls, folder: Path, model: PreTrainedModel | None = None) -> Self:
         """Read and verify an adapter's folder; see `Artifact.load`. It is not attached to the model."""
+        folder = Path(at_home(folder))
         cls._require_files(folder)
         config: _Config = read_json(folder / CONFIG, _Config)
         try:

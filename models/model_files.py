@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from typing_extensions import TypedDict
 
 from keepsight.errors import UserError, one_line
-from keepsight.files import atomic_folder, file_digest, free_bytes, read_json, regular, size_text
+from keepsight.files import at_home, atomic_folder, file_digest, free_bytes, read_json, regular, size_text
 from keepsight.models.chat import template_digest, vocabulary_digest
 from keepsight.models.decoder import values_of
 
@@ -80,6 +80,7 @@ def located(
     Raises:
         UserError: it is neither a whole folder, nor on the Hub, nor in an installed package.
     """
+    model_id = at_home(model_id)
     if Path(model_id).is_dir():
         _require_whole(Path(model_id))
         return Path(model_id), folder_version(Path(model_id)), {}
@@ -159,7 +160,7 @@ def hub_answers() -> bool:
 def cache_folder() -> Path:
     """Folder of dequantised models: `$KEEPSIGHT_CACHE`, `$XDG_CACHE_HOME/keepsight` or `~/.cache/keepsight`."""
     if chosen := os.environ.get("KEEPSIGHT_CACHE"):
-        return Path(chosen)
+        return Path(at_home(chosen))
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "keepsight"
 
 

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from typing_extensions import Self
 
 from keepsight.errors import UserError, one_line
-from keepsight.files import read_json, write_json
+from keepsight.files import at_home, read_json, write_json
 from keepsight.models.artifacts import LARGEST_SIZE, Artifact, check_digest, load_weights, read_tensors, write_tensors
 from keepsight.models.card import CardBasics, Provenance, example, metrics_table, write_card
 from keepsight.models.decoder import FULL, cached_kv_heads, full_attention_layers, input_shape
@@ -374,6 +374,7 @@ class RetrievalHead(nn.Module, Artifact):
     @classmethod
     def load(cls, folder: Path, model: PreTrainedModel | None = None) -> Self:
         """Read and verify a head; see `Artifact.load`."""
+        folder = Path(at_home(folder))
         cls._require_files(folder)
         saved: _Saved = read_json(folder / CONFIG, _Saved)
         check_digest(folder / WEIGHTS, saved.digests.get(WEIGHTS, "missing"), CONFIG)

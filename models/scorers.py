@@ -19,6 +19,7 @@ from torch.nn import functional
 from typing_extensions import Self, override
 
 from keepsight.errors import UserError, one_line
+from keepsight.files import at_home
 from keepsight.models.artifacts import as_weights, check_repo_id, hub_errors, read_tensors, unpickled
 from keepsight.models.model_files import tensor_bytes
 
@@ -228,6 +229,7 @@ def published_files(reference: str) -> list[Path]:
     Raises:
         UserError: there are none, or the Hub cannot be reached.
     """
+    reference = at_home(reference)
     path = Path(reference)
     if path.is_file():
         return [path]

@@ -38,6 +38,7 @@ from transformers.utils import (
 
 from keepsight.errors import UserError, one_line
 from keepsight.experimental import is_on
+from keepsight.files import at_home
 from keepsight.models.chat import load_tokenizer, set_chat_template, template_digest, with_arguments
 from keepsight.models.decoder import require_supported, require_supported_config, values_of
 from keepsight.models.distributed import gathered
@@ -155,6 +156,7 @@ def load_target(
     Raises:
         UserError: the model cannot be loaded or is not supported, a digest differs, or a value is unknown.
     """
+    model_id = at_home(model_id)
     devices = _devices(device)
     loaded_dtype = _dtype(dtype, devices[0])
     options: dict[str, Any] = {
@@ -327,6 +329,7 @@ def outline_model(
     `dtype` auto means bfloat16; a folder needs only a config.json. A `UserError` if the configuration cannot be read,
     or the dtype is unknown.
     """
+    model_id = at_home(model_id)
     source: str | Path = model_id
     where: dict[str, Any] = {}
     if not Path(model_id).is_dir():
@@ -347,6 +350,7 @@ def outline_target(
     The arguments are those of `load_target`; `files` are its `revision`, `packaged` and `packaged_digest`. A
     `UserError` if its configuration, tokenizer or version cannot be read.
     """
+    model_id = at_home(model_id)
     source, version, where = located(model_id, **files)
     options = where | {"trust_remote_code": trust_remote_code}
     model = _on_meta(model_id, source, options, torch.bfloat16)

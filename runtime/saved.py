@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.files import atomic_files, from_json
+from keepsight.files import at_home, atomic_files, from_json
 from keepsight.models.decoder import (
     cached_kv_heads,
     decoder_of,
@@ -224,7 +224,7 @@ def _check_target(file: Path, header: _Header, model: PreTrainedModel, adapters:
 
 
 def _file(path: str | Path) -> Path:
-    path = Path(path)
+    path = Path(at_home(path))
     return path if path.suffix == ".safetensors" else path / FILE
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from keepsight.errors import UserError, one_line
-from keepsight.files import atomic_file, from_json
+from keepsight.files import at_home, atomic_file, from_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -181,7 +181,7 @@ class PrefixStore:
     """
 
     def __init__(self, root: str | Path, *others: str | Path) -> None:
-        self.root, self.others = Path(root), [Path(other) for other in others]
+        self.root, self.others = Path(at_home(root)), [Path(at_home(other)) for other in others]
         self._headers: dict[str, Header] = {}
         self._tensors: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
 

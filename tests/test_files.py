@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 from keepsight.errors import UserError
 from keepsight.files import (
     append_lines,
+    at_home,
     atomic_files,
     atomic_folder,
     one_writer,
@@ -296,3 +297,18 @@ def test_amounts_of_memory() -> None:
     for text in ("", "0", "-1GB", "24 X", "24gb", "1e9", "0.1B", "nan"):
         with pytest.raises(UserError, match="memory"):
             read_bytes(text)
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("x/~", "a~", "/~/x", "~nobody-9/x", "x/~/y", ""):
+        assert at_home(path) == path
+    for path in ("~", "~/x", "~/x y/~"):
+        assert at_home(path) == path.replace("~", str(tmp_path), 1)
+    with atomic_folder(Path("~/made")) as unfinished:
+        (unfinished / "a").touch()
+    assert (tmp_path / "made/a").is_file() and not Path("~").exists()
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda _: {}[0])
+    with pytest.raises(UserError, match="~/x: the home folder is not known; set HOME"):
+        at_home("~/x")

@@ -47,7 +47,7 @@ from keepsight.eval.bench.roofline import (
     roofline,
     rows_that_fit,
 )
-from keepsight.files import size_text, write_csv
+from keepsight.files import at_home, size_text, write_csv
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.retrieval_head import NONE, RetrievalHead
@@ -317,12 +317,12 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m keepsight.eval.bench.gpu", description=about)
     parser.add_argument("--dry", action="store_true", help="print what would be measured, by the data sheet of --card")
     parser.add_argument("--card", default="H100", help=f"card of --dry: {', '.join(CARDS)}")
-    parser.add_argument("--out", type=Path, default=Path("results/gpu.csv"), help="the CSV (default results/gpu.csv)")
+    parser.add_argument("--out", default="results/gpu.csv", help="the CSV (default results/gpu.csv)")
     parser.add_argument("--seconds", type=float, default=420, help="begin no row after these (default 420)")
     parser.add_argument("--only", default="", help="rows whose line has this text, such as snapkv")
     options = parser.parse_args(given)
     try:
-        results = Results(options.out)
+        results = Results(Path(at_home(options.out)))
         rows = [row for row in all_rows() if options.only in text_of(row, Figures(), Figures())]
         if options.dry or not torch.cuda.is_available():
             card = known_card(options.card)

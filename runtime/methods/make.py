@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.files import read_json
+from keepsight.files import at_home, read_json
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.retrieval_head import RetrievalHead
@@ -253,7 +253,7 @@ class _OptionReader:
         if role in ("pool", "first_pool") and isinstance(value, str):
             return NO_POOL if value == "none" else Pool(value)
         if role == "weights" and isinstance(value, str):
-            return read_json(Path(value))
+            return read_json(Path(at_home(value)))
         if role == "reduce" and isinstance(value, str):
             return Reduce(value, value)
         return self.named(role, value, default) if role in _KINDS else value

@@ -13,6 +13,7 @@ from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
 from keepsight.errors import Positive, UserError, one_line
+from keepsight.files import at_home
 from keepsight.models.model_files import LOADING
 from keepsight.models.scorers import published_tensors
 
@@ -80,6 +81,7 @@ def sentence_vectors(encoder: Any, sentences: Sequence[list[int]]) -> Tensor:
 @lru_cache(maxsize=1)
 def _loaded(model: str, adapter: str | None) -> tuple[Any, Any]:
     """Tokenizer and encoder."""
+    model = at_home(model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         with LOADING:
@@ -95,6 +97,7 @@ def _loaded(model: str, adapter: str | None) -> tuple[Any, Any]:
 def _adapted(encoder: Any, adapter: str) -> Any:
     """The encoder with the adapter's modules in it."""
     try:
+        adapter = at_home(adapter)
         config = PeftConfig.from_pretrained(adapter)
         config.task_type = None  # encoders have no head
         adapted = PeftModel(encoder, config)

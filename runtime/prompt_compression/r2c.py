@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel, T5Config, T5ForConditio
 from typing_extensions import override
 
 from keepsight.errors import Positive, Share, UserError, one_line
+from keepsight.files import at_home
 from keepsight.models.artifacts import unpickled
 from keepsight.models.model_files import LOADING
 from keepsight.runtime import registry
@@ -87,6 +88,7 @@ def _read(attention: Tensor, places: list[list[int]], prefix: int) -> ReadChunk:
 
 @lru_cache(maxsize=1)
 def _loaded(model: str) -> Any:
+    model = at_home(model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
         if (pickled := Path(model) / _PICKLE).is_file():

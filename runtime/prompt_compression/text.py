@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.files import at_home
 from keepsight.runtime import registry
 from keepsight.runtime.images import Images
 from keepsight.runtime.prompt_compression.method import ShortenPrompt
@@ -172,7 +173,7 @@ def _compressor(model: str) -> Any:
     try:
         with _same_random_numbers():
             return package.PromptCompressor(
-                model_name=model,
+                model_name=at_home(model),
                 device_map=device,
                 model_config={"trust_remote_code": False, "use_safetensors": True},
                 use_llmlingua2=True,

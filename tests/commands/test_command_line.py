@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from keepsight import __version__, recipes
+from keepsight import LookaheadKV, __version__, recipes
 from keepsight.commands import from_recipe
 from keepsight.commands.cli import configuration
 from keepsight.commands.config import COMMANDS, Data, Eval, Fit, Inspect, Push, Train
@@ -417,3 +417,55 @@ def test_push_shows_what_it_would_send(keepsight: CommandLine, here: Path) -> No
         size = (here / "adapter" / name).stat().st_size
         assert f"{size:,} bytes" in next(line for line in printed.splitlines() if line.endswith(f"adapter/{name}"))
     assert "  left out: adapter/notes.txt\n" in printed
+
+
+def test_a_tilde_is_the_home_folder_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/a b")
+    config = configuration("eval", ["out=~/o", "adapter=~/a", "tasks=jsonl", "jsonl.dir=~/d", "reuse=~/r,~/s", *TINY])
+    assert (config.out, config.adapter, config.jsonl.dir) == ("/home/a b/o", "/home/a b/a", "/home/a b/d")
+    assert config.reuse == ["/home/a b/r", "/home/a b/s"]
+    methods = "methods=[{name: kvzap, scorer: ~/s, budget: 9}]"
+    quoted = configuration("eval", ["out='~/o'", "reuse=['~/r', 'x~y']", methods])
+    assert (quoted.out, quoted.reuse) == ("/home/a b/o", ["/home/a b/r", "x~y"])
+    assert quoted.methods == [{"name": "kvzap", "scorer": "/home/a b/s", "budget": 9}]
+    assert configuration("compare", ["~/r", "~/s"]).runs == ["/home/a b/r", "/home/a b/s"]
+    served = configuration("serve", ["options={weights: ~/w.json}", "model.id=~/m", "model.template={a: ~/b}"])
+    assert (served.options, served.model.id) == ({"weights": "/home/a b/w.json"}, "/home/a b/m")
+    texts = configuration("prefix", ["prompt=~/no path", "system=~/none", "out=~/o"])
+    assert (texts.prompt, texts.system, texts.out) == ("~/no path", "~/none", "/home/a b/o")
+
+
+def test_commands_and_functions_write_to_the_home_folder(
+    keepsight: CommandLine, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    (home / "texts").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    for name in ("tiny", "adapter"):
+        (here / name).rename(home / name)
+    (home / "texts/a.txt").write_text("A sea is calm. " * 40)
+    (home / "rows.jsonl").write_text((here / "rows.jsonl").read_text())
+    (here / "mixture.yaml").write_text(
+        "min_tokens: 1\nmax_tokens: 400\nsources:\n  - {kind: local_jsonl, path: ~/rows.jsonl}\n"
+    )
+    model = ("model.id=~/tiny", "model.device=cpu")
+    keepsight("data", *model, "mixture=mixture.yaml", "limit=2", "max_new_tokens=2", "out=~/data")
+    keepsight(
+        "inspect", *model, "adapter=~/adapter", "prompt=@~/texts/a.txt", "budget=40", "max_new_tokens=2", "out=~/i.html"
+    )
+    keepsight("push", "~/adapter", "ada/x", "--dry-run")
+    assert (home / "data/manifest.json").is_file() and (home / "i.html").is_file()
+    assert load_target("~/tiny", device="cpu").name == str(home / "tiny")
+    assert LookaheadKV.from_pretrained("~/adapter", 40).budget == 40
+    assert not (here / "~").exists()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_terminal_shows_what_it_can(here: Path, encoding: str) -> None:
+    shown = "\u9002\u914d\u5668"
+    (here / "adapter").rename(here / shown)
+    command = [sys.executable, "-m", "keepsight", "push", shown, "ada/x", "--dry-run"]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, capture_output=True, cwd=here, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr.decode()
+    assert (shown if encoding == "utf-8" else "???") in done.stdout.decode(encoding)

@@ -30,6 +30,8 @@ _COUNTS = {
     "paths": 300,
     "sinks": 500,
     "rope": 1000,
+    "stops": 1000,
+    "tokenizers": 1000,
 }
 
 
@@ -47,13 +49,13 @@ def main(arguments: list[str]) -> int:
     from tqdm import tqdm
 
     from tests.commands.commands import draw_nothing
-    from tests.faults import paths, rope, rows, servers, sinks, threads, trials
+    from tests.faults import paths, rope, rows, servers, sinks, stops, threads, tokenizers, trials
     from tests.faults.child import preload
     from tests.faults.world import World
 
     tqdm.set_lock(RLock())  # its own is shared with forks, which may be killed while they hold it
     tqdm.monitor_interval = 0  # a fork would lose its thread, which may hold the lock
-    modules = (trials, threads, rows, servers, paths, sinks, rope)
+    modules = (trials, threads, rows, servers, paths, sinks, rope, stops, tokenizers)
     torch.set_num_threads(1)
     preload()
     bad, started, patch = 0, monotonic(), MonkeyPatch()
