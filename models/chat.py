@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keepsight.errors import UserError, one_line
-from keepsight.files import regular, text_digest
+from keepsight.files import at_home, regular, text_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -229,8 +229,10 @@ def set_chat_template(tokenizer: "PreTrainedTokenizerBase", path: str | Path) ->
         UserError: the file cannot be read, or it is no template that writes a user's message.
     """
     source, message = f"model.chat_template={path}", "a user's message"
+    if not tokenizer.chat_template and has_chat_template(tokenizer):
+        raise UserError(f"{source}: {type(tokenizer).__name__} renders chats by code of its own; leave it out")
     try:
-        tokenizer.chat_template = regular(Path(path)).read_text(encoding="utf-8")
+        tokenizer.chat_template = regular(Path(at_home(path))).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{source}: cannot be read as UTF-8 text ({one_line(error)})") from None
     try:
