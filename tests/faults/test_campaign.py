@@ -10,7 +10,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_a_short_campaign_ends_as_it_may() -> None:
     counts = {"kills": 2, "full disks": 1, "removed folders": 1, "two writers": 1, "damaged files": 6, "inputs": 15}
-    counts |= {"threads": 3, "rows": 15, "servers": 5, "paths": 5, "sinks": 15, "rope": 8, "stops": 15, "tokenizers": 15}
+    counts |= {
+        "threads": 3,
+        "rows": 15,
+        "servers": 5,
+        "paths": 5,
+        "sinks": 15,
+        "rope": 8,
+        "stops": 15,
+        "tokenizers": 15,
+    }
     given = [f"{name.replace(' ', '_')}={number}" for name, number in counts.items()]
     command = [sys.executable, "-m", "tests.faults", *given, "plots=0"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from keepsight import Conversation, Evict, LookaheadKV, SnapKV, StreamingLLM, generate
+from keepsight import LAQ, Conversation, Evict, LookaheadKV, SnapKV, StreamingLLM, generate
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.runtime.allocate import Adaptive, Global
@@ -218,3 +218,9 @@ def test_ids_beyond_the_vocabulary(wrong: int) -> None:
 def test_value_norms_of_a_float64_model() -> None:
     model, method = tiny_model().double(), SnapKV(12, window=4, value_norm=True)
     assert torch.equal(*(generate(each, IDS, method, **GREEDY) for each in (model, tiny_model())))
+
+
+@pytest.mark.parametrize("method", [SnapKV(40, window=8), LAQ(40)])
+def test_a_prompt_beyond_the_context_is_named(method: Any) -> None:
+    with pytest.raises(UserError, match="the prompt has 300 tokens, more than the context of 256; shorten it"):
+        generate(tiny_model(), prompt_ids(300)[0], method, **GREEDY)
