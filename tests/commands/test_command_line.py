@@ -429,7 +429,7 @@ def test_a_tilde_is_the_home_folder_in_every_path(tmp_path: Path, monkeypatch: p
     assert (quoted.out, quoted.reuse) == ("/home/a b/o", ["/home/a b/r", "x~y"])
     assert quoted.methods == [{"name": "kvzap", "scorer": "/home/a b/s", "budget": 9}]
     assert configuration("compare", ["~/r", "~/s"]).runs == ["/home/a b/r", "/home/a b/s"]
-    served = configuration("serve", ["options={weights: ~/w.json}", "model.id=~/m", "model.template={a: ~/b}"])
+    served = configuration("serve", ["options={weights: ~/w.json}", "model.id=~/m"])
     assert (served.options, served.model.id) == ({"weights": "/home/a b/w.json"}, "/home/a b/m")
     texts = configuration("prefix", ["prompt=~/no path", "system=~/none", "out=~/o"])
     assert (texts.prompt, texts.system, texts.out) == ("~/no path", "~/none", "/home/a b/o")
