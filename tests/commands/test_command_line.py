@@ -1,5 +1,6 @@
 """The command line: commands, keys, help and errors; every text arrives as it was typed, and errors are one line."""
 
+import io
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import yaml
 
 from keepsight import LookaheadKV, __version__, recipes
 from keepsight.commands import from_recipe
-from keepsight.commands.cli import configuration
+from keepsight.commands.cli import configuration, main
 from keepsight.commands.config import COMMANDS, Data, Eval, Fit, Inspect, Push, Train
 from keepsight.commands.config_bench import Plan
 from keepsight.commands.parse import keys_of, overrides_of, parse, parse_cells
@@ -446,7 +447,7 @@ def test_commands_and_functions_write_to_the_home_folder(
     (home / "texts/a.txt").write_text("A sea is calm. " * 40)
     (home / "rows.jsonl").write_text((here / "rows.jsonl").read_text())
     (here / "mixture.yaml").write_text(
-        "min_tokens: 1\nmax_tokens: 400\nsources:\n  - {kind: local_jsonl, path: ~/rows.jsonl}\n"
+        "min_tokens: 100\nmax_tokens: 400\nsources:\n  - {kind: local_jsonl, path: ~/rows.jsonl}\n"
     )
     model = ("model.id=~/tiny", "model.device=cpu")
     keepsight("data", *model, "mixture=mixture.yaml", "limit=2", "max_new_tokens=2", "out=~/data")
@@ -461,11 +462,10 @@ def test_commands_and_functions_write_to_the_home_folder(
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_a_terminal_shows_what_it_can(here: Path, encoding: str) -> None:
-    shown = "\u9002\u914d\u5668"
+def test_a_terminal_shows_what_it_can(here: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, written = "\u9002\u914d\u5668", io.BytesIO()
     (here / "adapter").rename(here / shown)
-    command = [sys.executable, "-m", "keepsight", "push", shown, "ada/x", "--dry-run"]
-    environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    done = subprocess.run(command, capture_output=True, cwd=here, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr.decode()
-    assert (shown if encoding == "utf-8" else "???") in done.stdout.decode(encoding)
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding))
+    assert main(["push", shown, "ada/x", "--dry-run"]) == 0
+    sys.stdout.flush()
+    assert (shown if encoding == "utf-8" else "???") in written.getvalue().decode(encoding)
