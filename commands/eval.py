@@ -4,10 +4,11 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,15 @@ from keepsight.commands.variants import ALL, import_plugins, variants_of
 from keepsight.errors import BadRow, UserError, printable
 from keepsight.eval.answers import Sampling, default_batch_tokens
 from keepsight.eval.kept_tokens import KeptTokens, first_of_each
+from keepsight.eval.record import Cell, Digests, Key, RowStore, cells_text, merge, rows_so_far, rows_to_reuse
 from keepsight.eval.report.pages import write_outputs
 from keepsight.eval.report.summary import findings, summary_table
-from keepsight.eval.results import EARLIER, Measured, Row, finished, key_of, merge, part_of, read_run
-from keepsight.eval.reuse import by_digest, earlier_rows
-from keepsight.eval.sweep import Refused, Variant, check_samples, groups_of, sweep
+from keepsight.eval.results import SETTINGS, read_run, require_same_run
+from keepsight.eval.sweep import FULL_CACHE, Refused, SampleGroup, Variant, check_samples, plan, sweep
 from keepsight.eval.tasks.benchmark import TaskRequest, protocol_named
 from keepsight.eval.tasks.registry import make_all, tasks_of
 from keepsight.eval.tasks.samples import RenderedSample, render_apart
-from keepsight.files import append_lines, file_digest, one_writer, require_writable, whole_lines
+from keepsight.files import file_digest, one_writer, require_writable, write_json
 from keepsight.models.artifacts import fetch
 from keepsight.models.decoder import context_of
 from keepsight.models.retrieval_head import WEIGHTS
@@ -49,51 +50,71 @@ def run(config: Config) -> None:
     """Evaluate, then write the summary, the plots and the report."""
     check(config)  # bad values are refused before anything loads
     check_sampling(config.temperature, config.top_p)
-    named = config.methods, config.budgets, config.bits
-    variants_of(*named, resources_later(config))
-    processes, out = PartialState(cpu=not torch.cuda.is_available()), Path(config.out)
+    out = Path(config.out)
+    processes = PartialState(cpu=not torch.cuda.is_available())
+    variants = variants_of(config.methods, config.budgets, config.bits, resources_later(config))
     samples, notes = samples_of(config, without_weights(config))
+    rows_before = rows_so_far(out)
+    require_same_run(out, rows_before, _keys_of(config), _planned(samples, variants))
+    reused = rows_to_reuse(config.reuse)
+
     target = target_of(config)
-    variants = variants_of(*named, resources_of(config, target))
-    settings = settings_of(config, target, variants) | {"notes": notes}
-    earlier = earlier_rows(config.reuse)
+    variants = variants_of(config.methods, config.budgets, config.bits, resources_of(config, target))
+    settings = {**settings_of(config, target, variants), "notes": notes}
+    require_same_run(out, rows_before, settings, _planned(samples, variants))
     if config.question != "seen":
         samples = [render_apart(sample, target.tokenizer) for sample in samples]
     refused = Refused()
     check_samples(target, samples, variants, refused if ALL in config.methods else None)
-    pages = {*first_of_each(samples, config.pages)}  # before sorting: they stay the same when samples are added
+    pages = set(first_of_each(samples, config.pages))  # before sorting: they stay the same when samples are added
     # Longest first: what does not fit into memory fails in the first minute, and processes end at about the same time.
     samples.sort(key=lambda sample: -len(sample.prompt_ids))
+    kept_tokens = KeptTokens(out, target, [sample for sample in samples if sample.key in pages], config.reuse)
+    groups = plan(target, samples, variants, config.question, _sampling(config))
+
+    unjudged: list[BadRow] = []
+    processes.wait_for_everyone()  # until all have read the rows so far, which are now merged
     with one_writer(out) if processes.is_main_process else nullcontext():
         if processes.is_main_process:
-            merge(out, settings)
+            merge(out)
+            write_json(out / SETTINGS, settings)
             print_notes(notes)
             _show(samples[0], target)
+            _drop_changed(out, groups)
         processes.wait_for_everyone()
-        kept = KeptTokens(out, target, [sample for sample in samples if sample.key in pages], config.reuse)
-        unjudged = list[BadRow]()
-        _measure(config, target, samples, variants, earlier, kept, processes, unjudged, refused)
+        store = RowStore(out, processes.process_index, processes.num_processes, reused)
+        _measure(config, target, groups, variants, store, kept_tokens, processes, unjudged, refused)
         processes.wait_for_everyone()
-        said = {f"{name} at budget {budget}": f"left out: {error}" for (name, budget), error in refused.items()}
+        left_out = {f"{name} at budget {budget}": f"left out: {error}" for (name, budget), error in refused.items()}
         if processes.is_main_process:
-            merge(out, settings | {"notes": notes | said})
-            if unjudged and not whole_lines(out / "results.jsonl", Measured):
+            merge(out)
+            write_json(out / SETTINGS, {**settings, "notes": {**notes, **left_out}})
+            if unjudged and not rows_so_far(out):
                 raise unjudged[0]
             write_all(out)
-            (out / EARLIER).unlink(missing_ok=True)
             if SKIPPED in notes:
                 print_notes({SKIPPED: notes[SKIPPED]})
     if unjudged:
-        first = printable(str(unjudged[0]))
-        print(f"{len(unjudged)} samples have no verdict, such as {first}; run the command again to ask again")
-    if said and ALL in config.methods:
-        print(printable("; ".join(f"{variant} was {why}" for variant, why in said.items())))
+        first_error = printable(str(unjudged[0]))
+        print(f"{len(unjudged)} samples have no verdict, such as {first_error}; run the command again to ask again")
+    if left_out and ALL in config.methods:
+        print(printable("; ".join(f"{variant} was {why}" for variant, why in left_out.items())))
     elif refused:
         (name, budget), error = next(iter(refused.items()))
-        raise UserError(
-            f"{name} at budget {budget} was left out: {error}; the rows of the other methods are in {out}"
-            + f", {len(refused)} variants were left out" * (len(refused) > 1)
-        )
+        message = f"{name} at budget {budget} was left out: {error}; the rows of the other methods are in {out}"
+        if len(refused) > 1:
+            message += f", {len(refused)} variants were left out"
+        raise UserError(message)
+
+
+def _planned(samples: Iterable[RenderedSample], variants: Iterable[Variant]) -> set[tuple[Key, Cell]]:
+    """The rows that an evaluation will have."""
+    cells = [FULL_CACHE.cell, *(variant.cell for variant in variants)]
+    return set(product((sample.key for sample in samples), cells))
+
+
+def _sampling(config: Config) -> Sampling:
+    return Sampling(config.temperature, config.top_p, config.seed)
 
 
 def check(config: TaskKeys) -> None:
@@ -105,49 +126,66 @@ def check(config: TaskKeys) -> None:
     require_writable(Path(config.out))
 
 
+def _drop_changed(out: Path, groups: Iterable[SampleGroup]) -> None:
+    """Remove rows that depend on something that has changed since, and say so: they are measured again."""
+    planned: dict[Key, Digests] = {}
+    for group in groups:
+        for sample, digests in zip(group.samples, group.inputs, strict=True):
+            planned[sample.key] = digests
+    changed = RowStore(out).drop_changed(planned)
+    if changed:
+        cells = cells_text(changed)
+        reason = "since then the method, its weights, the task, the template or the device has changed"
+        print(printable(f"{out}: measured again: {cells}; {reason}"))
+
+
 def _measure(
     config: Config,
     target: Target,
-    samples: list[RenderedSample],
+    groups: Sequence[SampleGroup],
     variants: list[Variant],
-    earlier: dict[str, Row],
-    kept: KeptTokens,
+    store: RowStore,
+    kept_tokens: KeptTokens,
     processes: PartialState,
     unjudged: list[BadRow],
     refused: Refused,
 ) -> None:
-    """Append the rows of this process's share of the samples to its part of the results.
+    """Add the rows of this process's share of the samples to the store: every n-th group of n processes'.
 
     `unjudged` gets the errors of samples without a verdict of the judge, which then have no rows. Variants in `refused`
     are left out. The first error of every other variant that refuses a sample is added to it.
     """
-    out = Path(config.out)
-    rows = whole_lines(out / "results.jsonl", Measured)
-    done = finished(rows, 1 + len(variants))
-    earlier = earlier | by_digest([*whole_lines(out / EARLIER, Measured), *rows])
-    own = own_share(samples, config.question, processes.process_index, processes.num_processes)
-    part = part_of(out, processes.process_index, processes.num_processes)
-    most = config.max_batch_tokens or default_batch_tokens(target.model) // processes.num_processes
-    sampling = Sampling(config.temperature, config.top_p, config.seed)
-    with tqdm(total=len(own), desc="samples", unit="sample", disable=not processes.is_main_process) as progress:
-        progress.update(sum(sample.key in done for sample in own))
-        by_key = {sample.key: sample for sample in own}
-        given = config.question, earlier, kept.note, refused, sampling
-        for made in sweep(target, own, variants, done, most, *given):
-            sample = by_key[key_of(made[0])]
-            kept.write(made)
+    groups = groups[processes.process_index :: processes.num_processes]
+    batch_tokens = config.max_batch_tokens or default_batch_tokens(target.model) // processes.num_processes
+    samples: dict[Key, RenderedSample] = {}
+    done = 0
+    for group in groups:
+        for sample, inputs in zip(group.samples, group.inputs, strict=True):
+            samples[sample.key] = sample
+            done += store.has_all(sample.key, inputs)
+
+    with tqdm(total=len(samples), desc="samples", unit="sample", disable=not processes.is_main_process) as progress:
+        progress.update(done)
+        rows_of_samples = sweep(
+            target,
+            groups,
+            variants,
+            batch_tokens,
+            store,
+            config.question,
+            kept_tokens.note,
+            refused,
+            _sampling(config),
+        )
+        for rows in rows_of_samples:
+            kept_tokens.write(rows)
             try:
-                append_lines(part, config.judge.score(sample, made))
+                store.add(config.judge.score(samples[rows[0].key], rows))
             except BadRow as error:
                 unjudged.append(error)
                 if config.skip is not None and len(unjudged) > config.skip:
                     raise
             progress.update()
-
-
-def own_share(samples: list[RenderedSample], question: str, process: int, processes: int) -> list[RenderedSample]:
-    """Every n-th group of samples, n being the number of processes."""
-    return [sample for group in groups_of(samples, question)[process::processes] for sample in group]
 
 
 def write_all(out: Path) -> None:
@@ -200,34 +238,36 @@ def print_notes(notes: Mapping[str, str]) -> None:
 
 def settings_of(config: Config, target: Target, variants: list[Variant]) -> dict[str, Any]:
     """The content of settings.json: configuration, base model, trained weights, hardware and library versions."""
-    given = asdict(config)
-    kept = {key: given[key] for key in given if key not in _NOT_IN_RESULTS}
-    digests = dict.fromkeys(filter(None, (variant.method.adapter_digest for variant in variants)))
-    versions = {
+    adapter_digests = dict.fromkeys(filter(None, (variant.method.adapter_digest for variant in variants)))
+    settings = _keys_of(config)
+    settings["target"] = {
+        "name": target.name,
+        "version": target.version,
+        "dtype": str(target.model.dtype).removeprefix("torch."),
+        "quantization": _quantization(config.model, target),
+        "attention": target.model.config._attn_implementation,
+    }
+    if config.model.chat_template:
+        settings["target"]["template"] = target.template_digest
+    settings["adapter"] = config.adapter
+    settings["adapter_digest"] = ", ".join(adapter_digests) or None
+    settings["retrieval"] = config.retrieval
+    settings["retrieval_digest"] = ", ".join(_head_digests(config, variants)) or None
+    settings["versions"] = {
         "keepsight": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "device": _device(target),
     }
-    own_template = {"template": target.template_digest} if config.model.chat_template else {}
-    return kept | {
-        "target": {
-            "name": target.name,
-            "version": target.version,
-            "dtype": str(target.model.dtype).removeprefix("torch."),
-            "quantization": _quantization(config.model, target),
-            "attention": target.model.config._attn_implementation,
-            **own_template,
-        },
-        "adapter": config.adapter,
-        "adapter_digest": ", ".join(digests) or None,
-        "retrieval": config.retrieval,
-        "retrieval_digest": ", ".join(_head_digests(config, variants)) or None,
-        "versions": versions,
-        "table": table_of(config),
-        "command": shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "keepsight"), *sys.argv[1:]]),
-    }
+    settings["table"] = table_of(config)
+    settings["command"] = shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "keepsight"), *sys.argv[1:]])
+    return settings
+
+
+def _keys_of(config: Config) -> dict[str, Any]:
+    """The command's keys, without those that no answer depends on."""
+    return {key: value for key, value in asdict(config).items() if key not in _NOT_IN_RESULTS}
 
 
 def _head_digests(config: Config, variants: list[Variant]) -> Iterator[str]:

@@ -3,13 +3,16 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from keepsight.commands.cli import configuration
 from keepsight.commands.config import Eval, Fit
 from keepsight.commands.parse import keys_of
+
+if TYPE_CHECKING:
+    from keepsight.eval.report.summary import SummaryRows
 
 
 def fit(*model: str, **keys: Any) -> Path:
@@ -32,7 +35,7 @@ def fit(*model: str, **keys: Any) -> Path:
     return Path(config.out)
 
 
-def evaluate(**keys: Any) -> list[dict[str, object]]:
+def evaluate(**keys: Any) -> "SummaryRows":
     """Compare methods and budgets on tasks, as `keepsight eval` does.
 
     Args:
@@ -40,7 +43,9 @@ def evaluate(**keys: Any) -> list[dict[str, object]]:
             `budgets=[64]` and `out`.
 
     Returns:
-        The rows of `out`/summary.csv: means for each task, length, method and budget, with 95 % intervals.
+        The rows of `out`/summary.csv as dicts: means for each task, length, method and budget, with the ends of their
+        95 % intervals. Numbers are whole numbers and floats, and None where nothing was measured (also the full cache's
+        budget). `.to_pandas()` gives them as a `pandas.DataFrame`.
 
     Raises:
         UserError: a key is unknown, or a value is refused.

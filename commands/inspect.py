@@ -11,8 +11,8 @@ from keepsight.commands.config import Inspect as Config
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.commands.variants import require_evict
 from keepsight.errors import UserError, printable
+from keepsight.eval.record import FULL
 from keepsight.eval.report.pages import write_inspect_page
-from keepsight.eval.results import FULL
 from keepsight.files import at_home, regular, require_writable
 from keepsight.models.answer_text import answer_text
 from keepsight.models.chat import encode, has_chat_template, prompt_text

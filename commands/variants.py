@@ -11,7 +11,7 @@ from typing import Any
 from keepsight.commands.config_serving import Evicting
 from keepsight.commands.recipe import say_once
 from keepsight.errors import Budget, UserError, require_kind
-from keepsight.eval.results import FULL
+from keepsight.eval.record import FULL
 from keepsight.eval.sweep import Variant
 from keepsight.models.targets import Target
 from keepsight.runtime.allocate import Global, Uniform

@@ -37,7 +37,7 @@ def export(keys: list[str]) -> None:
     from keepsight.commands.eval import Config, samples_of
     from keepsight.commands.from_recipe import target_of
     from keepsight.commands.parse import parse
-    from keepsight.eval.results import FULL
+    from keepsight.eval.record import FULL
     from keepsight.eval.tasks.samples import render_apart
 
     config = parse(Config, keys)

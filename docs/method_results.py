@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from keepsight.eval.record import FULL
 from keepsight.eval.report.intervals import estimate
-from keepsight.eval.results import FULL, read_run
+from keepsight.eval.results import read_run
 from keepsight.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -85,20 +85,21 @@ class Limits:
     batch_tokens: int
     sampling: Sampling = GREEDY
 
-    def decoded(self, model: Reader, state: State, **options: Any) -> Tensor:
+    def decode(self, model: Reader, state: State, **options: Any) -> Tensor:
         """The answer of each row [B, T] int64, with options of `decode`; the state's cache grows."""
         criteria = stop_after(self.max_new_tokens, self.end_tokens)
         return decode(model, state, criteria, pad_token=self.end_tokens[0], **options).ids
 
-    def drawn(self, model: Reader, state: State, eviction: PeriodicEviction | None = None) -> Tensor:
+    def sample(self, model: Reader, state: State, eviction: PeriodicEviction | None = None) -> Tensor:
         """A sampled answer [1, T] int64; the state's cache grows. The draws depend on the seed and the prompt alone."""
         warpers = LogitsProcessorList([TemperatureLogitsWarper(float(self.sampling.temperature))])
         if self.sampling.top_p < 1:
             warpers.append(TopPLogitsWarper(self.sampling.top_p))
         device = state.logits.device
+        seed = random.Random(f"{self.sampling.seed}:{state.tokens.tolist()}").getrandbits(31)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(random.Random(f"{self.sampling.seed}:{state.tokens.tolist()}").getrandbits(31))
-            return self.decoded(model, state, logits_processor=warpers, do_sample=True, eviction=eviction)
+            torch.manual_seed(seed)
+            return self.decode(model, state, logits_processor=warpers, do_sample=True, eviction=eviction)
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,19 @@ class _Written:
     rows: int
 
 
+@dataclass(frozen=True)
+class _Scored:
+    """The full cache's answer under another state: negative log-likelihood [T] and hits [T], as in `Answered`."""
+
+    nll: Tensor
+    hits: Tensor
+    question_seconds: float
+
+    def agreeing_tokens(self) -> int:
+        """How many tokens the state would generate like the full cache before it would generate another."""
+        return int(self.hits.long().cumprod(dim=0).sum())
+
+
 def default_batch_tokens(model: PreTrainedModel) -> int:
     """KV entries per head that fill a quarter of the free memory."""
     return max(int(free_tokens(model) * _SHARE_OF_FREE_MEMORY), 1)
@@ -118,7 +132,7 @@ def default_batch_tokens(model: PreTrainedModel) -> int:
 def free_tokens(model: PreTrainedModel) -> int:
     """How many tokens' KV entries fill the free memory."""
     if model.device.type == "cuda":
-        free = torch.cuda.mem_get_info(model.device)[0]
+        free, _ = torch.cuda.mem_get_info(model.device)
     else:
         free = psutil.virtual_memory().available
     return int(free / entry_bytes(model))
@@ -127,18 +141,23 @@ def free_tokens(model: PreTrainedModel) -> int:
 def answer_full(model: PreTrainedModel, state: State, question: Tensor, limits: Limits) -> tuple[Tensor, Answered]:
     """The full cache's answer [1, T] int64, and the same with its likelihood; arguments as for `answer_all`."""
     start = time.perf_counter()
-    state = _read(model, state.copy(), question)
-    asking, start = time.perf_counter() - start, time.perf_counter()
+    state = _read_blocks(model, state.copy(), question)
+    question_seconds = time.perf_counter() - start
+
+    start = time.perf_counter()
     if limits.sampling.temperature:
-        ids = limits.drawn(model, state.copy())
+        ids = limits.sample(model, state.copy())
         speed = ids.shape[1] / (time.perf_counter() - start)
-        nll, hits = (each[0] for each in score(model, state, ids))
-        return ids, Answered(ids[0], nll, hits, speed, question=asking)
-    likelihood = _Likelihood()
-    ids = limits.decoded(model, state, logits_processor=LogitsProcessorList([likelihood]))
-    speed = ids.shape[1] / (time.perf_counter() - start)
-    nll, hits = torch.cat(likelihood.nll), torch.ones_like(ids[0], dtype=torch.bool)
-    return ids, Answered(ids[0], nll, hits, speed, question=asking)
+        nll_of_rows, hits_of_rows = score(model, state, ids)
+        nll = nll_of_rows[0]
+        hits = hits_of_rows[0]
+    else:
+        likelihood = _Likelihood()
+        ids = limits.decode(model, state, logits_processor=LogitsProcessorList([likelihood]))
+        speed = ids.shape[1] / (time.perf_counter() - start)
+        nll = torch.cat(likelihood.nll)
+        hits = torch.ones_like(ids[0], dtype=torch.bool)
+    return ids, Answered(ids[0], nll, hits, speed, question=question_seconds)
 
 
 def answer_all(
@@ -149,44 +168,62 @@ def answer_all(
     The one-row states can be joined, and are not changed. `question` [1, q] int64 is read before the answer; empty when
     the states have read it. `answer` [1, T] int64 is the full cache's under the same limits.
     """
-    scored: dict[int, tuple[Tensor, Tensor, float]] = {}
-    more = question.shape[1] + limits.max_new_tokens
-    for batch in joined_by_length(model, states, more, limits.batch_tokens):
+    further_tokens = question.shape[1] + limits.max_new_tokens
+    scored: dict[int, _Scored] = {}
+    for batch in joined_by_length(model, states, further_tokens, limits.batch_tokens):
         start = time.perf_counter()
-        state = _read(model, join([states[index] for index in batch]), question)
-        asking = time.perf_counter() - start
+        state = _read_blocks(model, join([states[index] for index in batch]), question)
+        question_seconds = time.perf_counter() - start
         for index, nll, hits in zip(batch, *score(model, state, answer), strict=True):
-            scored[index] = nll, hits, asking
-    draws = limits.sampling.temperature > 0
-    agreed = [0 if draws else int(scored[index][1].long().cumprod(dim=0).sum()) for index in range(len(states))]
-    differing = [index for index, count in enumerate(agreed) if draws or count < answer.shape[1]]
-    written, most = dict[int, _Written](), 0 if draws else limits.batch_tokens
-    for batch in joined_by_length(model, [states[index] for index in differing], more, most):
-        rows = [differing[place] for place in batch]
-        known = answer[:, : min(agreed[row] for row in rows)]
+            scored[index] = _Scored(nll, hits, question_seconds)
+
+    is_sampled = limits.sampling.temperature > 0
+    agreeing: dict[int, int] = {}  # of each state that may answer otherwise, how many first tokens are the same
+    for index in range(len(states)):
+        tokens = 0 if is_sampled else scored[index].agreeing_tokens()
+        if is_sampled or tokens < answer.shape[1]:
+            agreeing[index] = tokens
+
+    differing = list(agreeing)
+    written: dict[int, _Written] = {}
+    batch_tokens = 0 if is_sampled else limits.batch_tokens
+    for batch in joined_by_length(model, [states[index] for index in differing], further_tokens, batch_tokens):
+        rows = [differing[position] for position in batch]
+        shared_answer = answer[:, : min(agreeing[row] for row in rows)]
         state = join([states[row] for row in rows])
         if length_limit(model.config) is None:
-            state = _read(model, state, torch.cat([question, known], dim=1))
+            state = _read_blocks(model, state, torch.cat([question, shared_answer], dim=1))
         else:  # an answer's tokens were generated one by one
-            state = _read(model, state, question)
-            for part in known.split(_TOKENS_AT_ONCE, dim=1) if known.shape[1] else ():
-                state, _ = read_one_by_one(model, state, part.expand(len(rows), -1))
-        written.update(zip(rows, _write(model, state, known, limits), strict=True))
-    same = _Written(answer[0], None, 0)
+            state = _read_blocks(model, state, question)
+            for block in _blocks(shared_answer):
+                state, _ = read_one_by_one(model, state, block.expand(len(rows), -1))
+        written.update(zip(rows, _write(model, state, shared_answer, limits), strict=True))
+
     answers = []
     for index in range(len(states)):
-        own, (nll, hits, asking) = written.get(index, same), scored[index]
-        answers.append(Answered(own.ids, nll, hits, own.tokens_per_second, own.rows, asking))
+        own_answer = written.get(index, _Written(answer[0], None, 0))
+        answers.append(
+            Answered(
+                ids=own_answer.ids,
+                nll=scored[index].nll,
+                hits=scored[index].hits,
+                tokens_per_second=own_answer.tokens_per_second,
+                rows=own_answer.rows,
+                question=scored[index].question_seconds,
+            )
+        )
     return answers
 
 
 def answer_each(model: PreTrainedModel, states: Sequence[State], limits: Limits) -> list[Tensor]:
     """The answer [T] int64 of each state, of prompts of their own; arguments as for `answer_all`."""
-    answers, most = dict[int, Tensor](), 0 if limits.sampling.temperature else limits.batch_tokens
-    for batch in joined_by_length(model, states, limits.max_new_tokens, most):
+    answers: dict[int, Tensor] = {}
+    batch_tokens = 0 if limits.sampling.temperature else limits.batch_tokens
+    for batch in joined_by_length(model, states, limits.max_new_tokens, batch_tokens):
         state = join([states[index] for index in batch])
-        written = _write(model, state, state.tokens[:1, :0], limits)
-        answers.update(zip(batch, (each.ids for each in written), strict=True))
+        nothing = state.tokens[:1, :0]
+        for index, written in zip(batch, _write(model, state, nothing, limits), strict=True):
+            answers[index] = written.ids
     return [answers[index] for index in range(len(states))]
 
 
@@ -203,16 +240,17 @@ def answer_alone(
     `readers` process the question and decode the answer: the base model, or the method's own. `eviction` is the
     method's eviction while decoding; the answer is scored between evictions.
     """
+    question_reader, reader = readers
     start = time.perf_counter()
-    state, (asker, model) = state.copy(), readers
+    state = state.copy()
     if question.shape[1]:
-        state, _ = read(asker, state, question, logits_to_keep=1)
-        # The question has used the room reserved for generated tokens.
-        state = eviction.compress(state) if eviction is not None else state
-    asking = time.perf_counter() - start
-    (own,) = _write(model, state.copy(), answer[:, :0], limits, eviction)
-    nll, hits = score(model, state, answer, eviction)
-    return Answered(own.ids, nll[0], hits[0], own.tokens_per_second, question=asking)
+        state, _ = read(question_reader, state, question, logits_to_keep=1)
+        if eviction is not None:  # the question has used the room reserved for generated tokens
+            state = eviction.compress(state)
+    question_seconds = time.perf_counter() - start
+    (written,) = _write(reader, state.copy(), answer[:, :0], limits, eviction)
+    nll, hits = score(reader, state, answer, eviction)
+    return Answered(written.ids, nll[0], hits[0], written.tokens_per_second, question=question_seconds)
 
 
 @torch.no_grad()
@@ -224,49 +262,68 @@ def score(
     Returns:
         The negative log-likelihood of its tokens [B, T] float32 in nats, and whether each is the arg-max [B, T] bool.
     """
-    nll, hits = list[Tensor](), list[Tensor]()
+    nll_of_blocks: list[Tensor] = []
+    hits_of_blocks: list[Tensor] = []
 
     def compare(logits: Tensor, tokens: Tensor) -> None:
         # Row by row: the intermediate tensors of all rows at once would take much memory.
-        nll.append(torch.stack([functional.cross_entropy(row, tokens, reduction="none") for row in logits]))
-        hits.append(logits.argmax(dim=-1) == tokens)
+        nll_of_blocks.append(torch.stack([functional.cross_entropy(row, tokens, reduction="none") for row in logits]))
+        hits_of_blocks.append(logits.argmax(dim=-1) == tokens)
 
     compare(state.logits[:, None], answer[0, :1])
-    block, last = eviction.interval if eviction is not None else _TOKENS_AT_ONCE, answer.shape[1] - 1
+    block = _TOKENS_AT_ONCE if eviction is None else eviction.interval
+    last = answer.shape[1] - 1
     for start in range(0, last, block):
         if start and eviction is not None:
             state = eviction.compress(state)
         end = min(start + block, last)
         state, logits = read_one_by_one(model, state, answer[:, start:end].expand(len(state.lengths), -1))
         compare(logits, answer[0, start + 1 : end + 1])
-    return torch.cat(nll, dim=1), torch.cat(hits, dim=1)
+    return torch.cat(nll_of_blocks, dim=1), torch.cat(hits_of_blocks, dim=1)
 
 
-def joined_by_length(model: PreTrainedModel, states: Sequence[State], more: int, most: int) -> Iterator[list[int]]:
+# Batches
+
+
+def joined_by_length(
+    model: PreTrainedModel, states: Sequence[State], further_tokens: int, batch_tokens: int
+) -> Iterator[list[int]]:
     """Indices of states that are read in one batch: dense ones of similar lengths, or ragged ones.
 
     A batch of dense states ends where its padding would take longer to read than the model's weights, which each batch
-    reads again; ragged ones are not padded. After each state up to `more` tokens are read, and a batch of several has
-    at most `most` KV entries per head, padding included.
+    reads again; ragged ones are not padded. After each state up to `further_tokens` are read, and a batch of several
+    has at most `batch_tokens` KV entries per head, padding included.
     """
-    most_padding = sum(weight.nbytes for weight in model.parameters()) / entry_bytes(model)
-    ragged = [joins_unpadded(state) for state in states]
-    pairs = zip(states, ragged, strict=True)
-    lengths = [math.ceil(state.mean_entries()) if unpadded else state.length for state, unpadded in pairs]
+    max_padding = sum(weight.nbytes for weight in model.parameters()) / entry_bytes(model)
+    ragged: list[int] = []
+    dense: list[int] = []
+    lengths = []
+    for index, state in enumerate(states):
+        if joins_unpadded(state):
+            ragged.append(index)
+            lengths.append(math.ceil(state.mean_entries()))
+        else:
+            dense.append(index)
+            lengths.append(state.length)
 
-    def fits(batch: Sequence[int]) -> bool:
-        own = sum(lengths[index] for index in batch)
-        whole = own if ragged[batch[-1]] else lengths[batch[-1]] * len(batch)
-        return whole + more * len(batch) <= most and whole - own <= most_padding
+    def entries_of(batch: Sequence[int]) -> int:
+        return sum(lengths[index] for index in batch)
 
-    ordered = sorted(range(len(states)), key=lengths.__getitem__)
-    yield from batches([index for index in ordered if not ragged[index]], fits)
-    yield from batches([index for index in ordered if ragged[index]], fits)
+    def dense_fits(batch: Sequence[int]) -> bool:
+        with_padding = lengths[batch[-1]] * len(batch)  # the last is the longest
+        is_within = with_padding + further_tokens * len(batch) <= batch_tokens
+        return is_within and with_padding - entries_of(batch) <= max_padding
+
+    def ragged_fits(batch: Sequence[int]) -> bool:
+        return entries_of(batch) + further_tokens * len(batch) <= batch_tokens
+
+    yield from batches(sorted(dense, key=lengths.__getitem__), dense_fits)
+    yield from batches(sorted(ragged, key=lengths.__getitem__), ragged_fits)
 
 
 def batches(items: Iterable[Item], fits: Callable[[Sequence[Item]], bool]) -> Iterator[list[Item]]:
     """Consecutive items, as many in a batch as `fits` allows; a single item always fits."""
-    batch = list[Item]()
+    batch: list[Item] = []
     for item in items:
         if batch and not fits([*batch, item]):
             yield batch
@@ -274,6 +331,9 @@ def batches(items: Iterable[Item], fits: Callable[[Sequence[Item]], bool]) -> It
         batch.append(item)
     if batch:
         yield batch
+
+
+# Reading and writing
 
 
 def first_difference(ids: Tensor, others: Tensor) -> int | None:
@@ -296,28 +356,34 @@ class _Likelihood(LogitsProcessor):
         return scores
 
 
-def _read(model: PreTrainedModel, state: State, tokens: Tensor) -> State:
+def _read_blocks(model: PreTrainedModel, state: State, tokens: Tensor) -> State:
     """The state after the same tokens [1, q] in every row; q may be 0."""
     unread = tokens.shape[1]
-    for part in tokens.split(_TOKENS_AT_ONCE, dim=1) if unread else ():
-        unread -= part.shape[1]
-        state, _ = read(model, state, part.expand(len(state.lengths), -1), logits_to_keep=1, more=unread)
+    for block in _blocks(tokens):
+        unread -= block.shape[1]
+        state, _ = read(model, state, block.expand(len(state.lengths), -1), logits_to_keep=1, more=unread)
     return state
 
 
+def _blocks(tokens: Tensor) -> Sequence[Tensor]:
+    """Tokens [1, q] in parts of at most `_TOKENS_AT_ONCE`; none where q is 0."""
+    return tokens.split(_TOKENS_AT_ONCE, dim=1) if tokens.shape[1] else ()
+
+
 def _write(
-    model: Reader, state: State, known: Tensor, limits: Limits, eviction: PeriodicEviction | None = None
+    model: Reader, state: State, answer_so_far: Tensor, limits: Limits, eviction: PeriodicEviction | None = None
 ) -> list[_Written]:
-    """The answer of each row, whose first tokens [1, t] are known and in the state; sampling takes a single row."""
-    rows, start = len(state.lengths), time.perf_counter()
+    """The answer of each row, whose first tokens [1, t] the state has read; sampling takes a single row."""
+    rows = len(state.lengths)
+    start = time.perf_counter()
     if limits.sampling.temperature:
-        ids = limits.drawn(model, state, eviction)
+        ids = limits.sample(model, state, eviction)
     else:
-        ids = limits.decoded(model, state, prompt_ids=known.expand(rows, -1), eviction=eviction)
+        ids = limits.decode(model, state, prompt_ids=answer_so_far.expand(rows, -1), eviction=eviction)
+    seconds = time.perf_counter() - start
     answers = [row[: len(up_to_end(row.tolist(), limits.end_tokens))] for row in ids]
-    tokens = sum(map(len, answers)) - known.numel() * rows
-    speed = tokens / (time.perf_counter() - start)
-    return [_Written(each, speed, rows) for each in answers]
+    new_tokens = sum(map(len, answers)) - answer_so_far.numel() * rows
+    return [_Written(answer, new_tokens / seconds, rows) for answer in answers]
 
 
 def entry_bytes(model: PreTrainedModel) -> int:

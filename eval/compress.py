@@ -3,11 +3,9 @@
 Methods with the same observer and reduction share one observation, those with the same drafter one draft.
 """
 
-import functools
 import math
-import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
+from keepsight.eval.record import NO_TIME, Phases
 from keepsight.models.decoder import joined
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, FixedDraft
 from keepsight.runtime.evict import Evict
@@ -59,29 +58,14 @@ def attention_mass(kept: Tensor | None, attention: Tensor) -> float | None:
 def kendall_tau(scores: Tensor, attention: Tensor) -> float:
     """Kendall's tau-b of scores and attention, both [L, K, N] float: mean over heads; 0 for one of constant scores."""
     length = scores.shape[-1]
-    places = torch.linspace(0, length - 1, min(length, _RANKED)).round().long()
-    pairs = (each[..., places.to(each.device)].flatten(0, -2).cpu().numpy() for each in (scores, attention))
-    found: list[Any] = [kendalltau(*pair) for pair in zip(*pairs, strict=True)]
-    return float(np.mean([np.nan_to_num(each.statistic) for each in found]))
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """Seconds before a method's first token, by phase. Shared steps are timed once and shown for each method.
-
-    Attributes:
-        prefill: The model's pass over the prompt; everything, for a method that reads the prompt in its own way.
-        draft: Generating a draft, or choosing the tokens of a shorter prompt.
-        observe: The observer's pass, LAQ's draft included.
-        select: Reduction, pooling, allocation and gathering.
-        question: Prefill of a question after the compression, in one batch with other variants.
-    """
-
-    prefill: float = 0.0
-    draft: float = 0.0
-    observe: float = 0.0
-    select: float = 0.0
-    question: float = 0.0
+    positions = torch.linspace(0, length - 1, min(length, _RANKED)).round().long()
+    scores_of_heads = scores[..., positions.to(scores.device)].flatten(0, -2).cpu().numpy()
+    attention_of_heads = attention[..., positions.to(attention.device)].flatten(0, -2).cpu().numpy()
+    taus = []
+    for scores_of_head, attention_of_head in zip(scores_of_heads, attention_of_heads, strict=True):
+        result: Any = kendalltau(scores_of_head, attention_of_head)
+        taus.append(np.nan_to_num(result.statistic))
+    return float(np.mean(taus))
 
 
 @dataclass(frozen=True)
@@ -92,7 +76,7 @@ class Compressed:
     """
 
     state: State
-    seconds: Seconds
+    seconds: Phases
     kept: Tensor | None
 
 
@@ -116,42 +100,52 @@ class SharedPrompt:
     continuation_seconds: float = 0.0
     images: Images | None = None
     _drafts: dict[Drafter, tuple[DraftIds, float]] = field(default_factory=dict, init=False)
-    _observed: dict[tuple[Observer, Reduce], tuple[list[Tensor], Seconds]] = field(default_factory=dict, init=False)
+    _observed: dict[tuple[Observer, Reduce], tuple[list[Tensor], Phases]] = field(default_factory=dict, init=False)
     _taus: dict[tuple[Observer, Reduce], float] = field(default_factory=dict, init=False)
 
     @torch.no_grad()
     def compress(self, method: Method) -> Compressed:
         """The state that a method answers from."""
-        length, images, start = self.state.tokens.shape[1], self.images, time.perf_counter()
+        length = self.state.tokens.shape[1]
         if isinstance(method, CacheMethod) and method.shares_prefill(length):
-            return self._of_prefill(method)
+            return self._compress_prefill(method)
+        start = time.perf_counter()
         if isinstance(method, ShortenPrompt) and method.budget_for(length) == length:
             kept = joined(self.state.select_all())
-            return Compressed(self.state, Seconds(prefill=self.seconds, select=since(start)), kept)
-        chosen = method.tokens_to_read(self.model, self.state.tokens[0], images)
-        if chosen is None:
-            state = method.start(self.model, self.state.tokens, images=images)
-            return Compressed(state, Seconds(prefill=since(start)), None)
-        drafting, start = since(start), time.perf_counter()
-        images = images and images.shortened(self.model, self.state.tokens, chosen)
-        state = prefill(self.model, self.state.tokens[:, chosen], needs=Needs(), images=images)
-        seconds = Seconds(prefill=since(start), draft=drafting)
-        of_chosen = torch.zeros_like(joined(self.state.select_all()))
-        of_chosen[..., chosen] = True
-        return Compressed(state, seconds, of_chosen)
+            return Compressed(self.state, replace(NO_TIME, prefill=self.seconds, select=since(start)), kept)
+        positions = method.tokens_to_read(self.model, self.state.tokens[0], self.images)
+        if positions is not None:
+            return self._read_shortened(positions, drafting=since(start))
+        state = method.start(self.model, self.state.tokens, images=self.images)
+        return Compressed(state, replace(NO_TIME, prefill=since(start)), None)
 
-    def _of_prefill(self, method: CacheMethod) -> Compressed:
+    def _compress_prefill(self, method: CacheMethod) -> Compressed:
         """The compressed prefill; which entries it keeps is known only for methods that evict."""
-        scores, kept, seconds = None, None, Seconds(prefill=self.seconds)
+        scores = None
+        seconds = replace(NO_TIME, prefill=self.seconds)
         if isinstance(method, Evict) and not method.fits(self.state):
             scores, seconds = self._observe(method.bound_observer, method.reduce)
+
         start = time.perf_counter()
         if isinstance(method, Evict):
             state, selected = method.evict(self.model, self.state, scores)
             kept = joined(selected)
         else:
             state = method.compress_state(self.model, self.state)
+            kept = None
         return Compressed(state, replace(seconds, select=since(start)), kept)
+
+    def _read_shortened(self, positions: Tensor, drafting: float) -> Compressed:
+        """The prefill of the prompt's tokens at `positions` [P] int64, which were chosen in `drafting` seconds."""
+        start = time.perf_counter()
+        images = self.images
+        if images is not None:
+            images = images.shortened(self.model, self.state.tokens, positions)
+        state = prefill(self.model, self.state.tokens[:, positions], needs=Needs(), images=images)
+        seconds = replace(NO_TIME, prefill=since(start), draft=drafting)
+        kept = torch.zeros_like(joined(self.state.select_all()))
+        kept[..., positions] = True
+        return Compressed(state, seconds, kept)
 
     @torch.no_grad()
     def attention(self) -> Tensor:
@@ -164,45 +158,65 @@ class SharedPrompt:
 
     def tau(self, method: Method) -> float | None:
         """Kendall's tau of a method's scores before pooling and `attention`; None where it has scored nothing."""
-        if not isinstance(method, Evict) or (key := (method.bound_observer, method.reduce)) not in self._observed:
+        if not isinstance(method, Evict):
+            return None
+        key = (method.bound_observer, method.reduce)
+        if key not in self._observed:
             return None
         if key not in self._taus:
             self._taus[key] = kendall_tau(self._by_kv_head(*key), self.attention())
         return self._taus[key]
 
     def _by_kv_head(self, observer: Observer, reduce: Reduce) -> Tensor:
-        layers = zip(self._observe(observer, reduce)[0], self.state.entries(), strict=True)
-        return joined([reduce_group(layer, each.keys.shape[1], reduce.heads) for layer, each in layers])
+        """[L, K, N] float32: an observer's scores, reduced over the query heads of each KV head."""
+        scores_of_layers, _ = self._observe(observer, reduce)
+        reduced = []
+        for scores, entries in zip(scores_of_layers, self.state.entries(), strict=True):
+            reduced.append(reduce_group(scores, entries.keys.shape[1], reduce.heads))
+        return joined(reduced)
 
-    def _observe(self, observer: Observer, reduce: Reduce) -> tuple[list[Tensor], Seconds]:
-        key = observer, reduce
-        if key not in self._observed:
-            drafting = 0.0
-            if isinstance(observer, DraftObserver):
-                draft, drafting = self._draft(observer.drafter)
-                observer = replace(observer, drafter=FixedDraft(draft))
-            start = time.perf_counter()
-            scored = observer(self.model, self.state, reduce)
-            observed = [scores if scores.is_floating_point() else scores.float() for scores in scored]
-            if any(scores.isnan().any() for scores in observed):
+    def _observe(self, observer: Observer, reduce: Reduce) -> tuple[list[Tensor], Phases]:
+        """An observer's scores by layer, and the seconds up to them."""
+        key = (observer, reduce)
+        if key in self._observed:
+            return self._observed[key]
+        drafting = 0.0
+        if isinstance(observer, DraftObserver):
+            draft, drafting = self._draft(observer.drafter)
+            observer = replace(observer, drafter=FixedDraft(draft))
+
+        start = time.perf_counter()
+        scores_of_layers = []
+        for scores in observer(self.model, self.state, reduce):
+            if not scores.is_floating_point():
+                scores = scores.float()
+            if scores.isnan().any():
                 raise UserError(f"{type(observer).__name__} returned scores that are NaN")
-            took = since(start) + (self.state.seconds if observer.needs().accumulated else 0.0)
-            self._observed[key] = observed, Seconds(self.seconds, draft=drafting, observe=took)
+            scores_of_layers.append(scores)
+        observing = since(start)
+        if observer.needs().accumulated:
+            observing += self.state.seconds
+        seconds = replace(NO_TIME, prefill=self.seconds, draft=drafting, observe=observing)
+        self._observed[key] = (scores_of_layers, seconds)
         return self._observed[key]
 
     def _draft(self, drafter: Drafter) -> tuple[DraftIds, float]:
+        """A drafter's tokens, and the seconds that they took."""
         if drafter == OwnAnswer():
             return self.continuation, self.continuation_seconds
         if drafter not in self._drafts:
             start = time.perf_counter()
             draft = drafter(self.model, self.state)
-            self._drafts[drafter] = draft, since(start)
+            self._drafts[drafter] = (draft, since(start))
         return self._drafts[drafter]
 
 
-def needs_of_all(methods: Sequence[Method]) -> Needs:
+def needs_of_all(methods: Iterable[Method]) -> Needs:
     """What a prefill must record so that all of the methods can share it."""
-    return functools.reduce(operator.or_, (method.needs() for method in methods), Needs())
+    needs = Needs()
+    for method in methods:
+        needs |= method.needs()
+    return needs
 
 
 def since(start: float) -> float:

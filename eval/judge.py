@@ -8,17 +8,18 @@ its correctness of 0 to 3; a summary's fluency times the F1 of the key points th
 the reference supports. The rubrics are its paper's, in our words.
 """
 
+import functools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from keepsight.endpoint import Endpoint, EndpointError, check_url, refuse_filtered
 from keepsight.errors import BadRow, UserError
+from keepsight.eval.record import Row
 from keepsight.eval.tasks.benchmark import fill_in
 from keepsight.eval.tasks.samples import HELMET_JUDGED, Sample
 from keepsight.files import from_json, own_yaml
@@ -29,6 +30,19 @@ LONGBENCH_WRITE = "longbench-write"
 _MARKS = ("Relevance", "Accuracy", "Coherence", "Clarity", "Breadth and Depth", "Reading Experience")
 _TRIES = 5
 _TOKENS = 2048
+
+Talk = tuple[str, ...]
+"""A variant's answers, turn after turn."""
+Reader = Callable[[str], float | None]
+"""Finds the verdict in the judge's words; None where there is none."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A score of 0 to 1, and the judge's words that it was read from."""
+
+    score: float
+    judgments: list[str]
 
 
 @dataclass
@@ -55,8 +69,12 @@ class Judge:
     @property
     def name(self) -> str:
         """The judge's model and settings, on which scores depend; empty where there is no judge."""
-        options = f" {json.dumps(self.options, sort_keys=True, default=str)}" if self.options else ""
-        return f"{self.model} {self.mode}{options}" if self.url else ""
+        if not self.url:
+            return ""
+        name = f"{self.model} {self.mode}"
+        if self.options:
+            name += f" {json.dumps(self.options, sort_keys=True, default=str)}"
+        return name
 
     def check(self) -> None:
         """UserError if a value is out of range or not a URL."""
@@ -67,71 +85,87 @@ class Judge:
         if self.url:
             check_url("judge.url", self.url)
 
-    def score(self, sample: Sample, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def score(self, sample: Sample, rows: Sequence[Row]) -> list[Row]:
         """The rows of a sample, the full cache's first, with their scores and the judge's words as `judgments`.
 
         BadRow: there is no verdict on one of the answers, or a content filter refuses it. UserError: no answer at all.
         """
         if not sample.judge:
-            return [dict(row) for row in rows]
-        full, *_ = talks = [_talk(row) for row in rows]
-        asked = dict.fromkeys(talk for talk, row in zip(talks, rows, strict=True) if math.isnan(row["score"]))
-        pairwise = self.mode == "pairwise" and sample.metric not in HELMET_JUDGED
-        judging = self._compare if pairwise else self._mark if sample.metric in HELMET_JUDGED else self._rate
+            return list(rows)
+        talks = list(map(_talk, rows))
+        unscored: dict[Talk, None] = {}  # each once, in order
+        for talk, row in zip(talks, rows, strict=True):
+            if math.isnan(row.score):
+                unscored[talk] = None
+        judge = functools.partial(self._judge, sample, full=talks[0])
         with ThreadPoolExecutor(self.parallel) as pool:
-            found = dict(zip(asked, pool.map(lambda talk: judging(sample, talk, full), asked), strict=True))
-        return [dict(row) | found.get(talk, {}) for talk, row in zip(talks, rows, strict=True)]
+            verdicts = dict(zip(unscored, pool.map(judge, unscored), strict=True))
+        scored = []
+        for talk, row in zip(talks, rows, strict=True):
+            if talk in verdicts:
+                row = replace(row, **vars(verdicts[talk]))
+            scored.append(row)
+        return scored
 
-    def _rate(self, sample: Sample, talk: tuple[str, ...], _: tuple[str, ...]) -> dict[str, Any]:
-        writing = sample.metric == LONGBENCH_WRITE
-        name, read = (LONGBENCH_WRITE, _mean_mark) if writing else (_prompt_name("single", sample), _rating)
-        value, words = self._ask(name, sample, talk, talk, read)
-        return {"score": value, "judgments": [words]}
-
-    def _mark(self, sample: Sample, talk: tuple[str, ...], _: tuple[str, ...]) -> dict[str, Any]:
-        """HELMET's score of an answer or a summary."""
+    def _judge(self, sample: Sample, talk: Talk, full: Talk) -> Verdict:
+        """The verdict on a variant's answers; `full` are the full cache's."""
         if sample.metric == "helmet-answer":
-            value, words = self._ask(sample.metric, sample, talk, talk, lambda said: _share(said, "correctness", 3))
-            return {"score": value, "judgments": [words]}
-        points = len(sample.references) - 1
-        readers: dict[str, Any] = {
-            "fluency": lambda said: _share(said, None, 1),
-            "recall": lambda said: _share(said, "recall", points),
-            "precision": lambda said: _share(said, "precision", None),
-        }
-        found = {name: self._ask(f"helmet-{name}", sample, talk, talk, read) for name, read in readers.items()}
-        fluency, recall, precision = (value for value, _ in found.values())
-        both = recall + precision
-        score = fluency * (2 * recall * precision / both if both else 0.0)
-        return {"score": score, "judgments": [words for _, words in found.values()]}
+            return self._rate(sample, talk, sample.metric, _read_correctness)
+        if sample.metric in HELMET_JUDGED:
+            return self._mark_summary(sample, talk)
+        if self.mode == "pairwise":
+            return self._compare(sample, talk, full)
+        if sample.metric == LONGBENCH_WRITE:
+            return self._rate(sample, talk, LONGBENCH_WRITE, _mean_mark)
+        return self._rate(sample, talk, _prompt_name("single", sample), _rating)
 
-    def _compare(self, sample: Sample, talk: tuple[str, ...], full: tuple[str, ...]) -> dict[str, Any]:
+    def _rate(self, sample: Sample, talk: Talk, prompt_name: str, read: Reader) -> Verdict:
+        score, words = self._ask(prompt_name, sample, talk, talk, read)
+        return Verdict(score, [words])
+
+    def _mark_summary(self, sample: Sample, talk: Talk) -> Verdict:
+        """HELMET's score of a summary: fluency times F1 of its key points and its sentences."""
+        key_points = len(sample.references) - 1
+        fluency, of_fluency = self._ask("helmet-fluency", sample, talk, talk, _read_fluency)
+        recall, of_recall = self._ask(
+            "helmet-recall", sample, talk, talk, functools.partial(_read_recall, key_points=key_points)
+        )
+        precision, of_precision = self._ask("helmet-precision", sample, talk, talk, _read_precision)
+        f1 = 0.0
+        if recall + precision > 0:
+            f1 = 2 * recall * precision / (recall + precision)
+        return Verdict(fluency * f1, [of_fluency, of_recall, of_precision])
+
+    def _compare(self, sample: Sample, talk: Talk, full: Talk) -> Verdict:
+        """1 where the variant wins against the full cache in both orders, 0 where it loses in both, else 1/2."""
         if talk == full:
-            return {"score": 0.5, "judgments": []}  # both orders ask the judge the same: its verdicts cancel out
+            return Verdict(0.5, [])  # both orders ask the judge the same: its verdicts cancel out
         name = _prompt_name("pair", sample)
-        first, words = self._ask(name, sample, talk, full, _winner)
-        second, more = self._ask(name, sample, full, talk, _winner)
-        return {"score": 0.5 + first / 2 if first == -second else 0.5, "judgments": [words, more]}
+        as_first, words_first = self._ask(name, sample, talk, full, _winner)
+        as_second, words_second = self._ask(name, sample, full, talk, _winner)
+        score = 0.5
+        if as_first == -as_second:
+            score += as_first / 2
+        return Verdict(score, [words_first, words_second])
 
-    def _ask(self, name: str, sample: Sample, a: tuple[str, ...], b: tuple[str, ...], read: Any) -> tuple[float, str]:
+    def _ask(self, prompt_name: str, sample: Sample, talk_a: Talk, talk_b: Talk, read: Reader) -> tuple[float, str]:
         """What `read` finds in the judge's reply, and the reply; asks again if it finds nothing."""
-        prompt = _prompts()[name]
-        asked = (*sample.earlier, sample.prompt)
-        texts = {"question": asked, "ref_answer": sample.references, "answer_a": a, "answer_b": b}
-        fields = {f"{kind}_{turn}": text for kind, each in texts.items() for turn, text in enumerate(each, start=1)}
-        fields |= {"asked": sample.question.strip(), "answers": "; ".join(sample.references)}
-        fields["points"] = "\n".join(f"{number}. {text}" for number, text in enumerate(sample.references[1:], start=1))
-        messages = [{"role": "user", "content": fill_in(prompt["user"], fields)}]
+        prompt = _prompts()[prompt_name]
+        messages = []
         if prompt["system"]:
-            messages.insert(0, {"role": "system", "content": prompt["system"]})
+            messages.append({"role": "system", "content": prompt["system"]})
+        fields = _prompt_fields(sample, talk_a, talk_b)
+        messages.append({"role": "user", "content": fill_in(prompt["user"], fields)})
+
         words = ""
-        for attempt in range(_TRIES):
-            temperature = 0.5 if attempt or name == LONGBENCH_WRITE else 0.0
-            words = self._complete(
-                {"messages": messages, "temperature": temperature, "max_tokens": _TOKENS}, f"{sample.task}/{sample.id}"
-            )
-            if (value := read(words)) is not None:
-                return value, words
+        temperature = 0.5 if prompt_name == LONGBENCH_WRITE else 0.0
+        for _ in range(_TRIES):
+            body = {"messages": messages, "temperature": temperature, "max_tokens": _TOKENS}
+            words = self._complete(body, subject=f"{sample.task}/{sample.id}")
+            verdict = read(words)
+            if verdict is not None:
+                return verdict, words
+            temperature = 0.5
         raise BadRow(
             f"judge.model={self.model}: no verdict on {sample.task}/{sample.id} in {_TRIES} tries, the last said "
             f"{words[-80:]!r}; choose another judge, or let it write more: judge.options={{max_tokens: 8192}}"
@@ -146,29 +180,35 @@ class Judge:
             except EndpointError as error:
                 if error.is_filter or (error.status and _TOO_LONG.search(error.body)):
                     raise BadRow(f"judge.url={self.url}: no judgment of {subject} ({error})") from None
-                changed = self._without_refused(body, error.body) if error.status in (400, 422) else body
-                if changed == body:
+                accepted = body
+                if error.status in (400, 422):
+                    accepted = self._without_refused(body, error.body)
+                if accepted == body:
                     raise UserError(f"judge.url={self.url}: no judgment ({error}); run the command again") from None
-                body = changed
+                body = accepted
 
-    @cached_property
+    @functools.cached_property
     def _endpoint(self) -> Endpoint:
         return Endpoint(str(self.url), self.key, _TRIES)
 
     def _with_options(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The request with `options`; a limit of tokens among them replaces the usual one under either name."""
         limits = {"max_tokens", "max_completion_tokens"}
-        usual = {name: value for name, value in body.items() if name not in limits or not limits & self.options.keys()}
-        return {name: value for name, value in {**usual, **self.options}.items() if value is not None}
+        request = dict(body)
+        if limits & self.options.keys():
+            for name in limits & request.keys():
+                del request[name]
+        request.update(self.options)
+        return {name: value for name, value in request.items() if value is not None}
 
     def _without_refused(self, body: Mapping[str, Any], reason: str) -> dict[str, Any]:
         """The request without the parameter that a refusal names: reasoning models take other ones."""
-        changed = dict(body)
+        request = dict(body)
         if "max_tokens" in reason and "max_tokens" in body:
-            changed["max_completion_tokens"] = changed.pop("max_tokens")
+            request["max_completion_tokens"] = request.pop("max_tokens")
         elif "temperature" in reason and "temperature" not in self.options:
-            changed.pop("temperature", None)
-        return changed
+            request.pop("temperature", None)
+        return request
 
 
 _TOO_LONG = re.compile(r"context.?(length|window)|too long", re.IGNORECASE)
@@ -177,26 +217,58 @@ _TOO_LONG = re.compile(r"context.?(length|window)|too long", re.IGNORECASE)
 
 def _words(reply: Any) -> str:
     """The text of a reply, empty where thinking took all tokens; EndpointError if a content filter stopped it."""
-    refuse_filtered(choice := reply["choices"][0])
+    choice = reply["choices"][0]
+    refuse_filtered(choice)
     words = choice["message"]["content"]
     if words is not None and not isinstance(words, str):
         raise TypeError(f"the content of the reply is no text but {words!r:.60}")
     return words or ""
 
 
-def _talk(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """A variant's answers, turn after turn."""
-    return tuple(answer.strip() for answer in (*row.get("before", ()), row["answer"]))
+# What the judge is asked
+
+
+def _talk(row: Row) -> Talk:
+    return tuple(map(str.strip, [*(row.before or []), row.answer]))
+
+
+_GENERAL_VERSIONS = {"single": "v1", "pair": "v2"}
+"""FastChat's version of the prompt for questions without a reference, by kind."""
 
 
 def _prompt_name(kind: str, sample: Sample) -> str:
-    version = "math-v1" if sample.references else {"single": "v1", "pair": "v2"}[kind]
-    return f"{kind}-{version}" + ("-multi-turn" if sample.earlier else "")
+    version = "math-v1" if sample.references else _GENERAL_VERSIONS[kind]
+    turns = "-multi-turn" if sample.earlier else ""
+    return f"{kind}-{version}{turns}"
 
 
-@lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=1)
 def _prompts() -> dict[str, dict[str, str]]:
     return own_yaml("keepsight.eval", "judge")
+
+
+def _prompt_fields(sample: Sample, talk_a: Talk, talk_b: Talk) -> dict[str, str]:
+    """What a prompt of the judge may name: `question_1`, `ref_answer_1`, `answer_a_1`, ..., and HELMET's fields."""
+    texts = {
+        "question": (*sample.earlier, sample.prompt),
+        "ref_answer": sample.references,
+        "answer_a": talk_a,
+        "answer_b": talk_b,
+    }
+    fields = {}
+    for name, text_of_turns in texts.items():
+        for turn, text in enumerate(text_of_turns, start=1):
+            fields[f"{name}_{turn}"] = text
+    fields["asked"] = sample.question.strip()
+    fields["answers"] = "; ".join(sample.references)
+    points = []
+    for number, text in enumerate(sample.references[1:], start=1):
+        points.append(f"{number}. {text}")
+    fields["points"] = "\n".join(points)
+    return fields
+
+
+# What the judge has said
 
 
 _QUOTED = (
@@ -227,35 +299,72 @@ def _verdict(words: str) -> str:
 def _rating(words: str) -> float | None:
     """The last number in double brackets, else in single ones, of 1 to 10; FastChat takes the first one anywhere."""
     verdict = _verdict(words)
-    found = re.findall(r"\[\[(\d+\.?\d*)\]\]", verdict) or re.findall(r"\[(\d+\.?\d*)\]", verdict)
-    return float(found[-1]) / 10 if found and 1 <= float(found[-1]) <= 10 else None
+    ratings = re.findall(r"\[\[(\d+\.?\d*)\]\]", verdict) or re.findall(r"\[(\d+\.?\d*)\]", verdict)
+    if not ratings or not 1 <= float(ratings[-1]) <= 10:
+        return None
+    return float(ratings[-1]) / 10
 
 
 def _winner(words: str) -> float | None:
     """The last verdict: 1 for assistant A, -1 for B, 0 for a tie."""
-    found = re.findall(r"\[\[([ABC])\]\]", _verdict(words))
-    return {"A": 1.0, "B": -1.0, "C": 0.0}[found[-1]] if found else None
+    winners = re.findall(r"\[\[([ABC])\]\]", _verdict(words))
+    return {"A": 1.0, "B": -1.0, "C": 0.0}[winners[-1]] if winners else None
 
 
-def _share(words: str, name: str | None, most: int | None) -> float | None:
-    """What the last JSON object says: fluency times a count as a share of `most`, or of the sentences it counts."""
-    found = re.findall(r"\{[^{}]*\}", _conclusion(words))
-    try:
-        given = from_json(found[-1].encode(), dict[str, int])
-        fluency = given["fluency"] if name in (None, "correctness") else 1
-        share = 1.0 if name is None else given[name] / (given["sentences"] if most is None else most)
-        return fluency * share if 0 <= share <= 1 and fluency in (0, 1) else None
-    except (ValueError, KeyError, TypeError, IndexError, ZeroDivisionError):
+def _read_fluency(words: str) -> float | None:
+    """HELMET's fluency, 0 or 1."""
+    fluency = _last_counts(words).get("fluency")
+    return float(fluency) if fluency in (0, 1) else None
+
+
+def _read_correctness(words: str) -> float | None:
+    """HELMET's mark of an answer: its fluency times its correctness of 0 to 3."""
+    fluency = _read_fluency(words)
+    correctness = _share(_last_counts(words).get("correctness"), 3)
+    if fluency is None or correctness is None:
         return None
+    return fluency * correctness
+
+
+def _read_recall(words: str, key_points: int) -> float | None:
+    """The share of the key points that a summary holds."""
+    return _share(_last_counts(words).get("recall"), key_points)
+
+
+def _read_precision(words: str) -> float | None:
+    """The share of a summary's sentences that the reference supports."""
+    counts = _last_counts(words)
+    return _share(counts.get("precision"), counts.get("sentences"))
+
+
+def _last_counts(words: str) -> dict[str, int]:
+    """The last JSON object in the judge's words; empty where there is none, or its values are not whole numbers."""
+    objects = re.findall(r"\{[^{}]*\}", _conclusion(words))
+    if not objects:
+        return {}
+    try:
+        return dict(from_json(objects[-1].encode(), dict[str, int]))
+    except ValueError:
+        return {}
+
+
+def _share(count: int | None, most: int | None) -> float | None:
+    if count is None or not most or not 0 <= count / most <= 1:
+        return None
+    return count / most
 
 
 def _mean_mark(words: str) -> float | None:
     """LongWriter's: the mean over the six dimensions, 1 as 0 and 5 as 1."""
     words = _conclusion(words)
     fenced = re.findall(r"```json\n(.*?)\n```", words, re.DOTALL)
+    if fenced:
+        words = fenced[-1]
     try:
-        given = from_json((fenced[-1] if fenced else words).replace("\n", "").encode(), dict[str, Any])
-        marks = [(float(str(given[dimension])) - 1) / 4 for dimension in _MARKS]  # True is no mark
+        by_dimension = from_json(words.replace("\n", "").encode(), dict[str, Any])
+        marks = [(float(str(by_dimension[dimension])) - 1) / 4 for dimension in _MARKS]  # True is no mark
     except (ValueError, KeyError, TypeError):
         return None
-    return sum(marks) / len(marks) if all(0 <= mark <= 1 for mark in marks) else None  # NaN is neither
+    if not all(0 <= mark <= 1 for mark in marks):  # NaN is neither
+        return None
+    return sum(marks) / len(marks)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from keepsight.eval.results import Key, Row, key_of
+from keepsight.eval.record import Cell, Key, Row
 from keepsight.eval.sweep import Variant
 from keepsight.eval.tasks.samples import RenderedSample, Sample
 from keepsight.files import read_json, write_json
@@ -29,7 +29,7 @@ FOLDER = "kept"
 class KeptOfSample:
     """The content of a sample's file: the texts of its prompt's N tokens, and numbers of layers and KV heads.
 
-    `counts` say by `count_key` of a row how many heads kept each token; see `encode_counts`.
+    `counts` say by `name_of_counts` of a row how many heads kept each token; see `encode_counts`.
     """
 
     tokens: list[str]
@@ -45,46 +45,53 @@ class KeptTokens:
     """
 
     def __init__(self, out: Path, target: Target, samples: Iterable[RenderedSample], earlier: Sequence[str]) -> None:
-        self.out, self.target = out, target
+        self.out = out
+        self.target = target
         self.samples = {sample.key: sample for sample in samples}
         self.earlier = [out, *map(Path, earlier)]
-        self._counts: dict[Key, dict[tuple[str, object], str]] = defaultdict(dict)
+        self._counts: dict[Key, dict[Cell, str]] = defaultdict(dict)
 
     def note(self, samples: Sequence[RenderedSample], variant: Variant, kept: Tensor) -> None:
         """Record which entries [L, K, N] bool of a prompt a variant keeps."""
         for sample in samples:
             if sample.key in self.samples:
-                self._counts[sample.key][variant.name, variant.budget] = encode_counts(kept.cpu().numpy())
+                self._counts[sample.key][variant.cell] = encode_counts(kept.cpu().numpy())
 
     def write(self, rows: Sequence[Row]) -> None:
         """Write the file of a sample from all of its rows."""
-        key = key_of(rows[0])
-        sample = self.samples.get(key)
+        first_row = rows[0]
+        sample = self.samples.get(first_row.key)
         if sample is None:
             return
         counts: dict[str, str] = {}
         for folder in self.earlier:
-            path = path_of(folder, rows[0])
-            counts |= read_json(path, KeptOfSample).counts if path.exists() else {}
-        made = self._counts.pop(key, {})
+            path = path_of(folder, first_row)
+            if path.exists():
+                counts.update(read_json(path, KeptOfSample).counts)
+        new_counts = self._counts.pop(first_row.key, {})
         for row in rows:
-            if (row["method"], row["budget"]) in made:
-                counts[count_key(row)] = made[row["method"], row["budget"]]
+            if row.cell in new_counts:
+                counts[name_of_counts(row)] = new_counts[row.cell]
+
         model = self.target.model
-        layers, kv_heads = model.config.get_text_config().num_hidden_layers, cached_kv_heads(model)
-        tokens = token_texts(self.target.tokenizer, sample.prompt_ids.tolist())
-        content = KeptOfSample(tokens, layers, kv_heads, counts)
-        write_json(path_of(self.out, rows[0]), asdict(content))
+        content = KeptOfSample(
+            tokens=token_texts(self.target.tokenizer, sample.prompt_ids.tolist()),
+            layers=model.config.get_text_config().num_hidden_layers,
+            heads=cached_kv_heads(model),
+            counts=counts,
+        )
+        write_json(path_of(self.out, first_row), asdict(content))
 
 
 def path_of(folder: Path, row: Row) -> Path:
-    """The file of a row's sample; it need not exist."""
-    return folder / FOLDER / f"{row['sample_digest'].removeprefix('sha256:')[:16]}.json"
+    """The file of a row's sample, whose digest the row has; it need not exist."""
+    assert row.sample_digest is not None
+    return folder / FOLDER / f"{row.sample_digest.removeprefix('sha256:')[:16]}.json"
 
 
-def count_key(row: Row) -> str:
+def name_of_counts(row: Row) -> str:
     """The name of a row's counts in its sample's file."""
-    return row.get("inputs_digest") or f"{row['method']} {row['budget']}"
+    return row.inputs_digest or f"{row.method} {row.budget}"
 
 
 def encode_counts(kept: NDArray[np.bool_]) -> str:
@@ -94,9 +101,11 @@ def encode_counts(kept: NDArray[np.bool_]) -> str:
 
 def first_of_each(samples: Iterable[Sample], count: int) -> list[Key]:
     """`Sample.key` of the first `count` samples of each task and length; no later turns, as their prompts follow."""
-    places: dict[tuple[str, int], list[Key]] = defaultdict(list)
+    keys: dict[tuple[str, int], list[Key]] = defaultdict(list)
     for sample in samples:
-        if sample.earlier:
-            continue
-        places[sample.task, sample.length].append(sample.key)
-    return [key for keys in places.values() for key in keys[:count]]
+        if not sample.earlier:
+            keys[sample.task, sample.length].append(sample.key)
+    first: list[Key] = []
+    for keys_of_task in keys.values():
+        first += keys_of_task[:count]
+    return first

@@ -1,87 +1,27 @@
-"""The folder of an evaluation: `results.jsonl`, the rows of all samples, and `settings.json`, their settings.
+"""The folder of an evaluation: `results.jsonl` with its rows (`keepsight.eval.record`), `settings.json` beside it."""
 
-Each of several processes appends to a part of its own, `results-0.jsonl`, `results-1.jsonl`, ...; `merge` brings the
-parts into `results.jsonl`.
-"""
-
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, FiniteFloat
 from typing_extensions import NotRequired, TypedDict
 
 from keepsight.errors import UserError, require_same
-from keepsight.files import at_home, read_json, read_jsonl, whole_lines, write_json, write_lines
+from keepsight.eval.record import RESULTS, Cell, Key, Row, cells_text, latest_rows
+from keepsight.files import at_home, read_json, read_jsonl
 
-FULL = "full"
-"""The full cache in the `method` column."""
-Row = dict[str, Any]
-Key = tuple[str, int, str]
-"""Task, length and id of a sample."""
-EARLIER = "earlier.jsonl"
-"""Rows from before a run was extended, which are used again where they depend on the same inputs."""
-_MAY_CHANGE = ("command", "versions", "notes", "preset", "table")
+SETTINGS = "settings.json"
+_NO_ROW_DEPENDS_ON = ("command", "versions", "notes", "preset", "table")
 _IN_ROWS = ("tasks", "lengths", "methods", "budgets", "bits")
 """Settings that each row of a table shows."""
+_ROWS_DECIDE = (*_IN_ROWS, "samples", "plugins", "adapter_digest", "retrieval_digest")
+"""Settings that say which rows there are, or that rows have digests of: they may change while no row is left out."""
+_GIVEN_LATER = ("adapter", "retrieval", "jsonl", "longbench", "longbench_v2")
+"""Settings of further rows: they may be given where there were none, and do not change."""
 MAX_LABEL = 48
 """A longer list of differing settings is no label."""
-
-Digest = Annotated[str, Field(pattern=r"\Asha256:[0-9a-f]{64}\z")]
-Count = Annotated[int, Field(ge=0, le=2**53)]
-
-
-class Phases(TypedDict):
-    """Seconds before the first token; see `keepsight.eval.compress.Seconds`."""
-
-    prefill: FiniteFloat
-    draft: FiniteFloat
-    observe: FiniteFloat
-    select: FiniteFloat
-    question: FiniteFloat
-
-
-class Measured(TypedDict):
-    """Columns of a row that are read again; it may have others. Those not required are younger than some results.
-
-    `length` is what was asked for, `prompt_tokens` what the prompt has. With `question=multi`, samples about one
-    context have the same `context`, the digest of the first. `tokens_per_second` counts what the whole batch of `rows`
-    answers decoded, each from where it leaves the full cache's; null where nothing was left to decode.
-    """
-
-    task: str
-    length: Count
-    sample: str
-    method: str
-    budget: Count | FiniteFloat | None
-    score: FiniteFloat
-    excess_nll: FiniteFloat
-    agreement: FiniteFloat
-    kept: FiniteFloat
-    kv_bytes: FiniteFloat
-    kv_peak_bytes: NotRequired[FiniteFloat | None]
-    seconds: Phases
-    time_to_first_token: FiniteFloat
-    tokens_per_second: FiniteFloat | None
-    rows: Count
-    answer: str
-    references: list[str]
-    question: str
-    date: str
-    depth: NotRequired[FiniteFloat | None]
-    recall: NotRequired[FiniteFloat | None]
-    mass: NotRequired[FiniteFloat | None]
-    tau: NotRequired[FiniteFloat | None]
-    first_difference: NotRequired[Count | None]
-    prompt_tokens: NotRequired[Count]
-    answer_tokens: NotRequired[Count]
-    asks: NotRequired[str]
-    before: NotRequired[list[str]]
-    sample_digest: NotRequired[Digest | None]
-    context: NotRequired[Digest]
-    inputs_digest: NotRequired[Digest | None]
 
 
 class MadeWith(TypedDict):
@@ -91,80 +31,56 @@ class MadeWith(TypedDict):
     versions: NotRequired[dict[str, str] | None]
 
 
-_GROWS: dict[str, Callable[[Any, Any], bool]] = {
-    **dict.fromkeys(_IN_ROWS, lambda before, now: bool(before) and all(each in now for each in before)),
-    "plugins": lambda before, now: all(each in now for each in before),
-    "samples": lambda before, now: now == 0 or now >= before > 0,
-    **dict.fromkeys(("adapter", "retrieval"), lambda before, now: False),
-    **dict.fromkeys(("adapter_digest", "retrieval_digest"), lambda before, now: f"{now}, ".startswith(f"{before}, ")),
-    **dict.fromkeys(("jsonl", "longbench", "longbench_v2"), lambda before, now: before.get("dir", "") is None),
-}
-"""For each setting that may be extended, whether a change only adds rows; a change from null always may."""
+def require_same_run(
+    folder: Path, rows: Sequence[Row], settings: Mapping[str, Any], planned: Collection[tuple[Key, Cell]]
+) -> None:
+    """UserError, before anything is measured, if a folder's rows do not belong to a run with these settings.
 
-
-def part_of(out: Path, process: int, processes: int) -> Path:
-    """The file that a process appends its rows to."""
-    return out / (f"results-{process}.jsonl" if processes > 1 else "results.jsonl")
-
-
-def finished(rows: Iterable[Row], rows_each: int) -> set[Key]:
-    """`Sample.key` of the samples that have a row for the full cache and for every variant, `rows_each` in all."""
-    counts = Counter(map(key_of, rows))
-    return {key for key, count in counts.items() if count == rows_each}
-
-
-def merge(out: Path, settings: dict[str, Any]) -> None:
-    """Move the rows of all processes, of this run and earlier ones, into `results.jsonl`.
-
-    If the settings were extended, all rows go to `EARLIER` instead. A UserError lists all settings that differ
-    otherwise.
+    They do not if a setting has changed that they depend on, or if one of them is about a sample or variant that is
+    not `planned`: a run may be extended, and nothing that it has measured is left out.
     """
-    path, results, earlier = out / "settings.json", out / "results.jsonl", out / EARLIER
-    parts = sorted(out.glob("results-*.jsonl"))
-    written: list[Row] = [row for part in (results, *parts) for row in whole_lines(part, Measured)]
-    rows = _latest(written)
-    if rows and _is_extended(out, settings, read_json(path, MadeWith)):
-        write_lines(earlier, _latest([*whole_lines(earlier, Measured), *rows]))
-        write_lines(results, [])
-        rows = written = []
-    write_json(path, settings)
-    if parts or len(rows) < len(written):
-        write_lines(results, rows)
-    for part in parts:
-        part.unlink()
+    if not rows:
+        return
+    settings = _settings_compared(settings)
+    before = _settings_compared(read_json(folder / SETTINGS, MadeWith))
+    left_out = [row for row in rows if (row.key, row.cell) not in planned]
+    changed = []
+    for name, value in settings.items():
+        if name in _NO_ROW_DEPENDS_ON or value == before.get(name):
+            continue
+        if name in _ROWS_DECIDE and not left_out:
+            continue
+        if name in _GIVEN_LATER and name in before and _was_not_given(before[name]):
+            continue
+        changed.append(name)
+
+    advice = "choose another out=, or delete the folder"
+    earlier = dict(zip(changed, map(before.get, changed), strict=True))
+    now = dict(zip(changed, map(settings.get, changed), strict=True))
+    require_same(f"{folder}: these results were made", earlier, now, advice)
+    if left_out:
+        cells = cells_text(left_out)
+        task, length, sample = left_out[0].key
+        subject = f"{len(left_out)} of these results are left out: {cells}, such as {task}, {length} tokens, {sample}"
+        raise UserError(f"{folder}: {subject}; name them too, or {advice}")
 
 
-def _latest(rows: Iterable[Row]) -> list[Row]:
-    """One row for each sample, method and budget: the last, where a sample was done again after a kill."""
-    return [*{(key_of(row), row["method"], row["budget"]): row for row in rows}.values()]
+def _was_not_given(value: Any) -> bool:
+    """Whether a key had no value, or a section with `dir` named no folder."""
+    if isinstance(value, Mapping):
+        return value.get("dir", "") is None
+    return value is None
 
 
-def _is_extended(out: Path, settings: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Whether the settings were extended, as with more tasks or methods; a UserError if they differ otherwise."""
-    settings, before = _without_transport(settings), _without_transport(before)
-    changed = [key for key in settings if key not in _MAY_CHANGE and settings[key] != before.get(key)]
-    grown = [key for key in changed if key in before and _grows(key, before[key], settings[key])]
-    others = [key for key in changed if key not in grown]
-    found, wanted = ({key: values.get(key) for key in others} for values in (before, settings))
-    require_same(f"{out}: these results were made", found, wanted, "choose another out=, or delete the folder")
-    return bool(grown)
-
-
-def _without_transport(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings without the judge's keys that no score depends on."""
-    judge = settings.get("judge") or {}
-    return settings | {"judge": {key: judge[key] for key in judge if key not in ("parallel", "key")}}
-
-
-def _grows(key: str, before: Any, now: Any) -> bool:
-    if key not in _GROWS:
-        return False
-    return before is None or (type(before) is type(now) and _GROWS[key](before, now))
-
-
-def key_of(row: Row) -> Key:
-    """The sample that a row is about."""
-    return row["task"], row["length"], row["sample"]
+def _settings_compared(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without the judge's keys that no score depends on, and the chat template, which samples depend on."""
+    compared = dict(settings)
+    for section, names in (("judge", ("parallel", "key")), ("target", ("template",))):
+        if settings.get(section):
+            compared[section] = dict(settings[section])
+            for name in names:
+                compared[section].pop(name, None)
+    return compared
 
 
 @dataclass(frozen=True)
@@ -184,17 +100,19 @@ class Run:
 def read_run(folder: str | Path) -> Run:
     """Read a run's folder; UserError if it has no results."""
     folder = Path(at_home(folder))
-    path = folder / "results.jsonl"
-    rows = _latest(read_jsonl(path, Measured)) if path.is_file() else []
+    path = folder / RESULTS
+    rows = latest_rows(read_jsonl(path, Row)) if path.is_file() else []
     if not rows:
-        raise UserError(f"{folder}: no results.jsonl with results; name folders that keepsight eval has written")
-    return Run(folder, rows, read_json(folder / "settings.json", MadeWith))
+        raise UserError(f"{folder}: no {RESULTS} with results; name folders that keepsight eval has written")
+    return Run(folder, rows, read_json(folder / SETTINGS, MadeWith))
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
     """The folders' own names, or the whole paths where two are alike."""
     names = [run.folder.resolve().name for run in runs]
-    return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
+    if len(set(names)) < len(names):
+        return [str(run.folder) for run in runs]
+    return names
 
 
 def labels_of(runs: Sequence[Run]) -> list[str]:
@@ -202,20 +120,36 @@ def labels_of(runs: Sequence[Run]) -> list[str]:
 
     If only one setting differs, its value alone is the label if it is a word.
     """
-    left_out = (*_MAY_CHANGE, *_IN_ROWS)
-    settings = [flatten({key: run.settings[key] for key in run.settings if key not in left_out}) for run in runs]
-    keys = dict.fromkeys(key for each in settings for key in each if not key.endswith(("digest", "sha256")))
-    found = {key: [each.get(key, "") for each in settings] for key in keys}
-    differing = {key: values for key, values in found.items() if len(set(values)) > 1 and key.split(".")[0] != "target"}
-    for key, values in differing.items():
-        ends = [value.rstrip("/").rpartition("/")[2] for value in values]
-        differing[key] = ends if len(set(ends)) == len(set(values)) else values
-    labels = [", ".join(f"{key}={values[at]}" for key, values in differing.items()) for at in range(len(runs))]
+    differing = _differing_settings(runs)
+    labels = []
+    for position in range(len(runs)):
+        labels.append(", ".join(f"{name}={values[position]}" for name, values in differing.items()))
     if len(differing) == 1:
         (values,) = differing.values()
-        labels = values if all(value[:1].isalpha() for value in values) else labels
-    told = len(set(labels)) == len(runs) and max(map(len, labels)) <= MAX_LABEL
-    return labels if told else names_of(runs)
+        if all(value[:1].isalpha() for value in values):
+            labels = values
+    if len(set(labels)) < len(runs) or max(map(len, labels)) > MAX_LABEL:
+        return names_of(runs)
+    return labels
+
+
+def _differing_settings(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """The settings that no row shows and that differ between runs, each with its text in every run.
+
+    Paths are cut to their last parts where these differ too.
+    """
+    settings = [flatten(run.settings) for run in runs]
+    differing = {}
+    for name in dict.fromkeys(chain.from_iterable(settings)):
+        section = name.partition(".")[0]
+        if section in (*_NO_ROW_DEPENDS_ON, *_IN_ROWS, "target") or name.endswith(("digest", "sha256")):
+            continue
+        values = [settings_of_run.get(name, "") for settings_of_run in settings]
+        if len(set(values)) == 1:
+            continue
+        last_parts = [value.rstrip("/").rpartition("/")[2] for value in values]
+        differing[name] = last_parts if len(set(last_parts)) == len(set(values)) else values
+    return differing
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -223,7 +157,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     flat: dict[str, str] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{name}.")
+            flat.update(flatten(value, f"{prefix}{name}."))
         elif isinstance(value, (list, tuple)):
             flat[f"{prefix}{name}"] = ", ".join(map(str, value))
         else:
@@ -237,24 +171,29 @@ def parts_of_one(runs: Sequence[Run]) -> list[Run]:
     UserError: base models differ, or two rows of one sample, method and budget depend on different inputs.
     """
     parts: list[Run] = []
-    seen: dict[tuple[Any, ...], Any] = {}
+    rows_of_all: dict[tuple[Key, Cell], Row] = {}
     for run in runs:
         if run.target != runs[0].target:
             models = f"its model is {run.target}, that of {runs[0].folder} is {runs[0].target}"
             raise UserError(f"{run.folder}: {models}; keepsight compare sets them side by side")
-        fresh = []
+        rows = []
         for row in run.rows:
-            place = (*key_of(row), row["method"], row["budget"])
-            if place not in seen:
-                fresh.append(row)
-            elif seen[place] is None or seen[place] != row.get("inputs_digest"):
+            same = rows_of_all.setdefault((row.key, row.cell), row)
+            if same is row:
+                rows.append(row)
+            elif same.inputs_digest is None or same.inputs_digest != row.inputs_digest:
                 raise UserError(
-                    f"{run.folder}: {place[0]}, {place[1]} tokens, sample {place[2]}: {place[3]} at budget {place[4]} "
-                    "is in another of the runs, measured on other inputs; keepsight compare sets them side by side"
+                    f"{run.folder}: {row.task}, {row.length} tokens, sample {row.sample}: {row.method} at budget "
+                    f"{row.budget} is in another of the runs, measured on other inputs; keepsight compare sets them "
+                    "side by side"
                 )
-            seen.setdefault(place, row.get("inputs_digest"))
-        parts.append(replace(run, rows=fresh))
+        parts.append(replace(run, rows=rows))
     return parts
+
+
+def _sample_identity(row: Row) -> tuple[Key, str]:
+    """The sample of a row by its name and content."""
+    return row.key, row.sample_digest or str(row.references)
 
 
 def comparable(runs: Sequence[Run], allow: Collection[str] = ()) -> list[Run]:
@@ -267,14 +206,18 @@ def comparable(runs: Sequence[Run], allow: Collection[str] = ()) -> list[Run]:
         if "targets" not in allow and run.target != first.target:
             models = f"its model is {run.target}, that of {first.folder} is {first.target}"
             raise UserError(f"{run.folder}: {models}; allow=[targets] compares them anyway")
-    samples = [{(key_of(row), row.get("sample_digest") or str(row["references"])) for row in run.rows} for run in runs]
-    common = set.intersection(*samples)
-    for run, own in zip(runs, samples, strict=True):
-        if "samples" not in allow and own != common:
-            few = f"{len(own - common)} of its {len(own)} samples are not in every other run"
+
+    samples_of_runs = [set(map(_sample_identity, run.rows)) for run in runs]
+    common = set.intersection(*samples_of_runs)
+    for run, samples in zip(runs, samples_of_runs, strict=True):
+        if "samples" not in allow and samples != common:
+            few = f"{len(samples - common)} of its {len(samples)} samples are not in every other run"
             advice = "allow=[samples] compares the others, or, where there are none, the means"
             raise UserError(f"{run.folder}: {few}; {advice}")
     if not common:
-        return [*runs]
-    keys = {key for key, _ in common}
-    return [replace(run, rows=[row for row in run.rows if key_of(row) in keys]) for run in runs]
+        return list(runs)
+    common_keys = {key for key, _ in common}
+    paired = []
+    for run in runs:
+        paired.append(replace(run, rows=[row for row in run.rows if row.key in common_keys]))
+    return paired

@@ -2,7 +2,7 @@
 
 The prompt is prefilled once, the full cache answers, each observer observes once for all methods and budgets that use
 it (`keepsight.eval.compress`), and the answers of all variants come from one batch (`keepsight.eval.answers`). Rows
-that an earlier run has measured on the same inputs are used again (`keepsight.eval.reuse`).
+that were measured before on the same inputs are used again (`keepsight.eval.record.RowStore`).
 
 `question` says what a method compresses: `seen`, the whole prompt; `unseen`, only the part before the question, which
 is then read after the compressed cache; `multi`, the same, with one compressed cache for all samples of one context. In
@@ -15,9 +15,8 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +34,9 @@ from keepsight.eval.answers import (
     batches,
     first_difference,
 )
-from keepsight.eval.compress import Compressed, Seconds, SharedPrompt, attention_mass, needs_of_all, recall, since
-from keepsight.eval.results import FULL, Key, Row
-from keepsight.eval.reuse import find_rows, inputs_digest, method_text, sample_digest, target_digest
+from keepsight.eval.compress import Compressed, SharedPrompt, attention_mass, needs_of_all, recall, since
+from keepsight.eval.inputs import inputs_digest, method_text, sample_digest, target_digest
+from keepsight.eval.record import FULL, NO_TIME, Cell, Digests, Row, RowStore
 from keepsight.eval.tasks.metrics import score
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.models.answer_text import answer_text
@@ -52,8 +51,6 @@ from keepsight.runtime.state import State, prefill
 _SHOWN = 400
 """Number of characters from the end of a prompt that a row shows if its question is not separate."""
 
-
-Cell = tuple[str, int | float | None]
 Refused = dict[Cell, UserError]
 """The errors of variants that were left out, by name and budget."""
 
@@ -76,88 +73,122 @@ class Variant:
         return self.name, self.budget
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A question [1, q] int64 that is read after the context, and the full cache's answer; empty if the prompt has it.
-
-    `answer` [1, T] int64 is the full cache's under `limits`, and `full` has it with its likelihood.
-    """
-
-    sample: RenderedSample
-    question: Tensor
-    limits: Limits
-    answer: Tensor
-    full: Answered
-
-
-def result_row(
-    target: Target,
-    asked: Asked,
-    variant: Variant,
-    compressed: Compressed,
-    answered: Answered,
-    measured: dict[str, float | None],
-) -> dict[str, Any]:
-    """The row of a variant's answer in `results.jsonl`; `measured` are recall, mass and tau of its kept entries."""
-    sample, state = asked.sample, compressed.state
-    seconds = asdict(replace(compressed.seconds, question=answered.question))
-    text = answer_text(target.tokenizer, answered.ids)
-    evicts_again = variant.method.periodic_eviction(target.model) is not None
-    appended = [asked.question.shape[1], *[1] * (len(answered.ids) - 1)]
-    peak = None if evicts_again else state.copy().kv_peak_bytes(appended)
-    row = {
-        "task": sample.task,
-        "length": sample.length,
-        "sample": sample.id,
-        "depth": sample.depth,
-        "method": variant.name,
-        "budget": variant.budget,
-        "score": score(sample, text),
-        "excess_nll": (answered.nll - asked.full.nll).mean().item(),
-        "agreement": answered.hits.float().mean().item(),
-        **measured,
-        "first_difference": first_difference(answered.ids, asked.full.ids),
-        "kept": round(state.mean_entries(), 3),
-        "kv_bytes": state.kv_bytes,
-        "kv_peak_bytes": peak,
-        "seconds": seconds,
-        "time_to_first_token": sum(seconds.values()),
-        "tokens_per_second": answered.tokens_per_second,
-        "rows": answered.rows,
-        "answer": text,
-        "answer_tokens": len(answered.ids),
-        "references": list(sample.references),
-        "asks": (sample.question or sample.prompt[-_SHOWN:]).strip(),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-    }
-    numbers = {name: value for name, value in row.items() if isinstance(value, float)}
-    infinite = [name for name in numbers if not math.isfinite(numbers[name]) and not (name == "score" and sample.judge)]
-    if infinite:
-        dtype = target.model.dtype
-        advice = f"logits that are not finite in {dtype}; leave the method out, or choose model.dtype=float32"
-        cause = advice if "excess_nll" in infinite else f"{infinite[0]}={row[infinite[0]]}"
-        raise UserError(f"sample {sample.task}/{sample.id}: {variant.name} at budget {variant.budget} gives {cause}")
-    return row
-
-
-def _add_earlier_answers(samples: Sequence[RenderedSample], rows: Sequence[list[Row]]) -> None:
-    """Add to the rows of later turns what their variants answered in the turns before, as `before`."""
-    for sample, earlier, made in zip(samples[1:], rows, rows[1:], strict=False):
-        said = {(row["method"], row["budget"]): [*row.get("before", []), row["answer"]] for row in earlier}
-        for row in made if sample.earlier else []:
-            row["before"] = said[row["method"], row["budget"]]
-
-
-Note = Callable[[Sequence[RenderedSample], Variant, Tensor], object]
-"""Takes samples with one prompt, a variant and [L, K, N] bool, which of the prompt's entries it keeps."""
-
-
 FULL_CACHE = Variant(FULL, FullCache())
 
 
 def evicting(variants: Sequence[Variant]) -> list[Variant]:
     """The variants without the full cache, which is always answered from first."""
     return [variant for variant in variants if not variant.method.is_full_cache]
+
+
+Note = Callable[[Sequence[RenderedSample], Variant, Tensor], object]
+"""Takes samples with one prompt, a variant and [L, K, N] bool, which of the prompt's entries it keeps."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question [1, q] int64 that is read after the context, and the full cache's answer; empty if the prompt has it.
+
+    `answer` [1, T] int64 is the full cache's under `limits`, and `full` has it with its likelihood.
+    """
+
+    sample: RenderedSample
+    tokens: Tensor
+    limits: Limits
+    answer: Tensor
+    full: Answered
+
+
+@dataclass(frozen=True)
+class KeptQuality:
+    """How well a variant's kept entries match the answer's attention; None where that is not known.
+
+    See `recall`, `attention_mass` and `kendall_tau` of `keepsight.eval.compress`.
+    """
+
+    recall: float | None
+    mass: float | None
+    tau: float | None
+
+
+# One row
+
+
+def result_row(
+    target: Target,
+    question: Question,
+    variant: Variant,
+    compressed: Compressed,
+    answered: Answered,
+    quality: KeptQuality,
+    *,
+    prompt_tokens: int,
+    question_mode: str,
+) -> Row:
+    """The row of a variant's answer; `question_mode` is `seen`, `unseen` or `multi`.
+
+    UserError: a number is infinite or NaN.
+    """
+    sample = question.sample
+    state = compressed.state
+    seconds = replace(compressed.seconds, question=answered.question)
+    text = answer_text(target.tokenizer, answered.ids)
+    if variant.method.periodic_eviction(target.model) is None:
+        appended = [question.tokens.shape[1], *[1] * (len(answered.ids) - 1)]
+        kv_peak_bytes = state.copy().kv_peak_bytes(appended)
+    else:
+        kv_peak_bytes = None
+    row = Row(
+        task=sample.task,
+        length=sample.length,
+        sample=sample.id,
+        depth=sample.depth,
+        method=variant.name,
+        budget=variant.budget,
+        score=score(sample, text),
+        excess_nll=(answered.nll - question.full.nll).mean().item(),
+        agreement=answered.hits.float().mean().item(),
+        recall=quality.recall,
+        mass=quality.mass,
+        tau=quality.tau,
+        first_difference=first_difference(answered.ids, question.full.ids),
+        kept=round(state.mean_entries(), 3),
+        kv_bytes=state.kv_bytes,
+        kv_peak_bytes=kv_peak_bytes,
+        seconds=seconds,
+        time_to_first_token=seconds.total,
+        tokens_per_second=answered.tokens_per_second,
+        rows=answered.rows,
+        answer=text,
+        answer_tokens=len(answered.ids),
+        references=list(sample.references),
+        asks=(sample.question or sample.prompt[-_SHOWN:]).strip(),
+        date=datetime.now(timezone.utc).date().isoformat(),
+        prompt_tokens=prompt_tokens,
+        question=question_mode,
+    )
+    _check_finite(row, target, is_judged=bool(sample.judge))
+    return row
+
+
+def _check_finite(row: Row, target: Target, *, is_judged: bool) -> None:
+    """UserError if a number of a row is infinite or NaN; a judged answer's score is NaN until the verdict."""
+    infinite = []
+    for column, value in vars(row).items():
+        awaits_verdict = column == "score" and is_judged
+        if isinstance(value, float) and not math.isfinite(value) and not awaits_verdict:
+            infinite.append(column)
+    if not infinite:
+        return
+    if "excess_nll" in infinite:
+        dtype = target.model.dtype
+        cause = f"logits that are not finite in {dtype}; leave the method out, or choose model.dtype=float32"
+    else:
+        cause = f"{infinite[0]}={getattr(row, infinite[0])}"
+    raise UserError(f"sample {row.task}/{row.sample}: {row.method} at budget {row.budget} gives {cause}")
+
+
+# The rows of samples that share a prefill
 
 
 def check_samples(
@@ -171,8 +202,10 @@ def check_samples(
     for sample in samples:
         tokens = len(sample.prompt_ids) + len(sample.question_ids)
         if tokens + sample.max_new_tokens > context:
-            whole = f"{tokens} tokens, with {sample.max_new_tokens} for the answer more than the context of {context}"
-            raise UserError(f"sample {sample.task}/{sample.id} has {whole}; lower lengths= or max_tokens=")
+            raise UserError(
+                f"sample {sample.task}/{sample.id} has {tokens} tokens, with {sample.max_new_tokens} for the answer "
+                f"more than the context of {context}; lower lengths= or max_tokens="
+            )
         for variant in variants:
             try:
                 if sample.pictures and not variant.method.reads_images:
@@ -211,21 +244,33 @@ def run_samples(
         UserError: as `check_samples`.
     """
     run = _Run(target, evicting(variants), batch_tokens, question, note, refused, sampling)
-    rows = list[list[Row]]()
-    for part in [[each] for each in samples] if samples[-1].earlier else [samples]:
-        if part[0].earlier:
-            whole = torch.cat([run.said[FULL_CACHE.cell][0].cpu(), part[0].question_ids])
-            part = [replace(part[0], prompt_ids=whole, question_ids=whole[:0])]
-        rows += run.answer_samples(part)
-    _add_earlier_answers(samples, rows)
-    return rows
+    if not samples[-1].earlier:
+        return run.answer_samples(samples)
+
+    rows_of_turns: list[list[Row]] = []
+    for turn in samples:
+        if turn.earlier:
+            conversation = run.conversations[FULL_CACHE.cell][0].cpu()
+            prompt = torch.cat([conversation, turn.question_ids])
+            turn = replace(turn, prompt_ids=prompt, question_ids=prompt[:0])
+        (rows,) = run.answer_samples([turn])
+        if rows_of_turns:
+            rows = _with_earlier_answers(rows, rows_of_turns[-1])
+        rows_of_turns.append(rows)
+    return rows_of_turns
+
+
+def _with_earlier_answers(rows: Sequence[Row], rows_before: Sequence[Row]) -> list[Row]:
+    """The rows of a later turn, with what their variants have answered in the turns before, as `before`."""
+    answers = {row.cell: [*(row.before or []), row.answer] for row in rows_before}
+    return [replace(row, before=answers[row.cell]) for row in rows]
 
 
 @dataclass(frozen=True)
 class _Run:
     """The arguments of `run_samples`, and its steps.
 
-    `said` has each variant's conversation so far, [1, M] int64, without the last answer's end token.
+    `conversations` has each variant's conversation so far, [1, M] int64, without the last answer's end token.
     """
 
     target: Target
@@ -235,216 +280,376 @@ class _Run:
     note: Note
     refused: Refused | None
     sampling: Sampling
-    said: dict[Cell, Tensor] = field(default_factory=dict)
+    conversations: dict[Cell, Tensor] = field(default_factory=dict)
 
     def answer_samples(self, samples: Sequence[RenderedSample]) -> list[list[Row]]:
-        """The rows of samples with one prompt, or of one turn of a conversation, after which `said` has it too."""
-        target, said = self.target, self.said
-        compared = [each for each in self.variants if not samples[0].earlier or each.cell in said]
-        check_samples(target, samples, compared, self.refused)
-        compared = [each for each in compared if each.cell not in (self.refused or ())]
-        prompt = samples[0].prompt_ids[None].to(target.model.device)
-        pictures = samples[0].pictures.inputs() if samples[0].pictures else {}
-        images = Images.among({name: each.to(target.model.device) for name, each in pictures.items()})
-        needs = needs_of_all([variant.method for variant in compared])
-        start = time.perf_counter()
-        state = prefill(target.model, prompt, needs=needs, images=images)
-        seconds = since(start) - state.seconds
-        asked = [self._ask(state, each) for each in samples]
-        answers = DraftIds(torch.cat([ids for each in asked for ids in (each.question, each.answer)], dim=1))
-        decoding = sum(len(each.full.ids) / (each.full.tokens_per_second or 1.0) for each in asked)
-        shared = SharedPrompt(target.model, state, answers, seconds, decoding, images)
-        attended = shared.attention(), shared.ranks()
-        full = FULL_CACHE, Compressed(state, Seconds(prefill=seconds), None)
-        kept = {"recall": 1.0, "mass": 1.0, "tau": None}
-        rows = [[result_row(target, each, *full, each.full, kept)] for each in asked]
-        before = said.get(FULL_CACHE.cell)
-        self._continue(FULL_CACHE, prompt, asked[0].full.ids)
-        length = prompt.shape[1]
-
-        def run(group: Sequence[Variant]) -> None:
-            own = [_own_prompt(prompt, before, said.get(variant.cell)) for variant in group]
-            found = self._answer_group(shared, attended, asked, group, own)
-            for made, (of_group, _) in zip(rows, found, strict=True):
-                made += of_group
-            for variant, whole, ids in zip(group, own, found[0][1], strict=True):
-                self._continue(variant, whole, ids)
-
-        def fits(group: Sequence[Variant]) -> bool:
-            return sum(min(each.method.budget_for(length), length) for each in group) <= self.batch_tokens
-
-        for group in batches(compared, fits):
+        """The rows of samples with one prompt, or of one turn, which is then in the variants' conversations too."""
+        variants = self._variants_that_answer(samples)
+        prompt = self._share_prompt(samples, variants)
+        for group in batches(variants, prompt.fits):
             try:
-                run(group)
+                prompt.answer(group)
             except UserError:  # of one variant: the others are run without it
                 if self.refused is None:
                     raise
                 for variant in group:
                     try:
-                        run([variant])
+                        prompt.answer([variant])
                     except UserError as error:
                         self.refused[variant.cell] = error
-        for each, made in zip(asked, rows, strict=True):
-            more = {"prompt_tokens": length + each.question.shape[1], "question": self.question}
-            made[:] = [row | more for row in made]
-        return rows
+        return prompt.rows
 
-    def _ask(self, state: State, sample: RenderedSample) -> Asked:
-        """A sample, answered from the full cache."""
-        target, rest = self.target, sample.question_ids[None].to(self.target.model.device)
-        limits = Limits(sample.max_new_tokens, target.end_tokens, self.batch_tokens, self.sampling)
-        return Asked(sample, rest, limits, *answer_full(target.model, state, rest, limits))
+    def _variants_that_answer(self, samples: Sequence[RenderedSample]) -> list[Variant]:
+        """The variants that do not refuse the samples, and in a later turn have answered all turns before."""
+        variants = self.variants
+        if samples[0].earlier:
+            variants = [variant for variant in variants if variant.cell in self.conversations]
+        check_samples(self.target, samples, variants, self.refused)
+        if self.refused:
+            variants = [variant for variant in variants if variant.cell not in self.refused]
+        return variants
 
-    def _continue(self, variant: Variant, prompt: Tensor, answer: Tensor) -> None:
+    def _share_prompt(self, samples: Sequence[RenderedSample], variants: Sequence[Variant]) -> "_AnsweredPrompt":
+        """The samples' prompt, prefilled and answered from the full cache, for the variants to share."""
+        model = self.target.model
+        tokens = samples[0].prompt_ids[None].to(model.device)
+        pictures = samples[0].pictures.inputs() if samples[0].pictures else {}
+        images = Images.among({name: values.to(model.device) for name, values in pictures.items()})
+        needs = needs_of_all([variant.method for variant in variants])
+
+        start = time.perf_counter()
+        state = prefill(model, tokens, needs=needs, images=images)
+        prefill_seconds = since(start) - state.seconds
+
+        questions = []
+        continuation = []
+        decoding_seconds = 0.0
+        for sample in samples:
+            question = self._ask(state, sample)
+            questions.append(question)
+            continuation += [question.tokens, question.answer]
+            decoding_seconds += len(question.full.ids) / (question.full.tokens_per_second or 1.0)
+        answers = DraftIds(torch.cat(continuation, dim=1))
+        shared = SharedPrompt(model, state, answers, prefill_seconds, decoding_seconds, images)
+        return _AnsweredPrompt(self, tokens, shared, questions)
+
+    def _ask(self, state: State, sample: RenderedSample) -> Question:
+        """A sample's question, answered from the full cache."""
+        tokens = sample.question_ids[None].to(self.target.model.device)
+        limits = Limits(sample.max_new_tokens, self.target.end_tokens, self.batch_tokens, self.sampling)
+        answer, full = answer_full(self.target.model, state, tokens, limits)
+        return Question(sample, tokens, limits, answer, full)
+
+    def continue_conversation(self, variant: Variant, prompt: Tensor, answer: Tensor) -> None:
         """Note a prompt [1, N] and its answer [T], without the end token that the next turn begins with."""
-        answer = answer[:-1] if answer[-1:].tolist()[0] in self.target.end_tokens else answer
-        self.said[variant.cell] = torch.cat([prompt, answer[None]], dim=1)
+        if answer[-1:].tolist()[0] in self.target.end_tokens:
+            answer = answer[:-1]
+        self.conversations[variant.cell] = torch.cat([prompt, answer[None]], dim=1)
 
-    def _answer_group(
+
+class _AnsweredPrompt:
+    """A prompt that the full cache has answered, and `rows`, those of its samples so far, the full cache's first.
+
+    Args:
+        run: What all prompts share.
+        tokens: The prompt [1, N] int64, in the full cache's conversation.
+        shared: The prompt's prefill.
+        questions: The samples of the prompt, with the full cache's answers.
+    """
+
+    def __init__(self, run: _Run, tokens: Tensor, shared: SharedPrompt, questions: Sequence[Question]) -> None:
+        self.run = run
+        self.tokens = tokens
+        self.shared = shared
+        self.questions = questions
+        self.attention = shared.attention()
+        self.ranks = shared.ranks()
+        self.conversation_before = run.conversations.get(FULL_CACHE.cell)
+
+        seconds = replace(NO_TIME, prefill=shared.seconds)
+        compressed = Compressed(shared.state, seconds, None)
+        quality = KeptQuality(recall=1.0, mass=1.0, tau=None)
+        self.rows: list[list[Row]] = []
+        for question in questions:
+            self.rows.append([self._row(question, FULL_CACHE, compressed, question.full, quality)])
+        run.continue_conversation(FULL_CACHE, tokens, questions[0].full.ids)
+
+    def fits(self, group: Sequence[Variant]) -> bool:
+        """Whether the entries that variants keep of the prompt fit into one batch."""
+        length = self.tokens.shape[1]
+        entries = sum(min(variant.method.budget_for(length), length) for variant in group)
+        return entries <= self.run.batch_tokens
+
+    def answer(self, group: Sequence[Variant]) -> None:
+        """Add the rows of variants that are decoded in one batch."""
+        compressed = []
+        qualities = []
+        for variant in group:
+            result = self.shared.compress(variant.method)
+            compressed.append(result)
+            qualities.append(
+                KeptQuality(
+                    recall=recall(result.kept, self.ranks),
+                    mass=attention_mass(result.kept, self.attention),
+                    tau=self.shared.tau(variant.method),
+                )
+            )
+
+        own_prompts = list(map(self._own_prompt, group))
+        rows_of_questions: list[list[Row]] = []
+        answers_of_questions: list[list[Answered]] = []
+        for question in self.questions:
+            answers = self._measured_answers(question, group, compressed)
+            self._follow_own_conversations(question, group, own_prompts, answers)
+            answers_of_questions.append(answers)
+            rows = []
+            for variant, result, answered, quality in zip(group, compressed, answers, qualities, strict=True):
+                rows.append(self._row(question, variant, result, answered, quality))
+            rows_of_questions.append(rows)
+
+        samples = [question.sample for question in self.questions]
+        for variant, result in zip(group, compressed, strict=True):
+            if result.kept is not None:
+                self.run.note(samples, variant, result.kept)
+        for rows, new_rows in zip(self.rows, rows_of_questions, strict=True):
+            rows += new_rows
+        for variant, prompt, answered in zip(group, own_prompts, answers_of_questions[0], strict=True):
+            self.run.continue_conversation(variant, prompt, answered.ids)
+
+    def _row(
         self,
-        shared: SharedPrompt,
-        attended: tuple[Tensor, Tensor],
-        asked: Sequence[Asked],
-        group: Sequence[Variant],
-        own: Sequence[Tensor],
-    ) -> list[tuple[list[Row], list[Tensor]]]:
-        """For each question, the rows of variants that are decoded in one batch, and their answers [T] int64.
+        question: Question,
+        variant: Variant,
+        compressed: Compressed,
+        answered: Answered,
+        quality: KeptQuality,
+    ) -> Row:
+        return result_row(
+            self.run.target,
+            question,
+            variant,
+            compressed,
+            answered,
+            quality,
+            prompt_tokens=self.tokens.shape[1] + question.tokens.shape[1],
+            question_mode=self.run.question,
+        )
 
-        `attended` are `attention` and `ranks`, `own` each variant's prompt [1, N] in its own conversation.
+    def _own_prompt(self, variant: Variant) -> Tensor:
+        """The prompt [1, N] with the variant's own conversation in place of the full cache's."""
+        conversation = self.run.conversations.get(variant.cell)
+        if self.conversation_before is None or conversation is None:
+            return self.tokens
+        return torch.cat([conversation, self.tokens[:, self.conversation_before.shape[1] :]], dim=1)
+
+    def _measured_answers(
+        self, question: Question, group: Sequence[Variant], compressed: Sequence[Compressed]
+    ) -> list[Answered]:
+        """Each variant's answer, with the likelihood of the full cache's answer.
+
+        Variants that evict while decoding, and states that cannot be joined, answer alone; all others in batches.
         """
-        (attention, ranks), methods = attended, [variant.method for variant in group]
-        compressed = [shared.compress(method) for method in methods]
-        measured = [
-            {"recall": recall(one.kept, ranks), "mass": attention_mass(one.kept, attention), "tau": shared.tau(method)}
-            for method, one in zip(methods, compressed, strict=True)
-        ]
-        other = [place for place, prompt in enumerate(own) if not torch.equal(prompt, shared.state.tokens)]
-        rows = []
-        for each in asked:
-            answers = self._answers(each, methods, [one.state for one in compressed])
-            of_own = self._own_answers(each, [methods[at] for at in other], [own[at] for at in other])
-            for place, ids in zip(other, of_own, strict=True):
-                answers[place] = replace(answers[place], ids=ids)
-            columns = zip(group, compressed, answers, measured, strict=True)
-            made = [result_row(self.target, each, *column) for column in columns]
-            rows.append((made, [answered.ids for answered in answers]))
-        for variant, state in zip(group, compressed, strict=True):
-            if state.kept is not None:
-                self.note([each.sample for each in asked], variant, state.kept)
-        return rows
+        model = self.run.target.model
+        answers: dict[int, Answered] = {}
+        batched = []
+        states = []
+        for position, (variant, result) in enumerate(zip(group, compressed, strict=True)):
+            if self._answers_alone(variant.method, result.state):
+                answers[position] = self._answer_alone(question, variant.method, result.state)
+            else:
+                batched.append(position)
+                states.append(result.state)
+        answers_of_batches = answer_all(model, states, question.tokens, question.answer, question.limits)
+        answers.update(zip(batched, answers_of_batches, strict=True))
+        return [answers[position] for position in sorted(answers)]
 
-    def _answers(self, asked: Asked, methods: Sequence[Method], states: Sequence[State]) -> list[Answered]:
-        """Methods that evict while decoding and states that cannot be joined answer alone, all others in batches."""
-        alone = [self._alone(asked, *pair) for pair in zip(methods, states, strict=True)]
-        rest = [state for state, answered in zip(states, alone, strict=True) if answered is None]
-        batched = iter(answer_all(self.target.model, rest, asked.question, asked.answer, asked.limits))
-        return [answered or next(batched) for answered in alone]
+    def _follow_own_conversations(
+        self, question: Question, group: Sequence[Variant], own_prompts: Sequence[Tensor], answers: list[Answered]
+    ) -> None:
+        """In place, give variants whose conversation went another way the answers to their own prompts."""
+        model = self.run.target.model
+        batched = []
+        states = []
+        for position, (variant, prompt) in enumerate(zip(group, own_prompts, strict=True)):
+            if torch.equal(prompt, self.shared.state.tokens):
+                continue
+            state = variant.method.start(model, prompt)
+            if self._answers_alone(variant.method, state):
+                ids = self._answer_alone(question, variant.method, state).ids
+                answers[position] = replace(answers[position], ids=ids)
+            else:
+                batched.append(position)
+                states.append(state)
+        for position, ids in zip(batched, answer_each(model, states, question.limits), strict=True):
+            answers[position] = replace(answers[position], ids=ids)
 
-    def _own_answers(self, asked: Asked, methods: Sequence[Method], prompts: Sequence[Tensor]) -> list[Tensor]:
-        """The answers [T] int64 of methods to prompts [1, N] of their own."""
-        states = [method.start(self.target.model, prompt) for method, prompt in zip(methods, prompts, strict=True)]
-        alone = [self._alone(asked, *pair) for pair in zip(methods, states, strict=True)]
-        rest = [state for state, answered in zip(states, alone, strict=True) if answered is None]
-        batched = iter(answer_each(self.target.model, rest, asked.limits))
-        return [answered.ids if answered else next(batched) for answered in alone]
+    def _answers_alone(self, method: Method, state: State) -> bool:
+        return method.periodic_eviction(self.run.target.model) is not None or not can_join(state)
 
-    def _alone(self, asked: Asked, method: Method, state: State) -> Answered | None:
-        """The answer of a method that evicts while decoding, or from a state that cannot be joined; None for others."""
-        model, eviction = self.target.model, method.periodic_eviction(self.target.model)
-        if eviction is None and can_join(state):
-            return None
-        readers = method.turn_reader(model), method.reader(model)
-        return answer_alone(readers, state, asked.question, asked.answer, asked.limits, eviction)
-
-
-def _own_prompt(prompt: Tensor, before: Tensor | None, own: Tensor | None) -> Tensor:
-    """A turn's prompt [1, N] with the variant's own conversation in place of `before`, the full cache's."""
-    return prompt if before is None or own is None else torch.cat([own, prompt[:, before.shape[1] :]], dim=1)
+    def _answer_alone(self, question: Question, method: Method, state: State) -> Answered:
+        model = self.run.target.model
+        readers = (method.turn_reader(model), method.reader(model))
+        eviction = method.periodic_eviction(model)
+        return answer_alone(readers, state, question.tokens, question.answer, question.limits, eviction)
 
 
-def sweep(
+# The sweep
+
+
+@dataclass(frozen=True)
+class SampleGroup:
+    """Samples that share a prefill, and what their rows depend on.
+
+    Attributes:
+        samples: One sample, the turns of a conversation, or under `question=multi` the samples about one context.
+        contents: The `sample_digest` of each.
+        inputs: For each, the `inputs_digest` of every variant by its cell, the full cache first.
+    """
+
+    samples: list[RenderedSample]
+    contents: list[str]
+    inputs: list[Digests]
+
+
+def plan(
     target: Target,
     samples: Sequence[RenderedSample],
     variants: Sequence[Variant],
-    done: set[Key],
-    batch_tokens: int,
     question: str = "seen",
-    earlier: Mapping[str, Row] | None = None,
-    note: Note = lambda *_: None,
-    refused: Refused | None = None,
     sampling: Sampling = GREEDY,
-) -> Iterator[list[Row]]:
-    """The rows of each sample whose key is not in `done`, with what they depend on as digests.
+) -> list[SampleGroup]:
+    """What a sweep has to measure: the samples in their groups, and the digest of every row's inputs.
 
-    Under `question=multi` samples that stand one after another and share task, length and context are one group. Rows
-    of `earlier` are used again where they depend on the same inputs; a variant in `refused` is left out of all later
-    samples. The other arguments are those of `run_samples`. UserError as there, and where every variant was refused.
+    Under `question=multi` samples that stand one after another and share task, length and context are one group.
     """
-    of_target, digest_of = target_digest(target) + (f"all {sampling}" if sampling.temperature else ""), {}
-    for variant in (columns := [FULL_CACHE, *evicting(variants)]):
-        digest_of[variant.cell] = method_text(variant.method)
-    given: dict[str, Any] = {"batch_tokens": batch_tokens, "question": question, "note": note}
-    given |= {"refused": refused, "sampling": sampling}
+    target_text = target_digest(target)
+    if sampling.temperature:
+        target_text += f"all {sampling}"
+    method_texts = {}
+    for variant in (FULL_CACHE, *evicting(variants)):
+        method_texts[variant.cell] = method_text(variant.method)
+    groups = []
     for group in groups_of(samples, question):
-        wanted = [sample.key not in done for sample in group]
-        if not any(wanted):
-            continue
-        contents, asks = [sample_digest(sample) for sample in group], "turns" if group[-1].earlier else question
-        inputs = [
-            {
-                cell: inputs_digest(of_target, contents, place, asks, method)
-                for cell, method in digest_of.items()
-                if cell not in (refused or ())
-            }
-            for place in range(len(group))
-        ]
-        columns = [variant for variant in columns if variant.cell in inputs[0]]
-        found = find_rows(earlier or {}, [[*each.values()] for each in inputs])
-        rows = _completed(functools.partial(run_samples, target, group, **given), columns, found)
-        for sample, content, made, digests, missing in zip(group, contents, rows, inputs, wanted, strict=True):
-            names = {"task": sample.task, "length": sample.length, "sample": sample.id, "sample_digest": content}
-            names |= {"context": contents[0]} if question == "multi" else {}
-            if missing:
-                yield [row | names | {"inputs_digest": digests[row["method"], row["budget"]]} for row in made]
-        if refused and len(refused) == len(digest_of) - 1:
-            (name, budget), error = next(iter(refused.items()))
-            raise UserError(f"{name} at budget {budget}: {error}")
-
-
-def _completed(
-    run: Callable[[list[Variant]], list[list[Row]]], columns: list[Variant], found: list[list[Row | None]]
-) -> list[list[Row]]:
-    """The rows of a group of samples: `found` has rows of earlier runs, and `run` measures the missing variants.
-
-    If the full cache's rows were not found, or its answer now differs by rounding, no row found is comparable.
-    """
-    missing = [variant for variant, row in zip(columns, found[0], strict=True) if row is None]
-    if FULL_CACHE in missing:
-        return run(columns)
-    made = run(missing) if missing else [[] for _ in found]
-    if any(old[0] and new and old[0]["answer"] != new[0]["answer"] for old, new in zip(found, made, strict=True)):
-        return run(columns)
-    rows = []
-    for old, new in zip(found, made, strict=True):
-        fresh = {(row["method"], row["budget"]): row for row in new}
-        cells = [
-            (row or fresh.get(variant.cell), {"method": variant.name, "budget": variant.budget})
-            for variant, row in zip(columns, old, strict=True)
-        ]
-        rows.append([row | cell for row, cell in cells if row])
-    return rows
+        asks = "turns" if group[-1].earlier else question
+        contents = list(map(sample_digest, group))
+        inputs: list[Digests] = []
+        for position in range(len(group)):
+            digests = {}
+            for cell, text in method_texts.items():
+                digests[cell] = inputs_digest(target_text, contents, position, asks, text)
+            inputs.append(digests)
+        groups.append(SampleGroup(group, contents, inputs))
+    return groups
 
 
 def groups_of(samples: Sequence[RenderedSample], question: str) -> list[list[RenderedSample]]:
     """Samples by prefill: a single sample, the turns of a conversation, or under `multi` samples with one context."""
     groups: list[list[RenderedSample]] = []
     for sample in samples:
-        if groups and (sample.earlier or (question == "multi" and _shared_by(sample) == _shared_by(groups[-1][0]))):
+        if groups and _shares_prefill(sample, groups[-1][0], question):
             groups[-1].append(sample)
         else:
             groups.append([sample])
     return groups
 
 
-def _shared_by(sample: RenderedSample) -> tuple[str, int, str]:
-    return sample.task, sample.length, sample.context
+def _shares_prefill(sample: RenderedSample, first: RenderedSample, question: str) -> bool:
+    """Whether a sample belongs to the group that begins with another."""
+    if sample.earlier:
+        return True
+    same = (sample.task, sample.length, sample.context) == (first.task, first.length, first.context)
+    return question == "multi" and same
+
+
+def sweep(
+    target: Target,
+    groups: Sequence[SampleGroup],
+    variants: Sequence[Variant],
+    batch_tokens: int,
+    store: RowStore,
+    question: str = "seen",
+    note: Note = lambda *_: None,
+    refused: Refused | None = None,
+    sampling: Sampling = GREEDY,
+) -> Iterator[list[Row]]:
+    """All rows of each sample of which the store does not have all, those that it has among them.
+
+    `groups` are those of `plan` for the same target, variants, question and sampling. A variant in `refused` is left
+    out of all later samples. The other arguments are those of `run_samples`. UserError as there, and where every
+    variant was refused.
+    """
+    measure = functools.partial(
+        run_samples,
+        target,
+        batch_tokens=batch_tokens,
+        question=question,
+        note=note,
+        refused=refused,
+        sampling=sampling,
+    )
+    columns = [FULL_CACHE, *evicting(variants)]
+    evictions = len(columns) - 1
+    for group in groups:
+        if refused:
+            columns = [variant for variant in columns if variant.cell not in refused]
+        inputs = []
+        incomplete = []
+        for position, sample in enumerate(group.samples):
+            inputs.append({variant.cell: group.inputs[position][variant.cell] for variant in columns})
+            if not store.has_all(sample.key, inputs[position]):
+                incomplete.append(position)
+        if not incomplete:
+            continue
+
+        found = store.find(inputs)
+        missing = [variant for variant in columns if variant.cell not in found[0]]
+        measured: list[list[Row]] = []
+        if missing and FULL_CACHE not in missing:
+            measured = measure(group.samples, missing)
+        if FULL_CACHE in missing or _full_cache_differs(found, measured):
+            # The other rows compare a method with an answer of the full cache that is not there any more.
+            found = []
+            measured = measure(group.samples, columns)
+
+        for position in incomplete:
+            by_cell = {row.cell: row for row in measured[position]} if measured else {}
+            if found:
+                by_cell.update(found[position])
+            yield _rows_of_sample(group, position, columns, by_cell, question)
+        if refused and len(refused) == evictions:
+            (name, budget), error = next(iter(refused.items()))
+            raise UserError(f"{name} at budget {budget}: {error}")
+
+
+def _full_cache_differs(found: Sequence[Mapping[Cell, Row]], measured: Sequence[Sequence[Row]]) -> bool:
+    """Whether the full cache answers otherwise than in rows that were found, which rounding may cause."""
+    for rows_found, rows_measured in zip(found, measured, strict=False):  # nothing may have been measured
+        if rows_measured[0].answer != rows_found[FULL_CACHE.cell].answer:
+            return True
+    return False
+
+
+def _rows_of_sample(
+    group: SampleGroup, position: int, columns: Sequence[Variant], by_cell: Mapping[Cell, Row], question: str
+) -> list[Row]:
+    """A sample's rows in the order of the variants, under its names and theirs, and with what they depend on."""
+    sample = group.samples[position]
+    rows = []
+    for variant in columns:
+        row = by_cell.get(variant.cell)
+        if row is None:  # the variant was refused
+            continue
+        rows.append(
+            replace(
+                row,
+                task=sample.task,
+                length=sample.length,
+                sample=sample.id,
+                method=variant.name,
+                budget=variant.budget,
+                sample_digest=group.contents[position],
+                context=group.contents[0] if question == "multi" else None,
+                inputs_digest=group.inputs[position][variant.cell],
+            )
+        )
+    return rows

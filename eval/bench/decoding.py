@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice, product
 from typing import NamedTuple
 
 import psutil
@@ -16,9 +15,10 @@ from transformers import PreTrainedModel
 from transformers.generation import StoppingCriteriaList
 
 from keepsight.eval.answers import default_batch_tokens, entry_bytes, free_tokens
-from keepsight.eval.bench.measure import random_ids, read_greedily, require_room, seconds_of
+from keepsight.eval.bench.measure import name_width, random_ids, read_greedily, require_room, seconds_of
 from keepsight.eval.bench.offload import random_state
-from keepsight.eval.sweep import Variant, run_samples, sweep
+from keepsight.eval.record import RowStore
+from keepsight.eval.sweep import Variant, plan, run_samples, sweep
 from keepsight.eval.tasks.niah import make_samples
 from keepsight.models.draft_head import EagleHead
 from keepsight.models.targets import Target
@@ -49,36 +49,37 @@ def bench_decode(
     """
     require_room(model, tokens + _WARM_UP + steps, batch)
     ids = random_ids(model, batch, tokens)
-    compared = {"full cache": FullCache(), **methods}
-    prompts = tqdm(compared.items(), desc="prompts")
-    decoding = {name: _Decoding(each.reader(model), each.start(model, ids)) for name, each in prompts}
+    decodings: dict[str, _Decoding] = {}
+    for name, method in tqdm({"full cache": FullCache(), **methods}.items(), desc="prompts"):
+        decodings[name] = _Decoding(method.reader(model), method.start(model, ids))
     for _ in tqdm(range(steps), desc="steps"):
-        for each in decoding.values():
-            each.step()
-    width = max(18, *(len(name) + 2 for name in methods))
+        for decoding in decodings.values():
+            decoding.step()
+    width = name_width(methods)
     yield f"{batch} rows of {tokens} tokens, median of {steps} steps, {torch.get_num_threads()} threads, {model.dtype}"
     yield f"{'method':<{width}}{'ms a step':>11}{'tokens/s':>10}{'of full':>9}{'of first':>10}{'KV MiB':>9}"
-    full, first = (each.seconds for each in islice(decoding.values(), 2))
-    for name, each in decoding.items():
-        ratios = f"{each.seconds / full:>9.2f}{each.seconds / first:>10.2f}"
-        yield f"{name:<{width}}{each.seconds * 1000:>11.1f}{batch / each.seconds:>10.1f}{ratios}{each.kv_mib:>9.1f}"
+    full, first_method, *_ = decodings.values()
+    for name, decoding in decodings.items():
+        seconds = decoding.seconds
+        ratios = f"{seconds / full.seconds:>9.2f}{seconds / first_method.seconds:>10.2f}"
+        yield f"{name:<{width}}{seconds * 1000:>11.1f}{batch / seconds:>10.1f}{ratios}{decoding.kv_mib:>9.1f}"
 
 
 def bench_largest(model: PreTrainedModel, methods: Mapping[str, Method], tokens: int, steps: int) -> Iterator[str]:
     """A line for each method, in the largest batch that fits the free memory with it, and no more than `_MOST_ROWS`."""
     require_room(model, tokens + _WARM_UP + steps)
     ids = random_ids(model, 1, tokens)
-    compared, full = {"full cache": FullCache(), **methods}, 0.0
-    width = max(18, *(len(name) + 2 for name in methods))
+    full_speed = 0.0
+    width = name_width(methods)
     yield f"rows of {tokens} tokens, median of {steps} steps, {torch.get_num_threads()} threads, {model.dtype}"
     yield f"{'method':<{width}}{'rows':>6}{'ms a step':>11}{'tokens/s':>10}{'of full':>9}{'KV MiB':>9}"
-    for name, method in compared.items():
+    for name, method in {"full cache": FullCache(), **methods}.items():
         rows, decoding = _in_largest_batch(model, method, ids)
         for _ in range(steps):
             decoding.step()
         speed = rows / decoding.seconds
-        full = full or speed
-        timed = f"{decoding.seconds * 1000:>11.1f}{speed:>10.1f}{speed / full:>9.2f}{decoding.kv_mib:>9.1f}"
+        full_speed = full_speed or speed
+        timed = f"{decoding.seconds * 1000:>11.1f}{speed:>10.1f}{speed / full_speed:>9.2f}{decoding.kv_mib:>9.1f}"
         yield f"{name:<{width}}{rows:>6}{timed}"
         del decoding  # before the next batch is made
 
@@ -86,9 +87,11 @@ def bench_largest(model: PreTrainedModel, methods: Mapping[str, Method], tokens:
 @torch.no_grad()
 def _in_largest_batch(model: PreTrainedModel, method: Method, ids: Tensor) -> tuple[int, "_Decoding"]:
     """The number of rows and their decoding: of copies of a prompt [1, N], or of random entries where none can join."""
-    alone, length, config = method.start(model, ids), ids.shape[1], model.config.get_text_config()
-    each = alone.kv_bytes * (1 + GROWTH + 2 / config.num_hidden_layers) + 8 * config.vocab_size  # and room to grow
-    rows = int(min(free_tokens(model) * entry_bytes(model) * 0.9 / each, _MOST_ROWS))
+    alone = method.start(model, ids)
+    length = ids.shape[1]
+    config = model.config.get_text_config()
+    row_bytes = alone.kv_bytes * (1 + GROWTH + 2 / config.num_hidden_layers) + 8 * config.vocab_size  # and room to grow
+    rows = int(min(free_tokens(model) * entry_bytes(model) * 0.9 / row_bytes, _MOST_ROWS))
     if not can_join(alone):  # it may hold entries in CPU memory, which come in powers of two
         rows = min(rows, int(psutil.virtual_memory().available * 0.4 / (entry_bytes(model) * length)))
     while True:
@@ -112,19 +115,20 @@ class _Decoding:
 
     @torch.no_grad()
     def __init__(self, reader: Reader, state: State) -> None:
-        self.reader, self.state = reader, read_greedily(reader, state, _WARM_UP)
-        self.taken: list[float] = []
+        self.reader = reader
+        self.state = read_greedily(reader, state, _WARM_UP)
+        self.seconds_of_steps: list[float] = []
 
     @torch.no_grad()
     def step(self) -> None:
-        def read() -> None:
-            self.state = read_greedily(self.reader, self.state, 1)
+        self.seconds_of_steps.append(seconds_of(self._read))
 
-        self.taken.append(seconds_of(read))
+    def _read(self) -> None:
+        self.state = read_greedily(self.reader, self.state, 1)
 
     @property
     def seconds(self) -> float:
-        return statistics.median(self.taken)
+        return statistics.median(self.seconds_of_steps)
 
     @property
     def kv_mib(self) -> float:
@@ -149,24 +153,35 @@ def bench_speculate(
     """
     criteria = stop_after(answer_tokens, end_ids(target.model))
     _compare(target, head, prompts[0], criteria, draft_tokens)
-    compared = [_compare(target, head, each, criteria, draft_tokens) for each in tqdm(prompts, desc="prompts")]
-    longest = max(len(each) for each in prompts)
+    results = [_compare(target, head, prompt, criteria, draft_tokens) for prompt in tqdm(prompts, desc="prompts")]
+    lengths = list(map(len, prompts))
     yield (
-        f"{len(prompts)} prompts of {min(len(each) for each in prompts)} to {longest} tokens, answers of at most "
-        f"{answer_tokens}, drafts of {draft_tokens}, {target.model.dtype}, {torch.get_num_threads()} threads"
+        f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens, answers of at most {answer_tokens}, "
+        f"drafts of {draft_tokens}, {target.model.dtype}, {torch.get_num_threads()} threads"
     )
     yield f"{'decoding':<14}{'tokens':>8}{'seconds':>9}{'tokens/s':>10}"
-    plain = sum(each.plain.shape[1] for each in compared), sum(each.plain_seconds for each in compared)
-    ours = sum(each.speculated.ids.shape[1] for each in compared), sum(each.seconds for each in compared)
-    for name, (tokens, seconds) in {"plain": plain, "speculative": ours}.items():
-        yield f"{name:<14}{tokens:>8}{seconds:>9.2f}{tokens / seconds:>10.1f}"
-    yield f"{'ratio':<14}{'':>17}{ours[0] / ours[1] / (plain[0] / plain[1]):>10.2f}"
-    rounds = [each for one in compared for each in one.speculated.rounds]
+    tokens = 0
+    seconds = 0.0
+    speculated_tokens = 0
+    speculating_seconds = 0.0
+    same = 0
+    rounds = []
+    for result in results:
+        tokens += result.plain.shape[1]
+        seconds += result.plain_seconds
+        speculated_tokens += result.speculated.ids.shape[1]
+        speculating_seconds += result.seconds
+        same += torch.equal(result.plain, result.speculated.ids)
+        rounds += result.speculated.rounds
+    speed = tokens / seconds
+    speculative_speed = speculated_tokens / speculating_seconds
+    yield f"{'plain':<14}{tokens:>8}{seconds:>9.2f}{speed:>10.1f}"
+    yield f"{'speculative':<14}{speculated_tokens:>8}{speculating_seconds:>9.2f}{speculative_speed:>10.1f}"
+    yield f"{'ratio':<14}{'':>17}{speculative_speed / speed:>10.2f}"
     yield f"acceptance length {acceptance_length(rounds):.2f} tokens a pass of the model (1 is plain decoding)"
     shares = " ".join(f"{share:.2f}" for share in acceptance_by_position(rounds))
     yield f"share of drafts accepted up to position 1, 2, ...: {shares or 'nothing was drafted'}"
-    same = sum(torch.equal(each.plain, each.speculated.ids) for each in compared)
-    yield f"{same} of {len(compared)} answers are the same, token for token"
+    yield f"{same} of {len(results)} answers are the same, token for token"
 
 
 @torch.no_grad()
@@ -195,21 +210,26 @@ def bench_sweep(
     runs lack. Every answer has exactly `answer_tokens` tokens in both: end tokens are ignored.
     """
     require_room(target.model, tokens)
-    variants = [Variant(name, method) for name, method in methods.items()]
-    chosen = [
+    variants = list(map(Variant, methods.keys(), methods.values()))
+    batch_tokens = default_batch_tokens(target.model)
+    warm_up, *timed = (
         replace(sample, max_new_tokens=answer_tokens)
         for sample in make_samples("single", tokens, samples + 1, 0, target.tokenizer)
-    ]
-    most, (warm_up, *timed) = default_batch_tokens(target.model), chosen
+    )
+
+    def swept() -> None:
+        for _ in sweep(target, plan(target, timed, variants), variants, batch_tokens, RowStore()):
+            pass
 
     def one_by_one() -> None:
-        for sample, method in product(timed, methods.values()):
+        for sample in timed:
             ids = sample.prompt_ids[None].to(target.model.device)
-            generate(target.model, ids, method, max_new_tokens=answer_tokens, do_sample=False)
+            for method in methods.values():
+                generate(target.model, ids, method, max_new_tokens=answer_tokens, do_sample=False)
 
     with _endless(target.model):
-        run_samples(target, [warm_up], variants, most)
-        shared = seconds_of(lambda: list(sweep(target, timed, variants, set(), most))) / samples
+        run_samples(target, [warm_up], variants, batch_tokens)
+        shared = seconds_of(swept) / samples
         separate = seconds_of(one_by_one) / samples
     yield (
         f"{len(methods)} variants, {tokens} prompt tokens, {answer_tokens} answer tokens, {samples} samples, "

@@ -3,7 +3,7 @@
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,9 +26,12 @@ def require_room(model: PreTrainedModel, tokens: int, rows: int = 1, beyond_cont
     """
     context = context_of(model)
     if tokens > context and not beyond_context:
-        lower = "lower tokens=, lengths= or answer_tokens="
-        raise UserError(f"{tokens} tokens do not fit the context of {context}; {lower}")
-    if model.device.type != "meta" and tokens * rows > (free := free_tokens(model)):
+        advice = "lower tokens=, lengths= or answer_tokens="
+        raise UserError(f"{tokens} tokens do not fit the context of {context}; {advice}")
+    if model.device.type == "meta":
+        return
+    free = free_tokens(model)
+    if tokens * rows > free:
         raise UserError(f"{rows} x {tokens} tokens: the free memory has room for the KV entries of {free}; lower them")
 
 
@@ -37,6 +40,11 @@ def random_ids(model: PreTrainedModel, batch: int, length: int) -> Tensor:
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(3, vocabulary - 1, (batch, length), generator=torch.Generator().manual_seed(0))
     return ids.to(model.device)
+
+
+def name_width(names: Iterable[str]) -> int:
+    """Width of a column of methods' names, at least 18 characters."""
+    return max(18, max(map(len, names)) + 2)
 
 
 def read_greedily(reader: Reader, state: State, steps: int) -> State:
@@ -88,11 +96,12 @@ def peak_bytes(action: Callable[[], object]) -> int:
     del result
     recorded: Any = profiled.profiler
     changes = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
-    current = most = 0
-    for event in sorted(changes, key=lambda each: each.start_ns()):
+    current = 0
+    peak = 0
+    for event in sorted(changes, key=lambda change: change.start_ns()):
         current += event.nbytes()
-        most = max(most, current)
-    return most
+        peak = max(peak, current)
+    return peak
 
 
 def peak_kv_bytes(model: nn.Module, start: Callable[[], State]) -> int:
@@ -100,26 +109,39 @@ def peak_kv_bytes(model: nn.Module, start: Callable[[], State]) -> int:
 
     They are counted in every layer: before attention, and again once a smaller layer lies beside the whole one.
     """
-    filled, most = Cache(layers=[]), 0
-
-    def watch(module: nn.Module, inputs: Any, options: dict[str, Any]) -> Any:
-        nonlocal filled
-        cache, record = options["past_key_values"], options["recorder"]
-        filled = cache
-
-        def record_and_count(index: int, *recorded: Any) -> None:
-            nonlocal most
-            before, whole = cache_bytes(cache), cache.layers[index]
-            record(index, *recorded)
-            added = [] if cache.layers[index] is whole else [cache.layers[index]]
-            most = max(most, before + cache_bytes(Cache(layers=added)))
-
-        return inputs, options | {"recorder": record_and_count}
-
-    hook: Any = model.register_forward_pre_hook(watch, with_kwargs=True)
+    counter = _PeakOfPrefill()
+    hook: Any = model.register_forward_pre_hook(counter.watch, with_kwargs=True)
     try:
         state = start()
     finally:
         hook.remove()
-    same = all(one.keys is other.keys for one, other in zip(full_layers(filled), full_layers(state.cache), strict=True))
-    return max(most, state.kv_bytes + (0 if same else cache_bytes(filled)))
+    in_prefill = full_layers(counter.cache)
+    in_state = full_layers(state.cache)
+    shares_keys = all(layer.keys is other.keys for layer, other in zip(in_prefill, in_state, strict=True))
+    bytes_at_end = state.kv_bytes
+    if not shares_keys:
+        bytes_at_end += cache_bytes(counter.cache)
+    return max(counter.peak, bytes_at_end)
+
+
+class _PeakOfPrefill:
+    """The cache of the last forward pass, and the most bytes of it while the pass recorded its layers."""
+
+    def __init__(self) -> None:
+        self.cache = Cache(layers=[])
+        self.peak = 0
+
+    def watch(self, module: nn.Module, inputs: Any, options: dict[str, Any]) -> Any:
+        """A pre-hook of the model's forward pass, whose recorder then counts too."""
+        cache = options["past_key_values"]
+        record = options["recorder"]
+        self.cache = cache
+
+        def record_and_count(index: int, *recorded: Any) -> None:
+            before = cache_bytes(cache)
+            layer = cache.layers[index]
+            record(index, *recorded)
+            new_layers = [] if cache.layers[index] is layer else [cache.layers[index]]
+            self.peak = max(self.peak, before + cache_bytes(Cache(layers=new_layers)))
+
+        return inputs, {**options, "recorder": record_and_count}

@@ -3,10 +3,9 @@
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.markers import MarkerStyle
+from matplotlib.text import Text
 from matplotlib.transforms import ScaledTranslation
 
 import keepsight.runtime.methods  # noqa: F401 - methods register how they are drawn
@@ -29,7 +29,8 @@ SIZE = (3.0, 2.35)
 """Width and height of one panel, in inches."""
 MAX_COLUMNS = 4
 FORMATS = ("png", "svg", "pdf")
-TEXT, GRID = "#262626", "#d4d4d4"
+TEXT = "#262626"
+GRID = "#d4d4d4"
 _CHARACTER = 0.075
 """Inches of a legend's character."""
 
@@ -38,6 +39,9 @@ _CHARACTER = 0.075
 STYLES = {**registry.STYLES, "best shared": Style("#AA4499", "d", ":")}
 _FURTHER = ("#8C510A", "#6A3D9A", "#B2182B", "#1B7837", "#E7298A", "#B8860B", "#00838F", "#5A6B00")
 _MARKERS = ("<", ">", "*", "H", "d", "8")
+_NO_DATE: dict[str, dict[str, Any]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+"""Metadata of each format without its date, so that a figure drawn again is the same file."""
+_MATPLOTLIB_ID = re.compile(r' id="(figure|axes|patch|matplotlib\.axis|xtick|ytick|text|line2d|LineCollection)_\d+"')
 _DASHES: dict[Line, str] = {"-": "", "-.": "5 2 1 2", "--": "4 2", ":": "1.5 2"}
 
 
@@ -52,30 +56,41 @@ def styles_of(methods: Iterable[str]) -> dict[str, Style]:
     Those without a style of their own take the colours that are left over; once every colour is taken, another marker
     and line tell them apart.
     """
-    ordered = sorted(set(methods))
-    styles = {method: STYLES[method] for method in ordered if method in STYLES}
-    taken = {style.colour for style in styles.values()}
-    free = [colour for colour in (*_FURTHER, *(style.colour for style in STYLES.values())) if colour not in taken]
-    markers, lines = len(_MARKERS), list(_DASHES)
-    looks = (
-        Style(colour, _MARKERS[(turn + place) % markers], lines[turn // markers % len(lines)])
-        for turn, (place, colour) in product(range(markers * len(lines)), enumerate(free + sorted(taken)))
-    )
-    return {method: styles.get(method) or next(looks) for method in ordered}
+    names = sorted(set(methods))
+    used_colours = {STYLES[name].colour for name in names if name in STYLES}
+    free_colours = []
+    for colour in (*_FURTHER, *(style.colour for style in STYLES.values())):
+        if colour not in used_colours:
+            free_colours.append(colour)
+    further_styles = _further_styles([*free_colours, *sorted(used_colours)])
+    styles = {}
+    for name in names:
+        styles[name] = STYLES[name] if name in STYLES else next(further_styles)
+    return styles
+
+
+def _further_styles(colours: Sequence[str]) -> Iterator[Style]:
+    """A style of each colour, then again with another marker, and once these are used up with another line."""
+    lines = list(_DASHES)
+    for turn in range(len(_MARKERS) * len(lines)):
+        line = lines[turn // len(_MARKERS) % len(lines)]
+        for index, colour in enumerate(colours):
+            yield Style(colour, _MARKERS[(turn + index) % len(_MARKERS)], line)
 
 
 def glyph(style: Style) -> Markup:
     """A short line with the marker, for the legend of a page."""
     dashes = f'stroke-dasharray="{_DASHES[style.line]}"' if _DASHES[style.line] else ""
-    drawn = f'<path d="M1 6H27" stroke="{style.colour}" stroke-width="1.8" {dashes}/>'
+    paths = f'<path d="M1 6H27" stroke="{style.colour}" stroke-width="1.8" {dashes}/>'
     if style.marker:
-        mark = MarkerStyle(style.marker)
-        polygons = mark.get_path().transformed(mark.get_transform()).to_polygons()
-        corners = [np.asarray(each, float).tolist() for each in polygons]
-        outline = "".join(f"M{' '.join(f'{14 + 7 * x:.1f},{6 - 7 * y:.1f}' for x, y in each)}Z" for each in corners)
-        drawn += f'<path d="{outline}" fill="{style.colour}"/>'
+        marker = MarkerStyle(style.marker)
+        outline = ""
+        for polygon in marker.get_path().transformed(marker.get_transform()).to_polygons():
+            corners = " ".join(f"{14 + 7 * x:.1f},{6 - 7 * y:.1f}" for x, y in np.asarray(polygon, float).tolist())
+            outline += f"M{corners}Z"
+        paths += f'<path d="{outline}" fill="{style.colour}"/>'
     size = 'viewBox="0 0 28 12" width="28" height="12"'
-    return Markup(f'<svg class="glyph" {size} aria-hidden="true">{drawn}</svg>')
+    return Markup(f'<svg class="glyph" {size} aria-hidden="true">{paths}</svg>')
 
 
 class Panel(NamedTuple):
@@ -106,9 +121,9 @@ class Plot:
         columns = max(1, min(self.columns, len(self.panels)))
         rows = max(1, math.ceil(len(self.panels) / columns))
         width = max(SIZE[0] * columns + 0.3, 4.6)
-        longest = max((len(label_of(method)) for method in self.styles), default=1)
-        legend = max(1, min(len(self.styles), int(width / (0.55 + _CHARACTER * longest))))
-        height = SIZE[1] * rows + 0.2 + 0.2 * math.ceil(len(self.styles) / legend)
+        longest = max(map(len, map(label_of, self.styles)), default=1)
+        legend_columns = max(1, min(len(self.styles), int(width / (0.55 + _CHARACTER * longest))))
+        height = SIZE[1] * rows + 0.2 + 0.2 * math.ceil(len(self.styles) / legend_columns)
         figure = Figure(figsize=(width, height), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False).ravel()
         for axes, panel in zip(grid, self.panels, strict=False):
@@ -121,16 +136,27 @@ class Plot:
         if len(figure.axes) > 1:
             _share_labels(figure)
         if self.styles:
-            handles = [
-                Line2D([], [], color=each.colour, ls=each.line, marker=each.marker, markersize=4.5, linewidth=1.6)
-                for each in self.styles.values()
-            ]
-            labels = [label_of(method) for method in self.styles]
-            options = {"frameon": False, "labelcolor": TEXT, "fontsize": 8.5, "ncols": legend}
-            shown = figure.legend(handles, labels, loc="outside upper center", **options)
-            for text in shown.get_texts():
-                text.set_parse_math(False)  # a label may hold any character
+            self._add_legend(figure, legend_columns)
         return figure
+
+    def _add_legend(self, figure: Figure, columns: int) -> None:
+        handles = []
+        labels = []
+        for method, style in self.styles.items():
+            look_of_line: dict[str, Any] = {"color": style.colour, "ls": style.line, "marker": style.marker}
+            handles.append(Line2D([], [], markersize=4.5, linewidth=1.6, **look_of_line))
+            labels.append(label_of(method))
+        legend = figure.legend(
+            handles,
+            labels,
+            loc="outside upper center",
+            frameon=False,
+            labelcolor=TEXT,
+            fontsize=8.5,
+            ncols=columns,
+        )
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # a label may hold any character
 
     def save(self, folder: Path) -> None:
         """Write the figure as PNG, SVG and PDF."""
@@ -138,29 +164,28 @@ class Plot:
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # it is the same in every format, and takes most of the time
         for kind in FORMATS:
-            date = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
             with atomic_file(folder / f"{self.name}.{kind}") as unfinished, _svg(self.name):
-                figure.savefig(unfinished, format=kind, dpi=DPI, metadata=date)
+                figure.savefig(unfinished, format=kind, dpi=DPI, metadata=_NO_DATE[kind])
 
     def drawings(self) -> list[Markup]:
         """Each panel as an `<svg>` element without its title, transparent, in the page's own text colour and font.
 
         Artists with a group id `mNUMBER-...` become elements of the class `mNUMBER`.
         """
-        drawn = []
+        drawings = []
         for number, panel in enumerate(self.panels):
-            figure, text = Figure(figsize=SIZE, layout="constrained"), io.StringIO()
+            figure = Figure(figsize=SIZE, layout="constrained")
             panel.draw(figure.subplots())
+            text = io.StringIO()
             with _svg(f"{self.name}{number}"):  # the identifiers differ from those of the page's other figures
                 figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
             svg = text.getvalue()
-            svg = re.sub(r'<g id="(m\d+)-\w+">', r'<g class="\1">', svg[svg.index("<svg") :].strip())
-            svg = re.sub(
-                r' id="(figure|axes|patch|matplotlib\.axis|xtick|ytick|text|line2d|LineCollection)_\d+"', "", svg
-            )
+            svg = svg[svg.index("<svg") :].strip()
+            svg = re.sub(r'<g id="(m\d+)-\w+">', r'<g class="\1">', svg)
+            svg = _MATPLOTLIB_ID.sub("", svg)
             svg = svg.replace(TEXT, "currentColor").replace(GRID, "var(--line)").replace("'DejaVu Sans'", "system-ui")
-            drawn.append(Markup(svg))
-        return drawn
+            drawings.append(Markup(svg))
+        return drawings
 
 
 def look(axes: Axes) -> None:
@@ -188,10 +213,19 @@ def _svg(salt: str) -> AbstractContextManager[None]:
 
 def _share_labels(figure: Figure) -> None:
     """Show a label that all panels have once, at the figure's edge."""
-    x, y = ([getattr(axes, axis).label for axes in figure.axes] for axis in ("xaxis", "yaxis"))
-    for say, labels in ((figure.supxlabel, x), (figure.supylabel, y)):
-        texts = {label.get_text() for label in labels}
-        if len(texts) == 1:
-            say(texts.pop(), fontsize=9, color=TEXT)
-            for label in labels:
-                label.set_text("")
+    x_labels = []
+    y_labels = []
+    for axes in figure.axes:
+        x_labels.append(axes.xaxis.label)
+        y_labels.append(axes.yaxis.label)
+    _share_label(x_labels, figure.supxlabel)
+    _share_label(y_labels, figure.supylabel)
+
+
+def _share_label(labels: Sequence[Text], set_label: Callable[..., object]) -> None:
+    """Set a text that all labels have on the figure in their place."""
+    texts = {label.get_text() for label in labels}
+    if len(texts) == 1:
+        set_label(texts.pop(), fontsize=9, color=TEXT)
+        for label in labels:
+            label.set_text("")

@@ -23,7 +23,8 @@ LONE = 0.05
 """Largest share of a mean that may come from strata of one sample, which no bootstrap can draw from."""
 FEW = 10
 """A bootstrap of fewer samples is too narrow: of 2 samples its interval ends at their values."""
-_SEED, _Z = 95, 1.96
+_SEED = 95
+_Z = 1.96
 
 Interval = tuple[float, float]
 
@@ -50,7 +51,9 @@ class Estimate:
         if not self.is_drawn:
             return None
         low, high = np.percentile(self.draws, [2.5, 97.5])
-        return None if low == high and self.n < FEW else (float(low), float(high))
+        if low == high and self.n < FEW:
+            return None
+        return float(low), float(high)
 
     @property
     def ends(self) -> Interval:
@@ -62,8 +65,13 @@ class Estimate:
 
     def __sub__(self, other: "Estimate") -> "Estimate":
         """The mean difference, paired: both must be over the same samples."""
-        n, is_drawn = min(self.n, other.n), self.is_drawn and other.is_drawn
-        return Estimate(self.value - other.value, self.draws - other.draws, n, False, is_drawn)
+        return Estimate(
+            value=self.value - other.value,
+            draws=self.draws - other.draws,
+            n=min(self.n, other.n),
+            is_share=False,
+            is_drawn=self.is_drawn and other.is_drawn,
+        )
 
 
 def estimate(
@@ -74,12 +82,22 @@ def estimate(
     Samples of the same of `contexts` are drawn together; by default each is alone. With `can_be_share` the mean is a
     proportion where every value is 0 or 1 and every sample is alone.
     """
-    own, column = contexts or [str(place) for place in range(len(values))], np.asarray(values, np.float32)
-    places = {name: place for place, name in enumerate(dict.fromkeys(own))}
-    counts = _counts(n := len(places), zlib.crc32(stratum.encode()))[:, [places[name] for name in own]]
-    draws = np.asarray(counts @ column / counts.sum(axis=1), np.float32)
-    is_share = can_be_share and n == len(values) and set(values) <= {0.0, 1.0}
-    return Estimate(math.fsum(values) / len(values), draws, n, is_share, n > 1)
+    if contexts is None:
+        contexts = [str(index) for index in range(len(values))]
+    index_of_context: dict[str, int] = {}
+    for context in contexts:
+        index_of_context.setdefault(context, len(index_of_context))
+    n = len(index_of_context)
+    columns = [index_of_context[context] for context in contexts]
+    counts = _counts(n, zlib.crc32(stratum.encode()))[:, columns]
+    draws = counts @ np.asarray(values, np.float32) / counts.sum(axis=1)
+    return Estimate(
+        value=math.fsum(values) / len(values),
+        draws=np.asarray(draws, np.float32),
+        n=n,
+        is_share=can_be_share and n == len(values) and set(values) <= {0.0, 1.0},
+        is_drawn=n > 1,
+    )
 
 
 def weighted(parts: Sequence[Estimate], weights: Sequence[float]) -> Estimate:
@@ -87,13 +105,22 @@ def weighted(parts: Sequence[Estimate], weights: Sequence[float]) -> Estimate:
 
     A stratum of one sample contributes its value to every draw.
     """
-    pairs = list(zip(weights, parts, strict=True))
+    values = []
+    draws = []
+    variances = []
+    weights_not_drawn = []
+    for weight, part in zip(weights, parts, strict=True):
+        values.append(weight * part.value)
+        draws.append(np.float32(weight) * part.draws)
+        variances.append(weight * weight / part.n)
+        if not part.is_drawn:
+            weights_not_drawn.append(weight)
     return Estimate(
-        math.fsum(weight * part.value for weight, part in pairs),
-        np.sum([np.float32(weight) * part.draws for weight, part in pairs], axis=0),
-        1 / math.fsum(weight * weight / part.n for weight, part in pairs),
-        all(part.is_share for part in parts),
-        math.fsum(weight for weight, part in pairs if not part.is_drawn) <= LONE,
+        value=math.fsum(values),
+        draws=np.sum(draws, axis=0),
+        n=1 / math.fsum(variances),
+        is_share=all(part.is_share for part in parts),
+        is_drawn=math.fsum(weights_not_drawn) <= LONE,
     )
 
 

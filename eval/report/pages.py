@@ -7,7 +7,7 @@ head, filters and settings.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
-from itertools import chain, takewhile, zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,13 +16,15 @@ import pandas as pd
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from numpy.typing import NDArray
 
-from keepsight.eval.kept_tokens import KeptOfSample, count_key, encode_counts, path_of
+from keepsight.eval.kept_tokens import KeptOfSample, encode_counts, name_of_counts, path_of
+from keepsight.eval.record import FULL, Key, Row
 from keepsight.eval.report import plots, tables
 from keepsight.eval.report.figures import Plot, glyph, label_of, styles_of
 from keepsight.eval.report.summary import (
     COLUMNS,
     MEASURES,
     Frame,
+    csv_cells,
     difference,
     findings,
     mean_over_tasks,
@@ -32,7 +34,7 @@ from keepsight.eval.report.summary import (
     summary_rows,
 )
 from keepsight.eval.report.tables import PLACE, VARIANT, Column, Table, interval_text, sort_key, value_text
-from keepsight.eval.results import FULL, Key, Row, Run, flatten, key_of, labels_of, names_of
+from keepsight.eval.results import Run, flatten, labels_of, names_of
 from keepsight.files import read_json, write_csv, write_text
 
 Settings = Mapping[str, Any]
@@ -47,12 +49,21 @@ EXAMPLES = 10
 
 def render_page(template: str, **values: Any) -> str:
     """The page of a template in `templates/` as one text; values are escaped, and none may be missing."""
-    folder = resources.files("keepsight.eval.report") / "templates"
-    loader = FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8"))
-    blocks: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True}
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
-    environment.globals.update({each.__name__: each for each in _FUNCTIONS})
+    environment = Environment(
+        loader=FunctionLoader(_template_text),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for function in _FUNCTIONS:
+        environment.globals[function.__name__] = function
     return environment.get_template(template).render(values)
+
+
+def _template_text(name: str) -> str:
+    folder = resources.files("keepsight.eval.report") / "templates"
+    return (folder / name).read_text(encoding="utf-8")
 
 
 def render_results(
@@ -69,60 +80,121 @@ def render_results(
     The runs' rows and settings are summed up at the head, under `title` or the model's name; plots and tables in
     `folder` are linked; the template shows `plots`, `tables` and the other `values`.
     """
-    rows = [row for run in runs for row in run.rows]
-    settings = [run.settings for run in runs]
-    of_model, subtitle = headline(rows, settings)
-    styles = styles_of(row["method"] for row in rows)
+    rows = _rows_of(runs)
+    settings = []
+    settings_by_name = {}
+    for name, run in zip(names_of(runs), runs, strict=True):
+        settings.append(run.settings)
+        settings_by_name[name] = flatten(run.settings)
+    title_of_model, subtitle = headline(rows, settings)
+    if title:
+        subtitle = f"{title_of_model} · {subtitle}"
+    values_of_rows = _ValuesOfRows(rows)
+    styles = styles_of(values_of_rows.methods)
     return render_page(
         template,
-        title=title or of_model,
-        subtitle=f"{of_model} · {subtitle}" if title else subtitle,
+        title=title or title_of_model,
+        subtitle=subtitle,
         facts=_facts(rows, settings),
         styles=styles,
-        numbers={method: number for number, method in enumerate(styles)},
+        numbers=dict(zip(styles, range(len(styles)), strict=True)),
         choices={
-            name: sorted({row[name] for row in rows if row[name] is not None}) for name in ("budget", "task", "length")
+            "budget": values_of_rows.budgets,
+            "task": values_of_rows.tasks,
+            "length": values_of_rows.lengths,
         },
         plots={plot.name: plot for plot in plots},
         tables={table.name: table for table in tables},
         beside=[name for name in ("plots", "tables") if (folder / name).is_dir()],
-        settings={name: flatten(run.settings) for name, run in zip(names_of(runs), runs, strict=True)},
+        settings=settings_by_name,
         **values,
     )
 
 
+class _ValuesOfRows:
+    """The distinct values of some rows, in ascending order; prompts are their numbers of tokens."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        columns: dict[str, set[Any]] = defaultdict(set)
+        for row in rows:
+            for name in ("budget", "task", "length", "method", "prompt_tokens", "date"):
+                value = getattr(row, name)
+                if value is not None:
+                    columns[name].add(value)
+        self.budgets = sorted(columns["budget"])
+        self.tasks = sorted(columns["task"])
+        self.lengths = sorted(columns["length"])
+        self.methods = sorted(columns["method"])
+        self.prompts = sorted(columns["prompt_tokens"])
+        self.dates = sorted(filter(None, columns["date"]))
+
+
+def _rows_of(runs: Iterable[Run]) -> list[Row]:
+    rows: list[Row] = []
+    for run in runs:
+        rows += run.rows
+    return rows
+
+
 def headline(rows: Sequence[Row], runs: Sequence[Settings]) -> tuple[str, str]:
     """Title of a page and the line below it: model; dtype, quantization, adapter and date."""
-    models = _joined(_last_part(_target(each).get("name")) for each in runs)
+    names = []
+    adapters = []
+    for settings in runs:
+        names.append(_last_part(_target(settings).get("name")))
+        adapters.append(_last_part(_used(settings, "adapter")))
+    models = _joined(names)
     title = f"KV-cache eviction on {models}" if models else "KV-cache eviction: evaluation"
-    parts = [_precision(runs), _joined(_last_part(_used(each, "adapter")) for each in runs), _dates(rows)]
+    parts = [_precision(runs), _joined(adapters), _dates(_ValuesOfRows(rows).dates)]
     return title, " · ".join(filter(None, parts))
 
 
 def _facts(rows: Sequence[Row], runs: Sequence[Settings]) -> dict[str, str]:
     """Facts that a reader needs to judge the numbers; what is not known is left out."""
-    samples = Counter((row["task"], row["length"]) for row in {key_of(row): row for row in rows}.values())
-    counts = sorted(set(samples.values()))
-    budgets = sorted({row["budget"] for row in rows if row["budget"] is not None})
-    prompts = [row["prompt_tokens"] for row in rows if "prompt_tokens" in row]
-    versions = [(each.get("versions") or {}).items() for each in runs]
+    models = []
+    adapters = []
+    heads = []
+    versions = []
+    tables_of_papers = []
+    for settings in runs:
+        target = _target(settings)
+        tables_of_papers.append(settings.get("table"))
+        models.append(_named(target.get("name"), target.get("version")))
+        adapters.append(_named(_used(settings, "adapter"), settings.get("adapter_digest")))
+        heads.append(_named(_used(settings, "retrieval"), settings.get("retrieval_digest")))
+        of_run = settings.get("versions") or {}
+        versions.append(", ".join(f"{name} {version}" for name, version in of_run.items()))
+
+    values = _ValuesOfRows(rows)
+    budgets = "full cache only"
+    if values.budgets:
+        budgets = f"{_listed(values.budgets)} KV entries per layer and KV head"
+    prompts = ""
+    if values.prompts:
+        prompts = f"{values.prompts[0]} to {values.prompts[-1]} tokens"
+    samples_of_place: Counter[tuple[str, int]] = Counter()
+    for task, length, _ in {row.key for row in rows}:
+        samples_of_place[task, length] += 1
+    fewest = min(samples_of_place.values())
+    most = max(samples_of_place.values())
+    samples = str(most) if fewest == most else f"{fewest}-{most}"
+
     facts = {
-        "table": _joined(each.get("table") for each in runs),
-        "model": _joined(_named(_target(each).get("name"), _target(each).get("version")) for each in runs),
-        "adapter": _joined(_named(_used(each, "adapter"), each.get("adapter_digest")) for each in runs),
-        "retrieval head": _joined(_named(_used(each, "retrieval"), each.get("retrieval_digest")) for each in runs),
+        "table": _joined(tables_of_papers),
+        "model": _joined(models),
+        "adapter": _joined(adapters),
+        "retrieval head": _joined(heads),
         "precision": _precision(runs),
-        "attention": _joined(_target(each).get("attention") for each in runs),
-        "measured": _dates(rows),
-        "tasks": ", ".join(sorted({row["task"] for row in rows})),
-        "lengths": f"{', '.join(map(str, sorted({row['length'] for row in rows})))} tokens",
-        "prompts": f"{min(prompts)} to {max(prompts)} tokens" if prompts else "",
-        "methods": ", ".join(sorted({row["method"] for row in rows})),
-        "budgets": ", ".join(map(str, budgets)) + " KV entries per layer and KV head" if budgets else "full cache only",
-        "samples": "-".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
-        + f" for each task and length, {sum(samples.values())} in all",
-        "question while compressing": _joined(str(row["question"]) for row in rows),
-        "versions": _joined(", ".join(f"{name} {version}" for name, version in each) for each in versions),
+        "attention": _joined_of_targets(runs, "attention"),
+        "measured": _dates(values.dates),
+        "tasks": _listed(values.tasks),
+        "lengths": f"{_listed(values.lengths)} tokens",
+        "prompts": prompts,
+        "methods": _listed(values.methods),
+        "budgets": budgets,
+        "samples": f"{samples} for each task and length, {sum(samples_of_place.values())} in all",
+        "question while compressing": _joined(row.question for row in rows),
+        "versions": _joined(versions),
     }
     return {name: value for name, value in facts.items() if value}
 
@@ -132,13 +204,19 @@ def _target(settings: Settings) -> Mapping[str, Any]:
 
 
 def _precision(runs: Sequence[Settings]) -> str:
-    quantized, dtype = (_joined(_target(each).get(name) for each in runs) for name in ("quantization", "dtype"))
-    return f"{dtype}, {'not quantized' if quantized == 'none' else quantized}" if dtype and quantized else dtype
+    dtype = _joined_of_targets(runs, "dtype")
+    quantization = _joined_of_targets(runs, "quantization")
+    if not dtype or not quantization:
+        return dtype
+    if quantization == "none":
+        quantization = "not quantized"
+    return f"{dtype}, {quantization}"
 
 
-def _dates(rows: Sequence[Row]) -> str:
-    dates = sorted({str(row["date"]) for row in rows if row.get("date")})
-    return " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else ""
+def _dates(dates: Sequence[str]) -> str:
+    if not dates:
+        return ""
+    return dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
 
 
 def _used(settings: Settings, kind: str) -> str | None:
@@ -148,7 +226,9 @@ def _used(settings: Settings, kind: str) -> str | None:
 
 def _named(name: str | None, version: str | None) -> str:
     """A name with the first digits of its digest or commit."""
-    return f"{name} ({str(version).removeprefix('sha256:')[:12]})" if name and version else str(name or "")
+    if not name or not version:
+        return str(name or "")
+    return f"{name} ({str(version).removeprefix('sha256:')[:12]})"
 
 
 def _last_part(path: str | None) -> str:
@@ -157,7 +237,16 @@ def _last_part(path: str | None) -> str:
 
 def _joined(values: Iterable[str | None]) -> str:
     """The distinct values, in their order."""
-    return "; ".join(dict.fromkeys(str(value) for value in values if value))
+    return "; ".join(dict.fromkeys(map(str, filter(None, values))))
+
+
+def _joined_of_targets(runs: Iterable[Settings], name: str) -> str:
+    """`_joined` values of the base models' settings."""
+    return _joined(_target(settings).get(name) for settings in runs)
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))
 
 
 # The report, and the comparison of several runs
@@ -168,43 +257,65 @@ def write_outputs(runs: Sequence[Run], folder: Path) -> Frame:
 
     Several runs have the same base model, and no sample and variant twice. Returns the `summarize`d rows.
     """
-    rows = [row for run in runs for row in run.rows]
-    write_csv(folder / "summary.csv", COLUMNS, summary_rows(summary := summarize(rows)))
-    drawn, made = plots_of(rows, summary), tables_of(rows, summary)
-    for plot in drawn:
+    rows = _rows_of(runs)
+    summary = summarize(rows)
+    write_csv(folder / "summary.csv", COLUMNS, csv_cells(summary_rows(summary)))
+    plots_of_runs = plots_of(rows, summary)
+    for plot in plots_of_runs:
         plot.save(folder / "plots")
-    for table in made:
+    tables_of_runs = tables_of(rows, summary)
+    for table in tables_of_runs:
         table.save(folder / "tables")
-    write_report(runs, folder, write_sample_pages(runs, folder / "samples"), drawn, made, findings(summary))
+    pages = write_sample_pages(runs, folder / "samples")
+    write_report(runs, folder, pages, plots_of_runs, tables_of_runs, findings(summary))
     return summary
 
 
 def plots_of(rows: Sequence[Row], summary: Frame) -> list[Plot]:
     """The plots of a run, in the order of the page."""
-    makers = (plots.overview_plot, plots.tradeoffs_plot, plots.scores_plot, plots.excess_nll_plot)
-    deep = plots.depth_plot(rows)
-    return [*(make(summary) for make in makers), *([deep] if deep else [])]
+    plots_of_run = [
+        plots.overview_plot(summary),
+        plots.tradeoffs_plot(summary),
+        plots.scores_plot(summary),
+        plots.excess_nll_plot(summary),
+    ]
+    depth_plot = plots.depth_plot(rows)
+    if depth_plot is not None:
+        plots_of_run.append(depth_plot)
+    return plots_of_run
 
 
 def tables_of(rows: Sequence[Row], summary: Frame) -> list[Table]:
     """The tables of a run, in the order of the page."""
-    of_scores = [make(summary) for make in (tables.overall_table, tables.difference_table, tables.task_table)]
-    return [*of_scores, tables.cost_table(rows)]
+    return [
+        tables.overall_table(summary),
+        tables.difference_table(summary),
+        tables.task_table(summary),
+        tables.cost_table(rows),
+    ]
 
 
 def write_report(
     runs: Sequence[Run],
     folder: Path,
     pages: Mapping[Key, str],
-    drawn: Sequence[Plot],
-    made: Sequence[Table],
-    found: Sequence[str],
+    plots_of_runs: Sequence[Plot],
+    tables_of_runs: Sequence[Table],
+    sentences: Sequence[str],
 ) -> None:
     """Write `report.html` with plots, tables and findings into `folder`; `pages` of samples are relative to it."""
-    rows = [row for run in runs for row in run.rows]
-    more: dict[str, Any] = {"examples": choose_examples(rows), "place_of": place_of, "pages": pages}
-    more |= {"findings": found, "samples_a_cell": plots.SAMPLES_A_CELL}
-    page = render_results("report.html.j2", runs, folder, drawn, made, **more)
+    page = render_results(
+        "report.html.j2",
+        runs,
+        folder,
+        plots_of_runs,
+        tables_of_runs,
+        examples=choose_examples(_rows_of(runs)),
+        place_of=place_of,
+        pages=pages,
+        findings=sentences,
+        samples_a_cell=plots.SAMPLES_A_CELL,
+    )
     write_text(folder / "report.html", page)
 
 
@@ -215,61 +326,93 @@ def write_comparison(runs: Sequence[Run], folder: Path) -> list[Table]:
     """
     names = labels_of(runs)
     by_task = [summarize(run.rows) for run in runs]
-    means = [mean_over_tasks(summary) for summary in by_task]
-    overall = [_table(measure, means, names) for measure in MEASURES]
-    detailed = [_table(measure, by_task, names, PLACE) for measure in MEASURES]
-    later = zip(names[1:], means[1:], strict=True)
-    pairs = {f"{name} - {names[0]}": difference(mean, means[0], on=["method", "order"]) for name, mean in later}
-    plot = plots.comparison_plot(pairs)
-    if plot.panels:
-        plot.save(folder / "plots")
+    means = list(map(mean_over_tasks, by_task))
+    overall = []
+    detailed = []
+    for measure in MEASURES:
+        overall.append(_comparison_table(measure, means, names))
+        detailed.append(_comparison_table(measure, by_task, names, PLACE))
     for table in (*overall, *detailed):
         table.save(folder / "tables")
-    title, more = " against ".join(names), {"labels": names, "differing": _differing(runs)}
-    page = render_results("compare.html.j2", runs, folder, [plot], [*overall, *detailed], title, **more)
+
+    from_first = {}
+    for name, mean in zip(names[1:], means[1:], strict=True):
+        from_first[f"{name} - {names[0]}"] = difference(mean, means[0], on=["method", "order"])
+    plot = plots.comparison_plot(from_first)
+    if plot.panels:
+        plot.save(folder / "plots")
+
+    page = render_results(
+        "compare.html.j2",
+        runs,
+        folder,
+        [plot],
+        [*overall, *detailed],
+        " against ".join(names),
+        labels=names,
+        differing=_differing(runs),
+    )
     write_text(folder / "compare.html", page)
     return overall
 
 
-def _table(measure: str, summaries: Sequence[Frame], names: Sequence[str], places: Sequence[Column] = ()) -> Table:
+def _comparison_table(
+    measure: str, summaries: Sequence[Frame], names: Sequence[str], places: Sequence[Column] = ()
+) -> Table:
     """One measure of every run, and its difference from the first run; `places` are the first columns."""
     columns = [*places, *VARIANT]
-    on = [*(column.name for column in places), "method", "order"]
+    on = ["task", "length", "method", "order"] if places else ["method", "order"]
     groups = pd.concat(summaries).groupby(on, sort=False)
     rows = groups["budget"].first().to_frame()
-    for at, (name, summary) in enumerate(zip(names, summaries, strict=True)):
-        rows[f"run{at}"] = summary.set_index(on)[measure]
-        columns.append(Column(f"run{at}", name))
-    for at, (name, summary) in enumerate(zip(names[1:], summaries[1:], strict=True), 1):
-        rows[f"minus{at}"] = difference(summary, summaries[0], on=on).set_index(on)[measure]
-        columns.append(Column(f"minus{at}", f"{name} - {names[0]}", is_signed=True))
+    for index, name in enumerate(names):
+        rows[f"run{index}"] = summaries[index].set_index(on)[measure]
+        columns.append(Column(f"run{index}", name))
+    for index, name in enumerate(names[1:], start=1):
+        from_first = difference(summaries[index], summaries[0], on=on)
+        rows[f"minus{index}"] = from_first.set_index(on)[measure]
+        columns.append(Column(f"minus{index}", f"{name} - {names[0]}", is_signed=True))
     rows["n"] = groups["n"].first().astype("Int64").where(groups["n"].nunique() == 1)
-    notes = " ".join(filter(None, dict.fromkeys(map(notes_on, summaries))))
-    name, title = (f"{measure}_by_task", "by task and length") if places else (measure, "mean over tasks")
-    caption = f"{_LABELS[measure]}{' ' if places else ', '}{title}"
     columns.append(Column("n", "n"))
-    return Table.of(name, f"{caption}. {notes}" if notes else caption, columns, rows.reset_index())
+
+    if places:
+        table_name = f"{measure}_by_task"
+        caption = f"{_LABELS[measure]} by task and length"
+    else:
+        table_name = measure
+        caption = f"{_LABELS[measure]}, mean over tasks"
+    notes = " ".join(filter(None, dict.fromkeys(map(notes_on, summaries))))
+    if notes:
+        caption = f"{caption}. {notes}"
+    return Table.of(table_name, caption, columns, rows.reset_index())
 
 
 def _differing(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Settings that are not the same in all runs."""
     settings = [flatten(run.settings) for run in runs]
-    keys = dict.fromkeys(chain.from_iterable(settings))
-    values = {key: [each.get(key, "") for each in settings] for key in keys if key != "command"}
-    values |= {"folder": names_of(runs)}
-    return {key: each for key, each in values.items() if len(set(each)) > 1}
+    differing = {}
+    for key in dict.fromkeys(chain.from_iterable(settings)):
+        values = [settings_of_run.get(key, "") for settings_of_run in settings]
+        if key != "command" and len(set(values)) > 1:
+            differing[key] = values
+    if len(set(names_of(runs))) > 1:
+        differing["folder"] = names_of(runs)
+    return differing
 
 
 # Pages about one prompt: which of its tokens each layer's heads kept, and the answers side by side
 
 
 class Answer(NamedTuple):
-    """A row's answer: the beginning that it shares with the full cache's, the rest, and whether it ends early."""
+    """A method's answer in two parts: the beginning that it shares with the full cache's, and the rest.
 
-    row: Row
-    same: str
-    own: str
-    early: bool
+    It `ends_early` where the full cache's goes on. `row` has its score, if there is one.
+    """
+
+    method: str
+    shared: str
+    rest: str
+    ends_early: bool
+    row: Row | None = None
 
 
 class Example(NamedTuple):
@@ -284,44 +427,81 @@ class Example(NamedTuple):
     difference: float
 
 
+def _answer(method: str, text: str, text_of_full: str, row: Row | None = None) -> Answer:
+    end = 0
+    for character, character_of_full in zip(text, text_of_full, strict=False):
+        if character != character_of_full:
+            break
+        end += 1
+    return Answer(method, text[:end], text[end:], end == len(text) < len(text_of_full), row)
+
+
 def answers_of(rows: Sequence[Row]) -> list[Answer]:
     """Answers with what they have in common with the full cache's, which is `rows[0]` where it was run."""
-    whole = rows[0]["answer"] if rows and rows[0]["method"] == FULL else ""
-    pairs = [zip(whole, row["answer"], strict=False) for row in rows]
-    ends = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], each)) for each in pairs]
-    found = [(row, row["answer"][:end], row["answer"][end:]) for row, end in zip(rows, ends, strict=True)]
-    return [Answer(*each, early=not each[2] and len(each[1]) < len(whole)) for each in found]
+    text_of_full = rows[0].answer if rows and rows[0].method == FULL else ""
+    return [_answer(row.method, row.answer, text_of_full, row) for row in rows]
 
 
 def place_of(row: Row) -> str:
     """A sample's label: `niah_single, 512 tokens, needle at 40 % depth`."""
-    depth = row.get("depth")
-    needle = "" if depth is None else f", needle at {100 * depth:.0f} % depth"
-    return f"{row['task']}, {row['length']} tokens{needle}"
+    label = f"{row.task}, {row.length} tokens"
+    if row.depth is not None:
+        label += f", needle at {100 * row.depth:.0f} % depth"
+    return label
 
 
 def choose_examples(rows: Sequence[Row], count: int = EXAMPLES) -> list[Example]:
     """The samples whose scores differ most from the full cache's, taking the tasks and lengths in turn."""
-    samples: dict[Key, list[Row]] = defaultdict(list)
+    rows_of_samples: dict[Key, list[Row]] = defaultdict(list)
     for row in rows:
-        samples[key_of(row)].append(row)
-    places: dict[tuple[str, int], list[Example]] = defaultdict(list)
-    for (task, length, _), group in samples.items():
-        full = next((row for row in group if row["method"] == FULL), None)
-        budgets = sorted({row["budget"] for row in group if row["budget"] is not None})
-        at_budget = [_example(full, [row for row in group if row["budget"] == budget]) for budget in budgets]
-        places[task, length] += sorted(at_budget, key=lambda example: -example.difference)[:1]
-    for examples in places.values():
-        examples.sort(key=lambda example: (-example.difference, example.sample["sample"]))
-    turns = chain.from_iterable(zip_longest(*(places[place] for place in sorted(places))))
-    return [example for example in turns if example is not None][:count]
+        rows_of_samples[row.key].append(row)
+    by_place: dict[tuple[str, int], list[Example]] = defaultdict(list)
+    for (task, length, _), rows_of_sample in rows_of_samples.items():
+        example = _example(rows_of_sample)
+        if example is not None:
+            by_place[task, length].append(example)
+    for examples in by_place.values():
+        examples.sort(key=lambda example: (-example.difference, example.sample.sample))
+    in_turn = chain.from_iterable(zip_longest(*map(by_place.__getitem__, sorted(by_place))))
+    return [example for example in in_turn if example is not None][:count]
 
 
-def _example(full: Row | None, rows: list[Row]) -> Example:
-    rows.sort(key=lambda row: (-row["score"], row["excess_nll"], row["method"]))
-    best = (full or rows[0])["score"]
-    answers = answers_of([full, *rows] if full else rows)
-    return Example(rows[0], answers, rows[0]["budget"], max(abs(best - row["score"]) for row in rows))
+def _example(rows: Sequence[Row]) -> Example | None:
+    """A sample at the first of the budgets where scores differ most; None if it has only the full cache's row."""
+    full: Row | None = None
+    by_budget: dict[Any, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.method == FULL:
+            full = row
+        if row.budget is not None:
+            by_budget[row.budget].append(row)
+    most: Example | None = None
+    for budget, at_budget in sorted(by_budget.items()):
+        at_budget.sort(key=lambda row: (-row.score, row.excess_nll, row.method))
+        score_of_full = (full or at_budget[0]).score
+        largest = 0.0
+        for row in at_budget:
+            largest = max(largest, abs(score_of_full - row.score))
+        if most is None or largest > most.difference:
+            answers = answers_of([full, *at_budget] if full else at_budget)
+            most = Example(at_budget[0], answers, budget, largest)
+    return most
+
+
+class ShownMethod(NamedTuple):
+    """What the page of a prompt shows of a method: its label, colour, and counts as in `encode_counts`."""
+
+    name: str
+    colour: str
+    counts: str
+
+
+class ShownAnswer(NamedTuple):
+    """What the page of a prompt shows of an answer: its label, its colour, and the answer."""
+
+    name: str
+    colour: str
+    answer: Answer
 
 
 def write_inspect_page(
@@ -339,69 +519,98 @@ def write_inspect_page(
     most 255 heads. The answers are the full cache's first.
     """
     layers, heads = next(iter(kept.values())).shape[:2]
-    colours = {name: style.colour for name, style in styles_of([*kept, FULL]).items()}
-    rows = [{"method": method, "answer": answer} for method, answer in (answers or {}).items()]
-    methods = [(name, colours[name], encode_counts(array)) for name, array in kept.items()]
-    found = [(each.row["method"], colours[each.row["method"]], each) for each in answers_of(rows)]
+    styles = styles_of([*kept, FULL])
+    methods = []
+    for name, array in kept.items():
+        methods.append(ShownMethod(name, styles[name].colour, encode_counts(array)))
+    answers = answers or {}
+    text_of_full = answers.get(FULL, "")
+    shown_answers = []
+    for method, text in answers.items():
+        shown_answers.append(ShownAnswer(method, styles[method].colour, _answer(method, text, text_of_full)))
     content = KeptOfSample(tokens, layers, heads, {})
-    write_text(path, _render(content, methods, found, title=title, settings=flatten(settings)))
+    write_text(path, _render_prompt(content, methods, shown_answers, title=title, settings=flatten(settings)))
 
 
 def write_sample_pages(runs: Sequence[Run], folder: Path) -> dict[Key, str]:
     """Write a page for each sample whose kept tokens were stored; returns them, relative to `folder`'s parent."""
-    samples: dict[Key, list[tuple[Run, Row]]] = defaultdict(list)
+    runs_of_samples: dict[Key, list[tuple[Run, Row]]] = defaultdict(list)
     for run in runs:
         for row in run.rows:
-            if row.get("sample_digest"):
-                samples[key_of(row)].append((run, row))
+            if row.sample_digest is not None:
+                runs_of_samples[row.key].append((run, row))
+
     pages = {}
-    for key, group in samples.items():
-        found = {path: None for run, row in group if (path := path_of(run.folder, row)).is_file()}
-        kept = [read_json(path, KeptOfSample) for path in found]
-        counts = {name: each for content in kept for name, each in content.counts.items()}
-        if not any(count_key(row) in counts for _, row in group):
+    for key, runs_of_sample in runs_of_samples.items():
+        rows = []
+        paths = []
+        settings = []
+        for run, row in runs_of_sample:
+            rows.append(row)
+            path = path_of(run.folder, row)
+            if path not in paths and path.is_file():
+                paths.append(path)
+            if run.settings not in settings:
+                settings.append(run.settings)
+        kept = []
+        counts: dict[str, str] = {}
+        for path in paths:
+            kept.append(read_json(path, KeptOfSample))
+            counts.update(kept[-1].counts)
+        if counts.keys().isdisjoint(map(name_of_counts, rows)):
             continue
-        settings = {id(run): run.settings for run, _ in group}
-        name = f"{next(iter(found)).stem}.html"
-        write_text(folder / name, _sample_page([row for _, row in group], kept[0], counts, [*settings.values()]))
+        name = f"{paths[0].stem}.html"
+        write_text(folder / name, _sample_page(rows, kept[0], counts, settings))
         pages[key] = f"{folder.name}/{name}"
     return pages
 
 
-def _sample_page(rows: list[Row], kept: KeptOfSample, counts: dict[str, str], settings: list[Row]) -> str:
-    rows = sorted(rows, key=lambda row: (row["budget"] or 0, row["method"]))
-    styles, sample = styles_of(row["method"] for row in rows), rows[0]
-    colours = {name: style.colour for name, style in styles.items()}
-    model, subtitle = headline(rows, settings)
-    methods = [
-        (_label(row), colours[row["method"]], counts[count_key(row)])
-        for row in rows
-        if row["method"] != FULL and count_key(row) in counts
-    ]
+def _sample_page(
+    rows: Iterable[Row], kept: KeptOfSample, counts: Mapping[str, str], settings: Sequence[Settings]
+) -> str:
+    rows = sorted(rows, key=lambda row: (row.budget or 0, row.method))
+    styles = styles_of(row.method for row in rows)
+    methods = []
+    for row in rows:
+        if row.method != FULL and name_of_counts(row) in counts:
+            methods.append(ShownMethod(_label(row), styles[row.method].colour, counts[name_of_counts(row)]))
+    answers = []
+    for row, answer in zip(rows, answers_of(rows), strict=True):
+        answers.append(ShownAnswer(_label(row), styles[row.method].colour, answer))
+
+    sample = rows[0]
     facts = {
-        "sample": str(sample["sample"]),
+        "sample": sample.sample,
         "prompt": f"{len(kept.tokens)} tokens",
-        "question": str(sample.get("asks") or ""),
-        "expected": " | ".join(sample["references"]),
+        "question": sample.asks or "",
+        "expected": " | ".join(sample.references),
     }
-    answers = [(_label(each.row), colours[each.row["method"]], each) for each in answers_of(rows)]
-    head = {"title": place_of(sample), "subtitle": f"{model} · {subtitle}"}
-    return _render(kept, methods, answers, facts=facts, back="../report.html", **head)
+    model, subtitle = headline(rows, settings)
+    return _render_prompt(
+        kept,
+        methods,
+        answers,
+        title=place_of(sample),
+        subtitle=f"{model} · {subtitle}",
+        facts=facts,
+        back="../report.html",
+    )
 
 
 def _label(row: Row) -> str:
-    name = label_of(row["method"])
-    return name if row["budget"] is None else f"{name}, budget {row['budget']}"
+    name = label_of(row.method)
+    return name if row.budget is None else f"{name}, budget {row.budget}"
 
 
-def _render(
-    kept: KeptOfSample,
-    methods: Sequence[tuple[str, str, str]],
-    answers: Sequence[tuple[str, str, Answer]],
-    **shown: Any,
+def _render_prompt(
+    kept: KeptOfSample, methods: Sequence[ShownMethod], answers: Sequence[ShownAnswer], **values: Any
 ) -> str:
-    """The page of a prompt; of methods the name, colour and counts, of answers the name, colour and answer."""
-    named = [dict(zip(("name", "colour", "counts"), each, strict=True)) for each in methods]
-    data = {"layers": kept.layers, "heads": kept.heads, "tokens": kept.tokens, "methods": named}
-    values = {"subtitle": "", "facts": {}, "back": "", "settings": {}} | shown
-    return render_page("inspect.html.j2", data=data, answers=answers, **values)
+    """The page of a prompt; `values` are `title`, and what else is known of it."""
+    data = {
+        "layers": kept.layers,
+        "heads": kept.heads,
+        "tokens": kept.tokens,
+        "methods": [method._asdict() for method in methods],
+    }
+    defaults = {"subtitle": "", "facts": {}, "back": "", "settings": {}}
+    return render_page("inspect.html.j2", data=data, answers=answers, **{**defaults, **values})

@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
 
+from keepsight.eval.record import Row
 from keepsight.eval.report.figures import (
     MAX_COLUMNS,
     TEXT,
@@ -22,7 +21,6 @@ from keepsight.eval.report.figures import (
     styles_of,
 )
 from keepsight.eval.report.summary import Frame, are_shares, by_task_and_length, mean_over_tasks
-from keepsight.eval.results import Row
 from keepsight.runtime.registry import Style
 
 _MAX_DEPTHS = 11
@@ -50,14 +48,22 @@ class Against(NamedTuple):
     label: str
     values: Callable[[Frame], Any]
     scale: Scale
-    apart: bool = False
+    is_offset: bool = False
+
+
+# The plots of a report
 
 
 def overview_plot(summary: Frame) -> Plot:
     """Score, excess NLL and top-1 agreement against the budget, each the mean over tasks."""
-    styles, mean = styles_of(summary["method"]), mean_over_tasks(summary)
-    measures = {"score": SCORE, "excess NLL": EXCESS_NLL, "top-1 agreement": AGREEMENT}
-    panels = [_panel(title, mean, measure, _budget_of(mean), styles) for title, measure in measures.items()]
+    styles = styles_of(summary["method"])
+    mean = mean_over_tasks(summary)
+    against = _budget_of(mean)
+    panels = [
+        Panel("score", Curves(mean, SCORE, against, styles)),
+        Panel("excess NLL", Curves(mean, EXCESS_NLL, against, styles)),
+        Panel("top-1 agreement", Curves(mean, AGREEMENT, against, styles)),
+    ]
     return Plot("overview", panels, styles, columns=3)
 
 
@@ -66,30 +72,54 @@ def tradeoffs_plot(summary: Frame) -> Plot:
 
     The second figure of LookaheadKV (arXiv 2603.10899) shows the first of these.
     """
-    styles, panels = styles_of(summary["method"]), []
+    styles = styles_of(summary["method"])
+    panels = []
     for length, rows in summary.groupby("length"):
         mean = mean_over_tasks(rows)
-        for (title, measure), against in product({"score": SCORE, "excess NLL": EXCESS_NLL}.items(), (TIME, MEMORY)):
-            panels.append(_panel(f"{title}, {length} tokens", mean, measure, against, styles, length=length))
+        for title, measure in (("score", SCORE), ("excess NLL", EXCESS_NLL)):
+            for against in (TIME, MEMORY):
+                curves = Curves(mean, measure, against, styles)
+                panels.append(Panel(f"{title}, {length} tokens", curves, length=length))
     return Plot("tradeoffs", panels, styles)
 
 
 def scores_plot(summary: Frame) -> Plot:
     """Score against the budget, a panel for each task and length."""
-    return _small_multiples("scores", summary, SCORE)
+    return _plot_by_task("scores", summary, SCORE)
 
 
 def excess_nll_plot(summary: Frame) -> Plot:
     """Excess NLL against the budget, a panel for each task and length."""
-    return _small_multiples("excess_nll", summary, EXCESS_NLL)
+    return _plot_by_task("excess_nll", summary, EXCESS_NLL)
+
+
+def _plot_by_task(name: str, summary: Frame, measure: Measure) -> Plot:
+    styles = styles_of(summary["method"])
+    panels = []
+    tasks = set()
+    lengths = set()
+    for (task, length), rows in by_task_and_length(summary).items():
+        curves = Curves(rows, measure, _budget_of(rows), styles)
+        panels.append(Panel(f"{task}, {length} tokens", curves, task, length))
+        tasks.add(task)
+        lengths.add(length)
+
+    columns = MAX_COLUMNS
+    if len(lengths) <= MAX_COLUMNS and len(panels) == len(tasks) * len(lengths):
+        columns -= columns % len(lengths)  # the lengths of a task stay side by side
+    return Plot(name, panels, styles, max(1, min(columns, len(panels))))
 
 
 def comparison_plot(differences: Mapping[str, Frame]) -> Plot:
     """Paired differences against the budget, a row of panels for each name of a run."""
-    styles, panels = styles_of(pd.concat(differences.values())["method"]), []
-    for name, found in differences.items():
-        rows = found[found["budget"].notna()]
-        panels += [_panel(name, rows, measure, _budget_of(rows), styles) for measure in DIFFERENCES if len(rows)]
+    styles = styles_of(pd.concat(differences.values())["method"])
+    panels = []
+    for name, of_run in differences.items():
+        rows = of_run[of_run["budget"].notna()]
+        if len(rows) == 0:
+            continue
+        for measure in DIFFERENCES:
+            panels.append(Panel(name, Curves(rows, measure, _budget_of(rows), styles)))
     return Plot("comparison", panels, styles, columns=len(DIFFERENCES))
 
 
@@ -99,109 +129,151 @@ def depth_plot(rows: Sequence[Row]) -> Plot | None:
     A depth of 0 is the beginning of the prompt, 1 its end. Where cells would have fewer than `SAMPLES_A_CELL` samples,
     depths are binned into fifths; where that is not enough, or no row has a depth, there is no plot.
     """
-    names = ["method", "budget", "length", "depth", "score"]
-    deep = pd.DataFrame([row for row in rows if row.get("depth") is not None], columns=names, dtype=object)
-    found, lengths = sorted({round(depth, 3) for depth in deep["depth"]}), sorted({*deep["length"]})
-    for depths in (found, _FIFTHS) if len(found) <= _MAX_DEPTHS else (_FIFTHS,):
-        deep["row"] = [int(np.abs(np.array(depths) - depth).argmin()) for depth in deep["depth"]]
-        if deep.groupby(["method", "budget", "row", "length"], dropna=False).size().min() >= SAMPLES_A_CELL:
-            break
-    else:
+    columns = ["method", "budget", "length", "depth", "score"]
+    deep = pd.DataFrame([vars(row) for row in rows if row.depth is not None], columns=columns, dtype=object)
+    depths = sorted({round(depth, 3) for depth in deep["depth"]})
+    lengths = sorted(set(deep["length"]))
+    binned = _binned(deep, depths) if len(depths) <= _MAX_DEPTHS else None
+    if binned is None:
+        depths = _FIFTHS
+        binned = _binned(deep, depths)
+    if binned is None:
         return None
+
     panels = []
-    deep = deep.assign(order=deep["budget"].astype(float).fillna(0), score=deep["score"].astype(float))
-    for _, own in deep.groupby(["method", "order"]):
-        method, budget = own["method"].iloc[0], own["budget"].iloc[0]
-        cells = own.pivot_table(index="row", columns="length", values="score")
+    binned = binned.assign(order=binned["budget"].astype(float).fillna(0), score=binned["score"].astype(float))
+    for _, rows_of_variant in binned.groupby(["method", "order"]):
+        method = rows_of_variant["method"].iloc[0]
+        budget = rows_of_variant["budget"].iloc[0]
+        cells = rows_of_variant.pivot_table(index="row", columns="length", values="score")
         values = cells.reindex(index=range(len(depths)), columns=lengths).to_numpy()
         title = label_of(method) if budget is None else f"{label_of(method)}, budget {budget}"
-        draw = partial(_draw_depths, values=values, depths=depths, lengths=lengths)
-        panels.append(Panel(title, draw, method=method, budget=budget))
+        panels.append(Panel(title, HeatMap(values, depths, lengths), method=method, budget=budget))
     return Plot("depth", panels)
+
+
+def _binned(deep: Frame, depths: Sequence[float]) -> Frame | None:
+    """Rows with the index of the nearest of `depths` as `row`; None where a cell has too few samples."""
+    rows = [int(np.abs(np.array(depths) - depth).argmin()) for depth in deep["depth"]]
+    binned = deep.assign(row=rows)
+    samples = binned.groupby(["method", "budget", "row", "length"], dropna=False).size()
+    return binned if samples.min() >= SAMPLES_A_CELL else None
 
 
 def hits_plot(rows: Frame) -> Plot:
     """Top-k hit rate and attention mass against the budget, a row of two panels for each task and length."""
-    styles, panels = styles_of(rows["method"]), []
-    for (task, length), chosen in rows.groupby(["task", "length"]):
-        for measure, label in {"hit": "top-k hit rate", "mass": "attention mass read"}.items():
-            draw = partial(_draw_hits, rows=chosen, measure=measure, styles=styles)
-            panels.append(Panel(f"{task}, {length} tokens: {label}", draw, task, length))
+    styles = styles_of(rows["method"])
+    panels = []
+    for (task, length), rows_of_task in rows.groupby(["task", "length"]):
+        place = f"{task}, {length} tokens"
+        panels.append(Panel(f"{place}: top-k hit rate", HitCurves(rows_of_task, "hit", styles), task, length))
+        panels.append(Panel(f"{place}: attention mass read", HitCurves(rows_of_task, "mass", styles), task, length))
     return Plot("hits", panels, styles, columns=2)
 
 
-def _small_multiples(name: str, summary: Frame, measure: Measure) -> Plot:
-    styles, groups = styles_of(summary["method"]), by_task_and_length(summary)
-    panels = [
-        _panel(f"{task}, {length} tokens", rows, measure, _budget_of(rows), styles, task=task, length=length)
-        for (task, length), rows in groups.items()
-    ]
-    tasks, lengths = {task for task, _ in groups}, {length for _, length in groups}
-    complete = len(groups) == len(tasks) * len(lengths) and len(lengths) <= MAX_COLUMNS
-    step = len(lengths) if complete else 1  # the lengths of a task stay side by side
-    return Plot(name, panels, styles, max(1, min(MAX_COLUMNS // step * step, len(groups))))
+# What panels draw
 
 
-def _panel(title: str, rows: Frame, measure: Measure, against: Against, styles: Styles, **place: Any) -> Panel:
-    draw = partial(_draw_curves, rows=rows, measure=measure, against=against, styles=styles)
-    return Panel(title, draw, **place)
+class Curves(NamedTuple):
+    """One line a method, and the full cache as a level; the index of a method in `styles` names its marks."""
 
+    rows: Frame
+    measure: Measure
+    against: Against
+    styles: Styles
 
-def _draw_curves(axes: Axes, rows: Frame, measure: Measure, against: Against, styles: Styles) -> None:
-    """One line a method, and the full cache as a level; the place of a method in `styles` names its marks."""
-    rows = rows.assign(shown=rows[measure.name], at=against.values(rows))
-    measure.scale(axes, [end for each in rows["shown"] for end in (each.value, *each.ends)])
-    against.scale(axes, rows["at"].dropna().tolist())
-    numbers = {method: f"m{number}" for number, method in enumerate(styles)}
-    for row in rows[rows["budget"].isna()].itertuples():
-        # The full cache: a level, and a point where it has a place on the x-axis.
-        style, number, level = styles[row.method], numbers[row.method], row.shown.value
-        gid = f"{number}-level"
-        axes.axhline(level, color=style.colour, linestyle=style.line, linewidth=1, label=row.method, gid=gid)
-        if not math.isnan(row.at):
-            axes.plot(row.at, level, "*", color=style.colour, markersize=8, gid=f"{number}-point")
-    methods = rows[rows["budget"].notna() & rows["at"].notna()].groupby("method")
-    for place, (method, own) in enumerate(methods):
-        style, number = styles[method], numbers[method]
-        shift = 2 ** (0.04 * (place - (len(methods) - 1) / 2)) if against.apart else 1.0
-        own = own.loc[_entries(own).sort_values(kind="stable").index]
-        places, values, width = own["at"] * shift, own["shown"].astype(float), 2.0 if method == "lookaheadkv" else 1.4
-        low, high = zip(*(each.ends for each in own["shown"]), strict=True)
-        axes.vlines(places, low, high, style.colour, linewidth=1, alpha=0.5, gid=f"{number}-intervals")
-        (line,) = axes.plot(places, values, style.line, color=style.colour, linewidth=width, label=method)
+    def __call__(self, axes: Axes) -> None:
+        """Draw them."""
+        rows = self.rows.assign(shown=self.rows[self.measure.name], at=self.against.values(self.rows))
+        ends = []
+        for estimate in rows["shown"]:
+            ends += [estimate.value, *estimate.ends]
+        self.measure.scale(axes, ends)
+        self.against.scale(axes, rows["at"].dropna().tolist())
+        numbers = {method: f"m{number}" for number, method in enumerate(self.styles)}
+
+        for row in rows[rows["budget"].isna()].itertuples():
+            # The full cache: a level, and a point where it has a place on the x-axis.
+            style = self.styles[row.method]
+            level = row.shown.value
+            gid = f"{numbers[row.method]}-level"
+            axes.axhline(level, color=style.colour, linestyle=style.line, linewidth=1, label=row.method, gid=gid)
+            if not math.isnan(row.at):
+                gid = f"{numbers[row.method]}-point"
+                axes.plot(row.at, level, "*", color=style.colour, markersize=8, gid=gid)
+
+        methods = rows[rows["budget"].notna() & rows["at"].notna()].groupby("method")
+        for index, (method, rows_of_method) in enumerate(methods):
+            shift = 1.0
+            if self.against.is_offset:
+                shift = 2 ** (0.04 * (index - (len(methods) - 1) / 2))
+            self._draw_line(axes, method, rows_of_method, shift, numbers[method])
+        axes.set(xlabel=self.against.label, ylabel=self.measure.label)
+        look(axes)
+
+    def _draw_line(self, axes: Axes, method: str, rows: Frame, shift: float, number: str) -> None:
+        style = self.styles[method]
+        rows = rows.loc[_entries(rows).sort_values(kind="stable").index]
+        x = rows["at"] * shift
+        low = []
+        high = []
+        for estimate in rows["shown"]:
+            low.append(estimate.ends[0])
+            high.append(estimate.ends[1])
+        axes.vlines(x, low, high, style.colour, linewidth=1, alpha=0.5, gid=f"{number}-intervals")
+        width = 2.0 if method == "lookaheadkv" else 1.4
+        values = rows["shown"].astype(float)
+        (line,) = axes.plot(x, values, style.line, color=style.colour, linewidth=width, label=method)
         # A score of 0 lies on the edge of the panel.
         line.set(marker=style.marker, markersize=4.5, clip_on=False, gid=f"{number}-line")
-    axes.set(xlabel=against.label, ylabel=measure.label)
-    look(axes)
 
 
-def _draw_depths(axes: Axes, values: Any, depths: list[float], lengths: list[int]) -> None:
-    # Cells as paths, not as a picture: a page may load none.
-    axes.pcolormesh(values, vmin=0, vmax=1, cmap="viridis", edgecolors="white", linewidth=0.6)
-    for (row, column), value in np.ndenumerate(values):
-        if not np.isnan(value):
-            colour, size = "white" if value < 0.6 else "black", 7 if len(lengths) <= 6 else 5
-            middle = column + 0.5, row + 0.5
-            axes.text(*middle, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=size)
-    axes.invert_yaxis()
-    axes.set_xticks(np.arange(len(lengths)) + 0.5, map(str, lengths), rotation=0 if len(lengths) <= 5 else 45)
-    axes.set_yticks(np.arange(len(depths)) + 0.5, [f"{depth:.0%}" for depth in depths])
-    axes.tick_params(labelsize=8, colors=TEXT, length=0)
-    axes.spines[:].set_visible(False)
-    axes.set_xlabel("prompt length (tokens)", fontsize=8.5, color=TEXT)
-    axes.set_ylabel("needle depth", fontsize=8.5, color=TEXT)
+class HeatMap(NamedTuple):
+    """Mean scores [depths, lengths], NaN where nothing was measured, as coloured cells with their numbers."""
+
+    values: Any
+    depths: Sequence[float]
+    lengths: Sequence[int]
+
+    def __call__(self, axes: Axes) -> None:
+        """Draw it."""
+        # Cells as paths, not as a picture: a page may load none.
+        axes.pcolormesh(self.values, vmin=0, vmax=1, cmap="viridis", edgecolors="white", linewidth=0.6)
+        size = 7 if len(self.lengths) <= 6 else 5
+        for (row, column), value in np.ndenumerate(self.values):
+            if np.isnan(value):
+                continue
+            colour = "white" if value < 0.6 else "black"
+            text = f"{value:.2f}"
+            axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", color=colour, fontsize=size)
+        axes.invert_yaxis()
+        rotation = 0 if len(self.lengths) <= 5 else 45
+        axes.set_xticks(np.arange(len(self.lengths)) + 0.5, map(str, self.lengths), rotation=rotation)
+        axes.set_yticks(np.arange(len(self.depths)) + 0.5, [f"{depth:.0%}" for depth in self.depths])
+        axes.tick_params(labelsize=8, colors=TEXT, length=0)
+        axes.spines[:].set_visible(False)
+        axes.set_xlabel("prompt length (tokens)", fontsize=8.5, color=TEXT)
+        axes.set_ylabel("needle depth", fontsize=8.5, color=TEXT)
 
 
-def _draw_hits(axes: Axes, rows: Frame, measure: str, styles: Styles) -> None:
-    _budget_scale(axes, rows["budget"].tolist())
-    for method, own in rows.sort_values("budget").groupby("method"):
-        style = styles[method]
-        (line,) = axes.plot(own["budget"], own[measure], style.line, color=style.colour)
-        line.set(marker=style.marker or "o", markersize=4.5)
-    look(axes)
-    axes.set_ylim(0, 1.04)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.set_xlabel("budget (KV entries read per step and head)")
+class HitCurves(NamedTuple):
+    """One line a method: a share of entries or attention against the budget."""
+
+    rows: Frame
+    measure: str
+    styles: Styles
+
+    def __call__(self, axes: Axes) -> None:
+        """Draw them."""
+        _budget_scale(axes, self.rows["budget"].tolist())
+        for method, rows_of_method in self.rows.sort_values("budget").groupby("method"):
+            style = self.styles[method]
+            (line,) = axes.plot(rows_of_method["budget"], rows_of_method[self.measure], style.line, color=style.colour)
+            line.set(marker=style.marker or "o", markersize=4.5)
+        look(axes)
+        axes.set_ylim(0, 1.04)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set_xlabel("budget (KV entries read per step and head)")
 
 
 def _entries(rows: Frame) -> Any:
@@ -209,10 +281,24 @@ def _entries(rows: Frame) -> Any:
     return rows["budget"].astype(float).mask(are_shares(rows), rows["budget_entries"])
 
 
+def _shares(rows: Frame) -> Any:
+    return rows["budget"].astype(float)
+
+
+def _seconds(rows: Frame) -> Any:
+    return rows["time_to_first_token"]
+
+
+def _mebibytes(rows: Frame) -> Any:
+    return rows["kv_mib"]
+
+
 def _budget_of(rows: Frame) -> Against:
     """The axis of budgets: of shares where all are shares of the prompt."""
     evicting = rows[rows["budget"].notna()]
-    return SHARE if len(evicting) and are_shares(evicting).all() else BUDGET
+    if len(evicting) and are_shares(evicting).all():
+        return SHARE
+    return BUDGET
 
 
 # Scales
@@ -235,9 +321,10 @@ def _budget_scale(axes: Axes, budgets: list[float]) -> None:
 def _cost_scale(axes: Axes, values: list[float]) -> None:
     """Linear, or logarithmic where the values differ a lot."""
     if not values or min(values) <= 0 or max(values) < 4 * min(values):
-        low, high = min(values, default=0.0), max(values, default=1.0)
-        room = 0.08 * (high - low) or 0.1 * high or 1.0
-        axes.set_xlim(low - room, high + room)
+        low = min(values, default=0.0)
+        high = max(values, default=1.0)
+        margin = 0.08 * (high - low) or 0.1 * high or 1.0
+        axes.set_xlim(low - margin, high + margin)
         axes.xaxis.set_major_locator(MaxNLocator(5))
     else:
         axes.set_xscale("log", base=2)
@@ -273,7 +360,7 @@ def _share_scale(axes: Axes, values: list[float]) -> None:
 def _difference_scale(axes: Axes, values: list[float]) -> None:
     """Around a line at zero; a tenth of the range at least on both sides."""
     axes.axhline(0, color=TEXT, linewidth=0.8)
-    most = max(0.1, *(1.08 * abs(value) for value in values))
+    most = max(0.1, 1.08 * max(map(abs, values)))
     axes.set_ylim(-most, most)
     axes.yaxis.set_major_locator(MaxNLocator(5))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:+g}" if value else "0")
@@ -282,10 +369,12 @@ def _difference_scale(axes: Axes, values: list[float]) -> None:
 SCORE = Measure("score", "score", _unit_scale)
 EXCESS_NLL = Measure("excess_nll", "excess NLL (nats/token)", _nats_scale)
 AGREEMENT = Measure("agreement", "top-1 agreement", _share_scale)
-_LABELS = {"score": "score difference", "excess_nll": "difference of excess NLL (nats)"}
-_LABELS["agreement"] = "agreement difference"
-DIFFERENCES = [Measure(name, label, _difference_scale) for name, label in _LABELS.items()]
-BUDGET = Against("KV budget (entries per layer and head)", _entries, _budget_scale, apart=True)
-SHARE = Against("KV budget (share of the prompt)", lambda rows: rows["budget"].astype(float), _budget_scale, apart=True)
-TIME = Against("time to first token (s)", lambda rows: rows["time_to_first_token"], _cost_scale)
-MEMORY = Against("KV cache (MiB)", lambda rows: rows["kv_mib"], _cost_scale)
+DIFFERENCES = [
+    Measure("score", "score difference", _difference_scale),
+    Measure("excess_nll", "difference of excess NLL (nats)", _difference_scale),
+    Measure("agreement", "agreement difference", _difference_scale),
+]
+BUDGET = Against("KV budget (entries per layer and head)", _entries, _budget_scale, is_offset=True)
+SHARE = Against("KV budget (share of the prompt)", _shares, _budget_scale, is_offset=True)
+TIME = Against("time to first token (s)", _seconds, _cost_scale)
+MEMORY = Against("KV cache (MiB)", _mebibytes, _cost_scale)

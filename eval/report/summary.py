@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 import pandas as pd
 
 from keepsight.errors import printable
+from keepsight.eval.record import FULL, Row
 from keepsight.eval.report.figures import label_of
 from keepsight.eval.report.intervals import FEW, Estimate, estimate, weighted
-from keepsight.eval.results import FULL, Row
 
 MEASURES = ("score", "excess_nll", "agreement")
 """Columns that get an interval."""
@@ -17,7 +17,7 @@ MEANS = ("recall", "mass", "tau", "same_tokens", "prompt_tokens")
 """Means reported beside them."""
 COLUMNS = (
     *("task", "length", "method", "budget", "n", *MEASURES),
-    *(f"{measure}_{end}" for measure in MEASURES for end in ("low", "high")),
+    *("score_low", "score_high", "excess_nll_low", "excess_nll_high", "agreement_low", "agreement_high"),
     *MEANS,
     "not_evicted",
 )
@@ -30,10 +30,12 @@ BOUNDS = ("oracle", "exact_topk", "random")
 PLACE = ["task", "length"]
 Frame: TypeAlias = Any
 """A `pandas.DataFrame`, whose own types know no columns."""
-_MOST = 4
-"""Maximum number of findings."""
+_MAX_FINDINGS = 4
 _PLOTTED = ("time_to_first_token", "kv_mib", "budget_entries")
 _NUMBERS = (*MEANS[:3], "prompt_tokens", "first_difference", "answer_tokens", "time_to_first_token", "kv_bytes", "kept")
+
+
+# Means of each task and length
 
 
 def summarize(rows: Iterable[Row]) -> Frame:
@@ -56,36 +58,57 @@ def summarize(rows: Iterable[Row]) -> Frame:
         samples: The samples, as text.
         not_evicted: Number of samples of which the method kept as much as the full cache.
     """
+    frame = _frame_of_rows(rows)
+    lists = _aggregations((*MEASURES, "context"), list)
+    means = _aggregations((*MEANS, *_PLOTTED), "mean")
+    summary = (
+        frame.groupby([*PLACE, "evicts", "method", "order"])
+        .agg(
+            budget=("budget", "first"),
+            n=("sample", "size"),
+            **lists,
+            **means,
+            stratum=("stratum", "first"),
+            samples=("samples", ", ".join),
+            not_evicted=("not_evicted", "sum"),
+        )
+        .reset_index()
+    )
+    summary["samples"] = summary["stratum"] + ": " + summary["samples"]
+    for measure in MEASURES:
+        estimates = []
+        for values, stratum, contexts in zip(summary[measure], summary["stratum"], summary["context"], strict=True):
+            estimates.append(estimate(values, stratum, contexts, can_be_share=measure == "score"))
+        summary[measure] = estimates
+    return _with_share_of_full(summary)
+
+
+def _frame_of_rows(rows: Iterable[Row]) -> Frame:
+    """The rows with the columns that `summarize` groups and averages, by sample."""
     columns = [*PLACE, "method", "budget", "sample", "sample_digest", "context", *MEASURES, *_NUMBERS]
-    frame = pd.DataFrame([*rows], columns=columns, dtype=object).sort_values("sample", kind="stable")
+    frame = pd.DataFrame(list(map(vars, rows)), columns=columns, dtype=object)
+    frame = frame.sort_values("sample", kind="stable")
     frame = frame.astype(dict.fromkeys((*MEASURES, *_NUMBERS), float))
     frame["order"] = frame["budget"].astype(float).fillna(0)
     frame["evicts"] = frame["method"] != FULL
     frame["stratum"] = frame["task"] + ", " + frame["length"].map(str) + " tokens"
     frame["samples"] = frame["sample_digest"].fillna(frame["sample"])
-    known = frame.groupby([*PLACE, "samples"])["context"].transform("first")  # earlier versions wrote none
-    frame["context"] = known.fillna(frame["samples"])
+    context = frame.groupby([*PLACE, "samples"])["context"].transform("first")  # earlier versions wrote none
+    frame["context"] = context.fillna(frame["samples"])
     frame["same_tokens"] = frame["first_difference"].fillna(frame["answer_tokens"])
     frame["kv_mib"] = frame["kv_bytes"] / 2**20
     tokens = frame["prompt_tokens"].fillna(frame["length"].astype(float))
     frame["budget_entries"] = frame["order"].mask(are_shares(frame), frame["order"] * tokens)
-    whole = frame["kept"].mask(frame["evicts"]).groupby([frame[name] for name in (*PLACE, "sample")]).transform("max")
-    frame["not_evicted"] = frame["budget"].notna() & (frame["kept"] >= whole)
-    groups = frame.groupby([*PLACE, "evicts", "method", "order"])
-    summary = groups.agg(
-        budget=("budget", "first"),
-        n=("sample", "size"),
-        **{name: (name, list) for name in (*MEASURES, "context")},
-        **{name: (name, "mean") for name in (*MEANS, *_PLOTTED)},
-        stratum=("stratum", "first"),
-        samples=("samples", ", ".join),
-        not_evicted=("not_evicted", "sum"),
-    ).reset_index()
-    summary["samples"] = summary["stratum"] + ": " + summary["samples"]
-    for name in MEASURES:
-        parts = zip(summary[name], summary["stratum"], summary["context"], strict=True)
-        summary[name] = [estimate(*part, can_be_share=name == "score") for part in parts]
-    return _with_share_of_full(summary)
+    kept_by_full = frame["kept"].mask(frame["evicts"])
+    sample = [frame["task"], frame["length"], frame["sample"]]
+    entries_of_sample = kept_by_full.groupby(sample).transform("max")
+    frame["not_evicted"] = frame["budget"].notna() & (frame["kept"] >= entries_of_sample)
+    return frame
+
+
+def _aggregations(columns: Iterable[str], how: Any) -> dict[str, tuple[str, Any]]:
+    """Arguments of `agg` for columns that keep their names."""
+    return {column: (column, how) for column in columns}
 
 
 def are_shares(rows: Frame) -> Any:
@@ -93,13 +116,43 @@ def are_shares(rows: Frame) -> Any:
     return rows["budget"].map(lambda budget: isinstance(budget, float))
 
 
-def summary_rows(summary: Frame) -> list[dict[str, object]]:
-    """What `summary.csv` has in its `COLUMNS`: floats with 4 decimals, an empty budget for the full cache."""
+def _with_share_of_full(summary: Frame) -> Frame:
+    scores = summary["score"].astype(float)
+    scores_of_full = scores.where(summary["method"] == FULL)
+    full = scores_of_full.groupby([summary["task"], summary["length"]]).transform("max")
+    return summary.assign(of_full=scores / full.where(full != 0))
+
+
+class SummaryRows(list[dict[str, Any]]):
+    """The rows of `summary.csv` as dicts by column: numbers as they are, None where nothing was measured."""
+
+    def to_pandas(self) -> Frame:
+        """The rows as a `pandas.DataFrame` with all columns of `summary.csv`."""
+        return pd.DataFrame(list(self), columns=list(COLUMNS))
+
+
+def summary_rows(summary: Frame) -> SummaryRows:
+    """What `summary.csv` has in its `COLUMNS`; the budget of the full cache is None."""
     cells = summary.copy()
-    for name in MEASURES:
-        cells[name] = summary[name].astype(float)
-        cells[[f"{name}_low", f"{name}_high"]] = [each.interval or (math.nan, math.nan) for each in summary[name]]
-    return [{name: _cell(value) for name, value in row.items()} for row in records(cells[[*COLUMNS]])]
+    for measure in MEASURES:
+        cells[measure] = summary[measure].astype(float)
+        ends = [value.interval or (math.nan, math.nan) for value in summary[measure]]
+        cells[[f"{measure}_low", f"{measure}_high"]] = ends
+    return SummaryRows(records(cells[[*COLUMNS]]))
+
+
+def csv_cells(rows: SummaryRows) -> list[dict[str, object]]:
+    """The rows as texts of `summary.csv`: floats with 4 decimals, an empty budget for the full cache."""
+    lines = []
+    for row in rows:
+        cells: dict[str, object] = {}
+        for column, value in row.items():
+            if value is None:
+                cells[column] = ""
+            else:
+                cells[column] = number_text(value, 4) if isinstance(value, float) else value
+        lines.append(cells)
+    return lines
 
 
 def records(frame: Frame) -> list[dict[Any, Any]]:
@@ -107,24 +160,33 @@ def records(frame: Frame) -> list[dict[Any, Any]]:
     return frame.astype(object).where(frame.notna(), None).to_dict("records")
 
 
+# Means over tasks, and differences
+
+
 def mean_over_tasks(summary: Frame) -> Frame:
     """Means of each method and budget over tasks of equal weight, and over lengths (shown as 0); `ranked`."""
-    variant, numbers, tasks = ["method", "order"], [*MEANS, *_PLOTTED], summary["task"].unique()
+    variant = ["method", "order"]
+    numbers = [*MEANS, *_PLOTTED]
     samples_of_task = summary.groupby([*variant, "task"])["n"].transform("sum")
-    weight = summary["n"] / samples_of_task / summary.groupby(variant)["task"].transform("nunique")
+    tasks_of_variant = summary.groupby(variant)["task"].transform("nunique")
+    weight = summary["n"] / samples_of_task / tasks_of_variant
     groups = summary.assign(weight=weight, **summary[numbers].mul(weight, axis=0)).groupby(variant)
+    lists = _aggregations(MEASURES, list)
+    sums = _aggregations(numbers, "sum")
     mean = groups.agg(
         budget=("budget", "first"),
         n=("n", "sum"),
         weight=("weight", list),
-        **{name: (name, list) for name in MEASURES},
-        **{name: (name, "sum") for name in numbers},
+        **lists,
+        **sums,
         samples=("samples", "; ".join),
         not_evicted=("not_evicted", "sum"),
     )
-    mean[numbers] = mean[numbers].where(groups[numbers].count().eq(groups.size(), axis=0))
-    for name in MEASURES:
-        mean[name] = [weighted(*pair) for pair in zip(mean[name], mean["weight"], strict=True)]
+    is_measured_in_all = groups[numbers].count().eq(groups.size(), axis=0)
+    mean[numbers] = mean[numbers].where(is_measured_in_all)
+    for measure in MEASURES:
+        mean[measure] = list(map(weighted, mean[measure], mean["weight"]))
+    tasks = summary["task"].unique()
     title = f"mean of {len(tasks)} tasks" if len(tasks) > 1 else "".join(tasks)
     return ranked(_with_share_of_full(mean.reset_index().assign(task=title, length=0)))
 
@@ -145,39 +207,83 @@ def difference(rows: Frame, others: Frame, **on: Any) -> Frame:
 
     `against` is the other row's method; its other columns have `_other` behind their names.
     """
-    pairs = rows.merge(others, suffixes=("", "_other"), **on).rename(columns={"method_other": "against"})
-    pairs = pairs[pairs["samples"] == pairs["samples_other"]]
-    return pairs.assign(**{name: pairs[name] - pairs[f"{name}_other"] for name in MEASURES})
+    merged = rows.merge(others, suffixes=("", "_other"), **on).rename(columns={"method_other": "against"})
+    merged = merged[merged["samples"] == merged["samples_other"]]
+    return merged.assign(**{measure: merged[measure] - merged[f"{measure}_other"] for measure in MEASURES})
 
 
 def differences(rows: Frame) -> Frame:
     """All pairs of `ranked` methods at equal budget, the better first, and every method against the full cache."""
     rows = rows.assign(rank=range(len(rows)))
-    full, evicting = rows[rows["method"] == FULL], rows[rows["method"] != FULL]
-    pairs = difference(evicting, evicting, on="order").query("rank < rank_other")
-    return pd.concat([difference(evicting, full, how="cross"), pairs])
+    full = rows[rows["method"] == FULL]
+    evicting = rows[rows["method"] != FULL]
+    from_full = difference(evicting, full, how="cross")
+    from_worse = difference(evicting, evicting, on="order").query("rank < rank_other")
+    return pd.concat([from_full, from_worse])
+
+
+# The terminal's table
 
 
 def summary_table(summary: Frame) -> str:
     """A plain-text table for the terminal: the mean over tasks last, after a block for each of a few tasks."""
     groups = by_task_and_length(summary)
-    blocks = [_block(f"{task}, {length} tokens", rows) for (task, length), rows in groups.items()]
     mean = mean_over_tasks(summary)
-    if len(blocks) > 1:
-        title = f"{mean['task'].iloc[0]}, all lengths"
-        blocks = [*(blocks if len(blocks) <= MAX_BLOCKS else []), _block(title, mean)]
-    return "\n\n".join(filter(None, [*blocks, printable(notes_on(mean))]))
+    blocks = []
+    if len(groups) <= MAX_BLOCKS:
+        for (task, length), rows in groups.items():
+            blocks.append(_block(f"{task}, {length} tokens", rows))
+    if len(groups) > 1:
+        blocks.append(_block(f"{mean['task'].iloc[0]}, all lengths", mean))
+    notes = notes_on(mean)
+    if notes:
+        blocks.append(printable(notes))
+    return "\n\n".join(blocks)
+
+
+def _block(title: str, rows: Frame) -> str:
+    """A heading, and a line for each method and budget; a budget is shown once."""
+    names = rows["method"].map(printable)
+    width = max(len("method"), *map(len, names))
+    columns = f"{'score':>6}  {'95 %':<14}  {'':<12}  {'excess NLL':>10}  {'top-1 agreement':>15}  {'n':>4}"
+    heading = printable(title)
+    prompt_tokens = rows["prompt_tokens"].iloc[0]
+    if not math.isnan(prompt_tokens):
+        heading += f" (prompts: {prompt_tokens:.0f} on average)"
+    lines = [heading, f"{'budget':>6}  {'method':<{width}}  {columns}"]
+    for row, name, is_shown in zip(rows.itertuples(), names, rows["budget"].duplicated(), strict=True):
+        budget = "all" if row.budget is None else str(row.budget)
+        if is_shown:
+            budget = ""
+        of_full = ""
+        if row.method != FULL and not math.isnan(row.of_full):
+            of_full = f"{row.of_full:.2f} of full"
+        interval = ""
+        if row.score.interval:
+            interval = "[{:.3f}, {:.3f}]".format(*row.score.interval)
+        lines.append(
+            f"{budget:>6}  {name:<{width}}  {row.score.value:6.3f}  {interval:<14}  {of_full:<12}  "
+            f"{number_text(row.excess_nll.value, 3):>10}  {row.agreement.value:15.3f}  {row.n:4d}"
+        )
+    return "\n".join(lines)
 
 
 def notes_on(rows: Frame) -> str:
     """What weakens the numbers of some rows, as sentences: nothing was evicted, or samples are missing or few."""
     rows = rows.assign(most=rows.groupby(PLACE)["n"].transform("max"))
-    kept_all, few = rows[rows["not_evicted"] > 0].itertuples(), rows[rows["n"] < rows["most"]].itertuples()
-    whole = [f"{row.method} {row.budget} ({row.not_evicted} of {row.n})" for row in kept_all]
-    missing = [f"{row.method} {row.budget} ({row.n} of {row.most})" for row in few]
-    titles = {"Nothing was evicted in some samples": whole, "Some samples were not measured": missing}
-    notes = [f"{title}: {', '.join(dict.fromkeys(found))}." for title, found in titles.items() if found]
-    if any(each.n < FEW for each in rows["excess_nll"]):
+    kept_all = []
+    for row in rows[rows["not_evicted"] > 0].itertuples():
+        kept_all.append(f"{row.method} {row.budget} ({row.not_evicted} of {row.n})")
+    missing = []
+    for row in rows[rows["n"] < rows["most"]].itertuples():
+        missing.append(f"{row.method} {row.budget} ({row.n} of {row.most})")
+
+    notes = []
+    if kept_all:
+        notes.append(f"Nothing was evicted in some samples: {', '.join(dict.fromkeys(kept_all))}.")
+    if missing:
+        notes.append(f"Some samples were not measured: {', '.join(dict.fromkeys(missing))}.")
+    if any(value.n < FEW for value in rows["excess_nll"]):
         notes.append(f"Intervals of fewer than {FEW} samples are too narrow.")
     return " ".join(notes)
 
@@ -187,34 +293,7 @@ def number_text(value: float, digits: int, is_signed: bool = False) -> str:
     return f"{round(value, digits) + 0.0:{'+' if is_signed else ''}.{digits}f}"
 
 
-def _cell(value: object) -> object:
-    if isinstance(value, float):
-        return number_text(value, 4)
-    return "" if value is None else value
-
-
-def _with_share_of_full(summary: Frame) -> Frame:
-    scores = summary["score"].astype(float)
-    full = scores.where(summary["method"] == FULL).groupby([summary[name] for name in PLACE]).transform("max")
-    return summary.assign(of_full=scores / full.where(full != 0))
-
-
-def _block(title: str, rows: Frame) -> str:
-    names = rows["method"].map(printable)
-    width = max(len("method"), *map(len, names))
-    columns = f"{'score':>6}  {'95 %':<14}  {'':<12}  {'excess NLL':>10}  {'top-1 agreement':>15}  {'n':>4}"
-    length = rows["prompt_tokens"].iloc[0]
-    prompts = "" if math.isnan(length) else f" (prompts: {length:.0f} on average)"
-    lines = [f"{printable(title)}{prompts}", f"{'budget':>6}  {'method':<{width}}  {columns}"]
-    for row, name, again in zip(rows.itertuples(), names, rows["budget"].duplicated(), strict=True):
-        budget = "" if again else "all" if row.budget is None else str(row.budget)
-        of_full = "" if row.method == FULL or math.isnan(row.of_full) else f"{row.of_full:.2f} of full"
-        interval = "[{:.3f}, {:.3f}]".format(*row.score.interval) if row.score.interval else ""
-        lines.append(
-            f"{budget:>6}  {name:<{width}}  {row.score.value:6.3f}  {interval:<14}  {of_full:<12}  "
-            f"{number_text(row.excess_nll.value, 3):>10}  {row.agreement.value:15.3f}  {row.n:4d}"
-        )
-    return "\n".join(lines)
+# Findings
 
 
 def findings(summary: Frame) -> list[str]:
@@ -223,8 +302,10 @@ def findings(summary: Frame) -> list[str]:
     Without a row of `OURS` the best method is compared with the second best.
     """
     mean = mean_over_tasks(summary)
+    full = mean[mean["method"] == FULL]
     evicting = mean[mean["budget"].notna() & ~mean["method"].map(kind_of).isin(BOUNDS)]
-    return [_finding(rows, mean[mean["method"] == FULL]) for _, rows in evicting.groupby("order")][:_MOST]
+    sentences = [_finding(rows, full) for _, rows in evicting.groupby("order")]
+    return sentences[:_MAX_FINDINGS]
 
 
 def kind_of(method: str) -> str:
@@ -233,29 +314,35 @@ def kind_of(method: str) -> str:
 
 
 def _finding(rows: Frame, full: Frame) -> str:
+    """The best of our methods at one budget, or of all where none is ours, against the best of the others."""
     rows = rows.sort_values("excess_nll", key=lambda estimates: estimates.astype(float), kind="stable")
-    ours = rows["method"].map(kind_of) == OURS
-    best = (rows[ours] if ours.any() else rows)[:1]
-    other = rows[~ours].drop(best.index, errors="ignore")[:1]
+    is_ours = rows["method"].map(kind_of) == OURS
+    best = rows[is_ours][:1] if is_ours.any() else rows[:1]
+    other = rows[~is_ours].drop(best.index, errors="ignore")[:1]
     (row,) = best.itertuples()
-    place = f"{100 * row.budget:g} % of the prompt" if isinstance(row.budget, float) else f"{row.budget} entries"
+    budget = f"{100 * row.budget:g} % of the prompt" if isinstance(row.budget, float) else f"{row.budget} entries"
     nats = f"{number_text(row.excess_nll.value, 3)} nats per token"
-    sentence = f"At {place} {label_of(row.method)} has an excess NLL of {nats}"
-    for pair in difference(best, other, how="cross").itertuples():
-        sentence += _compared(pair.excess_nll, f"{label_of(pair.against)}, the best other method")
+    sentence = f"At {budget} {label_of(row.method)} has an excess NLL of {nats}"
+    for compared in difference(best, other, how="cross").itertuples():
+        sentence += _compared(compared.excess_nll, f"{label_of(compared.against)}, the best other method")
+
     scores = [f"Score {number_text(row.score.value, 2)}"]
-    scores += [f"{label_of(each.method)} {number_text(each.score.value, 2)}" for each in other.itertuples()]
-    scores += [f"full cache {number_text(each.score.value, 2)}" for each in full.itertuples()]
+    for other_row in other.itertuples():
+        scores.append(f"{label_of(other_row.method)} {number_text(other_row.score.value, 2)}")
+    for full_row in full.itertuples():
+        scores.append(f"full cache {number_text(full_row.score.value, 2)}")
     return f"{sentence}. {', '.join(scores)}; {row.n} samples."
 
 
-def _compared(found: Estimate, other: str) -> str:
+def _compared(excess: Estimate, other: str) -> str:
     """`, 0.55 less than snapkv (95 % interval 0.40 to 0.71)`; level with it where the interval holds zero."""
-    ends = found.interval
-    word, sign = ("less", -1) if found.value < 0 else ("more", 1)
-    size = number_text(sign * found.value, 3)
-    if ends is None:
+    word = "less" if excess.value < 0 else "more"
+    sign = -1 if excess.value < 0 else 1
+    size = number_text(sign * excess.value, 3)
+    if excess.interval is None:
         return f", {size} {word} than {other}"
-    low, high = sorted(sign * end for end in ends)
+    low, high = sorted(sign * end for end in excess.interval)
     span = f"95 % interval {number_text(low, 3)} to {number_text(high, 3)}"
-    return f", {size} {word} than {other} ({span})" if low > 0 else f": level with {other} ({size} {word}, {span})"
+    if low > 0:
+        return f", {size} {word} than {other} ({span})"
+    return f": level with {other} ({size} {word}, {span})"

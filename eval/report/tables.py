@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from keepsight.errors import printable
+from keepsight.eval.record import FULL, Row
 from keepsight.eval.report.intervals import Estimate
 from keepsight.eval.report.summary import (
     Frame,
@@ -19,13 +20,17 @@ from keepsight.eval.report.summary import (
     number_text,
     records,
 )
-from keepsight.eval.results import FULL, Row
 from keepsight.files import write_csv, write_text
 
 _LATEX = str.maketrans(
-    {each: rf"\{each}" for each in "&%#_{}$"}
-    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    | {"–": "--", "τ": r"$\tau$"}
+    {
+        **{character: rf"\{character}" for character in "&%#_{}$"},
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "–": "--",
+        "τ": r"$\tau$",
+    }
 )
 Cells = Mapping[str, str | int | float | Estimate | None]
 
@@ -63,43 +68,69 @@ class Table:
 
     def markdown(self) -> str:
         """Numbers to the right, intervals in brackets."""
-        columns = []
+        cells_of_columns = []
         for column in self.columns:
-            texts = [column.title, *(text_of(row, column) for row in self.rows)]
-            cells = [re.sub(r"(\\*)\|", r"\1\1\|", printable(text)) for text in texts]
+            texts = [column.title]
+            for row in self.rows:
+                texts.append(text_of(row, column))
+            cells = []
+            for text in texts:
+                cells.append(re.sub(r"(\\*)\|", r"\1\1\|", printable(text)))
             width = max(3, *map(len, cells))
-            cells = [cell.ljust(width) if column.is_text else cell.rjust(width) for cell in cells]
+            align = str.ljust if column.is_text else str.rjust
+            aligned = [align(cell, width) for cell in cells]
             rule = "-" * width if column.is_text else "-" * (width - 1) + ":"
-            columns.append([cells[0], rule, *cells[1:]])
-        lines = (f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
-        return "\n".join([printable(self.caption), "", *lines]) + "\n"
+            cells_of_columns.append([aligned[0], rule, *aligned[1:]])
+        lines = [printable(self.caption), ""]
+        for cells_of_line in zip(*cells_of_columns, strict=True):
+            lines.append(f"| {' | '.join(cells_of_line)} |")
+        return "\n".join(lines) + "\n"
 
     def latex(self) -> str:
         """A `table` with intervals in small type."""
-        cells = [[_latex_cell(row, column) for column in self.columns] for row in self.rows]
-        frame = pd.DataFrame(cells, columns=[_latex(column.title) for column in self.columns])
+        titles = []
+        alignments = ""
+        for column in self.columns:
+            titles.append(_latex(column.title))
+            alignments += "l" if column.is_text else "r"
+        cells = []
+        for row in self.rows:
+            cells.append([_latex_cell(row, column) for column in self.columns])
+        frame = pd.DataFrame(cells, columns=titles)
         return frame.style.hide(axis="index").to_latex(
             caption=_latex(self.caption),
             label=f"tab:{self.name}",
-            column_format="".join("l" if column.is_text else "r" for column in self.columns),
+            column_format=alignments,
             position_float="centering",
             hrules=True,
         )
 
     def csv_rows(self) -> tuple[list[str], list[dict[str, object]]]:
         """Columns and cells of the CSV: whole numbers as they are, others with 6 digits; two columns an interval."""
-        names = [column.name for column in self.columns]
-        spans = {name for name in names if any(isinstance(row[name], Estimate) for row in self.rows)}
-        rows = []
+        names = []
+        with_interval = set()
+        for column in self.columns:
+            names.append(column.name)
+            if any(isinstance(row[column.name], Estimate) for row in self.rows):
+                with_interval.add(column.name)
+                names += [f"{column.name}_low", f"{column.name}_high"]
+
+        lines = []
         for row in self.rows:
             cells: dict[str, object] = {}
-            for name in names:
-                value = row[name]
-                low, high = (isinstance(value, Estimate) and value.interval) or (None, None)
-                cells[name] = _plain(value.value if isinstance(value, Estimate) else value)
-                cells |= {f"{name}_low": _plain(low), f"{name}_high": _plain(high)} if name in spans else {}
-            rows.append(cells)
-        return [f"{name}{end}" for name in names for end in ("", "_low", "_high")[: 3 if name in spans else 1]], rows
+            for column in self.columns:
+                value = row[column.name]
+                low = high = None
+                if isinstance(value, Estimate):
+                    if value.interval is not None:
+                        low, high = value.interval
+                    value = value.value
+                cells[column.name] = _plain(value)
+                if column.name in with_interval:
+                    cells[f"{column.name}_low"] = _plain(low)
+                    cells[f"{column.name}_high"] = _plain(high)
+            lines.append(cells)
+        return names, lines
 
 
 def value_text(row: Cells, column: Column) -> str:
@@ -108,32 +139,43 @@ def value_text(row: Cells, column: Column) -> str:
     if isinstance(value, Estimate):
         value = value.value
     if value is None:
-        return "all" if column.name == "budget" and row.get("method") == FULL else "–"
-    return number_text(value, column.digits, column.is_signed) if isinstance(value, float) else printable(str(value))
+        is_full_cache = column.name == "budget" and row.get("method") == FULL
+        return "all" if is_full_cache else "–"
+    if isinstance(value, float):
+        return number_text(value, column.digits, column.is_signed)
+    return printable(str(value))
 
 
 def interval_text(row: Cells, column: Column) -> str:
     """`0.12, 0.34`, or nothing where a cell has no interval."""
     value = row[column.name]
-    found = value.interval if isinstance(value, Estimate) else None
-    ends = [number_text(end, column.digits, column.is_signed) for end in found or ()]
-    return "" if len(set(ends)) < 2 else ", ".join(ends)  # the full cache against itself has no width
+    if not isinstance(value, Estimate) or value.interval is None:
+        return ""
+    low, high = (number_text(end, column.digits, column.is_signed) for end in value.interval)
+    if low == high:  # the full cache against itself has no width
+        return ""
+    return f"{low}, {high}"
 
 
 def text_of(row: Cells, column: Column) -> str:
     """A cell with its interval in brackets."""
-    ends = interval_text(row, column)
-    return f"{value_text(row, column)} [{ends}]" if ends else value_text(row, column)
+    text = value_text(row, column)
+    interval = interval_text(row, column)
+    return f"{text} [{interval}]" if interval else text
 
 
 def sort_key(row: Cells, column: Column) -> str:
     """The value that a page sorts a cell by."""
     value = row[column.name]
-    return repr(value.value) if isinstance(value, Estimate) else "" if value is None else str(value)
+    if isinstance(value, Estimate):
+        return repr(value.value)
+    return "" if value is None else str(value)
 
 
 def _plain(value: object) -> object:
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else value
 
 
 def _latex(text: str) -> str:
@@ -141,8 +183,9 @@ def _latex(text: str) -> str:
 
 
 def _latex_cell(row: Cells, column: Column) -> str:
-    text, ends = _latex(value_text(row, column)), interval_text(row, column)
-    return rf"{text} {{\scriptsize [{ends}]}}" if ends else text
+    text = _latex(value_text(row, column))
+    interval = interval_text(row, column)
+    return rf"{text} {{\scriptsize [{interval}]}}" if interval else text
 
 
 # The tables of a report
@@ -171,7 +214,10 @@ _DIFFERENCES = (
     Column("n", "n"),
 )
 _MEANS = (
-    *(Column(phase, f"{phase} (s)") for phase in ("prefill", "draft", "observe", "select")),
+    Column("prefill", "prefill (s)"),
+    Column("draft", "draft (s)"),
+    Column("observe", "observe (s)"),
+    Column("select", "select (s)"),
     Column("time_to_first_token", "time to first token (s)"),
     Column("question", "question (s)"),
     Column("tokens_per_second", "tokens/s of its batch", digits=1),
@@ -199,16 +245,17 @@ def task_table(summary: Frame) -> Table:
 
 def difference_table(summary: Frame) -> Table:
     """Every pair of methods at equal budget, and each against the full cache, over all tasks."""
-    found = differences(mean_over_tasks(summary)).assign(not_evicted=0)
-    caption = f"Paired differences of methods over the same samples, with 95 % intervals. {notes_on(found)}"
-    return Table.of("differences", caption, _DIFFERENCES, found)
+    rows = differences(mean_over_tasks(summary)).assign(not_evicted=0)
+    caption = f"Paired differences of methods over the same samples, with 95 % intervals. {notes_on(rows)}"
+    return Table.of("differences", caption, _DIFFERENCES, rows)
 
 
 def cost_table(rows: Sequence[Row]) -> Table:
     """Seconds by phase, decoding speed, KV entries and memory: means over all samples, the full cache first."""
-    frame = pd.DataFrame([{"kv_peak_bytes": None} | row | row["seconds"] for row in rows], dtype=object)
+    frame = pd.DataFrame([{**vars(row), **vars(row.seconds)} for row in rows], dtype=object)
     frame["order"] = frame["budget"].astype(float).fillna(0)
-    frame[["kv_mib", "kv_peak_mib"]] = frame[["kv_bytes", "kv_peak_bytes"]].astype(float) / 2**20
+    frame["kv_mib"] = frame["kv_bytes"].astype(float) / 2**20
+    frame["kv_peak_mib"] = frame["kv_peak_bytes"].astype(float) / 2**20
     means = {column.name: (column.name, "mean") for column in _MEANS}
     groups = frame.astype(dict.fromkeys(means, float)).groupby(["order", "method"])
     costs = groups.agg(budget=("budget", "first"), **means).reset_index()

@@ -3,9 +3,11 @@
 import base64
 import contextlib
 import csv
+import importlib
 import io
 import json
 import re
+import sys
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -21,6 +23,7 @@ from keepsight.commands.from_recipe import resources_later
 from keepsight.commands.parse import parse
 from keepsight.commands.recipe import say_once
 from keepsight.errors import UserError
+from keepsight.eval import record
 from keepsight.eval.tasks.jsonl import RULER_METRIC
 from keepsight.files import append_lines, one_writer, read_json, read_jsonl, write_json, write_lines
 from keepsight.models.chat import chat_text
@@ -171,12 +174,12 @@ def test_a_stopped_evaluation_goes_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "append_lines", torn)
+        patch.setattr(record, "append_lines", torn)
         message = keepsight.fails("eval", *TINY, *NEEDLES)
     assert message == "interrupted; what was done is kept: run the same command again to resume"
     assert written == [9, 9]
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "append_lines", counted)
+        patch.setattr(record, "append_lines", counted)
         keepsight("eval", *TINY, *NEEDLES)
     assert written == [9, 9, 9, 9]
     assert rows_without_times(here / "out") == comparable(whole)
@@ -286,18 +289,99 @@ def test_an_evaluation_is_extended(keepsight: CommandLine, here: Path, monkeypat
     before = list(read_jsonl(results))
     more = ["methods=[snapkv,tova]", "samples=2", "budgets=[48,40]", "lengths=[320,300]"]
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "append_lines", press_ctrl_c)
+        patch.setattr(record, "append_lines", press_ctrl_c)
         keepsight.fails("eval", *TINY, *NEEDLES, *more)
-    assert list(read_jsonl(results)) == []
+    assert list(read_jsonl(results)) == before
     keepsight("eval", *TINY, *NEEDLES, *more)
     rows = list(read_jsonl(results))
     assert [row for row in before if row not in rows] == []
     cells = [("full", None), *((name, budget) for name in ("snapkv", "tova") for budget in (40, 48))]
     assert Counter((row["method"], row["budget"]) for row in rows) == dict.fromkeys(cells, 4)
-    assert not (here / "out" / "earlier.jsonl").exists()
     message = keepsight.fails("eval", *TINY, *NEEDLES, *small)
     assert "methods=['snapkv', 'tova'], now it is ['snapkv']" in message
     assert "budgets=[48, 40], now it is [40]" in message
+
+
+def test_fewer_samples_are_refused_before_the_model_is_loaded(
+    keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [*NEEDLES, "methods=[snapkv]", "budgets=[40]", "pages=0"]
+    keepsight("eval", *TINY, *given, "samples=2")
+    before = {name: (here / "out" / name).read_bytes() for name in tree(here / "out")}
+    monkeypatch.setattr(evaluation, "target_of", lambda *_: pytest.fail("loaded"))
+    message = keepsight.fails("eval", *TINY, *given, "samples=1")
+    assert message.startswith("out: these results were made with samples=2, now it is 1; choose another out=")
+    assert {name: (here / "out" / name).read_bytes() for name in tree(here / "out")} == before
+
+
+def test_all_methods_are_continued_by_a_list_of_names_and_the_reverse(
+    keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows count, not the words that name them: what has been measured is not measured again."""
+    monkeypatch.setattr(variants, "METHODS", {"snapkv": SnapKV, "tova": known.METHODS["tova"]})
+    given = [*NEEDLES, "budgets=[40]", "pages=0", "samples=2"]
+    keepsight("eval", *TINY, *given, "methods=[tova]")
+    first = list(read_jsonl(here / "out" / "results.jsonl"))
+    keepsight("eval", *TINY, *given, "methods=all")
+    both = list(read_jsonl(here / "out" / "results.jsonl"))
+    assert [row for row in both if row["method"] != "snapkv"] == first and len(both) == 6
+    monkeypatch.setattr("keepsight.eval.sweep.run_samples", lambda *_, **__: pytest.fail("measured again"))
+    keepsight("eval", *TINY, *given, "methods=[snapkv,tova]")
+    assert list(read_jsonl(here / "out" / "results.jsonl")) == both
+    message = keepsight.fails("eval", *TINY, *given, "methods=[snapkv]")
+    assert "methods=['snapkv', 'tova'], now it is ['snapkv']" in message
+
+
+MINE = """
+from dataclasses import dataclass
+from keepsight.runtime.registry import method
+from keepsight.runtime.methods import SnapKV
+from {helper} import WINDOW
+
+@method("mine")
+@dataclass(frozen=True)
+class Mine(SnapKV):
+    window: int = WINDOW
+"""
+
+
+def test_what_has_changed_since_is_measured_again(
+    keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plugin, a module beside it, and a row of one's own task: one line says so, and other rows stay."""
+    monkeypatch.setitem(known.METHODS, "mine", SnapKV)  # taken out again after the test
+    real_samples(here / "real")
+    given = [*REAL, "methods=[mine,snapkv]", "plugins=mine_of_a_test", "samples=2", "pages=0"]
+    results = here / "out" / "results.jsonl"
+
+    def evaluated(helper: str, comment: str = "") -> tuple[str, list[dict[str, Any]]]:
+        (here / "helper_of_a_test.py").write_text(helper)
+        (here / "mine_of_a_test.py").write_text(MINE.format(helper="helper_of_a_test") + comment)
+        for name in ("helper_of_a_test", "mine_of_a_test"):
+            sys.modules.pop(name, None)  # as in another process
+        importlib.invalidate_caches()
+        return keepsight("eval", *given), list(read_jsonl(results))
+
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    printed, first = evaluated("WINDOW = 4")
+    assert "measured again" not in printed and {row["method"] for row in first} == {"full", "mine", "snapkv"}
+    assert evaluated("WINDOW = 4")[1] == first
+    for helper, comment in (("WINDOW = 32", ""), ("WINDOW = 32", "# edited")):
+        printed, rows = evaluated(helper, comment)
+        said = "out: measured again: mine at budget 40 (2 rows); since then the method, its weights"
+        assert said in printed
+        assert [row for row in rows if row["method"] != "mine"] == [row for row in first if row["method"] != "mine"]
+        before = {row["inputs_digest"] for row in first if row["method"] == "mine"}
+        assert not before & {row["inputs_digest"] for row in rows}
+        first = rows
+
+    lines = list(read_jsonl(here / "real" / "facts.jsonl"))
+    lines[0]["answers"] = ["Grace"]
+    write_lines(here / "real" / "facts.jsonl", lines)
+    printed, rows = evaluated("WINDOW = 32", "# edited")
+    assert "out: measured again: full (1 row), mine at budget 40 (1 row), snapkv at budget 40 (1 row); " in printed
+    assert [row for row in rows if row["sample"] != "0"] == [row for row in first if row["sample"] != "0"]
+    assert {tuple(row["references"]) for row in rows if row["sample"] == "0"} == {("Grace",)}
 
 
 def press_ctrl_c(*_: object) -> None:

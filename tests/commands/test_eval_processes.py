@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 
-from keepsight.commands.eval import own_share
-from keepsight.eval.tasks.samples import Sample, render
 from keepsight.files import append_lines, one_writer, read_json, read_jsonl, write_lines
 from tests.commands.commands import RUN_FILES, CommandLine, files_of_run
 from tests.eval.rows import CLOCKS, comparable
 from tests.launch import launch
-from tests.tiny import tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("here")
 GIVEN = ["model.id=tiny", "model.device=cpu", "methods=[snapkv,adakv]", "budgets=[40]", "samples=3"]
@@ -69,16 +66,3 @@ def test_a_refusal_is_one_line_of_a_process_and_ends_both(here: Path, refused: s
     (line,) = {line for line in result.stderr.splitlines() if line.startswith("keepsight: error: ")}
     assert re.search("method 'snapkw' is unknown" if refused == "by both" else "two: .*is writing here", line)
     assert result.returncode == 1 and re.search(r"exitcode +: 2 ", result.stderr), result.stderr  # torchrun's own is 1
-
-
-@pytest.mark.parametrize("process", [0, 1])
-def test_own_shares_cover_all_groups(process: int) -> None:
-    named = [
-        Sample(f"{context}-{question}", "t", 8, f"c{context} q{question}", ("a",), "qa_f1", 4, question=f" q{question}")
-        for context in range(3)
-        for question in range(2)
-    ]
-    samples = [render(each, tiny_tokenizer()) for each in named]
-    shares = [own_share(samples, "multi", process, 2) for process in range(2)]
-    assert [sample.id for sample in shares[process]] == (["0-0", "0-1", "2-0", "2-1"], ["1-0", "1-1"])[process]
-    assert sorted(sample.id for share in shares for sample in share) == [sample.id for sample in named]

@@ -17,6 +17,7 @@ from keepsight.commands import data, finetune, from_recipe, train
 from keepsight.commands import eval as evaluation
 from keepsight.commands.fit import shortcomings
 from keepsight.data_gen.store import ShardWriter, finished_manifest, finished_samples
+from keepsight.eval import record
 from keepsight.files import file_digest, read_json, read_jsonl, write_json, write_lines
 from keepsight.models.distributed import shards_models
 from keepsight.models.hub import plan_upload
@@ -54,7 +55,7 @@ STAGES: dict[str, tuple[Any, str, int, str]] = {
     "answers": (ShardWriter, "append", 1, "fitted/data/shard-00000.jsonl.partial"),
     "importance": (ImportanceObjective, "forward", 2, "fitted/importance/training/checkpoint-1/trainer_state.json"),
     "eviction": (EvictionObjective, "forward", 3, "fitted/eviction/training/checkpoint-1/trainer_state.json"),
-    "evaluation": (evaluation, "append_lines", 1, "fitted/eval/results.jsonl"),
+    "evaluation": (record, "append_lines", 1, "fitted/eval/results.jsonl"),
 }
 """What is interrupted in each: the owner and name of a function, at which call, and what is there by then."""
 

@@ -11,6 +11,7 @@ from keepsight.commands.cli import configuration
 from keepsight.commands.config import Eval
 from keepsight.commands.functions import _overrides
 from keepsight.errors import UserError
+from keepsight.eval.report.summary import csv_cells
 from keepsight.files import read_json
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -42,7 +43,9 @@ def test_evaluate_returns_the_summary(here: Path) -> None:
         model=MODEL, tasks=["niah_single"], lengths=[320], samples=2, methods=methods, budgets=[40], out="out", pages=0
     )
     with (here / "out" / "summary.csv").open(encoding="utf-8") as lines:
-        assert [{key: str(value) for key, value in row.items()} for row in rows] == [*csv.DictReader(lines)]
+        assert [{key: str(value) for key, value in row.items()} for row in csv_cells(rows)] == [*csv.DictReader(lines)]
+    assert {type(row["score"]) for row in rows} == {type(row["excess_nll"]) for row in rows} == {float}
+    assert rows[1]["budget"] == 40 and rows[0]["budget"] is None and rows.to_pandas()["n"].tolist() == [2, 2]
     assert len(rows) == 2 and rows[0]["method"] == "full"
     assert read_json(here / "out" / "settings.json", dict)["methods"] == methods
     with pytest.raises(UserError, match="'task' is no key of this command"):

@@ -9,8 +9,10 @@ import pytest
 
 from keepsight.errors import BadRow, UserError
 from keepsight.eval.judge import LONGBENCH_WRITE, Judge
+from keepsight.eval.record import Row
 from keepsight.eval.tasks.samples import Sample
 from tests.eval.judging import endpoint
+from tests.eval.report.results import row
 
 FIRST = Sample("81", "mt_bench_turn_1", 512, "Name a {fish}.", (), "mt_bench", 16, judge="j")
 SECOND = Sample("81", "mt_bench_turn_2", 512, "And a bird?", (), "mt_bench", 16, earlier=(FIRST.prompt,), judge="j")
@@ -20,8 +22,8 @@ TEXT = Sample("0", "longwriter", 512, "Write 100 words.", (), LONGBENCH_WRITE, 1
 MARKS = {"Relevance": 5, "Accuracy": 4, "Coherence": 3, "Clarity": 2, "Breadth and Depth": 1, "Reading Experience": 3}
 
 
-def rows(*answers: str, before: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    return [{"score": math.nan, "answer": answer, **({"before": [*before]} if before else {})} for answer in answers]
+def rows(*answers: str, before: tuple[str, ...] = ()) -> list[Row]:
+    return [row("m", 64, math.nan, answer=answer, before=[*before] or None) for answer in answers]
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +54,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_single_answer_is_rated(words: str, expected: float) -> None:
     with endpoint(lambda _: words) as heard:
         (judged,) = Judge(heard.url).score(FIRST, rows(" A cod. "))
-    assert judged["score"] == pytest.approx(expected) and judged["judgments"] == [words]
+    assert judged.score == pytest.approx(expected) and judged.judgments == [words]
     (body,) = heard.bodies
     assert body["temperature"] == 0 and body["max_tokens"] == 2048 and body["model"] == "gpt-4"
     system, user = body["messages"]
@@ -87,9 +89,9 @@ def test_the_second_turn_is_judged_with_the_first() -> None:
 
 def test_equal_answers_are_judged_once_and_judged_rows_keep_their_scores() -> None:
     with endpoint(lambda _: "[[9]]") as heard:
-        given = [*rows("same", "same", "other"), {"score": 0.3, "answer": "judged before"}]
+        given = [*rows("same", "same", "other"), row("m", 64, 0.3, answer="judged before")]
         judged = Judge(heard.url).score(FIRST, given)
-    assert [row["score"] for row in judged] == [0.9, 0.9, 0.9, 0.3] and len(heard.bodies) == 2
+    assert [each.score for each in judged] == [0.9, 0.9, 0.9, 0.3] and len(heard.bodies) == 2
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_pairs_are_compared_in_both_orders(verdicts: str, expected: float) -> No
         full, variant, same = Judge(heard.url, mode="pairwise").score(
             FIRST, rows("full one's", "variant's", "full one's")
         )
-    assert variant["score"] == expected and full["score"] == same["score"] == 0.5
+    assert variant.score == expected and full.score == same.score == 0.5
     assert len(heard.bodies) == 2
     assert any(
         body["messages"][1]["content"]
@@ -123,7 +125,7 @@ def test_texts_get_six_marks() -> None:
     said = iter([json.dumps(odd), json.dumps({"Relevance": 5}), f"So:\n```json\n{json.dumps(MARKS, indent=1)}\n```"])
     with endpoint(lambda _: next(said)) as heard:
         (judged,) = Judge(heard.url).score(TEXT, rows("Words."))
-    assert judged["score"] == pytest.approx((4 + 3 + 2 + 1 + 0 + 2) / 4 / 6)
+    assert judged.score == pytest.approx((4 + 3 + 2 + 1 + 0 + 2) / 4 / 6)
     assert len(heard.bodies) == 3 and {body["temperature"] for body in heard.bodies} == {0.5}
     (message,) = heard.bodies[0]["messages"]
     assert "<User Request>\n\nWrite 100 words.\n\n</User Request>\n\n<Response>\n\nWords." in message["content"]
@@ -143,7 +145,7 @@ def test_no_verdict_and_no_endpoint_end_in_one_line(monkeypatch: pytest.MonkeyPa
     said: Iterator[Any] = iter([500, 429, {"message": None}, {"message": {"content": [7]}}, "[[1]]"])
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with endpoint(lambda _: next(said)) as heard:
-        assert Judge(heard.url).score(FIRST, rows("A cod."))[0]["score"] == 0.1
+        assert Judge(heard.url).score(FIRST, rows("A cod."))[0].score == 0.1
     assert {each["authorization"] for each in heard.headers} == {"Bearer secret"}
     with pytest.raises(UserError, match="no judgment"):
         Judge(heard.url).score(FIRST, rows("A cod."))  # it is gone
@@ -194,7 +196,7 @@ def test_nan_among_six_marks_is_no_verdict() -> None:
     wrong = [json.dumps(MARKS | {"Clarity": mark}) for mark in (math.nan, 9, None)]
     said = iter([*wrong, "[" * 100_000, f"<think>{json.dumps(MARKS | {'Clarity': 5})}</think>{json.dumps(MARKS)}"])
     with endpoint(lambda _: next(said)) as heard:
-        assert Judge(heard.url).score(TEXT, rows("Words."))[0]["score"] == pytest.approx(0.5)
+        assert Judge(heard.url).score(TEXT, rows("Words."))[0].score == pytest.approx(0.5)
 
 
 def test_a_judge_that_refuses_parameters_is_asked_without_them() -> None:
@@ -206,14 +208,14 @@ def test_a_judge_that_refuses_parameters_is_asked_without_them() -> None:
 
     with endpoint(say) as heard:
         judge = Judge(heard.url, options={"reasoning_effort": "low"})
-        assert judge.score(FIRST, rows("A cod."))[0]["score"] == 0.7
+        assert judge.score(FIRST, rows("A cod."))[0].score == 0.7
         assert len(heard.bodies) == 3
         assert heard.bodies[-1]["max_completion_tokens"] == 2048 and heard.bodies[-1]["reasoning_effort"] == "low"
         judge.options = {"max_completion_tokens": 99, "temperature": None}
-        assert judge.score(FIRST, rows("A cod."))[0]["score"] == 0.7
+        assert judge.score(FIRST, rows("A cod."))[0].score == 0.7
         assert len(heard.bodies) == 4
         judge.options["max_tokens"] = judge.options.pop("max_completion_tokens")
-        assert judge.score(FIRST, rows("A cod."))[0]["score"] == 0.7
+        assert judge.score(FIRST, rows("A cod."))[0].score == 0.7
     assert (
         heard.bodies[-1]["max_completion_tokens"] == 99
         and len(heard.bodies) == 6
@@ -227,7 +229,7 @@ def test_helmets_answers_and_summaries_are_marked() -> None:
     answer = Sample("1", "t", 1, f"text{question}", ("Ada", "A."), "helmet-answer", 9, question=question, judge="j")
     with endpoint(lambda _: 'So {"fluency": 1, "correctness": 2}') as heard:
         (judged,) = Judge(heard.url, mode="pairwise").score(answer, rows("Bob"))
-    assert judged["score"] == pytest.approx(2 / 3)
+    assert judged.score == pytest.approx(2 / 3)
     (message,) = heard.bodies[0]["messages"]
     assert message["content"].endswith("\n\nQuestion: Who?\nCorrect answers: Ada; A.\nAnswer: Bob")
     said = {"key points": '{"recall": 1}', "sentences": '{"precision": 3, "sentences": 4}', "fluency": '{"fluency": 1}'}
@@ -239,12 +241,12 @@ def test_helmets_answers_and_summaries_are_marked() -> None:
     summary = Sample("1", "t", 1, "text", ("expert's", "one", "two"), "helmet-summary", 9, judge="j")
     with endpoint(say) as heard:
         (judged,) = Judge(heard.url).score(summary, rows("short"))
-        assert judged["score"] == pytest.approx(2 * 0.5 * 0.75 / 1.25) and len(judged["judgments"]) == 3
+        assert judged.score == pytest.approx(2 * 0.5 * 0.75 / 1.25) and len(judged.judgments) == 3
         asked = [body["messages"][0]["content"] for body in heard.bodies]
         assert any("Key points:\n1. one\n2. two\n" in each for each in asked)
         assert any("Expert's summary: expert's\n" in each for each in asked)
         said["fluency"] = '{"fluency": 0}'
-        assert Judge(heard.url).score(summary, rows("short"))[0]["score"] == 0
+        assert Judge(heard.url).score(summary, rows("short"))[0].score == 0
         said["key points"] = '{"recall": 3}'  # of two
         with pytest.raises(BadRow, match="no verdict on t/1 in 5 tries"):
             Judge(heard.url).score(summary, rows("short"))

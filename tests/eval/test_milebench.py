@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from keepsight.errors import UserError
-from keepsight.eval.reuse import sample_digest
+from keepsight.eval.inputs import sample_digest
 from keepsight.eval.sweep import Variant, check_samples, run_samples
 from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.milebench import MileBench
@@ -125,13 +125,13 @@ def test_answers_equal_generate_with_the_pixels(
     inputs = sample.pictures.inputs()
     for method, one in zip([FullCache(), *(each.method for each in variants)], rows, strict=True):
         answer = generate(target.model, method=method, max_new_tokens=8, **inputs)
-        assert one["answer"] == target.tokenizer.decode(answer[0], skip_special_tokens=True), one["method"]
+        assert one.answer == target.tokenizer.decode(answer[0], skip_special_tokens=True), one.method
     tokens = len(sample.prompt_ids)
-    assert [each["kept"] for each in rows[:-1]] == [tokens, 24, 24, 32, tokens, 24]
-    assert 4 < rows[-1]["kept"] < tokens, "the first layer's entries all stay, and text in the others"
-    assert all(each["score"] in (0.0, 1.0) or each["task"] == "milebench_IEdit" for each in rows)
+    assert [each.kept for each in rows[:-1]] == [tokens, 24, 24, 32, tokens, 24]
+    assert 4 < rows[-1].kept < tokens, "the first layer's entries all stay, and text in the others"
+    assert all(each.score in (0.0, 1.0) or each.task == "milebench_IEdit" for each in rows)
     blind = replace(sample, pictures=None)
-    assert run_samples(target, [blind], variants[:1], MANY)[0][1]["excess_nll"] != rows[1]["excess_nll"]
+    assert run_samples(target, [blind], variants[:1], MANY)[0][1].excess_nll != rows[1].excess_nll
 
 
 def test_what_reads_no_images_is_refused(target: Target, folder: Path, tmp_path: Path) -> None:

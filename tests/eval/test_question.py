@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from keepsight.eval import sweep as sweep_module
 from keepsight.eval.compress import SharedPrompt
-from keepsight.eval.sweep import Variant, groups_of, run_samples, sweep
+from keepsight.eval.record import Row, RowStore
+from keepsight.eval.sweep import Variant, groups_of, run_samples
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render, render_apart
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.models.targets import Target
@@ -18,7 +20,7 @@ from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, FixedDr
 from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.methods import H2O, LAQ, AdaKV, Oracle, SnapKV, SpecKV, SpecPC, StreamingLLM, Truncation
 from keepsight.runtime.state import State, prefill, read
-from tests.eval.rows import CLOCKS, comparable
+from tests.eval.rows import comparable, swept, without_clocks
 from tests.runtime.scoring import score_answer
 
 MANY = 100_000
@@ -89,29 +91,29 @@ def by_hand(target: Target, variant: Variant, asked: Sample, group: Sequence[Sam
     return state, after
 
 
-def check_rows(target: Target, rows: list[dict[str, Any]], asked: Sample, group: Sequence[Sample]) -> None:
+def check_rows(target: Target, rows: list[Row], asked: Sample, group: Sequence[Sample]) -> None:
     context, rest = ids_of(target, asked)
     answer = full_answer(target, asked)
-    assert rows[0]["answer"] == target.tokenizer.decode(answer[0], skip_special_tokens=True)
-    assert rows[0]["kept"] == context.shape[1]
-    assert {row["prompt_tokens"] for row in rows} == {context.shape[1] + rest.shape[1]}
+    assert rows[0].answer == target.tokenizer.decode(answer[0], skip_special_tokens=True)
+    assert rows[0].kept == context.shape[1]
+    assert {row.prompt_tokens for row in rows} == {context.shape[1] + rest.shape[1]}
     base = score_answer(target.model, prefill(target.model, torch.cat([context, rest], dim=1)), answer)[0]
     for row, variant in zip(rows[1:], VARIANTS, strict=True):
         state, after = by_hand(target, variant, asked, group)
-        assert row["kept"] == pytest.approx(state.counts().float().mean().item(), abs=1e-3)
-        assert row["kv_bytes"] == state.kv_bytes
+        assert row.kept == pytest.approx(state.counts().float().mean().item(), abs=1e-3)
+        assert row.kv_bytes == state.kv_bytes
         own = decoded(target, after, variant)
-        assert row["answer"] == target.tokenizer.decode(own[0], skip_special_tokens=True), variant
+        assert row.answer == target.tokenizer.decode(own[0], skip_special_tokens=True), variant
         if variant.method.periodic_eviction(target.model) is None:
             nll = score_answer(target.model, after, answer)[0]
-            assert row["excess_nll"] == pytest.approx((nll - base).mean().item(), abs=1e-4)
-    assert len({row["answer"] for row in rows}) > 4
+            assert row.excess_nll == pytest.approx((nll - base).mean().item(), abs=1e-4)
+    assert len({row.answer for row in rows}) > 4
 
 
 def test_unseen_compresses_the_context_and_reads_the_question(target: Target) -> None:
     for asked in SAMPLES:
         rows = run_samples(target, [apart(target, asked)], VARIANTS, MANY, "unseen")[0]
-        assert {row["question"] for row in rows} == {"unseen"}
+        assert {row.question for row in rows} == {"unseen"}
         check_rows(target, rows, asked, [asked])
 
 
@@ -128,28 +130,31 @@ def test_multi_asks_all_questions_of_one_cache(target: Target, monkeypatch: pyte
 
     monkeypatch.setattr(SharedPrompt, "compress", noted)
     monkeypatch.setattr(sweep_module, "prefill", counted)
-    made = list(sweep(target, all_apart(target), VARIANTS, set(), MANY, "multi"))
+    made = swept(target, all_apart(target), VARIANTS, "multi")
     assert compressed == [variant.method for variant in VARIANTS] and len(prefills) == 1
-    assert [{row["sample"] for row in rows} for rows in made] == [{word} for word in WORDS]
-    assert {row["context"] for rows in made for row in rows} == {made[0][0]["sample_digest"]}
-    assert all(row["question"] == "multi" for rows in made for row in rows)
+    assert [{row.sample for row in rows} for rows in made] == [{word} for word in WORDS]
+    assert {row.context for rows in made for row in rows} == {made[0][0].sample_digest}
+    assert all(row.question == "multi" for rows in made for row in rows)
     for asked, rows in zip(SAMPLES, made, strict=True):
         check_rows(target, rows, asked, SAMPLES)
-        same = {"question": "multi"}
-        alone = [row | same for row in run_samples(target, [apart(target, asked)], VARIANTS[1:], MANY, "unseen")[0]]
-        # Against what is asked in all; and what it depends on are all questions.
-        others = {"recall": None, "mass": None, "tau": None, "sample_digest": "", "inputs_digest": "", "context": ""}
-        recalls = [row | others for row in [rows[0], *rows[2:]]]
-        assert [row | others | CLOCKS for row in alone] == comparable(recalls)
+        (alone,) = run_samples(target, [apart(target, asked)], VARIANTS[1:], MANY, "unseen")
+        alone = [replace(row, question="multi", recall=None, mass=None, tau=None) for row in alone]
+        # Recall, mass and tau are against what is asked in all, and the digests are of all questions.
+        others: Any = {"recall": None, "mass": None, "tau": None}
+        others.update({"sample_digest": None, "inputs_digest": None, "context": None})
+        assert without_clocks(alone) == comparable(replace(row, **others) for row in [rows[0], *rows[2:]])
     assert [len(group) for group in groups_of(all_apart(target), "unseen")] == [1, 1]
 
 
-def test_a_question_asked_again_after_a_stop_has_its_group(target: Target) -> None:
+def test_a_question_asked_again_after_a_stop_has_its_group(target: Target, tmp_path: Path) -> None:
     samples = all_apart(target)
-    whole = list(sweep(target, samples, VARIANTS, set(), MANY, "multi"))
-    (again,) = sweep(target, samples, VARIANTS, {SAMPLES[0].key}, MANY, "multi")
-    assert [row | CLOCKS for row in again] == comparable(whole[1])
-    assert not list(sweep(target, samples, VARIANTS, {each.key for each in SAMPLES}, MANY, "multi"))
+    whole = swept(target, samples, VARIANTS, "multi")
+    store = RowStore(tmp_path)
+    store.add(whole[0])
+    (again,) = swept(target, samples, VARIANTS, "multi", store)
+    assert without_clocks(again) == comparable(whole[1])
+    store.add(again)
+    assert not swept(target, samples, VARIANTS, "multi", store)
 
 
 def test_groups_share_task_length_and_context(target: Target) -> None:

@@ -1,6 +1,7 @@
 """Rows of several processes and runs in one file, and what is refused when rows are read."""
 
 import math
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -8,68 +9,124 @@ import pytest
 
 from keepsight.errors import UserError
 from keepsight.eval.kept_tokens import path_of
+from keepsight.eval.record import Row, RowStore, merge, rows_so_far, rows_to_reuse
 from keepsight.eval.report.pages import write_outputs, write_sample_pages
-from keepsight.eval.results import Measured, Row, Run, finished, merge, part_of, read_run
-from keepsight.eval.reuse import earlier_rows
-from keepsight.files import append_lines, read_json, read_jsonl, write_json, write_lines
+from keepsight.eval.results import Run, read_run, require_same_run
+from keepsight.files import read_jsonl, write_json, write_lines
 from tests.eval.report.results import row
 
 SETTINGS = {"seed": 1, "command": "eval", "versions": {"torch": "2"}}
+REQUIRED = [field.name for field in fields(Row) if field.default is MISSING]
 
 
-def rows(sample: str, *budgets: int | None) -> list[Row]:
-    return [row("m", budget, 1.0, sample=sample) for budget in budgets]
+def rows(sample: str, *budgets: int | None, score: float = 1.0) -> list[Row]:
+    return [row("m", budget, score, sample=sample) for budget in budgets]
+
+
+def lines_of(path: Path) -> list[Row]:
+    return list(read_jsonl(path, Row))
 
 
 def test_parts_are_merged_once(tmp_path: Path) -> None:
     """Rows of a sample that is not finished stay, and give way to those of when it is done again."""
-    merge(tmp_path, SETTINGS)
-    assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
-    names = [part_of(tmp_path, process, 3) for process in range(3)]
-    assert [path.name for path in names] == ["results-0.jsonl", "results-1.jsonl", "results-2.jsonl"]
-    append_lines(part_of(tmp_path, 0, 1), rows("a", None, 4))
-    for path, sample in zip(names, "bcd", strict=True):
-        append_lines(path, rows(sample, None, 4))
-    append_lines(names[1], [each | {"score": 0.0} for each in rows("e", None)])
-    with names[2].open("a") as stream:
+    RowStore(tmp_path).add(rows("a", None, 4))
+    stores = [RowStore(tmp_path, process, 3) for process in range(3)]
+    for store, sample in zip(stores, "bcd", strict=True):
+        store.add(rows(sample, None, 4))
+    stores[1].add(rows("e", None, score=0.0))
+    names = ["results-0.jsonl", "results-1.jsonl", "results-2.jsonl", "results.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    with (tmp_path / names[2]).open("a") as stream:
         stream.write('{"task": "t", "len')
-    merge(tmp_path, SETTINGS)
-    found = list(read_jsonl(tmp_path / "results.jsonl"))
-    assert found[:4] == [*rows("a", None, 4), *rows("b", None, 4)] and len(found) == 9
-    assert finished(found, 2) == {("niah_single", 512, sample) for sample in "abcd"}
-    append_lines(tmp_path / "results.jsonl", rows("e", None, 4))
+    assert len(rows_so_far(tmp_path)) == 9
+    merge(tmp_path)
+    merged = lines_of(tmp_path / "results.jsonl")
+    assert merged[:4] == [*rows("a", None, 4), *rows("b", None, 4)] and len(merged) == 9
+    assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
+    cells = {("m", None): None, ("m", 4): None}
+    store = RowStore(tmp_path)
+    assert [store.has_all(("niah_single", 512, sample), cells) for sample in "abcde"] == [True] * 4 + [False]
+    store.add(rows("e", None, 4))
+    assert store.has_all(("niah_single", 512, "e"), cells)
     expected = [each for sample in "abced" for each in rows(sample, None, 4)]
-    assert sorted(read_run(tmp_path).rows, key=str) == sorted(expected, key=str)
-    merge(tmp_path, SETTINGS)
-    assert sorted(read_jsonl(tmp_path / "results.jsonl"), key=str) == sorted(expected, key=str)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.jsonl", "settings.json"]
+    merge(tmp_path)
+    assert lines_of(tmp_path / "results.jsonl") == expected
 
 
-def test_other_settings_are_refused_while_there_are_results(tmp_path: Path) -> None:
-    merge(tmp_path, SETTINGS)
-    merge(tmp_path, SETTINGS | {"seed": 2})
-    append_lines(part_of(tmp_path, 1, 2), rows("a", None, 4))
-    merge(tmp_path, SETTINGS | {"seed": 2, "command": "other", "versions": {}})
-    assert read_json(tmp_path / "settings.json")["command"] == "other"
-    for changed in ({"seed": 3}, {"seed": 2, "more": 1}):
-        with pytest.raises(UserError, match=r"these results were made with (seed=2|more=None), now it is [31]; choose"):
-            merge(tmp_path, SETTINGS | changed)
+def test_a_row_is_used_again_where_its_inputs_are_the_same(tmp_path: Path) -> None:
+    """Under any name, of the same folder or another one; in a group only where all samples have it."""
+    digests = [f"sha256:{number:064}" for number in range(4)]
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    RowStore(tmp_path / "a").add([row("m", 4, 1.0, inputs_digest=digests[0]), row("m", 4, 1.0, sample="1")])
+    RowStore(tmp_path / "b").add([row("m", 4, 0.5, inputs_digest=digest) for digest in digests[:2]])
+    store = RowStore(tmp_path / "a", reused=rows_to_reuse([tmp_path / "b"]))
+    key, cell = ("niah_single", 512, "0"), ("m", 4)
+    (found,) = store.find([{cell: digests[0], ("other", 4): digests[1], ("none", 4): None, ("new", 4): digests[3]}])
+    assert {name: each.score for (name, _), each in found.items()} == {"m": 1.0, "other": 0.5}
+    assert store.find([{cell: digests[0]}, {cell: digests[3]}]) == [{}, {}]
+    assert store.has_all(key, {cell: digests[0]}) and not store.has_all(key, {cell: digests[1]})
+    with pytest.raises(UserError, match=r"reuse=.*/c: no results\.jsonl there"):
+        rows_to_reuse([tmp_path / "c"])
+
+
+def test_rows_whose_inputs_have_changed_leave_the_file(tmp_path: Path) -> None:
+    first, second, other = (f"sha256:{number:064}" for number in range(3))
+    store = RowStore(tmp_path)
+    store.add([row("m", 4, 1.0, inputs_digest=first), row("n", 4, 1.0, inputs_digest=first), row("o", 4, 1.0)])
+    planned = {("niah_single", 512, "0"): {("m", 4): second, ("n", 4): first, ("o", 4): None, ("p", 4): other}}
+    assert [each.method for each in store.drop_changed(planned)] == ["m"]
+    assert [each.method for each in lines_of(tmp_path / "results.jsonl")] == ["n", "o"]
+    assert store.drop_changed(planned) == []
+
+
+def test_a_run_is_extended_and_nothing_else(tmp_path: Path) -> None:
+    """Its rows say whether it is: methods by other names may stand for the same ones."""
+    before = [*rows("a", None, 4), *rows("b", None, 4)]
+    cells = {(each.key, each.cell) for each in before}
+    more = cells | {(each.key, each.cell) for each in rows("a", 8)}
+    settings = {**SETTINGS, "methods": ["all"], "samples": 2, "adapter": None, "jsonl": {"dir": None}}
+    write_json(tmp_path / "settings.json", settings)
+    require_same_run(tmp_path, [], {"seed": 2}, set())
+    changes = {"methods": ["m"], "samples": 0, "adapter": "a", "jsonl": {"dir": "d"}, "command": "c", "versions": {}}
+    require_same_run(tmp_path, before, settings | changes, more)
+    measured_on = {"target": {"name": "n", "template": "t"}, "judge": {"url": None, "parallel": 8}}
+    write_json(tmp_path / "settings.json", settings | measured_on)
+    require_same_run(tmp_path, before, settings, cells)  # before the model is loaded, it is not among the settings
+    other = {"target": {"name": "n", "template": "u"}, "judge": {"url": None, "parallel": 2}}
+    require_same_run(tmp_path, before, settings | other, cells)
+    with pytest.raises(UserError, match=r"made with target=.*'n'.*, now it is .*'o'"):
+        require_same_run(tmp_path, before, settings | {"target": {"name": "o"}}, cells)
+    write_json(tmp_path / "settings.json", settings)
+    for changed, said in {
+        "seed": "made with seed=1, now it is 3; choose another out=",
+        "more": "made with more=None, now it is 3",
+        "samples": "made with samples=2, now it is 3; choose another out=, or delete the folder",
+    }.items():
+        with pytest.raises(UserError, match=said):
+            require_same_run(tmp_path, before, settings | {changed: 3}, cells if changed != "samples" else set())
+    with pytest.raises(UserError, match=r"2 of these results are left out: m \(1 row\), m at budget 4 \(1 row\), such"):
+        require_same_run(tmp_path, before, settings, {key for key in cells if key[0][2] == "a"})
+    write_json(tmp_path / "settings.json", settings | {"adapter": "b"})
+    with pytest.raises(UserError, match="made with adapter='b', now it is 'a'"):
+        require_same_run(tmp_path, before, settings | {"adapter": "a"}, more)
     (tmp_path / "settings.json").unlink()
     with pytest.raises(UserError, match=r"settings\.json: no such file"):
-        merge(tmp_path, SETTINGS)
-    assert list(read_jsonl(tmp_path / "results.jsonl")) == rows("a", None, 4)
+        require_same_run(tmp_path, before, settings, cells)
 
 
 TEXTS = ("task", "sample", "method", "answer", "question", "date", "asks")
 DIGESTS = ("sample_digest", "inputs_digest")
 MEASURES_THAT_MAY_LACK = ("kv_peak_bytes", "tokens_per_second", "depth", "recall", "mass", "tau", "first_difference")
-MAY_BE_NULL = ("budget", *MEASURES_THAT_MAY_LACK, *DIGESTS)
+COUNTS_THAT_MAY_LACK = ("answer_tokens", "prompt_tokens")
+LISTS_THAT_MAY_LACK = ("before", "judgments", "context", "asks")
+MAY_BE_NULL = ("budget", *MEASURES_THAT_MAY_LACK, *COUNTS_THAT_MAY_LACK, *LISTS_THAT_MAY_LACK, *DIGESTS)
 
 
 def test_every_row_that_is_read_makes_a_report(tmp_path: Path) -> None:
     """One from before columns were added, and one with null; both with an odd text wherever one may be."""
-    odd = row("m", 64, 1.0) | dict.fromkeys(TEXTS, "\x1b[2J$=1+1\u2028<b>")
-    old = {name: value for name, value in odd.items() if name in Measured.__required_keys__}
+    odd = row("m", 64, 1.0).columns() | dict.fromkeys(TEXTS, "\x1b[2J$=1+1\u2028<b>")
+    old = {name: value for name, value in odd.items() if name in REQUIRED}
     write_lines(tmp_path / "results.jsonl", [old, odd | dict.fromkeys(MAY_BE_NULL)])
     write_json(tmp_path / "settings.json", SETTINGS)
     write_outputs([read_run(tmp_path)], tmp_path)
@@ -83,11 +140,12 @@ WRONG = {"object": {"a": [1]}, "text": "\x1b[2J", "null": None, "true": True, "n
 def test_a_wrong_column_is_one_line_when_it_is_read(tmp_path: Path, wrong: object) -> None:
     """Signed again, so that no digest shows it."""
     allowed = TEXTS if isinstance(wrong, str) else MAY_BE_NULL if wrong is None else ()
-    for column in Measured.__annotations__:
-        write_lines(tmp_path / "results.jsonl", [row("m", 64, 1.0), row("m", 32, 1.0) | {column: wrong}])
+    for column in (field.name for field in fields(Row)):
+        first, second = (row("m", budget, 1.0).columns() for budget in (64, 32))
+        write_lines(tmp_path / "results.jsonl", [first, second | {column: wrong}])
         write_json(tmp_path / "settings.json", SETTINGS)
         if column in allowed:
-            assert read_run(tmp_path).rows[1][column] == wrong
+            assert getattr(read_run(tmp_path).rows[1], column) == wrong
         else:
             with pytest.raises(UserError, match=rf"results\.jsonl:2: {column}[.\w-]*: ") as error:
                 read_run(tmp_path)
@@ -104,31 +162,31 @@ def test_lines_that_no_run_has_written(tmp_path: Path, line: str, said: str) -> 
 
 
 def test_what_is_missing_is_one_line_when_it_is_read(tmp_path: Path) -> None:
-    whole, path = row("m", 64, 1.0), tmp_path / "results.jsonl"
-    for column in Measured.__required_keys__:
+    whole, path = row("m", 64, 1.0).columns(), tmp_path / "results.jsonl"
+    for column in REQUIRED:
         write_lines(path, [{name: each for name, each in whole.items() if name != column}])
-        with pytest.raises(UserError, match=rf"results\.jsonl:1: {column}: Field required"):
-            merge(tmp_path, SETTINGS)
+        with pytest.raises(UserError, match=rf"results\.jsonl:1: {column}: "):
+            merge(tmp_path)
     write_lines(path, [whole | {"seconds": {"prefill": 1.0}}])
     with pytest.raises(UserError, match=r"results\.jsonl:1: seconds\.draft: Field required"):
-        earlier_rows([tmp_path])
+        rows_to_reuse([tmp_path])
 
 
 @pytest.mark.parametrize("digest", ["a", "sha256:../../elsewhere", "sha256:" + "g" * 64])
 def test_a_damaged_digest_is_one_line_not_a_row_without_one(tmp_path: Path, digest: object) -> None:
     """A file is named after it, and a row without one would count as measured on unknown inputs."""
     for column in DIGESTS:
-        write_lines(tmp_path / "results.jsonl", [row("m", 64, 1.0) | {column: digest}])
+        write_lines(tmp_path / "results.jsonl", [row("m", 64, 1.0).columns() | {column: digest}])
         with pytest.raises(UserError, match=rf"results\.jsonl:1: {column}: "):
             read_run(tmp_path)
 
 
 @pytest.mark.parametrize("changed", [{"target": "text"}, {"versions": ["2"]}, {"versions": {"torch": 2}}])
 def test_damaged_settings_are_one_line(tmp_path: Path, changed: dict[str, Any]) -> None:
-    write_lines(tmp_path / "results.jsonl", [row("m", 64, 1.0)])
+    write_lines(tmp_path / "results.jsonl", [row("m", 64, 1.0).columns()])
     write_json(tmp_path / "settings.json", SETTINGS | changed)
     (name,) = changed
-    for read in (lambda: read_run(tmp_path), lambda: merge(tmp_path, SETTINGS)):
+    for read in (lambda: read_run(tmp_path), lambda: require_same_run(tmp_path, [row("m", 64, 1.0)], SETTINGS, set())):
         with pytest.raises(UserError, match=rf"settings\.json: {name}"):
             read()
 

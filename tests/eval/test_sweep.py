@@ -15,7 +15,8 @@ from keepsight.errors import UserError
 from keepsight.eval import answers as answers_module
 from keepsight.eval import sweep as sweep_module
 from keepsight.eval.answers import Sampling
-from keepsight.eval.sweep import Refused, Variant, check_samples, run_samples, sweep
+from keepsight.eval.record import Row, RowStore
+from keepsight.eval.sweep import Refused, Variant, check_samples, run_samples
 from keepsight.eval.tasks.samples import Sample, render
 from keepsight.models.card import Provenance
 from keepsight.models.lookahead import Lookahead
@@ -29,7 +30,7 @@ from keepsight.runtime.methods import H2O, AdaKV, LookaheadKV, Oracle, SnapKV, S
 from keepsight.runtime.methods.drafts import OwnAnswer
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.state import Needs, State, cache_bytes, prefill
-from tests.eval.rows import CLOCKS, comparable
+from tests.eval.rows import comparable, swept, without_clocks
 from tests.runtime.scoring import score_answer
 
 MANY = 100_000
@@ -56,7 +57,7 @@ def variants(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[V
 
 
 @pytest.fixture(scope="module")
-def rows(target: Target, variants: list[Variant]) -> list[dict[str, Any]]:
+def rows(target: Target, variants: list[Variant]) -> list[Row]:
     return run(target, SAMPLE, variants)
 
 
@@ -64,7 +65,7 @@ def ids_of(target: Target, sample: Sample = SAMPLE) -> Tensor:
     return render(sample, target.tokenizer).prompt_ids[None].to(target.model.device)
 
 
-def run(target: Target, sample: Sample, variants: list[Variant], batch_tokens: int = MANY) -> list[dict[str, Any]]:
+def run(target: Target, sample: Sample, variants: list[Variant], batch_tokens: int = MANY) -> list[Row]:
     return run_samples(target, [render(sample, target.tokenizer)], variants, batch_tokens)[0]
 
 
@@ -74,46 +75,44 @@ def alone(method: Any) -> Any:
     return replace(method, observer=DraftObserver(OwnAnswer(SAMPLE.max_new_tokens))) if own else method
 
 
-def test_the_full_cache_comes_first_and_agrees_with_itself(target: Target, rows: list[dict[str, Any]]) -> None:
-    assert [row["method"] for row in rows].count("full") == 1
+def test_the_full_cache_comes_first_and_agrees_with_itself(target: Target, rows: list[Row]) -> None:
+    assert [row.method for row in rows].count("full") == 1
     full, tokens = rows[0], ids_of(target).shape[1]
-    assert (full["method"], full["budget"], full["agreement"]) == ("full", None, 1.0)
-    assert abs(full["excess_nll"]) < 1e-4
-    assert full["kept"] == full["prompt_tokens"] == tokens
-    assert full["references"] == ["fox"] and (full["task"], full["length"], full["sample"]) == ("test", 256, "one")
+    assert (full.method, full.budget, full.agreement) == ("full", None, 1.0)
+    assert abs(full.excess_nll) < 1e-4
+    assert full.kept == full.prompt_tokens == tokens
+    assert full.references == ["fox"] and (full.task, full.length, full.sample) == ("test", 256, "one")
 
 
-def test_a_budget_above_the_prompt_is_the_full_cache(rows: list[dict[str, Any]]) -> None:
+def test_a_budget_above_the_prompt_is_the_full_cache(rows: list[Row]) -> None:
     full, whole = rows[0], rows[-1]
-    assert (whole["method"], whole["budget"]) == ("lookaheadkv", 100_000)
-    assert abs(whole["excess_nll"]) < 1e-4
-    same = {"excess_nll": full["excess_nll"], "method": "full", "budget": None}
-    assert whole | same | CLOCKS == full | CLOCKS
+    assert (whole.method, whole.budget) == ("lookaheadkv", 100_000)
+    assert abs(whole.excess_nll) < 1e-4
+    same = replace(whole, excess_nll=full.excess_nll, method="full", budget=None)
+    assert without_clocks([same]) == without_clocks([full])
 
 
-def test_answers_equal_generate_one_by_one(target: Target, variants: list[Variant], rows: list[dict[str, Any]]) -> None:
+def test_answers_equal_generate_one_by_one(target: Target, variants: list[Variant], rows: list[Row]) -> None:
     ids = ids_of(target)
     options: dict[str, Any] = {"max_new_tokens": SAMPLE.max_new_tokens, "do_sample": False}
     for row, method in zip(rows, [FullCache(), *(variant.method for variant in variants)], strict=True):
         answer = generate(target.model, ids, alone(method), **options)
-        assert row["answer"] == target.tokenizer.decode(answer[0], skip_special_tokens=True)
-    assert len({row["answer"] for row in rows}) > 4
+        assert row.answer == target.tokenizer.decode(answer[0], skip_special_tokens=True)
+    assert len({row.answer for row in rows}) > 4
 
 
-def test_scores_equal_those_of_each_cache_alone(
-    target: Target, variants: list[Variant], rows: list[dict[str, Any]]
-) -> None:
+def test_scores_equal_those_of_each_cache_alone(target: Target, variants: list[Variant], rows: list[Row]) -> None:
     prefilled = prefill(target.model, ids_of(target))
     options: dict[str, Any] = {"max_new_tokens": SAMPLE.max_new_tokens, "do_sample": False}
     answer = generate(target.model, ids_of(target), FullCache(), **options)
     base, _ = score_answer(target.model, FullCache().compress_state(target.model, prefilled), answer)
     for row, variant in zip(rows[1:], variants, strict=True):
         kept = alone(variant.method).compress_state(target.model, prefilled)
-        assert (row["kept"], row["kv_bytes"]) == (kept.length, cache_bytes(kept.cache))
+        assert (row.kept, row.kv_bytes) == (kept.length, cache_bytes(kept.cache))
         nll, hits = score_answer(target.model, kept, answer)
-        assert row["excess_nll"] == pytest.approx((nll - base).mean().item(), abs=1e-4)
-        assert row["agreement"] == pytest.approx(hits.float().mean().item())
-    assert min(row["agreement"] for row in rows) < 1 and max(row["excess_nll"] for row in rows) > 0.01
+        assert row.excess_nll == pytest.approx((nll - base).mean().item(), abs=1e-4)
+        assert row.agreement == pytest.approx(hits.float().mean().item())
+    assert min(row.agreement for row in rows) < 1 and max(row.excess_nll for row in rows) > 0.01
 
 
 @pytest.mark.parametrize("ending", [False, True])
@@ -130,14 +129,14 @@ def test_answers_of_one_token(target: Target, variants: list[Variant], ending: b
         config.eos_token_id = before
     expected = target.tokenizer.decode([first], skip_special_tokens=True)
     # No eviction changes the first token: it comes from the prefill.
-    assert [(row["answer"], row["agreement"], row["excess_nll"]) for row in rows] == [(expected, 1.0, 0.0)] * 11
+    assert [(row.answer, row.agreement, row.excess_nll) for row in rows] == [(expected, 1.0, 0.0)] * 11
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 400])
 def test_the_size_of_batches_changes_nothing(
-    target: Target, variants: list[Variant], rows: list[dict[str, Any]], batch_tokens: int
+    target: Target, variants: list[Variant], rows: list[Row], batch_tokens: int
 ) -> None:
-    assert [row | CLOCKS for row in run(target, SAMPLE, variants, batch_tokens)] == comparable(rows)
+    assert without_clocks(run(target, SAMPLE, variants, batch_tokens)) == comparable(rows)
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 400])
@@ -202,18 +201,19 @@ def test_a_method_that_is_refused_leaves_the_rows_of_the_others(target: Target, 
     mixed = [variants[2], *(Variant(name, Evict(8, Plugin(value))) for name, value in odd.items())]
     samples = [render(sample, target.tokenizer) for sample in (SAMPLE, OTHER)]
     refused = Refused()
-    made = list(sweep(target, samples, mixed, set(), MANY, refused=refused))
-    assert [[row["method"] for row in rows] for rows in made] == [["full", "snapkv", "whole"]] * 2
+    made = swept(target, samples, mixed, refused=refused)
+    assert [[row.method for row in rows] for rows in made] == [["full", "snapkv", "whole"]] * 2
     assert {name: str(error) for (name, _), error in refused.items()} == {
         "nan": "Plugin returned scores that are NaN",
         "refusing": "not this prompt",
     }
     for sample, rows in zip((SAMPLE, OTHER), made, strict=True):
         alone = run(target, sample, [mixed[0], mixed[3]])
-        assert [{name: row[name] for name in alone[0]} | CLOCKS for row in rows] == comparable(alone)
+        unnamed = [replace(row, sample_digest=None, inputs_digest=None) for row in rows]
+        assert without_clocks(unnamed) == comparable(alone)
     for name in ("nan", "refusing"):
         with pytest.raises(UserError, match=r"NaN|not this"):
-            list(sweep(target, samples, [each for each in mixed if each.name == name], set(), MANY, refused=Refused()))
+            swept(target, samples, [each for each in mixed if each.name == name], refused=Refused())
 
 
 def test_samples_are_checked_before_the_first_runs(target: Target, variants: list[Variant]) -> None:
@@ -235,13 +235,17 @@ def test_samples_are_checked_before_the_first_runs(target: Target, variants: lis
 
 
 def test_what_is_done_is_passed_over(target: Target, variants: list[Variant], tmp_path: Path) -> None:
-    done = {("test", 256, "one"), ("test", 999, "two"), ("other", 128, "two")}
+    store = RowStore(tmp_path)
     samples = [render(sample, target.tokenizer) for sample in (SAMPLE, OTHER)]
-    (made,) = sweep(target, samples, variants, done, MANY)
-    assert [(row["sample"], row["method"]) for row in made] == [
-        ("two", name) for name in ["full", *(variant.name for variant in variants)]
-    ]
-    assert not list(sweep(target, samples[:1], variants, done, MANY))
+    (made,) = swept(target, samples[:1], variants[:3])
+    for key in (("test", 999, "two"), ("other", 128, "two")):
+        task, length, sample = key
+        store.add([replace(row, task=task, length=length, sample=sample) for row in made])
+    store.add(made)
+    (again,) = swept(target, samples, variants[:3], store=store)
+    assert [(row.sample, row.method) for row in again] == [("two", row.method) for row in made]
+    assert not swept(target, samples[:1], variants[:3], store=store)
+    assert not swept(target, samples[:1], variants[:3], store=RowStore(tmp_path))
 
 
 def test_in_bfloat16_no_sample_changes_another(target: Target, variants: list[Variant]) -> None:
@@ -249,9 +253,9 @@ def test_in_bfloat16_no_sample_changes_another(target: Target, variants: list[Va
     half = replace(target, model=copy.deepcopy(target.model).bfloat16())
     cut = [replace(SAMPLE, id=str(start), prompt=TEXT[start : start + 200]) for start in range(0, 120, 10)]
     samples = [render(sample, target.tokenizer) for sample in cut]
-    together = list(sweep(half, samples, variants[:3], set(), MANY))
-    alone = [rows for sample in samples for rows in sweep(half, [sample], variants[:3], set(), MANY)]
-    assert [[row | CLOCKS for row in rows] for rows in together] == [[row | CLOCKS for row in rows] for rows in alone]
+    together = swept(half, samples, variants[:3])
+    alone = [rows for sample in samples for rows in swept(half, [sample], variants[:3])]
+    assert list(map(without_clocks, together)) == list(map(without_clocks, alone))
 
 
 def test_answers_may_be_sampled(target: Target) -> None:
@@ -260,14 +264,14 @@ def test_answers_may_be_sampled(target: Target) -> None:
     variants = [Variant("whole", SnapKV(10_000)), Variant("snapkv", SnapKV(40)), Variant("every", every)]
     rendered = [render(SAMPLE, target.tokenizer)]
 
-    def made(seed: int) -> list[dict[str, Any]]:
+    def made(seed: int) -> list[Row]:
         return run_samples(target, rendered, variants, MANY, sampling=Sampling(1.5, 0.95, seed))[0]
 
     full, whole, evicted, alone = made(0)
     greedy = run(target, SAMPLE, variants)
-    assert full["answer"] != greedy[0]["answer"] and full["agreement"] < 1 == greedy[0]["agreement"]
-    assert whole["excess_nll"] == pytest.approx(0, abs=1e-5) and whole["agreement"] == full["agreement"]
-    assert whole["answer"] == alone["answer"] == full["answer"] and whole["first_difference"] is None
-    assert evicted["answer"] not in (full["answer"], greedy[2]["answer"])
-    assert [each["answer"] for each in made(0)] == [each["answer"] for each in (full, whole, evicted, alone)]
-    assert made(1)[0]["answer"] != full["answer"]
+    assert full.answer != greedy[0].answer and full.agreement < 1 == greedy[0].agreement
+    assert whole.excess_nll == pytest.approx(0, abs=1e-5) and whole.agreement == full.agreement
+    assert whole.answer == alone.answer == full.answer and whole.first_difference is None
+    assert evicted.answer not in (full.answer, greedy[2].answer)
+    assert [each.answer for each in made(0)] == [each.answer for each in (full, whole, evicted, alone)]
+    assert made(1)[0].answer != full.answer

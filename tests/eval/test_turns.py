@@ -1,6 +1,7 @@
 """Conversations: every turn's prompt is compressed, and each variant goes on from its own answers."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,13 +9,14 @@ import torch
 from torch import Tensor
 
 from keepsight.errors import UserError
-from keepsight.eval.sweep import Refused, Variant, groups_of, run_samples, sweep
+from keepsight.eval.record import RowStore
+from keepsight.eval.sweep import Refused, Variant, groups_of, run_samples
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render_turns
 from keepsight.models.targets import Target
 from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.methods import AdaKV, KeyNorm, Kivi, SnapKV, StreamingLLM, Truncation
 from keepsight.runtime.state import State, prefill
-from tests.eval.rows import CLOCKS, comparable
+from tests.eval.rows import comparable, swept, without_clocks
 from tests.runtime.scoring import score_answer
 
 MANY = 100_000
@@ -75,14 +77,14 @@ def test_every_variant_goes_on_from_what_it_has_said_and_evicts_from_it(
             whole = torch.cat([whole, turn.question_ids[None]], dim=1)
             answer = decoded(target, method.reader(target.model), method.start(target.model, whole))
             text: Any = target.tokenizer.decode(answer[0], skip_special_tokens=True)
-            assert made[place]["answer"] == text, (variant, turn.task)
-            assert made[place].get("before", []) == before
+            assert made[place].answer == text, (variant, turn.task)
+            assert (made[place].before or []) == before
             before.append(text)
             whole = torch.cat([whole, without_end(target, answer)], dim=1)
         texts.append(tuple(before))
     assert len(set(texts)) > 4
-    assert [made[1]["kept"] for made in rows] == [40, 40, 40]
-    assert all(made[0]["prompt_tokens"] > 100 + place for place, made in enumerate(rows))
+    assert [made[1].kept for made in rows] == [40, 40, 40]
+    assert all(made[0].prompt_tokens > 100 + place for place, made in enumerate(rows))
 
 
 def test_later_turns_are_measured_in_the_full_caches_conversation(target: Target, turns: list[RenderedSample]) -> None:
@@ -93,7 +95,7 @@ def test_later_turns_are_measured_in_the_full_caches_conversation(target: Target
         whole, state = prefill(target.model, prompt), SnapKV(40).start(target.model, prompt)
         answer = decoded(target, target.model, whole)
         (nll, _), (base, _) = (score_answer(target.model, each.copy(), answer) for each in (state, whole))
-        assert row["excess_nll"] == pytest.approx((nll - base).mean().item(), abs=1e-4)
+        assert row.excess_nll == pytest.approx((nll - base).mean().item(), abs=1e-4)
         prompt = torch.cat([prompt, without_end(target, answer)], dim=1)
 
 
@@ -105,7 +107,7 @@ def test_a_short_first_turn_leaves_a_later_one_to_evict_from(target: Target) -> 
     ]
     turns = render_turns(samples, target.tokenizer)
     first, second = (made[1] for made in run_samples(target, turns, VARIANTS[:1], MANY))
-    assert first["kept"] == len(turns[0].prompt_ids) < 40 == second["kept"] < second["prompt_tokens"]
+    assert first.kept == len(turns[0].prompt_ids) < 40 == second.kept < second.prompt_tokens
 
 
 def test_a_method_that_refuses_a_later_turn_is_left_out_from_there(target: Target, turns: list[RenderedSample]) -> None:
@@ -116,7 +118,7 @@ def test_a_method_that_refuses_a_later_turn_is_left_out_from_there(target: Targe
 
     refused, mixed = Refused(), [VARIANTS[0], Variant("short", Short(40))]
     made = run_samples(target, turns, mixed, MANY, refused=refused)
-    assert [[row["method"] for row in rows] for rows in made] == [
+    assert [[row.method for row in rows] for rows in made] == [
         ["full", "snapkv", "short"],
         *[["full", "snapkv"]] * 2,
     ]
@@ -133,13 +135,15 @@ def test_small_batches_and_blocks_change_nothing(
     whole = run_samples(target, turns[:2], VARIANTS[:4], MANY)
     monkeypatch.setattr("keepsight.eval.answers._TOKENS_AT_ONCE", 5)
     small = run_samples(target, turns[:2], VARIANTS[:4], 1)
-    assert [[row | CLOCKS for row in rows] for rows in small] == [comparable(rows) for rows in whole]
+    assert list(map(without_clocks, small)) == list(map(comparable, whole))
 
 
-def test_a_conversation_is_one_group_of_the_sweep(target: Target, turns: list[RenderedSample]) -> None:
+def test_a_conversation_is_one_group_of_the_sweep(target: Target, turns: list[RenderedSample], tmp_path: Path) -> None:
     other = [replace(turn, id="1") for turn in turns]
     assert groups_of([*turns, *other], "seen") == [turns, other]
-    made = list(sweep(target, turns[:2], VARIANTS[:1], set(), MANY))
-    assert [row["task"] for row, _ in made] == ["turn_0", "turn_1"]
-    (again,) = sweep(target, turns[:2], VARIANTS[:1], {turns[0].key}, MANY)
-    assert [(row["answer"], row["before"]) for row in again] == [(row["answer"], row["before"]) for row in made[1]]
+    made = swept(target, turns[:2], VARIANTS[:1])
+    assert [row.task for row, _ in made] == ["turn_0", "turn_1"]
+    store = RowStore(tmp_path)
+    store.add(made[0])
+    (again,) = swept(target, turns[:2], VARIANTS[:1], store=store)
+    assert [(row.answer, row.before) for row in again] == [(row.answer, row.before) for row in made[1]]

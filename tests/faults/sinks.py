@@ -13,9 +13,10 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
+from keepsight.eval.record import Row
 from keepsight.eval.report.pages import tables_of, write_comparison, write_outputs
 from keepsight.eval.report.summary import summarize, summary_table
-from keepsight.eval.results import Row, Run
+from keepsight.eval.results import Run
 from keepsight.files import read_json, write_csv, write_json
 from keepsight.models.card import CardBasics, Provenance
 from keepsight.models.hub import kind_of

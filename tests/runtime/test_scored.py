@@ -13,7 +13,7 @@ from torch import Tensor
 
 from keepsight import generate
 from keepsight.errors import UserError
-from keepsight.eval.reuse import method_text
+from keepsight.eval.inputs import method_text
 from keepsight.models.scorers import FastKVzipScorer, KVzapScorer, LocretScorer, TrimKVScorer
 from keepsight.runtime.methods import DBTrimKV, FastKVzip, KVzap, Locret, TrimKV, make_method
 from keepsight.runtime.methods.scored import TrainedScores

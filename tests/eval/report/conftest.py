@@ -2,7 +2,7 @@
 
 import pytest
 
-from keepsight.eval.results import Row
+from keepsight.eval.record import Row
 from tests.eval.report.results import two_tasks
 
 

@@ -2,16 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from keepsight.eval.record import Key, Phases, Row
 from keepsight.eval.report.pages import plots_of, tables_of, write_report
 from keepsight.eval.report.summary import findings, summarize
-from keepsight.eval.results import Key, Row, Run
+from keepsight.eval.results import Run
 
 
 def row(method: str, budget: float | None, score: float, **changes: object) -> Row:
     """A row with what `changes` says, under another needle depth for each number in `sample`."""
     sample = str(changes.get("sample", "0"))
-    plain: Row = {
+    columns: dict[str, Any] = {
         "task": "niah_single",
         "length": 512,
         "sample": sample,
@@ -33,7 +35,7 @@ def row(method: str, budget: float | None, score: float, **changes: object) -> R
         "recall": 1.0 if method == "full" else 0.5,
         "mass": 1.0 if method == "full" else 0.9,
         "tau": None if method == "full" else 0.3,
-        "seconds": {"prefill": 1.0, "draft": 0.0, "observe": 0.5, "select": 0.25, "question": 0.0},
+        "seconds": Phases(prefill=1.0, draft=0.0, observe=0.5, select=0.25, question=0.0),
         "time_to_first_token": 1.75,
         "tokens_per_second": 20.0,
         "rows": 2,
@@ -41,7 +43,7 @@ def row(method: str, budget: float | None, score: float, **changes: object) -> R
         "sample_digest": None,
         "inputs_digest": None,
     }
-    return plain | changes
+    return Row(**{**columns, **changes})
 
 
 def two_tasks() -> list[Row]:

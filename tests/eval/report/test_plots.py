@@ -1,5 +1,6 @@
 """The plots of an evaluation."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,10 +8,10 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from keepsight.eval.record import Row
 from keepsight.eval.report import figures as drawing
 from keepsight.eval.report import plots, summary
 from keepsight.eval.report.plots import depth_plot
-from keepsight.eval.results import Row
 from tests.eval.report.results import row
 
 
@@ -67,10 +68,10 @@ def test_a_method_has_one_colour_in_every_figure(rows: list[Row]) -> None:
 
 
 def test_depth_by_length_has_a_panel_for_each_method_and_budget(rows: list[Row]) -> None:
-    deeper = [line | {"length": 1024, "score": 0.25} for line in rows if line["method"] == "snapkv"]
+    deeper = [replace(line, length=1024, score=0.25) for line in rows if line.method == "snapkv"]
     few = depth_plot([*rows, *deeper])
     assert few is None, "a cell needs three samples"
-    plot = depth_plot([line | {"sample": f"{line['sample']}{copy}"} for line in (*rows, *deeper) for copy in range(3)])
+    plot = depth_plot([replace(line, sample=f"{line.sample}{copy}") for line in (*rows, *deeper) for copy in range(3)])
     assert plot is not None
     titles = [panel.title for panel in plot.panels]
     assert titles == ["full", *(f"{name}, budget {size}" for name in ("lookaheadkv", "snapkv") for size in (64, 128))]
@@ -79,7 +80,7 @@ def test_depth_by_length_has_a_panel_for_each_method_and_budget(rows: list[Row])
     assert [label.get_text() for label in panel.get_yticklabels()] == ["5%", "15%", "25%", "35%"]
     (mesh,) = panel.collections
     assert np.asarray(mesh.get_array()).tolist() == [[1, 0.25], [0, 0.25], [0, 0.25], [0, 0.25]]
-    assert depth_plot([line | {"depth": None} for line in rows]) is None
+    assert depth_plot([replace(line, depth=None) for line in rows]) is None
 
 
 def test_any_character_may_stand_in_a_title_and_a_label(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from keepsight.eval.record import Row
 from keepsight.eval.report import pages as report
 from keepsight.eval.report.figures import styles_of
 from keepsight.eval.report.pages import choose_examples, write_inspect_page
 from keepsight.eval.report.summary import summarize
 from keepsight.eval.report.tables import cost_table, interval_text
-from keepsight.eval.results import Row, Run
+from keepsight.eval.results import Run
 from tests.eval.report.results import row, write_page
 
 
@@ -49,8 +51,7 @@ def test_report_is_one_file_that_needs_nothing_else(rows: list[Row], tmp_path: P
 
 
 def test_report_escapes_what_the_model_wrote(rows: list[Row], tmp_path: Path) -> None:
-    rows[1]["answer"] = "<script>alert(1)</script> & more"
-    rows[1]["references"] = ["<b>4711</b>"]
+    rows[1] = replace(rows[1], answer="<script>alert(1)</script> & more", references=["<b>4711</b>"])
     write_page([Run(tmp_path, rows, {"note": "<i>settings</i>"})], tmp_path)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more" in page
@@ -87,15 +88,15 @@ def test_tables_on_the_page_have_intervals(rows: list[Row], tmp_path: Path) -> N
 
 def test_examples_are_those_that_differ_most_taking_tasks_in_turn(rows: list[Row]) -> None:
     examples = choose_examples(rows, count=3)
-    assert [example.sample["task"] for example in examples] == ["niah_single", "qa, short", "niah_single"]
+    assert [example.sample.task for example in examples] == ["niah_single", "qa, short", "niah_single"]
     first = examples[0]
-    assert first.sample["sample"] == "s1"  # snapkv answers s0 rightly
+    assert first.sample.sample == "s1"  # snapkv answers s0 rightly
     assert first.difference == 1.0
-    assert [answer.row["method"] for answer in first.answers] == ["full", "lookaheadkv", "snapkv"]
+    assert [answer.method for answer in first.answers] == ["full", "lookaheadkv", "snapkv"]
 
 
 def test_timings_are_means_with_the_full_cache_first(rows: list[Row]) -> None:
-    rows[0]["seconds"] = {"prefill": 7.0, "draft": 0.0, "observe": 0.5, "select": 0.25, "question": 0.0}
+    rows[0] = replace(rows[0], seconds=replace(rows[0].seconds, prefill=7.0))
     lines = cost_table(rows).rows
     assert [(line["method"], line["budget"]) for line in lines] == [
         ("full", None),

@@ -2,24 +2,27 @@
 
 import csv
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from keepsight.eval.record import Row
 from keepsight.eval.report import summary
 from keepsight.eval.report.intervals import estimate, weighted, wilson_interval
 from keepsight.eval.report.summary import differences, findings, mean_over_tasks, summarize
 from keepsight.eval.report.tables import Column, Table, overall_table, task_table
-from keepsight.eval.results import Row, Run, labels_of
+from keepsight.eval.results import Run, labels_of
 from keepsight.files import write_csv
 from tests.eval.report.results import row
 
 
 def test_summary_csv_holds_means_in_a_fixed_order(rows: list[Row]) -> None:
-    found = summary.summary_rows(summary.summarize(rows))
-    assert summary.summary_rows(summary.summarize(rows[::-1])) == found
+    typed = summary.summary_rows(summary.summarize(rows))
+    assert summary.summary_rows(summary.summarize(rows[::-1])) == typed
+    found = summary.csv_cells(typed)
     first, fourth = (list(map(str, found[place].values())) for place in (0, 3))
     assert first[:10] == ["niah_single", "512", "full", "", "4", "1.0000", "0.0000", "1.0000", "0.5101", "1.0000"]
     assert fourth[:10] == ["niah_single", "512", "snapkv", "64", "4", "0.2500", "2.5000", "0.7500", "0.0456", "0.6994"]
@@ -28,8 +31,21 @@ def test_summary_csv_holds_means_in_a_fixed_order(rows: list[Row]) -> None:
     assert [(line["task"], line["method"], line["budget"]) for line in found[5:]] == [
         ("qa, short", *each) for each in [("full", ""), *variants]
     ]
-    (tiny,) = summary.summary_rows(summary.summarize([row("oracle", 64, 1.0, excess_nll=-0.00001)]))
+    (tiny,) = summary.csv_cells(summary.summary_rows(summary.summarize([row("oracle", 64, 1.0, excess_nll=-0.00001)])))
     assert tiny["excess_nll"] == "0.0000"
+
+
+def test_summary_rows_are_numbers_and_a_frame(rows: list[Row]) -> None:
+    found = summary.summary_rows(summary.summarize(rows))
+    full, snapkv = found[0], found[3]
+    assert full["budget"] is None and full["n"] == 4 and full["score"] == 1.0
+    assert (snapkv["budget"], snapkv["score"], snapkv["excess_nll"]) == (64, 0.25, 2.5)
+    assert snapkv["score_low"] == pytest.approx(0.0456, abs=1e-4) and snapkv["excess_nll_low"] == 1.5
+    assert full["excess_nll_low"] is full["tau"] is None
+    assert {type(snapkv[name]) for name in ("length", "budget", "n", "not_evicted")} == {int}
+    frame = found.to_pandas()
+    assert list(frame.columns) == list(summary.COLUMNS) and len(frame) == len(found)
+    assert frame.query("method == 'snapkv'")["score"].mean() == pytest.approx((0.25 + 0.25 + 0.5 + 0.5) / 4)
 
 
 def test_mean_over_tasks_weighs_tasks_alike(rows: list[Row]) -> None:
@@ -44,7 +60,7 @@ def test_mean_over_tasks_weighs_tasks_alike(rows: list[Row]) -> None:
 
 
 def test_table_sorts_by_score_at_equal_budget_and_shows_the_share_of_full(rows: list[Row]) -> None:
-    shown = summary.summary_table(summary.summarize([line for line in rows if line["task"] == "qa, short"]))
+    shown = summary.summary_table(summary.summarize([line for line in rows if line.task == "qa, short"]))
     lines = shown.splitlines()
     assert lines[0] == "qa, short, 512 tokens (prompts: 500 on average)"
     assert [line.replace("128", "").replace("64", "").replace("   all", "").split()[0] for line in lines[2:7]] == [
@@ -73,7 +89,7 @@ def test_share_of_full_is_missing_where_full_scores_nothing() -> None:
 
 
 def test_what_was_not_measured_is_left_out(rows: list[Row]) -> None:
-    rows[1]["recall"] = None
+    rows[1] = replace(rows[1], recall=None)
     lines = summary.mean_over_tasks(summary.summarize(rows))
     assert lines["method"].tolist()[:3] == ["full", "lookaheadkv", "snapkv"]
     assert lines["recall"].tolist()[:3] == [1.0, 0.5, 0.5]
@@ -91,7 +107,7 @@ def test_samples_in_which_nothing_was_evicted_are_named() -> None:
         assert table.caption.endswith(told)
         assert [cells["not_evicted"] for cells in table.rows] == [0, 5]
         assert [cells["prompt_tokens"] for cells in table.rows] == [500, 500], "not the 512 that were asked for"
-    rows[-1]["kept"] = 600  # more than there was: with what was generated
+    rows[-1] = replace(rows[-1], kept=600)  # more than there was: with what was generated
     assert "(6 of 12)" in summary.summary_table(summary.summarize(rows))
 
 
@@ -299,7 +315,7 @@ def test_what_separates_cells_and_lines_stays_in_its_cell(tmp_path: Path) -> Non
 def test_no_text_is_a_formula_of_a_spreadsheet(tmp_path: Path, text: str) -> None:
     table = Table("t", "c", (Column("method", "method", is_text=True), Column("n", "n")), [{"method": text, "n": -1.5}])
     table.save(tmp_path)
-    found = summary.summary_rows(summary.summarize([row(text, 64, 1.0, task=text, excess_nll=-0.5)]))
+    found = summary.csv_cells(summary.summary_rows(summary.summarize([row(text, 64, 1.0, task=text, excess_nll=-0.5)])))
     write_csv(tmp_path / "summary.csv", summary.COLUMNS, found)
     for path, numbers in ((tmp_path / "t.csv", {"n": "-1.5"}), (tmp_path / "summary.csv", {"excess_nll": "-0.5000"})):
         with path.open(newline="", encoding="utf-8") as lines:

@@ -215,13 +215,11 @@ def test_on_needles_the_oracle_is_ahead_of_lookaheadkv_and_that_of_snapkv():
     variants = [Variant(name, make_method(name, 64, resources)) for name in ("oracle", "lookaheadkv", "snapkv")]
     samples = make_samples("single", 512, 4, 7, target.tokenizer, max_new_tokens=12)
     rows = [row for sample in samples for row in run_samples(target, [sample], variants, 10_000)[0]]
-    score = {
-        name: fmean(row["score"] for row in rows if row["method"] == name) for name in ("full", "oracle", "snapkv")
-    }
-    ours = fmean(row["score"] for row in rows if row["method"] == "lookaheadkv")
+    score = {name: fmean(row.score for row in rows if row.method == name) for name in ("full", "oracle", "snapkv")}
+    ours = fmean(row.score for row in rows if row.method == "lookaheadkv")
     assert score["full"] >= score["oracle"] >= ours > score["snapkv"]
-    loss = {row["method"]: 0.0 for row in rows}
+    loss = {row.method: 0.0 for row in rows}
     for row in rows:
-        loss[row["method"]] += row["excess_nll"]
+        loss[row.method] += row.excess_nll
     assert loss["lookaheadkv"] < loss["snapkv"]
     assert loss["oracle"] < loss["snapkv"]
