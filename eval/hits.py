@@ -77,83 +77,109 @@ def answering(
     before = prefill(model, prompt, needs=Needs(window=max_new_tokens, features=features))
     answer = decode(model, before.copy(), stop_after(max_new_tokens, end_tokens), pad_token=end_tokens[0]).ids
     after, _ = read(model, before.copy(), answer, logits_to_keep=1)
-    rows = answer.shape[1]
+    tokens = answer.shape[1]
     weights = []
     for layer in after.layers:
-        recorded, keys = recorded_queries(layer, rows), layer.attended().keys
-        by_row = attention_weights(recorded.queries, keys, recorded.softmax)[0].transpose(0, 1)
-        weights.append(reduce_group(by_row, keys.shape[1]).transpose(0, 1))
+        recorded = recorded_queries(layer, tokens)
+        keys = layer.attended().keys
+        by_token = attention_weights(recorded.queries, keys, recorded.softmax)[0].transpose(0, 1)
+        weights.append(reduce_group(by_token, keys.shape[1]).transpose(0, 1))
     return Answering(before, after, answer, torch.stack(weights))
 
 
-def choices(model: PreTrainedModel, method: CacheMethod, seen: Answering) -> Iterator[list[Tensor]]:
+def choices(model: PreTrainedModel, method: CacheMethod, answered: Answering) -> Iterator[list[Tensor]]:
     """For each step, the entries before the token that each layer reads, [K, C] bool."""
-    state = method.compress_state(model, seen.before)
+    state = method.compress_state(model, answered.before)
     cache: Any = state.cache
-    keys = [layer.attended().keys for layer in seen.after.layers]
-    recorded = [recorded_queries(layer, seen.answer.shape[1]) for layer in seen.after.layers]
-    for step in range(seen.answer.shape[1]):
-        length = seen.prompt_length + step
+    tokens = answered.answer.shape[1]
+    keys = [layer.attended().keys for layer in answered.after.layers]
+    recorded = [recorded_queries(layer, tokens) for layer in answered.after.layers]
+    for step in range(tokens):
+        length = answered.prompt_length + step
         layers = full_layers(cache)
-        ahead = _of_head(model, cache, seen, step) if isinstance(cache, RetrievalCache) else [None] * len(layers)
-        chosen = []
-        for index, (layer, of_layer) in enumerate(zip(layers, ahead, strict=True)):
-            if of_layer is None and isinstance(layer, SelectedLayer) and layer.selector is not None:
+        selections: Sequence[Selection | None] = [None] * len(layers)
+        if isinstance(cache, RetrievalCache):
+            selections = _selections_of_head(model, cache, answered, step)
+        masks = []
+        for index, (layer, selection) in enumerate(zip(layers, selections, strict=True)):
+            if selection is None and isinstance(layer, SelectedLayer) and layer.selector is not None:
                 query = recorded[index].queries[:, :, step : step + 1]
-                softmax, before = recorded[index].softmax, keys[index][:, :, : length + 1]
-                of_layer = layer.selector.select(query, softmax, before, None)
-            chosen.append(_mask(of_layer, keys[index].shape[1], length))
-        yield chosen
+                keys_so_far = keys[index][:, :, : length + 1]
+                selection = layer.selector.select(query, recorded[index].softmax, keys_so_far, None)
+            masks.append(_mask(selection, keys[index].shape[1], length))
+        yield masks
 
 
-def _of_head(model: PreTrainedModel, cache: RetrievalCache, seen: Answering, step: int) -> Sequence[Selection | None]:
+def _selections_of_head(
+    model: PreTrainedModel, cache: RetrievalCache, answered: Answering, step: int
+) -> Sequence[Selection | None]:
     """A retrieval head's selection for each layer."""
-    selector, token = cache.selector, seen.answer[:, step : step + 1]
-    place = seen.prompt_length + step
-    chosen = selector.select(model.get_input_embeddings()(token), torch.full((1, 1), place, device=seen.answer.device))
+    selector = cache.selector
+    token = answered.answer[:, step : step + 1]
+    position = answered.prompt_length + step
+    positions = torch.full((1, 1), position, device=answered.answer.device)
+    selected = selector.select(model.get_input_embeddings()(token), positions)
     if selector.layers:
-        selector.features = seen.after.features_of(selector.layers, slice(place, place + 1))
-    return [part for _, part in cache.by_layer(chosen)]
+        selector.features = answered.after.features_of(selector.layers, slice(position, position + 1))
+    return [selection for _, selection in cache.by_layer(selected)]
 
 
-def _mask(chosen: Selection | None, kv_heads: int, length: int) -> Tensor:
-    """[K, C] bool; a layer that chooses nothing reads everything."""
-    if chosen is None:
+def _mask(selection: Selection | None, kv_heads: int, length: int) -> Tensor:
+    """[K, C] bool; a layer that selects nothing reads everything."""
+    if selection is None:
         return torch.ones(kv_heads, length, dtype=torch.bool)
-    indices = chosen.indices[0]
-    real = torch.ones_like(indices, dtype=torch.bool) if chosen.real is None else chosen.real[0]
+    indices = selection.indices[0]
+    is_real = torch.ones_like(indices, dtype=torch.bool) if selection.real is None else selection.real[0]
     counts = torch.zeros(kv_heads, length, dtype=torch.long, device=indices.device)
-    return counts.scatter_add_(1, indices, real.long()) > 0
+    return counts.scatter_add_(1, indices, is_real.long()) > 0
 
 
-def best_shared(seen: Answering, budget: int, groups: int = 1) -> Iterator[list[Tensor]]:
+def best_shared(answered: Answering, budget: int, groups: int = 1) -> Iterator[list[Tensor]]:
     """As `choices`, for the set of entries that has the largest mean weight over the layers of a group."""
-    layers = len(seen.weights)
-    for step in range(seen.answer.shape[1]):
-        length = seen.prompt_length + step
-        of_layer = [place * groups // layers for place in range(layers)]
-        parts = [seen.weights[[g == group for g in of_layer], :, step, :length].mean(dim=0) for group in range(groups)]
-        best = [top_mask(each, min(budget, length)) for each in parts]
-        yield [best[group] for group in of_layer]
+    layers = len(answered.weights)
+    group_of_layer = torch.tensor([layer * groups // layers for layer in range(layers)])
+    for step in range(answered.answer.shape[1]):
+        length = answered.prompt_length + step
+        best = []
+        for group in range(groups):
+            weights = answered.weights[group_of_layer == group, :, step, :length].mean(dim=0)
+            best.append(top_mask(weights, min(budget, length)))
+        yield [best[group] for group in group_of_layer.tolist()]
 
 
-def compare(name: str, budget: int, seen: Answering, chosen: Iterator[list[Tensor]]) -> Hits | None:
+def compare(name: str, budget: int, answered: Answering, masks_of_steps: Iterator[list[Tensor]]) -> Hits | None:
     """The hit rate of a method's choices in one answer; None where all steps have no more entries than the budget."""
-    rows: list[list[Tensor]] = []
+    hits: list[float] = []
+    masses: list[float] = []
+    overlaps: list[float] = []
+    entries: list[float] = []
     previous: Tensor | None = None
-    for step, of_layers in enumerate(chosen):
-        length = seen.prompt_length + step
-        mask = torch.stack(of_layers)
+    for step, masks in enumerate(masks_of_steps):
+        length = answered.prompt_length + step
+        mask = torch.stack(masks)
         if length > budget:
-            weights = seen.weights[:, :, step, :length]
-            hit = (top_mask(weights, budget) & mask).sum(-1) / budget
-            mass = (weights * mask).sum(-1) / weights.sum(-1)
+            weights = answered.weights[:, :, step, :length]
+            read = mask.sum(-1)
             before = torch.zeros_like(mask) if previous is None else functional.pad(previous, (0, 1))
-            same = (before & mask).sum(-1) / mask.sum(-1).clamp(min=1)
-            rows.append([each.float().mean() for each in (hit, mass, same, mask.sum(-1))])
+            hits.append(_mean((top_mask(weights, budget) & mask).sum(-1) / budget))
+            masses.append(_mean((weights * mask).sum(-1) / weights.sum(-1)))
+            overlaps.append(_mean((before & mask).sum(-1) / read.clamp(min=1)))
+            entries.append(_mean(read))
         previous = mask
-    if not rows:
+    if not hits:
         return None
-    hit, mass, same, entries = torch.tensor([[each.item() for each in row] for row in rows]).T
-    later = same[1:] if len(same) > 1 else same
-    return Hits(name, budget, len(rows), *(each.mean().item() for each in (hit, mass, later, entries)))
+    if len(overlaps) > 1:
+        overlaps = overlaps[1:]  # the first step that counts has none before it to compare with
+    return Hits(
+        name,
+        budget,
+        steps=len(hits),
+        hit=_mean(torch.tensor(hits)),
+        mass=_mean(torch.tensor(masses)),
+        overlap=_mean(torch.tensor(overlaps)),
+        read=_mean(torch.tensor(entries)),
+    )
+
+
+def _mean(values: Tensor) -> float:
+    return values.float().mean().item()

@@ -54,29 +54,35 @@ def query_similarity(
             raise UserError("bench queries compares layers with full attention, and this model has others too")
         draft = greedy_draft(model, state.copy(), answer_tokens)
         ids = draft.ids if draft.mask is None else draft.ids[:, draft.mask[0]]
-        other = torch.randint(vocabulary, ids.shape, generator=generator).to(ids.device)
+        random_ids = torch.randint(vocabulary, ids.shape, generator=generator).to(ids.device)
         length = int(state.lengths[0])
-        own = _queries(model, state.cache, ids, length)
-        yield {
-            (content, share): _similarity(own, _queries(model, state.cache, tokens, round(share * length)))
-            for content, tokens in (("same", ids), ("other", other))
-            for share in POSITIONS
-        }
+        queries_of_answer = _queries(model, state.cache, ids, length)
+        similarities = {}
+        for content, tokens in (("same", ids), ("other", random_ids)):
+            for share in POSITIONS:
+                queries = _queries(model, state.cache, tokens, round(share * length))
+                similarities[content, share] = _similarity(queries_of_answer, queries)
+        yield similarities
 
 
 def _queries(model: PreTrainedModel, cache: Any, ids: Tensor, first: int) -> list[tuple[Tensor, Tensor]]:
     """Queries [1, H, T, d] float32 of tokens at positions from `first` on, by layer: after RoPE, and before."""
-    layers = [_QueriedLayer(each, None, None, "mean", lambda attention: attention) for each in full_layers(cache)]
+    layers = [_QueriedLayer(layer, None, None, "mean", lambda attention: attention) for layer in full_layers(cache)]
     embeddings = model.get_input_embeddings()(ids)
     read_with(model, cache, layers, None, embeddings, torch.tensor([first], device=ids.device))
     positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
-    after = [layer.queries.float() for layer in layers]
-    return [(each, Rotary(model, index).undone(each, positions)) for index, each in enumerate(after)]
+    queries = []
+    for index, layer in enumerate(layers):
+        after_rope = layer.queries.float()
+        queries.append((after_rope, Rotary(model, index).undone(after_rope, positions)))
+    return queries
 
 
-def _similarity(own: list[tuple[Tensor, Tensor]], others: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+def _similarity(queries: list[tuple[Tensor, Tensor]], others: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
     """Mean cosine similarity after and before RoPE."""
-    layers = [*zip(own, others, strict=True)]
-    after = [functional.cosine_similarity(mine[0], its[0], dim=-1) for mine, its in layers]
-    before = [functional.cosine_similarity(mine[1], its[1], dim=-1) for mine, its in layers]
-    return float(torch.stack(after).mean()), float(torch.stack(before).mean())
+    similarities_after = []
+    similarities_before = []
+    for (after, before), (other_after, other_before) in zip(queries, others, strict=True):
+        similarities_after.append(functional.cosine_similarity(after, other_after, dim=-1))
+        similarities_before.append(functional.cosine_similarity(before, other_before, dim=-1))
+    return float(torch.stack(similarities_after).mean()), float(torch.stack(similarities_before).mean())

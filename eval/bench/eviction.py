@@ -1,7 +1,6 @@
 """What eviction costs: time and memory against the prefill; operators and syncs, counted on any device."""
 
 import functools
-import operator
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +15,20 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from typing_extensions import override
 
-from keepsight.eval.bench.measure import median_seconds, peak_bytes, peak_kv_bytes, random_ids, require_room, seconds_of
+from keepsight.eval.bench.measure import (
+    median_seconds,
+    name_width,
+    peak_bytes,
+    peak_kv_bytes,
+    random_ids,
+    require_room,
+    seconds_of,
+)
+from keepsight.eval.compress import needs_of_all
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
-from keepsight.runtime.state import State, prefill, read
+from keepsight.runtime.state import Needs, State, prefill, read
 
 _FREE = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach"}
 """Operators that launch no work, besides those whose result is declared to be a view."""
@@ -58,10 +66,13 @@ class _Operators(TorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, result = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
-        free = name in _FREE or name.startswith(("empty", "new_empty"))
-        self.counts.operators += not (free or _is_view(func, result, args))
-        self.counts.syncs += name in _SYNCS or (name.startswith("index") and _has_mask(args[1:2]))
+        name = func.overloadpacket.__name__
+        result = func(*args, **(kwargs or {}))
+        launches_nothing = name in _FREE or name.startswith(("empty", "new_empty"))
+        if not launches_nothing and not _is_view(func, result, args):
+            self.counts.operators += 1
+        if name in _SYNCS or (name.startswith("index") and _has_mask(args[1:2])):
+            self.counts.syncs += 1
         return result
 
 
@@ -76,18 +87,22 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _is_view(func: Any, result: Any, given: Any) -> bool:
+def _is_view(func: Any, result: Any, args: Any) -> bool:
     """Whether the result is a view: `to`, `contiguous` and `reshape` copy where they must."""
-    if not any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns):
+    if not any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns):
         return False
-    first = result[0] if isinstance(result, list | tuple) and result else result
-    places = {each.untyped_storage().data_ptr() for each in given if isinstance(each, Tensor)}
-    return not isinstance(first, Tensor) or first.untyped_storage().data_ptr() in places
+    if isinstance(result, list | tuple) and result:
+        result = result[0]
+    if not isinstance(result, Tensor):
+        return True
+    storages = {value.untyped_storage().data_ptr() for value in args if isinstance(value, Tensor)}
+    return result.untyped_storage().data_ptr() in storages
 
 
-def _has_mask(given: Any) -> bool:
-    indices = given[0] if given and isinstance(given[0], list | tuple) else ()
-    return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in indices)
+def _has_mask(args: Any) -> bool:
+    """Whether an index, the first of these arguments, has a mask among its tensors."""
+    indices = args[0] if args and isinstance(args[0], list | tuple) else ()
+    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 @torch.no_grad()
@@ -95,19 +110,20 @@ def operators_of(model: PreTrainedModel, method: Method, ids: Tensor) -> dict[st
     """Operators and syncs of a method's `STEPS`, over all layers, for a prompt [1, N]; caches of masks are warm."""
     counts = {}
     if isinstance(method, Evict):
-        evict, state = method, prefill(model, ids, needs=method.needs())
+        evict = method
+        state = prefill(model, ids, needs=evict.needs())
         evict.compress_state(model, state)
         observe = functools.partial(evict.bound_observer, model, state, evict.reduce)
         scores = observe()
         selected = evict.select(state, evict.importance(model, state, scores))
-        counts = {
-            "observe": count(lambda: evict.fits(state) or observe()),
-            "select": count(lambda: evict.select(state, evict.importance(model, state, scores))),
-            "gather": count(lambda: evict.keep(model, state, selected)),
-        }
-    reader, token = method.reader(model), ids[:, -1:]
-    kept, _ = read(reader, method.start(model, ids).unrecorded(), token)  # makes room for more
-    return counts | {"decode": count(lambda: read(reader, kept, token))}
+        counts["observe"] = count(lambda: evict.fits(state) or observe())
+        counts["select"] = count(lambda: evict.select(state, evict.importance(model, state, scores)))
+        counts["gather"] = count(lambda: evict.keep(model, state, selected))
+    reader = method.reader(model)
+    token = ids[:, -1:]
+    state, _ = read(reader, method.start(model, ids).unrecorded(), token)  # makes room for more
+    counts["decode"] = count(functools.partial(read, reader, state, token))
+    return counts
 
 
 @torch.no_grad()
@@ -124,7 +140,7 @@ def bench_operators(model: PreTrainedModel, methods: Mapping[str, Method], token
     require_room(model, tokens)
     ids = random_ids(model, 1, tokens)
     yield f"operators / syncs a layer; {layers} layers, {tokens} prompt tokens; decode: a layer and token"
-    width = max(18, *(len(name) + 2 for name in methods))
+    width = name_width(methods)
     yield f"{'method':<{width}}" + "".join(f"{step:>14}" for step in STEPS)
     yield _line("plain model".ljust(width), {"decode": operators_of_plain_step(model, ids)}, layers)
     for name, method in methods.items():
@@ -132,11 +148,13 @@ def bench_operators(model: PreTrainedModel, methods: Mapping[str, Method], token
 
 
 def _line(name: str, counts: Mapping[str, Counts], layers: int) -> str:
-    cells = [
-        f"{counts[step].operators / layers:.0f} / {counts[step].syncs / layers:.2g}" if step in counts else ""
-        for step in STEPS
-    ]
-    return name + "".join(f"{cell:>14}" for cell in cells)
+    line = name
+    for step in STEPS:
+        cell = ""
+        if step in counts:
+            cell = f"{counts[step].operators / layers:.0f} / {counts[step].syncs / layers:.2g}"
+        line += f"{cell:>14}"
+    return line
 
 
 _LEAST_SECONDS = 0.4
@@ -166,57 +184,86 @@ def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[
                 yield f"{length:>7}  {line}"
 
 
-class _Seconds(NamedTuple):
+class _Turn(NamedTuple):
     """Seconds of one turn: of the prefill, also with the attention sums that H2O needs, and of each method.
 
-    `steps` are those of observing and selecting, `starts` those of a prefill with the method.
+    By the methods' names, `observe` and `select` are those of their steps, `start` those of a prefill with the method.
     """
 
     prefill: float
     summing: float
-    steps: dict[str, tuple[float, float]]
-    starts: dict[str, float]
+    observe: dict[str, float]
+    select: dict[str, float]
+    start: dict[str, float]
 
 
 def _lines(
     model: PreTrainedModel, methods: Mapping[str, Evict], ids: Tensor, repeats: int, progress: Any
 ) -> Iterator[str]:
     """A line for the prefill, one for H2O's sums where they are needed, and one for each method."""
-    needs = functools.reduce(operator.or_, (method.needs() for method in methods.values()))
-
-    def read(accumulated: bool = False) -> State:
-        return prefill(model, ids, needs=replace(needs, accumulated=accumulated))
-
-    def turn() -> _Seconds:
-        states = list[State]()
-        taken = summing = seconds_of(lambda: states.append(read()))
-        if needs.accumulated:
-            states.clear()  # two caches would not fit where one just does
-            summing = seconds_of(lambda: states.append(read(accumulated=True)))
-        steps = dict[str, tuple[float, float]]()
-        for name, method in methods.items():
-            observe, select = (median_seconds(step, 1, _LEAST_SECONDS) for step in _steps(model, method, states[0]))
-            steps[name] = observe, select
-        states.clear()
-        starts = {name: seconds_of(functools.partial(method.start, model, ids)) for name, method in methods.items()}
+    needs = needs_of_all(methods.values())
+    read_prompt = functools.partial(prefill, model, ids, needs=replace(needs, accumulated=False))
+    turns = []
+    for _ in range(repeats + 1):
+        turns.append(_timed_turn(model, methods, ids, needs))
         progress.update()
-        return _Seconds(taken, summing, steps, starts)
+    turns = turns[1:]  # the first one warms up
 
-    turns = [turn() for _ in range(repeats + 1)][1:]
-    state, peak = read(needs.accumulated), peak_bytes(read) / 2**20
-    entries, taken = peak_kv_bytes(model, read) / 2**20, statistics.median(each.prefill for each in turns)
-    yield f"{'prefill':<14}{taken * 1000:>11.0f}{'':>11}{'':>12}{'':>9}{peak:>10.1f}{entries:>9.1f}"
+    state = prefill(model, ids, needs=needs)
+    peak = peak_bytes(read_prompt) / 2**20
+    kv_mib = peak_kv_bytes(model, read_prompt) / 2**20
+    prefill_seconds = statistics.median([turn.prefill for turn in turns])
+    yield f"{'prefill':<14}{prefill_seconds * 1000:>11.0f}{'':>11}{'':>12}{'':>9}{peak:>10.1f}{kv_mib:>9.1f}"
     if needs.accumulated:  # summed up during the prefill, not after it
-        extra = statistics.median(each.summing - each.prefill for each in turns) * 1000
-        share = statistics.median(each.summing / each.prefill for each in turns) - 1
-        yield f"{'sums for h2o':<14}{extra:>11.0f}{'':>11}{share:>12.2%}"
+        seconds = []
+        shares = []
+        for turn in turns:
+            seconds.append(turn.summing - turn.prefill)
+            shares.append(turn.summing / turn.prefill - 1)
+        milliseconds = statistics.median(seconds) * 1000
+        yield f"{'sums for h2o':<14}{milliseconds:>11.0f}{'':>11}{statistics.median(shares):>12.2%}"
     for name, method in methods.items():
-        times = [statistics.median(each) * 1000 for each in zip(*(turn.steps[name] for turn in turns), strict=True)]
-        share = statistics.median(sum(turn.steps[name]) / turn.prefill for turn in turns)
-        in_all = statistics.median(turn.starts[name] / turn.prefill for turn in turns) - 1
+        observing = []
+        selecting = []
+        shares = []
+        shares_of_start = []
+        for turn in turns:
+            observing.append(turn.observe[name])
+            selecting.append(turn.select[name])
+            shares.append((turn.observe[name] + turn.select[name]) / turn.prefill)
+            shares_of_start.append(turn.start[name] / turn.prefill - 1)
+        observe_ms = statistics.median(observing) * 1000
+        select_ms = statistics.median(selecting) * 1000
+        share = statistics.median(shares)
+        in_all = statistics.median(shares_of_start)
         peak = max(map(peak_bytes, _steps(model, method, state))) / 2**20
-        entries = peak_kv_bytes(model, functools.partial(method.start, model, ids)) / 2**20
-        yield f"{name:<14}{times[0]:>11.1f}{times[1]:>11.1f}{share:>12.2%}{in_all:>9.2%}{peak:>10.1f}{entries:>9.1f}"
+        kv_mib = peak_kv_bytes(model, functools.partial(method.start, model, ids)) / 2**20
+        yield f"{name:<14}{observe_ms:>11.1f}{select_ms:>11.1f}{share:>12.2%}{in_all:>9.2%}{peak:>10.1f}{kv_mib:>9.1f}"
+
+
+def _timed_turn(model: PreTrainedModel, methods: Mapping[str, Evict], ids: Tensor, needs: Needs) -> _Turn:
+    """One prefill, one with the attention sums if `needs` has them, and every method's steps."""
+    states: list[State] = []
+
+    def read_prompt(accumulated: bool) -> None:
+        states.clear()  # two caches would not fit where one just does
+        states.append(prefill(model, ids, needs=replace(needs, accumulated=accumulated)))
+
+    prefill_seconds = seconds_of(lambda: read_prompt(accumulated=False))
+    summing = prefill_seconds
+    if needs.accumulated:
+        summing = seconds_of(lambda: read_prompt(accumulated=True))
+    observe = {}
+    select = {}
+    for name, method in methods.items():
+        observing, selecting = _steps(model, method, states[0])
+        observe[name] = median_seconds(observing, 1, _LEAST_SECONDS)
+        select[name] = median_seconds(selecting, 1, _LEAST_SECONDS)
+    states.clear()
+    start = {}
+    for name, method in methods.items():
+        start[name] = seconds_of(functools.partial(method.start, model, ids))
+    return _Turn(prefill_seconds, summing, observe, select, start)
 
 
 def _steps(model: PreTrainedModel, method: Evict, state: State) -> tuple[Callable[[], object], Callable[[], object]]:

@@ -60,7 +60,8 @@ from keepsight.train.dataset import Batch
 from keepsight.train.importance import ImportanceObjective
 from keepsight.train.plan import stored_bytes
 
-STEPS, TURNS = 16, 3
+STEPS = 16
+TURNS = 3
 MakeMethod = Callable[[PreTrainedModel], CacheMethod]
 
 
@@ -91,15 +92,19 @@ class Bench:
     """Measures rows on a device, one model in memory at a time."""
 
     def __init__(self, device: torch.device, card: Card) -> None:
-        self.device, self.card = device, card
-        self._loaded: tuple[str, Any] = "", None
+        self.device = device
+        self.card = card
+        self._loaded_name = ""
+        self._loaded_model: Any = None
 
     def measure(self, row: Row) -> Figures:
         """The figures of a row; afterwards everything but the model is freed."""
         try:
             if row.kind == "attention":
                 return self._attention(row)
-            return self._train(self._model(row), row) if row.kind == "train" else self._generate(self._model(row), row)
+            if row.kind == "train":
+                return self._train(self._model(row), row)
+            return self._generate(self._model(row), row)
         finally:
             self._free()
 
@@ -110,48 +115,59 @@ class Bench:
 
     def _model(self, row: Row) -> Any:
         attention = "flash_attention_2" if row.method == "full, flash-attn" else "sdpa"
-        if self._loaded[0] != (key := f"{row.model} {attention}"):
-            self._loaded = "", None
+        name = f"{row.model} {attention}"
+        if self._loaded_name != name:
+            self._loaded_name = ""
+            self._loaded_model = None
             self._free()
             torch.manual_seed(0)
-            given: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": attention}
+            options: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": attention}
             with self.device:
-                model = AutoModelForCausalLM.from_config(SHAPES[row.model], **given)
-            self._loaded = key, model.requires_grad_(False).eval()
-        return self._loaded[1]
+                model = AutoModelForCausalLM.from_config(SHAPES[row.model], **options)
+            self._loaded_name = name
+            self._loaded_model = model.requires_grad_(False).eval()
+        return self._loaded_model
 
     @torch.no_grad()
     def _generate(self, model: Any, row: Row) -> Figures:
-        method, ids = _MAKE[row.method](model), random_ids(model, 1, row.tokens)
-        reader, states, figures = method.reader(model), list[State](), Figures()
+        method = _MAKE[row.method](model)
+        reader = method.reader(model)
+        ids = random_ids(model, 1, row.tokens)
+        figures = Figures()
         read_greedily(reader, method.start(model, ids[:, : 2 * BUDGET]), 2)  # loads kernels
 
+        states: list[State] = []
+        plain_seconds: list[float] = []
+        method_seconds: list[float] = []
+
         def start() -> None:
-            states[:] = []
+            states.clear()
             states.append(method.start(model, ids))
 
-        plain, own = list[float](), list[float]()
         for _ in range(TURNS if row.tokens < max(TOKENS) else 1):
-            states[:] = []
-            plain.append(seconds_of(lambda: prefill(model, ids, needs=Needs())))
-            figures.peak_bytes = peak_bytes(lambda: own.append(seconds_of(start)))
-        figures.first_s = statistics.median(own)
-        figures.share = statistics.median(one / other - 1 for one, other in zip(own, plain, strict=True))
-        figures.kv_bytes, figures.step_s = states[0].kv_bytes, _step(reader, states[0].copy())
+            states.clear()
+            plain_seconds.append(seconds_of(lambda: prefill(model, ids, needs=Needs())))
+            figures.peak_bytes = peak_bytes(lambda: method_seconds.append(seconds_of(start)))
+        ratios = [seconds / plain for seconds, plain in zip(method_seconds, plain_seconds, strict=True)]
+        figures.first_s = statistics.median(method_seconds)
+        figures.share = statistics.median(ratios) - 1
+        figures.kv_bytes = states[0].kv_bytes
+        figures.step_s = _step(reader, states[0].copy())
         figures.rows = rows_that_fit(row, self.card)
         if not can_join(states[0]):
-            states[:] = []  # a batch is made of random entries
+            states.clear()  # a batch is made of random entries
 
-        def decode() -> None:
+        def decode_batch() -> None:
+            rows = figures.rows or 0
             if states:
-                state = join(states * (figures.rows or 0))
+                state = join(states * rows)
             else:
-                state = method.compress_state(model, random_state(model, Needs(), figures.rows or 0, row.tokens))
+                state = method.compress_state(model, random_state(model, Needs(), rows, row.tokens))
             figures.batch_s = _step(reader, state.unrecorded())
 
         while figures.rows and figures.batch_s is None:
             try:
-                figures.batch_peak_bytes = peak_bytes(decode)
+                figures.batch_peak_bytes = peak_bytes(decode_batch)
             except torch.OutOfMemoryError:
                 figures.rows -= max(1, figures.rows // 8)
             self._free()
@@ -159,8 +175,7 @@ class Bench:
 
     def _train(self, model: Any, row: Row) -> Figures:
         objective = ImportanceObjective(Lookahead(model, LookaheadSettings()))
-        learned = objective.trained_parameters()
-        optimizer = torch.optim.AdamW(learned, lr=1e-4, weight_decay=0.0, fused=True)
+        optimizer = torch.optim.AdamW(objective.trained_parameters(), lr=1e-4, weight_decay=0.0, fused=True)
         ids = random_ids(model, 1, row.tokens + ANSWER)
 
         def step() -> None:
@@ -169,22 +184,35 @@ class Bench:
             optimizer.zero_grad()
 
         step()
-        first = median_seconds(lambda: prefill(model, ids, needs=Needs()), TURNS)
-        taken = statistics.median(seconds_of(step) for _ in range(TURNS))
-        return Figures(first, taken / first, taken, peak_bytes=peak_bytes(step))
+        prefill_seconds = median_seconds(lambda: prefill(model, ids, needs=Needs()), TURNS)
+        step_seconds_of_turns = []
+        for _ in range(TURNS):
+            step_seconds_of_turns.append(seconds_of(step))
+        step_seconds = statistics.median(step_seconds_of_turns)
+        return Figures(
+            first_s=prefill_seconds,
+            share=step_seconds / prefill_seconds,
+            step_s=step_seconds,
+            peak_bytes=peak_bytes(step),
+        )
 
     @torch.no_grad()
     def _attention(self, row: Row) -> Figures:
         config = SHAPES[row.model]
-        queries, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        query = self._random(config.num_attention_heads, row.tokens, config.head_dim)
+        key = self._random(config.num_key_value_heads, row.tokens, config.head_dim)
+        value = self._random(config.num_key_value_heads, row.tokens, config.head_dim)
+        attend_all = _kernel(row.method, query, key, value)
+        attend_last = _kernel(row.method, query[:, :, -1:], key, value)
+        return Figures(
+            first_s=median_seconds(attend_all, 10),
+            step_s=median_seconds(attend_last, 50),
+            kv_bytes=key.nbytes + value.nbytes,
+            peak_bytes=peak_bytes(attend_all),
+        )
 
-        def made(heads: int, tokens: int) -> Tensor:
-            return torch.randn(1, heads, tokens, config.head_dim, device=self.device, dtype=torch.bfloat16)
-
-        query, key, value = (made(heads, row.tokens) for heads in (queries, kv_heads, kv_heads))
-        whole, one = _kernel(row.method, query, key, value), _kernel(row.method, query[:, :, -1:], key, value)
-        seconds, peak = (median_seconds(whole, 10), median_seconds(one, 50)), peak_bytes(whole)
-        return Figures(seconds[0], None, seconds[1], kv_bytes=key.nbytes + value.nbytes, peak_bytes=peak)
+    def _random(self, heads: int, tokens: int, width: int) -> Tensor:
+        return torch.randn(1, heads, tokens, width, device=self.device, dtype=torch.bfloat16)
 
 
 def _step(reader: Any, state: State) -> float:
@@ -200,18 +228,25 @@ def _kernel(name: str, query: Tensor, key: Tensor, value: Tensor) -> Callable[[]
         attend = functional.scaled_dot_product_attention
         return lambda: attend(query, key, value, is_causal=causal, enable_gqa=True)
     library: Any = import_module(KERNELS[name] or "")
-    by_token = [each.transpose(1, 2).contiguous() for each in (query, key, value)]
+    # Both libraries have heads behind tokens.
+    query = query.transpose(1, 2).contiguous()
+    key = key.transpose(1, 2).contiguous()
+    value = value.transpose(1, 2).contiguous()
     if name == "flash-attn":
-        return lambda: library.flash_attn_func(*by_token, causal=True)
-    only = [each[0] for each in by_token]
-    if query.shape[2] == 1:
-        return lambda: library.single_decode_with_kv_cache(only[0][0], *only[1:])
-    return lambda: library.single_prefill_with_kv_cache(*only, causal=True)
+        return lambda: library.flash_attn_func(query, key, value, causal=True)
+    if query.shape[1] == 1:
+        return lambda: library.single_decode_with_kv_cache(query[0, 0], key[0], value[0])
+    return lambda: library.single_prefill_with_kv_cache(query[0], key[0], value[0], causal=True)
 
 
 FLOORS = ("first_s", "step_s", "batch_s")
-COLUMNS = ("card", *(each.name for each in fields(Row)), *(each.name for each in fields(Figures)))
-COLUMNS += (*(f"{name}_roofline" for name in FLOORS), "flops", "bandwidth", "torch", "date", "attempts", "note")
+COLUMNS = (
+    "card",
+    *(column.name for column in fields(Row)),
+    *(column.name for column in fields(Figures)),
+    *(f"{name}_roofline" for name in FLOORS),
+    *("flops", "bandwidth", "torch", "date", "attempts", "note"),
+)
 _ATTEMPTS = 2
 """Maximum attempts at a row, which may end the process or run out of time each time."""
 
@@ -220,50 +255,77 @@ class Results:
     """The rows of a CSV, of any card; `write` writes the whole file, atomically."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.lines = path, list[dict[str, Any]]()
+        self.path = path
+        self.lines: list[dict[str, Any]] = []
         if path.is_file():
             with path.open(newline="", encoding="utf-8") as file:
-                self.lines = [*csv.DictReader(file)]
-            if any({*COLUMNS} ^ line.keys() for line in self.lines):
+                self.lines = list(csv.DictReader(file))
+            if any(set(COLUMNS) != line.keys() for line in self.lines):
                 raise UserError(f"{path}: its columns are not {', '.join(COLUMNS)}; name another file with --out")
 
     def line(self, card: str, row: Row) -> dict[str, Any]:
         """A row's line, or an empty one that is not in the table yet."""
-        key = {"card": card} | {name: str(value) for name, value in asdict(row).items()}
-        return next((each for each in self.lines if key.items() <= each.items()), dict.fromkeys(COLUMNS, "") | key)
+        key = {"card": card}
+        for name, value in asdict(row).items():
+            key[name] = str(value)
+        for line in self.lines:
+            if key.items() <= line.items():
+                return line
+        return {**dict.fromkeys(COLUMNS, ""), **key}
 
     def missing(self, card: str, rows: Sequence[Row]) -> list[Row]:
         """The rows that have neither figures nor a note, in order of the number of attempts so far."""
-        lines = [(self.line(card, row), row) for row in rows]
-        begun = [(int(line["attempts"] or 0), row) for line, row in lines if not (line["first_s"] or line["note"])]
-        return [row for attempts, row in sorted(begun, key=lambda each: each[0]) if attempts < _ATTEMPTS]
+        missing = []
+        for attempts in range(_ATTEMPTS):
+            for row in rows:
+                line = self.line(card, row)
+                is_measured = line["first_s"] or line["note"]
+                if not is_measured and int(line["attempts"] or 0) == attempts:
+                    missing.append(row)
+        return missing
 
     def write(self, card: str, row: Row, **values: Any) -> None:
         """Set columns of a row's line."""
         line = self.line(card, row)
-        if not any(each is line for each in self.lines):
+        if not any(line is other for other in self.lines):
             self.lines.append(line)
-        line |= {name: "" if value is None else str(value) for name, value in values.items()}
+        for name, value in values.items():
+            line[name] = "" if value is None else str(value)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_csv(self.path, COLUMNS, self.lines)
 
 
 def run(bench: Bench, results: Results, rows: Sequence[Row], seconds: float) -> int:
     """Measure the rows that are missing, none begun after `seconds`; returns how many are left."""
-    card, began, missing = bench.card, time.monotonic(), results.missing(bench.card.name, rows)
-    for place, row in enumerate(missing):
-        if time.monotonic() - began > seconds:
-            return len(missing) - place
+    card = bench.card
+    start = time.monotonic()
+    missing = results.missing(card.name, rows)
+    for index, row in enumerate(missing):
+        if time.monotonic() - start > seconds:
+            return len(missing) - index
         results.write(card.name, row, attempts=int(results.line(card.name, row)["attempts"] or 0) + 1)
-        figures, note = Figures(), row.note
+        figures = Figures()
+        note = row.note
         try:
-            figures = figures if note else bench.measure(row)
+            if not note:
+                figures = bench.measure(row)
         except (UserError, RuntimeError, ImportError) as error:  # memory that runs out is a RuntimeError
             note = one_line(f"{type(error).__name__}: {error}", 200)
         least = roofline(row, card, figures.rows)
-        about = {"flops": card.flops, "bandwidth": card.bandwidth, "torch": torch.__version__, "note": note}
-        floors = {f"{name}_roofline": getattr(least, name) for name in FLOORS}
-        results.write(card.name, row, **asdict(figures), **floors, **about, date=time.strftime("%Y-%m-%d"))
+        rooflines = {}
+        for name in FLOORS:
+            rooflines[f"{name}_roofline"] = getattr(least, name)
+        results.write(
+            card.name,
+            row,
+            **asdict(figures),
+            **rooflines,
+            flops=card.flops,
+            bandwidth=card.bandwidth,
+            torch=torch.__version__,
+            date=time.strftime("%Y-%m-%d"),
+            note=note,
+        )
         print(text_of(row, figures, least, note), flush=True)
         if note and bench.device.type == "cuda":
             torch.cuda.synchronize()  # ends the process where an error has left the device unusable
@@ -271,29 +333,45 @@ def run(bench: Bench, results: Results, rows: Sequence[Row], seconds: float) -> 
 
 
 WIDTHS = {"first s": 18, "share": 8, "step ms": 18, "rows": 5, "tokens/s": 18, "KV": 12, "peak": 12}
-HEAD = f"{'model':<13}{'tokens':>7}  {'what':<24}" + "".join(f"{name:>{width}}" for name, width in WIDTHS.items())
+HEAD = f"{'model':<13}{'tokens':>7}  {'what':<24}" + "".join(map(str.rjust, WIDTHS.keys(), WIDTHS.values()))
 
 
 def text_of(row: Row, figures: Figures, least: Figures, note: str | None = None) -> str:
     """A line: each figure, and its roofline behind it."""
-
-    def pair(own: float | None, floor: float | None) -> str:
-        both = ["-" if each is None else f"{each:.4g}" for each in (own, floor)]
-        return "" if both == ["-", "-"] else " / ".join(both)
-
-    def speed(of: Figures) -> float | None:
-        return of.rows / of.batch_s if of.rows and of.batch_s else None
-
-    steps = (None if each.step_s is None else each.step_s * 1000 for each in (figures, least))
-    sizes = (getattr(figures, name) or getattr(least, name) for name in ("kv_bytes", "peak_bytes"))
-    share = "" if figures.share is None else f"{figures.share:.3f}"
+    kv_bytes = figures.kv_bytes or least.kv_bytes
+    peak = figures.peak_bytes or least.peak_bytes
     cells = (
-        *(pair(figures.first_s, least.first_s), share, pair(*steps), figures.rows or least.rows or ""),
-        *(pair(speed(figures), speed(least)), *(size_text(each) if each else "" for each in sizes)),
+        _with_roofline(figures.first_s, least.first_s),
+        "" if figures.share is None else f"{figures.share:.3f}",
+        _with_roofline(_milliseconds(figures.step_s), _milliseconds(least.step_s)),
+        figures.rows or least.rows or "",
+        _with_roofline(_tokens_per_second(figures), _tokens_per_second(least)),
+        size_text(kv_bytes) if kv_bytes else "",
+        size_text(peak) if peak else "",
     )
     what = row.method if row.kind == "generate" else f"{row.kind}: {row.method}"
-    aligned = "".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS.values(), strict=True))
-    return f"{row.model:<13}{row.tokens:>7}  {what:<24}{aligned}" + (f"  {note}" if note else "")
+    line = f"{row.model:<13}{row.tokens:>7}  {what:<24}"
+    for cell, width in zip(cells, WIDTHS.values(), strict=True):
+        line += f"{cell:>{width}}"
+    return f"{line}  {note}" if note else line
+
+
+def _with_roofline(value: float | None, floor: float | None) -> str:
+    if value is None and floor is None:
+        return ""
+    return f"{_number(value)} / {_number(floor)}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1000
+
+
+def _tokens_per_second(figures: Figures) -> float | None:
+    return figures.rows / figures.batch_s if figures.rows and figures.batch_s else None
 
 
 def dry_lines(card: Card, missing: Sequence[Row]) -> Iterator[str]:
@@ -302,7 +380,7 @@ def dry_lines(card: Card, missing: Sequence[Row]) -> Iterator[str]:
     yield f"{card.name}: {rates}, {size_text(card.memory)}; beside it {size_text(card.host)}"
     for name, config in SHAPES.items():
         heads = f"{config.num_attention_heads} query and {config.num_key_value_heads} KV heads of {config.head_dim}"
-        entry = memory_and_traffic("full", config, 1)[0]
+        entry, _, _ = memory_and_traffic("full", config, 1)
         sizes = f"{size_text(stored_bytes(outline(name)))} of weights, {entry} bytes of KV entries a token"
         yield f"{name}: {config.num_hidden_layers} layers of {config.hidden_size}, {heads}, {sizes}"
     yield f"budget {BUDGET}; {len(missing)} rows to measure; figure / roofline; KV and peak: bytes known to be stored"
@@ -311,7 +389,7 @@ def dry_lines(card: Card, missing: Sequence[Row]) -> Iterator[str]:
         yield text_of(row, Figures(), roofline(row, card), row.note)
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, or print what would be measured; returns 2 where an argument is refused, else 0."""
     about = (__doc__ or "").partition(".\n")[0]
     parser = argparse.ArgumentParser(prog="python -m keepsight.eval.bench.gpu", description=about)
@@ -320,7 +398,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default="results/gpu.csv", help="the CSV (default results/gpu.csv)")
     parser.add_argument("--seconds", type=float, default=420, help="begin no row after these (default 420)")
     parser.add_argument("--only", default="", help="rows whose line has this text, such as snapkv")
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     try:
         results = Results(Path(at_home(options.out)))
         rows = [row for row in all_rows() if options.only in text_of(row, Figures(), Figures())]
@@ -332,11 +410,12 @@ def main(given: Sequence[str] | None = None) -> int:
         device = torch.device("cuda", 0)
         bench = Bench(device, measured_card(device))
         print(f"{bench.card}\n{HEAD}", flush=True)
-        left = run(bench, results, rows, options.seconds)
+        missing = run(bench, results, rows, options.seconds)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{options.out}: {left} rows are left" + ("; call again for them" if left else ""))
+    advice = "; call again for them" if missing else ""
+    print(f"{options.out}: {missing} rows are left{advice}")
     return 0
 
 

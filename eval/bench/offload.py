@@ -32,11 +32,13 @@ from keepsight.runtime.state import Needs, State, prefill
 
 def size_lines(target: Target, head: RetrievalHead, draft: DraftHead | None) -> Iterator[str]:
     """The head's parameters and bytes, and the share of the draft head, if known, that pruning removed."""
-    own, whole, size = parameters(head), parameters(target.model), sum(each.nbytes for each in head.parameters())
+    head_parameters = parameters(head)
+    model_parameters = parameters(target.model)
+    head_bytes = sum(parameter.nbytes for parameter in head.parameters())
     yield (
-        f"retrieval head (features: {head.config.features}): {own:,} parameters, {size:,} bytes as "
-        f"{_dtype(head.q_proj.weight)}, {own / whole:.2%} of the model's {whole:,}; {head.key_bytes} bytes of keys "
-        "a token"
+        f"retrieval head (features: {head.config.features}): {head_parameters:,} parameters, {head_bytes:,} bytes as "
+        f"{_dtype(head.q_proj.weight)}, {head_parameters / model_parameters:.2%} of the model's {model_parameters:,}; "
+        f"{head.key_bytes} bytes of keys a token"
     )
     if draft is not None:
         yield f"draft head: {pruning(head, draft)}"
@@ -59,7 +61,8 @@ def step_lines(
         "specontext": SpeContext(budget, head),
         "specontext, offloaded": SpeContext(budget, head, offload=model.config.get_text_config().num_hidden_layers),
     }
-    threads, needs = torch.get_num_threads(), feature_needs(model, head)
+    needs = feature_needs(model, head)
+    threads = torch.get_num_threads()
     yield f"{batch} rows of random entries, budget {budget}, {_dtype(model)}, {repeats} steps, {threads} threads"
     parts = f"{'head':>8}{'gather':>8}{'rest':>8}{'loaded MB':>11}"
     yield f"{'entries':<9}{'method':<22}{'ms a step':>10}{'tokens/s':>10}{'speed-up':>9}{parts}"
@@ -81,12 +84,13 @@ def random_state(model: PreTrainedModel, needs: Needs, rows: int, length: int) -
     ids = random_ids(model, rows, length)
     start = prefill(model, ids[:, :1], needs=needs)
 
-    def like(given: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=generator, device=given.device, dtype=given.dtype)
+    def random_like(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator, device=tensor.device, dtype=tensor.dtype)
 
-    keys, values, _ = start.entries()[0]
-    keys, values = (like(each, (*each.shape[:2], length, each.shape[3])) for each in (keys, values))
-    features = tuple(like(each, (rows, length, each.shape[2])) for each in start.features)
+    first_keys, first_values, _ = start.entries()[0]
+    keys = random_like(first_keys, (*first_keys.shape[:2], length, first_keys.shape[3]))
+    values = random_like(first_values, (*first_values.shape[:2], length, first_values.shape[3]))
+    features = tuple(random_like(feature, (rows, length, feature.shape[2])) for feature in start.features)
     layers: list[Any] = [KeptLayer(keys, values, length) for _ in start.cache.layers]
     lengths = torch.full_like(start.lengths, length)
     return State(Cache(layers=layers), start.logits, ids, lengths, start.needs, features)
@@ -105,16 +109,23 @@ def _step(model: PreTrainedModel, method: CacheMethod, state: State, repeats: in
     seconds = median_seconds(step, repeats)
     if not isinstance(state.cache, RetrievalCache):
         return seconds, ""
-    if on_cpu := elastic_layers(state.cache.layers):
-        traffic = on_cpu[0].full.traffic
-        return seconds, f"{'':24}{traffic.fetched * len(on_cpu) / traffic.selections / 1e6:>11.3f}"
+    layers_on_cpu = elastic_layers(state.cache.layers)
+    if layers_on_cpu:
+        traffic = layers_on_cpu[0].full.traffic
+        return seconds, f"{'':24}{traffic.fetched * len(layers_on_cpu) / traffic.selections / 1e6:>11.3f}"
     embeddings = model.get_input_embeddings()(state.logits.argmax(dim=-1, keepdim=True))
-    selector, positions = state.cache.selector.share(), state.lengths[:, None]
-    chosen = state.cache.by_layer(selector.select(embeddings, positions))
-    choosing = median_seconds(lambda: selector.select(embeddings, positions), repeats)
-    gathering = median_seconds(lambda: [layer.gather(part) for layer, part in chosen], repeats)
-    parts = choosing, gathering, seconds - choosing - gathering
-    return seconds, "".join(f"{part * 1000:>8.2f}" for part in parts)
+    selector = state.cache.selector.share()
+    positions = state.lengths[:, None]
+    by_layer = state.cache.by_layer(selector.select(embeddings, positions))
+
+    def gather() -> None:
+        for layer, selection in by_layer:
+            layer.gather(selection)
+
+    selecting = median_seconds(lambda: selector.select(embeddings, positions), repeats)
+    gathering = median_seconds(gather, repeats)
+    rest = seconds - selecting - gathering
+    return seconds, f"{selecting * 1000:>8.2f}{gathering * 1000:>8.2f}{rest * 1000:>8.2f}"
 
 
 def feature_needs(model: PreTrainedModel, head: RetrievalHead) -> Needs:
@@ -122,8 +133,8 @@ def feature_needs(model: PreTrainedModel, head: RetrievalHead) -> Needs:
     return Needs(features=tuple(sorted(head.layers_of(model))))
 
 
-def _dtype(of: Any) -> str:
-    return str(of.dtype).removeprefix("torch.")
+def _dtype(tensor_or_model: Any) -> str:
+    return str(tensor_or_model.dtype).removeprefix("torch.")
 
 
 _QUESTION = "\n\nSummarize the text above."
@@ -137,9 +148,14 @@ def text_prompts(target: Target, tokens: int, count: int) -> list[list[int]]:
         sample = Sample("text", "documentation", 0, text + _QUESTION, (), "", 1, question=_QUESTION)
         return render(sample, target.tokenizer).prompt_ids.tolist()
 
-    hay, room = read_haystack(None, target.tokenizer), tokens - len(rendered(""))
-    starts = [len(hay.sentences) * each // count for each in range(count)]
-    return [rendered(" ".join(hay.cut(start, hay.count_in(start, room)))) for start in starts]
+    haystack = read_haystack(None, target.tokenizer)
+    text_tokens = tokens - len(rendered(""))
+    prompts = []
+    for index in range(count):
+        start = len(haystack.sentences) * index // count
+        sentences = haystack.cut(start, haystack.count_in(start, text_tokens))
+        prompts.append(rendered(" ".join(sentences)))
+    return prompts
 
 
 def traffic_lines(
@@ -151,22 +167,30 @@ def traffic_lines(
     share of its entries that a step has in common with the one before. `sent` is each new token's own entry, sent to
     the CPU. UserError for a prompt that does not fit the model's context.
     """
-    model, needs = target.model, feature_needs(target.model, head)
+    model = target.model
+    needs = feature_needs(model, head)
     layers = model.config.get_text_config().num_hidden_layers
     methods = {budget: SpeContext(budget, head, offload=layers) for budget in budgets}
-    moved: dict[int, list[Traffic]] = {budget: [] for budget in budgets}
+    traffic_of: dict[int, list[Traffic]] = {budget: [] for budget in budgets}
     for prompt in tqdm(prompts, desc="texts"):
         for method in methods.values():
             method.check(len(prompt), context_of(model))
         state = prefill(model, torch.tensor([prompt], device=model.device), needs=needs)
         for budget, method in methods.items():
-            moved[budget].append(_traffic(model, method, state, steps))
-    lengths = [len(each) for each in prompts]
+            traffic_of[budget].append(_traffic(model, method, state, steps))
+
+    lengths = list(map(len, prompts))
     yield f"{len(prompts)} texts of {min(lengths)} to {max(lengths)} tokens, {steps} steps each, all layers on the CPU"
     yield f"{'budget':<9}{'elastic MB a step':>19}{'reloading MB a step':>21}{'saved':>8}{'sent MB a step':>16}"
-    for budget, each in moved.items():
-        sums = [sum(getattr(one, name) for one in each) for name in ("fetched", "asked", "offloaded")]
-        loaded, asked, sent = (total / steps / len(prompts) / 1e6 for total in sums)
+    all_steps = steps * len(prompts)
+    for budget, traffic_of_texts in traffic_of.items():
+        loaded = 0.0
+        asked = 0.0
+        sent = 0.0
+        for traffic in traffic_of_texts:
+            loaded += traffic.fetched / all_steps / 1e6
+            asked += traffic.asked / all_steps / 1e6
+            sent += traffic.offloaded / all_steps / 1e6
         yield f"{budget:<9}{loaded:>19.3f}{asked:>21.3f}{1 - loaded / asked:>8.1%}{sent:>16.3f}"
 
 
@@ -192,12 +216,16 @@ def bench_specache(target: Target, method: SpeCache, tokens: int, batch: int, st
     yield f"{batch} rows of {tokens} tokens, {steps} steps, {torch.get_num_threads()} threads; {method}"
     moved = f"{'moved MB a step':>17}{'waited ms':>11}{'hidden':>8}"
     yield f"{'cache':<22}{'ms a step':>11}{'tokens/s':>10}{'KV MB':>9}{moved}"
-    kivi = Kivi(method.bits, method.group, method.residual, one_bit=method.one_bit)
-    guessing, waiting = (replace(method, speculative=each) for each in (True, False))
-    methods = {"full": FullCache(), "KIVI": kivi, "SpeCache": guessing, "not speculative": waiting}
-    for name, each in methods.items():
-        yield _cache_line(name, model, each, ids, steps)
-    yield from _part_lines(model, guessing, ids, steps)
+    speculative = replace(method, speculative=True)
+    methods = {
+        "full": FullCache(),
+        "KIVI": Kivi(method.bits, method.group, method.residual, one_bit=method.one_bit),
+        "SpeCache": speculative,
+        "not speculative": replace(method, speculative=False),
+    }
+    for name, compared_method in methods.items():
+        yield _cache_line(name, model, compared_method, ids, steps)
+    yield from _part_lines(model, speculative, ids, steps)
 
 
 def _cache_line(name: str, model: PreTrainedModel, method: Method, ids: Tensor, steps: int) -> str:
@@ -207,8 +235,10 @@ def _cache_line(name: str, model: PreTrainedModel, method: Method, ids: Tensor, 
     layers = specache_layers(state.cache)
     traffic = layers[0].full.traffic if layers else None
     if traffic is not None:
-        traffic.fetched = traffic.offloaded = 0
-        traffic.fetching = traffic.waited = 0.0
+        traffic.fetched = 0
+        traffic.offloaded = 0
+        traffic.fetching = 0.0
+        traffic.waited = 0.0
 
     def decode() -> None:
         nonlocal state
@@ -227,14 +257,17 @@ def _cache_line(name: str, model: PreTrainedModel, method: Method, ids: Tensor, 
 def _part_lines(model: PreTrainedModel, method: SpeCache, ids: Tensor, repeats: int) -> Iterator[str]:
     """Parts measured one by one on the first layer; a real step runs all layers, its fetches in parallel."""
     state = read_greedily(method.reader(model), method.start(model, ids), 1)
-    layer, config = specache_layers(state.cache)[0], model.config.get_text_config()
-    packed, recent = layer.packed, layer.packed.recent_values
-    query = recent[:, :, -2:].repeat_interleave(config.num_attention_heads // recent.shape[1], dim=1)
-    attention = attend_packed(query, packed, Softmax(1.0))[1]
+    config = model.config.get_text_config()
+    layer = specache_layers(state.cache)[0]
+    packed = layer.packed
+    group = config.num_attention_heads // packed.recent_values.shape[1]
+    query = packed.recent_values[:, :, -2:].repeat_interleave(group, dim=1)
+    _, attention = attend_packed(query, packed, Softmax(1.0))
 
     def fetch() -> None:
-        if (coming := layer.begin_fetch(attention)) is not None:
-            coming.wait()
+        fetching = layer.begin_fetch(attention)
+        if fetching is not None:
+            fetching.wait()
 
     parts: dict[str, Callable[[], object]] = {
         "dequantise": lambda: (packed.keys(), packed.values()),

@@ -38,8 +38,10 @@ SHAPES: dict[str, Any] = {
         vocab_size=151936, intermediate_size=12288, num_hidden_layers=36, max_position_embeddings=CONTEXT, **_LIKE_BOTH
     ),
 }
-TOKENS, TRAINED_TOKENS = (8192, 32768, 131072), (16384, 32768)
-BUDGET, ANSWER = 1024, 128
+TOKENS = (8192, 32768, 131072)
+TRAINED_TOKENS = (16384, 32768)
+BUDGET = 1024
+ANSWER = 128
 MOST_ROWS = 256
 """Maximum rows of a batch; larger batches decode no faster per row."""
 CARDS = {"A100": (2.04, 80), "H100": (3.35, 80), "H100 NVL": (3.9, 94), "H200": (4.8, 141), "B200": (7.7, 180)}
@@ -122,26 +124,33 @@ def known_card(name: str) -> Card:
 def measured_card(device: torch.device) -> Card:
     """This machine's card, measured: rate of a matrix product, bandwidth of a copy (bytes read and written)."""
     size = 8192
-    one, other = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    product = median_seconds(lambda: one @ other, 10)
+    left = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    right = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     source = torch.randn(size * size * 4, device=device)
     target = torch.empty_like(source)
-    rates = 2 * size**3 / product, 2 * source.nbytes / median_seconds(lambda: target.copy_(source), 10)
+    flops = 2 * size**3 / median_seconds(lambda: left @ right, 10)
+    bandwidth = 2 * source.nbytes / median_seconds(lambda: target.copy_(source), 10)
     host = psutil.virtual_memory().available
     if device.type != "cuda":
-        return Card("CPU", *rates, host, host)
-    return Card(torch.cuda.get_device_name(device), *rates, torch.cuda.mem_get_info(device)[1], host)
+        return Card("CPU", flops, bandwidth, host, host)
+    _, memory = torch.cuda.mem_get_info(device)
+    return Card(torch.cuda.get_device_name(device), flops, bandwidth, memory, host)
 
 
 def all_rows() -> list[Row]:
     """All measurements, short prompts first."""
-    rows = list[Row]()
+    rows: list[Row] = []
     for tokens in sorted({*TOKENS, *TRAINED_TOKENS}):
         if tokens in TOKENS:
-            rows += [Row("generate", model, tokens, method) for model in SHAPES for method in METHODS]
-            rows += [Row("attention", next(iter(SHAPES)), tokens, kernel) for kernel in KERNELS]
+            for model in SHAPES:
+                for method in METHODS:
+                    rows.append(Row("generate", model, tokens, method))
+            first_model = next(iter(SHAPES))
+            for kernel in KERNELS:
+                rows.append(Row("attention", first_model, tokens, kernel))
         if tokens in TRAINED_TOKENS:
-            rows += [Row("train", model, tokens, "lookahead module") for model in SHAPES]
+            for model in SHAPES:
+                rows.append(Row("train", model, tokens, "lookahead module"))
     return rows
 
 
@@ -150,29 +159,35 @@ def memory_and_traffic(method: str, config: Any, tokens: int) -> tuple[int, int,
 
     Stored bytes are counted as `State.kv_bytes` does; numbers have 16 bits.
     """
-    layers, heads, width = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+    layers = config.num_hidden_layers
+    heads = config.num_key_value_heads
+    width = config.head_dim
     item = 2
-    row = heads * 2 * width * item  # of a layer and token
-    full, kept = layers * row * tokens, layers * row * min(BUDGET, tokens)
+    entry = heads * 2 * width * item  # of a layer and token
+    full = layers * entry * tokens
+    kept = layers * entry * min(BUDGET, tokens)
     if method.startswith("full"):
         return full, full, 0
     if method == "quest":
-        pages = Quest(BUDGET).page
-        bounds = (layers - 2) * row * (tokens // pages)
-        return full + bounds, bounds + kept + 2 * row * max(tokens - BUDGET, 0), 0
+        page = Quest(BUDGET).page
+        bounds = (layers - 2) * entry * (tokens // page)
+        return full + bounds, bounds + kept + 2 * entry * max(tokens - BUDGET, 0), 0
     if method == "specache":
-        given = SpeCache()
-        keys, values = tokens - tokens % given.residual, max(tokens - given.residual, 0)
-        of_packed = width * given.bits // 8 + 2 * item * width // given.group
-        packed = (keys + values) * of_packed + (2 * tokens - keys - values) * width * item
-        slots = min(given.topk, keys) * (2 * width * item + 8)
-        return layers * heads * (packed + slots), layers * heads * (packed + slots), layers * row * keys
+        specache = SpeCache()
+        packed_keys = tokens - tokens % specache.residual
+        packed_values = max(tokens - specache.residual, 0)
+        packed_width = width * specache.bits // 8 + 2 * item * width // specache.group
+        recent = 2 * tokens - packed_keys - packed_values
+        packed = (packed_keys + packed_values) * packed_width + recent * width * item
+        slots = min(specache.topk, packed_keys) * (2 * width * item + 8)
+        on_device = layers * heads * (packed + slots)
+        return on_device, on_device, layers * entry * packed_keys
     if method.startswith("specontext"):
-        of_head = config.hidden_size // config.num_attention_heads // 2 * 2
-        keys = heads * of_head * item * tokens
-        offloaded = method.endswith("offloaded")
-        slots = layers * row * (BUDGET + 1)
-        return (slots if offloaded else full) + keys, keys + kept, full if offloaded else 0
+        head_keys = heads * (config.hidden_size // config.num_attention_heads // 2 * 2) * item * tokens
+        if method.endswith("offloaded"):
+            slots = layers * entry * (BUDGET + 1)
+            return slots + head_keys, head_keys + kept, full
+        return full + head_keys, head_keys + kept, 0
     return kept, kept, 0
 
 
@@ -186,47 +201,92 @@ def outline(name: str) -> PreTrainedModel:
 def rows_that_fit(row: Row, card: Card) -> int:
     """Rows of the largest batch, with room to grow and to copy a layer; at least 1."""
     config = SHAPES[row.model]
-    held, _, in_cpu = memory_and_traffic(row.method, config, row.tokens)
-    each = held * (1 + GROWTH + 2 / config.num_hidden_layers) + 8 * config.vocab_size
-    fitting = min((card.memory - stored_bytes(outline(row.model))) * 0.9 / each, MOST_ROWS)
-    pinned = card.host * 0.8 / (2 * in_cpu) if in_cpu else fitting  # which comes in powers of two
-    return max(int(min(fitting, pinned)), 1)
+    on_device, _, in_cpu = memory_and_traffic(row.method, config, row.tokens)
+    row_bytes = on_device * (1 + GROWTH + 2 / config.num_hidden_layers) + 8 * config.vocab_size
+    rows = min((card.memory - stored_bytes(outline(row.model))) * 0.9 / row_bytes, MOST_ROWS)
+    if in_cpu:  # pinned memory comes in powers of two
+        rows = min(rows, card.host * 0.8 / (2 * in_cpu))
+    return max(int(rows), 1)
 
 
 def roofline(row: Row, card: Card, rows: int | None = None) -> Figures:
     """Lower bounds of a row's figures on a card, in a batch of `rows`; of memory, the bytes known to be stored."""
-    model, config = outline(row.model), SHAPES[row.model]
-    weights, width = stored_bytes(model), config.num_attention_heads * config.head_dim
-    of_token = 2 * 2 * config.num_key_value_heads * config.head_dim  # bytes of a layer and token
-    per_token, embedding = weights_per_token(model), input_embedding(model).nbytes
     if row.kind == "attention":
-        entries = of_token * row.tokens
-        moved = entries + 2 * 2 * row.tokens * width
-        whole, last = 2 * row.tokens**2 * width, 4 * row.tokens * width
-        return Figures(card.seconds(whole, moved), None, card.seconds(last, entries), kv_bytes=entries)
-    full = memory_and_traffic("full", config, row.tokens)[0]
-    first = card.seconds(pass_flops(model, per_token, row.tokens), weights + full)
+        return _attention_roofline(row, card)
     if row.kind == "train":
-        objective = ImportanceObjective(Lookahead(model, LookaheadSettings()))
-        ids = torch.zeros(1, row.tokens + ANSWER, dtype=torch.long)
-        flops = objective.flops(Batch(ids[:, : row.tokens], ids[:, row.tokens :])) or 0.0
-        learned = COPIES * sum(each.nbytes for each in objective.trained_parameters())
-        importance = config.num_hidden_layers * config.num_attention_heads * row.tokens * 4
-        trained = card.seconds(flops, weights + full + learned)
-        return Figures(first, trained / first, trained, kv_bytes=full, peak_bytes=full + importance + learned)
-    held, read, _ = memory_and_traffic(row.method, config, row.tokens)
+        return _train_roofline(row, card)
+    model = outline(row.model)
+    config = SHAPES[row.model]
+    weights = stored_bytes(model)
+    embedding = input_embedding(model).nbytes
+    per_token = weights_per_token(model)
+    query_width = config.num_attention_heads * config.head_dim
+    entry = _entry_bytes_of_layer(config)
+    on_device, read, _ = memory_and_traffic(row.method, config, row.tokens)
     rows = rows or rows_that_fit(row, card)
 
-    def step(rows: int) -> float:
-        flops = rows * (2 * per_token + embedding + 4 * width * read / of_token)
+    def step_seconds(rows: int) -> float:
+        flops = rows * (2 * per_token + embedding + 4 * query_width * read / entry)
         return card.seconds(flops, weights - embedding + rows * read)
 
-    return Figures(first, None, step(1), rows, step(rows), held)
+    return Figures(
+        first_s=_prefill_seconds(row, card),
+        step_s=step_seconds(1),
+        rows=rows,
+        batch_s=step_seconds(rows),
+        kv_bytes=on_device,
+    )
+
+
+def _entry_bytes_of_layer(config: Any) -> int:
+    """Bytes of the key and the value of one token in one layer."""
+    return 2 * 2 * int(config.num_key_value_heads * config.head_dim)
+
+
+def _prefill_seconds(row: Row, card: Card) -> float:
+    model = outline(row.model)
+    full, _, _ = memory_and_traffic("full", SHAPES[row.model], row.tokens)
+    return card.seconds(pass_flops(model, weights_per_token(model), row.tokens), stored_bytes(model) + full)
+
+
+def _attention_roofline(row: Row, card: Card) -> Figures:
+    """Of all tokens as queries, and of the last one."""
+    config = SHAPES[row.model]
+    query_width = config.num_attention_heads * config.head_dim
+    entries = _entry_bytes_of_layer(config) * row.tokens
+    queries_and_outputs = 2 * 2 * row.tokens * query_width
+    return Figures(
+        first_s=card.seconds(2 * row.tokens**2 * query_width, entries + queries_and_outputs),
+        step_s=card.seconds(4 * row.tokens * query_width, entries),
+        kv_bytes=entries,
+    )
+
+
+def _train_roofline(row: Row, card: Card) -> Figures:
+    """Of a prefill, and of a training step."""
+    model = outline(row.model)
+    config = SHAPES[row.model]
+    full, _, _ = memory_and_traffic("full", config, row.tokens)
+    objective = ImportanceObjective(Lookahead(model, LookaheadSettings()))
+    ids = torch.zeros(1, row.tokens + ANSWER, dtype=torch.long)
+    flops = objective.flops(Batch(ids[:, : row.tokens], ids[:, row.tokens :])) or 0.0
+    trained = COPIES * sum(parameter.nbytes for parameter in objective.trained_parameters())
+    importance = config.num_hidden_layers * config.num_attention_heads * row.tokens * 4
+    prefill_seconds = _prefill_seconds(row, card)
+    step_seconds = card.seconds(flops, stored_bytes(model) + full + trained)
+    return Figures(
+        first_s=prefill_seconds,
+        share=step_seconds / prefill_seconds,
+        step_s=step_seconds,
+        kv_bytes=full,
+        peak_bytes=full + importance + trained,
+    )
 
 
 # Time to first token: the model of LookaheadKV's appendix B (arXiv 2603.10899). A method's passes follow one another.
 
-FLOPS_REACHED, BANDWIDTH_REACHED = 0.7, 0.9
+FLOPS_REACHED = 0.7
+BANDWIDTH_REACHED = 0.9
 WINDOW = 32
 """Number of observing tokens: soft tokens, draft tokens, or the last ones of the prompt."""
 PLAIN = "forward pass only"
@@ -257,19 +317,28 @@ def scoring(model: PreTrainedModel, observers: int, tokens: int) -> Work:
 
 def passes_of(model: PreTrainedModel, draft: PreTrainedModel | None, tokens: int, budget: int) -> dict[str, list[Work]]:
     """The passes of each method before its first token: drafts of 32 tokens, LAQ's from a cache of `budget` entries."""
-    plain, look, beyond = work_of(model, tokens), scoring(model, WINDOW, tokens), work_of(model, tokens + WINDOW)
-    drafted = [work_of(model, 1, budget + step) for step in range(WINDOW)]
-    found = {PLAIN: [plain], "lookaheadkv": [beyond, look], "snapkv": [plain, look]}
+    prompt = work_of(model, tokens)
+    prompt_and_observers = work_of(model, tokens + WINDOW)
+    scoring_by_window = scoring(model, WINDOW, tokens)
+    passes = {
+        PLAIN: [prompt],
+        "lookaheadkv": [prompt_and_observers, scoring_by_window],
+        "snapkv": [prompt, scoring_by_window],
+    }
     if draft is not None:
-        written = [work_of(draft, tokens), *(work_of(draft, 1, tokens + step) for step in range(WINDOW))]
-        found["speckv"] = [*written, beyond, scoring(model, 2 * WINDOW, tokens)]
-    return found | {"laq": [plain, look, *drafted, look]}
+        drafting = [work_of(draft, tokens)]
+        for step in range(WINDOW):
+            drafting.append(work_of(draft, 1, tokens + step))
+        passes["speckv"] = [*drafting, prompt_and_observers, scoring(model, 2 * WINDOW, tokens)]
+    own_drafting = [work_of(model, 1, budget + step) for step in range(WINDOW)]
+    passes["laq"] = [prompt, scoring_by_window, *own_drafting, scoring_by_window]
+    return passes
 
 
 def seconds_on(card: Card, passes: Sequence[Work]) -> float:
     """Seconds of passes that follow one another."""
     reached = Card(card.name, card.flops * FLOPS_REACHED, card.bandwidth * BANDWIDTH_REACHED, card.memory)
-    return sum(reached.seconds(*each) for each in passes)
+    return sum(reached.seconds(work.flops, work.moved) for work in passes)
 
 
 def table_lines(
@@ -288,30 +357,43 @@ def table_lines(
         for name, passes in passes_of(model, draft, tokens, budget).items():
             seconds = seconds_on(card, passes)
             plain = plain or seconds
-            work = sum(each.flops for each in passes) / 1e12, sum(each.moved for each in passes) / 1e9
-            more = f"{(seconds - plain) * 1e3:>13.2f}{(seconds / plain - 1) * 100:>8.2f}" if name != PLAIN else " " * 21
-            own = measured.get((tokens, name))
-            taken = "" if own is None else f"{own * 1e3:>13.1f}"
-            yield f"{tokens:>7}  {name:<18}{work[0]:>9.2f}{work[1]:>9.1f}{seconds * 1e3:>10.1f}{more}{taken}".rstrip()
+            teraflops = 0.0
+            gigabytes = 0.0
+            for work in passes:
+                teraflops += work.flops / 1e12
+                gigabytes += work.moved / 1e9
+            overhead = " " * 21
+            if name != PLAIN:
+                overhead = f"{(seconds - plain) * 1e3:>13.2f}{(seconds / plain - 1) * 100:>8.2f}"
+            measured_ms = ""
+            if (tokens, name) in measured:
+                measured_ms = f"{measured[tokens, name] * 1e3:>13.1f}"
+            line = f"{tokens:>7}  {name:<18}{teraflops:>9.2f}{gigabytes:>9.1f}{seconds * 1e3:>10.1f}"
+            yield f"{line}{overhead}{measured_ms}".rstrip()
 
 
 def measured_on(path: Path, card: str, model_id: str) -> dict[tuple[int, str], float]:
     """Seconds to the first token by length and method of a card and model, in the CSV of `make bench-gpu`."""
     if not path.is_file():
         raise UserError(f"measured={path}: no such file; name the CSV that make bench-gpu writes")
-    found = {}
+    names = {row_name: name for name, row_name in _MEASURED_AS.items()}
+    measured = {}
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             try:
-                known = [name for name in CARDS if name in row["card"]]  # such as H100 and H100 NVL
-                if (
-                    card != max(known, key=len, default=row["card"])
-                    or row["model"] not in model_id.lower()
-                    or not row["first_s"]
-                ):
+                is_of_model = row["model"] in model_id.lower()
+                if _card_of(row["card"]) != card or not is_of_model or not row["first_s"]:
                     continue
-                found[int(row["tokens"]), row["method"]] = float(row["first_s"])
+                tokens = int(row["tokens"])
+                seconds = float(row["first_s"])
+                if row["method"] in names:
+                    measured[tokens, names[row["method"]]] = seconds
             except (KeyError, TypeError, ValueError):
                 raise UserError(f"measured={path}: expected the columns that make bench-gpu writes") from None
-    names = {as_: name for name, as_ in _MEASURED_AS.items()}
-    return {(tokens, names[as_]): seconds for (tokens, as_), seconds in found.items() if as_ in names}
+    return measured
+
+
+def _card_of(name: str) -> str:
+    """The card of `CARDS` that a device's name has, the longer of H100 and H100 NVL; the name itself for others."""
+    cards = [card for card in CARDS if card in name]
+    return max(cards, key=len, default=name)

@@ -1,6 +1,7 @@
 """Speed of batched serving, from evicted caches and from full ones, by `keepsight serve`'s engine or vLLM's."""
 
 import importlib.util
+import math
 import os
 import statistics
 import time
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.eval.answers import entry_bytes
-from keepsight.eval.bench.measure import random_ids, require_room
+from keepsight.eval.bench.measure import name_width, random_ids, require_room
 from keepsight.models.targets import Target
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.evict import Evict
@@ -26,9 +27,11 @@ from keepsight.serving.prefix import alphabet_of, placeholders, transfer_config
 
 _BLOCK = 32
 """Tokens of a block of the engine, and entries of a page."""
-_DOCUMENTS, _QUESTION = 4, 16
-"""Number of prompts, which requests take in turn, and tokens that each request adds to its prompt."""
-_WARM = 2
+_DOCUMENTS = 4
+"""Number of prompts, which requests take in turn."""
+_QUESTION = 16
+"""Tokens that each request adds to its prompt."""
+_WARM_UP_TOKENS = 2
 
 
 def bench_serve(
@@ -39,43 +42,58 @@ def bench_serve(
     require_room(model, tokens + answer_tokens, rows)
     prompts = random_ids(model, requests, tokens).cpu()
     compared = {"full cache": FullCache(), **methods}
-    width = max(18, *(len(name) + 2 for name in compared))
+    width = name_width(compared)
     yield (
         f"{requests} requests of {tokens} tokens and {answer_tokens} of the answer, {rows} at once, "
         f"{torch.get_num_threads()} threads, {model.dtype}"
     )
     columns = f"{'requests/s':>11}{'first s':>9}{'prefill s':>11}{'ms a step':>11}{'tokens/s':>10}{'of full':>9}"
     yield f"{'method':<{width}}{columns}{'KV MiB':>9}"
-    full = 0.0
+    full_step = 0.0
     for name, method in compared.items():
-        seconds, jobs, engine, steps, most = _served(model, method, prompts, answer_tokens, rows)
-        step = statistics.median(steps)
-        full = full or step
-        first = statistics.median(job.first or 0.0 for job in jobs)
+        served = _serve(model, method, prompts, answer_tokens, rows)
+        step = statistics.median(served.steps)
+        full_step = full_step or step
+        first = statistics.median(job.first or 0.0 for job in served.jobs)
+        prefill_seconds = served.engine.totals.prefill_seconds / requests
         yield (
-            f"{name:<{width}}{requests / seconds:>11.3f}{first:>9.2f}{engine.totals.prefill_seconds / requests:>11.2f}"
-            f"{step * 1000:>11.1f}{rows / step:>10.1f}{step / full:>9.2f}{most / 2**20:>9.1f}"
+            f"{name:<{width}}{requests / served.seconds:>11.3f}{first:>9.2f}{prefill_seconds:>11.2f}"
+            f"{step * 1000:>11.1f}{rows / step:>10.1f}{step / full_step:>9.2f}{served.peak_bytes / 2**20:>9.1f}"
         )
 
 
-def _served(
-    model: PreTrainedModel, method: Method, prompts: torch.Tensor, answer_tokens: int, rows: int
-) -> tuple[float, list[Job], Engine, list[float], int]:
-    """Seconds in all, requests, engine, seconds of each step with all rows filled, and most bytes of entries."""
+@dataclass
+class _Served:
+    """Seconds in all, seconds of each step with all rows filled, and the most bytes of entries."""
+
+    engine: Engine
+    jobs: list[Job] = field(default_factory=list)
+    seconds: float = 0.0
+    steps: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+
+def _serve(model: PreTrainedModel, method: Method, prompts: torch.Tensor, answer_tokens: int, rows: int) -> _Served:
+    """Serve all prompts, which arrive at once."""
     engine = Engine(model, method, rows=rows, waiting=len(prompts))
-    exactly = {"max_new_tokens": answer_tokens, "min_new_tokens": answer_tokens, "do_sample": False}
-    jobs, steps, most = [Job(ids, **exactly) for ids in prompts], list[float](), 0
+    options = {"max_new_tokens": answer_tokens, "min_new_tokens": answer_tokens, "do_sample": False}
+    served = _Served(engine)
+    for ids in prompts:
+        served.jobs.append(Job(ids, **options))
     start = time.perf_counter()
-    for job in jobs:
+    for job in served.jobs:
         engine.submit(job)
-    left = True
-    while left:
-        before, spent = engine.totals.decode_steps, engine.totals.decode_seconds
-        left = engine.step()
-        if engine.load[0] == rows and engine.totals.decode_steps > before:
-            steps.append(engine.totals.decode_seconds - spent)
-        most = max(most, engine.kv_bytes)
-    return time.perf_counter() - start, jobs, engine, steps, most
+    is_busy = True
+    while is_busy:
+        steps_before = engine.totals.decode_steps
+        seconds_before = engine.totals.decode_seconds
+        is_busy = engine.step()
+        rows_filled = engine.load[0]
+        if rows_filled == rows and engine.totals.decode_steps > steps_before:
+            served.steps.append(engine.totals.decode_seconds - seconds_before)
+        served.peak_bytes = max(served.peak_bytes, engine.kv_bytes)
+    served.seconds = time.perf_counter() - start
+    return served
 
 
 @dataclass
@@ -105,51 +123,60 @@ def bench_vllm(
     vLLM loads the model from `source`; `target` reads the prompts of the prefixes. Where heads share the budget
     (`Global`), it is in pages of 32. All requests arrive at once. UserError if vLLM is missing or there is no room.
     """
-    rows, model = min(rows, requests), target.model
+    model = target.model
+    rows = min(rows, requests)
     length = tokens + _QUESTION + answer_tokens
     require_room(model, length)
     if importlib.util.find_spec("vllm") is None:
         raise UserError("vllm=true needs vLLM; run `make setup-vllm`")
-    ids = random_ids(model, _DOCUMENTS, tokens)
-    asked = random_ids(model, requests, _QUESTION).tolist()
+    documents = random_ids(model, _DOCUMENTS, tokens)
+    questions = random_ids(model, requests, _QUESTION).tolist()
     with TemporaryDirectory(prefix="keepsight-") as folder:
-        prompts, reading = {"full cache": [each.tolist() for each in ids]}, {"full cache": 0.0}
+        prompts = {"full cache": documents.tolist()}
+        seconds_to_read = {"full cache": 0.0}
         for name, method in methods.items():
             start = time.perf_counter()
-            prompts[name] = [_prefix(target, method, each[None], Path(folder)) for each in ids]
-            reading[name] = (time.perf_counter() - start) / _DOCUMENTS
-        ragged = any(isinstance(method.allocate, Global) for method in methods.values())
-        cache = -(-length // _BLOCK + 2) * _BLOCK * (rows + 1) * entry_bytes(model)
-        engine = _engine(source, str(model.dtype).removeprefix("torch."), folder, length, rows, cache, ragged)
+            prompts[name] = [_prefix(target, method, document[None], Path(folder)) for document in documents]
+            seconds_to_read[name] = (time.perf_counter() - start) / _DOCUMENTS
+        is_ragged = any(isinstance(method.allocate, Global) for method in methods.values())
+        blocks = math.ceil(length / _BLOCK) + 2
+        cache_bytes = blocks * _BLOCK * (rows + 1) * entry_bytes(model)
+        dtype = str(model.dtype).removeprefix("torch.")
+        engine = _engine(source, dtype, folder, length, rows, cache_bytes, is_ragged)
         yield (
             f"{requests} requests of {tokens} tokens and {answer_tokens} of the answer, {rows} at once, "
-            f"{torch.get_num_threads()} threads, {model.dtype}, vLLM's cache of {cache / 2**20:.0f} MiB"
+            f"{torch.get_num_threads()} threads, {model.dtype}, vLLM's cache of {cache_bytes / 2**20:.0f} MiB"
         )
-        yield from _lines(engine, prompts, reading, asked, answer_tokens, rows, cache)
+        yield from _lines(engine, prompts, seconds_to_read, questions, answer_tokens, rows, cache_bytes)
 
 
 def _lines(
     engine: Any,
     prompts: Mapping[str, list[list[int]]],
-    reading: Mapping[str, float],
-    asked: list[list[int]],
+    seconds_to_read: Mapping[str, float],
+    questions: list[list[int]],
     answer_tokens: int,
     rows: int,
-    cache: int,
+    cache_bytes: int,
 ) -> Iterator[str]:
-    width = max(18, *(len(name) + 2 for name in prompts))
+    """A heading, and a line for each method with the prompts that it has."""
+    width = name_width(prompts)
     columns = f"{'read s':>8}{'requests/s':>12}{'first s':>9}{'ms a step':>11}{'tokens/s':>10}{'times full':>12}"
     yield f"{'method':<{width}}{columns}{'KV MiB':>9}"
-    full = 0.0
+    full_step = 0.0
     for name, documents in prompts.items():
-        whole = [documents[place % len(documents)] + own for place, own in enumerate(asked)]
-        _answered(engine, whole[:rows], _WARM, rows)
-        run = _answered(engine, whole, answer_tokens, rows)
+        requests = []
+        for index, question in enumerate(questions):
+            requests.append(documents[index % len(documents)] + question)
+        _answer(engine, requests[:rows], _WARM_UP_TOKENS, rows)
+        run = _answer(engine, requests, answer_tokens, rows)
         step = statistics.median(run.steps)
-        full = full or step
+        full_step = full_step or step
+        first = statistics.median(run.first)
         yield (
-            f"{name:<{width}}{reading[name]:>8.2f}{len(whole) / run.seconds:>12.3f}{statistics.median(run.first):>9.2f}"
-            f"{step * 1000:>11.1f}{rows / step:>10.1f}{full / step:>12.2f}{run.usage * cache / 2**20:>9.1f}"
+            f"{name:<{width}}{seconds_to_read[name]:>8.2f}{len(requests) / run.seconds:>12.3f}{first:>9.2f}"
+            f"{step * 1000:>11.1f}{rows / step:>10.1f}{full_step / step:>12.2f}"
+            f"{run.usage * cache_bytes / 2**20:>9.1f}"
         )
 
 
@@ -182,17 +209,20 @@ def _engine(source: str | Path, dtype: str, root: str, length: int, rows: int, c
     ).llm_engine
 
 
-def _answered(engine: Any, prompts: list[list[int]], answer_tokens: int, rows: int) -> Run:
-    exactly = importlib.import_module("vllm").SamplingParams(
+def _answer(engine: Any, prompts: list[list[int]], answer_tokens: int, rows: int) -> Run:
+    """Answer all prompts, which arrive at once, with answers of exactly so many tokens."""
+    sampling = importlib.import_module("vllm").SamplingParams(
         temperature=0.0, max_tokens=answer_tokens, ignore_eos=True, detokenize=False
     )
-    run, begun, manager = Run(), set[str](), engine.engine_core.engine_core.scheduler.kv_cache_manager
+    manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
+    run = Run()
+    begun: set[str] = set()
     start = time.perf_counter()
-    for place, ids in enumerate(prompts):
-        engine.add_request(f"{start}-{place}", {"prompt_token_ids": ids}, exactly)
+    for index, ids in enumerate(prompts):
+        engine.add_request(f"{start}-{index}", {"prompt_token_ids": ids}, sampling)
     while engine.has_unfinished_requests():
         before = time.perf_counter()
-        names = {each.request_id for each in engine.step()}
+        names = {output.request_id for output in engine.step()}
         now = time.perf_counter()
         if len(names) == rows and names <= begun:
             run.steps.append(now - before)

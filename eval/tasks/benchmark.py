@@ -61,12 +61,17 @@ class Protocol:
 
     def limit_of(self, model: str) -> int | None:
         """Longest LongBench prompt for a model of this name; None for its context length."""
-        return next((limit for part, limit in self.limits.items() if part in model.lower()), None)
+        for name, limit in self.limits.items():
+            if name in model.lower():
+                return limit
+        return None
 
     def is_chat(self, task: str, model: str) -> bool:
         """Whether a LongBench task uses the chat template of a model of this name."""
-        parts = (*self.always_templated, *(() if task in self.no_template else self.templated))
-        return any(part in model.lower() for part in parts)
+        names = list(self.always_templated)
+        if task not in self.no_template:
+            names += self.templated
+        return any(name in model.lower() for name in names)
 
 
 _TABLE = own_yaml("keepsight.eval.tasks", "protocols")
@@ -122,74 +127,92 @@ class TaskRequest:
 
     def check_lengths(self) -> None:
         """UserError for lengths of generated prompts beyond the context, which would be generated for hours."""
-        if (most := max(self.lengths, default=0)) > self.context:
-            raise UserError(f"lengths={most} is more than the context of {self.context} tokens; lower lengths=")
+        longest = max(self.lengths, default=0)
+        if longest > self.context:
+            raise UserError(f"lengths={longest} is more than the context of {self.context} tokens; lower lengths=")
 
     def collect(
         self,
         name: str,
         rows: Iterable[tuple[str, Row]],
         make: Make,
-        most: int | None = None,
+        max_tokens: int | None = None,
         render: Callable[[Any, Any], RenderedSample] | None = None,
     ) -> list[RenderedSample]:
         """The samples of the first `self.samples` rows (0: of all) that fit; equal ids of a task are numbered.
 
-        Invalid rows are skipped, and rows that are too long are left out; notes about `name` count both. `most` is the
-        longest prompt in tokens; None for prompts that, with their answers, fit the context. UserError: all rows are
-        bad, or more than `self.skip` of this evaluation.
+        Invalid rows are skipped, and rows that are too long are left out; notes about `name` count both. `max_tokens`
+        is the longest prompt in tokens; None for prompts that, with their answers, fit the context. UserError: all rows
+        are bad, or more than `self.skip` of this evaluation.
         """
-        made: list[RenderedSample] = []
+        samples: list[RenderedSample] = []
         faults: list[UserError] = []
-        count = too_long = 0
+        rows_read = 0
+        rows_too_long = 0
         ids: dict[str, dict[str, int]] = {}
         for number, (where, row) in enumerate(rows):
             try:
-                found = make(where, row, number)
-                samples = found if isinstance(found, list) else [render(found, self.tokenizer) if render else found]
+                turns = self._turns(make(where, row, number), render)
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
                 faults.append(_fault(where, error))
                 self.skipped.append(str(faults[-1]))
                 if self.skip is not None and len(self.skipped) > self.skip:
                     raise UserError(f"{faults[-1]}; fix the row, or raise skip={self.skip}") from None
                 continue
-            if _tokens(samples, answers=most is None) > (most or self.context):
-                too_long += 1
+            if self._is_too_long(turns, max_tokens):
+                rows_too_long += 1
                 continue
-            made += [replace(each, id=_numbered(each.id, ids.setdefault(each.task, {}))) for each in samples]
-            count += 1
-            if count == self.samples:
+            for sample in turns:
+                ids_of_task = ids.setdefault(sample.task, {})
+                samples.append(replace(sample, id=_numbered(sample.id, ids_of_task)))
+            rows_read += 1
+            if rows_read == self.samples:
                 break
-        if faults and not made and not too_long:
+
+        if faults and not samples and not rows_too_long:
             raise faults[0]
-        limit = f"the context of {self.context} tokens" if most is None else f"max_tokens={most}"
-        said = [f"{too_long} samples do not fit {limit}"] if too_long else []
-        said += [f"{len(faults)} rows were skipped, such as {faults[0]}"] if faults else []
-        if said:
-            self.notes[name] = "; ".join(said)
-        return made
+        notes = []
+        if rows_too_long:
+            limit = f"the context of {self.context} tokens" if max_tokens is None else f"max_tokens={max_tokens}"
+            notes.append(f"{rows_too_long} samples do not fit {limit}")
+        if faults:
+            notes.append(f"{len(faults)} rows were skipped, such as {faults[0]}")
+        if notes:
+            self.notes[name] = "; ".join(notes)
+        return samples
+
+    def _turns(self, result: Any, render: Callable[[Any, Any], RenderedSample] | None) -> list[RenderedSample]:
+        """The rendered samples of what a row was made into: a list of turns, or a sample."""
+        if isinstance(result, list):
+            return result
+        return [result if render is None else render(result, self.tokenizer)]
+
+    def _is_too_long(self, turns: Sequence[RenderedSample], max_tokens: int | None) -> bool:
+        """Whether a prompt, or a conversation from its first prompt on, is too long; without a limit, answers count."""
+        tokens = len(turns[0].prompt_ids)
+        for turn in turns:
+            tokens += len(turn.question_ids)
+            if max_tokens is None:
+                tokens += turn.max_new_tokens
+        return tokens > (max_tokens or self.context)
 
 
 def _fault(where: str, error: Exception) -> UserError:
     """Why a row cannot be made into a sample, with its place."""
-    said = str(error) if isinstance(error, UserError) else f"not in the benchmark's own layout ({error!r:.100})"
-    return UserError(" ".join((said if where in said else f"{where}: {said}").split()))
+    message = str(error) if isinstance(error, UserError) else f"not in the benchmark's own layout ({error!r:.100})"
+    if where not in message:
+        message = f"{where}: {message}"
+    return UserError(" ".join(message.split()))
 
 
-def _tokens(samples: Sequence[RenderedSample], answers: bool) -> int:
-    """Tokens of a prompt, or of a conversation from its first prompt on, with or without the answers."""
-    more = sum(len(each.question_ids) + answers * each.max_new_tokens for each in samples)
-    return len(samples[0].prompt_ids) + more
-
-
-def _numbered(name: str, known: dict[str, int]) -> str:
-    """The name, with the first free number where it is known already."""
-    made = name
-    while made in known:
-        known[name] += 1
-        made = f"{name}-{known[name]}"
-    known[made] = 1
-    return made
+def _numbered(name: str, counts: dict[str, int]) -> str:
+    """The name, with the first free number where it is in `counts` already."""
+    numbered = name
+    while numbered in counts:
+        counts[name] += 1
+        numbered = f"{name}-{counts[name]}"
+    counts[numbered] = 1
+    return numbered
 
 
 @dataclass

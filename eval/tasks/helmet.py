@@ -70,8 +70,10 @@ class Helmet(Benchmark):
 
     @override
     def groups(self, protocol: Protocol) -> Mapping[str, Sequence[str]]:
-        kinds = ("recall", "rag", "cite", "rerank", "icl", "longqa", "summ")
-        return {"": self.TASKS, **{kind: [task for task in self.TASKS if task.startswith(kind)] for kind in kinds}}
+        groups: dict[str, Sequence[str]] = {"": self.TASKS}
+        for kind in ("recall", "rag", "cite", "rerank", "icl", "longqa", "summ"):
+            groups[kind] = [task for task in self.TASKS if task.startswith(kind)]
+        return groups
 
     @override
     def require(self, task: str, judge: str) -> None:
@@ -83,29 +85,24 @@ class Helmet(Benchmark):
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         self.require(task, request.judge)
-        if wrong := [length for length in request.lengths if length not in _LENGTHS]:
-            known = ", ".join(map(str, _LENGTHS))
-            raise UserError(f"helmet: lengths={wrong[0]} is none of {known}, its data's lengths")
-        return [sample for length in request.lengths for sample in self._samples(task, length, request)]
+        samples = []
+        for length in request.lengths:
+            if length not in _LENGTHS:
+                lengths = ", ".join(map(str, _LENGTHS))
+                raise UserError(f"helmet: lengths={length} is none of {lengths}, its data's lengths")
+        for length in request.lengths:
+            samples += self._samples(task, length, request)
+        return samples
 
     def _samples(self, task: str, length: int, request: TaskRequest) -> list[RenderedSample]:
-        entry, folder = HELMET_TASKS[task], Path(self.dir or "")
-        size, examples = entry.sizes[_LENGTHS.index(length)], folder / entry.examples
+        """The samples of one length; none, and a note, where HELMET has no data of it."""
+        entry = HELMET_TASKS[task]
+        folder = Path(self.dir or "")
+        size = entry.sizes[_LENGTHS.index(length)]
         if size is None:
             request.notes[f"helmet {task} {length}"] = "HELMET has no data of this length"
             return []
-        if task.startswith("icl"):
-            fields_of = _icl(examples, size)
-        elif task.startswith("rerank"):
-            fields_of = _rerank([row for _, row in _rows(examples)])
-        elif task.startswith("rag"):
-            fields_of = _rag([row for _, row in _rows(examples)])
-        elif task.startswith("cite"):
-            fields_of = _cited(examples, size)
-        elif entry.demo:
-            fields_of = _long(entry, [row for _, row in _rows(examples)], size, request.tokenizer)
-        else:
-            fields_of = _key_value if task == "recall_json_kv" else _needle
+        fields_of = _fields_of_task(task, folder / entry.examples, size, request.tokenizer)
         question = entry.prompt.partition("{context}")[2]
 
         def make(where: str, row: Row, number: int) -> Sample:
@@ -127,6 +124,25 @@ class Helmet(Benchmark):
         return request.collect(f"helmet {task} {length}", rows, make, render=render)
 
 
+def _fields_of_task(task: str, examples: Path, size: int, tokenizer: Any) -> Fields:
+    """How the rows of a task fill its prompt; `examples` is its file of demonstrations, `size` as in `HelmetTask`."""
+    entry = HELMET_TASKS[task]
+    if task == "recall_json_kv":
+        return _key_value
+    if task.startswith("recall"):
+        return _needle
+    if task.startswith("icl"):
+        return _icl(examples, size)
+    if task.startswith("cite"):
+        return _cited(examples, size)
+    demonstrations = _rows_alone(examples)
+    if task.startswith("rerank"):
+        return _rerank(demonstrations)
+    if task.startswith("rag"):
+        return _rag(demonstrations)
+    return _long(entry, demonstrations, size, tokenizer)
+
+
 @lru_cache(maxsize=2)
 def _rows(path: Path) -> list[tuple[str, Row]]:
     if path.suffix == ".json" and path.is_file():
@@ -134,81 +150,137 @@ def _rows(path: Path) -> list[tuple[str, Row]]:
     return list(file_rows(path, "helmet.dir must hold HELMET's data in its own layout"))
 
 
+def _rows_alone(path: Path) -> list[Row]:
+    """The rows of a file, without where they stand."""
+    return [row for _, row in _rows(path)]
+
+
 def _texts(value: Any) -> tuple[str, ...]:
     """One answer, several, or lists of them, as HELMET's files have them, else TypeError."""
     if isinstance(value, list) and value:
-        return tuple(text for each in value for text in _texts(each))
+        texts: list[str] = []
+        for answer in value:
+            texts += _texts(answer)
+        return tuple(texts)
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.60} is no answer")
     return (value,)
 
 
+# How the rows of each kind of task fill its prompt
+
+
 def _needle(where: str, row: Row) -> tuple[dict[str, str], Any]:
-    fields = {name: text_field(where, row, name) for name in ("type_needle_v", "context", "query")}
+    fields = {
+        "type_needle_v": text_field(where, row, "type_needle_v"),
+        "context": text_field(where, row, "context"),
+        "query": text_field(where, row, "query"),
+    }
     return fields, row.get("answer", row.get("outputs"))
 
 
 def _key_value(where: str, row: Row) -> tuple[dict[str, str], Any]:
-    fields = {name: text_field(where, row, name) for name in ("context", "question")}
-    shown = [f"Key: {key}\nCorresponding value: {value}\n\n" for key, value in row.get("demos", [])[:_SHOTS]]
-    return fields | {"demos": "".join(shown)}, row["answer"]
+    context = text_field(where, row, "context")
+    question = text_field(where, row, "question")
+    demos = ""
+    for key, value in row.get("demos", [])[:_SHOTS]:
+        demos += f"Key: {key}\nCorresponding value: {value}\n\n"
+    return {"context": context, "question": question, "demos": demos}, row["answer"]
 
 
 def _rag(examples: Sequence[Row]) -> Fields:
+    """Questions over documents."""
+
     def fields(where: str, row: Row) -> tuple[dict[str, str], Any]:
         key = "id" if "id" in row else "question"
-        shown = [
-            f"{_documents(each)}\n\nQuestion: {each['question']}\nAnswer: {each['answers'][0]}\n\n"
-            for each in _demonstrations(str(row[key]), key, examples)
-        ]
+        demos = ""
+        for demo in _demonstrations(str(row[key]), key, examples):
+            demos += f"{_documents(demo)}\n\nQuestion: {demo['question']}\nAnswer: {demo['answers'][0]}\n\n"
         question = text_field(where, row, "question")
-        return {"question": question, "context": _documents(row), "demos": "".join(shown)}, row["answers"]
+        return {"question": question, "context": _documents(row), "demos": demos}, row["answers"]
 
     return fields
+
+
+def _documents(row: Row) -> str:
+    documents = []
+    for passage in row["ctxs"]:
+        documents.append(f"Document (Title: {passage['title']}): {passage['text']}")
+    return "\n\n".join(documents)
 
 
 def _rerank(examples: Sequence[Row]) -> Fields:
     """Passages to be put in order; the answer is the passages' labels, such as `12 3, 7 0`."""
 
     def fields(where: str, row: Row) -> tuple[dict[str, str], Any]:
-        shown = [
-            f"{_passages(each)}\n\nQuery: {each['query']}\nRanking: {' > '.join(_ranked(each))}\n\n"
-            for each in _demonstrations(str(row["qid"]), "qid", examples)
-        ]
-        labels = ", ".join(f"{each['id']} {int(each['label'])}" for each in row["ctxs"])
+        demos = ""
+        for demo in _demonstrations(str(row["qid"]), "qid", examples):
+            demos += f"{_passages(demo)}\n\nQuery: {demo['query']}\nRanking: {_ranking(demo)}\n\n"
+        labels = []
+        for passage in row["ctxs"]:
+            labels.append(f"{passage['id']} {int(passage['label'])}")
         question = text_field(where, row, "query")
-        return {"question": question, "context": _passages(row), "demos": "".join(shown)}, labels
+        return {"question": question, "context": _passages(row), "demos": demos}, ", ".join(labels)
 
     return fields
 
 
-def _ranked(row: Row) -> list[str]:
-    return [str(each["id"]) for each in sorted(row["ctxs"], key=lambda each: -int(each["label"]))]
+def _ranking(row: Row) -> str:
+    ranked = sorted(row["ctxs"], key=lambda passage: -int(passage["label"]))
+    return " > ".join(str(passage["id"]) for passage in ranked)
 
 
 def _passages(row: Row) -> str:
-    named = "title" in row["ctxs"][0]
-    return "\n\n".join(
-        f"[ID: {each['id']}] Document{' (Title: ' + each['title'] + ')' if named else ''}: {each['text']}"
-        for each in row["ctxs"]
-    )
+    has_titles = "title" in row["ctxs"][0]
+    passages = []
+    for passage in row["ctxs"]:
+        title = f" (Title: {passage['title']})" if has_titles else ""
+        passages.append(f"[ID: {passage['id']}] Document{title}: {passage['text']}")
+    return "\n\n".join(passages)
 
 
 def _icl(examples: Path, shots: int) -> Fields:
     """Balanced demonstrations, whose labels are numbers drawn anew for each text."""
-    train = [row for _, row in _rows(examples)]
+    train = _rows_alone(examples)
     try:
-        shown, count = _balanced(train, shots), 1 + max(int(row["label"]) for row in train)
+        demonstrations = _balanced(train, shots)
+        label_count = 1 + max(int(row["label"]) for row in train)
     except (ArithmeticError, KeyError, TypeError, ValueError):
         raise UserError(f"{examples}: expected rows of text and label, a whole number") from None
 
     def fields(where: str, row: Row) -> tuple[dict[str, str], Any]:
-        text, labels = text_field(where, row, "text"), list(range(count))
-        random.Random((int(hashlib.sha256(text.encode()).hexdigest(), 16) + _SEED) % 2**31).shuffle(labels)
-        context = "\n\n".join(f"{each['text']}\nlabel: {labels[int(each['label'])]}" for each in shown)
-        return {"context": context, "question": text}, str(labels[int(row["label"])])
+        text = text_field(where, row, "text")
+        labels = list(range(label_count))
+        random.Random((_hash(text) + _SEED) % 2**31).shuffle(labels)
+        demos = []
+        for demo in demonstrations:
+            demos.append(f"{demo['text']}\nlabel: {labels[int(demo['label'])]}")
+        return {"context": "\n\n".join(demos), "question": text}, str(labels[int(row["label"])])
 
     return fields
+
+
+def _balanced(rows: Iterable[Row], shots: int) -> list[Row]:
+    """As many rows of each label, in rounds that each have every label once in random order."""
+    rng = random.Random(_SEED)
+    by_label: dict[Any, list[Row]] = {}
+    for row in rows:
+        by_label.setdefault(row["label"], []).append(row)
+    round_count = math.ceil(shots / len(by_label))
+    rounds: list[list[Row]] = [[] for _ in range(round_count)]
+    for rows_of_label in by_label.values():
+        count = len(rows_of_label)
+        indices = rng.sample(range(count), round_count % count)
+        while len(indices) < round_count:
+            indices += rng.sample(range(count), min(round_count - len(indices), count))
+        for rows_of_round, index in zip(rounds, indices, strict=True):
+            rows_of_round.append(rows_of_label[index])
+
+    balanced: list[Row] = []
+    for rows_of_round in rounds:
+        rng.shuffle(rows_of_round)
+        balanced += rows_of_round
+    return balanced[:shots]
 
 
 def _cited(examples: Path, size: int) -> Fields:
@@ -219,21 +291,28 @@ def _cited(examples: Path, size: int) -> Fields:
     rng = random.Random(_SEED)
 
     def passages(docs: Sequence[Row]) -> str:
-        return "\n\n".join(_filled(texts["doc_prompt"], each | {"ID": place}) for place, each in enumerate(docs, 1))
+        filled = []
+        for number, doc in enumerate(docs, start=1):
+            filled.append(_filled(texts["doc_prompt"], {**doc, "ID": number}))
+        return "\n\n".join(filled)
 
     def fields(where: str, row: Row) -> tuple[dict[str, str], Any]:
-        shown = [
-            _filled(
-                texts["demo_prompt"], each | {"instruction": texts["instruction"], "context": passages(each["docs"])}
-            )
-            for each in rng.sample(texts["demos"], _SHOTS)
-        ]
-        given = {"demos": "".join(f"{each}\n\n\n" for each in shown), "instruction": texts["instruction"]}
-        given |= {"question": text_field(where, row, "question"), "context": passages(row["docs"][:size])}
-        aliases = [each["short_answers"] for each in row["qa_pairs"]] if "qa_pairs" in row else row["answers"]
-        return given, ["\n".join(each) for each in aliases]
+        instruction = texts["instruction"]
+        demos = ""
+        for demo in rng.sample(texts["demos"], _SHOTS):
+            of_demo = {**demo, "instruction": instruction, "context": passages(demo["docs"])}
+            demos += _filled(texts["demo_prompt"], of_demo) + "\n\n\n"
+        question = text_field(where, row, "question")
+        context = passages(row["docs"][:size])
+        filled = {"demos": demos, "instruction": instruction, "question": question, "context": context}
+        aliases_of_answers = row["answers"] if "qa_pairs" not in row else map(_short_answers_of, row["qa_pairs"])
+        return filled, list(map("\n".join, aliases_of_answers))
 
     return fields
+
+
+def _short_answers_of(question_and_answer: Row) -> Sequence[str]:
+    return list(question_and_answer["short_answers"])
 
 
 def _filled(template: str, row: Row) -> str:
@@ -243,72 +322,65 @@ def _filled(template: str, row: Row) -> str:
 def _long(entry: HelmetTask, examples: Sequence[Row], size: int, tokenizer: Any) -> Fields:
     """Questions about a long text, or its summary, of which `size` tokens stay; the answer, and a summary's points."""
     end = " ... [the rest of the text is omitted]"
-    spare = len(tokenizer(end, add_special_tokens=False)["input_ids"])
+    end_tokens = len(tokenizer(end, add_special_tokens=False)["input_ids"])
 
     def fields(where: str, row: Row) -> tuple[dict[str, str], Any]:
         text = text_field(where, row, "context")
-        places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        others = [each for each in examples if each is not row]
-        shown = [_filled(entry.demo, _options(each)[0]) for each in random.Random(_SEED).sample(others, _SHOTS)]
-        given, answers = _options(row)
-        given["demos"] = fill_in(entry.shown, {"demos": "\n\n".join(shown)})
-        given["context"] = text if len(places) <= size else text[: places[size - spare - 1][1]] + end
-        return given, [*answers, *row.get("keypoints", [])]
+        offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        if len(offsets) > size:
+            _, last_character = offsets[size - end_tokens - 1]
+            text = text[:last_character] + end
+        others = [example for example in examples if example is not row]
+        demos = []
+        for demo in random.Random(_SEED).sample(others, _SHOTS):
+            question_of_demo, _ = _question_fields(demo)
+            demos.append(_filled(entry.demo, question_of_demo))
+        filled, answers = _question_fields(row)
+        filled["demos"] = fill_in(entry.shown, {"demos": "\n\n".join(demos)})
+        filled["context"] = text
+        return filled, [*answers, *row.get("keypoints", [])]
 
     return fields
 
 
-def _options(row: Row) -> tuple[dict[str, str], list[str]]:
+def _question_fields(row: Row) -> tuple[dict[str, str], list[str]]:
     """The question, its options and the first answer of a row as texts; and the answers."""
-    answers = [*_texts(row["answer"])]
-    given = {"question": str(row.get("question", "")), "answer": answers[0].strip()}
-    if "options" in row:
-        lettered = {letter: f"{letter}. {option}" for letter, option in zip("ABCD", row["options"], strict=True)}
-        right = "ABCD"[row["options"].index(answers[0])]
-        given |= {"options": "\n".join(lettered.values()), "answer": right}
-        answers = [right, lettered[right]]
-    return given, answers
+    answers = list(_texts(row["answer"]))
+    question = str(row.get("question", ""))
+    if "options" not in row:
+        return {"question": question, "answer": answers[0].strip()}, answers
+    lettered = [f"{letter}. {option}" for letter, option in zip("ABCD", row["options"], strict=True)]
+    right = row["options"].index(answers[0])
+    fields = {"question": question, "options": "\n".join(lettered), "answer": "ABCD"[right]}
+    return fields, ["ABCD"[right], lettered[right]]
 
 
-def _demonstrations(own: str, key: str, rows: Sequence[Row]) -> list[Row]:
-    """The first rows, shuffled with the question as the seed, each question once and never the row's own."""
+def _demonstrations(name: str, key: str, rows: Sequence[Row]) -> list[Row]:
+    """The first rows, shuffled with the question as the seed, each question once and never the row's own, `name`."""
     import numpy as np  # not at the top: `--help` imports this module
 
-    seed = int(hashlib.sha256(own.encode()).hexdigest(), 16) % 2**31
-    others = [row for row in rows if str(row[key]) != own]
-    shuffled = (others[place] for place in np.random.default_rng(seed).permutation(len(others)))
-    return list({str(row[key]): row for row in reversed(list(shuffled))}.values())[::-1][:_SHOTS]
+    others = [row for row in rows if str(row[key]) != name]
+    demonstrations: dict[str, Row] = {}
+    for index in np.random.default_rng(_hash(name) % 2**31).permutation(len(others)):
+        demonstrations.setdefault(str(others[index][key]), others[index])
+    return list(demonstrations.values())[:_SHOTS]
 
 
-def _documents(row: Row) -> str:
-    return "\n\n".join(f"Document (Title: {each['title']}): {each['text']}" for each in row["ctxs"])
+def _hash(text: str) -> int:
+    return int(hashlib.sha256(text.encode()).hexdigest(), 16)
 
 
-def _balanced(rows: Iterable[Row], shots: int) -> list[Row]:
-    """As many rows of each label, in rounds that each have every label once in random order."""
-    rng = random.Random(_SEED)
-    by_label: dict[Any, list[Row]] = {}
-    for row in rows:
-        by_label.setdefault(row["label"], []).append(row)
-    rounds = -(-shots // len(by_label))
-    drawn: list[list[Row]] = [[] for _ in range(rounds)]
-    for own in by_label.values():
-        places = rng.sample(range(len(own)), rounds % len(own))
-        while len(places) < rounds:
-            places += rng.sample(range(len(own)), min(rounds - len(places), len(own)))
-        for number, place in enumerate(places):
-            drawn[number].append(own[place])
-    for each in drawn:
-        rng.shuffle(each)
-    return [row for each in drawn for row in each][:shots]
+# Metrics
 
 
 @metric("exact_label")
 def _exact_label(prediction: str, reference: str) -> float:
     """Whether the first line says the reference, after `label:` where it says that (HELMET, parse_output)."""
     line = prediction.split("\n")[0]
-    found = re.search("label:(.*)", line, re.IGNORECASE)
-    label = re.sub("^label:", "", (found[1] if found else line).strip(), flags=re.IGNORECASE)
+    after_label = re.search("label:(.*)", line, re.IGNORECASE)
+    if after_label is not None:
+        line = after_label[1]
+    label = re.sub("^label:", "", line.strip(), flags=re.IGNORECASE)
     return float(normalise(label) == normalise(reference))
 
 
@@ -318,16 +390,26 @@ def _ndcg(prediction: str, reference: str) -> float:
 
     The reference has each document and its gain, such as `12 3, 7 0`; brackets, colons and `ID` are left out.
     """
-    gains = {name: int(gain) for name, gain in (each.split() for each in reference.split(", "))}
-    line = re.sub(r"[\[\]:]", "", prediction.split("\n")[0]).lower().replace("id", "")
-    longest = max((found[0] for found in re.finditer(r"\d+(?:\s*>\s*\d+)*", line)), key=len, default="")
-    ranking = dict.fromkeys(each.strip() for each in longest.split(">"))
+    gains = {}
+    for document_and_gain in reference.split(", "):
+        document, gain = document_and_gain.split()
+        gains[document] = int(gain)
     best = _discounted(sorted(gains.values(), reverse=True))
-    return _discounted([gains.get(each, 0) for each in ranking]) / best if best else 0.0
+    if best == 0:
+        return 0.0
+    line = re.sub(r"[\[\]:]", "", prediction.split("\n")[0]).lower().replace("id", "")
+    longest = max(re.findall(r"\d+(?:\s*>\s*\d+)*", line), key=len, default="")
+    gains_of_ranking = []
+    for document in dict.fromkeys(map(str.strip, longest.split(">"))):
+        gains_of_ranking.append(gains.get(document, 0))
+    return _discounted(gains_of_ranking) / best
 
 
-def _discounted(gains: list[int]) -> float:
-    return sum(gain / math.log2(place + 2) for place, gain in enumerate(gains[:10]))
+def _discounted(gains: Sequence[int]) -> float:
+    total = 0.0
+    for rank, gain in enumerate(gains[:10]):
+        total += gain / math.log2(rank + 2)
+    return total
 
 
 @metric("letter_or_option")
@@ -339,22 +421,27 @@ def _letter_or_option(prediction: str, reference: str) -> float:
     return float(reference.lower() in (normalise(prediction), normalise(line)))
 
 
-def _found(prediction: str, sample: Sample) -> float:
+def _short_answers(prediction: str, sample: Sample) -> float:
     """The share of the references of which an alias, one a line, occurs in the prediction (ALCE's STR-EM)."""
     text = normalise(prediction)
-    hits = [any(normalise(alias) in text for alias in each.split("\n")) for each in sample.references]
-    return sum(hits) / len(hits)
+    hits = 0
+    for reference in sample.references:
+        hits += any(normalise(alias) in text for alias in reference.split("\n"))
+    return hits / len(sample.references)
 
 
-METRICS["short_answers"] = _found
+METRICS["short_answers"] = _short_answers
 
 
-def _listed(prediction: str, sample: Sample) -> float:
+def _listed_answers(prediction: str, sample: Sample) -> float:
     """How many of 5 references, or of all where they are fewer, a list with commas holds (QAMPARI's recall of 5)."""
-    parts = re.sub(r"\[\d+\]", "", prediction.split("\n")[0]).rstrip(". ").split(",")
-    items = {normalise(each) for each in parts}
-    hits = sum(any(normalise(alias) in items for alias in each.split("\n")) for each in sample.references)
+    line = re.sub(r"\[\d+\]", "", prediction.split("\n")[0]).rstrip(". ")
+    items = set(map(normalise, line.split(",")))
+    hits = 0
+    for reference in sample.references:
+        if not items.isdisjoint(map(normalise, reference.split("\n"))):
+            hits += 1
     return min(1.0, hits / min(5, len(sample.references)))
 
 
-METRICS["listed_answers"] = _listed
+METRICS["listed_answers"] = _listed_answers

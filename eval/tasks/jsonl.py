@@ -75,11 +75,11 @@ class Jsonl(Benchmark):
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         self.require(task, request.judge)
         assert self.dir is not None
-        made: list[RenderedSample] = []
+        samples: list[RenderedSample] = []
         for file in _choose_files(Path(self.dir), self.files):
             make = partial(_sample, file)
-            made += request.collect(file.task, file_rows(file.path), make, request.max_tokens, render_in_bucket)
-        return made
+            samples += request.collect(file.task, file_rows(file.path), make, request.max_tokens, render_in_bucket)
+        return samples
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class _File:
         if isinstance(self.max_new_tokens, int):
             return self.max_new_tokens
         if ruler_family(task) not in self.max_new_tokens:
-            known = f"max_new_tokens ({self.where}): {', '.join(self.max_new_tokens)}"
-            raise UserError(f"{where}: RULER task {task!r} is not of the families in {known}")
+            families = f"max_new_tokens ({self.where}): {', '.join(self.max_new_tokens)}"
+            raise UserError(f"{where}: RULER task {task!r} is not of the families in {families}")
         return self.max_new_tokens[ruler_family(task)]
 
 
@@ -118,45 +118,51 @@ def _choose_files(folder: Path, names: Sequence[str] | None) -> list[_File]:
     if not present:
         raise UserError(f"{folder}: holds no .jsonl file")
     source, tasks = _read_tasks(folder, present)
-    chosen = []
+    files = []
     for name in dict.fromkeys(name.removesuffix(".jsonl") for name in names or present):
         if name not in present:
             raise UserError(f"jsonl.files: {folder} has no {name}.jsonl; it has {', '.join(present)}")
         reason = _hindrance(name, tasks)
-        if reason and names:
+        if reason is None:
+            files.append(_describe(present[name], source, tasks[name]))
+        elif names:
             raise UserError(f"jsonl.files: {name} cannot be read: {reason}; {_supported()} ({source})")
-        if reason:
-            _log.warning("jsonl: %s is left out: %s", name, reason)
         else:
-            chosen.append(_describe(present[name], source, tasks[name]))
-    if not chosen:
+            _log.warning("jsonl: %s is left out: %s", name, reason)
+    if not files:
         raise UserError(f"{source}: none of {', '.join(present)} can be read; {_supported()}")
-    return chosen
+    return files
 
 
 def _read_tasks(folder: Path, present: Mapping[str, Path]) -> tuple[Path, dict[str, Any]]:
     """tasks.json and its path; where there is none, LongBench's own entries."""
-    found = [path for path in (folder / "tasks.json", folder.resolve().parent / "tasks.json") if path.is_file()]
-    if not found:
-        known = {
-            name: {"layout": "longbench", "prompt": task.template, "metric": task.metric, "max_new_tokens": task.tokens}
-            for name, task in longbench_tasks().items()
+    for path in (folder / "tasks.json", folder.resolve().parent / "tasks.json"):
+        if path.is_file():
+            tasks = read_json(path)
+            if not isinstance(tasks, dict) or not all(isinstance(entry, dict) for entry in tasks.values()):
+                raise UserError(f"{path}: expected an object that holds an object for each file")
+            return path, tasks
+
+    entries = {}
+    for name, task in longbench_tasks().items():
+        entries[name] = {
+            "layout": "longbench",
+            "prompt": task.template,
+            "metric": task.metric,
+            "max_new_tokens": task.tokens,
         }
-        if not known.keys() & present.keys():
-            use = "it gives each file's template and metric, unless the file is named after a task of LongBench"
-            raise UserError(f"{folder}: no tasks.json in it or beside it; {use}")
-        return folder, known
-    tasks = read_json(found[0])
-    if not isinstance(tasks, dict) or not all(isinstance(entry, dict) for entry in tasks.values()):
-        raise UserError(f"{found[0]}: expected an object that holds an object for each file")
-    return found[0], tasks
+    if not entries.keys() & present.keys():
+        use = "it gives each file's template and metric, unless the file is named after a task of LongBench"
+        raise UserError(f"{folder}: no tasks.json in it or beside it; {use}")
+    return folder, entries
 
 
 def _hindrance(name: str, tasks: Mapping[str, Any]) -> str | None:
     """The reason why a file cannot be scored, if there is one."""
     if name not in tasks:
         return "neither tasks.json nor LongBench has an entry of this name"
-    layout, metric = str(tasks[name].get("layout")), str(tasks[name].get("metric"))
+    layout = str(tasks[name].get("layout"))
+    metric = str(tasks[name].get("metric"))
     if layout not in _TEMPLATE_FIELDS:
         return f"layout {layout!r} is not supported"
     if metric in METRICS or metric in _METRIC_NAMES or (layout == "ruler" and metric == RULER_METRIC):
@@ -171,7 +177,8 @@ def _supported() -> str:
 
 def _describe(path: Path, source: Path, entry: Mapping[str, Any]) -> _File:
     """An entry of tasks.json, checked; its layout and metric are known to be supported."""
-    name, layout = path.name.removesuffix(".jsonl"), entry["layout"]
+    name = path.name.removesuffix(".jsonl")
+    layout = entry["layout"]
     where = f"{source}: {name}"
     likeness = {name, str(entry.get("longbench_task")), str(entry.get("like"))}
     metric = str(_METRIC_NAMES.get(entry["metric"], entry["metric"]))
@@ -187,27 +194,28 @@ def _describe(path: Path, source: Path, entry: Mapping[str, Any]) -> _File:
 
 def _check_template(where: str, layout: str, template: Any) -> str:
     fields = _TEMPLATE_FIELDS[layout]
-    known = " and ".join(f"{{{field}}}" for field in fields)
+    listed_fields = " and ".join(f"{{{field}}}" for field in fields)
     if not isinstance(template, str):
-        raise UserError(f"{where}: prompt must be a text with {known}, got {template!r}")
-    found = re.findall(r"{([A-Za-z_][^{}\s]*)}", template)
-    if unknown := [field for field in found if field not in fields]:
-        raise UserError(f"{where}: prompt has the unknown field {{{unknown[0]}}}; known: {known}")
-    if not found:
-        raise UserError(f"{where}: prompt must hold {known}, or one of them")
-    if layout == "ruler" and not (found == [*fields] and template.endswith("{answer_prefix}")):
+        raise UserError(f"{where}: prompt must be a text with {listed_fields}, got {template!r}")
+    template_fields = re.findall(r"{([A-Za-z_][^{}\s]*)}", template)
+    for field_name in template_fields:
+        if field_name not in fields:
+            raise UserError(f"{where}: prompt has the unknown field {{{field_name}}}; known: {listed_fields}")
+    if not template_fields:
+        raise UserError(f"{where}: prompt must hold {listed_fields}, or one of them")
+    if layout == "ruler" and not (template_fields == [*fields] and template.endswith("{answer_prefix}")):
         raise UserError(f"{where}: RULER's prompt must hold {{input}} and end with {{answer_prefix}}")
     return template
 
 
 def _sample(file: _File, where: str, row: Row, _: int) -> Sample:
-    sample = (_longbench_sample if file.layout == "longbench" else _ruler_sample)(file, where, row)
+    sample = _longbench_sample(file, where, row) if file.layout == "longbench" else _ruler_sample(file, where, row)
     score(sample, sample.references[0])  # a metric may need references of another form
     return sample
 
 
 def _longbench_sample(file: _File, where: str, row: Row) -> Sample:
-    texts = {name: text_field(where, row, name) for name in ("context", "input")}
+    texts = {"context": text_field(where, row, "context"), "input": text_field(where, row, "input")}
     return Sample(
         id=str(row.get("_id", where.rpartition(":")[2])),
         task=file.task,

@@ -50,15 +50,18 @@ class MtBench(Benchmark):
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         self.require(task, request.judge)
         answers = dict(_reference_answers(Path(self.references))) if self.references else {}
-
         rows = list(self._rows())
-        made = request.collect("mt_bench", rows, partial(_turns, answers, request))
-        needy = {str(row.get("question_id")) for _, row in rows if row.get("category") in _WITH_REFERENCES}
-        if blind := sum(each.id in needy and not each.earlier and not each.references for each in made):
+        samples = request.collect("mt_bench", rows, partial(_turns, answers, request))
+        with_references = {str(row.get("question_id")) for _, row in rows if row.get("category") in _WITH_REFERENCES}
+        missing = 0
+        for sample in samples:
+            if sample.id in with_references and not sample.earlier and not sample.references:
+                missing += 1
+        if missing:
             request.notes["mt_bench references"] = (
-                f"{blind} questions of {', '.join(_WITH_REFERENCES)} lack reference answers and are judged without"
+                f"{missing} questions of {', '.join(_WITH_REFERENCES)} lack reference answers and are judged without"
             )
-        return made
+        return samples
 
     def _rows(self) -> Iterator[tuple[str, Row]]:
         if self.file is not None:
@@ -69,8 +72,8 @@ class MtBench(Benchmark):
         if rows is None:
             raise UserError(f"{name}: the Hub cannot be reached; name FastChat's question.jsonl: mt_bench.file=FILE")
         for row in rows:
-            names = {"question_id": row["prompt_id"], "turns": row["prompt"], "reference": row["reference"]}
-            yield f"{name}:{row['prompt_id']}", row | names
+            fields = {"question_id": row["prompt_id"], "turns": row["prompt"], "reference": row["reference"]}
+            yield f"{name}:{row['prompt_id']}", {**row, **fields}
 
 
 def _reference_answers(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -85,24 +88,28 @@ def _reference_answers(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
 def _turns(
     answers: Mapping[str, tuple[str, ...]], request: TaskRequest, where: str, row: Row, _: int
 ) -> list[RenderedSample]:
-    name, turns = str(row.get("question_id")), texts_field(where, row, "turns")
-    references = answers.get(name) or (texts_field(where, row, "reference") if row.get("reference") else ())
+    name = str(row.get("question_id"))
+    turns = texts_field(where, row, "turns")
+    references = answers.get(name, ())
+    if not references and row.get("reference"):
+        references = texts_field(where, row, "reference")
     if row.get("category") not in _WITH_REFERENCES or len(references) < len(turns):
         references = ()
-    samples = [
-        Sample(
-            id=name,
-            task=f"mt_bench_turn_{place + 1}",
-            length=request.context,
-            prompt=turn,
-            references=references,
-            metric="mt_bench",
-            max_new_tokens=_ANSWER_TOKENS,
-            earlier=turns[:place],
-            judge=request.judge,
+    samples = []
+    for turn, prompt in enumerate(turns[:2]):
+        samples.append(
+            Sample(
+                id=name,
+                task=f"mt_bench_turn_{turn + 1}",
+                length=request.context,
+                prompt=prompt,
+                references=references,
+                metric="mt_bench",
+                max_new_tokens=_ANSWER_TOKENS,
+                earlier=turns[:turn],
+                judge=request.judge,
+            )
         )
-        for place, turn in enumerate(turns[:2])
-    ]
     return render_turns(samples, request.tokenizer)
 
 
@@ -153,8 +160,9 @@ class LongWriter(Benchmark):
             judge="" if task else request.judge,
         )
         rendered = render(sample, request.tokenizer)
-        left = request.context - len(rendered.prompt_ids)
-        return replace(rendered, max_new_tokens=max(min(self.max_new_tokens or _LONGEST_ANSWER, left), 1))
+        context_left = request.context - len(rendered.prompt_ids)
+        limit = min(self.max_new_tokens or _LONGEST_ANSWER, context_left)
+        return replace(rendered, max_new_tokens=max(limit, 1))
 
 
 @metric("wanted_length")
@@ -163,12 +171,15 @@ def _wanted_length(prediction: str, reference: str) -> float:
 
     LongWriter's S_l, eval_length.py and count_words in pred.py.
     """
-    words, wanted = len(re.findall(r"[\u4e00-\u9fff]|\b[a-zA-Z]+\b", prediction)), int(reference)
-    if wanted < 1:
-        raise ValueError(f"{wanted} words")
-    if words > wanted:
-        return max(0.0, 1 - (words / wanted - 1) / 3)
-    return max(0.0, 1 - (wanted / words - 1) / 2) if words else 0.0
+    words_wanted = int(reference)
+    if words_wanted < 1:
+        raise ValueError(f"{words_wanted} words")
+    words = len(re.findall(r"[\u4e00-\u9fff]|\b[a-zA-Z]+\b", prediction))
+    if words == 0:
+        return 0.0
+    if words > words_wanted:
+        return max(0.0, 1 - (words / words_wanted - 1) / 3)
+    return max(0.0, 1 - (words_wanted / words - 1) / 2)
 
 
 def _require_judge(task: str, judge: str) -> None:

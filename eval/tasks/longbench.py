@@ -7,7 +7,7 @@ import re
 import string
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -57,7 +57,9 @@ class LongBenchTask:
     @property
     def template(self) -> str:
         """The whole prompt."""
-        return self.before + self.question + ("" if self.is_cue_in_input else self.cue)
+        if self.is_cue_in_input:
+            return self.before + self.question
+        return self.before + self.question + self.cue
 
 
 @lru_cache(maxsize=1)
@@ -66,7 +68,8 @@ def longbench_tasks() -> dict[str, LongBenchTask]:
     return {name: LongBenchTask(**entry) for name, entry in own_yaml("keepsight.eval.tasks", "longbench").items()}
 
 
-_ENGLISH, _CHINESE = tuple(longbench_tasks())[:16], tuple(longbench_tasks())[16:]
+_ENGLISH = tuple(longbench_tasks())[:16]
+_CHINESE = tuple(longbench_tasks())[16:]
 _BY_LENGTH = tuple(f"e_{task}" for task in _ENGLISH if task not in ("narrativeqa", "musique", "qmsum"))
 
 
@@ -86,11 +89,13 @@ class LongBench(Benchmark):
 
     @override
     def groups(self, protocol: Protocol) -> Mapping[str, Sequence[str]]:
-        def available(tasks: Sequence[str]) -> list[str]:
-            present = [task for task in tasks if self.dir is None or (Path(self.dir) / _file_name(task)).is_file()]
-            return [task for task in present if task not in protocol.left_out]
+        groups = {}
+        for name, tasks in {"": _ENGLISH, "zh": _CHINESE, "e": _BY_LENGTH}.items():
+            groups[name] = [task for task in tasks if task not in protocol.left_out and self._has_file(task)]
+        return groups
 
-        return {name: available(tasks) for name, tasks in {"": _ENGLISH, "zh": _CHINESE, "e": _BY_LENGTH}.items()}
+    def _has_file(self, task: str) -> bool:
+        return self.dir is None or (Path(self.dir) / _file_name(task)).is_file()
 
     @override
     def require(self, task: str, judge: str) -> None:
@@ -99,19 +104,22 @@ class LongBench(Benchmark):
 
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
-        name, rows = task.removeprefix("e_"), self._rows(task)
+        name = task.removeprefix("e_")
         entry = longbench_tasks()[name]
         if entry.metric.endswith("_zh"):
             METRICS[entry.metric]("", Sample("", task, 0, "", ("",), entry.metric, 1))  # fails here without jieba
+        rows: Iterable[tuple[str, Row]] = self._rows(task)
         if request.protocol.shuffled:  # as datasets' shuffle(seed=42)
             import numpy as np  # not at the top: `--help` imports this module
 
-            all_rows = [*rows]
-            rows = (all_rows[place] for place in np.random.default_rng(42).permutation(len(all_rows)))
+            in_order = list(rows)
+            rows = [in_order[index] for index in np.random.default_rng(42).permutation(len(in_order))]
 
         def make(where: str, row: Row, number: int) -> RenderedSample:
             sample = self._sample(name, entry, where, row, number, request)
-            return sample if task == name else replace(sample, task=f"longbench_{task}", length=_words_bucket(row))
+            if task == name:
+                return sample
+            return replace(sample, task=f"longbench_{task}", length=_words_bucket(row))
 
         return request.collect(f"longbench {task}", rows, make)
 
@@ -127,34 +135,45 @@ class LongBench(Benchmark):
     def _sample(
         self, name: str, entry: LongBenchTask, where: str, row: Row, number: int, request: TaskRequest
     ) -> RenderedSample:
-        protocol, tokenizer, model = request.protocol, request.tokenizer, request.tokenizer.name_or_path
-        fields = {key: text_field(where, row, key) for key in ("context", "input")}
-        tokens = entry.tokens + protocol.extra_tokens
+        protocol = request.protocol
+        model = request.tokenizer.name_or_path
+        fields = {"context": text_field(where, row, "context"), "input": text_field(where, row, "input")}
+        max_new_tokens = entry.tokens + protocol.extra_tokens
+        limit = self.max_tokens or protocol.limit_of(model) or request.context - max_new_tokens - _TEMPLATE_TOKENS
+
         question = fill_in(entry.question, fields)
+        cue = entry.cue
         if entry.is_cue_in_input:
-            question = question.removesuffix(entry.cue)
-        cue = entry.cue if not entry.is_cue_in_input or fields["input"].endswith(entry.cue) else ""
-        limit = self.max_tokens or protocol.limit_of(model) or request.context - tokens - _TEMPLATE_TOKENS
-        asked = question + ("" if protocol.cue_after else cue)
-        whole = fill_in(entry.before, fields) + asked
-        prompt = without_middle(whole, limit, tokenizer) if protocol.truncate else whole
+            question = question.removesuffix(cue)
+            if not fields["input"].endswith(cue):
+                cue = ""
+        answer_prefix = ""
+        if protocol.cue_after:
+            answer_prefix = cue
+        else:
+            question += cue
+        whole_prompt = fill_in(entry.before, fields) + question
+        prompt = whole_prompt
+        if protocol.truncate:
+            prompt = without_middle(whole_prompt, limit, request.tokenizer)
+
         sample = Sample(
             id=str(row.get("_id", number)),
             task=f"longbench_{name}",
             length=limit if protocol.truncate else request.context,
             prompt=prompt,
-            question=asked if prompt.endswith(asked) else "",
+            question=question if prompt.endswith(question) else "",
             references=texts_field(where, row, "answers"),
             metric=entry.metric,
-            max_new_tokens=tokens,
-            answer_prefix=cue if protocol.cue_after else "",
+            max_new_tokens=max_new_tokens,
+            answer_prefix=answer_prefix,
             # Qwen2.5's template has a system prompt of its own, which the repositories keep.
             system="" if "qwen" in model.lower() else protocol.system,
             chat=protocol.is_chat(name, model),
             classes=texts_field(where, row, "all_classes") if entry.metric == "classification" else (),
             clean=protocol.clean,
         )
-        return replace(render(sample, tokenizer), is_cut=prompt != whole)
+        return replace(render(sample, request.tokenizer), is_cut=prompt != whole_prompt)
 
 
 def _archive() -> Path:
@@ -170,13 +189,18 @@ def without_middle(prompt: str, limit: int, tokenizer: Any) -> str:
     if len(ids) <= limit:
         return prompt
     half = limit // 2
-    return "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
+    beginning = tokenizer.decode(ids[:half], skip_special_tokens=True)
+    end = tokenizer.decode(ids[-half:], skip_special_tokens=True)
+    return str(beginning + end)
 
 
 def _words_bucket(row: Row) -> int:
     """LongBench-E's classes by number of words: below 4000, below 8000, and the rest, which is shown as 16000."""
     words = int(row.get("length", 0))
-    return next((most for most in (4000, 8000) if words < most), 16000)
+    for limit in (4000, 8000):
+        if words < limit:
+            return limit
+    return 16000
 
 
 def _file_name(task: str) -> str:
@@ -198,9 +222,11 @@ def _class_score(prediction: str, reference: str, classes: Sequence[str]) -> flo
     return 1 / len(named) if reference in named else 0.0
 
 
-METRICS["classification"] = of_first_line(
-    lambda prediction, sample: max(_class_score(prediction, each, sample.classes) for each in sample.references)
-)
+def _classification(prediction: str, sample: Sample) -> float:
+    return max(_class_score(prediction, reference, sample.classes) for reference in sample.references)
+
+
+METRICS["classification"] = of_first_line(_classification)
 
 
 @metric("code_sim")
@@ -212,22 +238,26 @@ def _code_sim(prediction: str, reference: str) -> float:
     """
     from rapidfuzz import fuzz
 
-    lines = prediction.lstrip("\n").split("\n")
-    line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
-    return round(fuzz.ratio(line, reference)) / 100
+    code = ""
+    for line in prediction.lstrip("\n").split("\n"):
+        if not any(mark in line for mark in ("`", "#", "//")):
+            code = line
+            break
+    return round(fuzz.ratio(code, reference)) / 100
 
 
 @metric("count")
 def _share_of_integers(prediction: str, number: str) -> float:
     """The share of the integers in the prediction that are `number`."""
-    found = integers(prediction)
-    return found.count(number) / len(found) if found else 0.0
+    numbers = integers(prediction)
+    return numbers.count(number) / len(numbers) if numbers else 0.0
 
 
 @metric("retrieval")
 def _retrieval(prediction: str, reference: str) -> float:
     """`count` of the number in a reference such as `Paragraph 7`."""
-    return max((_share_of_integers(prediction, number) for number in integers(reference)[:1]), default=0.0)
+    numbers = integers(reference)
+    return _share_of_integers(prediction, numbers[0]) if numbers else 0.0
 
 
 _CHINESE_MARKS = (
@@ -249,15 +279,22 @@ def _chinese_words(text: str) -> list[str]:
 @metric("qa_f1_zh")
 def _qa_f1_zh(prediction: str, reference: str) -> float:
     """F1 over Chinese words without punctuation."""
-
-    def bag(text: str) -> Counter[str]:
-        words = ("".join(word.lower().translate(_NO_MARKS).split()) for word in _chinese_words(text))
-        return Counter(word for word in words if word)
-
-    return f1(bag(prediction), bag(reference))
+    return f1(_chinese_bag(prediction), _chinese_bag(reference))
 
 
-metric("rouge_l_zh")(lambda *texts: rouge_l(*(" ".join(_chinese_words(text)) for text in texts)))
+def _chinese_bag(text: str) -> Counter[str]:
+    bag: Counter[str] = Counter()
+    for word in _chinese_words(text):
+        bare_word = "".join(word.lower().translate(_NO_MARKS).split())
+        if bare_word:
+            bag[bare_word] += 1
+    return bag
+
+
+@metric("rouge_l_zh")
+def _rouge_l_zh(prediction: str, reference: str) -> float:
+    """ROUGE-L over Chinese words."""
+    return rouge_l(" ".join(_chinese_words(prediction)), " ".join(_chinese_words(reference)))
 
 
 _V2_BEFORE = "Please read the following text and answer the question below.\n\n<text>\n{context}\n</text>\n\n"
@@ -288,15 +325,15 @@ class LongBenchV2(Benchmark):
         self._path()
 
     def _path(self) -> Path:
-        advice = "name its data.json: longbench_v2.file=FILE"
-        return hub_file("THUDM/LongBench-v2", "data.json", advice) if self.file is None else Path(self.file)
+        if self.file is not None:
+            return Path(self.file)
+        return hub_file("THUDM/LongBench-v2", "data.json", "name its data.json: longbench_v2.file=FILE")
 
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         path = self._path()
         limit = self.max_tokens or request.context - _V2_TOKENS - _TEMPLATE_TOKENS
-        rows = ((where, row) for where, row in _v2_rows(path) if row.get("length", task) == task)
-
+        rows = [(where, row) for where, row in _v2_rows(path) if row.get("length", task) == task]
         make = partial(_v2_sample, task, limit, request.tokenizer)
         return request.collect(f"longbench_v2 {task}", rows, make)
 
@@ -309,10 +346,12 @@ def _v2_rows(path: Path) -> list[tuple[str, Row]]:
 
 
 def _v2_sample(task: str, limit: int, tokenizer: Any, where: str, row: Row, _: int) -> RenderedSample:
-    fields = {name: text_field(where, row, name).strip() for name in _V2_FIELDS}
+    fields = {}
+    for name in _V2_FIELDS:
+        fields[name] = text_field(where, row, name).strip()
     question = fill_in(_V2_QUESTION, fields)
-    whole = fill_in(_V2_BEFORE, fields) + question
-    prompt = without_middle(whole, limit, tokenizer)
+    whole_prompt = fill_in(_V2_BEFORE, fields) + question
+    prompt = without_middle(whole_prompt, limit, tokenizer)
     sample = Sample(
         id=str(row.get("_id")),
         task=f"longbench_v2_{task}",
@@ -323,12 +362,14 @@ def _v2_sample(task: str, limit: int, tokenizer: Any, where: str, row: Row, _: i
         metric="chosen_letter",
         max_new_tokens=_V2_TOKENS,
     )
-    return replace(render(sample, tokenizer), is_cut=prompt != whole)
+    return replace(render(sample, tokenizer), is_cut=prompt != whole_prompt)
 
 
 @metric("chosen_letter")
 def _chosen_letter(prediction: str, reference: str) -> float:
     """Whether the letter that LongBench v2 reads from an answer is the reference."""
     text = prediction.replace("*", "")
-    found = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(r"The correct answer is ([A-D])", text)
-    return float(found is not None and found[1] == reference)
+    letter = re.search(r"The correct answer is \(([A-D])\)", text)
+    if letter is None:
+        letter = re.search(r"The correct answer is ([A-D])", text)
+    return float(letter is not None and letter[1] == reference)

@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
@@ -43,6 +42,15 @@ _ITEMS = {
 _TOKENS = {"0.5k": 1024, "2k": 3072, "8k": 9216}
 
 
+def _task_names() -> tuple[str, ...]:
+    names = []
+    for task in _METRICS:
+        for size in _TOKENS:
+            if (task, size) not in _NOT_THERE:
+                names.append(f"{task}_{size}")
+    return tuple(names)
+
+
 @dataclass
 class LongProc(Benchmark):
     """LongProc's tasks as longproc_TASK_SIZE, such as longproc_countdown_2k.
@@ -54,18 +62,21 @@ class LongProc(Benchmark):
             on this machine.
     """
 
-    TASKS: ClassVar[tuple[str, ...]] = tuple(
-        f"{task}_{size}" for task in _METRICS for size in _TOKENS if (task, size) not in _NOT_THERE
-    )
+    TASKS: ClassVar[tuple[str, ...]] = _task_names()
 
     dir: str | None = None
     run_programs: bool = False
 
     @override
     def groups(self, protocol: Protocol) -> Mapping[str, list[str]]:
-        present = {str(row.get("task")) for _, row in self._rows()} if self.dir else {*self.TASKS}
-        allowed = {task for task in present if self.run_programs or not task.startswith("pseudo_to_code")}
-        return {"": [task for task in self.TASKS if task in allowed]}
+        present = {str(row.get("task")) for _, row in self._rows()}
+        tasks = []
+        for task in self.TASKS:
+            has_rows = task in present or not self.dir
+            is_run = self.run_programs or not task.startswith("pseudo_to_code")
+            if has_rows and is_run:
+                tasks.append(task)
+        return {"": tasks}
 
     @override
     def require(self, task: str, judge: str) -> None:
@@ -78,13 +89,13 @@ class LongProc(Benchmark):
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         self.require(task, request.judge)
-        rows = ((where, row) for where, row in self._rows() if row.get("task", task) == task)
-
+        rows = [(where, row) for where, row in self._rows() if row.get("task", task) == task]
         return request.collect(f"longproc {task}", rows, partial(_sample, task), render=render_in_bucket)
 
     def _rows(self) -> Iterator[tuple[str, Row]]:
-        for path in sorted(Path(self.dir or "").glob("*.jsonl")):
-            yield from file_rows(path)
+        if self.dir:
+            for path in sorted(Path(self.dir).glob("*.jsonl")):
+                yield from file_rows(path)
 
 
 def _sample(task: str, where: str, row: Row, number: int) -> Sample:
@@ -103,28 +114,53 @@ def _sample(task: str, where: str, row: Row, number: int) -> Sample:
 def _reference(family: str, where: str, row: Row) -> str:
     try:
         if family == "countdown":
-            numbers, target = row["item"]["nums"], row["item"]["target"]
-            if all(type(each) is int for each in (*numbers, target)):
-                return f"{' '.join(map(str, numbers))} -> {target}"
-            raise TypeError
+            return _countdown_reference(row["item"])
         if family == "pseudo_to_code":
-            cases = row["item"]["testcases"]
-            if cases and all(type(line) is str for given, wanted in cases for line in (*given, *wanted)):
-                return json.dumps(cases)
-            raise TypeError
+            return _tests_reference(row["item"])
         if family == "travel_planning":
-            texts = (row["item"][f"ground_truth_{name}"] for name in ("cities", "durations"))
-            cities, days = ([part for part in text.split("**") if part] for text in texts)
-            return ", ".join(f"{city} {int(stay)}" for city, stay in zip(cities, days, strict=True))
+            return _trip_reference(row["item"])
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(f"{where}: field 'item' must hold {_ITEMS[family]}") from None
     return text_field(where, row, "reference_output")
 
 
+def _countdown_reference(item: Mapping[str, Any]) -> str:
+    """Such as `26 42 6 22 -> 40`."""
+    numbers = item["nums"]
+    target = item["target"]
+    if not all(type(number) is int for number in (*numbers, target)):
+        raise TypeError("not whole numbers")
+    return f"{' '.join(map(str, numbers))} -> {target}"
+
+
+def _tests_reference(item: Mapping[str, Any]) -> str:
+    """The tests as JSON: pairs of lists of lines, those read and those to be printed."""
+    tests = item["testcases"]
+    lines: list[Any] = []
+    for input_lines, output_lines in tests:
+        lines += [*input_lines, *output_lines]
+    if not tests or not all(type(line) is str for line in lines):
+        raise TypeError("not lines of text")
+    return json.dumps(tests)
+
+
+def _trip_reference(item: Mapping[str, Any]) -> str:
+    """Such as `Oslo 4, Rome 3`."""
+    cities = list(filter(None, item["ground_truth_cities"].split("**")))
+    durations = list(filter(None, item["ground_truth_durations"].split("**")))
+    return ", ".join(f"{city} {int(days)}" for city, days in zip(cities, durations, strict=True))
+
+
+# Metrics
+
+
 def _tagged(text: str, tag: str) -> str | None:
     """The text between <tag> and </tag>."""
-    start, end = text.find(f"<{tag}>"), text.find(f"</{tag}>")
-    return text[start + len(tag) + 2 : end].strip() if start >= 0 and end >= 0 else None
+    start = text.find(f"<{tag}>")
+    end = text.find(f"</{tag}>")
+    if start < 0 or end < 0:
+        return None
+    return text[start + len(tag) + 2 : end].strip()
 
 
 metric("same_route")(lambda prediction, reference: _tagged(prediction, "Route") == reference.strip())  # path_traversal
@@ -141,8 +177,12 @@ def _same_beliefs(prediction: str, reference: str) -> float:
 
 
 def _beliefs(text: str) -> list[str]:
-    steps = (line.split("-", 1)[1] for line in text.strip().split("\n") if re.match(r"- Step \d+:", line))
-    return [" ".join(re.sub(_TOM_WORDS, " ", step.lower().translate(_NO_MARKS)).split()) for step in steps]
+    beliefs = []
+    for line in text.strip().split("\n"):
+        if re.match(r"- Step \d+:", line):
+            step = line.split("-", 1)[1].lower().translate(_NO_MARKS)
+            beliefs.append(" ".join(re.sub(_TOM_WORDS, " ", step).split()))
+    return beliefs
 
 
 @metric("same_trip")
@@ -156,28 +196,39 @@ def _same_trip(prediction: str, reference: str) -> float:
     flights = re.findall(r"^.*Day (\d{1,9}).*from (\w+) to (\w+)", plan, re.MULTILINE)
     if not ends or not flights:
         return 0.0
-    days = [1, *(int(day) for day, _, _ in flights), int(ends[-1])]
-    cities = [flights[0][1], *(city for _, _, city in flights)]
-    stays = [f"{city} {end - start + 1}" for city, (start, end) in zip(cities, pairwise(days), strict=True)]
-    wanted = reference.split(", ")
-    return float(stays[: len(wanted)] == wanted)
+    _, city, _ = flights[0]
+    arrival = 1
+    stays = []
+    for day, _, next_city in flights:
+        stays.append(f"{city} {int(day) - arrival + 1}")
+        city = next_city
+        arrival = int(day)
+    stays.append(f"{city} {int(ends[-1]) - arrival + 1}")
+    stays_wanted = reference.split(", ")
+    return float(stays[: len(stays_wanted)] == stays_wanted)
 
 
 @metric("reaches_target")
 def _reaches_target(prediction: str, reference: str) -> float:
     """countdown: whether three right equations in <Solution> use each number once (`26 42 6 22 -> 40`)."""
-    given, _, result = reference.partition(" -> ")
-    numbers, target = [int(number) for number in given.split()], int(result)
+    numbers_text, _, target_text = reference.partition(" -> ")
+    numbers = list(map(int, numbers_text.split()))
+    target = int(target_text)
     lines = (_tagged(prediction, "Solution") or "").split("\n")
     for line in lines:
-        found = re.fullmatch(r"\s*(-?\d{1,99})\s*([-+*/])\s*(-?\d{1,99})\s*=\s*(-?\d{1,99})\s*", line)
-        if found is None or not _is_right(int(found[1]), found[2], int(found[3]), int(found[4])):
+        equation = re.fullmatch(r"\s*(-?\d{1,99})\s*([-+*/])\s*(-?\d{1,99})\s*=\s*(-?\d{1,99})\s*", line)
+        if equation is None:
             return 0.0
-        for used in (int(found[1]), int(found[3])):
-            if used not in numbers:
+        left = int(equation[1])
+        right = int(equation[3])
+        result = int(equation[4])
+        if not _is_right(left, equation[2], right, result):
+            return 0.0
+        for number in (left, right):
+            if number not in numbers:
                 return 0.0
-            numbers.remove(used)
-        numbers.append(int(found[4]))
+            numbers.remove(number)
+        numbers.append(result)
     return float(len(lines) == 3 and numbers[0] == target)
 
 
@@ -190,17 +241,25 @@ def _is_right(left: int, sign: str, right: int, result: int) -> bool:
 @metric("same_rows")
 def _same_rows(prediction: str, reference: str) -> float:
     """html_to_tsv: F1 over the rows of the two tables, whatever their order; cells are normalised."""
-    found = re.search(r"```tsv([\s\S]*)```", prediction)
-    text = found[1] if found else prediction.split("```tsv")[1] if "```tsv" in prediction else prediction
+    block = re.search(r"```tsv([\s\S]*)```", prediction)
+    if block is not None:
+        text = block[1]
+    elif "```tsv" in prediction:
+        text = prediction.split("```tsv")[1]
+    else:
+        text = prediction
     try:
-        (width, expected), (own_width, answered) = _table(reference), _table(text)
+        columns_expected, expected = _table(reference)
+        columns, rows = _table(text)
     except csv.Error:  # such as a carriage return inside a line
         return 0.0
-    if not expected or not answered or width != own_width:
+    if not expected or not rows or columns != columns_expected:
         return 0.0
-    precision = sum(row in expected for row in answered) / len(answered)
-    recall = sum(row in answered for row in expected) / len(expected)
-    return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+    precision = sum(row in expected for row in rows) / len(rows)
+    recall = sum(row in rows for row in expected) / len(expected)
+    if precision + recall == 0:
+        return 0.0
+    return 2 * precision * recall / (precision + recall)
 
 
 def _table(text: str) -> tuple[int, list[tuple[str, ...]]]:
@@ -208,15 +267,19 @@ def _table(text: str) -> tuple[int, list[tuple[str, ...]]]:
     header, *rows = list(csv.reader(text.strip().split("\n"), delimiter="\t")) or [[]]
     if rows and len(rows[-1]) != len(header):
         rows.pop()
-    whole = [row if len(row) == len(header) else ["N/A"] * len(header) for row in rows]
-    return len(header), [tuple(normalise(cell).replace(" ", "") for cell in row) for row in whole]
+    table = []
+    for row in rows:
+        cells = row if len(row) == len(header) else ["N/A"] * len(header)
+        table.append(tuple(normalise(cell).replace(" ", "") for cell in cells))
+    return len(header), table
 
 
 _HEADERS = (
     "cstdio iostream vector algorithm numeric cmath cstring set map queue stack list fstream climits cassert iomanip "
     "sstream bitset"
 )
-_TESTS, _SECONDS = 10, 3
+_MAX_TESTS = 10
+_SECONDS = 3
 
 
 @metric("passes_tests")
@@ -225,22 +288,28 @@ def _passes_tests(prediction: str, reference: str) -> float:
 
     The reference is the tests as JSON: pairs of lists of lines, those read and those to be printed.
     """
-    found = re.search(r"```(?:cpp|c\+\+)([\s\S]*)```", prediction)
-    if found is None:
+    block = re.search(r"```(?:cpp|c\+\+)([\s\S]*)```", prediction)
+    if block is None:
         return 0.0
-    headers = "".join(f"#include <{name}>\n" for name in _HEADERS.split())
+    headers = ""
+    for name in _HEADERS.split():
+        headers += f"#include <{name}>\n"
     with tempfile.TemporaryDirectory() as folder:
-        source, program = Path(folder, "answer.cpp"), Path(folder, "answer")
-        source.write_text(f"{headers}using namespace std;\n{found[1]}", encoding="utf-8", errors="replace")
+        source = Path(folder, "answer.cpp")
+        program = Path(folder, "answer")
+        source.write_text(f"{headers}using namespace std;\n{block[1]}", encoding="utf-8", errors="replace")
+        compiler = ["g++", "-std=c++11", "-O", "-o", str(program), str(source)]
         try:
-            compiler = ["g++", "-std=c++11", "-O", "-o", str(program), str(source)]
             subprocess.run(compiler, capture_output=True, timeout=60, check=True)
-            return float(all(_prints(program, *case) for case in json.loads(reference)[:_TESTS]))
+            for input_lines, output_lines in json.loads(reference)[:_MAX_TESTS]:
+                if not _prints(program, input_lines, output_lines):
+                    return 0.0
         except (subprocess.SubprocessError, OSError):
             return 0.0
+    return 1.0
 
 
-def _prints(program: Path, given: list[str], wanted: list[str]) -> bool:
-    lines = "\n".join(given).encode() + b"\n"
-    said = subprocess.run([program], input=lines, capture_output=True, timeout=_SECONDS, check=False)
-    return said.stdout == "\n".join(wanted).encode() + b"\n"
+def _prints(program: Path, input_lines: list[str], output_lines: list[str]) -> bool:
+    text = "\n".join(input_lines).encode() + b"\n"
+    finished = subprocess.run([program], input=text, capture_output=True, timeout=_SECONDS, check=False)
+    return finished.stdout == "\n".join(output_lines).encode() + b"\n"

@@ -27,7 +27,10 @@ def metric(name: str) -> Callable[[Single], Single]:
     """Register a score against one reference; the score of a sample is the best over its references."""
 
     def register(single: Single) -> Single:
-        METRICS[name] = lambda prediction, sample: max(single(prediction, each) for each in sample.references)
+        def best(prediction: str, sample: Sample) -> float:
+            return max(single(prediction, reference) for reference in sample.references)
+
+        METRICS[name] = best
         return single
 
     return register
@@ -46,14 +49,14 @@ def score(sample: Sample, prediction: str) -> float:
     if sample.judge:
         return math.nan
     if sample.metric not in METRICS:
-        known = ", ".join(sorted(METRICS))
-        raise UserError(f"sample {sample.task}/{sample.id}: unknown metric {sample.metric!r}; known: {known}")
+        names = ", ".join(sorted(METRICS))
+        raise UserError(f"sample {sample.task}/{sample.id}: unknown metric {sample.metric!r}; known: {names}")
     where = f"sample {sample.task}/{sample.id}: metric {sample.metric!r}"
     try:
         value = METRICS[sample.metric](CLEAN[sample.clean](prediction), sample)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        references, said = str(sample.references)[:60], one_line(error, 80)
-        raise UserError(f"{where} does not fit its references {references} ({said})") from None
+        references = str(sample.references)[:60]
+        raise UserError(f"{where} does not fit its references {references} ({one_line(error, 80)})") from None
     if not isinstance(value, Real) or not math.isfinite(value):
         raise UserError(f"{where} gives {value!r:.60}; it must give a finite number")
     return float(value)
@@ -146,7 +149,9 @@ metric("number_in_prediction")(lambda prediction, reference: reference in intege
 @metric("number_after_hashes")
 def _number_after_hashes(prediction: str, reference: str) -> float:
     """Whether the number after the first `####`, which ends a solution of GSM8K, equals the reference's."""
-    answered, expected = _amounts(prediction.partition("####")[2].split("\n", 1)[0]), _amounts(reference)
+    after_hashes = prediction.partition("####")[2].split("\n", 1)[0]
+    answered = _amounts(after_hashes)
+    expected = _amounts(reference)
     return float(bool(answered) and answered[:1] == expected[-1:])
 
 
@@ -158,7 +163,8 @@ def _amounts(text: str) -> list[Decimal]:
 def _choice_letter(prediction: str, reference: str) -> float:
     """Whether the first letter A to H that stands alone is the reference's; the article in `A story` is none."""
     letter = r"\b([B-H]|A(?!\s+[a-z]))\b(?!['’])"
-    answered, expected = re.search(letter, prediction), re.search(letter, reference)
+    answered = re.search(letter, prediction)
+    expected = re.search(letter, reference)
     return float(answered is not None and expected is not None and answered[1] == expected[1])
 
 

@@ -9,7 +9,7 @@ cuts its beginning.
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,15 +44,22 @@ class MileBench(Benchmark):
     def groups(self, protocol: Protocol) -> Mapping[str, Sequence[str]]:
         if self.dir is None:
             raise UserError("milebench tasks need milebench.dir=FOLDER with MileBench's folders, such as SlideVQA")
-        found = sorted(path.stem for path in Path(self.dir).glob("*/*.json") if path.stem == path.parent.name)
-        if not found:
+        names = []
+        for path in sorted(Path(self.dir).glob("*/*.json")):
+            if path.stem == path.parent.name:
+                names.append(path.stem)
+        if not names:
             raise UserError(f"milebench.dir={self.dir}: no NAME/NAME.json there, such as SlideVQA/SlideVQA.json")
-        return {"": found, **{name: [name] for name in found}}
+        groups = {"": names}
+        for name in names:
+            groups[name] = [name]
+        return groups
 
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
-        path, processor = Path(self.dir or "") / task / f"{task}.json", request.processor()
-        instructions, scored_by, rows = _data_set(path)
+        path = Path(self.dir or "") / task / f"{task}.json"
+        processor = request.processor()
+        instructions, metric_name, rows = _data_set(path)
 
         def make(where: str, row: Row, number: int) -> RenderedSample:
             instance = row.get("task_instance")
@@ -61,19 +68,14 @@ class MileBench(Benchmark):
             choices = texts_field(where, instance, "choice_list") if "choice_list" in instance else ()
             text = f"{_instruction(where, instructions, row)}\n{text_field(where, instance, 'context')}"
             text += _choice_list(task, choices)
-            root = Path(os.path.normpath(path.parent / "images"))
-            images = [Path(os.path.normpath(root / each)) for each in texts_field(where, instance, "images_path")]
-            if outside := next((each for each in images if not each.is_relative_to(root)), None):
-                raise UserError(f"{where}: its image {outside} is outside of {root}; unpack MileBench's archives again")
-            if missing := next((each for each in images if not each.is_file()), None):
-                raise UserError(f"{where}: its image {missing} is missing; unpack all of MileBench's archives")
+            images = _image_files(where, path.parent / "images", texts_field(where, instance, "images_path"))
             sample = Sample(
                 id=str(row.get("sample_id", number)),
                 task=f"milebench_{task}",
                 length=0,
                 prompt=text,
-                references=(_response(where, row, scored_by, choices),),
-                metric=scored_by,
+                references=(_response(where, row, metric_name, choices),),
+                metric=metric_name,
                 max_new_tokens=_TOKENS,
                 classes=choices,
             )
@@ -82,28 +84,47 @@ class MileBench(Benchmark):
         return request.collect(f"milebench_{task}", rows, make)
 
 
-def _data_set(path: Path) -> tuple[Any, str, Iterator[tuple[str, Row]]]:
+def _image_files(where: str, folder: Path, names: Sequence[str]) -> list[Path]:
+    """The image files of a row; UserError for one that is missing, or outside of the folder."""
+    root = Path(os.path.normpath(folder))
+    images = [Path(os.path.normpath(root / name)) for name in names]
+    for image in images:
+        if not image.is_relative_to(root):
+            raise UserError(f"{where}: its image {image} is outside of {root}; unpack MileBench's archives again")
+    for image in images:
+        if not image.is_file():
+            raise UserError(f"{where}: its image {image} is missing; unpack all of MileBench's archives")
+    return images
+
+
+def _data_set(path: Path) -> tuple[Any, str, list[tuple[str, Row]]]:
     """The instructions of a data set's file, its metric, and its rows with their places."""
-    name, value = path.stem, read_json(path)
+    value = read_json(path)
     try:
-        instructions, kind = value["meta_data"]["task_instruction"], value["meta_data"]["question_type"]
-        word = "milebench_word" if "NeedleInAHaystack" in name else "milebench_text" if "MMCoQA" in name else ""
-        scored_by, rows = word or _METRICS[kind], value["data"]
+        instructions = value["meta_data"]["task_instruction"]
+        question_type = value["meta_data"]["question_type"]
+        if "NeedleInAHaystack" in path.stem:
+            metric_name = "milebench_word"
+        elif "MMCoQA" in path.stem:
+            metric_name = "milebench_text"
+        else:
+            metric_name = _METRICS[question_type]
+        rows = value["data"]
     except (KeyError, TypeError):
         kinds = " or ".join(_METRICS)
-        wanted = f"data, and meta_data with task_instruction and a question_type of {kinds}, as MileBench has them"
-        raise UserError(f"{path}: expected {wanted}") from None
+        layout = f"data, and meta_data with task_instruction and a question_type of {kinds}, as MileBench has them"
+        raise UserError(f"{path}: expected {layout}") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path}: data must be a list of objects")
-    return instructions, scored_by, ((f"{path}: data[{place}]", row) for place, row in enumerate(rows))
+    return instructions, metric_name, [(f"{path}: data[{index}]", row) for index, row in enumerate(rows)]
 
 
-def _response(where: str, row: Row, scored_by: str, choices: Sequence[str]) -> str:
+def _response(where: str, row: Row, metric_name: str, choices: Sequence[str]) -> str:
     response = row.get("response")
     text = str(response) if isinstance(response, str | int | float) else ""
     if not plain(text):
         raise UserError(f"{where}: response is empty or missing, so that no answer can be scored")
-    if scored_by == "milebench_choice" and plain(text) not in map(plain, choices):
+    if metric_name == "milebench_choice" and plain(text) not in map(plain, choices):
         raise UserError(f"{where}: response {text[:60]!r} must be one of choice_list")
     return text
 
@@ -120,21 +141,29 @@ def _choice_list(name: str, choices: Sequence[str]) -> str:
     """The choices as the prompt shows them; GPR1200 has more of them than there are letters."""
     if not choices:
         return ""
-    letters = ["" if name == "GPR1200" else f"{chr(ord('A') + place)}. " for place in range(len(choices))]
-    lettered = [letter + choice for letter, choice in zip(letters, choices, strict=True)]
-    return "\n".join(["\nChoice list: ", *lettered, "Your answer is: "])
+    lines = ["\nChoice list: "]
+    for index, choice in enumerate(choices):
+        letter = "" if name == "GPR1200" else f"{_letter(index)}. "
+        lines.append(letter + choice)
+    lines.append("Your answer is: ")
+    return "\n".join(lines)
+
+
+def _letter(index: int) -> str:
+    """The letter of a choice, A for the first."""
+    return chr(ord("A") + index)
 
 
 def _parts(where: str, text: str, images: Sequence[Path]) -> list[str | Path]:
     """The text with the images in the places such as {image#1} and {table#1}, in the order of the text."""
     texts = re.split(r"\{(?:image|table)#\d+\}", text)
     if len(texts) != len(images) + 1:
-        places = len(texts) - 1
-        raise UserError(f"{where}: {len(images)} images have {places} places such as {{image#1}} in the context")
+        positions = len(texts) - 1
+        raise UserError(f"{where}: {len(images)} images have {positions} places such as {{image#1}} in the context")
     parts: list[str | Path] = [texts[0]]
     for image, after in zip(images, texts[1:], strict=True):
         parts += [image, after]
-    return [part for part in parts if part]
+    return list(filter(None, parts))
 
 
 @dataclass(frozen=True)
@@ -155,27 +184,34 @@ class Pictures:
         """
         from torch import Tensor
 
-        images = [_load_image(path) for path in self.paths]
+        images = list(map(_load_image, self.paths))
         try:
-            made = self.processor(text=[self.text], images=images, add_special_tokens=False, return_tensors="pt")
+            inputs = self.processor(text=[self.text], images=images, add_special_tokens=False, return_tensors="pt")
         except ValueError as error:
             raise UserError(f"{self.paths[0]}: the processor refuses the images of this prompt: {error}") from None
-        return {name: value for name, value in made.items() if isinstance(value, Tensor)}
+        return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
 
     @property
     def digest(self) -> str:
-        """Digest of the files' bytes and of the processor's settings; see `keepsight.eval.reuse`."""
+        """Digest of the files' bytes and of the processor's settings; see `keepsight.eval.inputs`."""
         settings = self.processor.image_processor.to_json_string()
         return text_digest(json.dumps([self.text, *map(file_digest, self.paths), settings]))
 
 
 def render_pictured(sample: Sample, parts: list[str | Path], tokenizer: Any, processor: Any) -> RenderedSample:
     """A sample whose user's turn has texts and image files, rendered; UserError without chat template or image."""
-    content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
+    content = []
+    paths = []
+    for part in parts:
+        if isinstance(part, str):
+            content.append({"type": "text", "text": part})
+        else:
+            content.append({"type": "image"})
+            paths.append(part)
     text = chat_text(tokenizer, [{"role": "user", "content": content}])
-    pictures = Pictures(text, tuple(part for part in parts if isinstance(part, Path)), processor)
+    pictures = Pictures(text, tuple(paths), processor)
     ids = pictures.inputs()["input_ids"][0]
-    fields: dict[str, Any] = vars(sample) | {"length": bucket(len(ids))}
+    fields: dict[str, Any] = {**vars(sample), "length": bucket(len(ids))}
     return RenderedSample(**fields, prompt_ids=ids, question_ids=ids[:0], pictures=pictures)
 
 
@@ -197,10 +233,11 @@ _PERIODS = 32  # it passes a flag of this value where re.sub takes a count
 def plain(text: str) -> str:
     """Lower case in one line; marks are spaces, or nothing where they stand beside one."""
     text = text.replace("\n", " ").replace("\t", " ").strip()
-    bare, digits = text, re.search(r"\d,\d", text)
+    has_commas_in_numbers = re.search(r"\d,\d", text) is not None
+    bare = text
     for mark in _MARKS:
-        beside = f"{mark} " in text or f" {mark}" in text
-        bare = bare.replace(mark, "" if beside or digits else " ")
+        is_beside_space = f"{mark} " in text or f" {mark}" in text
+        bare = bare.replace(mark, "" if is_beside_space or has_commas_in_numbers else " ")
     bare = re.sub(r"\.(?!\d)", "", bare, count=_PERIODS)
     return bare.strip("'").strip('"').strip().lower()
 
@@ -211,23 +248,29 @@ def _chosen(answer: str, choices: Sequence[str]) -> str:
     An answer names a choice by letter and text, by its text (which is found only without signs that are special in
     regular expressions, such as the point of 2.5), or by the letter alone. No answer is C.
     """
-    answer, plain_choices = plain(answer), [plain(choice) for choice in choices]
+    answer = plain(answer)
     if not answer:
         return "C"
-    letters = [chr(ord("A") + place) for place in range(len(choices))]
-    named = [_escaped(plain(f"{letter} {choice}")) for letter, choice in zip(letters, plain_choices, strict=True)]
-    if found := re.search("|".join(named), answer):
-        return found[0][:1].upper()
-    texts = [_escaped(choice).replace(" ", "") for choice in plain_choices]
-    if (found := re.search("|".join(texts), answer.replace(" ", ""))) and found[0].strip() in texts:
-        return letters[texts.index(found[0].strip())]
+    letters = list(map(_letter, range(len(choices))))
+    with_letters = []
+    texts = []
+    for letter, choice in zip(letters, choices, strict=True):
+        with_letters.append(_escaped(plain(f"{letter} {plain(choice)}")))
+        texts.append(_escaped(plain(choice)).replace(" ", ""))
+
+    by_letter_and_text = re.search("|".join(with_letters), answer)
+    if by_letter_and_text is not None:
+        return by_letter_and_text[0][:1].upper()
+    by_text = re.search("|".join(texts), answer.replace(" ", ""))
+    if by_text is not None and by_text[0].strip() in texts:
+        return letters[texts.index(by_text[0].strip())]
     return "".join(letter for letter in answer.upper() if letter in letters)
 
 
 def _right_choice(answer: str, sample: Sample) -> float:
     """Whether an answer names the reference among the choices."""
-    place = [plain(choice) for choice in sample.classes].index(plain(sample.references[0]))
-    return float(_chosen(answer, sample.classes) == chr(ord("A") + place))
+    right = list(map(plain, sample.classes)).index(plain(sample.references[0]))
+    return float(_chosen(answer, sample.classes) == _letter(right))
 
 
 METRICS["milebench_choice"] = _right_choice

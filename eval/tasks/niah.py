@@ -68,17 +68,18 @@ class Niah(Benchmark):
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         request.check_lengths()
+        for depth in self.depths:
+            if not 0 <= depth <= 1:
+                raise UserError(f"niah.depths: {depth} is not a share of the haystack from 0 to 1")
         haystack = Path(self.haystack) if self.haystack else None
-        if wrong := [depth for depth in self.depths if not 0 <= depth <= 1]:
-            raise UserError(f"niah.depths: {wrong[0]} is not a share of the haystack from 0 to 1")
-        made: list[RenderedSample] = []
+        samples: list[RenderedSample] = []
         for length in request.lengths:
-            common = length, request.samples, request.seed, request.tokenizer, haystack
+            arguments = (length, request.samples, request.seed, request.tokenizer, haystack)
             if task == "depth":
-                made += _depth_grid(self.depths, *common)
+                samples += _depth_grid(self.depths, *arguments)
             else:
-                made += make_samples(task, *common, every_key=request.every_question)
-        return made
+                samples += make_samples(task, *arguments, every_key=request.every_question)
+        return samples
 
 
 def make_samples(
@@ -108,15 +109,16 @@ def make_samples(
     """
     if kind not in NEEDLE_KINDS:
         raise UserError(f"niah: unknown kind {kind!r}; choose from {', '.join(NEEDLE_KINDS)}")
+    shape = NEEDLE_KINDS[kind]
     hay = read_haystack(haystack, tokenizer)
-    limit = NEEDLE_KINDS[kind].max_new_tokens if max_new_tokens is None else max_new_tokens
-    made = []
+    limit = shape.max_new_tokens if max_new_tokens is None else max_new_tokens
+    samples = []
     for index in range(count):
         rng = random.Random(f"niah:{kind}:{length}:{seed}:{index}")
-        depths = needle_depths(index, NEEDLE_KINDS[kind].keys * NEEDLE_KINDS[kind].values, rng)
+        depths = needle_depths(index, shape.keys * shape.values, rng)
         quizzes = _quizzes(kind, length, f"{seed}-{index}", limit, rng, every_key)
-        made += _filled(quizzes, depths, hay, rng.randrange(len(hay.sentences)), tokenizer)
-    return made
+        samples += _fill(quizzes, depths, hay, rng.randrange(len(hay.sentences)), tokenizer)
+    return samples
 
 
 def _depth_grid(
@@ -124,15 +126,15 @@ def _depth_grid(
 ) -> list[RenderedSample]:
     """`count` samples with a single needle at each depth; arguments as for `make_samples`."""
     hay = read_haystack(haystack, tokenizer)
-    made = []
+    limit = NEEDLE_KINDS["single"].max_new_tokens
+    samples = []
     for depth in depths:
         for index in range(count):
             rng = random.Random(f"niah:depth:{depth}:{length}:{seed}:{index}")
-            limit = NEEDLE_KINDS["single"].max_new_tokens
             (quiz,) = _quizzes("single", length, f"{seed}-{index}-{depth}", limit, rng)
             quiz = replace(quiz, task="niah_depth")
-            made += _filled([quiz], [depth], hay, rng.randrange(len(hay.sentences)), tokenizer)
-    return made
+            samples += _fill([quiz], [depth], hay, rng.randrange(len(hay.sentences)), tokenizer)
+    return samples
 
 
 def _quizzes(
@@ -141,30 +143,40 @@ def _quizzes(
     """The samples of one haystack, with `{text}` in its place and the needles as spans; arguments as `make_samples`."""
     shape = NEEDLE_KINDS[kind]
     # No word comes twice in a haystack.
-    pairs = zip(rng.sample(TEXTS["adjectives"], shape.keys), rng.sample(TEXTS["nouns"], shape.keys), strict=True)
-    keys = [f"{adjective}-{noun}" for adjective, noun in pairs]
+    adjectives = rng.sample(TEXTS["adjectives"], shape.keys)
+    nouns = rng.sample(TEXTS["nouns"], shape.keys)
+    keys = [f"{adjective}-{noun}" for adjective, noun in zip(adjectives, nouns, strict=True)]
     values = rng.sample(range(10**6, 10**7), shape.keys * shape.values)
-    facts = [(key, str(values.pop())) for key in keys for _ in range(shape.values)]
+    facts = []
+    spans = []
+    for key in keys:
+        for _ in range(shape.values):
+            value = str(values.pop())
+            facts.append((key, value))
+            spans.append(TEXTS["needle"].format(key=key, value=value))
     intro = _wording(shape.values * shape.asked)["prompt"].partition("{text}")[0]
-    samples = []
-    for number, asked in enumerate([[key] for key in keys] if every_key else [keys[: shape.asked]]):
-        references = tuple(value for key, value in facts if key in asked)
+
+    quizzes = []
+    keys_of_quizzes = [[key] for key in keys] if every_key else [keys[: shape.asked]]
+    for number, asked_keys in enumerate(keys_of_quizzes):
+        references = tuple(value for key, value in facts if key in asked_keys)
         wording = _wording(len(references))
-        question = wording["prompt"].partition("{text}")[2].replace("{keys}", listed(asked))
-        sample = Sample(
-            id=f"{name}-{number}" if every_key else name,
-            task=f"niah_{kind}",
-            length=length,
-            prompt=f"{intro}{{text}}{question}",
-            question=question,
-            references=references,
-            metric="string_match_all",
-            max_new_tokens=max_new_tokens,
-            answer_prefix=wording["prefix"].format(keys=listed(asked)),
-            spans=tuple(TEXTS["needle"].format(key=key, value=value) for key, value in facts),
+        question = wording["prompt"].partition("{text}")[2].replace("{keys}", listed(asked_keys))
+        quizzes.append(
+            Sample(
+                id=f"{name}-{number}" if every_key else name,
+                task=f"niah_{kind}",
+                length=length,
+                prompt=f"{intro}{{text}}{question}",
+                question=question,
+                references=references,
+                metric="string_match_all",
+                max_new_tokens=max_new_tokens,
+                answer_prefix=wording["prefix"].format(keys=listed(asked_keys)),
+                spans=tuple(spans),
+            )
         )
-        samples.append(sample)
-    return samples
+    return quizzes
 
 
 def _wording(values: int) -> dict[str, str]:
@@ -185,22 +197,27 @@ class Haystack:
 
     def cut(self, start: int, count: int) -> list[str]:
         """`count` sentences from sentence `start` on."""
-        return [self.sentences[(start + row) % len(self.sentences)] for row in range(count)]
+        return [self.sentences[(start + step) % len(self.sentences)] for step in range(count)]
 
     def count_in(self, start: int, tokens: int) -> int:
         """About how many sentences from `start` on have at most `tokens` tokens."""
         count = 0
-        while (tokens := tokens - self.tokens[(start + count) % len(self.tokens)]) >= 0:
+        while True:
+            tokens -= self.tokens[(start + count) % len(self.tokens)]
+            if tokens < 0:
+                return count
             count += 1
-        return count
 
 
 def read_haystack(path: Path | None, tokenizer: Any) -> Haystack:
     """Prose of the evaluation's part of Python's documentation, or of a text file (UserError as of `read_text`)."""
-    paragraphs = evaluation_paragraphs() if path is None else (" ".join(read_text(path).split()),)
-    pieces = [piece for paragraph in paragraphs for sentence in sentences(paragraph) for piece in _pieces(sentence)]
-    ids = tokenizer([" " + sentence for sentence in pieces], add_special_tokens=False)["input_ids"]
-    return Haystack(tuple(pieces), tuple(max(1, len(row)) for row in ids))
+    paragraphs = evaluation_paragraphs() if path is None else [" ".join(read_text(path).split())]
+    pieces: list[str] = []
+    for paragraph in paragraphs:
+        for sentence in sentences(paragraph):
+            pieces += _pieces(sentence)
+    ids = tokenizer([f" {piece}" for piece in pieces], add_special_tokens=False)["input_ids"]
+    return Haystack(tuple(pieces), tuple(max(1, len(ids_of_piece)) for ids_of_piece in ids))
 
 
 def _pieces(sentence: str) -> list[str]:
@@ -214,30 +231,38 @@ def needle_depths(index: int, needles: int, rng: random.Random) -> list[float]:
     return [(0.5 + index * _GOLDEN) % 1, *(rng.random() for _ in range(needles - 1))]
 
 
-def _filled(
-    quizzes: list[Sample], depths: list[float], hay: Haystack, start: int, tokenizer: Any
+def _fill(
+    quizzes: Sequence[Sample], depths: Sequence[float], hay: Haystack, start: int, tokenizer: Any
 ) -> list[RenderedSample]:
     """The quizzes with one haystack: as many sentences from sentence `start` on as the length allows for all."""
-    quiz = quizzes[0]
-    limit = quiz.length - quiz.max_new_tokens
-    quizzes = [replace(each, depth=depths[place * len(depths) // len(quizzes)]) for place, each in enumerate(quizzes)]
+    first = quizzes[0]
+    limit = first.length - first.max_new_tokens
 
     @cache
     def filled(count: int) -> list[RenderedSample]:
         text = hay.cut(start, count)
-        for depth, needle in sorted(zip(depths, quiz.spans, strict=True), reverse=True):
+        for depth, needle in sorted(zip(depths, first.spans, strict=True), reverse=True):
             text.insert(round(depth * count), needle)
-        whole = " ".join(text)
-        return [render(replace(each, prompt=each.prompt.replace("{text}", whole)), tokenizer) for each in quizzes]
+        haystack_text = " ".join(text)
+        samples = []
+        for index, quiz in enumerate(quizzes):
+            prompt = quiz.prompt.replace("{text}", haystack_text)
+            depth = depths[index * len(depths) // len(quizzes)]
+            samples.append(render(replace(quiz, prompt=prompt, depth=depth), tokenizer))
+        return samples
 
     def longest(count: int) -> int:
-        return max(len(each.prompt_ids) for each in filled(count))
+        tokens = 0
+        for sample in filled(count):
+            tokens = max(tokens, len(sample.prompt_ids))
+        return tokens
 
-    needed = longest(0)
-    if needed > limit:
-        least = needed + quiz.max_new_tokens
-        raise UserError(f"{quiz.task}: length {quiz.length} is too short; its needles alone need {least} tokens")
-    count = guess = hay.count_in(start, limit - needed)
+    tokens_without_haystack = longest(0)
+    if tokens_without_haystack > limit:
+        least = tokens_without_haystack + first.max_new_tokens
+        raise UserError(f"{first.task}: length {first.length} is too short; its needles alone need {least} tokens")
+    guess = hay.count_in(start, limit - tokens_without_haystack)
+    count = guess
     while longest(count) > limit:
         count -= 1
     while count >= guess and longest(count + 1) <= limit:

@@ -8,7 +8,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, takewhile
 
 from typing_extensions import override
 
@@ -20,10 +19,13 @@ from keepsight.eval.tasks.samples import RenderedSample, Sample, render
 MAX_NEW_TOKENS = 96
 ASKED = 4
 """Paragraphs of a text that `question=multi` asks for, one after the other."""
-_WORDS = 20, 150
+_MIN_WORDS = 20
+_MAX_WORDS = 150
 """Length of the text's paragraphs in words."""
-_NAMED_BY, _SCORED = 6, 50
-"""Words by which the question names a paragraph, and words of it that are scored."""
+_NAMING_WORDS = 6
+"""Words by which the question names a paragraph."""
+_SCORED_WORDS = 50
+"""Words of the paragraph that are scored."""
 _QUESTION = '\n\nRepeat, word for word, the paragraph that begins with "{start}".'
 
 
@@ -35,44 +37,64 @@ class Reconstruction(Benchmark):
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         request.check_lengths()
         sizes = _sizes(request)
-        places = [(length, index) for length in request.lengths for index in range(request.samples)]
-        return [sample for place in places for sample in _samples(*place, sizes, request)]
+        samples = []
+        for length in request.lengths:
+            for index in range(request.samples):
+                samples += _samples_of_text(length, index, sizes, request)
+        return samples
 
 
-def _samples(length: int, index: int, sizes: Sequence[int], request: TaskRequest) -> list[RenderedSample]:
+def _samples_of_text(length: int, index: int, sizes: Sequence[int], request: TaskRequest) -> list[RenderedSample]:
     """The samples of one text that, with an answer, fills `length` tokens up to one paragraph; `sizes` as `_sizes`."""
     name = f"{request.seed}-{index}"
     rng = random.Random(f"reconstruction:{length}:{name}")
     paragraphs = _paragraphs()
-    start, limit = rng.randrange(len(paragraphs)), length - MAX_NEW_TOKENS
-    order = [(start + row) % len(paragraphs) for row in range(len(paragraphs))]
-    count = len([*takewhile(lambda total: total <= limit, accumulate(sizes[place] for place in order))])
+    start = rng.randrange(len(paragraphs))
+    order = [(start + step) % len(paragraphs) for step in range(len(paragraphs))]
+    limit = length - MAX_NEW_TOKENS
+    most = _fitting(order, sizes, limit)
     shares = [rng.random() for _ in range(ASKED)]
-    for shown in range(count, ASKED - 1, -1):
-        texts = [paragraphs[place] for place in order[:shown]]
-        asked = _asked(texts, shares if request.every_question else shares[:1])
-        made = [render(_sample(texts, each, length, f"{name}-{each}"), request.tokenizer) for each in asked]
-        if all(len(each.prompt_ids) <= limit for each in made):
-            return made
+    if not request.every_question:
+        shares = shares[:1]
+    for count in range(most, ASKED - 1, -1):
+        texts = [paragraphs[paragraph] for paragraph in order[:count]]
+        samples = []
+        longest = 0
+        for asked in _asked(count, shares):
+            sample = render(_sample(texts, asked, length, f"{name}-{asked}"), request.tokenizer)
+            samples.append(sample)
+            longest = max(longest, len(sample.prompt_ids))
+        if longest <= limit:
+            return samples
     raise UserError(f"reconstruction: length {length} is too short for {ASKED} paragraphs; raise lengths=")
 
 
-def _asked(texts: Sequence[str], shares: Sequence[float]) -> list[int]:
-    """A different paragraph for each share: 0 is the first paragraph, and 1 would be behind the last."""
-    left = [*range(len(texts))]
-    return [left.pop(int(share * len(left))) for share in shares]
+def _fitting(order: Sequence[int], sizes: Sequence[int], limit: int) -> int:
+    """How many of the first paragraphs have at most `limit` tokens together."""
+    tokens = 0
+    for count, paragraph in enumerate(order):
+        tokens += sizes[paragraph]
+        if tokens > limit:
+            return count
+    return len(order)
+
+
+def _asked(count: int, shares: Sequence[float]) -> list[int]:
+    """A different paragraph for each share: 0 is the first of `count` paragraphs, and 1 would be behind the last."""
+    paragraphs = list(range(count))
+    return [paragraphs.pop(int(share * len(paragraphs))) for share in shares]
 
 
 def _sample(texts: Sequence[str], asked: int, length: int, name: str) -> Sample:
     words = texts[asked].split()
-    question = _QUESTION.format(start=" ".join(words[:_NAMED_BY]))
+    question = _QUESTION.format(start=" ".join(words[:_NAMING_WORDS]))
     return Sample(
         id=name,
         task="reconstruction",
         length=length,
         prompt="\n\n".join(texts) + question,
         question=question,
-        references=(" ".join(words[:_SCORED]),),
+        references=(" ".join(words[:_SCORED_WORDS]),),
         metric="rouge_l",
         max_new_tokens=MAX_NEW_TOKENS,
         depth=(asked + 0.5) / len(texts),
@@ -81,13 +103,16 @@ def _sample(texts: Sequence[str], asked: int, length: int, name: str) -> Sample:
 
 def _sizes(request: TaskRequest) -> list[int]:
     """The tokens of each paragraph with the blank line after it."""
-    ids = request.tokenizer([f"{each}\n\n" for each in _paragraphs()], add_special_tokens=False)["input_ids"]
-    return [len(each) for each in ids]
+    texts = [f"{paragraph}\n\n" for paragraph in _paragraphs()]
+    return list(map(len, request.tokenizer(texts, add_special_tokens=False)["input_ids"]))
 
 
 @lru_cache(maxsize=1)
 def _paragraphs() -> tuple[str, ...]:
     """Paragraphs, no two of which begin alike."""
-    low, high = _WORDS
-    fitting = [each for each in evaluation_paragraphs() if low <= len(each.split()) <= high]
-    return tuple({tuple(each.split()[:_NAMED_BY]): each for each in fitting}.values())
+    by_beginning: dict[tuple[str, ...], str] = {}
+    for paragraph in evaluation_paragraphs():
+        words = paragraph.split()
+        if _MIN_WORDS <= len(words) <= _MAX_WORDS:
+            by_beginning[tuple(words[:_NAMING_WORDS])] = paragraph
+    return tuple(by_beginning.values())

@@ -36,21 +36,33 @@ class Benchmarks:
 
 def make_all(benchmarks: Benchmarks, names: Sequence[str], request: TaskRequest) -> list[RenderedSample]:
     """The samples of the named tasks, each name a benchmark's, such as `ruler`, or a task's; UserError if unknown."""
-    tasks = [pair for name in names for pair in tasks_of(benchmarks, name, request.protocol)]
-    return [sample for benchmark, task in tasks for sample in benchmark.samples(task, request)]
+    samples: list[RenderedSample] = []
+    tasks: list[tuple[Benchmark, str]] = []
+    for name in names:
+        tasks += tasks_of(benchmarks, name, request.protocol)
+    for benchmark, task in tasks:
+        samples += benchmark.samples(task, request)
+    return samples
 
 
 def tasks_of(benchmarks: Benchmarks, name: str, protocol: Protocol) -> list[tuple[Benchmark, str]]:
     """The tasks that a name stands for, each with its benchmark; UserError if it is unknown, or none is there."""
-    known: dict[str, Benchmark] = {each.name: getattr(benchmarks, each.name) for each in fields(Benchmarks)}
-    for owner in sorted(known, key=len, reverse=True):
+    by_name: dict[str, Benchmark] = {field.name: getattr(benchmarks, field.name) for field in fields(Benchmarks)}
+    for owner in sorted(by_name, key=len, reverse=True):
         if name == owner or name.startswith(f"{owner}_"):
-            benchmark, rest = known[owner], name[len(owner) + 1 :]
-            groups = benchmark.groups(protocol)
-            if rest in groups and not groups[rest]:
-                raise UserError(f"task {name!r}: none of its files is there, or the protocol takes its tasks out")
-            if rest in groups or rest in benchmark.TASKS:
-                return [(benchmark, task) for task in groups.get(rest, [rest])]
-            parts = [part for part in (*groups, *benchmark.TASKS) if part]
-            raise UserError(f"task {name!r} is unknown; {owner} has {', '.join(f'{owner}_{part}' for part in parts)}")
-    raise UserError(f"task {name!r} is unknown; choose from {', '.join(known)}, or one of their tasks")
+            return _tasks_of_benchmark(owner, by_name[owner], name, protocol)
+    raise UserError(f"task {name!r} is unknown; choose from {', '.join(by_name)}, or one of their tasks")
+
+
+def _tasks_of_benchmark(owner: str, benchmark: Benchmark, name: str, protocol: Protocol) -> list[tuple[Benchmark, str]]:
+    """As `tasks_of`, for a name that begins with that of its benchmark."""
+    task_name = name[len(owner) + 1 :]
+    groups = benchmark.groups(protocol)
+    if task_name in groups:
+        if not groups[task_name]:
+            raise UserError(f"task {name!r}: none of its files is there, or the protocol takes its tasks out")
+        return [(benchmark, task) for task in groups[task_name]]
+    if task_name in benchmark.TASKS:
+        return [(benchmark, task_name)]
+    task_names = [f"{owner}_{task}" for task in (*groups, *benchmark.TASKS) if task]
+    raise UserError(f"task {name!r} is unknown; {owner} has {', '.join(task_names)}")

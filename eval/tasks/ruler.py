@@ -25,6 +25,9 @@ _SHORT = 4096
 _PREFIXES = {"niah": " The special magic", "cwe": " Answer: The top", "qa": " Answer:"}
 _ACCORDING = " Answer: According"
 
+TextOf = Callable[[int, random.Random, int], texts.RulerText]
+"""Makes the text of the sample of this index from a random generator and a size."""
+
 
 @dataclass
 class Ruler(Benchmark):
@@ -54,26 +57,32 @@ class Ruler(Benchmark):
         if self.dir is not None:
             return _ready_made(task, Path(self.dir), request)
         request.check_lengths()
-        return [sample for length in request.lengths for sample in self._generated(task, length, request)]
+        samples = []
+        for length in request.lengths:
+            samples += self._generated(task, length, request)
+        return samples
 
     def _generated(self, task: str, length: int, request: TaskRequest) -> list[RenderedSample]:
+        text_of, least = self._texts(task, length, request)
+
         def make(index: int, size: int) -> Sample:
             rng = random.Random(f"ruler:{task}:{length}:{request.seed}:{index}")
-            return _sample(task, length, f"{request.seed}-{index}", text(index, rng, size), request.protocol)
+            return _sample(task, length, f"{request.seed}-{index}", text_of(index, rng, size), request.protocol)
 
-        text, least = self._texts(task, length, request)
-        return filled([partial(make, index) for index in range(request.samples)], length, request.tokenizer, least)
+        makes = [partial(make, index) for index in range(request.samples)]
+        return filled(makes, length, request.tokenizer, least)
 
-    def _texts(self, task: str, length: int, request: TaskRequest) -> tuple[Callable[..., texts.RulerText], int]:
+    def _texts(self, task: str, length: int, request: TaskRequest) -> tuple[TextOf, int]:
         """The generator of the text of sample `index`, and the smallest size that it works for."""
         if task in texts.NEEDLES:
-            essay, note = texts.essay_words(self.haystack) if texts.NEEDLES[task].haystack == "essay" else ((), "")
-            if note:
-                request.notes["ruler haystack"] = note
-            return lambda index, rng, size: texts.needles(texts.NEEDLES[task], essay, rng, size), 0
+            knobs = texts.NEEDLES[task]
+            essay: Sequence[str] = ()
+            if knobs.haystack == "essay":
+                essay, request.notes["ruler haystack"] = texts.essay_words(self.haystack)
+            return lambda index, rng, size: texts.needles(knobs, essay, rng, size), 0
         if task == "vt":
-            shown = _shown_noise(length, request.tokenizer)
-            return lambda index, rng, size: texts.variables(shown, rng, size), 0
+            example_lines = _example_lines(length, request.tokenizer)
+            return lambda index, rng, size: texts.variables(example_lines, rng, size), 0
         if task == "cwe":
             return lambda index, rng, size: texts.common_words(length < _SHORT, rng, size), 10
         if task == "fwe":
@@ -81,11 +90,14 @@ class Ruler(Benchmark):
             return lambda index, rng, size: texts.frequent_words(vocabulary, rng, size), 32
         source = texts.squad(self.squad) if task == "qa_1" else texts.hotpotqa(self.hotpotqa)
         request.notes[f"ruler {task}"] = source.note
-        asked = source.questions
-        return lambda index, rng, size: texts.question_over(asked[index % len(asked)], source.texts, rng, size), 1
+
+        def question(index: int, rng: random.Random, size: int) -> texts.RulerText:
+            return texts.question_over(source.questions[index % len(source.questions)], source.texts, rng, size)
+
+        return question, 1
 
 
-def _shown_noise(length: int, tokenizer: Any) -> int:
+def _example_lines(length: int, tokenizer: Any) -> int:
     """Lines of noise in the example of `vt`: about 500 tokens, of a short prompt a quarter."""
     text = texts.variables(0, random.Random(0), 8)
     line = len(tokenizer(text.context, add_special_tokens=False)["input_ids"]) / 13
@@ -94,7 +106,9 @@ def _shown_noise(length: int, tokenizer: Any) -> int:
 
 def _sample(task: str, length: int, name: str, text: texts.RulerText, protocol: Protocol) -> Sample:
     """A text as a sample, its answer prefix at the protocol's place."""
-    after = text.after + (text.prefix if protocol.ruler_prefix == "prompt" else "")
+    after = text.after
+    if protocol.ruler_prefix == "prompt":
+        after += text.prefix
     return Sample(
         id=name,
         task=f"ruler_{task}",
@@ -112,23 +126,24 @@ def _sample(task: str, length: int, name: str, text: texts.RulerText, protocol: 
 
 
 def _ready_made(task: str, folder: Path, request: TaskRequest) -> list[RenderedSample]:
+    """The samples of a task in files, in the lengths that they have."""
     rows = [(where, row) for where, row in _rows(folder) if row["task"] == task]
     if request.protocol.shuffled:
         import numpy as np  # not at the top: `--help` imports this module
 
-        rows = [rows[place] for place in np.random.RandomState(42).permutation(len(rows))]
+        rows = [rows[index] for index in np.random.RandomState(42).permutation(len(rows))]
     if not rows:
         raise UserError(f"ruler.dir: no row of {task} in the .jsonl files of {folder}; drop ruler.dir to generate it")
     request.notes[f"ruler {task}"] = str(folder)
-    make = partial(_read_sample, task, request.protocol)
     by_length: dict[Any, list[tuple[str, Row]]] = {}
     for where, row in rows:
         by_length.setdefault(row.get("nominal"), []).append((where, row))
-    made: list[RenderedSample] = []
-    for length, each in by_length.items():
+    make = partial(_read_sample, task, request.protocol)
+    samples: list[RenderedSample] = []
+    for length, rows_of_length in by_length.items():
         name = f"ruler {task} rows" if length is None else f"ruler {task} rows of {length}"
-        made += request.collect(name, each, make, render=render)
-    return made
+        samples += request.collect(name, rows_of_length, make, render=render)
+    return samples
 
 
 @lru_cache(maxsize=1)
@@ -140,29 +155,43 @@ def _rows(folder: Path) -> list[tuple[str, Row]]:
     """
     if not folder.is_dir():
         raise UserError(f"ruler.dir={folder}: no such folder; it takes a folder of RULER's .jsonl files")
-    found = []
+    rows = []
     for path in sorted(folder.rglob("*.jsonl")):
-        named = path.parent.name if path.stem in ("validation", "test") else path.stem
+        task = path.parent.name if path.stem in ("validation", "test") else path.stem
         lengths = [int(part) for part in path.relative_to(folder).parts if part.isdecimal()]
-        known = {"nominal": lengths[-1]} if lengths else {}
-        found += [(where, {"task": named, **row, **known}) for where, row in file_rows(path)]
-    return found
+        for where, fields in file_rows(path):
+            row = {"task": task, **fields}
+            if lengths:
+                row["nominal"] = lengths[-1]
+            rows.append((where, row))
+    return rows
 
 
 def _read_sample(task: str, protocol: Protocol, where: str, row: Row, _: int) -> Sample:
-    text, answers, prefix = text_field(where, row, "input"), row.get("outputs"), row.get("answer_prefix")
-    if not isinstance(answers, list) or not answers or not all(type(each) in (str, int) for each in answers):
+    """A row of RULER's files as a sample, its text parted at the question and at the answer's prefix."""
+    text = text_field(where, row, "input")
+    answers = row.get("outputs")
+    if not isinstance(answers, list) or not answers or not all(type(answer) in (str, int) for answer in answers):
         raise UserError(f"{where}: field 'outputs' must be a list of texts or whole numbers, as RULER writes")
+    prefix = row.get("answer_prefix")
     if not isinstance(prefix, str):  # older files hold it in the text, in the model's own template or in none
-        place = text.rfind(_PREFIXES.get(ruler_family(task), _ACCORDING))
-        text, prefix = (text[:place], text[place:]) if place >= 0 else (text, "")
-    place = text.rfind("\nWhat " if ruler_family(task) == "niah" else "\nQuestion:")
-    before, after = (text[:place], text[place:]) if place >= 0 else (text, "")
+        text, prefix = _parted(text, _PREFIXES.get(ruler_family(task), _ACCORDING))
+    before, after = _parted(text, "\nWhat " if ruler_family(task) == "niah" else "\nQuestion:")
     parts = texts.RulerText("", before, after, prefix, tuple(map(str, answers)))
     length = row.get("nominal") or bucket(int(row.get("length", 0)))  # the row's own, rounded up
     name = str(row.get("index", row.get("id", "")))
     return _sample(task, length, name, parts, protocol)
 
+
+def _parted(text: str, start: str) -> tuple[str, str]:
+    """A text up to the last occurrence of `start`, and from there on; the second is empty where there is none."""
+    position = text.rfind(start)
+    if position < 0:
+        return text, ""
+    return text[:position], text[position:]
+
+
+# The search for the size that fills a length
 
 Make = Callable[[int], Sample]
 """Makes a sample whose haystack has that many units (words, sentences, documents)."""
@@ -192,26 +221,34 @@ def filled(makes: Sequence[Make], length: int, tokenizer: Any, least: int = 0) -
     if not makes:
         return []
     small, larger = render_all([makes[0](least), makes[0](least + 32)], tokenizer)
-    fixed, rate = len(small.prompt_ids), max((len(larger.prompt_ids) - len(small.prompt_ids)) / 32, 0.1)
-    characters = max((len(larger.prompt) - len(small.prompt)) / 32, 0.1)
-    size, wanted = max(least, least + int((length - small.max_new_tokens - fixed) / rate)), 0.0
-    made: list[RenderedSample] = []
+    tokens_per_unit = max((len(larger.prompt_ids) - len(small.prompt_ids)) / 32, 0.1)
+    characters_per_unit = max((len(larger.prompt) - len(small.prompt)) / 32, 0.1)
+    spare_tokens = length - small.max_new_tokens - len(small.prompt_ids)
+    size = max(least, least + int(spare_tokens / tokens_per_unit))
+    characters = 0.0  # of a prompt that fills its length, once some are known
+    samples: list[RenderedSample] = []
     for start in range(0, len(makes), _BATCH):
-        block = [
-            _Search(make, _by_characters(make, size, wanted, characters, least), least - 1)
-            for make in makes[start : start + _BATCH]
-        ]
-        best = _search(block, length, rate, least, tokenizer)
+        block = []
+        for make in makes[start : start + _BATCH]:
+            first_size = _by_characters(make, size, characters, characters_per_unit, least)
+            block.append(_Search(make, first_size, least - 1))
+        found = _search(block, length, tokens_per_unit, least, tokenizer)
         size = block[0].low
-        wanted = mean(len(each.prompt) * (length - each.max_new_tokens) / len(each.prompt_ids) for each in best)
-        made += [replace(each, length=length) for each in best]
-    return made
+        characters_of_length = []
+        for sample in found:
+            answerless = length - sample.max_new_tokens
+            characters_of_length.append(len(sample.prompt) * answerless / len(sample.prompt_ids))
+            samples.append(replace(sample, length=length))
+        characters = mean(characters_of_length)
+    return samples
 
 
-def _by_characters(make: Make, size: int, wanted: float, rate: float, least: int) -> int:
-    """The size at which a prompt has about as many characters as earlier ones that filled their length."""
-    for _ in range(3 if wanted else 0):
-        step = math.floor((wanted - len(make(size).prompt)) / rate)
+def _by_characters(make: Make, size: int, characters: float, characters_per_unit: float, least: int) -> int:
+    """The size at which a prompt has about as many characters as earlier ones that filled their length; 0 for none."""
+    if not characters:
+        return size
+    for _ in range(3):
+        step = math.floor((characters - len(make(size).prompt)) / characters_per_unit)
         if not step:
             break
         size = max(size + step, least)
@@ -219,27 +256,37 @@ def _by_characters(make: Make, size: int, wanted: float, rate: float, least: int
 
 
 def _search(block: list[_Search], length: int, rate: float, least: int, tokenizer: Any) -> list[RenderedSample]:
-    """The best sample of each search of a block."""
+    """The best sample of each search of a block; `rate` is in tokens per unit."""
     pending = block
     for _ in range(_ROUNDS):
-        rendered = render_all([each.make(each.size) for each in pending], tokenizer)
-        pending = [each for each, sample in zip(pending, rendered, strict=True) if _goes_on(each, sample, length, rate)]
-        if not pending or any(each.high <= least for each in pending):
+        rendered = render_all([search.make(search.size) for search in pending], tokenizer)
+        unfinished = []
+        for search, sample in zip(pending, rendered, strict=True):
+            if _goes_on(search, sample, length, rate):
+                unfinished.append(search)
+        pending = unfinished
+        if not pending or any(search.high <= least for search in pending):
             break
-    for each in block:
-        if each.best is None:
-            each.low, each.best = least, render(each.make(least), tokenizer)
-            if (needed := len(each.best.prompt_ids) + each.best.max_new_tokens) > length:
-                shortest = f"a sample without haystack needs {needed} tokens"
-                raise UserError(f"{each.best.task}: length {length} is too short; {shortest}")
-    return [each.best for each in block if each.best is not None]
+
+    samples = []
+    for search in block:
+        if search.best is None:
+            search.low = least
+            search.best = render(search.make(least), tokenizer)
+            tokens = len(search.best.prompt_ids) + search.best.max_new_tokens
+            if tokens > length:
+                shortest = f"a sample without haystack needs {tokens} tokens"
+                raise UserError(f"{search.best.task}: length {length} is too short; {shortest}")
+        samples.append(search.best)
+    return samples
 
 
 def _goes_on(search: _Search, sample: RenderedSample, length: int, rate: float) -> bool:
     """Take in the length of a rendered size; whether another one is worth a try, which then is `search.size`."""
     spare = length - sample.max_new_tokens - len(sample.prompt_ids)
     if spare >= 0:
-        search.low, search.best = search.size, sample
+        search.low = search.size
+        search.best = sample
         step = int(spare / rate)
         if spare <= length // 50 or step < 1:
             return False

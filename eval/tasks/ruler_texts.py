@@ -70,32 +70,52 @@ NEEDLES = {
 
 def _worded(kind: str, context: str, references: Iterable[str], depth: float | None = None, **fields: str) -> RulerText:
     """A text in RULER's wording, with its fields."""
-    before, after, prefix = (fill_in(text, fields) if fields else text for text in _WORDING[kind].values())
+    before, after, prefix = _WORDING[kind].values()
+    if fields:
+        before = fill_in(before, fields)
+        after = fill_in(after, fields)
+        prefix = fill_in(prefix, fields)
     return RulerText(before, context, after, prefix, tuple(references), depth)
+
+
+# Needles
 
 
 def needles(knobs: NeedleText, essay: Sequence[str], rng: random.Random, size: int) -> RulerText:
     """Key-value sentences in a haystack of `size` words of the essay, or `size` sentences."""
-    facts = [
-        (_drawn(knobs.key, rng), [_drawn(knobs.value, rng) for _ in range(knobs.values)]) for _ in range(knobs.keys)
-    ]
-    asked = rng.sample(facts, knobs.asked)
-    hidden = [_fact(knobs.value, key, value) for key, values in facts for value in values]
-    rng.shuffle(hidden)
-    is_essay = knobs.haystack == "essay"
-    context = _essay_with(hidden, essay, rng, size) if is_essay else _lines_with(hidden, knobs, rng, size)
-    query = listed([key for key, _ in asked])
+    values_of_keys = []
+    for _ in range(knobs.keys):
+        key = _draw(knobs.key, rng)
+        values_of_keys.append((key, [_draw(knobs.value, rng) for _ in range(knobs.values)]))
+    asked = rng.sample(values_of_keys, knobs.asked)
+    sentences_to_hide = []
+    for key, values in values_of_keys:
+        sentences_to_hide += [_fact(knobs.value, key, value) for value in values]
+    rng.shuffle(sentences_to_hide)
+    if knobs.haystack == "essay":
+        context = _essay_with(sentences_to_hide, essay, rng, size)
+    else:
+        context = _lines_with(sentences_to_hide, knobs, rng, size)
+
+    asked_keys = []
+    references: list[str] = []
+    for key, values in asked:
+        asked_keys.append(key)
+        references += values
+    first_key, values_of_first = asked[0]
+    first_fact = _fact(knobs.value, first_key, values_of_first[0])
+    depth = context.index(first_fact) / len(context)
     if knobs.asked * knobs.values == 1:
         words = {"some": "A special magic", "what": knobs.value[:-1], "are": "is", "are_all": "is"}
     else:
         words = {"some": "Some special magic", "what": knobs.value, "are": "are", "are_all": "are all"}
-    depth = context.index(_fact(knobs.value, asked[0][0], asked[0][1][0])) / len(context)
-    return _worded("niah", context, (value for _, values in asked for value in values), depth, query=query, **words)
+    return _worded("niah", context, references, depth, query=listed(asked_keys), **words)
 
 
-def _drawn(kind: str, rng: random.Random) -> str:
+def _draw(kind: str, rng: random.Random) -> str:
+    """A key or a value."""
     if kind == "words":
-        return _drawn_pair(rng)
+        return _draw_adjective_noun(rng)
     if kind == "uuids":
         return str(uuid.UUID(int=rng.getrandbits(128), version=4))
     return str(rng.randint(10**6, 10**7 - 1))
@@ -105,70 +125,89 @@ def _fact(kind: str, key: str, value: str) -> str:
     return f"One of the special magic {kind} for {key} is: {value}."
 
 
-def _essay_with(hidden: Sequence[str], essay: Sequence[str], rng: random.Random, size: int) -> str:
+def _essay_with(sentences_to_hide: Sequence[str], essay: Sequence[str], rng: random.Random, size: int) -> str:
     """The essay's first words, repeated where it has too few, with sentences hidden between its own."""
     words = [*essay] * (size // len(essay)) + [*essay[: size % len(essay)]]
-    hay = sentences(" ".join(words))
-    places = sorted(len(hay) * depth // 100 for depth in rng.sample(_DEPTHS, len(hidden)))
-    for place, sentence in sorted(zip(places, hidden, strict=True), key=lambda each: each[0], reverse=True):
-        hay.insert(place, sentence)
-    return " ".join(hay)
+    haystack = sentences(" ".join(words))
+    depths = rng.sample(_DEPTHS, len(sentences_to_hide))
+    indices = sorted(len(haystack) * depth // 100 for depth in depths)
+    placed = sorted(zip(indices, sentences_to_hide, strict=True), key=lambda pair: pair[0], reverse=True)
+    for index, sentence in placed:
+        haystack.insert(index, sentence)
+    return " ".join(haystack)
 
 
-def _lines_with(hidden: Sequence[str], knobs: NeedleText, rng: random.Random, size: int) -> str:
+def _lines_with(sentences_to_hide: Sequence[str], knobs: NeedleText, rng: random.Random, size: int) -> str:
+    """Lines of noise, or of other needles, with sentences hidden between them."""
     lines = [NOISE] * size
     if knobs.haystack == "needles":
         others = random.Random(rng.random())  # so that what comes after does not depend on the size
-        lines = [_fact(knobs.value, _drawn(knobs.key, others), _drawn(knobs.value, others)) for _ in range(size)]
-    depths = sorted((rng.random() for _ in hidden), reverse=True)
-    for depth, sentence in zip(depths, hidden, strict=True):
+        lines = []
+        for _ in range(size):
+            key = _draw(knobs.key, others)
+            lines.append(_fact(knobs.value, key, _draw(knobs.value, others)))
+    depths = sorted((rng.random() for _ in sentences_to_hide), reverse=True)
+    for depth, sentence in zip(depths, sentences_to_hide, strict=True):
         lines.insert(int(depth * size), sentence)
     return "\n".join(lines)
+
+
+# Variable tracking
 
 
 _HOPS = 4
 
 
-def variables(shown: int, rng: random.Random, size: int) -> RulerText:
-    """A chain of assignments among `size` lines of noise, after an example among `shown` lines."""
-    example = _chain(3, rng, shown)
-    asked = _chain(5, rng, size)
-    whole = example.before + example.context + example.after + example.prefix + " " + " ".join(example.references)
-    return RulerText(f"{whole}\n\n{asked.before}", asked.context, asked.after, asked.prefix, asked.references)
+def variables(example_lines: int, rng: random.Random, size: int) -> RulerText:
+    """A chain of assignments among `size` lines of noise, after an example among `example_lines` lines."""
+    example = _chain(3, rng, example_lines)
+    text = _chain(5, rng, size)
+    answer = " ".join(example.references)
+    example_text = f"{example.before}{example.context}{example.after}{example.prefix} {answer}"
+    return text._replace(before=f"{example_text}\n\n{text.before}")
 
 
 def _chain(letters: int, rng: random.Random, size: int) -> RulerText:
     names: dict[str, None] = {}
     while len(names) <= _HOPS:
         names["".join(rng.choices(string.ascii_uppercase, k=letters))] = None
-    chain, value = [*names], str(rng.randint(10000, 99998))
-    lines = [f"VAR {chain[0]} = {value}"]
-    lines += [f"VAR {name} = VAR {source} " for source, name in pairwise(chain)]
-    places = sorted(rng.random() for _ in lines)
-    text = [NOISE] * size
-    for place, line in sorted(zip(places, lines, strict=True), reverse=True):
-        text.insert(int(place * size), line)
-    return _worded("vt", "\n".join(text).replace(". \n", ".\n"), chain, value=value, count=str(len(chain)))
+    chain = list(names)
+    value = str(rng.randint(10000, 99998))
+    assignments = [f"VAR {chain[0]} = {value}"]
+    for source, name in pairwise(chain):
+        assignments.append(f"VAR {name} = VAR {source} ")
+    depths = sorted(rng.random() for _ in assignments)
+    lines = [NOISE] * size
+    for depth, assignment in sorted(zip(depths, assignments, strict=True), reverse=True):
+        lines.insert(int(depth * size), assignment)
+    return _worded("vt", "\n".join(lines).replace(". \n", ".\n"), chain, value=value, count=str(len(chain)))
 
+
+# Common and frequent words
 
 _COMMON = 10
 
 
 def common_words(short: bool, rng: random.Random, size: int) -> RulerText:
     """A numbered list in which 10 of `size` different words come more often, after an example; shorter if `short`."""
-    example = _numbered(20 if short else 40, 3 if short else 10, 1 if short else 3, rng)
-    asked = _numbered(size, 6 if short else 30, 1 if short else 3, rng)
-    answer = " ".join(f"{place}. {word}" for place, word in enumerate(example.references, start=1))
-    whole = f"{example.before}{example.context}{example.after}{example.prefix} {answer}"
-    return RulerText(f"{whole}\n{asked.before}", asked.context, asked.after, asked.prefix, asked.references)
+    rare_count = 1 if short else 3
+    example = _numbered_words(20 if short else 40, 3 if short else 10, rare_count, rng)
+    text = _numbered_words(size, 6 if short else 30, rare_count, rng)
+    answer = _numbered(example.references)
+    example_text = f"{example.before}{example.context}{example.after}{example.prefix} {answer}"
+    return text._replace(before=f"{example_text}\n{text.before}")
 
 
-def _numbered(size: int, often: int, seldom: int, rng: random.Random) -> RulerText:
-    words = _drawn_words(size, rng)
-    listed = words[:_COMMON] * often + words[_COMMON:] * seldom
-    rng.shuffle(listed)
-    context = " ".join(f"{place}. {word}" for place, word in enumerate(listed, start=1))
-    return _worded("cwe", context, words[:_COMMON])
+def _numbered_words(size: int, common_count: int, rare_count: int, rng: random.Random) -> RulerText:
+    words = _draw_words(size, rng)
+    repeated = words[:_COMMON] * common_count + words[_COMMON:] * rare_count
+    rng.shuffle(repeated)
+    return _worded("cwe", _numbered(repeated), words[:_COMMON])
+
+
+def _numbered(words: Iterable[str]) -> str:
+    """Such as `1. apple 2. pear`."""
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))
 
 
 def frequent_words(vocabulary: int, rng: random.Random, size: int) -> RulerText:
@@ -176,11 +215,17 @@ def frequent_words(vocabulary: int, rng: random.Random, size: int) -> RulerText:
     coded: dict[str, None] = {}
     while len(coded) < vocabulary:
         coded["".join(rng.choices(string.ascii_lowercase, k=6))] = None
-    words = ["...", *list(coded)[1:]]
+    words = list(coded)
+    words[0] = "..."
     zeta = pi**2 / 6
-    listed = [word for rank, word in enumerate(words, start=1) for _ in range(int(size * rank**-2 / zeta))]
-    rng.shuffle(listed)
-    return _worded("fwe", " ".join(listed), words[1:4])
+    repeated: list[str] = []
+    for rank, word in enumerate(words, start=1):
+        repeated += [word] * int(size * rank**-2 / zeta)
+    rng.shuffle(repeated)
+    return _worded("fwe", " ".join(repeated), words[1:4])
+
+
+# Questions
 
 
 class Question(NamedTuple):
@@ -195,20 +240,25 @@ class Question(NamedTuple):
 def question_over(question: Question, texts: Sequence[str], rng: random.Random, size: int) -> RulerText:
     """A question over `size` documents, which include the needed ones; where there are too few, they are repeated."""
     near = rng.sample(question.near, len(question.near))
-    known = {*question.needed, *near}
-    others = [index for index in range(len(texts)) if index not in known]
+    of_question = {*question.needed, *near}
+    others = [index for index in range(len(texts)) if index not in of_question]
     order = [*question.needed, *near, *rng.sample(others, len(others))]
     order = (order * (size // len(order) + 1))[: max(size, len(question.needed))]
     rng.shuffle(order)
-    context = "\n\n".join(f"Document {place}:\n{texts[index]}" for place, index in enumerate(order, start=1))
-    return _worded("qa", context, question.answers, question=question.text)
+    documents = []
+    for number, index in enumerate(order, start=1):
+        documents.append(f"Document {number}:\n{texts[index]}")
+    return _worded("qa", "\n\n".join(documents), question.answers, question=question.text)
+
+
+# Words
 
 
 @lru_cache(maxsize=4)
 def _words_of(kind: str) -> tuple[str, ...]:
     """The words of the package `wonderwords` of a kind (noun, adjective, verb), in alphabetical order."""
     text = (files("wonderwords") / "assets" / f"{kind}list.txt").read_text(encoding="utf-8")
-    return tuple(sorted({line.strip() for line in text.splitlines() if line.strip()}))
+    return tuple(sorted(set(filter(None, map(str.strip, text.splitlines())))))
 
 
 @lru_cache(maxsize=1)
@@ -216,19 +266,22 @@ def _all_words() -> tuple[str, ...]:
     return tuple(sorted({*_words_of("noun"), *_words_of("adjective"), *_words_of("verb")}))
 
 
-def _drawn_words(count: int, rng: random.Random) -> list[str]:
+def _draw_words(count: int, rng: random.Random) -> list[str]:
     """So many different words; where there are not enough, pairs of an adjective and a noun as well."""
     words = _all_words()
     if count <= len(words):
         return rng.sample(words, count)
     missing = count - len(words)
-    pairs = dict.fromkeys(_drawn_pair(rng) for _ in range(2 * missing))
+    pairs = dict.fromkeys(_draw_adjective_noun(rng) for _ in range(2 * missing))
     return [*rng.sample(words, len(words)), *list(pairs)[:missing]]
 
 
-def _drawn_pair(rng: random.Random) -> str:
+def _draw_adjective_noun(rng: random.Random) -> str:
     """Such as `dirty-testimony`, the keys of needles."""
     return f"{rng.choice(_words_of('adjective'))}-{rng.choice(_words_of('noun'))}"
+
+
+# Sources
 
 
 class QaSource(NamedTuple):
@@ -248,7 +301,8 @@ def essay_words(file: str | None) -> tuple[tuple[str, ...], str]:
             raise UserError(f"{file}: expected text, or an object with it as RULER's PaulGrahamEssays.json")
         return tuple(text.split()), file
     name = "alessiodevoto/paul_graham_essays"
-    if rows := hub_rows(name, "train"):
+    rows = hub_rows(name, "train")
+    if rows:
         return tuple(" ".join(str(row["text"]) for row in rows).split()), name
     return tuple(" ".join(evaluation_paragraphs()).split()), OFFLINE
 
@@ -258,13 +312,14 @@ def squad(file: str | None) -> QaSource:
     """SQuAD's questions that have an answer (qa_1); `file` is SQuAD's own dev-v2.0.json."""
     name = "rajpurkar/squad_v2"
     if file is not None:
-        return _from_file(file, lambda value: _asked(_squad_articles(value), file))
-    if rows := hub_rows(name, "validation"):
-        by_title: dict[str, list[tuple[str, str, list[str]]]] = {}
-        for row in rows:
-            by_title.setdefault(row["title"], []).append((row["context"], row["question"], row["answers"]["text"]))
-        return _asked(by_title.values(), name)
-    return _documentation_source(_one_hop)
+        return _from_file(file, _squad_source)
+    rows = hub_rows(name, "validation")
+    if not rows:
+        return _documentation_source(_one_hop)
+    by_title: dict[str, Article] = {}
+    for row in rows:
+        by_title.setdefault(row["title"], []).append((row["context"], row["question"], row["answers"]["text"]))
+    return _source_of_articles(by_title.values(), name)
 
 
 @lru_cache(maxsize=4)
@@ -272,19 +327,20 @@ def hotpotqa(file: str | None) -> QaSource:
     """HotpotQA's questions in the setting with distractors (qa_2); `file` is its hotpot_dev_distractor_v1.json."""
     name = "hotpotqa/hotpot_qa"
     if file is not None:
-        return _from_file(file, lambda rows: _hotpot(rows, file))
-    if rows := hub_rows(name, "validation", "distractor"):
-        for row in rows:
-            row["context"] = list(zip(row["context"]["title"], row["context"]["sentences"], strict=True))
-            row["supporting_facts"] = [[title] for title in row["supporting_facts"]["title"]]
-        return _hotpot(rows, name)
-    return _documentation_source(_two_hops)
+        return _from_file(file, _hotpot_source)
+    rows = hub_rows(name, "validation", "distractor")
+    if not rows:
+        return _documentation_source(_two_hops)
+    for row in rows:
+        row["context"] = list(zip(row["context"]["title"], row["context"]["sentences"], strict=True))
+        row["supporting_facts"] = [[title] for title in row["supporting_facts"]["title"]]
+    return _hotpot_source(rows, name)
 
 
-def _from_file(file: str, read: Callable[[Any], QaSource]) -> QaSource:
+def _from_file(file: str, read: Callable[[Any, str], QaSource]) -> QaSource:
     value = read_json(Path(file))
     try:
-        return read(value)
+        return read(value, file)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise UserError(f"{file}: not in the layout of the data set's own file ({error!r})") from None
 
@@ -293,72 +349,95 @@ Article = list[tuple[str, str, list[str]]]
 """Paragraph, question and answers."""
 
 
-def _squad_articles(value: Any) -> list[Article]:
-    return [
-        [
-            (paragraph["context"], asked["question"], [answer["text"] for answer in asked["answers"]])
-            for paragraph in article["paragraphs"]
-            for asked in paragraph["qas"]
-        ]
-        for article in value["data"]
-    ]
+def _squad_source(value: Any, note: str) -> QaSource:
+    articles = []
+    for article in value["data"]:
+        questions = []
+        for paragraph in article["paragraphs"]:
+            for question in paragraph["qas"]:
+                answers = [answer["text"] for answer in question["answers"]]
+                questions.append((paragraph["context"], question["question"], answers))
+        articles.append(questions)
+    return _source_of_articles(articles, note)
 
 
-def _asked(articles: Iterable[Article], note: str) -> QaSource:
+def _source_of_articles(articles: Iterable[Article], note: str) -> QaSource:
     """Every question with its paragraph and the other ones of its article; unanswerable ones have no answers."""
     articles = list(articles)
-    texts = sorted({paragraph for article in articles for paragraph, _, _ in article})
-    place = {text: index for index, text in enumerate(texts)}
-    questions = []
+    paragraphs_of_articles = []
     for article in articles:
-        own = sorted({place[paragraph] for paragraph, _, _ in article})
+        paragraphs_of_articles.append({paragraph for paragraph, _, _ in article})
+    texts = sorted(set().union(*paragraphs_of_articles))
+    index_of = _indices(texts)
+
+    questions = []
+    for article, paragraphs in zip(articles, paragraphs_of_articles, strict=True):
+        of_article = sorted(map(index_of.__getitem__, paragraphs))
         for paragraph, question, answers in article:
             if answers:
-                needed = place[paragraph]
-                near = tuple(index for index in own if index != needed)
+                needed = index_of[paragraph]
+                near = tuple(index for index in of_article if index != needed)
                 questions.append(Question(question, tuple(answers), (needed,), near))
     return QaSource(tuple(texts), tuple(questions), note)
 
 
-def _hotpot(rows: Iterable[Any], note: str) -> QaSource:
+def _hotpot_source(rows: Iterable[Any], note: str) -> QaSource:
     """The paragraphs with the supporting facts are needed, the question's other ones are near."""
     rows = list(rows)
-    named = [{title: f"{title}\n{''.join(parts)}" for title, parts in row["context"]} for row in rows]
-    texts = sorted({text for paragraphs in named for text in paragraphs.values()})
-    place = {text: index for index, text in enumerate(texts)}
+    paragraphs_of_rows = []
+    paragraphs = set()
+    for row in rows:
+        by_title = {title: f"{title}\n{''.join(parts)}" for title, parts in row["context"]}
+        paragraphs_of_rows.append(by_title)
+        paragraphs.update(by_title.values())
+    texts = sorted(paragraphs)
+    index_of = _indices(texts)
+
     questions = []
-    for row, paragraphs in zip(rows, named, strict=True):
-        facts = {fact[0] for fact in row["supporting_facts"]}
-        needed = tuple(place[text] for title, text in paragraphs.items() if title in facts)
-        near = tuple(place[text] for title, text in paragraphs.items() if title not in facts)
-        questions.append(Question(row["question"], (row["answer"],), needed, near))
+    for row, by_title in zip(rows, paragraphs_of_rows, strict=True):
+        supporting = {fact[0] for fact in row["supporting_facts"]}
+        needed = []
+        near = []
+        for title, text in by_title.items():
+            indices = needed if title in supporting else near
+            indices.append(index_of[text])
+        questions.append(Question(row["question"], (row["answer"],), tuple(needed), tuple(near)))
     return QaSource(tuple(texts), tuple(questions), note)
+
+
+def _indices(names: Iterable[str]) -> dict[str, int]:
+    """The position of each name."""
+    return {name: index for index, name in enumerate(names)}
 
 
 def _documentation_source(ask: Callable[[dict[str, int], list[Document]], Iterator[Question]]) -> QaSource:
     """The documented objects of the standard library that have a first sentence of their own."""
-    entries = [entry for document in source_documents("evaluation") for entry in docstrings(document)]
-    known: dict[str, Document] = {}
+    by_opening: dict[str, Document] = {}
+    for document in source_documents("evaluation"):
+        for entry in docstrings(document):
+            if 20 <= len(_opening(entry)) <= 200 and len(entry.text) < 1500:
+                by_opening.setdefault(_opening(entry), entry)
+    entries = list(by_opening.values())
+    names = []
+    texts = []
     for entry in entries:
-        if 20 <= len(_opening(entry)) <= 200 and len(entry.text) < 1500:
-            known.setdefault(_opening(entry), entry)
-    kept = [*known.values()]
-    texts = tuple(f"{entry.name}\n{' '.join(entry.text.split())}" for entry in kept)
-    place = {entry.name: index for index, entry in enumerate(kept)}
-    return QaSource(texts, tuple(ask(place, kept)), OFFLINE)
+        names.append(entry.name)
+        texts.append(f"{entry.name}\n{' '.join(entry.text.split())}")
+    return QaSource(tuple(texts), tuple(ask(_indices(names), entries)), OFFLINE)
 
 
 def _opening(entry: Document) -> str:
     return re.split(r"(?<=[.!?])\s|\n\s*\n", entry.text.strip())[0].replace("\n", " ").rstrip(".")
 
 
-def _one_hop(place: dict[str, int], entries: list[Document]) -> Iterator[Question]:
+def _one_hop(index_of: dict[str, int], entries: list[Document]) -> Iterator[Question]:
+    """An object by what is said of it."""
     for entry in entries:
         text = f'What is the full name of what Python documents as "{_opening(entry)}"?'
-        yield Question(text, (entry.name,), (place[entry.name],))
+        yield Question(text, (entry.name,), (index_of[entry.name],))
 
 
-def _two_hops(place: dict[str, int], entries: list[Document]) -> Iterator[Question]:
+def _two_hops(index_of: dict[str, int], entries: list[Document]) -> Iterator[Question]:
     """A method by what is said of it and of its class, which are two documents."""
     by_name = {entry.name: entry for entry in entries}
     for entry in entries:
@@ -368,4 +447,4 @@ def _two_hops(place: dict[str, int], entries: list[Document]) -> Iterator[Questi
                 f'What is the method called that Python documents as "{_opening(entry)}", of the class or module '
                 f'that it documents as "{_opening(by_name[owner])}"?'
             )
-            yield Question(text, (method,), (place[owner], place[entry.name]))
+            yield Question(text, (method,), (index_of[owner], index_of[entry.name]))

@@ -109,14 +109,14 @@ def render_all(samples: Sequence[Sample], tokenizer: Any) -> list[RenderedSample
 
     UserError: the chat template refuses a prompt, or a required span is not in the rendered prompt.
     """
-    made = []
-    for special, group in groupby(samples, lambda sample: _special(sample, tokenizer)):
+    rendered = []
+    for has_special, group in groupby(samples, lambda sample: _has_special(sample, tokenizer)):
         batch = list(group)
         texts = [_text(sample, tokenizer) for sample in batch]
-        for sample, ids in zip(batch, _encode(texts, tokenizer, special=special), strict=True):
+        for sample, ids in zip(batch, _encode(texts, tokenizer, special=has_special), strict=True):
             _check_spans(sample, ids, tokenizer)
-            made.append(RenderedSample(**vars(sample), prompt_ids=ids, question_ids=ids[:0]))
-    return made
+            rendered.append(RenderedSample(**vars(sample), prompt_ids=ids, question_ids=ids[:0]))
+    return rendered
 
 
 def _check_spans(sample: Sample, ids: "Tensor", tokenizer: Any) -> None:
@@ -128,26 +128,34 @@ def _check_spans(sample: Sample, ids: "Tensor", tokenizer: Any) -> None:
 
 def render_apart(sample: RenderedSample, tokenizer: Any) -> RenderedSample:
     """The sample with its prompt in two parts, context and question with all after it; UserError if inseparable."""
-    text, prompt, question = _text(sample, tokenizer), sample.prompt.strip(), sample.question.strip()
-    place = text.rfind(prompt)  # templates may strip a turn
-    if place < 0 or not question or not sample.context.strip():
-        said = "does not say where its question starts; evaluate it with question=seen"
-        raise UserError(f"sample {sample.task}/{sample.id} {said}")
-    context = text[: place + len(prompt) - len(question)].rstrip()
-    (ids,) = _encode([context], tokenizer, special=_special(sample, tokenizer))
-    (rest,) = _encode([text[len(context) :]], tokenizer, special=False)
-    return replace(sample, prompt_ids=ids, question_ids=rest)
+    text = _text(sample, tokenizer)
+    prompt = sample.prompt.strip()  # templates may strip a turn
+    question = sample.question.strip()
+    start = text.rfind(prompt)
+    if start < 0 or not question or not sample.context.strip():
+        advice = "does not say where its question starts; evaluate it with question=seen"
+        raise UserError(f"sample {sample.task}/{sample.id} {advice}")
+    context = text[: start + len(prompt) - len(question)].rstrip()
+    (prompt_ids,) = _encode([context], tokenizer, special=_has_special(sample, tokenizer))
+    (question_ids,) = _encode([text[len(context) :]], tokenizer, special=False)
+    return replace(sample, prompt_ids=prompt_ids, question_ids=question_ids)
 
 
 def render_turns(samples: Sequence[Sample], tokenizer: Any) -> list[RenderedSample]:
     """The turns of one conversation in order; a later one's prompt is whole once the answers before it are known."""
-    first, answer = render(samples[0], tokenizer), "\N{OBJECT REPLACEMENT CHARACTER}"
+    answer = "\N{OBJECT REPLACEMENT CHARACTER}"
+    first = render(samples[0], tokenizer)
     rendered = [first]
     for sample in samples[1:]:
-        turns = [{"role": "user", "content": turn} for turn in (sample.earlier[-1], sample.prompt)]
-        text = prompt_text(tokenizer, [turns[0], {"role": "assistant", "content": answer}, turns[1]])
-        (between,) = _encode([text.partition(answer)[2]], tokenizer, special=False)
-        rendered.append(RenderedSample(**vars(sample), prompt_ids=first.prompt_ids, question_ids=between))
+        conversation = [
+            {"role": "user", "content": sample.earlier[-1]},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": sample.prompt},
+        ]
+        after_answer = prompt_text(tokenizer, conversation).partition(answer)[2]
+        (question_ids,) = _encode([after_answer], tokenizer, special=False)
+        turn = RenderedSample(**vars(sample), prompt_ids=first.prompt_ids, question_ids=question_ids)
+        rendered.append(turn)
     return rendered
 
 
@@ -167,6 +175,6 @@ def _text(sample: Sample, tokenizer: Any) -> str:
     return prompt_text(tokenizer, turns, sample.answer_prefix)
 
 
-def _special(sample: Sample, tokenizer: Any) -> bool:
+def _has_special(sample: Sample, tokenizer: Any) -> bool:
     """Whether the tokenizer adds its special tokens to the sample's text."""
     return not sample.chat or not has_chat_template(tokenizer)

@@ -1,5 +1,6 @@
 """LongProc and HELMET from files in their own layouts."""
 
+import hashlib
 import json
 import math
 import shutil
@@ -7,12 +8,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from keepsight.errors import UserError
 from keepsight.eval.tasks import longproc
 from keepsight.eval.tasks.benchmark import TaskRequest
-from keepsight.eval.tasks.helmet import Helmet
+from keepsight.eval.tasks.helmet import Helmet, _demonstrations
 from keepsight.eval.tasks.longproc import LongProc
 from keepsight.eval.tasks.metrics import score
 from keepsight.eval.tasks.registry import Benchmarks, make_all
@@ -281,3 +283,16 @@ def test_summaries_and_answers_are_for_a_judge(tmp_path: Path, words: Any) -> No
     for task in ("summ_multi_lexsum", "longqa_narrativeqa"):
         with pytest.raises(UserError, match=f"task helmet_{task} needs a judge"):
             made(tmp_path, f"helmet_{task}", words, lengths=[8192])
+
+
+def test_demonstrations_are_the_first_of_each_question_in_shuffled_order() -> None:
+    """As HELMET's drop_duplicates keeps them: a later row of a question does not change the order of the others."""
+    rows = [{"question": f"q{number % 5}", "number": number} for number in range(15)]
+    for name in (f"name {number}" for number in range(8)):
+        seed = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 2**31
+        expected: list[dict[str, Any]] = []
+        for index in np.random.default_rng(seed).permutation(15):
+            if rows[index]["question"] not in [row["question"] for row in expected]:
+                expected.append(rows[index])
+        assert _demonstrations(name, "question", rows) == expected[:2]
+    assert all(row["question"] != "q1" for row in _demonstrations("q1", "question", rows))
