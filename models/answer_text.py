@@ -58,6 +58,9 @@ class AnswerText:
         if (byte := self._vocabulary.bytes.get(token)) is not None:
             self._add_characters(self._bytes.decode(bytes([byte])))
         elif name := self._special_name(token):
+            if self._stops:  # one may name it: bytes before it are no part of a character after it
+                self._add_characters(self._bytes.decode(b"", final=True))
+                self._decode(is_last=True)
             self._specials.append(_Special(len(self.text), name))
         elif token in self._vocabulary.ids:
             self._add_characters(self._bytes.decode(b"", final=True))

@@ -104,6 +104,14 @@ def test_stops_end_the_answer(said: str, stops: list[str], text: str) -> None:
     assert answer.has_stopped == (text != said.replace("<|user|>", "").replace("<|end|>", ""))
 
 
+@pytest.mark.parametrize("stop", ["</s>", "</s> x", "\N{REPLACEMENT CHARACTER}</s>"])
+def test_a_stop_that_names_a_special_token_after_broken_bytes(stop: str) -> None:
+    ids: Any = FALLBACK.convert_tokens_to_ids(["Hi", "<0xF0>", "</s>", "\u2581x"])
+    pieces, answer = streamed(FALLBACK, ids, stops=[stop])
+    text = "Hi" if stop.startswith("\N{REPLACEMENT CHARACTER}") else "Hi\N{REPLACEMENT CHARACTER}"
+    assert "".join(pieces) == answer.text == text and answer.has_stopped
+
+
 def test_stop_tokens_end_the_answer() -> None:
     ids = ids_of("one two")
     for last in range(1, len(ids)):
