@@ -134,9 +134,7 @@ class HarnessModel(TemplateLM):
 
     @override
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        if add_special_tokens is None:  # a chat template has written the first token already
-            add_special_tokens = not string.startswith(self.tokenizer.bos_token or "\0")
-        (ids,) = encode(self.tokenizer, [string], special=add_special_tokens)
+        (ids,) = encode(self.tokenizer, [string], special=add_special_tokens is not False)
         return ids
 
     @override

@@ -67,8 +67,19 @@ def encode(tokenizer: Any, texts: Sequence[str], *, special: bool) -> list[list[
     Args:
         tokenizer: Any tokenizer of transformers.
         texts: The texts.
-        special: Whether the tokenizer adds its special tokens, as around a text that no chat template has rendered.
+        special: Whether the tokenizer adds its special tokens, as around a text that no chat template has rendered. A
+            text that begins with those that it adds, such as a rendered chat with BOS, gets none.
     """
+    if special:
+        start = start_tokens(tokenizer)
+        names = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)) if start else {}
+        beginning = "".join(names.get(token, "") for token in start)
+        begun = [bool(beginning) and text.startswith(beginning) for text in texts]
+        if any(begun):
+            return [
+                encode(tokenizer, [text], special=False)[0] if is_begun else list(tokenizer(text)["input_ids"])
+                for text, is_begun in zip(texts, begun, strict=True)
+            ]
     names = {} if special else _unread_special_tokens(tokenizer)
     if not names:
         return [list(ids) for ids in tokenizer(list(texts), add_special_tokens=special)["input_ids"]]
@@ -81,6 +92,14 @@ def encode(tokenizer: Any, texts: Sequence[str], *, special: bool) -> list[list[
             ids += [names[piece]] if piece in names else tokenizer(piece, add_special_tokens=False)["input_ids"]
         encoded.append(ids)
     return encoded
+
+
+def start_tokens(tokenizer: Any) -> list[int]:
+    """The special tokens that a tokenizer adds before a text, such as BOS."""
+    ids = list(tokenizer("a")["input_ids"])
+    text = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    ends = (place for place in range(len(ids)) if ids[place : place + len(text)] == text)
+    return ids[: next(ends, 0)]
 
 
 @functools.lru_cache(maxsize=16)
@@ -96,10 +115,12 @@ def _unread_special_tokens(tokenizer: Any) -> dict[str, int]:
 def ids_of(model: "PreTrainedModel", prompts: Any, options: dict[str, Any], special: bool) -> "Tensor":
     """The ids [B, N] of prompts, on the model's device: text, a tokenizer's output or ids.
 
-    Other outputs of a tokenizer are added to `options`.
+    Other outputs of a tokenizer, and the mask of texts of several lengths, are added to `options`. With `special`, text
+    gets the special tokens that begin a prompt; see `encode`.
 
     Raises:
-        UserError: they are something else, or text without a tokenizer.
+        UserError: they are something else, text without a tokenizer, or text that begins a prompt where it continues
+            one (`special` is False).
     """
     from torch import Tensor, int32, int64
 
@@ -109,8 +130,10 @@ def ids_of(model: "PreTrainedModel", prompts: Any, options: dict[str, Any], spec
     if text or stop_strings:
         tokenizer = tokenizer or _tokenizer_of(model)
     if text:
-        padded = {"padding": isinstance(prompts, list), "padding_side": "left"}
-        prompts = tokenizer(prompts, return_tensors="pt", add_special_tokens=special, **padded)
+        rows = encode(tokenizer, [prompts] if isinstance(prompts, str) else prompts, special=special)
+        if not special:
+            _require_no_start(tokenizer, rows)
+        prompts = _padded(rows, tokenizer.pad_token_id or 0)
     if isinstance(prompts, Mapping):
         options |= {name: value for name, value in prompts.items() if name not in options}
         prompts = options.pop("input_ids", None)
@@ -124,6 +147,29 @@ def ids_of(model: "PreTrainedModel", prompts: Any, options: dict[str, Any], spec
         options |= {"tokenizer": tokenizer, "stop_strings": stop_strings}
     embedding: Any = model.get_input_embeddings().weight
     return prompts if embedding.is_meta else prompts.to(embedding.device)  # meta: accelerate offloads it
+
+
+def _require_no_start(tokenizer: Any, rows: list[list[int]]) -> None:
+    """Refuse texts that continue a prompt and begin as one does."""
+    start = start_tokens(tokenizer)
+    if start and any(ids[: len(start)] == start for ids in rows):
+        raise UserError(
+            f"the text begins with {tokenizer.decode(start)!r}, as a new prompt does, but it continues one; give what "
+            "follows alone, or a chat that was rendered again to Conversation.say_rendered"
+        )
+
+
+def _padded(rows: list[list[int]], pad_token: int) -> dict[str, "Tensor"]:
+    """Rows of ids as `input_ids` [B, N], padded on the left, and their `attention_mask`."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+    marks = [torch.ones_like(row) for row in ids]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad_token, padding_side="left"),
+        "attention_mask": pad_sequence(marks, batch_first=True, padding_side="left"),
+    }
 
 
 def _tokenizer_of(model: "PreTrainedModel") -> Any:

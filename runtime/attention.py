@@ -141,6 +141,28 @@ _EAGER = list[AbstractContextManager[Any]]()
 """A context for each pass under way; the first one lets compiled code run eagerly."""
 
 
+class StateCache(Cache):
+    """The cache of a state: `run` opens it to a model, and every other model call is refused before it appends.
+
+    A plain call would attend to all entries alike, and cut the ids by the number of tokens seen: wrong where heads hold
+    different numbers of entries, a prompt was shortened, or entries have a form of their own.
+    """
+
+    def opened(self) -> Cache:
+        """The same layers as a model reads and extends them."""
+        return Cache(layers=self.layers)
+
+    def refuse(self, *args: object, **kwargs: object) -> Any:
+        """Stands in place of what reads or changes entries."""
+        raise UserError(
+            "past_key_values: a plain model call would misread or change a cache of keepsight; call "
+            "model.generate(..., custom_generate=method) or keepsight.generate(model, ids, method, past_key_values=...)"
+        )
+
+    get_mask_sizes = update = update_conv_state = update_recurrent_state = update_indexer = refuse
+    reset = reorder_cache = batch_repeat_interleave = batch_select_indices = early_initialization = refuse
+
+
 def run(
     model: Reader, cache: Cache, *, recorder: Recorder | None = None, rope_lengths: Tensor | None = None, **inputs: Any
 ) -> Any:
@@ -155,6 +177,8 @@ def run(
     plain: Any = getattr(model, "_orig_mod", model)
     if getattr(plain, "training", False) and any(getattr(each, _CHECKPOINTING, False) for each in plain.modules()):
         raise UserError("gradient checkpointing drops the cache of a model in training mode; call model.eval() first")
+    if isinstance(cache, StateCache) and isinstance(plain, nn.Module):  # readers open it themselves
+        cache = cache.opened()
     with recording(model), _uncompiled(), counted_lengths(plain, rope_lengths):
         return plain(past_key_values=cache, use_cache=True, entries=cache, recorder=recorder, **inputs)
 

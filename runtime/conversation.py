@@ -14,7 +14,8 @@ from keepsight.models.chat import ids_of
 from keepsight.models.decoder import context_of
 from keepsight.models.model_files import adapters_digest
 from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, decode, generate
-from keepsight.runtime.state import State
+from keepsight.runtime.rope_length import length_limit
+from keepsight.runtime.state import Checkpoint, State
 
 
 class Conversation(CustomGenerate):
@@ -33,7 +34,7 @@ class Conversation(CustomGenerate):
             start from it. None to start with an empty cache.
 
     Attributes:
-        ids: [1, M] int64: all turns and answers so far.
+        ids: [1, M] int64: all turns and answers so far, as they were read.
         state: State after all of `ids` but the last answer's last token; None before the first turn.
 
     Raises:
@@ -44,6 +45,7 @@ class Conversation(CustomGenerate):
         self.model, self.method, self.state = model, method, state
         self.ids = torch.empty(1, 0, dtype=torch.long, device=model.device) if state is None else state.tokens
         self._unread = self.ids[:, :0]
+        self._answered: Checkpoint | None = None
         self._adapters: str | None = None
         _require_single(self.ids)
         if state is not None and not state.joins:
@@ -56,8 +58,9 @@ class Conversation(CustomGenerate):
         """Add a turn and answer it. When this raises, the conversation stays as it was.
 
         Args:
-            input_ids: [1, n] int64, n >= 1: the tokens after the last answer, whose end token belongs to the answer. Of
-                a chat that was rendered whole, give `rendered[:, conversation.ids.shape[1]:]`. Or as for `generate`.
+            input_ids: [1, n] int64, n >= 1: the tokens after the last answer, whose end token belongs to the answer. Or
+                as for `generate`. A chat that is rendered again with each turn goes to `say_rendered`: its tokens need
+                not be those that were read, so that it cannot be cut by their number.
             options: Options of `model.generate`: `max_new_tokens`, `do_sample`, `temperature`, `streamer`, ...
                 Penalties and streamers see the whole conversation as the prompt.
 
@@ -65,20 +68,52 @@ class Conversation(CustomGenerate):
             [1, T] int64: the answer alone.
 
         Raises:
-            UserError: the turn is a batch, or empty.
+            UserError: the turn is a batch, or empty, or text that begins as a prompt does.
         """
-        input_ids = ids_of(self.model, input_ids, options, special=not self.ids.shape[1])
-        options.pop("attention_mask", None)  # there is no padding
-        _require_single(input_ids)
-        if not input_ids.shape[1]:
-            raise UserError("conversation: the turn has no tokens; give at least one, such as the user's next message")
-        prompt = torch.cat([self.ids, input_ids.to(self.ids.device)], dim=1)
+        turn = self._ids(input_ids, options, special=not self.ids.shape[1])
+        prompt = torch.cat([self.ids, turn.to(self.ids.device)], dim=1)
         return generate(self.model, prompt, self, **options)
+
+    def say_rendered(self, input_ids: Tensor | Mapping[str, Any] | str, **options: Any) -> Tensor:
+        """Answer a chat that was rendered again, from its first turn to the one to answer.
+
+        Its tokens may differ from those that were read: an answer's text is often tokenized otherwise than the model
+        wrote it, and many templates leave out earlier turns' `<think>`. What was read is cropped to the tokens that
+        both have in common, and the rest is read on.
+
+        The last answer can be cropped at any token: the state is then as if the rest had never been decoded. Of the
+        turn before it, the last 64 tokens can be cropped where all layers have full attention and the method sums
+        nothing over tokens (as h2o and expected_attention do). Further back is what evicted entries depended on: a chat
+        that differs there is refused, unless nothing was evicted. Methods that store entries in their own form (kivi,
+        specache, specontext, quest and others) refuse every difference but the answer's last token.
+
+        Args:
+            input_ids: [1, N] int64: the chat. Or as for `generate`.
+            options: As for `say`.
+
+        Returns:
+            [1, T] int64: the answer alone.
+
+        Raises:
+            UserError: the chat differs from what was read where it cannot be cropped; start a new conversation with it.
+        """
+        chat = self._ids(input_ids, options, special=True)
+        return generate(self.model, chat, self, **options)
+
+    def _ids(self, input_ids: Tensor | Mapping[str, Any] | str, options: dict[str, Any], special: bool) -> Tensor:
+        ids = ids_of(self.model, input_ids, options, special=special)
+        mask = options.pop("attention_mask", None)
+        _require_single(ids)
+        _require_unpadded(mask)
+        if not ids.shape[1]:
+            raise UserError("conversation: the turn has no tokens; give at least one, such as the user's next message")
+        return ids
 
     @override
     def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
         """Answer the last turn; `say` calls it by way of transformers."""
         _require_single(request.input_ids)
+        _require_unpadded(request.mask)
         if request.past is not None:
             raise UserError("conversation: it continues from its own cache; leave out past_key_values")
         if self._adapters not in (None, adapters := adapters_digest(model)):
@@ -86,9 +121,12 @@ class Conversation(CustomGenerate):
         state = self._read(request.input_ids, request.chunk)
         reader, eviction = self.method.reader(model), self.method.periodic_eviction(model)
         restart = functools.partial(self.method.restart, model)
+        # Where the model drops its cache, the state after the answer does not hold the entries of before.
+        drops = eviction is not None or length_limit(model.config) is not None
+        answered = Checkpoint(state, copies=drops)
         decoded = decode(reader, state, eviction=eviction, restart=restart, **request.decoding)
         self.state, self.ids, self._unread = decoded.state, decoded.ids, decoded.ids[:, -1:]
-        self._adapters = adapters
+        self._adapters, self._answered = adapters, answered
         return decoded
 
     def _read(self, prompt: Tensor, chunk: int | None) -> State:
@@ -96,8 +134,47 @@ class Conversation(CustomGenerate):
         if self.state is None:
             self.method.check(prompt.shape[1], context_of(self.model))
             return self.method.start(self.model, prompt, chunk=chunk)
-        unread = torch.cat([self._unread, prompt[:, self.ids.shape[1] :]], dim=1)
-        return self.method.resume(self.model, self.state, unread, chunk=chunk)
+        read = self.ids.shape[1] - self._unread.shape[1]
+        if prompt[0, 0] != self.ids[0, 0]:
+            raise UserError("conversation: the chat begins with another token than what was read; start a new one")
+        common = min(_common(prompt, self.ids), prompt.shape[1] - 1, read)
+        state = self.state
+        if common < read:
+            try:
+                state, common = self._cropped(state, read, common)
+            except UserError as error:
+                raise UserError(
+                    f"conversation: the chat differs from token {common} on from what was read; start a new "
+                    f"Conversation with the whole chat ({error})"
+                ) from None
+        return self.method.resume(self.model, state, prompt[:, common:], chunk=chunk)
+
+    def _cropped(self, state: State, read: int, common: int) -> tuple[State, int]:
+        """The state after at most the first `common` of the `read` tokens, and how many of them it has read."""
+        if self._answered is not None:
+            read -= state.tokens.shape[1] - self._answered.length
+            state = self._answered.restored(state)
+        if common >= read:
+            return state, read
+        if length_limit(self.model.config) is not None:
+            raise UserError("this model's RoPE depends on the length of the text")
+        if state.images or not torch.equal(state.tokens, self.ids[:, :read]):
+            raise UserError("the prompt held images, or its method has shortened it")
+        whole = min((layer.croppable for layer in state.layers), default=0)
+        again = max(min(state.needs.window, whole - (read - common), common - 1), 0)  # so that enough tokens observe
+        return state.without_last(read - common + again), common - again
+
+
+def _common(first: Tensor, second: Tensor) -> int:
+    """How many tokens two sequences [1, n] begin with in common."""
+    width = min(first.shape[1], second.shape[1])
+    differs = (first[0, :width] != second[0, :width]).nonzero()
+    return int(differs[0]) if len(differs) else width
+
+
+def _require_unpadded(mask: Tensor | None) -> None:
+    if mask is not None and not bool(mask.bool().all()):
+        raise UserError("conversation: the attention_mask hides tokens; give the turn without padding")
 
 
 def _require_single(ids: Tensor) -> None:

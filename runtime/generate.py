@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache
 from transformers.generation import (
     EosTokenCriteria,
     GenerateDecoderOnlyOutput,
@@ -32,9 +31,9 @@ from typing_extensions import override
 from keepsight.errors import UserError, require_whole
 from keepsight.models.chat import ids_of
 from keepsight.models.decoder import context_of, input_embedding, input_shape, require_supported
-from keepsight.models.model_files import adapters_digest
+from keepsight.models.model_files import adapters_digest, weights_digest
 from keepsight.runtime import registry
-from keepsight.runtime.attention import Reader
+from keepsight.runtime.attention import Reader, StateCache
 from keepsight.runtime.images import IMAGE_INPUTS, Images
 from keepsight.runtime.rope_length import length_limit
 from keepsight.runtime.state import Needs, State, must_restart, positions_of, prefill, read
@@ -142,21 +141,40 @@ def decode(
     return Decoded(ids, state)
 
 
-class Past(Cache):
+class Past(StateCache):
     """The `past_key_values` of an answer's output, from which the next turn continues.
+
+    It stays unchanged, so that several turns, in several threads, can continue from it. Every model call that is not
+    made by a method is refused before anything is appended.
 
     Args:
         method: The method that answered.
-        decoded: Its answer to one prompt. The state stays unchanged, so that several turns can continue from it.
-        adapters: Digest of the model's own active adapters.
+        decoded: Its answer to one prompt.
+        mask: [1, N], 0 for padding of the prompt; None when there is none.
+        model: The model that answered.
 
     Attributes:
         ids: [1, M] int64: prompt and answer, without the answer's last token, which has not been read.
+        marks: [1, M] bool, False where `ids` is padding.
+        adapters: Digest of the model's own adapters that were active.
     """
 
-    def __init__(self, method: object, decoded: Decoded, adapters: str) -> None:
+    def __init__(self, method: object, decoded: Decoded, mask: Tensor | None, model: PreTrainedModel) -> None:
         super().__init__(layers=decoded.state.cache.layers)
-        self.method, self.state, self.ids, self.adapters = method, decoded.state, decoded.ids[:, :-1], adapters
+        self.method = method
+        self.state = decoded.state
+        self.ids = decoded.ids[:, :-1]
+        self.marks = torch.ones_like(self.ids, dtype=torch.bool)
+        if mask is not None:
+            self.marks[:, : mask.shape[1]] = mask.bool()
+        self.model = model
+        self.adapters = adapters_digest(model)
+
+    crop = activate_past_recording = StateCache.refuse
+
+    def __deepcopy__(self, memo: object) -> "Past":
+        """The past itself: nothing changes it, and a copy would copy the model with it."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -256,7 +274,7 @@ class CustomGenerate(ABC):
         mask, past = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
         past = past if isinstance(past, Past) else None  # transformers gives an empty cache
         if past is not None:
-            self._require_continued(model, past, input_ids)
+            self._require_continued(model, past, input_ids, options.get("kwargs", {}))
         if images:
             self._require_images(past)
         logits, scores = _Recorder(), _Recorder()
@@ -272,7 +290,9 @@ class CustomGenerate(ABC):
             "streamer": options.get("streamer"),
         }
         returns_past = bool(generation_config.return_dict_in_generate)
-        mask, new = (mask, input_ids) if past is None else (None, input_ids[:, past.ids.shape[1] :])
+        new, marks = input_ids, mask
+        if past is not None:
+            new, mask, marks = input_ids[:, past.ids.shape[1] :], None, past.marks
         request = GenerateRequest(input_ids, mask, past, new, chunk, images, returns_past, decoding)
         size, _ = input_shape(model)
         if not images and (wrong := new[(new < 0) | (new >= size)]).numel():  # images have ids of their own
@@ -283,7 +303,7 @@ class CustomGenerate(ABC):
         if not returns_past:
             return decoded.ids
         output: dict[str, Any] = {"sequences": decoded.ids, "scores": scores.recorded, "logits": logits.recorded}
-        return GenerateDecoderOnlyOutput(**output, past_key_values=Past(self, decoded, adapters_digest(model)))
+        return GenerateDecoderOnlyOutput(**output, past_key_values=Past(self, decoded, marks, model))
 
     def _require_images(self, past: Past | None) -> None:
         if past is not None:
@@ -294,8 +314,13 @@ class CustomGenerate(ABC):
                 "method that evicts from the cache, such as SnapKV or LookaheadKV"
             )
 
-    def _require_continued(self, model: PreTrainedModel, past: Past, input_ids: Tensor) -> None:
-        """Refuse ids that do not continue what an earlier answer has read, and a past of another method's form."""
+    def _require_continued(
+        self, model: PreTrainedModel, past: Past, input_ids: Tensor, given: Mapping[str, Any]
+    ) -> None:
+        """Refuse ids, a mask or positions that do not continue what was read, and a past that this method cannot use.
+
+        `given` are the options of `model.generate` as the caller gave them.
+        """
         if len(input_ids) != 1:
             raise UserError("custom_generate: past_key_values continue one sequence at a time; give [1, n] ids")
         read = past.ids.shape[1]
@@ -304,6 +329,28 @@ class CustomGenerate(ABC):
                 f"custom_generate: with past_key_values the input_ids must begin with the {read} tokens already read, "
                 "as output.sequences does, and continue with the next turn"
             )
+        real = functional.pad(past.marks, (0, input_ids.shape[1] - read), value=True)
+        mask = given.get("attention_mask")
+        positions = None if past.state.images else given.get("position_ids")
+        for name, value in (("attention_mask", mask), ("position_ids", positions)):
+            if value is not None and value.shape != input_ids.shape:
+                shape = list(value.shape)
+                raise UserError(f"custom_generate: {name} of shape {shape} are not for the {real.shape[1]} input_ids")
+        if mask is not None and bool((mask.to(real.device) != real).any()):
+            raise UserError(
+                "custom_generate: the attention_mask hides other tokens than when past_key_values were computed; give "
+                "that mask and a 1 for each further token, or leave it out"
+            )
+        if positions is not None:
+            expected = positions_of(real, real.shape[1], real.device)
+            if bool((real & (positions.to(real.device) != expected)).any()):
+                raise UserError("custom_generate: position_ids other than 0, 1, 2, ... are not supported")
+        if past.model is not model and weights_digest(past.model) != weights_digest(model):
+            raise UserError(
+                "custom_generate: past_key_values were computed by a model with other weights; continue with that "
+                "model, or leave out past_key_values"
+            )
+        past.state.require_unchanged()
         if past.adapters != adapters_digest(model):
             raise UserError(
                 "custom_generate: past_key_values were computed under other adapters of the model; activate those, or "
@@ -354,7 +401,8 @@ def _require_honoured(
         "output_attentions": config.output_attentions or None,
         "output_hidden_states": config.output_hidden_states or None,
         "synced_gpus": options.get("synced_gpus") or None,
-        "cache_implementation": options.get("kwargs", {}).get("cache_implementation"),  # a model default is no request
+        "cache_implementation": _asked("cache_implementation", config, options),
+        "use_cache=False": _asked("use_cache", config, options) is False or None,
     }
     for name in sorted(asked.keys() - _READ):
         if asked[name] is not None and asked[name] != {}:
@@ -384,6 +432,15 @@ def _require_honoured(
             differing = differing & mask.bool()  # no token sees padding: transformers has 1 there
     if bool(differing.any()):
         raise UserError("custom_generate: position_ids other than 0, 1, 2, ... are not supported; leave them out")
+
+
+def _asked(name: str, config: GenerationConfig, options: dict[str, Any]) -> Any:
+    """An option of `model.generate` where the caller set it; a default of the model's configuration is no request."""
+    if name in options.get("kwargs", {}):
+        return options["kwargs"][name]
+    default = getattr(getattr(options.get("self"), "generation_config", None), name, None)
+    value = getattr(config, name, None)
+    return None if value == default else value
 
 
 class Method(CustomGenerate):
@@ -605,6 +662,9 @@ def generate(
     input_ids = ids_of(model, input_ids, options, method.starts_prompts)
     own_mask = options.pop("attention_mask", None)
     attention_mask = own_mask if attention_mask is None else attention_mask
-    mask = input_ids.new_ones(input_ids.shape) if attention_mask is None else attention_mask.to(input_ids.device)
-    output = model.generate(input_ids=input_ids, attention_mask=mask, custom_generate=method, **options)  # type: ignore[operator]
+    if attention_mask is None and options.get("past_key_values") is None:
+        attention_mask = input_ids.new_ones(input_ids.shape)
+    if attention_mask is not None:
+        options["attention_mask"] = attention_mask.to(input_ids.device)
+    output = model.generate(input_ids=input_ids, custom_generate=method, **options)  # type: ignore[operator]
     return output if isinstance(output, GenerateDecoderOnlyOutput) else output[:, input_ids.shape[1] :]

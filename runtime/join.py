@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.cache_utils import Cache
 
-from keepsight.runtime.attention import is_bounded
+from keepsight.runtime.attention import StateCache, is_bounded
 from keepsight.runtime.images import Images
 from keepsight.runtime.layer import KeptLayer, RaggedLayer
 from keepsight.runtime.state import State, has_recurrent
@@ -49,7 +48,7 @@ def join(states: Sequence[State]) -> State:
         _join_bounded(column, seen) if is_bounded(column[0]) else join_full(column, seen) for column in columns
     ]
     return State(
-        Cache(layers=layers),
+        StateCache(layers=layers),
         torch.cat([state.logits for state in states]),
         torch.cat([functional.pad(state.tokens, (width - state.tokens.shape[1], 0)) for state in states]),
         torch.cat([state.lengths for state in states]),
@@ -85,7 +84,7 @@ def take_rows(state: State, rows: Sequence[int]) -> State:
 
     layers = [taken(layer) for layer in state.cache.layers]
     return State(
-        Cache(layers=layers),
+        StateCache(layers=layers),
         state.logits[index],
         state.tokens[index, before - width :],
         lengths,

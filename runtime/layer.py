@@ -32,6 +32,8 @@ ROOM = 64
 """Least room, in entries, that a cache adds when it grows; memory plans count it."""
 GROWTH = 1 / 16
 """Room that a growing cache adds, as a share of its entries, if that is more than `ROOM`; memory plans count it."""
+RECENT = 64
+"""Number of last tokens before an eviction of which a layer remembers the entries that each head kept."""
 
 
 class LayerEntries(NamedTuple):
@@ -90,6 +92,21 @@ class Recorded:
         ahead = None if self.ahead is None else self.ahead[:, start:]
         return replace(self, queries=self.queries[:, :, start:], query_mask=query_mask, ahead=ahead)
 
+    def without_last(self, count: int) -> "Recorded":
+        """The same with the queries of before the last `count` tokens; scores are left to the layer.
+
+        Raises:
+            UserError: attention or statistics were summed over all queries.
+        """
+        if self.accumulated is not None or self.statistics is not None:
+            raise UserError("crop: attention was summed over all tokens, and the last ones cannot be taken off again")
+        if self.queries is None:
+            return self
+        end = max(self.queries.shape[2] - count, 0)
+        query_mask = None if self.query_mask is None else self.query_mask[:, :end]
+        ahead = None if self.ahead is None else self.ahead[:, :end]
+        return replace(self, queries=self.queries[:, :, :end], query_mask=query_mask, ahead=ahead)
+
 
 def spare(count: int, least: int = ROOM) -> int:
     """Entries to make room for beyond `count`: a share of them, so that they are not copied again and again."""
@@ -122,6 +139,9 @@ class KeptLayer(DynamicLayer):
             values.
         origin: The model, and the index of the decoder layer that it belongs to; None for a layer without a model.
         recorded: What was recorded while tokens were read; None for nothing.
+        recent: [B, K, r] bool, which entries of the last r tokens before the last eviction each head kept; None where
+            nothing was evicted, or it is not known.
+        added: Number of entries after the last eviction that are no tokens, such as learned ones.
     """
 
     keys: Tensor
@@ -130,6 +150,8 @@ class KeptLayer(DynamicLayer):
     expansion: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     origin: tuple[PreTrainedModel, int] | None = None
     recorded: Recorded | None = None
+    recent: Tensor | None = None
+    added: int = 0
 
     def __init__(
         self, keys: Tensor | None = None, values: Tensor | None = None, seen: int = 0, real: Tensor | None = None
@@ -142,6 +164,8 @@ class KeptLayer(DynamicLayer):
         self._room: tuple[Tensor, Tensor] | None = None
         self._real_room: Tensor | None = None
         self._shared = 0  # number of first entries that other layers may hold too
+        is_evicted = keys is not None and keys.shape[2] != seen
+        self._evicted_to = keys.shape[2] if is_evicted and keys is not None else 0  # entries after the last eviction
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
@@ -192,14 +216,64 @@ class KeptLayer(DynamicLayer):
         physical = self.keys.shape[-2] if self.is_initialized else 0
         return physical + query_length, self.seen - physical
 
+    @property
+    def croppable(self) -> int:
+        """Number of last tokens of which every head holds the entry: those read since the last eviction, or all."""
+        return self.keys.shape[2] - self._evicted_to - self.added if self.is_initialized else 0
+
     @override
     def crop(self, tokens_to_remove: int) -> None:
+        if self.is_initialized:
+            self._require_croppable(-tokens_to_remove)
         super().crop(tokens_to_remove)
         self.seen += tokens_to_remove
         if self.keys.shape[2] < self._shared:
             self._room = None  # appending in place would overwrite entries that other layers share
         if self.real is not None:
             self.real = self.real[..., : self.keys.shape[-2]]
+
+    def _require_croppable(self, count: int) -> None:
+        if count > self.croppable:
+            raise UserError(
+                f"crop: cannot remove {count} tokens, only the {self.croppable} that were read since the last "
+                "eviction; keep a copy of the state from before instead"
+            )
+
+    def without_last(self, count: int) -> "KeptLayer":
+        """An independent layer without the entries of the last `count` tokens, exactly, also those before an eviction.
+
+        Raises:
+            UserError: which of them an eviction has kept is no longer known, or attention was summed over them.
+        """
+        recorded = self.recorded and self.recorded.without_last(count)
+        if count > self.croppable:
+            twin = self._without_recent(count)
+            scores = twin.recorded.scores if twin.recorded else {}
+        else:
+            twin = self.share()
+            twin.crop(-count)
+            scores = {}
+            if recorded is not None:
+                scores = {scorer: each[..., : each.shape[-1] - count] for scorer, each in recorded.scores.items()}
+        twin.recorded = recorded and replace(recorded, scores=scores)
+        return twin
+
+    def _without_recent(self, count: int) -> "KeptLayer":
+        """A copy without the entries of the last `count` tokens, some of which were read before the last eviction."""
+        before = count - self.croppable
+        if self.recent is None or before > self.recent.shape[2]:
+            self._require_croppable(count)
+        assert self.recent is not None
+        remembered = self.recent.shape[2] - before
+        dropped = self.croppable + self.recent[..., remembered:].sum(dim=-1)
+        marks = self.entries().marks
+        places = torch.arange(marks.shape[2], device=marks.device)
+        marks &= places < marks.shape[2] - dropped[..., None]
+        counts = marks.sum(dim=-1).cpu().numpy()
+        twin = self.keep(marks, counts, ragged=isinstance(self, RaggedLayer))
+        twin.seen = self.seen - count
+        twin.recent = self.recent[..., :remembered]
+        return twin
 
     def entries(self) -> LayerEntries:
         """All entries, as they are stored."""
@@ -252,6 +326,10 @@ class KeptLayer(DynamicLayer):
         twin._room = twin._real_room = None
         return twin
 
+    def __deepcopy__(self, memo: object) -> Self:
+        """As `share`: its entries are never overwritten, and `origin` is the model itself."""
+        return self.share()
+
     def keep(
         self, mask: Tensor, counts: Counts, *, window: int = 0, ragged: bool = False, marked: bool = False
     ) -> "KeptLayer":
@@ -281,6 +359,8 @@ class KeptLayer(DynamicLayer):
         if recorded and recorded.scores:
             scores = {scorer: _at(each, mask, counts) for scorer, each in recorded.scores.items()}
             recorded = replace(recorded, scores=scores)
+        tokens = min(self.croppable, RECENT)
+        kept.recent = mask[..., mask.shape[2] - tokens :].clone()  # a slice would keep the whole mask alive
         kept.recorded, kept.expansion, kept.origin = recorded, self.expansion, self.origin
         return kept
 
@@ -410,13 +490,14 @@ class RaggedLayer(OwnAttention, KeptLayer):
         keys, values = (_unpack(each, places, marks.shape) for each in self.packed())
         return LayerEntries(keys, values, torch.from_numpy(marks).to(device, non_blocking=True))
 
+    @property
+    @override
+    def croppable(self) -> int:
+        return self.appended - self.added
+
     @override
     def crop(self, tokens_to_remove: int) -> None:
-        if -tokens_to_remove > self.appended:
-            raise UserError(
-                f"crop: cannot remove {-tokens_to_remove} tokens, only the {self.appended} that were read since the "
-                "last eviction; keep a copy of the state from before instead"
-            )
+        self._require_croppable(-tokens_to_remove)
         self.seen += tokens_to_remove
         self.appended += tokens_to_remove
         if self.appended < self._shared:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 from typing_extensions import override
 
 from keepsight.errors import UserError
@@ -31,7 +31,7 @@ from keepsight.models.decoder import (
     running_devices,
 )
 from keepsight.models.model_files import adapters_digest, tensor_bytes, weights_digest
-from keepsight.runtime.attention import Softmax, is_bounded
+from keepsight.runtime.attention import Softmax, StateCache, is_bounded
 from keepsight.runtime.generate import CustomGenerate, Decoded, FullCache, GenerateRequest, decode
 from keepsight.runtime.images import Images
 from keepsight.runtime.layer import KeptLayer, RaggedLayer, Recorded
@@ -69,6 +69,11 @@ class SavedState(CustomGenerate):
         """Answer what follows the saved prompt; `self.state` stays unchanged."""
         if adapters_digest(model) != self.adapters:
             raise UserError(f"saved state: {_OTHER_ADAPTERS}")
+        if request.past is not None and request.past.method != self:
+            raise UserError(
+                "saved state: past_key_values come from another prompt than this state; continue with the method "
+                "that computed them, or leave them out"
+            )
         state = (self.state if request.past is None else request.past.state).unrecorded()
         if len(request.unread) != len(state.tokens) or request.mask is not None:
             raise UserError(
@@ -327,7 +332,7 @@ def _state_of_tensors(
     layers = [
         layer_of_tensors(empty, _named(tensors, f"layers.{index}."), seen) for index, empty in enumerate(cache.layers)
     ]
-    cache, tokens, lengths = Cache(layers=layers), tensors["tokens"], tensors["lengths"]
+    cache, tokens, lengths = StateCache(layers=layers), tensors["tokens"], tensors["lengths"]
     state = State(cache, tensors["logits"], tokens, lengths, needs)
     offsets = {"rope_offset": tensors.get("shift", 0), "batch_offset": tensors.get("batch_shift", 0)}
     state = replace(state, **offsets)

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import FULL, has_latents, layer_kinds, require_supported
 from keepsight.models.scorers import Scorer
-from keepsight.runtime.attention import Reader, Softmax, expansions, is_bounded, run
+from keepsight.runtime.attention import Reader, Softmax, StateCache, expansions, is_bounded, run
 from keepsight.runtime.features import RecordFeatures, WatchInputs
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import observed_attention, seen_ahead
@@ -174,8 +174,27 @@ class State:
         return [each.marks for each in self.entries()]
 
     def copy(self) -> "State":
-        """The same state with an independent cache to append to."""
+        """The same state with an independent cache to append to.
+
+        Raises:
+            UserError: the cache has grown or shrunk since, see `require_unchanged`.
+        """
+        self.require_unchanged()
         return replace(self, cache=share(self.cache))
+
+    def require_unchanged(self) -> None:
+        """Refuse a state whose cache has read other tokens than `tokens`: something else appended to it or cut it.
+
+        Raises:
+            UserError: a layer has seen more or fewer tokens.
+        """
+        width = self.tokens.shape[1]
+        for layer in self.layers:
+            if layer.seen != width:
+                raise UserError(
+                    f"the cache of this state has {layer.seen} tokens, and the state itself {width}: another call has "
+                    "changed it; continue from the state that this call returned, or work on a state.copy()"
+                )
 
     def unrecorded(self, needs: Needs = Needs()) -> "State":
         """A copy without recorded queries, scores and features; `needs` is recorded from the next token on."""
@@ -197,11 +216,29 @@ class State:
             images=self.images,
         )
 
+    def without_last(self, count: int) -> "State":
+        """The state before its last `count` tokens, exactly, as a copy to read more into; its `logits` are not known.
+
+        Raises:
+            UserError: they cannot be taken off: entries before them were evicted, or a layer is bounded.
+        """
+        if not self.joins:
+            raise UserError("crop: entries in a form of their own cannot be cropped; keep a copy of the state instead")
+        if len(self.layers) < len(self.cache.layers):
+            raise UserError("crop: layers with a window or a recurrent state cannot be cropped; keep a copy instead")
+        self.require_unchanged()
+        layers = [layer.without_last(count) for layer in self.layers]
+        return self._shortened(count, self.logits, with_full_layers(self.cache, layers))
+
     def crop(self, count: int, logits: Tensor) -> "State":
         """The state before its last `count` tokens, which the cache drops; `logits` [B, V] are the new last ones."""
         self.cache.crop(-count)
+        return self._shortened(count, logits, self.cache)
+
+    def _shortened(self, count: int, logits: Tensor, cache: Cache) -> "State":
         return replace(
             self,
+            cache=cache,
             logits=logits,
             tokens=self.tokens[:, : self.tokens.shape[1] - count],
             lengths=self.lengths - count,
@@ -220,6 +257,41 @@ class State:
         layers: list[Any] = self.cache.layers
         needed = any(is_bounded(layer) or layer.token_mask is not None for layer in layers)
         return self.tokens_mask if needed else None
+
+
+class Checkpoint:
+    """A state before an answer, to which the state after it can be taken back.
+
+    It holds what cropping cannot restore: recordings, bounded layers, and with `copies` (entries are evicted or read
+    again while the answer is decoded) the entries. Otherwise these are taken from the state after the answer, so that
+    none is held twice.
+    """
+
+    def __init__(self, state: State, copies: bool) -> None:
+        self.length = state.tokens.shape[1]
+        self.logits = state.logits
+        self.recorded = [layer.recorded for layer in state.layers]
+        self.copy = state.copy() if copies else None
+        empty = [KeptLayer() for _ in state.layers]
+        self.bounded = with_full_layers(state.cache, empty) if state.joins and not copies else None
+
+    def restored(self, after: State) -> State:
+        """A copy of the state as it was, from the state `after` the answer.
+
+        Raises:
+            UserError: the state's method stores entries in its own form.
+        """
+        if self.copy is not None:
+            return self.copy.copy()
+        if self.bounded is None:
+            raise UserError("crop: entries in a form of their own cannot be cropped")
+        after.require_unchanged()
+        count = after.tokens.shape[1] - self.length
+        layers = [layer.share() for layer in after.layers]
+        for layer, recorded in zip(layers, self.recorded, strict=True):
+            layer.crop(-count)
+            layer.recorded = recorded
+        return after._shortened(count, self.logits, with_full_layers(self.bounded, layers))
 
 
 @dataclass
@@ -496,8 +568,10 @@ def read(
         The state after them, and the logits [B, q, V] float32 of all q tokens, or of the last ones.
 
     Raises:
-        UserError: everything is to be read again, and entries were evicted.
+        UserError: everything is to be read again, and entries were evicted; or the state's cache has grown since the
+            state was returned.
     """
+    state.require_unchanged()
     count, limit = tokens.shape[1], length_limit(model.config)
     if limit is not None and (remaining := remaining_tokens(model, state, count)):
         return _read_beyond(model, state, tokens, limit, remaining, logits_to_keep)
@@ -645,7 +719,7 @@ def empty_cache(model: PreTrainedModel, mask: Tensor | None = None) -> Cache:
     if has_latents(model):
         for layer, expansion in zip(full_layers(Cache(layers=layers)), expansions(model), strict=True):
             layer.expansion = expansion
-    return Cache(layers=layers)
+    return StateCache(layers=layers)
 
 
 def full_layers(cache: Cache) -> list[Any]:
@@ -661,7 +735,7 @@ def with_full_layers(cache: Cache, layers: Iterable[Any]) -> Cache:
             after.append(copy.copy(layer) if isinstance(layer, DynamicLayer) else copy.deepcopy(layer))
         else:
             after.append(next(others))
-    return Cache(layers=after)
+    return StateCache(layers=after)
 
 
 def share(cache: Cache) -> Cache:

@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import FULL, decoder_of, has_latents
 from keepsight.models.model_files import weights_digest
-from keepsight.runtime.attention import is_bounded
+from keepsight.runtime.attention import StateCache, is_bounded
 from keepsight.runtime.layer import KeptLayer, RaggedLayer
 from keepsight.runtime.state import State, read
 from keepsight.serving.prefix import Header, write_prefix
@@ -140,7 +139,7 @@ def turned_by(rotations: Sequence[Rotation | None], state: State, entries: int) 
     pairs = zip(state.layers, rotations, strict=True)
     layers: list[Any] = [_turned(layer, rotation, by, entries) for layer, rotation in pairs]
     lengths, placeholders = torch.full_like(state.lengths, entries), state.tokens.new_zeros(1, entries)
-    return State(Cache(layers=layers), state.logits, placeholders, lengths, padded=False)
+    return State(StateCache(layers=layers), state.logits, placeholders, lengths, padded=False)
 
 
 def _turned(layer: KeptLayer, rotation: Rotation | None, by: int, entries: int) -> KeptLayer:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from keepsight.eval.bench.measure import median_seconds, random_ids, read_greedily, require_room, seconds_of
 from keepsight.eval.tasks.niah import read_haystack
@@ -17,7 +16,7 @@ from keepsight.models.decoder import context_of
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.retrieval_head import RetrievalHead, parameters, pruning
 from keepsight.models.targets import Target
-from keepsight.runtime.attention import Softmax
+from keepsight.runtime.attention import Softmax, StateCache
 from keepsight.runtime.generate import CacheMethod, FullCache, Method
 from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.offload import Traffic
@@ -93,7 +92,7 @@ def random_state(model: PreTrainedModel, needs: Needs, rows: int, length: int) -
     features = tuple(random_like(feature, (rows, length, feature.shape[2])) for feature in start.features)
     layers: list[Any] = [KeptLayer(keys, values, length) for _ in start.cache.layers]
     lengths = torch.full_like(start.lengths, length)
-    return State(Cache(layers=layers), start.logits, ids, lengths, start.needs, features)
+    return State(StateCache(layers=layers), start.logits, ids, lengths, start.needs, features)
 
 
 @torch.no_grad()

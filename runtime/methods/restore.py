@@ -190,6 +190,8 @@ class RestoreKV(KVzip):
         for layer, (keys, values) in zip(after.layers, made, strict=True):
             layer.update(keys, values)
             layer.seen -= self.added_entries  # they are no tokens of the prompt
+            layer.added = self.added_entries
+            layer.recent = None  # whose entries come before them
         return replace(after, rope_offset=torch.full_like(state.lengths, self.added_entries) + state.rope_offset)
 
     def _restored(self, model: PreTrainedModel, state: State) -> list[tuple[Tensor, Tensor]]:

@@ -17,7 +17,7 @@ from keepsight.files import read_bytes
 from keepsight.models.decoder import has_latents, require_one_device
 from keepsight.models.retrieval_head import NONE, RetrievalHead
 from keepsight.runtime import registry
-from keepsight.runtime.attention import Reader, Softmax, run
+from keepsight.runtime.attention import Reader, Softmax, StateCache, run
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.readers import TokenReader, TurnReader
@@ -92,7 +92,7 @@ class HeadSelector:
         return twin
 
 
-class RetrievalCache(Cache):
+class RetrievalCache(StateCache):
     """The layers of the base model, the selector of the entries that they read, and their placement."""
 
     def __init__(self, layers: list[Any], selector: HeadSelector, placement: Placement) -> None:

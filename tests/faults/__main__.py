@@ -1,7 +1,7 @@
 """The campaign: what happens to the commands when they are killed, and to damaged files and malformed arguments; and to
 the package with threads, the user's rows, servers, paths and texts of all kinds.
 
-    python -m tests.faults                       # 200 kills, 600 inputs, 1,000 damaged files, 2,000 of the others
+    python -m tests.faults                       # 200 kills, 600 inputs, 1,000 damaged files, 4,000 of the others
     python -m tests.faults kills=6 inputs=40     # a few; seed=0 draws others; plots=0: empty ones of the commands
 
 Prints how the trials of each kind ended, and every one that ended as none may; the exit status is then 1.
@@ -32,6 +32,8 @@ _COUNTS = {
     "rope": 1000,
     "stops": 1000,
     "tokenizers": 1000,
+    "pasts": 1000,
+    "turns": 1000,
 }
 
 
@@ -49,13 +51,25 @@ def main(arguments: list[str]) -> int:
     from tqdm import tqdm
 
     from tests.commands.commands import draw_nothing
-    from tests.faults import paths, rope, rows, servers, sinks, stops, threads, tokenizers, trials
+    from tests.faults import (
+        pasts,
+        paths,
+        rope,
+        rows,
+        servers,
+        sinks,
+        stops,
+        threads,
+        tokenizers,
+        trials,
+        turns,
+    )
     from tests.faults.child import preload
     from tests.faults.world import World
 
     tqdm.set_lock(RLock())  # its own is shared with forks, which may be killed while they hold it
     tqdm.monitor_interval = 0  # a fork would lose its thread, which may hold the lock
-    modules = (trials, threads, rows, servers, paths, sinks, rope, stops, tokenizers)
+    modules = (trials, threads, rows, servers, paths, sinks, rope, stops, tokenizers, pasts, turns)
     torch.set_num_threads(1)
     preload()
     bad, started, patch = 0, monotonic(), MonkeyPatch()

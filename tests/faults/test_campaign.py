@@ -19,6 +19,8 @@ def test_a_short_campaign_ends_as_it_may() -> None:
         "rope": 8,
         "stops": 15,
         "tokenizers": 15,
+        "pasts": 4,
+        "turns": 4,
     }
     given = [f"{name.replace(' ', '_')}={number}" for name, number in counts.items()]
     command = [sys.executable, "-m", "tests.faults", *given, "plots=0"]

@@ -146,6 +146,7 @@ def test_an_exception_leaves_the_conversation_as_it_was():
     [
         (torch.zeros(2, 3, dtype=torch.long), {}, r"shape \[2, 3\] are not one sequence"),
         (torch.zeros(1, 0, dtype=torch.long), {}, "the turn has no tokens"),
+        ({"input_ids": TURNS[0], "attention_mask": torch.arange(20)[None] > 2}, {}, "hides tokens; give the turn with"),
         (TURNS[0], {"num_return_sequences": 2, "do_sample": True}, "neither beams nor num_return_sequences"),
     ],
 )

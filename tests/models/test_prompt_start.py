@@ -1,0 +1,113 @@
+"""Texts that begin with the special tokens that their tokenizer adds: none is added twice, wherever they are read."""
+
+import asyncio
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+
+from keepsight import Conversation, SnapKV, generate, load_state, save_state
+from keepsight.commands.inspect import _ids
+from keepsight.data_gen.generate import render_prompt
+from keepsight.data_gen.prompts import Prompt
+from keepsight.errors import UserError
+from keepsight.eval.harness import HarnessModel
+from keepsight.eval.tasks.samples import Sample, render, render_apart
+from keepsight.models.chat import encode, start_tokens
+from keepsight.serving.server import Service
+from tests.tiny import tiny_model, tiny_tokenizer
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+TEMPLATE = "{{ bos_token }}" + str(tiny_tokenizer().chat_template)
+
+
+def tokenizer_adding(*start: str) -> Any:
+    """A tokenizer that adds special tokens before a text, and whose chat template writes BOS."""
+    tokenizer = tiny_tokenizer()
+    ids = [(token, int(tokenizer.convert_tokens_to_ids(token))) for token in start]
+    single = " ".join([*start, "$A"])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=ids)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tokenizer_adding("<|start|>")
+
+
+@pytest.fixture(scope="module")
+def rendered(tokenizer: Any) -> str:
+    turns = [{"role": "user", "content": "for example, what does the class statement do?"}]
+    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+
+
+@pytest.mark.parametrize("start", [(), ("<|start|>",), ("<|start|>", "<|system|>")])
+def test_a_prompt_begins_once(start: tuple[str, ...]) -> None:
+    tokenizer = tokenizer_adding(*start)
+    ids = tokenizer.convert_tokens_to_ids(list(start))
+    assert start_tokens(tokenizer) == ids
+    text = tokenizer("a class", add_special_tokens=False)["input_ids"]
+    for written in ("a class", "".join(start) + "a class"):
+        assert encode(tokenizer, [written, "a class"], special=True) == [[*ids, *text]] * 2
+
+
+def test_generate_reads_a_rendered_chat_as_the_template_does(tokenizer: Any, rendered: str) -> None:
+    model = tiny_model(vocab_size=512)
+    ids = tokenizer(rendered, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    assert ids[0, :2].tolist() == [1, 4]
+    expected = generate(model, ids, **GREEDY)
+    output = generate(model, rendered, tokenizer=tokenizer, return_dict_in_generate=True, **GREEDY)
+    assert torch.equal(output.sequences[:, : ids.shape[1]], ids)
+    plain, bare = "a class", tokenizer("a class")["input_ids"]
+    both = generate(model, [rendered, plain], tokenizer=tokenizer, return_dict_in_generate=True, **GREEDY).sequences
+    assert torch.equal(both[0, ids.shape[1] :], expected[0])
+    assert both[1, ids.shape[1] - len(bare) : ids.shape[1]].tolist() == bare
+    assert torch.equal(both[1:, ids.shape[1] :], generate(model, torch.tensor([bare]), **GREEDY))
+
+
+def test_texts_of_several_lengths_need_no_padding_token(tokenizer: Any) -> None:
+    model, texts = tiny_model(vocab_size=512), ["a class", "a class with an if statement"]
+    expected = generate(model, texts, tokenizer=tokenizer, **GREEDY)
+    without = tokenizer_adding("<|start|>")
+    without.pad_token = None
+    assert torch.equal(generate(model, texts, tokenizer=without, **GREEDY), expected)
+
+
+def test_a_conversation_begins_once_and_a_turn_does_not_begin(tokenizer: Any, rendered: str, tmp_path: Path) -> None:
+    model, method = tiny_model(vocab_size=512), SnapKV(16, window=4)
+    talk = Conversation(model, method)
+    talk.say(rendered, tokenizer=tokenizer, **GREEDY)
+    assert talk.ids[0, :2].tolist() == [1, 4]
+    before = talk.ids
+    saved = load_state(save_state(method.start(model, talk.ids), tmp_path, model=model), model)
+    for ask in (
+        lambda: talk.say(rendered, tokenizer=tokenizer, **GREEDY),
+        lambda: generate(model, rendered, saved, tokenizer=tokenizer, **GREEDY),
+    ):
+        with pytest.raises(UserError, match=r"^the text begins with '<\|start\|>', as a new prompt does[^\n]*$"):
+            ask()
+    assert torch.equal(talk.ids, before)
+
+
+def test_training_prompts_tasks_and_the_harness(tokenizer: Any, rendered: str) -> None:
+    expected = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    prompt = Prompt("rows", ({"role": "user", "content": rendered},), template=False)
+    assert render_prompt(0, prompt, tokenizer).ids == expected
+    question = "do?<|end|><|assistant|>"
+    sample = Sample("0", "task", 512, rendered, ("a",), "f1", 4, question=question, chat=False)
+    assert render(sample, tokenizer).prompt_ids.tolist() == expected
+    apart = render_apart(render(sample, tokenizer), tokenizer)
+    assert [*apart.prompt_ids.tolist()[:2], *apart.question_ids.tolist()[-2:]] == [1, 4, 2, 5]
+    harness = SimpleNamespace(tokenizer=tokenizer)
+    for add_special_tokens in (None, True, False):
+        assert HarnessModel.tok_encode(harness, rendered, add_special_tokens) == expected  # type: ignore[arg-type]
+    target: Any = SimpleNamespace(tokenizer=tokenizer, model=tiny_model(vocab_size=512))
+    assert _ids(rendered, False, target) == expected
+    service: Any = SimpleNamespace(target=target, _encoding=nullcontext())
+    for special in (True, False):  # of the completions and of the chat endpoint
+        assert asyncio.run(Service._encoded(service, rendered, special=special)) == expected
