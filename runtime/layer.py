@@ -270,7 +270,7 @@ class KeptLayer(DynamicLayer):
         places = torch.arange(marks.shape[2], device=marks.device)
         marks &= places < marks.shape[2] - dropped[..., None]
         counts = marks.sum(dim=-1).cpu().numpy()
-        twin = self.keep(marks, counts, ragged=isinstance(self, RaggedLayer))
+        twin = self.keep(marks, counts, ragged=True)  # no mask of the model's fits layers of other lengths
         twin.seen = self.seen - count
         twin.recent = self.recent[..., :remembered]
         return twin

@@ -200,7 +200,7 @@ class State:
         """A copy without recorded queries, scores and features; `needs` is recorded from the next token on."""
         after = replace(self.copy(), needs=needs, features=(), seconds=0.0)
         for layer in after.layers:
-            layer.recorded = None
+            layer.recorded = layer.recent = None
         return after
 
     def as_kind(self, kind: type[Kind], cache: Cache) -> Kind:
