@@ -170,7 +170,13 @@ class Past(StateCache):
         self.model = model
         self.adapters = adapters_digest(model)
 
-    crop = activate_past_recording = StateCache.refuse
+    @override
+    def crop(self, tokens_to_remove: int) -> None:
+        self.refuse()
+
+    @override
+    def activate_past_recording(self) -> None:
+        self.refuse()
 
     def __deepcopy__(self, memo: object) -> "Past":
         """The past itself: nothing changes it, and a copy would copy the model with it."""

@@ -101,11 +101,12 @@ class Recorded:
         if self.accumulated is not None or self.statistics is not None:
             raise UserError("crop: attention was summed over all tokens, and the last ones cannot be taken off again")
         if self.queries is None:
-            return self
+            return replace(self, observed=None)
         end = max(self.queries.shape[2] - count, 0)
         query_mask = None if self.query_mask is None else self.query_mask[:, :end]
         ahead = None if self.ahead is None else self.ahead[:, :end]
-        return replace(self, queries=self.queries[:, :, :end], query_mask=query_mask, ahead=ahead)
+        queries = self.queries[:, :, :end]
+        return replace(self, queries=queries, query_mask=query_mask, ahead=ahead, observed=None)
 
 
 def spare(count: int, least: int = ROOM) -> int:
