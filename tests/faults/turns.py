@@ -60,9 +60,11 @@ class _Reference:
         elif common >= self.asked:
             state = self.method.resume(self.model, self.before.copy(), chat[:, self.asked :])
         else:
-            again = min(self.before.needs.window, *(layer.croppable for layer in self.before.layers))
-            first = common if again < self.asked - common else max(common - again, 0)
-            state = self.method.resume(self.model, self.before.without_last(self.asked - first), chat[:, first:])
+            taken = self.asked - common
+            spare = min(layer.croppable for layer in self.before.layers) - taken
+            again = max(min(self.before.needs.window, spare, common - 1), 0)  # read once more, so that they observe
+            first = common - again
+            state = self.method.resume(self.model, self.before.without_last(taken + again), chat[:, first:])
         self.before, self.asked = state.copy(), chat.shape[1]
         reader, eviction = self.method.reader(self.model), self.method.periodic_eviction(self.model)
         decoded = decode(reader, state, stop_after(4, None), pad_token=0, eviction=eviction)
