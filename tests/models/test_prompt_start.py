@@ -1,7 +1,5 @@
 """Texts that begin with the special tokens that their tokenizer adds: none is added twice, wherever they are read."""
 
-import asyncio
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +16,6 @@ from keepsight.errors import UserError
 from keepsight.eval.harness import HarnessModel
 from keepsight.eval.tasks.samples import Sample, render, render_apart
 from keepsight.models.chat import encode, start_tokens
-from keepsight.serving.server import Service
 from tests.tiny import tiny_model, tiny_tokenizer
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
@@ -108,6 +105,3 @@ def test_training_prompts_tasks_and_the_harness(tokenizer: Any, rendered: str) -
         assert HarnessModel.tok_encode(harness, rendered, add_special_tokens) == expected  # type: ignore[arg-type]
     target: Any = SimpleNamespace(tokenizer=tokenizer, model=tiny_model(vocab_size=512))
     assert _ids(rendered, False, target) == expected
-    service: Any = SimpleNamespace(target=target, _encoding=nullcontext())
-    for special in (True, False):  # of the completions and of the chat endpoint
-        assert asyncio.run(Service._encoded(service, rendered, special=special)) == expected

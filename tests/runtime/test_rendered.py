@@ -91,9 +91,8 @@ def test_where_nothing_was_evicted_a_chat_may_differ_anywhere(method: Method) ->
     assert torch.equal(talk.say_rendered(shorter, **GREEDY), generate(model, shorter, method, **GREEDY))
 
 
-def _keys(entries: Any, head: int) -> set[tuple[float, ...]]:
-    keys, real = entries.keys[0, head], entries.marks[0, head]
-    return {tuple(row) for row in keys[real].tolist()}
+def _keys(entries: Any, head: int) -> Tensor:
+    return entries.keys[0, head][entries.marks[0, head]]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in OWN_FORM])
@@ -109,10 +108,15 @@ def test_the_last_tokens_before_an_eviction_are_taken_off(name: str, tmp_path: P
         return
     whole, shorter = prefill(model, PROMPT), state.without_last(5)
     assert torch.equal(shorter.tokens, PROMPT[:, :-5])
-    for before, after, every in zip(state.entries(), shorter.entries(), whole.entries(), strict=True):
+    by_layer = zip(state.entries(), shorter.entries(), whole.entries(), strict=True)
+    for layer, (before, after, every) in enumerate(by_layer):
         for head in range(before.keys.shape[1]):
-            last = {tuple(row) for row in every.keys[0, head, -5:].tolist()}
-            assert _keys(after, head) == _keys(before, head) - last
+            kept, left = _keys(before, head), _keys(after, head)
+            assert torch.equal(kept[: len(left)], left)
+            if layer == 0 or name != "speckv":  # whose prefill is sparse: later layers have other keys
+                differences = (kept[:, None] - every.keys[0, head, -5:]).abs().amax(dim=2)
+                is_last = (differences < 1e-4).any(dim=1)
+                assert is_last.tolist() == [False] * len(left) + [True] * (len(kept) - len(left))
     again = shorter.without_last(2)
     assert torch.equal(again.counts(), state.without_last(7).counts())
     assert again.cache.get_seq_length() == PROMPT.shape[1] - 7

@@ -55,6 +55,23 @@ def test_sixteen_clients_at_once_get_their_own_answers(target, served):
     assert answers == [alone(target, text, 20) for text in TEXTS]
 
 
+def test_a_rendered_chat_as_a_completion_begins_once(target):
+    tokenizer = target.tokenizer
+    start = TemplateProcessing(single="<|start|> $A", special_tokens=[("<|start|>", tokenizer.bos_token_id)])
+    before = tokenizer.backend_tokenizer.post_processor
+    tokenizer.backend_tokenizer.post_processor = start
+    try:
+        ids = tokenizer(TEXTS[2])["input_ids"]
+        assert ids[0] == tokenizer.bos_token_id
+        with serving(target) as (url, _):
+            asked: dict[str, Any] = {"model": "tiny", "max_tokens": 2}
+            for prompt in (TEXTS[2], "<|start|>" + TEXTS[2]):
+                usage = client(url).completions.create(prompt=prompt, **asked).usage
+                assert usage is not None and usage.prompt_tokens == len(ids)
+    finally:
+        tokenizer.backend_tokenizer.post_processor = before
+
+
 def test_a_chat_streamed_and_whole_with_usage(target, served):
     messages = [{"role": "user", "content": TEXTS[9]}]
     asked: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 12}
