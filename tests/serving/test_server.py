@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 from pydantic import ValidationError
+from tokenizers.processors import TemplateProcessing
 
 from keepsight.errors import UserError
 from keepsight.models.targets import Target, load_target
