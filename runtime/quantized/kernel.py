@@ -46,16 +46,20 @@ def attend_packed(
     the attention of the last query to the first n = `scored` entries, at least the fetched ones and by default the
     packed ones, [B, K, H / K, n] float32.
     """
-    scored = entries.packed_length if scored is None else scored
+    if scored is None:
+        scored = entries.packed_length
     if usable(query):
         return attend_in_kernel(query, entries, softmax, fetched, scored)
+
     batch, heads, rows, width = query.shape
-    keys, values = entries.keys(), entries.values()
+    keys = entries.keys()
+    values = entries.values()
     if fetched is not None:
-        places = fetched.indices[..., None].expand(-1, -1, -1, width)
+        index = fetched.indices[..., None].expand(-1, -1, -1, width)
         # Under autocast keys are float32 and values are not; on the CPU both are float32.
-        keys.scatter_(2, places, fetched.keys.to(keys.dtype))
-        values.scatter_(2, places, fetched.values.to(values.dtype))
+        keys.scatter_(2, index, fetched.keys.to(keys.dtype))
+        values.scatter_(2, index, fetched.values.to(values.dtype))
+
     with torch.autocast(query.device.type, enabled=False):  # it would round the logits
         logits = softmax.logits(query.reshape(batch, keys.shape[1], -1, width).float(), keys.float())
         logits = logits.unflatten(2, (-1, rows))
@@ -71,10 +75,12 @@ def attend_in_kernel(
 ) -> tuple[Tensor, Tensor]:
     """`attend_packed` on a GPU (experimental)."""
     batch, heads, rows, width = query.shape
-    kv_heads, length, quantizer = entries.recent_keys.shape[1], entries.length, entries.quantizer
+    kv_heads = entries.recent_keys.shape[1]
     grouped = query.reshape(batch, kv_heads, -1, width).contiguous()
-    parts, of_head = -(-length // PART), grouped.shape[2]
-    outputs = query.new_empty(batch, kv_heads, parts, of_head, width, dtype=torch.float32)
+    grouped_rows = grouped.shape[2]
+    parts = -(-entries.length // PART)
+
+    outputs = query.new_empty(batch, kv_heads, parts, grouped_rows, width, dtype=torch.float32)
     totals = outputs.new_empty(outputs.shape[:4])
     logits = outputs.new_empty(batch, kv_heads, heads // kv_heads, scored)
     with torch.cuda.device_of(query):
@@ -84,11 +90,11 @@ def attend_in_kernel(
             *entries.packed_values,
             entries.recent_keys.contiguous(),
             entries.recent_values.contiguous(),
-            *_fetched(fetched, entries),
+            *_fetched_arguments(fetched, entries),
             outputs,
             totals,
             logits,
-            length,
+            entries.length,
             entries.packed_length,
             entries.packed_values.scale.shape[2],
             scored,
@@ -97,33 +103,43 @@ def attend_in_kernel(
             *entries.packed_values.scale.stride()[:2],
             softmax.scaling,
             SOFTCAP=softmax.softcap or 0.0,
-            BITS=quantizer.bits,
-            GROUP=quantizer.group,
+            BITS=entries.quantizer.bits,
+            GROUP=entries.quantizer.group,
             WIDTH=width,
             COLUMNS=max(16, triton.next_power_of_2(width)),
-            ROWS=of_head,
-            PADDED=max(16, triton.next_power_of_2(of_head)),
+            ROWS=grouped_rows,
+            PADDED=max(16, triton.next_power_of_2(grouped_rows)),
             QUERIES=rows,
             PART=PART,
             BLOCK=BLOCK,
             FETCHED=fetched is not None,
             num_stages=STAGES,
         )
+
     totals = with_sinks(totals, softmax, rows)
-    last = totals.unflatten(3, (-1, rows))[..., -1].logsumexp(dim=2)
-    return merged(outputs, totals, query), (logits - last[..., None]).exp()
+    last_totals = totals.unflatten(3, (-1, rows))[..., -1].logsumexp(dim=2)
+    return merged(outputs, totals, query), (logits - last_totals[..., None]).exp()
 
 
-def _fetched(fetched: FetchedEntries | None, entries: PackedEntries) -> tuple[Tensor, Tensor, Tensor, int, int]:
-    """Keys and values [B, K, k, d], for each packed entry its place among them or -1, k, and the stride of an entry."""
+def _fetched_arguments(
+    fetched: FetchedEntries | None, entries: PackedEntries
+) -> tuple[Tensor, Tensor, Tensor, int, int]:
+    """The kernel's arguments `fetched_keys` to `fetched_stride`; tensors that it does not read for no entries.
+
+    Keys and values are [B, K, k, d]. The slots [B, K, n] int32 say where among these k a packed entry is, or -1.
+    """
     if fetched is None:
         return entries.recent_keys, entries.recent_values, entries.recent_keys, 0, 0
+
     indices, keys, values = fetched
     count = indices.shape[2]
     slots = indices.new_full((*indices.shape[:2], entries.packed_length), -1, dtype=torch.int32)
     slots.scatter_(2, indices, torch.arange(count, dtype=torch.int32, device=indices.device).expand_as(indices))
+
+    # The kernel knows one stride: that from an entry to the next, heads and rows behind each other.
     if keys.stride()[1:] != values.stride()[1:] or keys.stride(1) != count * keys.stride(2):
-        keys, values = keys.contiguous(), values.contiguous()
+        keys = keys.contiguous()
+        values = values.contiguous()
     return keys, values, slots, count, keys.stride(2)
 
 
@@ -175,14 +191,17 @@ def attend_part(  # type: ignore[no-untyped-def]
     FETCHED: tl.constexpr,
 ):
     """Attention to one part of a KV head's entries: output, logarithm of the denominator, logits of the last query."""
-    head, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     group_bytes: tl.constexpr = GROUP * BITS // 8
-    rows, columns = tl.arange(0, PADDED), tl.arange(0, COLUMNS)
-    inside, query_rows = columns < WIDTH, rows < ROWS
-    of_rows = query_rows[:, None] & inside[None, :]
-    queries = tl.load(query + (head * ROWS + rows[:, None]) * WIDTH + columns[None, :], mask=of_rows, other=0.0)
-    keys_at = head // kv_heads * key_row + head % kv_heads * key_head
-    values_at = head // kv_heads * value_row + head % kv_heads * value_head
+    rows = tl.arange(0, PADDED)
+    columns = tl.arange(0, COLUMNS)
+    in_width = columns < WIDTH
+    is_query = rows < ROWS
+    query_mask = is_query[:, None] & in_width[None, :]
+    queries = tl.load(query + (head * ROWS + rows[:, None]) * WIDTH + columns[None, :], mask=query_mask, other=0.0)
+    first_key_group = head // kv_heads * key_row + head % kv_heads * key_head
+    first_value_group = head // kv_heads * value_row + head % kv_heads * value_head
 
     best = tl.full([PADDED], float("-inf"), tl.float32)
     total = tl.zeros([PADDED], tl.float32)
@@ -191,59 +210,61 @@ def attend_part(  # type: ignore[no-untyped-def]
         tokens = start + tl.arange(0, BLOCK)
         exists = tokens < length
 
+        # Keys [d, BLOCK]: a group is one channel of GROUP tokens.
         packed = tokens < packed_keys
-        loaded = inside[:, None] & packed[None, :]
-        place = keys_at + (tokens // GROUP)[None, :] * WIDTH + columns[:, None]
+        packed_mask = in_width[:, None] & packed[None, :]
+        groups = first_key_group + (tokens // GROUP)[None, :] * WIDTH + columns[:, None]
         bit = tokens % GROUP * BITS
-        codes = tl.load(key_codes + place * group_bytes + (bit // 8)[None, :], mask=loaded, other=0).to(tl.int32)
+        codes = tl.load(key_codes + groups * group_bytes + (bit // 8)[None, :], mask=packed_mask, other=0).to(tl.int32)
         codes = (codes >> (bit % 8)[None, :]) & (2**BITS - 1)
-        scale = tl.load(key_scale + place, mask=loaded, other=0.0).to(tl.float32)
-        keys = tl.load(key_zero + place, mask=loaded, other=0.0).to(tl.float32) + codes.to(tl.float32) * scale
-        place = (head * (length - packed_keys) + tokens - packed_keys)[None, :] * WIDTH + columns[:, None]
-        recent = tl.load(recent_keys + place, mask=inside[:, None] & (exists & ~packed)[None, :], other=0.0)
+        scale = tl.load(key_scale + groups, mask=packed_mask, other=0.0).to(tl.float32)
+        zero = tl.load(key_zero + groups, mask=packed_mask, other=0.0).to(tl.float32)
+        keys = zero + codes.to(tl.float32) * scale
+        numbers = (head * (length - packed_keys) + tokens - packed_keys)[None, :] * WIDTH + columns[:, None]
+        recent = tl.load(recent_keys + numbers, mask=in_width[:, None] & (exists & ~packed)[None, :], other=0.0)
         keys = tl.where(packed[None, :], keys.to(queries.dtype), recent)
 
         if FETCHED:
             slot = tl.load(slots + head * packed_keys + tokens, mask=packed, other=-1)
-            row = (head * fetched + slot) * fetched_stride
-            chosen = inside[:, None] & (slot >= 0)[None, :]
-            read = tl.load(fetched_keys + row[None, :] + columns[:, None], chosen, other=0.0)
-            keys = tl.where(chosen, read, keys)
+            fetched_rows = (head * fetched + slot) * fetched_stride
+            fetched_mask = in_width[:, None] & (slot >= 0)[None, :]
+            full_keys = tl.load(fetched_keys + fetched_rows[None, :] + columns[:, None], fetched_mask, other=0.0)
+            keys = tl.where(fetched_mask, full_keys, keys)
 
         scores = tl.dot(queries, keys, input_precision="tf32x3") * scaling
         if SOFTCAP > 0:
             scores = (2 * tl.sigmoid(2 * scores / SOFTCAP) - 1) * SOFTCAP
         visible = exists[None, :] & (tokens[None, :] <= length - QUERIES + (rows % QUERIES)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
-        last = query_rows & (rows % QUERIES == QUERIES - 1)
-        place = (head * (ROWS // QUERIES) + rows // QUERIES)[:, None] * scored + tokens[None, :]
-        tl.store(logits + place, scores, mask=last[:, None] & (tokens < scored)[None, :])
+        is_last_query = is_query & (rows % QUERIES == QUERIES - 1)
+        logit_places = (head * (ROWS // QUERIES) + rows // QUERIES)[:, None] * scored + tokens[None, :]
+        tl.store(logits + logit_places, scores, mask=is_last_query[:, None] & (tokens < scored)[None, :])
 
         weights, fade, best, total = online_softmax(scores, best, total)
 
+        # Values [BLOCK, d]: a group is GROUP channels of one token.
         packed = tokens < packed_values
-        loaded = packed[:, None] & inside[None, :]
-        place = values_at + tokens[:, None] * (WIDTH // GROUP) + (columns // GROUP)[None, :]
+        packed_mask = packed[:, None] & in_width[None, :]
+        groups = first_value_group + tokens[:, None] * (WIDTH // GROUP) + (columns // GROUP)[None, :]
         bit = columns % GROUP * BITS
-        codes = tl.load(value_codes + place * group_bytes + (bit // 8)[None, :], mask=loaded, other=0).to(tl.int32)
-        codes = (codes >> (bit % 8)[None, :]) & (2**BITS - 1)
-        scale = tl.load(value_scale + place, mask=loaded, other=0.0).to(tl.float32)
-        values = tl.load(value_zero + place, mask=loaded, other=0.0).to(tl.float32) + codes.to(tl.float32) * scale
-        place = (head * (length - packed_values) + tokens - packed_values)[:, None] * WIDTH + columns[None, :]
-        recent = tl.load(recent_values + place, mask=(exists & ~packed)[:, None] & inside[None, :], other=0.0)
+        codes = tl.load(value_codes + groups * group_bytes + (bit // 8)[None, :], mask=packed_mask, other=0)
+        codes = (codes.to(tl.int32) >> (bit % 8)[None, :]) & (2**BITS - 1)
+        scale = tl.load(value_scale + groups, mask=packed_mask, other=0.0).to(tl.float32)
+        zero = tl.load(value_zero + groups, mask=packed_mask, other=0.0).to(tl.float32)
+        values = zero + codes.to(tl.float32) * scale
+        numbers = (head * (length - packed_values) + tokens - packed_values)[:, None] * WIDTH + columns[None, :]
+        recent = tl.load(recent_values + numbers, mask=(exists & ~packed)[:, None] & in_width[None, :], other=0.0)
         values = tl.where(packed[:, None], values.to(queries.dtype), recent)
 
         if FETCHED:
-            chosen = (slot >= 0)[:, None] & inside[None, :]
-            values = tl.where(
-                chosen, tl.load(fetched_values + row[:, None] + columns[None, :], chosen, other=0.0), values
-            )
+            fetched_mask = (slot >= 0)[:, None] & in_width[None, :]
+            full_values = tl.load(fetched_values + fetched_rows[:, None] + columns[None, :], fetched_mask, other=0.0)
+            values = tl.where(fetched_mask, full_values, values)
 
         summed = summed * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="tf32x3")
 
-    at = (head * tl.num_programs(1) + part) * ROWS + rows
-    seen = total > 0
-    tl.store(
-        outputs + at[:, None] * WIDTH + columns[None, :], summed / tl.where(seen, total, 1.0)[:, None], mask=of_rows
-    )
-    tl.store(totals + at, tl.where(seen, best + tl.log(total), float("-inf")), mask=query_rows)
+    out_rows = (head * tl.num_programs(1) + part) * ROWS + rows
+    sees_entries = total > 0
+    output = summed / tl.where(sees_entries, total, 1.0)[:, None]
+    tl.store(outputs + out_rows[:, None] * WIDTH + columns[None, :], output, mask=query_mask)
+    tl.store(totals + out_rows, tl.where(sees_entries, best + tl.log(total), float("-inf")), mask=is_query)

@@ -2,7 +2,6 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +19,7 @@ from keepsight.runtime.attention import OwnAttention, Softmax, run
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import CacheMethod
 from keepsight.runtime.layer import Counts, KeptLayer, LayerEntries
+from keepsight.runtime.offload import Traffic
 from keepsight.runtime.quantized.kernel import attend_packed
 from keepsight.runtime.quantized.packing import Bits, Group, Levels, PackedEntries, Quantizer
 from keepsight.runtime.state import Needs, State, empty_cache, full_layers, with_full_layers
@@ -56,9 +56,10 @@ class PackedLayer(OwnAttention, KeptLayer):
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         outputs = []
-        for token in zip(*(each.split(1, dim=2) for each in (query, key, value)), strict=True):
-            self.append(*token[1:])
-            outputs.append(self.attend_last(token[0], softmax))
+        for token in range(query.shape[2]):
+            token_range = slice(token, token + 1)
+            self.append(key[:, :, token_range], value[:, :, token_range])
+            outputs.append(self.attend_last(query[:, :, token_range], softmax))
             self.pack()
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
@@ -77,7 +78,9 @@ class PackedLayer(OwnAttention, KeptLayer):
 
     def replace(self, packed: PackedEntries) -> None:
         """Replace the entries."""
-        self.packed, self.keys, self.values = packed, packed.recent_keys, packed.recent_values
+        self.packed = packed
+        self.keys = packed.recent_keys
+        self.values = packed.recent_values
 
     @override
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -101,10 +104,6 @@ class PackedState(State):
     """A state whose cache is packed."""
 
 
-PackLayer = Callable[[Tensor, Tensor, int], PackedLayer]
-"""Makes a layer from keys and values [B, K, T, d] in full precision and the logical length."""
-
-
 _RAGGED = (
     "KV heads that hold different numbers of entries cannot be packed; use an allocation that keeps the same number in "
     "every KV head of a layer, such as uniform"
@@ -118,23 +117,28 @@ class _ArrivingLayer(DynamicLayer):
     values: Tensor
     packed: PackedLayer
 
-    def __init__(self, length: int, pack: PackLayer) -> None:
+    def __init__(self, length: int, method: "PackedMethod", traffic: Traffic) -> None:
         super().__init__()
-        self.length, self.pack = length, pack
+        self.length = length
+        self.method = method
+        self.traffic = traffic
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        new = key_states, value_states
         if not self.is_initialized:
-            self.lazy_initialization(*new)
-            self.keys, self.values = (each[:, :, :0].cpu() for each in new)
-        before, device = (self.keys, self.values), key_states.device
-        keys, values = (torch.cat([old.to(device), each], dim=2) for old, each in zip(before, new, strict=True))
+            self.lazy_initialization(key_states, value_states)
+            self.keys = key_states[:, :, :0].cpu()
+            self.values = value_states[:, :, :0].cpu()
+
+        keys = torch.cat([self.keys.to(key_states.device), key_states], dim=2)
+        values = torch.cat([self.values.to(key_states.device), value_states], dim=2)
         if keys.shape[2] == self.length:
-            self.packed = self.pack(keys, values, self.length)
-            self.keys, self.values = (old[:, :, :0].clone() for old in before)
+            self.packed = self.method.packed_layer(keys, values, self.length, self.traffic)
+            self.keys = self.keys[:, :, :0].clone()
+            self.values = self.values[:, :, :0].clone()
         else:
-            self.keys, self.values = (torch.cat([old, own.cpu()], dim=2) for old, own in zip(before, new, strict=True))
+            self.keys = torch.cat([self.keys, key_states.cpu()], dim=2)
+            self.values = torch.cat([self.values, value_states.cpu()], dim=2)
         return keys, values
 
 
@@ -170,8 +174,11 @@ class PackedMethod(CacheMethod):
         return PackedEntries.pack(self.quantizer, self.residual, keys, values)
 
     @abstractmethod
-    def packer(self) -> PackLayer:
-        """The function that packs the layers of a state."""
+    def packed_layer(self, keys: Tensor, values: Tensor, seen: int, traffic: Traffic) -> PackedLayer:
+        """A layer of keys and values [B, K, T, d] in full precision, whose logical length is `seen`.
+
+        `traffic` counts what moves between CPU and device, for all layers of a state.
+        """
 
     def check_model(self, model: PreTrainedModel, tokens: Tensor) -> None:
         """Refuse a model or prompts [B, N] that cannot be packed."""
@@ -187,21 +194,26 @@ class PackedMethod(CacheMethod):
         """Read prompts of one length; only one layer at a time is in full precision on the device."""
         self.check_model(model, input_ids)
         _require_unpadded(mask)
-        (batch, length), pack, cache = input_ids.shape, self.packer(), empty_cache(model)
-        arriving = [_ArrivingLayer(length, pack) for _ in full_layers(cache)]
+        batch, length = input_ids.shape
+        cache = empty_cache(model)
+        traffic = Traffic()
+        arriving = [_ArrivingLayer(length, self, traffic) for _ in full_layers(cache)]
         cache = with_full_layers(cache, arriving)
-        positions, step = torch.arange(length, device=input_ids.device)[None], options.get("chunk") or length
+
+        positions = torch.arange(length, device=input_ids.device)[None]
         lengths = torch.full((batch,), length, device=input_ids.device)
-        for start in range(0, length, step):
-            part = slice(start, start + step)
+        chunk = options.get("chunk") or length
+        for start in range(0, length, chunk):
+            chunk_range = slice(start, start + chunk)
             output = run(
                 model,
                 cache,
                 rope_lengths=lengths,
-                input_ids=input_ids[:, part],
-                position_ids=positions[:, part],
+                input_ids=input_ids[:, chunk_range],
+                position_ids=positions[:, chunk_range],
                 logits_to_keep=1,
             )
+
         packed = with_full_layers(cache, [layer.packed for layer in arriving])
         return PackedState(packed, output.logits[:, -1].float(), input_ids, lengths, padded=False)
 
@@ -210,11 +222,13 @@ class PackedMethod(CacheMethod):
         """A packed copy of a state; nothing is recorded for observers from here on."""
         self.check_model(model, state.tokens)
         _require_unpadded(state.tokens_mask)
-        pack, layers = self.packer(), list[KeptLayer]()
+        seen = state.cache.get_seq_length()
+        traffic = Traffic()
+        layers: list[KeptLayer] = []
         for keys, values, real in state.entries():
             if real is not None and not real.all():
                 raise UserError(_RAGGED)
-            layers.append(pack(keys, values, state.cache.get_seq_length()))
+            layers.append(self.packed_layer(keys, values, seen, traffic))
         return state.as_kind(PackedState, with_full_layers(state.cache, layers))
 
 
@@ -267,8 +281,10 @@ class Kivi(PackedMethod):
 
     @override
     def compress_state(self, model: PreTrainedModel, state: State) -> State:
-        return super().compress_state(model, state if self.inner is None else self.inner.compress_state(model, state))
+        if self.inner is not None:
+            state = self.inner.compress_state(model, state)
+        return super().compress_state(model, state)
 
     @override
-    def packer(self) -> PackLayer:
-        return lambda keys, values, seen: PackedLayer(self.packed_entries(keys, values), seen)
+    def packed_layer(self, keys: Tensor, values: Tensor, seen: int, traffic: Traffic) -> PackedLayer:
+        return PackedLayer(self.packed_entries(keys, values), seen)

@@ -32,7 +32,7 @@ class Packed(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes of all three."""
-        return sum(each.nbytes for each in self)
+        return self.codes.nbytes + self.scale.nbytes + self.zero.nbytes
 
 
 @as_options
@@ -55,10 +55,13 @@ class Quantizer:
 
     def check_head(self, width: int) -> None:
         """Refuse a head dimension that groups do not divide."""
-        if width % self.group:
-            fitting = [str(each) for each in range(8, width + 1, 8) if width % each == 0]
-            hint = f"choose a group of {', '.join(fitting)}" if fitting else "this model's values cannot be quantised"
-            raise UserError(f"group {self.group} does not divide the head dimension {width}; {hint}")
+        if width % self.group == 0:
+            return
+        divisors = [str(divisor) for divisor in range(8, width + 1, 8) if width % divisor == 0]
+        hint = "this model's values cannot be quantised"
+        if divisors:
+            hint = f"choose a group of {', '.join(divisors)}"
+        raise UserError(f"group {self.group} does not divide the head dimension {width}; {hint}")
 
     def pack_keys(self, keys: Tensor) -> Packed:
         """[B, K, T, d] with T a multiple of the group -> groups [B, K, T / g, d]."""
@@ -66,8 +69,9 @@ class Quantizer:
 
     def unpack_keys(self, packed: Packed, out: Tensor | None = None) -> Tensor:
         """Groups [B, K, T / g, d] -> [B, K, T, d], in `out` if it is not None."""
-        groups = None if out is None else out.unflatten(2, (-1, self.group)).transpose(-1, -2)
-        return self.unpack(packed, groups).transpose(-1, -2).flatten(2, 3)
+        if out is not None:
+            out = out.unflatten(2, (-1, self.group)).transpose(-1, -2)
+        return self.unpack(packed, out).transpose(-1, -2).flatten(2, 3)
 
     def pack_values(self, values: Tensor) -> Packed:
         """[B, K, T, d] -> groups [B, K, T, d / g]."""
@@ -75,18 +79,26 @@ class Quantizer:
 
     def unpack_values(self, packed: Packed, out: Tensor | None = None) -> Tensor:
         """Groups [B, K, T, d / g] -> [B, K, T, d], in `out` if it is not None."""
-        return self.unpack(packed, None if out is None else out.unflatten(3, (-1, self.group))).flatten(3, 4)
+        if out is not None:
+            out = out.unflatten(3, (-1, self.group))
+        return self.unpack(packed, out).flatten(3, 4)
 
     def pack(self, groups: Tensor) -> Packed:
         """Quantise groups [..., g] of any float dtype. Ties round to even; a constant group comes back exactly."""
-        low, high = (each.float() for each in torch.aminmax(groups, dim=-1))
+        low, high = torch.aminmax(groups, dim=-1)
+        low = low.float()
+        span = high.float() - low
         if self.bits == 1 and self.one_bit == "middles":
-            zero, scale = low + (high - low) / 4, (high - low) / 2
+            zero = low + span / 4
+            scale = span / 2
         else:
-            zero, scale = low, (high - low) / (2**self.bits - 1)
+            zero = low
+            scale = span / (2**self.bits - 1)
         if groups.dtype == torch.float16:  # a group may span more than its largest number
             scale = scale.clamp(max=torch.finfo(torch.float16).max)
-        zero, scale = zero.to(groups.dtype), scale.to(groups.dtype)
+        zero = zero.to(groups.dtype)
+        scale = scale.to(groups.dtype)
+
         # A constant group has the scale 0, and is 0 above its zero point.
         step = scale.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]
         # Under `middles` the largest element is at 1.5, which rounds to 2: codes are clamped.
@@ -121,29 +133,39 @@ class PackedRoom:
     Groups appended to a shorter view get a room of their own.
     """
 
-    def __init__(self) -> None:
-        self._rows: tuple[Tensor, ...] = ()
-        self._filled = 0
+    def __init__(self, memory: Packed | None = None) -> None:
+        self._memory = memory
+        self._filled = 0  # number of groups, along dimension 2, that are written
 
     def append(self, packed: Packed, new: Packed) -> tuple["PackedRoom", Packed]:
         """Append groups along dimension 2; returns the room that they are in, and all groups."""
-        before, after = packed.scale.shape[2], packed.scale.shape[2] + new.scale.shape[2]
-        fits = bool(self._rows) and before == self._filled and after <= self._rows[0].shape[2]
-        room = self if fits else _moved(packed, after)
-        for rows, part in zip(room._rows, new, strict=True):
-            rows[:, :, before:after] = part
+        before = packed.scale.shape[2]
+        after = before + new.scale.shape[2]
+        room = self
+        memory = self._memory
+        if memory is None or before != self._filled or after > memory.scale.shape[2]:
+            memory = _moved(packed, after)
+            room = PackedRoom(memory)
+
+        for rows, new_rows in zip(memory, new, strict=True):
+            rows[:, :, before:after] = new_rows
         room._filled = after
-        return room, Packed(*(rows[:, :, :after] for rows in room._rows))
+        return room, Packed(memory.codes[:, :, :after], memory.scale[:, :, :after], memory.zero[:, :, :after])
 
 
-def _moved(packed: Packed, after: int) -> PackedRoom:
-    """A new room that begins with `packed`, for `after` groups, and spare ones if `packed` has any."""
-    room, before = PackedRoom(), packed.scale.shape[2]
-    capacity = after + (spare(after) if before else 0)
-    room._rows = tuple(part.new_empty(*part.shape[:2], capacity, *part.shape[3:]) for part in packed)
-    for rows, part in zip(room._rows, packed, strict=True):
-        rows[:, :, :before] = part
-    return room
+def _moved(packed: Packed, after: int) -> Packed:
+    """New memory that begins with `packed`, for `after` groups, and spare ones if `packed` has any."""
+    before = packed.scale.shape[2]
+    capacity = after
+    if before > 0:
+        capacity += spare(after)
+
+    memory = []
+    for stored in packed:
+        rows = stored.new_empty(*stored.shape[:2], capacity, *stored.shape[3:])
+        rows[:, :, :before] = stored
+        memory.append(rows)
+    return Packed(*memory)
 
 
 @dataclass(frozen=True)
@@ -172,8 +194,9 @@ class PackedEntries:
     @classmethod
     def pack(cls, quantizer: Quantizer, residual: int, keys: Tensor, values: Tensor) -> "PackedEntries":
         """Pack the entries [B, K, T, d] of a prompt."""
-        packed_keys, packed_values = quantizer.pack_keys(keys[:, :, :0]), quantizer.pack_values(values[:, :, :0])
-        return cls(quantizer, residual, packed_keys, packed_values, keys, values).packed()
+        no_keys = quantizer.pack_keys(keys[:, :, :0])
+        no_values = quantizer.pack_values(values[:, :, :0])
+        return cls(quantizer, residual, no_keys, no_values, keys, values).packed()
 
     @property
     def packed_length(self) -> int:
@@ -200,41 +223,44 @@ class PackedEntries:
 
     def packed(self) -> "PackedEntries":
         """The entries after packing keys in groups of `residual`, and all values but the last `residual`."""
-        recent, old = self.recent_keys.shape[2], max(self.recent_values.shape[2] - self.residual, 0)
-        full, packed = recent - recent % self.residual, self
-        if full:
-            keys = self.quantizer.pack_keys(self.recent_keys[:, :, :full])
-            rest = self.recent_keys[:, :, full:].clone()  # a slice would keep the whole prompt alive
-            room, joined = self.key_room.append(self.packed_keys, keys)
-            packed = replace(packed, packed_keys=joined, key_room=room, recent_keys=rest)
-        if old:
-            values = self.quantizer.pack_values(self.recent_values[:, :, :old])
-            rest = self.recent_values[:, :, old:].clone()
-            room, joined = self.value_room.append(self.packed_values, values)
-            packed = replace(packed, packed_values=joined, value_room=room, recent_values=rest)
+        packed = self
+        recent = self.recent_keys.shape[2]
+        full = recent - recent % self.residual
+        if full > 0:
+            room, packed_keys = self.key_room.append(
+                self.packed_keys, self.quantizer.pack_keys(self.recent_keys[:, :, :full])
+            )
+            recent_keys = self.recent_keys[:, :, full:].clone()  # a slice would keep the whole prompt alive
+            packed = replace(packed, packed_keys=packed_keys, key_room=room, recent_keys=recent_keys)
+
+        excess = self.recent_values.shape[2] - self.residual
+        if excess > 0:
+            room, packed_values = self.value_room.append(
+                self.packed_values, self.quantizer.pack_values(self.recent_values[:, :, :excess])
+            )
+            recent_values = self.recent_values[:, :, excess:].clone()
+            packed = replace(packed, packed_values=packed_values, value_room=room, recent_values=recent_values)
         return packed
 
     def keys(self) -> Tensor:
         """All keys [B, K, T, d], a copy."""
-        packed = self.packed_length
-        keys = self.recent_keys.new_empty(_longer(self.recent_keys, packed))
-        self.quantizer.unpack_keys(self.packed_keys, keys[:, :, :packed])
-        keys[:, :, packed:] = self.recent_keys
+        batch, kv_heads, _, width = self.recent_keys.shape
+        packed_length = self.packed_length
+        keys = self.recent_keys.new_empty(batch, kv_heads, self.length, width)
+        self.quantizer.unpack_keys(self.packed_keys, keys[:, :, :packed_length])
+        keys[:, :, packed_length:] = self.recent_keys
         return keys
 
     def values(self) -> Tensor:
         """All values [B, K, T, d], a copy."""
-        packed = self.packed_values.scale.shape[2]
-        values = self.recent_values.new_empty(_longer(self.recent_values, packed))
-        self.quantizer.unpack_values(self.packed_values, values[:, :, :packed])
-        values[:, :, packed:] = self.recent_values
+        batch, kv_heads, _, width = self.recent_values.shape
+        packed_length = self.packed_values.scale.shape[2]
+        values = self.recent_values.new_empty(batch, kv_heads, self.length, width)
+        self.quantizer.unpack_values(self.packed_values, values[:, :, :packed_length])
+        values[:, :, packed_length:] = self.recent_values
         return values
 
     def recent(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, K, T - n, d] of the tokens whose keys are not packed."""
-        packed = self.packed_length - self.packed_values.scale.shape[2]
-        return self.recent_keys, self.recent_values[:, :, packed:]
-
-
-def _longer(recent: Tensor, packed: int) -> tuple[int, ...]:
-    return *recent.shape[:2], packed + recent.shape[2], recent.shape[3]
+        start = self.packed_length - self.packed_values.scale.shape[2]
+        return self.recent_keys, self.recent_values[:, :, start:]

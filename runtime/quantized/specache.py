@@ -17,7 +17,7 @@ from keepsight.runtime.importance import OverHeads, reduce_group, top_indices
 from keepsight.runtime.layer import LayerEntries
 from keepsight.runtime.offload import Fetch, FullEntries, Traffic, require_memory
 from keepsight.runtime.quantized.kernel import attend_packed
-from keepsight.runtime.quantized.kivi import PackedLayer, PackedMethod, PackLayer
+from keepsight.runtime.quantized.kivi import PackedLayer, PackedMethod
 from keepsight.runtime.quantized.packing import PackedEntries
 from keepsight.runtime.readers import TokenReader, TurnReader
 from keepsight.runtime.state import record_past, roll_back, with_full_layers
@@ -51,7 +51,9 @@ class SpeCacheLayer(PackedLayer):
 
     def __init__(self, packed: PackedEntries, seen: int, full: FullEntries, topk: int, heads: str) -> None:
         super().__init__(packed, seen)
-        self.full, self.topk, self.heads = full, topk, heads
+        self.full = full
+        self.topk = topk
+        self.heads = heads
 
     @property
     @override
@@ -65,7 +67,10 @@ class SpeCacheLayer(PackedLayer):
     def attend_last(self, query: Tensor, softmax: Softmax) -> Tensor:
         output, attention = attend_packed(query, self.packed, softmax)
         fetch = self.begin_fetch(attention)
-        return output if fetch is None else attend_packed(query, self.packed, softmax, fetch.wait())[0]
+        if fetch is None:
+            return output
+        output, _ = attend_packed(query, self.packed, softmax, fetch.wait())
+        return output
 
     def begin_fetch(self, attention: Tensor) -> Fetch | None:
         """Start to fetch the entries with the most attention [B, K, H / K, n]; None for no entries."""
@@ -74,20 +79,23 @@ class SpeCacheLayer(PackedLayer):
 
     @override
     def pack(self) -> None:
-        before, after = self.packed, self.packed.packed()
-        if count := after.packed_length - before.packed_length:
-            self.full = self.full.append(*(each[:, :, :count] for each in before.recent()))
-        self.replace(after)
+        packed = self.packed.packed()
+        newly_packed = packed.packed_length - self.packed.packed_length
+        if newly_packed > 0:
+            keys, values = self.packed.recent()
+            self.full = self.full.append(keys[:, :, :newly_packed], values[:, :, :newly_packed])
+        self.replace(packed)
 
     def read_turn(self, keys: Tensor, values: Tensor) -> LayerEntries:
         """Append entries [B, K, q, d] and return all in full precision; see `keepsight.runtime.readers`."""
         self.append(keys, values)
-        recent = self.packed.recent()
-        offloaded = self.full.read(keys.device).chunk(2, dim=3)
+        recent_keys, recent_values = self.packed.recent()
+        offloaded_keys, offloaded_values = self.full.read(keys.device).chunk(2, dim=3)
         self.pack()
         self.prefetched = None
-        whole = [torch.cat([old.to(new.dtype), new], dim=2) for old, new in zip(offloaded, recent, strict=True)]
-        return LayerEntries(whole[0], whole[1], None)
+        all_keys = torch.cat([offloaded_keys.to(recent_keys.dtype), recent_keys], dim=2)
+        all_values = torch.cat([offloaded_values.to(recent_values.dtype), recent_values], dim=2)
+        return LayerEntries(all_keys, all_values, None)
 
     @override
     def entries(self) -> LayerEntries:
@@ -112,29 +120,36 @@ class SpeculativeReader(TokenReader):
     def step(self, token: Tensor, position: Tensor, attention_mask: Tensor | None, cache: Cache) -> Tensor:
         before = cache
         if _speculative_token(before) is None:  # the first comes from a step on packed entries alone
-            _, before = self._step(token, position, before, 0)
+            _, before = self._step(token, position, before, accepted=0)
+
+        tokens = token
         speculative = _speculative_token(before)
-        pair = token if speculative is None else torch.cat([token, speculative], dim=1)
-        logits, after = self._step(pair, position, before, 1)
+        if speculative is not None:
+            tokens = torch.cat([token, speculative], dim=1)
+        logits, after = self._step(tokens, position, before, accepted=1)
         cache.layers[:] = after.layers  # all layers at once, so that an interrupted step changes none
         return logits
 
     def _step(self, tokens: Tensor, position: Tensor, cache: Cache, accepted: int) -> tuple[Tensor, Cache]:
         """Logits [B, 1, V] of the first token of [B, q], and the cache after the first `accepted` tokens."""
-        trials = [_TrialLayer(layer, accepted) for layer in specache_layers(cache)]
-        trial = with_full_layers(cache, trials)
+        trial_layers = [_TrialLayer(layer, accepted) for layer in specache_layers(cache)]
+        trial = with_full_layers(cache, trial_layers)
         record_past(trial)
         positions = position + torch.arange(tokens.shape[1], device=tokens.device)
         output = run(self._model, trial, input_ids=tokens, position_ids=positions)
+
         speculative = output.logits[:, -1:].argmax(dim=-1)
         roll_back(trial, tokens.shape[1] - accepted)
-        return output.logits[:, :1], with_full_layers(trial, [each.after(speculative) for each in trials])
+        layers = [layer.after(speculative) for layer in trial_layers]
+        return output.logits[:, :1], with_full_layers(trial, layers)
 
 
 def _speculative_token(cache: Cache) -> Tensor | None:
     """[B, 1] int64, of the last step; None before the first one, and where nothing is packed."""
-    prefetched = next((layer.prefetched for layer in specache_layers(cache)), None)
-    return None if prefetched is None else prefetched.token
+    layers = specache_layers(cache)
+    if not layers or layers[0].prefetched is None:
+        return None
+    return layers[0].prefetched.token
 
 
 class _TrialLayer(SpeCacheLayer):
@@ -142,16 +157,20 @@ class _TrialLayer(SpeCacheLayer):
 
     def __init__(self, layer: SpeCacheLayer, accepted: int) -> None:
         super().__init__(layer.packed, layer.seen, layer.full, layer.topk, layer.heads)
-        self.prefetched, self._accepted, self._next = layer.prefetched, accepted, layer.share()
+        self.prefetched = layer.prefetched
+        self._accepted = accepted
+        self._next = layer.share()
         self._fetch: Fetch | None = None
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        self._next.append(*(each[:, :, : self._accepted] for each in (key, value)))
+        self._next.append(key[:, :, : self._accepted], value[:, :, : self._accepted])
         self._next.pack()
         self.replace(self.packed.with_recent(key, value))
-        fetch = self.prefetched.fetch if self.prefetched is not None else None
-        fetched = fetch.wait() if fetch is not None else None
+
+        fetched = None
+        if self.prefetched is not None and self.prefetched.fetch is not None:
+            fetched = self.prefetched.fetch.wait()
         scored = self._next.packed.packed_length  # those packed at the end of this step included
         output, attention = attend_packed(query, self.packed, softmax, fetched, scored)
         self._fetch = self._next.begin_fetch(attention)
@@ -197,18 +216,20 @@ class SpeCache(PackedMethod):
     @override
     def check_model(self, model: PreTrainedModel, tokens: Tensor) -> None:
         super().check_model(model, tokens)
-        config, (rows, length) = model.config.get_text_config(), tokens.shape
-        entry = config.num_hidden_layers, cached_kv_heads(model), head_width(config), model.dtype.itemsize
-        require_memory(rows, length, *entry)
+        config = model.config.get_text_config()
+        rows, length = tokens.shape
+        require_memory(
+            rows,
+            length,
+            config.num_hidden_layers,
+            cached_kv_heads(model),
+            head_width(config),
+            model.dtype.itemsize,
+        )
 
     @override
-    def packer(self) -> PackLayer:
-        traffic = Traffic()
-
-        def pack(keys: Tensor, values: Tensor, seen: int) -> SpeCacheLayer:
-            entries = self.packed_entries(keys, values)
-            count = entries.packed_length
-            full = FullEntries.offload(keys[:, :, :count], values[:, :, :count], traffic)
-            return SpeCacheLayer(entries, seen, full, self.topk, self.heads)
-
-        return pack
+    def packed_layer(self, keys: Tensor, values: Tensor, seen: int, traffic: Traffic) -> SpeCacheLayer:
+        packed = self.packed_entries(keys, values)
+        packed_length = packed.packed_length
+        full = FullEntries.offload(keys[:, :, :packed_length], values[:, :, :packed_length], traffic)
+        return SpeCacheLayer(packed, seen, full, self.topk, self.heads)
