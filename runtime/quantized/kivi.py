@@ -55,11 +55,11 @@ class PackedLayer(OwnAttention, KeptLayer):
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        tokens = zip(query.split(1, dim=2), key.split(1, dim=2), value.split(1, dim=2), strict=True)
         outputs = []
-        for token in range(query.shape[2]):
-            token_range = slice(token, token + 1)
-            self.append(key[:, :, token_range], value[:, :, token_range])
-            outputs.append(self.attend_last(query[:, :, token_range], softmax))
+        for token_query, token_key, token_value in tokens:
+            self.append(token_key, token_value)
+            outputs.append(self.attend_last(token_query, softmax))
             self.pack()
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 

@@ -254,7 +254,7 @@ class SpeContext(SparseRead):
         return cls(budget, RetrievalHead.from_pretrained(head, revision=revision), **options)
 
     @override
-    def least(self) -> tuple[int, str]:
+    def smallest_budget(self) -> tuple[int, str]:
         return self.sinks + self.window + 1, "sinks + window + one entry to choose"
 
     @override

@@ -29,11 +29,12 @@ class Selection(NamedTuple):
     indices: Tensor
     real: Tensor | None
 
-    def part(self, place: int, parts: int, device: torch.device) -> "Selection":
-        """The part at `place` of the KV heads, divided into `parts` equal ones, on a device."""
-        indices, real = (None if each is None else each.tensor_split(parts, dim=1)[place].to(device) for each in self)
-        assert indices is not None
-        return Selection(indices, real)
+    def of_group(self, group: int, groups: int, device: torch.device) -> "Selection":
+        """The selection of one of `groups` equal groups of KV heads, on a device."""
+        indices = self.indices.tensor_split(groups, dim=1)[group].to(device)
+        if self.real is None:
+            return Selection(indices, None)
+        return Selection(indices, self.real.tensor_split(groups, dim=1)[group].to(device))
 
 
 class LayerSelector(ABC):
@@ -72,14 +73,18 @@ class SelectedLayer(OwnAttention, KeptLayer):
         selector: LayerSelector | None = None,
     ) -> None:
         super().__init__(keys, values, seen)
-        self.padding, self.selector = padding, selector
+        self.padding = padding
+        self.selector = selector
         self._announced: Selection | None = None
 
     @property
     @override
     def nbytes(self) -> int:
         """Bytes on the device: entries, and what the selector holds."""
-        return super().nbytes + (self.selector.nbytes if self.selector is not None else 0)
+        entry_bytes = super().nbytes
+        if self.selector is None:
+            return entry_bytes
+        return entry_bytes + self.selector.nbytes
 
     def prepare(self, selection: Selection) -> None:
         """Announce the next step's selection before the model runs; a layer may start to fetch it."""
@@ -88,13 +93,22 @@ class SelectedLayer(OwnAttention, KeptLayer):
     def gather(self, selection: Selection) -> LayerEntries:
         """The selected entries in any order, [B, K, k + 1, d], and the newest one last."""
         indices = functional.pad(selection.indices, (0, 1), value=self.keys.shape[2] - 1)
-        real = None if selection.real is None else functional.pad(selection.real, (0, 1), value=True)
-        keys, values = self._room or (self.keys, self.values)
-        batch, kv_heads, room, _ = keys.shape
+        real = selection.real
+        if real is not None:
+            real = functional.pad(real, (0, 1), value=True)
+
+        # The layer's keys and values are views of its room, which can be flattened without a copy.
+        keys = self.keys
+        values = self.values
+        if self._room is not None:
+            keys, values = self._room
+
         # Whole rows are copied: `gather` along an expanded index would copy them number by number.
-        heads = torch.arange(batch * kv_heads, device=indices.device).view(batch, kv_heads, 1) * room
-        rows = (heads + indices).flatten()
-        keys, values = (each.flatten(0, 2).index_select(0, rows).view(*indices.shape, -1) for each in (keys, values))
+        batch, kv_heads, capacity, _ = keys.shape
+        first_rows = torch.arange(batch * kv_heads, device=indices.device).view(batch, kv_heads, 1) * capacity
+        rows = (first_rows + indices).flatten()
+        keys = keys.flatten(0, 2).index_select(0, rows).view(*indices.shape, -1)
+        values = values.flatten(0, 2).index_select(0, rows).view(*indices.shape, -1)
         return self.attended(LayerEntries(keys, values, real))
 
     @override
@@ -108,18 +122,24 @@ class SelectedLayer(OwnAttention, KeptLayer):
         if self.expansion is not None:
             key, value = self._new  # the model has expanded them
         tokens = zip(query.split(1, dim=2), key.split(1, dim=2), value.split(1, dim=2), strict=True)
-        return torch.cat([self.step(*token, softmax) for token in tokens], dim=1)
+        outputs = []
+        for token_query, token_key, token_value in tokens:
+            outputs.append(self.step(token_query, token_key, token_value, softmax))
+        return torch.cat(outputs, dim=1)
 
     def step(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """Append a token and attend: query [B, H, 1, d], key and value [B, K, 1, d] -> [B, 1, H, d]."""
         self.append(key, value)
-        selection, self._announced = self._announced, None
+        selection = self._announced
+        self._announced = None
         if selection is None:
             if self.selector is None:
                 raise UserError("this state is read by its method's reader: pass method.reader(model), not the model")
             selection = self.selector.select(query, softmax, self.keys, self.padding)
+
         keys, values, real = self.gather(selection)
-        return grouped_attention(query, keys, values, None if real is None else real[:, :, None], softmax)
+        mask = None if real is None else real[:, :, None]
+        return grouped_attention(query, keys, values, mask, softmax)
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Append entries [B, K, q, d]."""
@@ -127,7 +147,9 @@ class SelectedLayer(OwnAttention, KeptLayer):
 
     def read_turn(self, keys: Tensor, values: Tensor) -> LayerEntries:
         """Append entries [B, K, q, d] and return all, for tokens that attend to all of them."""
-        self.append(*((keys, values) if self.expansion is None else self._new))
+        if self.expansion is not None:
+            keys, values = self._new  # the model has expanded them
+        self.append(keys, values)
         return self.attended()
 
     @override
@@ -143,7 +165,9 @@ class SelectedLayer(OwnAttention, KeptLayer):
     @override
     def share(self) -> Self:
         twin = super().share()
-        twin.selector, twin._announced = self.selector and self.selector.share(), None
+        twin._announced = None
+        if self.selector is not None:
+            twin.selector = self.selector.share()
         return twin
 
 
@@ -153,8 +177,11 @@ class DenseLayer(OwnAttention, KeptLayer):
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         KeptLayer.update(self, key, value)
-        real = self.real if self.real is not None else self.keys.new_ones(self.keys.shape[:3], dtype=torch.bool)
-        return grouped_attention(query, self.keys, self.values, visible(query.shape[2], real), softmax)
+        real = self.real
+        if real is None:
+            real = self.keys.new_ones(self.keys.shape[:3], dtype=torch.bool)
+        mask = visible(query.shape[2], real)
+        return grouped_attention(query, self.keys, self.values, mask, softmax)
 
 
 class SelectedState(State):
@@ -168,14 +195,21 @@ def entries_of(state: State) -> Iterator[tuple[Tensor, Tensor, int, Tensor | Non
         UserError: entries were evicted before.
     """
     tokens = state.tokens.shape[1]
-    if evicted := {keys.shape[2] for keys, _, _ in state.entries()} - {tokens}:
+    lengths = {keys.shape[2] for keys, _, _ in state.entries()}
+    lengths.discard(tokens)
+    if lengths:
         raise UserError(
-            f"a step selects among all {tokens} tokens, and the cache holds {max(evicted)} of them; give a state from "
+            f"a step selects among all {tokens} tokens, and the cache holds {max(lengths)} of them; give a state from "
             "which nothing was evicted"
         )
-    padding = None if state.tokens_mask is None else tokens - state.lengths
+
+    padding = None
+    if state.tokens_mask is not None:
+        padding = tokens - state.lengths
     for keys, values, _ in state.entries():
-        yield keys, values, tokens, None if padding is None else padding.to(keys.device)
+        if padding is not None:
+            padding = padding.to(keys.device)
+        yield keys, values, tokens, padding
 
 
 def real_mask(padding: Tensor, length: int) -> Tensor:
@@ -183,17 +217,20 @@ def real_mask(padding: Tensor, length: int) -> Tensor:
     return torch.arange(length, device=padding.device) >= padding[:, None]
 
 
-def expanded(state: State) -> State:
+def with_expanded_latents(state: State) -> State:
     """A state of latents with every head's keys and values in their place; any other state unchanged.
 
     For methods that select by keys. It can be compressed, not read: the model appends latents.
     """
     if not any(layer.expansion for layer in state.layers):
         return state
-    layers = [KeptLayer(*layer.attended()[:2], layer.seen) for layer in state.layers]
-    for layer in layers:
-        layer.token_mask = state.tokens_mask
-    return replace(state, cache=with_full_layers(state.cache, layers))
+    expanded_layers = []
+    for layer in state.layers:
+        keys, values, _ = layer.attended()
+        expanded = KeptLayer(keys, values, layer.seen)
+        expanded.token_mask = state.tokens_mask
+        expanded_layers.append(expanded)
+    return replace(state, cache=with_full_layers(state.cache, expanded_layers))
 
 
 @dataclass(frozen=True)
@@ -211,7 +248,7 @@ class SparseRead(CacheMethod):
         if isinstance(self.budget, int):
             self._check_budget(self.budget)
 
-    def least(self) -> tuple[int, str]:
+    def smallest_budget(self) -> tuple[int, str]:
         """The smallest budget that leaves something to select, and why."""
         return 1, "one entry to choose"
 
@@ -220,14 +257,16 @@ class SparseRead(CacheMethod):
         if length > context:
             name = type(self).__name__
             raise UserError(f"{name}: a prompt of {length} tokens does not fit the context of {context}; shorten it")
-        if (budget := self.budget_for(length)) < length:
+        budget = self.budget_for(length)
+        if budget < length:
             self._check_budget(budget)
 
     @override
     @torch.no_grad()
     def compress_state(self, model: PreTrainedModel, state: State) -> State:
-        state = expanded(state)
-        return state.as_kind(SelectedState, with_full_layers(state.cache, self.layers_for(model, state)))
+        state = with_expanded_latents(state)
+        layers = self.layers_for(model, state)
+        return state.as_kind(SelectedState, with_full_layers(state.cache, layers))
 
     @override
     def turn_reader(self, model: PreTrainedModel) -> Reader:
@@ -238,8 +277,10 @@ class SparseRead(CacheMethod):
         """A layer for each of a state's layers with full attention."""
 
     def _check_budget(self, budget: int) -> None:
-        least, reason = self.least()
-        if budget < least:
-            entries = "" if budget == self.budget else f" leaves {budget} entries, which"
-            name = f"{type(self).__name__}: budget {self.budget}"
-            raise UserError(f"{name}{entries} is below {least} ({reason}); give a larger budget")
+        smallest, reason = self.smallest_budget()
+        if budget >= smallest:
+            return
+        text = f"{type(self).__name__}: budget {self.budget}"
+        if budget != self.budget:  # a ratio
+            text += f" leaves {budget} entries, which"
+        raise UserError(f"{text} is below {smallest} ({reason}); give a larger budget")

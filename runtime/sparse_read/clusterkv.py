@@ -33,33 +33,46 @@ class Clusters(NamedTuple):
     firsts: Tensor
 
     @classmethod
-    def of(cls, keys: Tensor, starts: list[int], end: int, tokens: int, iterations: int) -> "Clusters":
+    def from_keys(cls, keys: Tensor, starts: list[int], end: int, tokens: int, iterations: int) -> "Clusters":
         """Cluster keys [B, K, C, d] between each row's start, or that of all rows, and `end`; see `kmeans`."""
         rows = keys.split(1) if len(starts) > 1 else [keys]
-        found = [
-            cls._of_rows(row[:, :, start:end], start, tokens, iterations)
-            for row, start in zip(rows, starts, strict=True)
-        ]
-        return cls(*(_joined([each[part] for each in found]) for part in range(4)))
+        row_clusters = []
+        for row, start in zip(rows, starts, strict=True):
+            row_clusters.append(cls._from_range(row[:, :, start:end], start, tokens, iterations))
+        return cls(
+            _joined([clusters.centroids for clusters in row_clusters]),
+            _joined([clusters.sizes for clusters in row_clusters]),
+            _joined([clusters.members for clusters in row_clusters]),
+            _joined([clusters.firsts for clusters in row_clusters]),
+        )
 
     @classmethod
-    def _of_rows(cls, keys: Tensor, start: int, tokens: int, iterations: int) -> "Clusters":
+    def _from_range(cls, keys: Tensor, start: int, tokens: int, iterations: int) -> "Clusters":
+        """Cluster keys [B, K, n, d], which are those of the entries from `start` on."""
         centroids, labels = kmeans(keys, -(-keys.shape[2] // tokens), iterations)
         sizes = torch.zeros(centroids.shape[:3], dtype=torch.long, device=keys.device)
         sizes.scatter_add_(2, labels, torch.ones_like(labels))
         members = start + labels.argsort(dim=2, stable=True)
         return cls(centroids, sizes, members.int(), sizes.cumsum(dim=2) - sizes)
 
-    def and_then(self, later: "Clusters") -> "Clusters":
+    def followed_by(self, later: "Clusters") -> "Clusters":
         """These clusters followed by those of later entries."""
-        firsts = later.firsts + self.members.shape[2]
-        return Clusters(*(torch.cat(pair, dim=2) for pair in zip(self, later._replace(firsts=firsts), strict=True)))
+        return Clusters(
+            torch.cat([self.centroids, later.centroids], dim=2),
+            torch.cat([self.sizes, later.sizes], dim=2),
+            torch.cat([self.members, later.members], dim=2),
+            torch.cat([self.firsts, later.firsts + self.members.shape[2]], dim=2),
+        )
 
 
 def _joined(rows: list[Tensor]) -> Tensor:
     """Tensors [1, K, n, ...] -> [B, K, n, ...], padded with zeros to the largest n."""
-    most = max(each.shape[2] for each in rows)
-    return torch.cat([functional.pad(each, (0, 0) * (each.dim() - 3) + (0, most - each.shape[2])) for each in rows])
+    longest = max(row.shape[2] for row in rows)
+    padded_rows = []
+    for row in rows:
+        no_padding = (0, 0) * (row.dim() - 3)  # of the dimensions after n
+        padded_rows.append(functional.pad(row, (*no_padding, 0, longest - row.shape[2])))
+    return torch.cat(padded_rows)
 
 
 def kmeans(keys: Tensor, count: int, iterations: int) -> tuple[Tensor, Tensor]:
@@ -68,12 +81,16 @@ def kmeans(keys: Tensor, count: int, iterations: int) -> tuple[Tensor, Tensor]:
     Assignments end after `iterations`, or when one changes nothing. Returns the centroids [B, K, count, d], means of a
     cluster's keys (one without keys keeps its centroid), and each key's cluster [B, K, n] int64.
     """
-    first = torch.arange(count, device=keys.device) * keys.shape[2] // max(count, 1)
-    directions, centroids, labels = functional.normalize(keys.float(), dim=3), keys[:, :, first].float(), None
+    evenly_spaced = torch.arange(count, device=keys.device) * keys.shape[2] // max(count, 1)
+    centroids = keys[:, :, evenly_spaced].float()
+    directions = functional.normalize(keys.float(), dim=3)
+    labels = None
     for _ in range(iterations):
-        before, labels = labels, _nearest(directions, functional.normalize(centroids, dim=3))
-        if before is not None and torch.equal(before, labels):
+        nearest = _nearest(directions, functional.normalize(centroids, dim=3))
+        if labels is not None and torch.equal(labels, nearest):
             break
+        labels = nearest
+
         index = labels[..., None].expand_as(keys)
         sums = torch.zeros_like(centroids).scatter_add_(2, index, keys.float())
         ones = torch.ones_like(labels, dtype=centroids.dtype)
@@ -106,7 +123,10 @@ class TopClusters(Summaries):
     """
 
     def __init__(self, budget: int | tuple[int, ...], sinks: int, tokens: int, window: int, iterations: int) -> None:
-        self.budget, self.sinks, self.tokens, self.window = budget, sinks, tokens, window
+        self.budget = budget
+        self.sinks = sinks
+        self.tokens = tokens
+        self.window = window
         self.iterations = iterations
         self._clusters: Clusters | None = None
         self._end = 0  # entries before it are sinks or in clusters
@@ -114,7 +134,9 @@ class TopClusters(Summaries):
     @property
     @override
     def nbytes(self) -> int:
-        return 0 if self._clusters is None else sum(each.nbytes for each in self._clusters)
+        if self._clusters is None:
+            return 0
+        return sum(tensor.nbytes for tensor in self._clusters)
 
     @override
     def share(self) -> "TopClusters":
@@ -122,34 +144,51 @@ class TopClusters(Summaries):
 
     @override
     def select(self, query: Tensor, softmax: Softmax, keys: Tensor, padding: Tensor | None) -> Selection:
-        length, starts = keys.shape[2] - 1, row_starts(padding)
+        length = keys.shape[2] - 1
+        starts = row_starts(padding)
         self.summarise(keys[:, :, :length], padding)
-        budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,) * len(starts)
-        sinks = [min(self.sinks, self._end - start) for start in starts]
-        counts = [max(budget - sink, 0) for budget, sink in zip(budgets, sinks, strict=False)]
-        chosen, within_budget = self.best(query, counts)
-        first = chosen.new_tensor(starts)[:, None, None] + torch.arange(max(sinks), device=chosen.device)
-        tail = torch.arange(self._end, length, device=chosen.device)
-        indices = [each.expand(*chosen.shape[:2], -1) for each in (first, chosen, tail)]
-        if padding is None:
-            return Selection(torch.cat(indices, dim=2), None)
-        real = [first < self._end, within_budget, tail >= padding[:, None, None]]
-        real = [each.expand(*chosen.shape[:2], -1) for each in real]
-        return Selection(torch.cat(indices, dim=2).clamp(max=length - 1), torch.cat(real, dim=2))
 
-    def best(self, query: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-        """The entries of the best clusters, [B, K, k] int64, and which of them are real, up to `counts` of a row."""
+        budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,) * len(starts)
+        sink_counts = [min(self.sinks, self._end - start) for start in starts]
+        cluster_budgets = [max(budget - count, 0) for budget, count in zip(budgets, sink_counts, strict=False)]
+        clustered, within_budget = self.best_entries(query, cluster_budgets)
+
+        batch, kv_heads, _ = clustered.shape
+        sinks = clustered.new_tensor(starts)[:, None, None] + torch.arange(max(sink_counts), device=clustered.device)
+        tail = torch.arange(self._end, length, device=clustered.device)
+        indices = torch.cat(
+            [sinks.expand(batch, kv_heads, -1), clustered, tail.expand(batch, kv_heads, -1)],
+            dim=2,
+        )
+        if padding is None:
+            return Selection(indices, None)
+
+        real_sinks = sinks < self._end
+        real_tail = tail >= padding[:, None, None]
+        real = torch.cat(
+            [real_sinks.expand(batch, kv_heads, -1), within_budget, real_tail.expand(batch, kv_heads, -1)],
+            dim=2,
+        )
+        return Selection(indices.clamp(max=length - 1), real)
+
+    def best_entries(self, query: Tensor, budgets: list[int]) -> tuple[Tensor, Tensor]:
+        """The entries of the best clusters, [B, K, k] int64, and which of them are real, up to a row's budget."""
         assert self._clusters is not None
         _, sizes, members, firsts = self._clusters
-        order = top_indices(self.scores(query), sizes.shape[2], signed=True)
-        until = sizes.gather(2, order).cumsum(dim=2)  # number of entries in the best clusters
-        place = torch.arange(min(max(counts), members.shape[2]), device=query.device)
-        place = place.expand(*sizes.shape[:2], -1).contiguous()
-        rank = torch.searchsorted(until, place, right=True).clamp(max=max(sizes.shape[2] - 1, 0))
-        cluster = order.gather(2, rank)
-        within = place - (until - sizes.gather(2, order)).gather(2, rank)
-        chosen = members.gather(2, (firsts.gather(2, cluster) + within).clamp(max=members.shape[2] - 1))
-        return chosen.long(), place < until[..., -1:].clamp(max=place.new_tensor(counts)[:, None, None])
+        clusters = sizes.shape[2]
+        order = top_indices(self.scores(query), clusters, signed=True)
+        ordered_sizes = sizes.gather(2, order)
+        ends = ordered_sizes.cumsum(dim=2)  # number of entries in the best clusters up to each
+
+        # The n-th entry to read is in the first of these clusters that ends after n.
+        numbers = torch.arange(min(max(budgets), members.shape[2]), device=query.device)
+        numbers = numbers.expand(*sizes.shape[:2], -1).contiguous()
+        ranks = torch.searchsorted(ends, numbers, right=True).clamp(max=max(clusters - 1, 0))
+        within_cluster = numbers - (ends - ordered_sizes).gather(2, ranks)
+        member_index = firsts.gather(2, order.gather(2, ranks)) + within_cluster
+        entries = members.gather(2, member_index.clamp(max=members.shape[2] - 1)).long()
+        real_counts = ends[..., -1:].clamp(max=numbers.new_tensor(budgets)[:, None, None])
+        return entries, numbers < real_counts
 
     def scores(self, query: Tensor) -> Tensor:
         """Query [B, H, 1, d] -> [B, K, c] float32, -inf for clusters that a row does not have."""
@@ -163,15 +202,19 @@ class TopClusters(Summaries):
     @override
     def summarise(self, keys: Tensor, padding: Tensor | None) -> None:
         """Cluster the keys [B, K, C, d] of a prompt, then every `window` more; start over if some were cropped."""
-        length, starts = keys.shape[2], row_starts(padding)
+        length = keys.shape[2]
+        starts = row_starts(padding)
         if self._clusters is None or length < self._end:
-            first = [min(start + self.sinks, length) for start in starts]
-            self._clusters, self._end = Clusters.of(keys, first, length, self.tokens, self.iterations), length
+            cluster_starts = [min(start + self.sinks, length) for start in starts]
+            self._clusters = Clusters.from_keys(keys, cluster_starts, length, self.tokens, self.iterations)
+            self._end = length
+
         while length - self._end >= self.window:
             end = self._end + self.window
-            first = [max(self._end, min(start + self.sinks, end)) for start in starts]
-            later = Clusters.of(keys, first, end, self.tokens, self.iterations)
-            self._clusters, self._end = self._clusters.and_then(later), end
+            cluster_starts = [max(self._end, min(start + self.sinks, end)) for start in starts]
+            later = Clusters.from_keys(keys, cluster_starts, end, self.tokens, self.iterations)
+            self._clusters = self._clusters.followed_by(later)
+            self._end = end
 
 
 @registry.method("clusterkv", colour="#999933", marker="X")
@@ -199,7 +242,7 @@ class ClusterKV(SummaryRead):
     iterations: Positive = 20
 
     @override
-    def least(self) -> tuple[int, str]:
+    def smallest_budget(self) -> tuple[int, str]:
         return self.sinks + 1, "sinks + one entry to choose"
 
     @override

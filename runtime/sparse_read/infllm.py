@@ -21,7 +21,7 @@ from keepsight.runtime.rotary import Rotary
 from keepsight.runtime.sparse_read.cache import SelectedState, SparseRead
 from keepsight.runtime.state import State, empty_cache, read, with_full_layers
 
-_PARTS = 49
+_BLOCKS_OF_BUDGET = 49
 """Blocks in the authors' budget of 6272 entries."""
 
 
@@ -49,7 +49,8 @@ class MemoryLayer(OwnAttention, KeptLayer):
 
     def __init__(self, sizes: Sizes, rotary: Rotary) -> None:
         super().__init__()
-        self.sizes, self.rotary = sizes, rotary
+        self.sizes = sizes
+        self.rotary = rotary
         self._blocks: Tensor | None = None  # [B, H, b, d]: means of the representatives' keys
         self._scores: Tensor | None = None  # [B, H, n] float32: attention that the last n tokens got in the window
         self._far = 0  # number of first tokens that are sinks or in blocks
@@ -57,41 +58,61 @@ class MemoryLayer(OwnAttention, KeptLayer):
     @property
     @override
     def nbytes(self) -> int:
-        return super().nbytes + sum(each.nbytes for each in (self._blocks, self._scores) if each is not None)
+        nbytes = super().nbytes
+        if self._blocks is not None:
+            nbytes += self._blocks.nbytes
+        if self._scores is not None:
+            nbytes += self._scores.nbytes
+        return nbytes
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         if self._blocks is None:
             self._blocks = query.new_zeros(*query.shape[:2], 0, query.shape[3])
             self._scores = query.new_zeros(*query.shape[:2], 0, dtype=torch.float32)
-        steps = zip(*(each.split(self.sizes.step, dim=2) for each in (query, key, value)), strict=True)
-        return torch.cat([self._step(*heads, softmax=softmax) for heads in steps], dim=1)
+        step = self.sizes.step
+        steps = zip(query.split(step, dim=2), key.split(step, dim=2), value.split(step, dim=2), strict=True)
+        outputs = []
+        for step_query, step_key, step_value in steps:
+            outputs.append(self._step(step_query, step_key, step_value, softmax))
+        return torch.cat(outputs, dim=1)
 
-    def _step(self, query: Tensor, key: Tensor, value: Tensor, *, softmax: Softmax) -> Tensor:
+    def _step(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """Queries [B, H, e, d], keys and values [B, K, e, d] -> [B, e, H, d]."""
-        assert self._scores is not None
-        start, rows, window = self.seen, query.shape[2], self.sizes.window
+        start = self.seen
+        rows = query.shape[2]
+        kv_heads = key.shape[1]
+        window = self.sizes.window
         positions = torch.arange(start, start + rows, device=query.device)[None]
-        plain = self.rotary.undone(key.float(), positions).to(key.dtype)
-        KeptLayer.update(self, plain, value)
+        plain_key = self.rotary.undone(key.float(), positions).to(key.dtype)
+        KeptLayer.update(self, plain_key, value)
+
+        # Far tokens are read at the distance of the window, whatever their positions are.
         far_query = self.rotary.undone(query.float(), positions)
         far_query = self.rotary.turned(far_query, torch.full_like(positions, window)).to(query.dtype)
-        far_keys, far_values, far_places = self._read_far(far_query)
+        far_keys, far_values, far_tokens = self._read_far(far_query)
 
-        first = max(start - window + 1, 0)
-        near_places = torch.arange(first, self.seen, device=query.device)
-        near = self.rotary.turned(self.keys[:, :, first:].float(), near_places[None]).to(query.dtype)
-        age = positions[0, :, None] - torch.cat([far_places, near_places])
-        hidden = age < window  # far tokens that the window has too
-        hidden[:, : len(far_places)] &= far_places >= self._far
-        hidden[:, len(far_places) :] = (age < 0)[:, len(far_places) :] | ~hidden[:, len(far_places) :]
-        grouped = [each.unflatten(1, (near.shape[1], -1)).flatten(2, 3) for each in (far_query, query)]
-        logits = torch.cat([softmax.logits(grouped[0], far_keys), softmax.logits(grouped[1], near)], dim=3)
+        first_near = max(start - window + 1, 0)
+        near_tokens = torch.arange(first_near, self.seen, device=query.device)
+        near_keys = self.rotary.turned(self.keys[:, :, first_near:].float(), near_tokens[None]).to(query.dtype)
+        near_values = self.values[:, :, first_near:]
+
+        # A query does not see tokens after it, and sees those of its window once.
+        far_age = positions[0, :, None] - far_tokens
+        near_age = positions[0, :, None] - near_tokens
+        hidden_far = (far_age < window) & (far_tokens >= self._far)
+        hidden_near = (near_age < 0) | (near_age >= window)
+        hidden = torch.cat([hidden_far, hidden_near], dim=1)
+
+        far_query = far_query.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+        near_query = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+        logits = torch.cat([softmax.logits(far_query, far_keys), softmax.logits(near_query, near_keys)], dim=3)
         logits = logits.unflatten(2, (-1, rows)).masked_fill(hidden, -torch.inf)
         weights = softmax.normalised(logits).flatten(1, 2)
-        self._remember(weights[..., len(far_places) :].sum(dim=2))
-        values = torch.cat([far_values, self.values[:, :, first:]], dim=2)
-        grouped_weights = weights.unflatten(1, (values.shape[1], -1)).flatten(2, 3).to(values.dtype)
+        self._remember(weights[..., len(far_tokens) :].sum(dim=2))
+
+        values = torch.cat([far_values, near_values], dim=2)
+        grouped_weights = weights.unflatten(1, (kv_heads, -1)).flatten(2, 3).to(values.dtype)
         output = (grouped_weights @ values).unflatten(2, (-1, rows)).flatten(1, 2)
         return output.transpose(1, 2).contiguous()
 
@@ -101,40 +122,52 @@ class MemoryLayer(OwnAttention, KeptLayer):
         Tokens in blocks are -1: rows choose different blocks.
         """
         assert self._blocks is not None
-        sizes, count, device = self.sizes, self._blocks.shape[2], query.device
+        sizes = self.sizes
+        device = query.device
         with torch.autocast(device.type, enabled=False):
             scores = torch.einsum("bhd,bhnd->bn", query.float().mean(dim=2), self._blocks.float())
-        chosen = top_indices(scores, min(sizes.top, count), signed=True)
-        within = torch.arange(sizes.block, device=device)
-        tokens = (sizes.sinks + chosen[..., None] * sizes.block + within).flatten(1)
+        blocks = top_indices(scores, min(sizes.top, self._blocks.shape[2]), signed=True)
+        within_block = torch.arange(sizes.block, device=device)
+        block_tokens = (sizes.sinks + blocks[..., None] * sizes.block + within_block).flatten(1)
+
         sinks = torch.arange(min(self._far, sizes.sinks), device=device)
-        rest = torch.arange(self._far, max(self.seen - sizes.window, self._far), device=device)
-        places = torch.cat([each.expand(len(query), -1) for each in (sinks, tokens, rest)], dim=1)
-        index = places[:, None, :, None].expand(-1, self.keys.shape[1], -1, -1)
-        keys, values = (each.gather(2, index.expand(-1, -1, -1, each.shape[3])) for each in (self.keys, self.values))
-        return keys, values, torch.cat([sinks, torch.full_like(tokens[0], -1), rest])
+        unfilled = torch.arange(self._far, max(self.seen - sizes.window, self._far), device=device)
+        batch = len(query)
+        tokens = torch.cat([sinks.expand(batch, -1), block_tokens, unfilled.expand(batch, -1)], dim=1)
+        index = tokens[:, None, :, None].expand(-1, self.keys.shape[1], -1, -1)
+        keys = self.keys.gather(2, index.expand(-1, -1, -1, self.keys.shape[3]))
+        values = self.values.gather(2, index.expand(-1, -1, -1, self.values.shape[3]))
+        return keys, values, torch.cat([sinks, torch.full_like(block_tokens[0], -1), unfilled])
 
     def _remember(self, attention: Tensor) -> None:
         """Add the attention [B, H, n] of the window's last n tokens, and make blocks of the tokens that left it."""
         assert self._scores is not None and self._blocks is not None
-        sizes, since = self.sizes, self.seen - self._far
-        scores = attention.new_zeros(*attention.shape[:2], since)
+        sizes = self.sizes
+        scored_from = self._far  # the token of the first score
+        not_far = self.seen - self._far
+        scores = attention.new_zeros(*attention.shape[:2], not_far)
         scores[..., : self._scores.shape[2]] += self._scores
-        scores[..., since - attention.shape[2] :] += attention
-        before = self._far
+        scores[..., not_far - attention.shape[2] :] += attention
+
         if self._far < sizes.sinks:
-            self._far += max(min(sizes.sinks - self._far, since - sizes.window), 0)
-        count = max(self.seen - self._far - sizes.window, 0) // sizes.block
-        if count:
-            first, end = self._far, self._far + count * sizes.block
-            of_blocks = scores[..., first - before : end - before].unflatten(2, (count, sizes.block)).contiguous()
-            best = top_indices(of_blocks, min(sizes.representatives, sizes.block))
-            keys = self.keys[:, :, first:end].unflatten(2, (count, sizes.block))
-            keys = keys.repeat_interleave(best.shape[1] // keys.shape[1], dim=1)
-            means = keys.gather(3, best[..., None].expand(-1, -1, -1, -1, keys.shape[4])).mean(dim=3)
-            self._blocks = torch.cat([self._blocks, means], dim=2)
+            self._far += max(min(sizes.sinks - self._far, not_far - sizes.window), 0)
+
+        block_count = max(self.seen - self._far - sizes.window, 0) // sizes.block
+        if block_count > 0:
+            start = self._far
+            end = start + block_count * sizes.block
+            block_scores = scores[..., start - scored_from : end - scored_from]
+            block_scores = block_scores.unflatten(2, (block_count, sizes.block)).contiguous()
+            representatives = top_indices(block_scores, min(sizes.representatives, sizes.block))
+
+            keys = self.keys[:, :, start:end].unflatten(2, (block_count, sizes.block))
+            keys = keys.repeat_interleave(representatives.shape[1] // keys.shape[1], dim=1)
+            index = representatives[..., None].expand(-1, -1, -1, -1, keys.shape[4])
+            block_means = keys.gather(3, index).mean(dim=3)
+            self._blocks = torch.cat([self._blocks, block_means], dim=2)
             self._far = end
-        self._scores = scores[..., self._far - before :].contiguous()
+
+        self._scores = scores[..., self._far - scored_from :].contiguous()
 
     @override
     def entries(self) -> LayerEntries:
@@ -182,19 +215,26 @@ class InfLLM(SparseRead):
         super().__post_init__()
 
     @override
-    def least(self) -> tuple[int, str]:
+    def smallest_budget(self) -> tuple[int, str]:
         blocks = self.sinks + self.window + 1
         if self.block is None:
-            return max(_PARTS, blocks), "a 49th of it is a block"
+            return max(_BLOCKS_OF_BUDGET, blocks), "a 49th of it is a block"
         return blocks * self.block, "sinks, window and one block to choose"
 
     def sizes(self, length: int) -> Sizes:
         """The sizes for a prompt of `length` tokens and its answer."""
         budget = self.budget_for(length)
-        block = self.block or budget // _PARTS
-        sinks, window, step = (block * each for each in (self.sinks, self.window, self.step))
-        top = max((budget - sinks - window) // block, 1)
-        return Sizes(sinks, window, block, top, self.representatives, step)
+        block = self.block or budget // _BLOCKS_OF_BUDGET
+        sinks = block * self.sinks
+        window = block * self.window
+        return Sizes(
+            sinks=sinks,
+            window=window,
+            block=block,
+            top=max((budget - sinks - window) // block, 1),
+            representatives=self.representatives,
+            step=block * self.step,
+        )
 
     @override
     def check(self, length: int, context: int) -> None:
@@ -213,17 +253,20 @@ class InfLLM(SparseRead):
     def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
         if mask is not None and not bool(mask.bool().all()):
             raise UserError("InfLLM reads prompts without padding; give prompts one by one")
-        rows, length = input_ids.shape
+        batch, length = input_ids.shape
         self._check_budget(self.budget_for(length))
-        sizes, cache = self.sizes(length), empty_cache(model)
+        sizes = self.sizes(length)
         layers = [MemoryLayer(sizes, Rotary(model, index)) for index in full_attention_layers(model.config)]
-        cache = with_full_layers(cache, layers)
-        lengths = input_ids.new_zeros(rows)
+        cache = with_full_layers(empty_cache(model), layers)
+        lengths = input_ids.new_zeros(batch)
         state: State = SelectedState(cache, torch.empty(0), input_ids[:, :0], lengths, padded=False)
-        chunk = max((options.get("chunk") or length) // sizes.step, 1) * sizes.step
-        prompt, last = input_ids[:, :-1], input_ids[:, -1:]  # the last token looks up blocks alone, as an answer's do
-        for part in (*(prompt.split(chunk, dim=1) if length > 1 else ()), last):
-            state, _ = read(model, state, part, logits_to_keep=1)
+
+        if length > 1:
+            chunk = max((options.get("chunk") or length) // sizes.step, 1) * sizes.step
+            for chunk_ids in input_ids[:, :-1].split(chunk, dim=1):
+                state, _ = read(model, state, chunk_ids, logits_to_keep=1)
+        # The last token looks up blocks alone, as those of an answer do.
+        state, _ = read(model, state, input_ids[:, -1:], logits_to_keep=1)
         return state
 
     @override

@@ -59,15 +59,17 @@ class TopAttention(LayerSelector):
         if padding is None:
             importance[..., : self.sinks] = torch.inf
         else:
-            real = real_mask(padding, length)[:, None]
-            first = ~real_mask(padding + self.sinks, length)[:, None]
-            importance = importance.masked_fill(first, torch.inf).masked_fill(~real, -1.0)
-        counts = self.budget if isinstance(self.budget, tuple) else (self.budget,)
-        indices = top_indices(importance, min(max(counts), length))
+            is_padding = ~real_mask(padding, length)[:, None]
+            is_sink_or_padding = ~real_mask(padding + self.sinks, length)[:, None]
+            importance = importance.masked_fill(is_sink_or_padding, torch.inf).masked_fill(is_padding, -1.0)
+
+        budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,)
+        indices = top_indices(importance, min(max(budgets), length))
         if padding is None:
             return Selection(indices, None)
-        within = torch.arange(indices.shape[2], device=indices.device) < indices.new_tensor(counts)[:, None, None]
-        return Selection(indices, within & (indices >= padding[:, None, None]))
+        ranks = torch.arange(indices.shape[2], device=indices.device)
+        within_budget = ranks < indices.new_tensor(budgets)[:, None, None]
+        return Selection(indices, within_budget & (indices >= padding[:, None, None]))
 
 
 @registry.method("exact_topk", colour="#44AA99", marker="D", line=":")
@@ -84,7 +86,7 @@ class ExactTopK(SparseRead):
     window: Whole = 0
 
     @override
-    def least(self) -> tuple[int, str]:
+    def smallest_budget(self) -> tuple[int, str]:
         return self.sinks + self.window + 1, "sinks + window + one entry to choose"
 
     @override
@@ -112,7 +114,8 @@ class SummaryRead(SparseRead):
 
     @override
     def layers_for(self, model: PreTrainedModel, state: State) -> list[KeptLayer]:
-        budgets, layers = tuple(self.budgets(state)), list[KeptLayer]()
+        budgets = tuple(self.budgets(state))
+        layers: list[KeptLayer] = []
         for keys, values, seen, padding in entries_of(state):
             summaries = self.selector(budgets)
             layer = SelectedLayer(keys, values, seen, padding, summaries)
@@ -138,22 +141,28 @@ class TopPages(Summaries):
     """
 
     def __init__(self, budget: int | tuple[int, ...], page: int = 16) -> None:
-        self.budget, self.page = budget, page
-        self._bounds: Tensor | None = None  # [B, K, P, 2d] of known pages, maxima before minima
-        self._filled = list[int]()  # number of known pages per row, or for all rows
+        self.budget = budget
+        self.page = page
+        self._bounds: Tensor | None = None  # [B, K, P, 2d] of full pages, maxima before minima
+        self._full_pages: list[int] = []  # number of pages in `_bounds` per row, or for all rows
 
     @property
     @override
     def nbytes(self) -> int:
-        return 0 if self._bounds is None else self._bounds[:, :, : max(self._filled)].nbytes
+        if self._bounds is None:
+            return 0
+        return self._bounds[:, :, : max(self._full_pages)].nbytes
 
     @override
     def share(self) -> "TopPages":
         twin = TopPages(self.budget, self.page)
         if self._bounds is not None:
-            bounds = self._bounds[:, :, : max(self._filled)]  # neither writes below it, unless rows differ
-            twin._bounds = bounds if min(self._filled) == max(self._filled) else bounds.clone()
-            twin._filled = [*self._filled]
+            bounds = self._bounds[:, :, : max(self._full_pages)]
+            # Further pages are written behind these, but for rows that have fewer.
+            if min(self._full_pages) != max(self._full_pages):
+                bounds = bounds.clone()
+            twin._bounds = bounds
+            twin._full_pages = [*self._full_pages]
         return twin
 
     @override
@@ -161,21 +170,31 @@ class TopPages(Summaries):
         length = keys.shape[2] - 1
         starts = row_starts(padding)
         self.summarise(keys[:, :, :length], padding)
-        open_entries = [(length - start) % self.page for start in starts]
-        budgets = self.budget if isinstance(self.budget, tuple) else [self.budget] * len(starts)
-        room = [max(budget - each, 0) // self.page for budget, each in zip(budgets, open_entries, strict=False)]
-        taken = [min(pair) for pair in zip(room, self._filled, strict=True)]
-        pages = top_indices(self.scores(query), max(taken), signed=True)
-        first = 0 if padding is None else padding.view(-1, 1, 1, 1)
-        within = torch.arange(self.page, device=pages.device)
-        indices = (first + pages[..., None] * self.page + within).flatten(2)
-        tail = torch.arange(max(length - max(open_entries), 0), length, device=pages.device)
-        indices = torch.cat([indices, tail.expand(*indices.shape[:2], -1)], dim=2)
+        budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,) * len(starts)
+
+        # How many entries of the partial page, and how many full pages, each row reads.
+        partial_entries = []
+        page_counts = []
+        for row, (start, full_pages) in enumerate(zip(starts, self._full_pages, strict=True)):
+            partial = (length - start) % self.page
+            affordable_pages = max(budgets[row] - partial, 0) // self.page
+            partial_entries.append(partial)
+            page_counts.append(min(affordable_pages, full_pages))
+
+        pages = top_indices(self.scores(query), max(page_counts), signed=True)
+        page_starts = pages[..., None] * self.page
+        if padding is not None:
+            page_starts = page_starts + padding.view(-1, 1, 1, 1)
+        within_page = torch.arange(self.page, device=pages.device)
+        page_entries = (page_starts + within_page).flatten(2)
+        tail = torch.arange(max(length - max(partial_entries), 0), length, device=pages.device)
+        indices = torch.cat([page_entries, tail.expand(*page_entries.shape[:2], -1)], dim=2)
         if padding is None:
             return Selection(indices, None)
-        whole, rest = pages.new_tensor([[self.page * count for count in taken], open_entries])[..., None]
-        columns = torch.arange(self.page * max(taken), device=pages.device)
-        real = torch.cat([columns < whole, tail >= length - rest], dim=1)
+
+        row_pages, row_partial = pages.new_tensor([page_counts, partial_entries])[..., None]
+        columns = torch.arange(page_entries.shape[2], device=pages.device)
+        real = torch.cat([columns < row_pages * self.page, tail >= length - row_partial], dim=1)
         return Selection(indices.clamp(max=length - 1), real[:, None].expand_as(indices))
 
     def scores(self, query: Tensor) -> Tensor:
@@ -184,37 +203,43 @@ class TopPages(Summaries):
         In float32: bounds can exceed what float16 holds though no dot product does.
         """
         assert self._bounds is not None
-        pages = max(self._filled)
+        pages = max(self._full_pages)
         bounds = self._bounds[:, :, :pages]
         grouped = query.view(len(query), bounds.shape[1], -1, query.shape[3]).float()
         signed = torch.cat([grouped.clamp(min=0), grouped.clamp(max=0)], dim=3)
         with torch.autocast(query.device.type, enabled=False):
             scores = (signed @ bounds.float().mT).amax(dim=2)
-        if min(self._filled) == pages:
+        if min(self._full_pages) == pages:
             return scores
-        filled = torch.tensor(self._filled, device=query.device).view(-1, 1, 1)
-        return scores.masked_fill(torch.arange(pages, device=query.device) >= filled, -torch.inf)
+        row_pages = torch.tensor(self._full_pages, device=query.device).view(-1, 1, 1)
+        return scores.masked_fill(torch.arange(pages, device=query.device) >= row_pages, -torch.inf)
 
     @override
     def summarise(self, keys: Tensor, padding: Tensor | None) -> None:
         """Make the pages of keys [B, K, C, d] that have filled since the last step; drop those of cropped entries."""
         starts = row_starts(padding)
-        wanted = [(keys.shape[2] - start) // self.page for start in starts]
-        known = self._filled or [0] * len(starts)
-        if self._bounds is None:
-            self._bounds = keys.new_empty(*keys.shape[:2], 0, 2 * keys.shape[3])
-        if any(now < before for now, before in zip(wanted, known, strict=True)):
-            known = [min(pair) for pair in zip(wanted, known, strict=True)]
-            self._bounds = self._bounds[:, :, : max(known)].clone()  # others may share what is to be written again
-        if (missing := max(wanted) - self._bounds.shape[2]) > 0:
-            self._bounds = functional.pad(self._bounds, (0, 0, 0, missing + spare(max(wanted), least=16)))
-        for place, (start, now, before) in enumerate(zip(starts, wanted, known, strict=True)):
-            if now > before:
-                rows = slice(None) if len(starts) == 1 else slice(place, place + 1)
-                entries = keys[rows, :, start + before * self.page : start + now * self.page]
-                paged = entries.unflatten(2, (now - before, self.page))
-                self._bounds[rows, :, before:now] = torch.cat([paged.amax(dim=3), paged.amin(dim=3)], dim=3)
-        self._filled = wanted
+        full_pages = [(keys.shape[2] - start) // self.page for start in starts]
+        summarised = self._full_pages or [0] * len(starts)
+        bounds = self._bounds
+        if bounds is None:
+            bounds = keys.new_empty(*keys.shape[:2], 0, 2 * keys.shape[3])
+
+        remaining = [min(counts) for counts in zip(full_pages, summarised, strict=True)]
+        if remaining != summarised:
+            bounds = bounds[:, :, : max(remaining)].clone()  # others may share what is to be written again
+        missing = max(full_pages) - bounds.shape[2]
+        if missing > 0:
+            bounds = functional.pad(bounds, (0, 0, 0, missing + spare(max(full_pages), least=16)))
+
+        for row, (start, before, after) in enumerate(zip(starts, remaining, full_pages, strict=True)):
+            if after == before:
+                continue
+            rows = slice(None) if len(starts) == 1 else slice(row, row + 1)
+            entries = keys[rows, :, start + before * self.page : start + after * self.page]
+            pages = entries.unflatten(2, (after - before, self.page))
+            bounds[rows, :, before:after] = torch.cat([pages.amax(dim=3), pages.amin(dim=3)], dim=3)
+        self._bounds = bounds
+        self._full_pages = full_pages
 
 
 def row_starts(padding: Tensor | None) -> list[int]:
@@ -236,7 +261,7 @@ class Quest(SummaryRead):
     dense_layers: Whole = 2
 
     @override
-    def least(self) -> tuple[int, str]:
+    def smallest_budget(self) -> tuple[int, str]:
         return 2 * self.page - 1, "a page to choose and one that is not full"
 
     @override

@@ -23,13 +23,13 @@ from keepsight.runtime.sparse_read.cache import LayerSelector, SelectedLayer, Se
 from keepsight.runtime.state import State
 
 
-class Counts(NamedTuple):
-    """Numbers of tokens, chunks before the local part, exact chunks and chunks to choose: of each row, or of all."""
+class ChunkCounts(NamedTuple):
+    """Numbers of tokens, chunks before the local part, outlier chunks and chunks to select: of each row, or of all."""
 
     tokens: list[int]
     chunks: list[int]
     outliers: list[int]
-    chosen: list[int]
+    selected: list[int]
 
 
 @dataclass(frozen=True)
@@ -47,30 +47,30 @@ class LowRankKeys:
     rotary: Rotary
 
     @classmethod
-    def of(cls, keys: Tensor, real: Tensor | None, rank: int, rotary: Rotary) -> "LowRankKeys":
+    def from_keys(cls, keys: Tensor, real: Tensor | None, rank: int, rotary: Rotary) -> "LowRankKeys":
         """From keys [B, K, n, d] after RoPE, of which `real` [B, n] bool are tokens.
 
         The right singular vectors are the eigenvectors of the keys' Gram matrix: a decomposition of K x d numbers
         squared, however long the prompt is.
         """
         positions = torch.arange(keys.shape[2], device=keys.device)[None]
-        plain = rotary.undone(keys.float(), positions).transpose(1, 2).flatten(2)
+        plain_keys = rotary.undone(keys.float(), positions).transpose(1, 2).flatten(2)
         if real is not None:
-            plain = plain * real[..., None]
+            plain_keys = plain_keys * real[..., None]
         with torch.autocast(keys.device.type, enabled=False):
-            gram = plain.mT.double() @ plain.double()
-            vectors = torch.linalg.eigh(gram).eigenvectors[..., -rank:].to(plain.dtype)
-            left = plain @ vectors
+            gram = plain_keys.mT.double() @ plain_keys.double()
+            vectors = torch.linalg.eigh(gram).eigenvectors[..., -rank:].to(plain_keys.dtype)
+            left = plain_keys @ vectors
         right = vectors.mT.unflatten(2, (keys.shape[1], -1)).transpose(1, 2)
         return cls(left.to(keys.dtype), right.to(keys.dtype), rotary)
 
-    def at(self, tokens: Tensor) -> Tensor:
+    def of_tokens(self, tokens: Tensor) -> Tensor:
         """Keys [B, K, k, d] after RoPE of tokens [B, K, k] int64."""
         rows = torch.arange(len(self.left), device=tokens.device)[:, None, None]
         with torch.autocast(tokens.device.type, enabled=False):
-            plain = self.left[rows, tokens].float() @ self.right.float()
-        turned = self.rotary.turned(plain.flatten(0, 1)[:, None], tokens.flatten(0, 1))
-        return turned.view_as(plain).to(self.left.dtype)
+            plain_keys = self.left[rows, tokens].float() @ self.right.float()
+        keys = self.rotary.turned(plain_keys.flatten(0, 1)[:, None], tokens.flatten(0, 1))
+        return keys.view_as(plain_keys).to(self.left.dtype)
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class ShadowPrompt(LayerSelector):
         keys: Their keys in low rank.
         values: Their values, on the CPU.
         landmarks: [B, K, c, d]: means of the chunks' keys after RoPE.
-        open: [B, K, c] bool: chunks that a step may choose; False for outliers, and where a row has fewer chunks.
+        selectable: [B, K, c] bool: chunks that a step may select; False for outliers, and where a row has fewer chunks.
         outliers: Entries of the outliers.
-        places: [B, K, o] int64: which entries these are.
+        outlier_tokens: [B, K, o] int64: which entries these are.
         counts: Numbers of tokens and chunks.
         chunk: Entries per chunk.
     """
@@ -91,106 +91,146 @@ class ShadowPrompt(LayerSelector):
     keys: LowRankKeys
     values: FullEntries
     landmarks: Tensor
-    open: Tensor
+    selectable: Tensor
     outliers: LayerEntries
-    places: Tensor
-    counts: Counts
+    outlier_tokens: Tensor
+    counts: ChunkCounts
     chunk: int
 
     @classmethod
-    def of(
-        cls, keys: Tensor, values: Tensor, counts: Counts, chunk: int, rank: int, rotary: Rotary, traffic: Traffic
+    def from_entries(
+        cls, keys: Tensor, values: Tensor, counts: ChunkCounts, chunk: int, rank: int, rotary: Rotary, traffic: Traffic
     ) -> "ShadowPrompt":
         """From the entries [B, K, N, d] of a prompt, which begin with the first token."""
         real = None
         if len(counts.tokens) > 1:
             real = torch.arange(keys.shape[2], device=keys.device) < _column(counts.tokens, keys)
-        end = max(counts.chunks) * chunk
-        low = LowRankKeys.of(keys, real, min(rank, keys.shape[1] * keys.shape[3]), rotary)
-        low = LowRankKeys(low.left[:, :end].contiguous(), low.right, rotary)
-        keys, values = keys[:, :, :end], values[:, :, :end]
-        chunks = keys.unflatten(2, (max(counts.chunks), chunk))
+        low_rank = LowRankKeys.from_keys(keys, real, min(rank, keys.shape[1] * keys.shape[3]), rotary)
+
+        # The local part stays as it is: only what is before it is read from here.
+        chunk_count = max(counts.chunks)
+        end = chunk_count * chunk
+        low_rank = LowRankKeys(low_rank.left[:, :end].contiguous(), low_rank.right, rotary)
+        keys = keys[:, :, :end]
+        values = values[:, :, :end]
+
+        # Outliers are the chunks with a key that is furthest from the mean of the chunk's keys.
+        chunks = keys.unflatten(2, (chunk_count, chunk))
         landmarks = chunks.float().mean(dim=3)
-        worst = torch.cosine_similarity(chunks.float(), landmarks[:, :, :, None], dim=4).amin(dim=3)
-        number = torch.arange(worst.shape[2], device=keys.device)
-        open_chunks = (number < _column(counts.chunks, keys)[:, None]).expand_as(worst)
-        order = top_indices((-worst).masked_fill(~open_chunks, -torch.inf), max(counts.outliers), signed=True)
-        taken = (number[: order.shape[2]] < _column(counts.outliers, keys)[:, None]).expand_as(order)
-        is_outlier = torch.zeros_like(open_chunks).scatter(2, order, taken)
-        places = _tokens(order, chunk)
-        exact = [each.gather(2, places[..., None].expand(-1, -1, -1, each.shape[3])) for each in (keys, values)]
-        outliers = LayerEntries(exact[0], exact[1], None if real is None else taken.repeat_interleave(chunk, dim=2))
-        full = FullEntries.offload(keys[..., :0], values, traffic)
-        open_chunks = open_chunks & ~is_outlier
-        return cls(low, full, landmarks.to(keys.dtype), open_chunks, outliers, places, counts, chunk)
+        similarity = torch.cosine_similarity(chunks.float(), landmarks[:, :, :, None], dim=4).amin(dim=3)
+        chunk_numbers = torch.arange(chunk_count, device=keys.device)
+        exists = (chunk_numbers < _column(counts.chunks, keys)[:, None]).expand_as(similarity)
+        distance = (-similarity).masked_fill(~exists, -torch.inf)
+        outlier_chunks = top_indices(distance, max(counts.outliers), signed=True)
+        ranks = chunk_numbers[: outlier_chunks.shape[2]]
+        real_outliers = (ranks < _column(counts.outliers, keys)[:, None]).expand_as(outlier_chunks)
+        is_outlier = torch.zeros_like(exists).scatter(2, outlier_chunks, real_outliers)
+
+        outlier_tokens = _chunk_tokens(outlier_chunks, chunk)
+        index = outlier_tokens[..., None]
+        outlier_keys = keys.gather(2, index.expand(-1, -1, -1, keys.shape[3]))
+        outlier_values = values.gather(2, index.expand(-1, -1, -1, values.shape[3]))
+        real_entries = None
+        if real is not None:
+            real_entries = real_outliers.repeat_interleave(chunk, dim=2)
+        return cls(
+            keys=low_rank,
+            values=FullEntries.offload(keys[..., :0], values, traffic),
+            landmarks=landmarks.to(keys.dtype),
+            selectable=exists & ~is_outlier,
+            outliers=LayerEntries(outlier_keys, outlier_values, real_entries),
+            outlier_tokens=outlier_tokens,
+            counts=counts,
+            chunk=chunk,
+        )
 
     @property
     @override
     def nbytes(self) -> int:
         """Bytes on the device."""
-        tensors = [self.keys.left, self.keys.right, self.landmarks, self.open, *self.outliers[:2], self.places]
-        return sum(each.nbytes for each in tensors)
+        tensors = [
+            self.keys.left,
+            self.keys.right,
+            self.landmarks,
+            self.selectable,
+            self.outliers.keys,
+            self.outliers.values,
+            self.outlier_tokens,
+        ]
+        return sum(tensor.nbytes for tensor in tensors)
 
-    def choose(self, query: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor | None]:
+    def select_tokens(self, query: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor | None]:
         """The entries [B, K, k] int64 that a query [B, H, 1, d] reads beside outliers, and which are real."""
-        count = min(max(self.counts.chosen), self.landmarks.shape[2])
-        hidden = self.open.new_zeros(len(query), 1, 0)
-        weights = attention_weights(query, self.landmarks, softmax, self.open, hidden)[:, :, 0]
-        importance = reduce_group(weights, self.landmarks.shape[1], "max").masked_fill(~self.open, -1.0)
+        count = min(max(self.counts.selected), self.landmarks.shape[2])
+        no_hidden = self.selectable.new_zeros(len(query), 1, 0)  # all chunks are before the query
+        weights = attention_weights(query, self.landmarks, softmax, self.selectable, no_hidden)[:, :, 0]
+        importance = reduce_group(weights, self.landmarks.shape[1], "max").masked_fill(~self.selectable, -1.0)
         chunks = top_indices(importance, count)
-        tokens = _tokens(chunks, self.chunk)
+        tokens = _chunk_tokens(chunks, self.chunk)
         if self.outliers.real is None:
             return tokens, None
-        within = torch.arange(count, device=query.device) < _column(self.counts.chosen, query)[:, None]
-        real = within & self.open.gather(2, chunks)
-        return tokens, real.repeat_interleave(self.chunk, dim=2)
+
+        within_budget = torch.arange(count, device=query.device) < _column(self.counts.selected, query)[:, None]
+        real_chunks = within_budget & self.selectable.gather(2, chunks)
+        return tokens, real_chunks.repeat_interleave(self.chunk, dim=2)
 
     @override
     def select(self, query: Tensor, softmax: Softmax, keys: Tensor, padding: Tensor | None) -> Selection:
-        """See `LayerSelector.select`; the indices are places in the whole cache."""
-        chosen, real = self.choose(query, softmax)
+        """See `LayerSelector.select`; the indices are those of the whole cache."""
+        tokens, real = self.select_tokens(query, softmax)
         starts = _column([0] * len(query), query) if padding is None else padding[:, None]
-        local = starts + _column(self.counts.chunks, query) * self.chunk
-        rest = torch.arange(int(local.min()), keys.shape[2] - 1, device=query.device).expand(*chosen.shape[:2], -1)
-        indices = torch.cat([starts[:, None] + chosen, starts[:, None] + self.places, rest], dim=2)
+        local_starts = starts + _column(self.counts.chunks, query) * self.chunk
+        local = torch.arange(int(local_starts.min()), keys.shape[2] - 1, device=query.device)
+        local = local.expand(*tokens.shape[:2], -1)
+        indices = torch.cat([starts[:, None] + tokens, starts[:, None] + self.outlier_tokens, local], dim=2)
         if real is None or self.outliers.real is None:
             return Selection(indices, None)
-        return Selection(indices, torch.cat([real, self.outliers.real, rest >= local[:, None]], dim=2))
+        real_local = local >= local_starts[:, None]
+        return Selection(indices, torch.cat([real, self.outliers.real, real_local], dim=2))
 
     def read(self, query: Tensor, softmax: Softmax) -> LayerEntries:
         """The entries [B, K, k, d] that a query [B, H, 1, d] reads, outliers last."""
-        tokens, real = self.choose(query, softmax)
+        tokens, real = self.select_tokens(query, softmax)
         fetch = self.values.fetch(tokens)
-        keys = self.keys.at(tokens)
+        keys = self.keys.of_tokens(tokens)  # while the values are on their way
         return _followed(LayerEntries(keys, fetch.rows(), real), self.outliers)
 
     def entries(self) -> LayerEntries:
         """All entries before the local part; keys are in low rank but for outliers."""
         batch, kv_heads, chunks, _ = self.landmarks.shape
-        every = torch.arange(chunks * self.chunk, device=self.landmarks.device)
-        keys = self.keys.at(every.expand(batch, kv_heads, -1))
-        places = self.places[..., None].expand(-1, -1, -1, keys.shape[3])
-        exact, real = self.outliers.keys, None
-        if self.outliers.real is not None:
-            exact = torch.where(self.outliers.real[..., None], exact, keys.gather(2, places))
-            real = (every < _column(self.counts.chunks, keys) * self.chunk)[:, None].expand(-1, kv_heads, -1)
-        return LayerEntries(keys.scatter(2, places, exact), self.values.read(keys.device), real)
+        tokens = torch.arange(chunks * self.chunk, device=self.landmarks.device)
+        keys = self.keys.of_tokens(tokens.expand(batch, kv_heads, -1))
+        values = self.values.read(keys.device)
+
+        index = self.outlier_tokens[..., None].expand(-1, -1, -1, keys.shape[3])
+        if self.outliers.real is None:
+            return LayerEntries(keys.scatter(2, index, self.outliers.keys), values, None)
+        outlier_keys = torch.where(self.outliers.real[..., None], self.outliers.keys, keys.gather(2, index))
+        real = tokens < _column(self.counts.chunks, keys) * self.chunk
+        return LayerEntries(
+            keys.scatter(2, index, outlier_keys),
+            values,
+            real[:, None].expand(-1, kv_heads, -1),
+        )
 
 
 def _column(numbers: list[int], like: Tensor) -> Tensor:
+    """Numbers -> [n, 1] int64, on the device of a tensor."""
     return torch.tensor(numbers, device=like.device)[:, None]
 
 
-def _tokens(chunks: Tensor, chunk: int) -> Tensor:
+def _chunk_tokens(chunks: Tensor, chunk: int) -> Tensor:
     """[B, K, m] int64, numbers of chunks -> [B, K, m x chunk], their entries."""
     return (chunks[..., None] * chunk + torch.arange(chunk, device=chunks.device)).flatten(2)
 
 
-def _followed(first: LayerEntries, then: LayerEntries) -> LayerEntries:
-    keys, values = (torch.cat(pair, dim=2) for pair in zip(first[:2], then[:2], strict=True))
-    if first.real is None and then.real is None:
+def _followed(entries: LayerEntries, later: LayerEntries) -> LayerEntries:
+    """Entries followed by others along dimension 2."""
+    keys = torch.cat([entries.keys, later.keys], dim=2)
+    values = torch.cat([entries.values, later.values], dim=2)
+    if entries.real is None and later.real is None:
         return LayerEntries(keys, values, None)
-    return LayerEntries(keys, values, torch.cat([first.marks, then.marks], dim=2))
+    return LayerEntries(keys, values, torch.cat([entries.marks, later.marks], dim=2))
 
 
 class ShadowLayer(SelectedLayer):
@@ -203,13 +243,15 @@ class ShadowLayer(SelectedLayer):
         self, prompt: ShadowPrompt, keys: Tensor, values: Tensor, seen: int, padding: Tensor | None = None
     ) -> None:
         super().__init__(keys, values, seen, padding, prompt)
-        self.prompt, self._local = prompt, keys.shape[2]
+        self.prompt = prompt
+        self._local = keys.shape[2]
 
     @override
     def step(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         self.append(key, value)
         keys, values, real = _followed(self.prompt.read(query, softmax), super().entries())
-        return grouped_attention(query, keys, values, None if real is None else real[:, :, None], softmax)
+        mask = None if real is None else real[:, :, None]
+        return grouped_attention(query, keys, values, mask, softmax)
 
     @override
     def read_turn(self, keys: Tensor, values: Tensor) -> LayerEntries:
@@ -223,7 +265,8 @@ class ShadowLayer(SelectedLayer):
 
     @override
     def crop(self, tokens_to_remove: int) -> None:
-        if -tokens_to_remove > (read := self.keys.shape[2] - self._local):
+        read = self.keys.shape[2] - self._local
+        if -tokens_to_remove > read:
             raise UserError(f"crop: cannot remove {-tokens_to_remove} tokens, only the {read} read since the prompt")
         super().crop(tokens_to_remove)
 
@@ -257,51 +300,69 @@ class ShadowKV(SparseRead):
         super().__post_init__()
 
     @override
-    def least(self) -> tuple[int, str]:
+    def smallest_budget(self) -> tuple[int, str]:
         reason = "the local part, with one entry less than a chunk after it, the share of outliers, and a chunk"
-        budget = self.chunk * (self.local + 2) - 1
-        while self._chosen(budget, self.chunk * (self.local + 1) - 1) < 1:
+        local = self.chunk * (self.local + 1) - 1
+        budget = local + self.chunk
+        while self._selected_chunks(budget, local) < 1:
             budget += 1
         return budget, reason
 
-    def _chosen(self, budget: int, local: int) -> int:
-        """Chunks to choose beside outliers and a local part of some entries."""
-        return (budget - self._outliers(budget) * self.chunk - local) // self.chunk
+    def _selected_chunks(self, budget: int, local: int) -> int:
+        """Number of chunks to select beside outliers and `local` entries of the local part."""
+        return (budget - self._outlier_chunks(budget) * self.chunk - local) // self.chunk
 
-    def _outliers(self, budget: int) -> int:
+    def _outlier_chunks(self, budget: int) -> int:
         return int(self.outliers * budget) // self.chunk
 
-    def counts(self, state: State) -> Counts:
+    def counts(self, state: State) -> ChunkCounts:
         """Numbers of tokens and chunks of a state's prompts."""
-        budgets, width = self.budgets(state), state.tokens.shape[1]
-        tokens = [width] * len(budgets) if state.tokens_mask is None else state.lengths.tolist()
+        budgets = self.budgets(state)
         if state.tokens_mask is None:
-            budgets, tokens = budgets[:1], tokens[:1]
-        chunks = [max(length // self.chunk - self.local, 0) for length in tokens]
-        outliers = [min(self._outliers(budget), each) for budget, each in zip(budgets, chunks, strict=True)]
-        chosen = [
-            min(max(self._chosen(budget, length - each * self.chunk), 0), each - own)
-            for budget, length, each, own in zip(budgets, tokens, chunks, outliers, strict=True)
-        ]
-        return Counts(tokens, chunks, outliers, chosen)
+            budgets = budgets[:1]
+            lengths = [state.tokens.shape[1]]
+        else:
+            lengths = state.lengths.tolist()
+
+        counts = ChunkCounts([], [], [], [])
+        for budget, length in zip(budgets, lengths, strict=True):
+            chunks = max(length // self.chunk - self.local, 0)
+            outliers = min(self._outlier_chunks(budget), chunks)
+            affordable = max(self._selected_chunks(budget, length - chunks * self.chunk), 0)
+            counts.tokens.append(length)
+            counts.chunks.append(chunks)
+            counts.outliers.append(outliers)
+            counts.selected.append(min(affordable, chunks - outliers))
+        return counts
 
     @override
     def layers_for(self, model: PreTrainedModel, state: State) -> list[KeptLayer]:
-        counts, traffic, layers = self.counts(state), Traffic(), list[KeptLayer]()
-        local = [length - chunks * self.chunk for length, chunks in zip(counts.tokens, counts.chunks, strict=True)]
-        indexed = zip(full_attention_layers(model.config), entries_of(state), strict=True)
-        for index, (keys, values, seen, padding) in indexed:
-            recent = [each[:, :, seen - max(local) :].contiguous() for each in (keys, values)]
+        counts = self.counts(state)
+        local_lengths = []
+        for length, chunks in zip(counts.tokens, counts.chunks, strict=True):
+            local_lengths.append(length - chunks * self.chunk)
+        longest_local = max(local_lengths)
+
+        traffic = Traffic()
+        layers: list[KeptLayer] = []
+        indexed_entries = zip(full_attention_layers(model.config), entries_of(state), strict=True)
+        for index, (keys, values, seen, padding) in indexed_entries:
+            local_keys = keys[:, :, seen - longest_local :].contiguous()
+            local_values = values[:, :, seen - longest_local :].contiguous()
             if padding is not None:
-                keys, values = _from_first(keys, padding), _from_first(values, padding)
-                padding = max(local) - _column(local, keys)[:, 0]
-            rotary = Rotary(model, index)
-            prompt = ShadowPrompt.of(keys, values, counts, self.chunk, self.rank, rotary, traffic)
-            layers.append(ShadowLayer(prompt, recent[0], recent[1], seen, padding))
+                keys = _from_first(keys, padding)
+                values = _from_first(values, padding)
+                padding = longest_local - _column(local_lengths, keys)[:, 0]
+            prompt = ShadowPrompt.from_entries(
+                keys, values, counts, self.chunk, self.rank, Rotary(model, index), traffic
+            )
+            layers.append(ShadowLayer(prompt, local_keys, local_values, seen, padding))
         return layers
 
 
 def _from_first(entries: Tensor, padding: Tensor) -> Tensor:
     """Entries [B, K, N, d] padded on the left -> padded on the right, by arbitrary entries."""
-    places = torch.arange(entries.shape[2], device=entries.device) + padding[:, None]
-    return entries.gather(2, places.clamp(max=entries.shape[2] - 1)[:, None, :, None].expand_as(entries))
+    width = entries.shape[2]
+    index = torch.arange(width, device=entries.device) + padding[:, None]
+    index = index.clamp(max=width - 1)[:, None, :, None].expand_as(entries)
+    return entries.gather(2, index)

@@ -12,7 +12,7 @@ from keepsight.errors import UserError
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.retrieval.specontext import retrieval_cache
-from keepsight.runtime.sparse_read.cache import Selection, expanded
+from keepsight.runtime.sparse_read.cache import Selection, with_expanded_latents
 from keepsight.runtime.sparse_read.selection import TopAttention, TopPages
 from keepsight.runtime.state import cache_bytes, prefill, read
 from tests.close import assert_close
@@ -127,7 +127,7 @@ def test_bytes_are_those_of_the_latents() -> None:
     latents = LAYERS * tokens * (RANK + ROPE) * 4
     assert sum(layer.nbytes for layer in retrieval_cache(state.cache).selected_layers) == latents
     assert state.kv_bytes == latents + tokens * HEADS * 8 * 4  # and the retrieval head's keys
-    whole = expanded(prefill(model, ids, mask))
+    whole = with_expanded_latents(prefill(model, ids, mask))
     assert cache_bytes(whole.cache) == LAYERS * 60 * HEADS * (NOPE + ROPE + VALUE) * 4
 
 
