@@ -28,7 +28,8 @@ from keepsight.runtime.offload import (
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan
 from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection
 
-_EMPTY, _UNCHANGED = -1, -2
+_EMPTY = -1
+_UNCHANGED = -2
 
 
 class SlotChange:
@@ -38,7 +39,8 @@ class SlotChange:
     """
 
     def __init__(self, after: "SlotMap", arriving: Tensor) -> None:
-        self.after, self._arriving = after, FromDevice(arriving)
+        self.after = after
+        self._arriving = FromDevice(arriving)
 
     @cached_property
     def moves(self) -> tuple[Tensor, Tensor, int]:
@@ -50,7 +52,9 @@ class SlotChange:
         """
         arriving = self._arriving.get()
         slots = (arriving.flatten() >= 0).nonzero()[:, 0]
-        return flat_rows(arriving).flatten()[slots], slots, int((arriving == _UNCHANGED).sum())
+        entries = flat_rows(arriving).flatten()[slots]
+        unchanged = int((arriving == _UNCHANGED).sum())
+        return entries, slots, unchanged
 
 
 class SlotMap:
@@ -75,43 +79,54 @@ class SlotMap:
 
         It is computed once for all layers of a step, as long as one of them keeps it.
         """
-        known = self._change() if self._change is not None and self._selection is selection else None
-        if known is None:
-            known = self._changed(selection, length)
-            self._selection, self._change = selection, weakref.ref(known)
-        return known
+        change = None
+        if self._change is not None and self._selection is selection:
+            change = self._change()
+        if change is None:
+            change = self._change_to(selection, length)
+            self._selection = selection
+            self._change = weakref.ref(change)
+        return change
 
     def cropped(self, length: int) -> "SlotMap":
         """The map without entries from `length` on: other tokens will take their places."""
-        gone = self.entries >= length
-        return SlotMap(self.entries.masked_fill(gone, _EMPTY)) if bool(gone.any()) else self
+        dropped = self.entries >= length
+        if not bool(dropped.any()):
+            return self
+        return SlotMap(self.entries.masked_fill(dropped, _EMPTY))
 
-    def _changed(self, selection: Selection, length: int) -> SlotChange:
-        now, budget = selection.indices, self.entries.shape[2]
-        if now.shape[2] > budget:
-            raise UserError(f"{now.shape[2]} entries are selected, and a layer on the CPU has slots for {budget}")
+    def _change_to(self, selection: Selection, length: int) -> SlotChange:
+        selected = selection.indices
+        count = selected.shape[2]
+        budget = self.entries.shape[2]
+        if count > budget:
+            raise UserError(f"{count} entries are selected, and a layer on the CPU has slots for {budget}")
         if selection.real is not None:
-            now = now.masked_fill(~selection.real, _EMPTY)
-        before = self.entries[:, :, : now.shape[2]]
-        stays = _is_among(before, now, length)
-        lacking = ~_is_among(now, before, length) & (now != _EMPTY)
-        # Per head, the first lacking entry goes into the first free slot, and so on.
-        queue = now.new_full((*now.shape[:2], now.shape[2] + 1), _EMPTY)
-        queue.scatter_(2, torch.where(lacking, lacking.cumsum(dim=2) - 1, now.shape[2]), now)
+            selected = selected.masked_fill(~selection.real, _EMPTY)
+
+        before = self.entries[:, :, :count]
+        stays = _is_among(before, selected, length)
+        missing = ~_is_among(selected, before, length) & (selected != _EMPTY)
+
+        # Per head, the first missing entry goes into the first free slot, and so on. All others are written behind
+        # the queue, where they are emptied again.
+        queue = selected.new_full((*selected.shape[:2], count + 1), _EMPTY)
+        queue.scatter_(2, torch.where(missing, missing.cumsum(dim=2) - 1, count), selected)
         queue[:, :, -1] = _EMPTY
         incoming = queue.gather(2, ((~stays).cumsum(dim=2) - 1).clamp(min=0))
-        free = 0, budget - now.shape[2]
-        after = functional.pad(torch.where(stays, before, incoming), free, value=_EMPTY)
-        arriving = functional.pad(incoming.masked_fill(stays, _UNCHANGED), free, value=_EMPTY)
+
+        unused = (0, budget - count)
+        after = functional.pad(torch.where(stays, before, incoming), unused, value=_EMPTY)
+        arriving = functional.pad(incoming.masked_fill(stays, _UNCHANGED), unused, value=_EMPTY)
         return SlotChange(SlotMap(after), arriving)
 
 
-def _is_among(wanted: Tensor, known: Tensor, length: int) -> Tensor:
-    """[B, K, n] bool: which of `wanted` [B, K, n] are among their head's `known` [B, K, m]; -1 never is."""
-    marks = torch.zeros(*known.shape[:2], length + 1, dtype=torch.bool, device=known.device)
-    marks.scatter_(2, torch.where(known < 0, length, known), True)
+def _is_among(entries: Tensor, candidates: Tensor, length: int) -> Tensor:
+    """[B, K, n] bool: which `entries` [B, K, n] are among their head's `candidates` [B, K, m]; -1 never is."""
+    marks = torch.zeros(*candidates.shape[:2], length + 1, dtype=torch.bool, device=candidates.device)
+    marks.scatter_(2, torch.where(candidates < 0, length, candidates), True)
     marks[:, :, -1] = False  # where -1 was marked
-    return marks.gather(2, torch.where(wanted < 0, length, wanted))
+    return marks.gather(2, torch.where(entries < 0, length, entries))
 
 
 class ElasticLayer(SelectedLayer):
@@ -124,8 +139,12 @@ class ElasticLayer(SelectedLayer):
     def __init__(
         self, full: FullEntries, slots: SlotMap, rows: Tensor, key_width: int, seen: int, padding: Tensor | None = None
     ) -> None:
-        self.full, self.slots, self.rows, self.key_width = full, slots, rows, key_width
-        super().__init__(*self._split(rows[:, :, :0]), seen, padding)
+        self.full = full
+        self.slots = slots
+        self.rows = rows
+        self.key_width = key_width
+        no_keys, no_values = self._split(rows[:, :, :0])
+        super().__init__(no_keys, no_values, seen, padding)
         self._newest: Tensor | None = None
         self._prepared: Selection | None = None
         self._change: SlotChange | None = None  # kept for the other layers of the step
@@ -134,10 +153,15 @@ class ElasticLayer(SelectedLayer):
     @classmethod
     def from_layer(cls, layer: SelectedLayer, slots: SlotMap, traffic: Traffic) -> "ElasticLayer":
         """A layer on the CPU, whose slots are filled like those of the other layers there; `layer` stays unchanged."""
-        keys, values, places = layer.keys, layer.values, slots.entries.clamp(min=0).to(layer.keys.device)[..., None]
-        filled = [each.gather(2, places.expand(-1, -1, -1, each.shape[3])) for each in (keys, values)]
-        rows = functional.pad(torch.cat(filled, dim=3).to(slots.entries.device), (0, 0, 0, 1))
-        return cls(FullEntries.offload(keys, values, traffic), slots, rows, keys.shape[3], layer.seen, layer.padding)
+        keys = layer.keys
+        values = layer.values
+        index = slots.entries.clamp(min=0).to(keys.device)[..., None]
+        slot_keys = keys.gather(2, index.expand(-1, -1, -1, keys.shape[3]))
+        slot_values = values.gather(2, index.expand(-1, -1, -1, values.shape[3]))
+        rows = torch.cat([slot_keys, slot_values], dim=3).to(slots.entries.device)
+        rows = functional.pad(rows, (0, 0, 0, 1))  # the newest token's
+        full = FullEntries.offload(keys, values, traffic)
+        return cls(full, slots, rows, keys.shape[3], layer.seen, layer.padding)
 
     def _split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [..., 2d] -> keys and values [..., d]."""
@@ -152,7 +176,8 @@ class ElasticLayer(SelectedLayer):
     @override
     def prepare(self, selection: Selection) -> None:
         super().prepare(selection)
-        self._prepared, self._change = selection, self.slots.to(selection, self.full.length)
+        self._prepared = selection
+        self._change = self.slots.to(selection, self.full.length)
         self.slots = self._change.after
         self._loading = in_background(_load, self.full, self.rows, self._change, Begun(self.rows.device))
 
@@ -161,15 +186,16 @@ class ElasticLayer(SelectedLayer):
         if self._prepared is not selection:
             self.prepare(selection)
         self._await_loading()
-        count = selection.indices.shape[2]
         assert self._newest is not None
+        count = selection.indices.shape[2]
         self.rows[:, :, count : count + 1] = self._newest
-        real = None
-        if selection.real is not None:
-            assert self.padding is not None
-            real = self.slots.entries[:, :, :count] >= self.padding[:, None, None]
-            real = functional.pad(real, (0, 1), value=True)
-        return LayerEntries(*self._split(self.rows[:, :, : count + 1]), real)
+        keys, values = self._split(self.rows[:, :, : count + 1])
+        if selection.real is None:
+            return LayerEntries(keys, values, None)
+
+        assert self.padding is not None
+        real = self.slots.entries[:, :, :count] >= self.padding[:, None, None]
+        return LayerEntries(keys, values, functional.pad(real, (0, 1), value=True))
 
     def _await_loading(self) -> None:
         """Let the device's work from here on wait until the rows are those of the slots."""
@@ -190,13 +216,15 @@ class ElasticLayer(SelectedLayer):
     @override
     def crop(self, tokens_to_remove: int) -> None:
         self._await_loading()
-        self.full, self.seen = self.full.cropped(self.full.length + tokens_to_remove), self.seen + tokens_to_remove
+        self.full = self.full.cropped(self.full.length + tokens_to_remove)
+        self.seen += tokens_to_remove
         self.slots = self.slots.cropped(self.full.length)
 
     @override
     def entries(self) -> LayerEntries:
         """All entries, copied to the device."""
-        return LayerEntries(*self._split(self.full.read(self.rows.device)), self.real_entries(self.full.length))
+        keys, values = self._split(self.full.read(self.rows.device))
+        return LayerEntries(keys, values, self.real_entries(self.full.length))
 
     @override
     def share(self) -> "ElasticLayer":
@@ -207,19 +235,21 @@ class ElasticLayer(SelectedLayer):
 def _load(full: FullEntries, rows: Tensor, change: SlotChange, begun: Begun) -> Begun:
     """Begin to copy a change's entries into the slots' rows [B, K, budget + 1, 2d], after the device's earlier work."""
     begun.wait()
-    entries, slots, reused = change.moves
-    start, traffic = time.perf_counter(), full.traffic
-    coming = full.rows(entries)
-    size = coming.shape[1] * coming.element_size()
-    slots = slots + slots // (rows.shape[2] - 1)  # each head has a row more, the newest token's
+    entries, slots, unchanged = change.moves
+    start = time.perf_counter()
+    entry_rows = full.rows(entries)
+    slot_rows = slots + slots // (rows.shape[2] - 1)  # each head has a row more, the newest token's
     with on_side_stream(rows.device):
-        rows.flatten(0, 2).index_copy_(0, slots.to(rows.device), coming.to(rows.device, non_blocking=True))
+        rows.flatten(0, 2).index_copy_(0, slot_rows.to(rows.device), entry_rows.to(rows.device, non_blocking=True))
         if rows.is_cuda:
             rows.record_stream(torch.cuda.current_stream(rows.device))  # a layer may be gone before it is done
         copying = Begun(rows.device)
-    traffic.fetched += len(entries) * size
-    traffic.asked += (len(entries) + reused) * size
-    traffic.reused += reused
+
+    row_bytes = entry_rows.shape[1] * entry_rows.element_size()
+    traffic = full.traffic
+    traffic.fetched += len(entries) * row_bytes
+    traffic.asked += (len(entries) + unchanged) * row_bytes
+    traffic.reused += unchanged
     traffic.selections += 1
     traffic.fetching += time.perf_counter() - start
     return copying
@@ -232,18 +262,20 @@ class Placement:
     Attributes:
         budget: Slots per KV head and row of each layer on the CPU.
         device: The model's device.
-        least: Number of last layers that are on the CPU at any length.
+        least_on_cpu: Number of last layers that are on the CPU at any length.
         plan: The plan that moves further layers; None without a memory limit.
     """
 
     budget: int
     device: torch.device
-    least: int = 0
+    least_on_cpu: int = 0
     plan: MemoryPlan | None = None
 
     def on_cpu(self, rows: int, length: int) -> int:
         """Number of layers on the CPU when each of `rows` rows has `length` entries, padding included."""
-        return max(self.least, self.plan.layers_on_cpu(rows * length) if self.plan is not None else 0)
+        if self.plan is None:
+            return self.least_on_cpu
+        return max(self.least_on_cpu, self.plan.layers_on_cpu(rows * length))
 
     def place(self, layers: list[Any], length: int) -> None:
         """Move layers with full attention to the CPU, in place in their list, before a step to `length` entries a row.
@@ -251,19 +283,26 @@ class Placement:
         Raises:
             UserError: they do not fit even with all layers on the CPU, or a layer has its own selector.
         """
-        places = [index for index, layer in enumerate(layers) if not is_bounded(layer)]
-        moving = self.on_cpu(len(layers[places[0]].keys), length) if places else 0
-        for index in reversed(places[max(len(places) - moving, 0) :]):
+        full_attention = [index for index, layer in enumerate(layers) if not is_bounded(layer)]
+        if not full_attention:
+            return
+        rows = len(layers[full_attention[0]].keys)
+        first_on_cpu = max(len(full_attention) - self.on_cpu(rows, length), 0)
+        for index in reversed(full_attention[first_on_cpu:]):
             layer: SelectedLayer = layers[index]
             if isinstance(layer, ElasticLayer):
                 continue
             if layer.selector is not None:
                 raise UserError("a layer that reads its own keys to select must have them on the device; offload none")
-            if others := elastic_layers(layers):
-                slots, traffic = others[0].slots, others[0].full.traffic
+
+            layers_on_cpu = elastic_layers(layers)
+            if layers_on_cpu:
+                slots = layers_on_cpu[0].slots
+                traffic = layers_on_cpu[0].full.traffic
             else:
                 batch, kv_heads, _, _ = layer.keys.shape
-                slots, traffic = SlotMap.empty(batch, kv_heads, self.budget, self.device), Traffic()
+                slots = SlotMap.empty(batch, kv_heads, self.budget, self.device)
+                traffic = Traffic()
             layers[index] = ElasticLayer.from_layer(layer, slots, traffic)
 
 

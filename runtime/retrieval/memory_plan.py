@@ -85,22 +85,23 @@ class MemoryPlan:
 
     def memory(self, length: int, layers_on_cpu: int) -> int:
         """Bytes on the device for a length and a number of layers on the CPU (equation 7)."""
-        return self._fixed(layers_on_cpu) + math.ceil(length * self._each(layers_on_cpu))
+        return self._fixed_bytes(layers_on_cpu) + math.ceil(length * self._bytes_per_token(layers_on_cpu))
 
-    def _fixed(self, layers_on_cpu: int) -> int:
+    def _fixed_bytes(self, layers_on_cpu: int) -> int:
         """Bytes that do not grow. The slots of a group's layers hold the same entries, and share one list of these."""
-        room = self.requests * self.room * self._growing(layers_on_cpu)
-        lists = self.groups - (self.layers - layers_on_cpu) * self.groups // self.layers
+        room = self.requests * self.room * self._stored_per_token(layers_on_cpu)
+        groups_on_device = (self.layers - layers_on_cpu) * self.groups // self.layers
+        lists = self.groups - groups_on_device
         indices = lists * 8 * self.requests * self.kv_heads * self.budget
         return self.weights_held + room + indices + layers_on_cpu * self.slots
 
-    def _growing(self, layers_on_cpu: int) -> int:
-        """Bytes per token of the tensors that grow in place."""
+    def _stored_per_token(self, layers_on_cpu: int) -> int:
+        """Bytes of a token in the layers on the device and in the retrieval head."""
         return (self.layers - layers_on_cpu) * self.entry + self.head_keys
 
-    def _each(self, layers_on_cpu: int) -> float:
-        """Bytes per token."""
-        return (1 + self.growth) * self._growing(layers_on_cpu)
+    def _bytes_per_token(self, layers_on_cpu: int) -> float:
+        """Bytes of a token, with its share of the spare memory that grows with the tokens."""
+        return (1 + self.growth) * self._stored_per_token(layers_on_cpu)
 
     @cached_property
     def thresholds(self) -> tuple[int, ...]:
@@ -111,8 +112,9 @@ class MemoryPlan:
         """
         lengths = []
         for on_cpu in range(self.layers + 1):
-            free, each = self.limit - self._fixed(on_cpu), self._each(on_cpu)
-            lengths.append(max(int(free // max(each, 1)), 0))
+            free = self.limit - self._fixed_bytes(on_cpu)
+            length = int(free // max(self._bytes_per_token(on_cpu), 1))
+            lengths.append(max(length, 0))
         return tuple(accumulate(lengths, max))
 
     def layers_on_cpu(self, length: int) -> int:
@@ -142,12 +144,14 @@ class MemoryPlan:
         values repeated for all query heads, `group` (the paper's alpha) per KV head. Algorithm 1, line 3 lacks the
         factor 4 of the slots that equation 7 has. Unlike `thresholds` they descend where slots outgrow the entries.
         """
-        row = 4 * self.requests * self.kv_heads * self.head_dim
+        entry = 4 * self.requests * self.kv_heads * self.head_dim
         free = self.limit - self.weights_held
-        return tuple(
-            (free - row * on_cpu * self.budget) // (row * (self.layers + 1 + group - on_cpu))
-            for on_cpu in range(self.layers + 1)
-        )
+        thresholds = []
+        for on_cpu in range(self.layers + 1):
+            slots = entry * on_cpu * self.budget
+            bytes_per_token = entry * (self.layers + 1 + group - on_cpu)
+            thresholds.append((free - slots) // bytes_per_token)
+        return tuple(thresholds)
 
 
 def plan_for(
@@ -170,7 +174,7 @@ def plan_for(
         raise UserError(f"memory cannot be planned for {config.model_type}, whose attention is latent; give no limit")
     return MemoryPlan(
         limit=limit,
-        weights=sum(each.nbytes for each in model.parameters()),
+        weights=sum(parameter.nbytes for parameter in model.parameters()),
         head=head,
         layers=config.num_hidden_layers,
         kv_heads=cached_kv_heads(model),

@@ -1,7 +1,6 @@
 """SpeContext (arXiv 2512.00722): a retrieval head selects the entries of all layers before each step."""
 
 import copy
-import functools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,9 +36,12 @@ class HeadSelector:
     """
 
     def __init__(
-        self, head: RetrievalHead, layers: tuple[int, ...], padding: Tensor | None, selector: TopAttention
+        self, head: RetrievalHead, layers: tuple[int, ...], padding: Tensor | None, top_attention: TopAttention
     ) -> None:
-        self.head, self.layers, self.padding, self.selector = head, layers, padding, selector
+        self.head = head
+        self.layers = layers
+        self.padding = padding
+        self.top_attention = top_attention
         self.features: Tensor | None = None  # [B, 1, w] of the last token; None before the first, or without layers
         self._layer = KeptLayer()  # of keys alone
 
@@ -56,7 +58,7 @@ class HeadSelector:
         self._reach(self._layer.seen + 1)
         query, key = self.head.project(embeddings, self.features, positions)
         self._layer.update(key, key[..., :0])
-        return self.selector.select(query, Softmax(self.head.scaling), self.keys, self.padding)
+        return self.top_attention.select(query, Softmax(self.head.scaling), self.keys, self.padding)
 
     def read(self, embeddings: Tensor, features: Tensor | None, positions: Tensor) -> None:
         """Append the keys of tokens that the base model has read without it.
@@ -65,25 +67,33 @@ class HeadSelector:
         for padding, and None when the head reads none.
         """
         self._reach(self._layer.seen + embeddings.shape[1])
-        before = None
+        earlier_features = None  # of the token before each
         if features is not None:
-            last = torch.zeros_like(features[:, :1]) if self.features is None else self.features
-            before, self.features = torch.cat([last, features[:, :-1]], dim=1), features[:, -1:]
-        keys = self.head.keys(self.head.inputs(embeddings, before), positions)
+            last = self.features
+            if last is None:
+                last = torch.zeros_like(features[:, :1])
+            earlier_features = torch.cat([last, features[:, :-1]], dim=1)
+            self.features = features[:, -1:]
+        keys = self.head.keys(self.head.inputs(embeddings, earlier_features), positions)
         self._layer.update(keys, keys[..., :0])
 
     def crop(self, length: int) -> None:
         """Keep the keys of the first `length` tokens."""
-        if (extra := self._layer.seen - length) > 0:
-            self._layer.crop(-extra)
+        tokens_to_remove = self._layer.seen - length
+        if tokens_to_remove > 0:
+            self._layer.crop(-tokens_to_remove)
 
     def _reach(self, length: int) -> None:
         """Extend the head to `length` positions, and rotate its keys to the new RoPE angles."""
-        if (head := self.head.reaching(length)) is not self.head:
-            places = torch.arange(self._layer.seen, device=self.keys.device)[None]
-            positions = places if self.padding is None else (places - self.padding[:, None]).clamp(min=0)
-            keys = head.turned(self.keys, positions, self.head)
-            self._layer, self.head = KeptLayer(keys, keys[..., :0], self._layer.seen), head
+        head = self.head.reaching(length)
+        if head is self.head:
+            return
+        positions = torch.arange(self._layer.seen, device=self.keys.device)[None]
+        if self.padding is not None:
+            positions = (positions - self.padding[:, None]).clamp(min=0)
+        keys = head.turned(self.keys, positions, self.head)
+        self._layer = KeptLayer(keys, keys[..., :0], self._layer.seen)
+        self.head = head
 
     def share(self) -> "HeadSelector":
         """An independent copy."""
@@ -97,7 +107,8 @@ class RetrievalCache(StateCache):
 
     def __init__(self, layers: list[Any], selector: HeadSelector, placement: Placement) -> None:
         super().__init__(layers=layers)
-        self.selector, self.placement = selector, placement
+        self.selector = selector
+        self.placement = placement
 
     @property
     def selected_layers(self) -> list[SelectedLayer]:
@@ -106,14 +117,18 @@ class RetrievalCache(StateCache):
 
     def by_layer(self, selection: Selection) -> list[tuple[SelectedLayer, Selection]]:
         """Each layer with full attention, and what the retrieval head selected for it, on its device."""
-        layers, config = self.selected_layers, self.selector.head.config
-
-        @functools.cache
-        def part(group: int, device: torch.device) -> Selection:
-            return selection.part(group, config.groups, device)
-
-        groups = [config.group_of(place, len(layers)) for place in range(len(layers))]
-        return [(layer, part(group, layer.keys.device)) for layer, group in zip(layers, groups, strict=True)]
+        config = self.selector.head.config
+        layers = self.selected_layers
+        # The layers of a group on one device get one object, by which they know that they share a change of slots.
+        group_selections: dict[tuple[int, torch.device], Selection] = {}
+        layer_selections = []
+        for index, layer in enumerate(layers):
+            group = config.group_of(index, len(layers))
+            device = layer.keys.device
+            if (group, device) not in group_selections:
+                group_selections[group, device] = selection.of_group(group, config.groups, device)
+            layer_selections.append((layer, group_selections[group, device]))
+        return layer_selections
 
     def keep_first(self, length: int) -> None:
         """Drop all entries of tokens beyond the first `length`."""
@@ -145,8 +160,9 @@ class RetrievalState(SelectedState):
 
     @override
     def copy(self) -> State:
-        own = retrieval_cache(self.cache)
-        return replace(self, cache=RetrievalCache(list(share(own).layers), own.selector.share(), own.placement))
+        cache = retrieval_cache(self.cache)
+        layers = list(share(cache).layers)
+        return replace(self, cache=RetrievalCache(layers, cache.selector.share(), cache.placement))
 
 
 def retrieval_cache(cache: Cache) -> RetrievalCache:
@@ -160,7 +176,8 @@ class RetrievalTurnReader:
     """A model that reads a further turn after a `RetrievalState`; the retrieval head reads it too."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self.config = model, model.config
+        self._model = model
+        self.config = model.config
         self._reader = TurnReader(model)
 
     def __call__(self, *, input_ids: Tensor, position_ids: Tensor, past_key_values: Cache, **options: Any) -> Any:
@@ -170,8 +187,12 @@ class RetrievalTurnReader:
         cache.placement.place(cache.layers, cache.get_seq_length() + input_ids.shape[1])
         with RecordFeatures(self._model, selector.layers) as recorded:
             output = self._reader(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, **options)
-        features = torch.cat(recorded.outputs(), dim=-1) if selector.layers else None
-        selector.read(self._model.get_input_embeddings()(input_ids), features, position_ids)
+
+        features = None
+        if selector.layers:
+            features = torch.cat(recorded.outputs(), dim=-1)
+        embeddings = self._model.get_input_embeddings()(input_ids)
+        selector.read(embeddings, features, position_ids)
         return output
 
 
@@ -181,12 +202,15 @@ class RetrievalReader(TokenReader):
     @override
     def step(self, token: Tensor, position: Tensor, attention_mask: Tensor | None, cache: Cache) -> Tensor:
         cache = retrieval_cache(cache)
-        before, selector = cache.get_seq_length(), cache.selector
-        cache.placement.place(cache.layers, before + 1)
+        selector = cache.selector
+        length = cache.get_seq_length()
+        cache.placement.place(cache.layers, length + 1)
         layers = with_full_layers(cache, full_layers(cache)).layers
         try:
-            for layer, part in cache.by_layer(selector.select(self._model.get_input_embeddings()(token), position)):
-                layer.prepare(part)
+            embeddings = self._model.get_input_embeddings()(token)
+            selection = selector.select(embeddings, position)
+            for layer, layer_selection in cache.by_layer(selection):
+                layer.prepare(layer_selection)
             with RecordFeatures(self._model, selector.layers) as recorded:
                 output = run(
                     self._model,
@@ -200,7 +224,7 @@ class RetrievalReader(TokenReader):
                 selector.features = torch.cat(recorded.outputs(), dim=-1)
         except BaseException:
             cache.layers[:] = layers
-            cache.keep_first(before)
+            cache.keep_first(length)
             raise
         return output.logits
 
@@ -276,7 +300,8 @@ class SpeContext(SparseRead):
     @override
     def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
         self._check_model(model)
-        self._placement(model, *input_ids.shape).on_cpu(*input_ids.shape)  # refuses what can never fit
+        rows, length = input_ids.shape
+        self._placement(model, rows, length).on_cpu(rows, length)  # refuses what can never fit
         needs = _needs(self.head.layers_of(model))
         return self.compress_state(model, prefill(model, input_ids, mask, needs=needs, **options))
 
@@ -285,16 +310,19 @@ class SpeContext(SparseRead):
     def compress_state(self, model: PreTrainedModel, state: State) -> State:
         self._check_model(model)
         layers = with_full_layers(state.cache, self.layers_for(model, state)).layers
-        placement = self._placement(model, *state.tokens.shape)
-        placement.place(layers, state.tokens.shape[1])
+        rows, length = state.tokens.shape
+        placement = self._placement(model, rows, length)
+        placement.place(layers, length)
         cache = RetrievalCache(layers, self._selector(model, state), placement)
         return state.as_kind(RetrievalState, cache)
 
     @override
     def layers_for(self, model: PreTrainedModel, state: State) -> list[SelectedLayer]:
-        layers = [SelectedLayer(*entries) for entries in entries_of(state)]
-        for layer, stored in zip(layers, state.layers, strict=True):
-            layer.expansion = stored.expansion
+        layers = []
+        for (keys, values, seen, padding), prefilled in zip(entries_of(state), state.layers, strict=True):
+            layer = SelectedLayer(keys, values, seen, padding)
+            layer.expansion = prefilled.expansion
+            layers.append(layer)
         return layers
 
     def _check_model(self, model: PreTrainedModel) -> None:
@@ -308,37 +336,44 @@ class SpeContext(SparseRead):
             )
 
     def _placement(self, model: PreTrainedModel, rows: int, length: int) -> Placement:
-        budget, plan = self.budget_for(length), None
+        budget = self.budget_for(length)
+        plan = None
         if self.memory_limit is not None:
             plan = plan_for(
                 model,
                 limit=read_bytes(str(self.memory_limit)),
                 requests=rows,
                 budget=budget,
-                head=sum(each.nbytes for each in self.head.parameters()),
+                head=sum(parameter.nbytes for parameter in self.head.parameters()),
                 head_keys=self.head.key_bytes,
                 groups=self.head.config.groups,
             )
         return Placement(budget, model.device, self.offload, plan)
 
     def _selector(self, model: PreTrainedModel, state: State) -> HeadSelector:
-        length, mask = state.tokens.shape[1], state.tokens_mask
+        length = state.tokens.shape[1]
+        mask = state.tokens_mask
         head = self.head.to(model.device).reaching(length)
         layers = head.layers_of(model)
-        if missing := sorted(set(layers) - set(state.needs.features)):
+        missing = sorted(set(layers) - set(state.needs.features))
+        if missing:
             raise UserError(
                 f"SpeContext: the prefill did not record layer {missing[0]}; give it needs=method.needs(), or call "
                 "method.start"
             )
+
         padding = None if mask is None else length - state.lengths
-        top = TopAttention(tuple(self.budgets(state)), self.sinks, self.window)
-        selector = HeadSelector(head, layers, padding, top)
-        embed, positions = model.get_input_embeddings(), positions_of(mask, length, state.tokens.device)
+        top_attention = TopAttention(tuple(self.budgets(state)), self.sinks, self.window)
+        selector = HeadSelector(head, layers, padding, top_attention)
+        embed = model.get_input_embeddings()
+        positions = positions_of(mask, length, state.tokens.device)
         for start in range(0, length, _BLOCK):
-            block, features = slice(start, start + _BLOCK), None
+            block = slice(start, start + _BLOCK)
+            features = None
             if layers:
                 features = state.features_of(layers, block)
-                features = features if mask is None else features.masked_fill(~mask[:, block, None], 0)
+                if mask is not None:
+                    features = features.masked_fill(~mask[:, block, None], 0)
             selector.read(embed(state.tokens[:, block]), features, positions[:, block])
         return selector
 
