@@ -9,7 +9,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 PATHS = (CHAT, COMPLETIONS)
 """Endpoints that answer; the middleware reads their bodies."""
 TOKENIZER_PATHS = ("/tokenize", "/detokenize")
@@ -41,7 +42,9 @@ def path_of(scope: Mapping[str, Any]) -> str:
     """The path that Starlette's routes see: without the root path of a proxy."""
     path = str(scope.get("path", ""))
     root = str(scope.get("root_path", ""))
-    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+    if root and path.startswith(f"{root}/"):
+        return path[len(root) :]
+    return path
 
 
 def is_listed(scope: Mapping[str, Any]) -> bool:
@@ -58,18 +61,24 @@ def needs_key(scope: Mapping[str, Any]) -> bool:
 
 def is_preflight(scope: Mapping[str, Any]) -> bool:
     """Whether a browser asks what another site's page may send: such a request has no key, and reaches no endpoint."""
-    names = {name for name, _ in scope["headers"]}
-    return scope["method"] == "OPTIONS" and {b"origin", b"access-control-request-method"} <= names
+    header_names = {name for name, _ in scope["headers"]}
+    return scope["method"] == "OPTIONS" and {b"origin", b"access-control-request-method"} <= header_names
 
 
 def has_key(scope: Mapping[str, Any]) -> bool:
     """Whether a request has a valid API key, or the server has none."""
     arguments = getattr(getattr(scope.get("app"), "state", None), "args", None)
-    given = getattr(arguments, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
-    keys = [key for key in given if key]
-    if not keys:
+    server_keys = getattr(arguments, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
+    server_keys = [key for key in server_keys if key]
+    if not server_keys:
         return True
-    values = [value for name, value in scope["headers"] if name == b"authorization"]
-    scheme, _, sent = (values or [b""])[0].partition(b" ")
-    matches = [hmac.compare_digest(sent, key.encode()) for key in keys]
+
+    authorization = b""
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            authorization = value
+            break
+    scheme, _, key_of_request = authorization.partition(b" ")
+    # All keys are compared, so that the time does not tell which one matches.
+    matches = [hmac.compare_digest(key_of_request, key.encode()) for key in server_keys]
     return scheme.lower() == b"bearer" and any(matches)

@@ -74,6 +74,16 @@ BYPASS = ("echo", "prompt_logprobs", "truncate_prompt_tokens")
 TEMPLATE = ("chat_template", "documents", "reasoning_effort")
 """Options by which vLLM renders messages otherwise than the model's own template does."""
 SHUTTING_DOWN = "keepsight: the server is shutting down"
+_TOKENIZED = (
+    "model",
+    "messages",
+    "tools",
+    "chat_template",
+    "add_special_tokens",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+"""Fields of a chat that vLLM's `/tokenize` reads too."""
 _LOOK = 0.5
 """Seconds between two looks whether the server must stop."""
 MAX_BYTES = int(os.environ.get("KEEPSIGHT_MAX_BYTES") or 2**26)
@@ -129,7 +139,8 @@ class Rewriter:
     def __init__(
         self, root: str, model: str, weights: frozenset[str] = frozenset(), tokenizer: str | None = None
     ) -> None:
-        self.store, self.tokenizer = PrefixStore(root), AutoTokenizer.from_pretrained(tokenizer or model)
+        self.store = PrefixStore(root)
+        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer or model)
         self.alphabet = alphabet_of(self.tokenizer)
         self.weights = weights
 
@@ -144,7 +155,9 @@ class Rewriter:
         if not isinstance(request.get("kv_transfer_params"), dict | None):
             raise UserError("keepsight: kv_transfer_params must be an object")
         try:
-            return self._chat(request, served) if path == CHAT else self._completion(request, served)
+            if path == CHAT:
+                return self._chat(request, served)
+            return self._completion(request, served)
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, UserError):
                 raise
@@ -156,24 +169,30 @@ class Rewriter:
             self._check_roles(messages, request, served)
         if _wants_eviction(request):
             return self._document(request, messages)
-        texts = [_text_of(message) for message in messages] if isinstance(messages, list) else []
-        named = [place for place, text in enumerate(texts) if NAMED.match(text)]
+
+        texts = []
+        if isinstance(messages, list):
+            texts = [_text_of(message) for message in messages]
+        naming = [index for index, text in enumerate(texts) if NAMED.match(text)]
         _require_named_first(texts)
-        if not named:
-            params = request.get("kv_transfer_params")
-            self._prompt(params.get("prompt_token_ids") if isinstance(params, dict) else None, request, served)
+        params = request.get("kv_transfer_params") or {}
+        if not naming:
+            self._prompt(params.get("prompt_token_ids"), request, served)
             return request
-        if len(named) > 1:
+        if len(naming) > 1:
             raise UserError("keepsight: a request reads one prefix; name it in one message")
         if not all(map(_is_text, messages)):
             raise UserError("keepsight: a request with a prefix reads text alone; leave out images and other parts")
-        (place,) = named
+
+        naming_turn = naming[0]
         turns = [_as_text(message) for message in messages]
-        digest, question = _split(turns[place]["content"])
-        if not any(text and text.strip() for text in (question, *(turn["content"] for turn in turns[place + 1 :]))):
+        digest, question = _split(turns[naming_turn]["content"])
+        later_texts = [turn["content"] for turn in turns[naming_turn + 1 :]]
+        if not any(text and text.strip() for text in (question, *later_texts)):
             raise UserError("keepsight: no question follows the prefix; add it to the message")
+
         header = self._header(digest, request, served)
-        turns[place]["content"] = MARK + question
+        turns[naming_turn]["content"] = MARK + question
         before, after = self._rendered(turns, request)
         if before != header.before:
             raise UserError(
@@ -181,7 +200,6 @@ class Rewriter:
                 "message and template arguments that it was made with"
             )
         ids = placeholders(digest, header.entries, self.alphabet) + self._tokens(after)
-        params = request.get("kv_transfer_params") or {}
         return request | {"kv_transfer_params": params | {"prompt_token_ids": ids}}
 
     def _check_roles(self, messages: list[Any], request: Mapping[str, Any], served: Served) -> None:
@@ -203,39 +221,54 @@ class Rewriter:
         text = _text_of(messages[-1]) if is_text else ""
         if not text.strip() or NAMED.match(text):
             raise UserError(f"keepsight: {EVICT} needs the document as the text of the last message")
-        before, _ = self._rendered([*messages[:-1], {**messages[-1], "content": f"{MARK}?"}], request)
+
+        marked_turn = {**messages[-1], "content": f"{MARK}?"}
+        before, _ = self._rendered([*messages[:-1], marked_turn], request)
         params = request["kv_transfer_params"] | {BEFORE: before, "prompt_token_ids": self._tokens(before + text)}
-        lengths = dict.fromkeys({"max_tokens", "max_completion_tokens"} & request.keys() or {"max_tokens"}, 1)
-        return request | lengths | {"kv_transfer_params": params}
+        changed = request | {"kv_transfer_params": params}
+        length_names = {"max_tokens", "max_completion_tokens"} & request.keys()
+        for name in length_names or {"max_tokens"}:
+            changed[name] = 1
+        return changed
 
     def _rendered(self, turns: list[dict[str, Any]], request: Mapping[str, Any]) -> tuple[str, str]:
         """The chat template's text before and after the document."""
-        if own := [name for name in TEMPLATE if request.get(name) is not None]:
-            raise UserError(f"keepsight: {own[0]} changes the chat template; give chat_template_kwargs instead")
+        for name in TEMPLATE:
+            if request.get(name) is not None:
+                raise UserError(f"keepsight: {name} changes the chat template; give chat_template_kwargs instead")
+
+        continues = bool(request.get("continue_final_message"))
         options = dict(request.get("chat_template_kwargs") or {})
-        options |= {"tools": request["tools"]} if request.get("tools") else {}
-        goes_on = bool(request.get("continue_final_message"))
-        begins = bool(request.get("add_generation_prompt", not goes_on))
-        options |= {"tokenize": False, "add_generation_prompt": begins, "continue_final_message": goes_on}
+        if request.get("tools"):
+            options["tools"] = request["tools"]
+        options["tokenize"] = False
+        options["continue_final_message"] = continues
+        options["add_generation_prompt"] = bool(request.get("add_generation_prompt", not continues))
         try:
             text = str(self.tokenizer.apply_chat_template(turns, **options))
         except Exception as error:  # a template computes with what the messages hold
             raise UserError(f"keepsight: the chat template refuses the messages: {one_line(error)}") from None
-        if (parts := around_mark(text)) is None:
+        before_and_after = around_mark(text)
+        if before_and_after is None:
             raise UserError("keepsight: the chat template does not render the message that names the prefix once")
-        return parts
+        return before_and_after
 
     def _completion(self, request: dict[str, Any], served: Served) -> dict[str, Any]:
         prompt = request.get("prompt")
-        many = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
-        if _wants_eviction(request) and many and len(prompt or ()) > 1:
+        if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], str | list):
+            _wants_eviction(request)  # refuses what cannot be answered
+            rewritten = self._prompt(prompt, request, served)
+            return request if rewritten is prompt else request | {"prompt": rewritten}
+
+        if _wants_eviction(request) and len(prompt) > 1:
             raise UserError(f"keepsight: {EVICT} makes one prefix; give one prompt")
-        prompts = prompt if many else [prompt]
-        replaced = [self._prompt(each, request, served) for each in prompts]  # type: ignore[union-attr]
-        same = all(new is old for new, old in zip(replaced, prompts, strict=True))  # type: ignore[arg-type]
-        return request if same else request | {"prompt": replaced if many else replaced[0]}
+        prompts = [self._prompt(text_or_ids, request, served) for text_or_ids in prompt]
+        if all(after is before for after, before in zip(prompts, prompt, strict=True)):
+            return request
+        return request | {"prompt": prompts}
 
     def _prompt(self, prompt: Any, request: Mapping[str, Any], served: Served) -> Any:
+        """The prompt that vLLM receives, a text or token ids; the same object if it is unchanged."""
         if isinstance(prompt, str):
             _require_named_first([prompt])
             if not NAMED.match(prompt):
@@ -247,12 +280,13 @@ class Rewriter:
             return placeholders(digest, header.entries, self.alphabet) + self._tokens(question)
         if not isinstance(prompt, list):
             return prompt
+
         entries = 0
-        if (spelled := digest_in(prompt, self.alphabet)) is not None:
-            header = self._header(spelled, request, served)
-            entries = header.entries
-            if prompt[:entries] != placeholders(spelled, entries, self.alphabet):
-                raise UserError(f"keepsight: prefix {spelled} has {entries} placeholders; give all of them")
+        digest = digest_in(prompt, self.alphabet)
+        if digest is not None:
+            entries = self._header(digest, request, served).entries
+            if prompt[:entries] != placeholders(digest, entries, self.alphabet):
+                raise UserError(f"keepsight: prefix {digest} has {entries} placeholders; give all of them")
             if len(prompt) == entries:
                 raise UserError("keepsight: the prompt has no token of its own after the prefix; add the question")
         self.require_spelled_first(prompt[entries:])
@@ -260,10 +294,14 @@ class Rewriter:
 
     def require_spelled_first(self, ids: list[Any]) -> None:
         """Refuse tokens that spell a prefix where none is read: after others, such as the start token."""
-        letters, run = letters_of(len(self.alphabet)), 0
+        letters = letters_of(len(self.alphabet))
         alphabet = {*self.alphabet}
-        for id in ids:
-            run = run + 1 if isinstance(id, int) and id in alphabet else 0
+        run = 0  # number of letters up to this token, without another token between
+        for token in ids:
+            if isinstance(token, int) and token in alphabet:
+                run += 1
+            else:
+                run = 0
             if run == letters:
                 raise UserError("keepsight: placeholders of a prefix stand after other tokens; they must be the first")
 
@@ -285,7 +323,8 @@ class Rewriter:
         return header
 
     def _tokens(self, text: str) -> list[int]:
-        if not (ids := list(self.tokenizer(text, add_special_tokens=False)["input_ids"])):
+        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not ids:
             raise UserError("keepsight: the prompt has no token of its own after the prefix; add the question")
         return ids
 
@@ -302,9 +341,9 @@ def _wants_eviction(request: Mapping[str, Any]) -> bool:
         return False
     if type(wanted) not in (bool, int, float) or wanted <= 0:
         raise UserError(f"keepsight: {EVICT} is {str(wanted)[:64]!r}; give true, or a budget above 0")
-    single = {"n": 1, "best_of": 1, "stream": False}
-    if several := [name for name, value in single.items() if request.get(name) not in (None, value)]:
-        raise UserError(f"keepsight: {EVICT} gives one reply, not streamed; leave {several[0]} out")
+    for name, default in {"n": 1, "best_of": 1, "stream": False}.items():
+        if request.get(name) not in (None, default):
+            raise UserError(f"keepsight: {EVICT} gives one reply, not streamed; leave {name} out")
     return True
 
 
@@ -316,15 +355,17 @@ def bypasses(request: Mapping[str, Any]) -> list[str]:
 
 def require_no_bypass(request: Mapping[str, Any]) -> None:
     """Refuse options that need the prompt's own tokens."""
-    if found := bypasses(request):
-        raise UserError(f"keepsight: {found[0]} needs the prompt's own tokens, which a prefix lacks; leave it out")
+    names = bypasses(request)
+    if names:
+        raise UserError(f"keepsight: {names[0]} needs the prompt's own tokens, which a prefix lacks; leave it out")
 
 
 def _require_named_first(texts: list[str]) -> None:
     """Refuse names of prefixes that would be read as text."""
     for text in texts:
         named = NAMED.match(text)
-        if ALIKE.search(text, named.end() if named else 0):
+        start = named.end() if named else 0
+        if ALIKE.search(text, start):
             raise UserError(
                 "keepsight: a prefix is named within a text, where it would not be read; begin one message with it, as "
                 "[[keepsight:ID]]"
@@ -346,13 +387,21 @@ def _text_of(message: Any) -> str:
     """The text of a chat message; its parts are joined as vLLM joins them."""
     content = message.get("content") if isinstance(message, dict) else None
     parts: list[Any] = content if isinstance(content, list) else [content]
-    texts = [part["text"] if _is_text_part(part) else part for part in parts]
-    return "\n".join(text for text in texts if isinstance(text, str))
+    texts = []
+    for part in parts:
+        if _is_text_part(part):
+            texts.append(part["text"])
+        elif isinstance(part, str):
+            texts.append(part)
+    return "\n".join(texts)
 
 
 def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message of text with its parts in one."""
-    return {**message, "content": _text_of(message) if message.get("content") else message.get("content")}
+    content = message.get("content")
+    if content:
+        content = _text_of(message)
+    return {**message, "content": content}
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -363,7 +412,8 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _variable(name: str, meaning: str) -> str:
-    if not (value := os.environ.get(name)):
+    value = os.environ.get(name)
+    if not value:
         raise UserError(f"{name} is not set; give {name}={meaning}")
     return value
 
@@ -378,18 +428,24 @@ class Prefixes:
 
     def __init__(self, app: Any, rewriter: Rewriter | None = None, reader: Reader | None = None) -> None:
         if rewriter is None:
-            root, model = _variable("KEEPSIGHT_ROOT", "PREFIXES"), _variable("KEEPSIGHT_MODEL", "MODEL")
+            root = _variable("KEEPSIGHT_ROOT", "PREFIXES")
+            model = _variable("KEEPSIGHT_MODEL", "MODEL")
             rewriter = Rewriter(root, model, fingerprints(model), os.environ.get("KEEPSIGHT_TOKENIZER"))
             if not rewriter.weights:
                 logger.warning(
                     "keepsight: the files of %s do not tell its weights; prefixes of others are not refused", model
                 )
-            if socket := os.environ.get("KEEPSIGHT_WORKER"):
-                limits = [
-                    int(os.environ.get(name) or sys.maxsize) for name in ("KEEPSIGHT_CONTEXT", "KEEPSIGHT_ANSWER")
-                ]
-                reader = Reader(socket, int(_variable("KEEPSIGHT_LEAST", "TOKENS")), *limits)
-        self.app, self.rewriter, self.reader = app, rewriter, reader
+            socket = os.environ.get("KEEPSIGHT_WORKER")
+            if socket:
+                reader = Reader(
+                    socket,
+                    least=int(_variable("KEEPSIGHT_LEAST", "TOKENS")),
+                    context=int(os.environ.get("KEEPSIGHT_CONTEXT") or sys.maxsize),
+                    answer_tokens=int(os.environ.get("KEEPSIGHT_ANSWER") or sys.maxsize),
+                )
+        self.app = app
+        self.rewriter = rewriter
+        self.reader = reader
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Handle a request, as ASGI applications do."""
@@ -402,17 +458,17 @@ class Prefixes:
         elif needs_key(scope) and not has_key(scope):
             await _refuse(send, 401, "keepsight: a key is needed; send Authorization: Bearer KEY")
         elif not is_listed(scope):
-            closed = f"{scope['method']} {path_of(scope)}"
-            await _refuse(
-                send, 404, f"keepsight: {closed} does not read prefixes and is closed; use {' or '.join(PATHS)}"
-            )
+            endpoint = f"{scope['method']} {path_of(scope)}"
+            message = f"keepsight: {endpoint} does not read prefixes and is closed; use {' or '.join(PATHS)}"
+            await _refuse(send, 404, message)
         elif path_of(scope) not in PATHS:
             await self.app(scope, receive, send)
         elif is_stopping():
             await _refuse(send, 503, SHUTTING_DOWN)
         else:
             try:
-                if (body := await _body_of(receive)) is not None:
+                body = await _body_of(receive)
+                if body is not None:
                     await self._answer(path_of(scope), body, scope, receive, send)
             except Refused as error:
                 await _refuse(send, error.status, one_line(error, 2000), error.code)
@@ -424,31 +480,35 @@ class Prefixes:
             request = json.loads(body)
         except (ValueError, RecursionError):
             request = None  # vLLM itself says what is wrong with it
+
         served = served_by(scope)
         changed = self.rewriter.rewritten(path, request, served)
-        async with AsyncExitStack() as using:
-            reads = self._may_read(body, request, served)
-            if changed is request and isinstance(request, dict) and (reads or bypasses(request)):
-                tokens = await _unless_gone(self._tokens(path, request, scope), receive)
-                if isinstance(tokens, _Reply):
-                    await tokens.send(send)
+        is_unchanged = changed is request and isinstance(request, dict)
+        async with AsyncExitStack() as used_prefixes:
+            if is_unchanged and (self._may_read(body, request, served) or bypasses(request)):
+                ids = await _unless_gone(self._prompt_ids(path, request, scope), receive)
+                if ids is None:
                     return
-                if tokens is not None:
-                    changed = await _unless_gone(self._shortened(path, request, tokens, using), receive)
-                if tokens is None or changed is None:
+                if isinstance(ids, _Reply):
+                    await ids.send(send)
                     return
-            data = body if changed is request else json.dumps(changed).encode()
-            await self._answered(_at(scope, len(data)), _again(data, receive), send)
+                changed = await _unless_gone(self._shortened(path, request, ids, used_prefixes), receive)
+                if changed is None:
+                    return
+            if changed is not request:
+                body = json.dumps(changed).encode()
+            await self._answered(_at(scope, len(body)), _again(body, receive), send)
 
     async def _answered(self, scope: Message, receive: Receive, send: Send) -> None:
         """Let vLLM answer; what has not ended when the server must stop ends with an error."""
         answer = _Answer(send)
         running = asyncio.ensure_future(self.app(scope, receive, answer.send))
-        left = float(os.environ.get(GRACE) or math.inf)
+        grace = float(os.environ.get(GRACE) or math.inf)
         try:
-            while not running.done() and left > 0:
+            while not running.done() and grace > 0:
                 await asyncio.wait({running}, timeout=_LOOK)
-                left -= _LOOK if is_stopping() else 0
+                if is_stopping():
+                    grace -= _LOOK
             if running.done():
                 running.result()
         finally:
@@ -465,77 +525,109 @@ class Prefixes:
         is_valid = salt is None or (isinstance(salt, str) and salt != "")
         return is_base and is_valid and len(body) >= self.reader.least  # a token takes at least one byte
 
-    async def _tokens(self, path: str, request: dict[str, Any], scope: Message) -> "list[list[int]] | _Reply":
+    async def _prompt_ids(self, path: str, request: dict[str, Any], scope: Message) -> "list[list[int]] | _Reply":
         """Token ids of each prompt of a request, as vLLM makes them; or vLLM's reply that refuses them."""
-        params = request.get("kv_transfer_params") or {}
-        own = params.get("prompt_token_ids")
-        inputs: list[Any] = [own if isinstance(own, list) else _as_tokenized(request)]
-        found = list[list[int]]()
-        if path != CHAT:
-            prompt = request.get("prompt")
-            prompts = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
-            shared = {name: request[name] for name in ("model", "add_special_tokens") if name in request}
-            inputs = [shared | {"prompt": each} if isinstance(each, str) else each for each in prompts]
-        for each in inputs:
-            if isinstance(each, dict):
-                reply = await _call(self.app, "/tokenize", scope, json.dumps(each).encode())
+        prompts = _chat_prompts(request) if path == CHAT else _completion_prompts(request)
+        all_ids: list[list[int]] = []
+        for prompt in prompts:
+            ids = prompt
+            if isinstance(prompt, dict):
+                reply = await _call(self.app, "/tokenize", scope, json.dumps(prompt).encode())
                 if reply.status != 200:
                     return reply
-                each = reply.json()["tokens"]
-            found.append(each if isinstance(each, list) else [])  # vLLM says what is wrong with other kinds
-        return found
+                ids = reply.json()["tokens"]
+            all_ids.append(ids if isinstance(ids, list) else [])  # vLLM says what is wrong with other kinds
+        return all_ids
 
     async def _shortened(
-        self, path: str, request: dict[str, Any], ids: list[list[int]], using: AsyncExitStack
+        self, path: str, request: dict[str, Any], prompts: list[list[int]], used_prefixes: AsyncExitStack
     ) -> dict[str, Any]:
         """The request with placeholders and the last token for each long prompt; prefixes are kept while it runs."""
-        spelled = [digest_in(each, self.rewriter.alphabet) is not None for each in ids]
-        if any(spelled):
+        plain = []  # indices of the prompts that spell no prefix
+        for index, ids in enumerate(prompts):
+            if digest_in(ids, self.rewriter.alphabet) is None:
+                plain.append(index)
+        if len(plain) < len(prompts):
             require_no_bypass(request)  # also where they were spelled as text
-        for tokens, is_spelled in zip(ids, spelled, strict=True):
-            if not is_spelled:
-                self.rewriter.require_spelled_first(tokens)
-        least = math.inf if self.reader is None else self.reader.least
-        long = [len(each) >= least and not is_spelled for each, is_spelled in zip(ids, spelled, strict=True)]
-        if self.reader is None or not any(long):
+        for index in plain:
+            self.rewriter.require_spelled_first(prompts[index])
+
+        if self.reader is None:
+            return request
+        long = [index for index in plain if len(prompts[index]) >= self.reader.least]
+        if not long:
             return request
         require_no_bypass(request)
-        wanted = request.get("max_tokens")
+
+        answer_tokens = request.get("max_tokens")
         if path == CHAT and request.get("max_completion_tokens") is not None:
-            wanted = request["max_completion_tokens"]
-        for place in (place for place, is_long in enumerate(long) if is_long):
-            longest = self.reader.longest_answer(len(ids[place]), wanted)
+            answer_tokens = request["max_completion_tokens"]
+        shortened = [*prompts]
+        for index in long:
+            ids = prompts[index]
+            longest = self.reader.longest_answer(len(ids), answer_tokens)
             if path == CHAT and longest is not None:
                 request = request | {"max_completion_tokens": longest}
-            digest, entries = await using.enter_async_context(
-                self.reader.prefix(ids[place][:-1], request.get("cache_salt") or "")
-            )
-            ids[place] = [*placeholders(digest, entries, self.rewriter.alphabet), ids[place][-1]]
+            prefix = self.reader.prefix(ids[:-1], request.get("cache_salt") or "")
+            digest, entries = await used_prefixes.enter_async_context(prefix)
+            shortened[index] = [*placeholders(digest, entries, self.rewriter.alphabet), ids[-1]]
+
         if path == CHAT:
             params = request.get("kv_transfer_params") or {}
-            return request | {"kv_transfer_params": params | {"prompt_token_ids": ids[0]}}
-        return request | {"prompt": ids if len(ids) > 1 else ids[0]}
+            return request | {"kv_transfer_params": params | {"prompt_token_ids": shortened[0]}}
+        return request | {"prompt": shortened if len(shortened) > 1 else shortened[0]}
 
 
-def _as_tokenized(request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A chat request for vLLM's `/tokenize`; None where vLLM should say what is wrong, or has more than text."""
-    messages, options = request.get("messages"), request.get("chat_template_kwargs") or {}
+def _completion_prompts(request: Mapping[str, Any]) -> list[Any]:
+    """The prompts of a completion, each as token ids or as the body of a request to vLLM's `/tokenize`."""
+    prompts = request.get("prompt")
+    if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
+        prompts = [prompts]
+    shared = {name: request[name] for name in ("model", "add_special_tokens") if name in request}
+    bodies_or_ids = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            prompt = shared | {"prompt": prompt}
+        bodies_or_ids.append(prompt)
+    return bodies_or_ids
+
+
+def _chat_prompts(request: Mapping[str, Any]) -> list[Any]:
+    """The prompt of a chat as token ids or as the body of a request to vLLM's `/tokenize`, in a list.
+
+    None in place of a prompt that has more than text, or about which vLLM should say what is wrong.
+    """
+    params = request.get("kv_transfer_params") or {}
+    if isinstance(params.get("prompt_token_ids"), list):
+        return [params["prompt_token_ids"]]
+
+    messages = request.get("messages")
+    options = request.get("chat_template_kwargs") or {}
     if not isinstance(messages, list) or not all(map(_is_text, messages)) or not isinstance(options, dict):
-        return None
-    names = ["model", "messages", "tools", "chat_template", "add_special_tokens"]
-    names += ["add_generation_prompt", "continue_final_message"]
-    effort = request.get("reasoning_effort")
-    arguments = {name: request[name] for name in ("documents", "reasoning_effort") if request.get(name) is not None}
-    arguments |= {"enable_thinking": effort != "none"} if effort is not None else {}  # as vLLM does
-    arguments |= options
-    return {name: request[name] for name in names if name in request} | {"chat_template_kwargs": arguments}
+        return [None]
+
+    body: dict[str, Any] = {}
+    for name in _TOKENIZED:
+        if name in request:
+            body[name] = request[name]
+    arguments = {}
+    for name in ("documents", "reasoning_effort"):
+        if request.get(name) is not None:
+            arguments[name] = request[name]
+    if "reasoning_effort" in arguments:
+        arguments["enable_thinking"] = arguments["reasoning_effort"] != "none"  # as vLLM does
+    body["chat_template_kwargs"] = arguments | options
+    return [body]
 
 
 class _Answer:
     """Passes on the messages of an answer, and ends it with an error where it has not ended."""
 
     def __init__(self, send: Send) -> None:
-        self._send, self._started, self._streamed, self._ended = send, False, False, False
+        self._send = send
+        self._started = False
+        self._streamed = False
+        self._ended = False
 
     async def send(self, message: Message) -> None:
         if self._ended:
@@ -574,31 +666,35 @@ class _Reply:
 
     @property
     def status(self) -> int:
-        return next(int(each["status"]) for each in self.messages if each["type"] == "http.response.start")
+        starts = (message for message in self.messages if message["type"] == "http.response.start")
+        return int(next(starts)["status"])
 
     def json(self) -> Any:
-        parts = (each.get("body", b"") for each in self.messages if each["type"] == "http.response.body")
-        return json.loads(b"".join(parts))
+        body = b""
+        for message in self.messages:
+            if message["type"] == "http.response.body":
+                body += message.get("body", b"")
+        return json.loads(body)
 
 
 async def _call(app: Any, path: str, scope: Message, body: bytes) -> _Reply:
-    """The reply of another endpoint to the same body."""
-    reply, root = _Reply(), scope.get("root_path", "")
-    await app(
-        {**_at(scope, len(body)), "path": root + path, "raw_path": (root + path).encode()}, _again(body), reply.take
-    )
+    """The reply of another endpoint to a body."""
+    reply = _Reply()
+    path = scope.get("root_path", "") + path
+    await app({**_at(scope, len(body)), "path": path, "raw_path": path.encode()}, _again(body), reply.take)
     return reply
 
 
 async def _unless_gone(work: Awaitable[Any], receive: Receive) -> Any:
     """The result; None, and the work is cancelled, once the client has left."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(receive())
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(receive())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     finally:
-        for each in (task, gone):
-            each.cancel()
+        task.cancel()
+        gone.cancel()
 
 
 async def _body_of(receive: Receive) -> bytes | None:
@@ -607,7 +703,8 @@ async def _body_of(receive: Receive) -> bytes | None:
     Raises:
         Refused: it is too large.
     """
-    body, more = bytearray(), True
+    body = bytearray()
+    more = True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -631,13 +728,19 @@ def _again(body: bytes, receive: Receive | None = None) -> Receive:
     async def channel() -> Message:
         if waiting:
             return waiting.pop()
-        return await receive() if receive is not None else await asyncio.Event().wait()  # type: ignore[return-value]
+        if receive is not None:
+            return await receive()
+        return await asyncio.Event().wait()  # type: ignore[return-value]
 
     return channel
 
 
 async def _refuse(send: Send, status: int, message: str, code: str | None = None) -> None:
-    kind = "authentication_error" if status == 401 else "invalid_request_error" if status < 500 else "server_error"
+    kind = "server_error"
+    if status == 401:
+        kind = "authentication_error"
+    elif status < 500:
+        kind = "invalid_request_error"
     error = {"message": message, "type": kind, "param": None, "code": code or status}
     body = json.dumps({"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]

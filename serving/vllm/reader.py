@@ -23,9 +23,11 @@ class Metrics:
         self.tokens = Counter("keepsight_prompt_tokens", "Tokens of the prompts that were read")
         self.entries = Counter("keepsight_kept_entries", "Entries that each KV head keeps of them, on average")
         self.refused = Counter("keepsight_refused", "Long prompts that were refused", ["status"])
-        buckets = 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
-        seconds = "Seconds that a prompt waited and was read in"
-        self.seconds = Histogram("keepsight_read_seconds", seconds, buckets=buckets)
+        self.seconds = Histogram(
+            "keepsight_read_seconds",
+            "Seconds that a prompt waited and was read in",
+            buckets=(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120),
+        )
 
 
 @cache
@@ -45,7 +47,8 @@ class Refused(UserError):
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
 
 
 class Reader:
@@ -59,8 +62,10 @@ class Reader:
     """
 
     def __init__(self, socket: str, least: int, context: int = sys.maxsize, answer_tokens: int = sys.maxsize) -> None:
-        self.socket, self.least = socket, least
-        self.context, self.answer_tokens = context, answer_tokens
+        self.socket = socket
+        self.least = least
+        self.context = context
+        self.answer_tokens = answer_tokens
         self._metrics = metrics()
 
     def longest_answer(self, tokens: int, wanted: Any) -> int | None:
@@ -79,7 +84,9 @@ class Reader:
                 f"{tokens + wanted} tokens ({tokens} in the prompt, {wanted} for the answer). Please reduce either.",
                 CONTEXT_EXCEEDED,
             )
-        return room if wanted is None and 0 < room < self.answer_tokens else None
+        if wanted is None and 0 < room < self.answer_tokens:
+            return room
+        return None
 
     @asynccontextmanager
     async def prefix(self, ids: list[int], salt: str = "") -> AsyncIterator[tuple[str, int]]:
@@ -107,8 +114,10 @@ class Reader:
             yield reply["id"], reply["entries"]
 
     def _count(self, reply: dict[str, Any], tokens: int, seconds: float) -> None:
-        self._metrics.prompts.labels("known" if reply["known"] else "read").inc()
-        if not reply["known"]:
-            self._metrics.seconds.observe(seconds)
-            self._metrics.tokens.inc(tokens)
-            self._metrics.entries.inc(reply["entries"])
+        if reply["known"]:
+            self._metrics.prompts.labels("known").inc()
+            return
+        self._metrics.prompts.labels("read").inc()
+        self._metrics.seconds.observe(seconds)
+        self._metrics.tokens.inc(tokens)
+        self._metrics.entries.inc(reply["entries"])
