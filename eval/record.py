@@ -287,8 +287,8 @@ def cells_text(rows: Collection[Row]) -> str:
     counts = Counter(row.cell for row in rows)
     for (method, budget), count in list(counts.items())[:_CELLS_SHOWN]:
         name = method if budget is None else f"{method} at budget {budget}"
-        rows = "row" if count == 1 else "rows"
-        texts.append(f"{name} ({count} {rows})")
+        noun = "row" if count == 1 else "rows"
+        texts.append(f"{name} ({count} {noun})")
     others = len(counts) - len(texts)
     if others > 0:
         texts.append(f"{others} more")

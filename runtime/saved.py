@@ -334,8 +334,7 @@ def _state_of_tensors(
     ]
     cache, tokens, lengths = StateCache(layers=layers), tensors["tokens"], tensors["lengths"]
     state = State(cache, tensors["logits"], tokens, lengths, needs)
-    offsets = {"rope_offset": tensors.get("shift", 0), "batch_offset": tensors.get("batch_shift", 0)}
-    state = replace(state, **offsets)
+    state = replace(state, rope_offset=tensors.get("shift", 0), batch_offset=tensors.get("batch_shift", 0))
     mask, ahead = state.tokens_mask, tensors.get("trace.ahead")
     for index, (layer, each) in enumerate(zip(state.layers, softmax, strict=False)):
         queries = tensors.get(f"trace.window.{index}")

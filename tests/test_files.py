@@ -309,6 +309,6 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (unfinished / "a").touch()
     assert (tmp_path / "made/a").is_file() and not Path("~").exists()
     monkeypatch.delenv("HOME")
-    monkeypatch.setattr("pwd.getpwuid", lambda _: {}[0])
+    monkeypatch.setattr("pwd.getpwuid", lambda _: dict[int, str]()[0])
     with pytest.raises(UserError, match="~/x: the home folder is not known; set HOME"):
         at_home("~/x")

@@ -259,10 +259,10 @@ def new_draft_head(model: PreTrainedModel, vocabulary: Tensor, trained: int | No
     if trained is not None:
         values["max_position_embeddings"] = min(trained, text.max_position_embeddings)
     feature_layers = list(default_feature_layers(text.num_hidden_layers))
+    values["draft_vocab_size"] = len(vocabulary)
+    values["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": feature_layers}
     config = LlamaConfig(
         **values,
-        draft_vocab_size=len(vocabulary),
-        eagle_config={"eagle_aux_hidden_state_layer_ids": feature_layers},
         rope_parameters=text.rope_parameters,
         num_hidden_layers=1,
         tie_word_embeddings=False,

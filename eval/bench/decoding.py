@@ -24,6 +24,7 @@ from keepsight.models.draft_head import EagleHead
 from keepsight.models.targets import Target
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.drafting.speculative import (
+    Round,
     Speculated,
     acceptance_by_position,
     acceptance_length,
@@ -165,7 +166,7 @@ def bench_speculate(
     speculated_tokens = 0
     speculating_seconds = 0.0
     same = 0
-    rounds = []
+    rounds: list[Round] = []
     for result in results:
         tokens += result.plain.shape[1]
         seconds += result.plain_seconds

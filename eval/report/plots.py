@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -174,7 +175,8 @@ def hits_plot(rows: Frame) -> Plot:
 # What panels draw
 
 
-class Curves(NamedTuple):
+@dataclass(frozen=True)
+class Curves:
     """One line a method, and the full cache as a level; the index of a method in `styles` names its marks."""
 
     rows: Frame
@@ -228,7 +230,8 @@ class Curves(NamedTuple):
         line.set(marker=style.marker, markersize=4.5, clip_on=False, gid=f"{number}-line")
 
 
-class HeatMap(NamedTuple):
+@dataclass(frozen=True)
+class HeatMap:
     """Mean scores [depths, lengths], NaN where nothing was measured, as coloured cells with their numbers."""
 
     values: Any
@@ -256,7 +259,8 @@ class HeatMap(NamedTuple):
         axes.set_ylabel("needle depth", fontsize=8.5, color=TEXT)
 
 
-class HitCurves(NamedTuple):
+@dataclass(frozen=True)
+class HitCurves:
     """One line a method: a share of entries or attention against the budget."""
 
     rows: Frame

@@ -385,7 +385,7 @@ def _hotpot_source(rows: Iterable[Any], note: str) -> QaSource:
     """The paragraphs with the supporting facts are needed, the question's other ones are near."""
     rows = list(rows)
     paragraphs_of_rows = []
-    paragraphs = set()
+    paragraphs: set[str] = set()
     for row in rows:
         by_title = {title: f"{title}\n{''.join(parts)}" for title, parts in row["context"]}
         paragraphs_of_rows.append(by_title)
@@ -396,8 +396,8 @@ def _hotpot_source(rows: Iterable[Any], note: str) -> QaSource:
     questions = []
     for row, by_title in zip(rows, paragraphs_of_rows, strict=True):
         supporting = {fact[0] for fact in row["supporting_facts"]}
-        needed = []
-        near = []
+        needed: list[int] = []
+        near: list[int] = []
         for title, text in by_title.items():
             indices = needed if title in supporting else near
             indices.append(index_of[text])

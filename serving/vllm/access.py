@@ -34,8 +34,7 @@ GRACE = "KEEPSIGHT_GRACE"
 
 def is_stopping() -> bool:
     """Whether the server has been told to stop."""
-    path = os.environ.get(STOPPING)
-    return bool(path) and os.path.exists(path)
+    return os.path.exists(os.environ.get(STOPPING, ""))
 
 
 def path_of(scope: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from tests.tiny import base_tokenizer
 
 TINY = ("model.id=tiny", "model.device=cpu", "model.dtype=float32")
 LONG = "The ship sailed on. " * 60
-START = base_tokenizer().convert_tokens_to_ids("<|start|>")
+START: Any = base_tokenizer().convert_tokens_to_ids("<|start|>")
 
 
 @pytest.fixture(autouse=True)

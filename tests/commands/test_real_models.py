@@ -38,7 +38,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("recipe", in_parts())
 def test_it_finds_a_needle_with_the_full_cache(keepsight: CommandLine, recipe: str) -> None:
     config = parse(Eval, [f"recipe={recipe}", "out=run"])
-    assert (dequantised_folder(config.model.packaged_digest) / "config.json").is_file(), "run make models"
+    digest = config.model.packaged_digest
+    assert digest is not None
+    assert (dequantised_folder(digest) / "config.json").is_file(), "run make models"
     keepsight("eval", f"recipe={recipe}", *NEEDLES, "methods=[full,snapkv]", "budgets=[64]", "out=run")
     (full,) = (row for row in read_jsonl(Path("run/results.jsonl")) if row["method"] == "full")
     assert full["score"] == 1.0

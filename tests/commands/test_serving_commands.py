@@ -118,8 +118,10 @@ def test_a_server_answers_until_it_is_interrupted() -> None:
 def test_a_server_with_few_descriptors_serves_beside_idle_connections_and_ends_at_sigterm() -> None:
     typed = [sys.executable, "-m", "keepsight", "serve", *TINY, "port=0", "name=ships", "access_log=true"]
     command = ["sh", "-c", 'ulimit -n 64 && exec "$@"', "sh", *typed]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as server, ExitStack() as held:
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server,
+        ExitStack() as held,
+    ):
         assert server.stdout is not None and server.stderr is not None
         url = server.stdout.readline().split(" at ")[1].split()[0].removesuffix("/v1")
         port = int(url.rpartition(":")[2])

@@ -241,7 +241,7 @@ def test_helmets_answers_and_summaries_are_marked() -> None:
     summary = Sample("1", "t", 1, "text", ("expert's", "one", "two"), "helmet-summary", 9, judge="j")
     with endpoint(say) as heard:
         (judged,) = Judge(heard.url).score(summary, rows("short"))
-        assert judged.score == pytest.approx(2 * 0.5 * 0.75 / 1.25) and len(judged.judgments) == 3
+        assert judged.score == pytest.approx(2 * 0.5 * 0.75 / 1.25) and len(judged.judgments or ()) == 3
         asked = [body["messages"][0]["content"] for body in heard.bodies]
         assert any("Key points:\n1. one\n2. two\n" in each for each in asked)
         assert any("Expert's summary: expert's\n" in each for each in asked)

@@ -9,7 +9,7 @@ import pytest
 
 from keepsight.errors import UserError
 from keepsight.eval.kept_tokens import path_of
-from keepsight.eval.record import Row, RowStore, merge, rows_so_far, rows_to_reuse
+from keepsight.eval.record import Cell, Digests, Key, Row, RowStore, merge, rows_so_far, rows_to_reuse
 from keepsight.eval.report.pages import write_outputs, write_sample_pages
 from keepsight.eval.results import Run, read_run, require_same_run
 from keepsight.files import read_jsonl, write_json, write_lines
@@ -43,7 +43,7 @@ def test_parts_are_merged_once(tmp_path: Path) -> None:
     merged = lines_of(tmp_path / "results.jsonl")
     assert merged[:4] == [*rows("a", None, 4), *rows("b", None, 4)] and len(merged) == 9
     assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
-    cells = {("m", None): None, ("m", 4): None}
+    cells: Digests = {("m", None): None, ("m", 4): None}
     store = RowStore(tmp_path)
     assert [store.has_all(("niah_single", 512, sample), cells) for sample in "abcde"] == [True] * 4 + [False]
     store.add(rows("e", None, 4))
@@ -61,7 +61,8 @@ def test_a_row_is_used_again_where_its_inputs_are_the_same(tmp_path: Path) -> No
     RowStore(tmp_path / "a").add([row("m", 4, 1.0, inputs_digest=digests[0]), row("m", 4, 1.0, sample="1")])
     RowStore(tmp_path / "b").add([row("m", 4, 0.5, inputs_digest=digest) for digest in digests[:2]])
     store = RowStore(tmp_path / "a", reused=rows_to_reuse([tmp_path / "b"]))
-    key, cell = ("niah_single", 512, "0"), ("m", 4)
+    key: Key = ("niah_single", 512, "0")
+    cell: Cell = ("m", 4)
     (found,) = store.find([{cell: digests[0], ("other", 4): digests[1], ("none", 4): None, ("new", 4): digests[3]}])
     assert {name: each.score for (name, _), each in found.items()} == {"m": 1.0, "other": 0.5}
     assert store.find([{cell: digests[0]}, {cell: digests[3]}]) == [{}, {}]
@@ -74,7 +75,8 @@ def test_rows_whose_inputs_have_changed_leave_the_file(tmp_path: Path) -> None:
     first, second, other = (f"sha256:{number:064}" for number in range(3))
     store = RowStore(tmp_path)
     store.add([row("m", 4, 1.0, inputs_digest=first), row("n", 4, 1.0, inputs_digest=first), row("o", 4, 1.0)])
-    planned = {("niah_single", 512, "0"): {("m", 4): second, ("n", 4): first, ("o", 4): None, ("p", 4): other}}
+    digests: Digests = {("m", 4): second, ("n", 4): first, ("o", 4): None, ("p", 4): other}
+    planned: dict[Key, Digests] = {("niah_single", 512, "0"): digests}
     assert [each.method for each in store.drop_changed(planned)] == ["m"]
     assert [each.method for each in lines_of(tmp_path / "results.jsonl")] == ["n", "o"]
     assert store.drop_changed(planned) == []

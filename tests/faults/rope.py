@@ -69,7 +69,8 @@ def _on_one_side(case: dict[str, Any], rng: Random) -> str:
     rotary.inv_freq.copy_(frequencies)
     rotary.original_inv_freq.copy_(frequencies)
     method = SnapKV(rng.randint(9, 40), window=8)
-    found, expected = (accepted(lambda own=own: generate(own, ids, method, **options)) for own in (model, one_sided))
+    found = accepted(partial(generate, model, ids, method, **options))
+    expected = accepted(partial(generate, one_sided, ids, method, **options))
     assert torch.equal(found, expected), f"{kind} {ids.shape} {options} {method}: {found} for {expected}"
     return "right"
 
@@ -85,7 +86,7 @@ def _beside_others(case: dict[str, Any], rng: Random) -> str:
     model = rope_model(**case)
     method = rng.choice((FullCache(), SnapKV(rng.randint(9, 40), window=8), DapQ(rng.randint(4, 40))))
     prompts = [prompt_ids(_near(rng, case["limit"]), seed=rng.randrange(100))[0] for _ in range(rng.randint(2, 4))]
-    options = {"do_sample": False, "eos_token_id": None}
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
     more = [rng.randint(1, 24) for _ in prompts]
     alone = [
         accepted(partial(generate, model, ids, method, max_new_tokens=tokens, **options))[0].tolist()

@@ -10,7 +10,7 @@ from tests.tiny import tiny_tokenizer
 from tests.tokenizers import OwnChats, byt5_tokenizer, byte_fallback_tokenizer, tokenizers_of_all_kinds
 
 FALLBACK = byte_fallback_tokenizer()
-BROKEN = FALLBACK.convert_tokens_to_ids(["Hi", "<0x0A>", "<0xF0>", "x", "."])
+BROKEN: Any = FALLBACK.convert_tokens_to_ids(["Hi", "<0x0A>", "<0xF0>", "x", "."])
 
 
 def streamed(tokenizer: Any, ids: list[int], **stops: Any) -> tuple[list[str], AnswerText]:

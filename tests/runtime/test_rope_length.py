@@ -11,7 +11,7 @@ from keepsight import Conversation, DapQ, KVzip, Oracle, SnapKV, generate, load_
 from keepsight.errors import UserError
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.runtime.drafting.observer import greedy_draft
+from keepsight.runtime.drafting.observer import DraftObserver, greedy_draft
 from keepsight.runtime.drafting.speculative import Speculative
 from keepsight.runtime.generate import FullCache, Method
 from keepsight.runtime.importance import Reduce
@@ -114,6 +114,7 @@ def test_observers_score_as_when_all_is_read_in_one_pass(kind, length):
     """The prompt is read again with the observing tokens' length, and the entries that are kept stay as they were."""
     model, (ids, _) = rope_model(kind), prompt_ids(length)
     state, observer = prefill(model, ids), DapQ(24).bound_observer
+    assert isinstance(observer, DraftObserver)
     scores = observer(model, state, Reduce())
     draft = observer.drafter(model, state).ids
     fresh = rope_model(kind)

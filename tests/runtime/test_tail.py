@@ -123,6 +123,7 @@ def test_half_precision_scores_are_close(adapter: LookaheadAdapter, dtype: torch
     tail = method.observer.tail(model, ids, None, method.reduce)
     state = prefill(model, ids, needs=method.needs(), tail=tail)
     for layer, scores in zip(state.layers, expected, strict=True):
+        assert layer.recorded is not None and layer.recorded.observed is not None
         assert torch.allclose(layer.recorded.observed, scores, atol=0.02)
 
 

@@ -171,7 +171,7 @@ def test_texts_beyond_all_prompts_are_not_tokenized(target, monkeypatch):
     text = "sea " * 200_000
     with serving(target, service={"max_bytes": 1 << 22}) as (url, _):
         refused_as_too_long(httpx.post(url + PLAIN, json=ASKED | {"prompt": text}))
-        messages = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": text}]}]
         refused_as_too_long(httpx.post(url + CHAT, json={"model": "tiny", "messages": messages}))
         calls = [{"id": "a", "type": "function", "function": {"name": "sea", "arguments": {"text": text}}}]
         messages = [{"role": "assistant", "content": None, "tool_calls": calls}]

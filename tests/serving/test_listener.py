@@ -34,9 +34,16 @@ def endless(target, monkeypatch):
 def stoppable(target, options: Listening, read_timeout: float = 60) -> Iterator[tuple[str, Engine, Any]]:
     """The URL of a server that decodes one answer at a time, its engine, and uvicorn's server."""
     with Engine(target.model, METHOD, rows=1) as engine:
-        limits = {"answer_tokens": 3500, "max_bytes": 1 << 16, "read_timeout": read_timeout}
-        app = Service(engine, target, name="tiny", key=None, **limits).app()
-        with running(app, engine, options) as (url, server):
+        service = Service(
+            engine,
+            target,
+            name="tiny",
+            key=None,
+            answer_tokens=3500,
+            max_bytes=1 << 16,
+            read_timeout=read_timeout,
+        )
+        with running(service.app(), engine, options) as (url, server):
             yield url, engine, server
 
 

@@ -363,4 +363,5 @@ def test_a_model_without_a_chat_template_completes_texts_and_says_why_it_does_no
             client(url).chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hello"}])
     assert whole.choices[0].text == alone(base, TEXTS[9], 8)
     ids = base.tokenizer(TEXTS[9])["input_ids"]
+    assert whole.usage is not None
     assert ids[0] == base.tokenizer.bos_token_id and whole.usage.prompt_tokens == len(ids)

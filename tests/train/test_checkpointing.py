@@ -95,7 +95,7 @@ def test_no_layers_attention_is_kept() -> None:
         each = objective("Llama 3", checkpoints)
         outputs = each.run_teacher(batch)
         known = [*each.parameters(), *tensors_of(outputs)]
-        bytes_of[checkpoints] = kept_bytes(partial(each.compared, outputs, batch), known)
+        bytes_of[checkpoints] = kept_bytes(partial(each.importances_from, outputs, batch), known)
     assert bytes_of[True] < 0.2 * bytes_of[False], bytes_of
 
 
@@ -146,7 +146,9 @@ def test_large_attention_weights_are_not_kept(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(observe, "RECOMPUTED", least)
         each = objective("Llama 3", checkpoints=False)
         outputs = each.run_teacher(batch)
-        kept.append(kept_bytes(partial(each.compared, outputs, batch), [*each.parameters(), *tensors_of(outputs)]))
+        kept.append(
+            kept_bytes(partial(each.importances_from, outputs, batch), [*each.parameters(), *tensors_of(outputs)])
+        )
     layers = len(decoder_of(each.lookahead.model).layers)
     assert kept[0] - kept[1] >= layers * weights, kept
 
