@@ -1,6 +1,7 @@
 """The commands on a base model, which has no chat template: prompts are plain text after its first token."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
