@@ -132,7 +132,7 @@ def result_row(
     sample = question.sample
     state = compressed.state
     seconds = replace(compressed.seconds, question=answered.question)
-    text = answer_text(target.tokenizer, answered.ids)
+    text = answer_text(target.tokenizer, answered.ids.tolist())
     if variant.method.periodic_eviction(target.model) is None:
         appended = [question.tokens.shape[1], *[1] * (len(answered.ids) - 1)]
         kv_peak_bytes = state.copy().kv_peak_bytes(appended)

@@ -60,7 +60,9 @@ def _on_one_side(case: dict[str, Any], rng: Random) -> str:
     beyond, options = rng.random() < 0.5, _options(rng)
     lengths = (limit + 1, 2 * limit) if beyond else (14, limit - options["max_new_tokens"])
     ids, _ = prompt_ids(rng.randint(*lengths), seed=rng.randrange(100))
-    model, one_sided = rope_model(**case | {"kind": kind}), rope_model(**case | {"kind": kind})
+    case_of_kind: dict[str, Any] = case | {"kind": kind}
+    model = rope_model(**case_of_kind)
+    one_sided = rope_model(**case_of_kind)
     rotary = one_sided.model.rotary_emb
     side = "long_factor" if beyond else "short_factor"
     factors = dict.fromkeys(("long_factor", "short_factor"), rotary.config.rope_parameters[side])

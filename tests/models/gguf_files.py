@@ -26,7 +26,7 @@ _NAMES = {
 
 def write_gguf(path: Path) -> Any:
     """Write a tiny Qwen2 in float32 with the tiny tokenizer; returns the model."""
-    tokenizer = tiny_tokenizer()
+    tokenizer: Any = tiny_tokenizer()
     model = fresh_model("Qwen2, Qwen2.5", vocab_size=len(tokenizer))
     config = model.config
     writer = GGUFWriter(path, "qwen2")

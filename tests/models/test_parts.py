@@ -54,6 +54,7 @@ def test_a_file_of_a_user_is_dequantised_once_by_its_digest(tmp_path: Path) -> N
     for name, value in model.state_dict().items():
         assert torch.equal(target.model.state_dict()[name], value.to(torch.bfloat16).float()), name
     assert target.tokenizer.chat_template and target.public_name == "tiny.gguf"
+    assert target.folder is not None
     before = (target.folder / "model.safetensors").stat().st_mtime_ns
     assert outline_target(str(file)).version == target.version
     assert (target.folder / "model.safetensors").stat().st_mtime_ns == before

@@ -138,7 +138,8 @@ def test_phi3_reads_everything_again_at_the_limit_and_evicts_again():
     answer = generate(model, ids, SMALL, **GREEDY)
     whole = torch.cat([ids, answer[:, :5]], dim=1)
     assert whole.shape[1] == LIMIT + 1
-    after = generate(model, whole, SMALL, **GREEDY | {"max_new_tokens": 19})
+    options: dict[str, Any] = GREEDY | {"max_new_tokens": 19}
+    after = generate(model, whole, SMALL, **options)
     assert torch.equal(answer[:, 5:], after)
 
 

@@ -46,7 +46,7 @@ def serving(
     """The URL of a server of the model `tiny`, and its engine, of at most four answers at a time."""
     options = {"rows": 4} | options
     with Engine(target.model, METHOD, **options) as engine:
-        limits = {"answer_tokens": answer_tokens, "max_bytes": 1 << 16} | (service or {})
+        limits: dict[str, Any] = {"answer_tokens": answer_tokens, "max_bytes": 1 << 16} | (service or {})
         app = Service(engine, target, name="tiny", key=key, **limits).app()
         with running(app, engine, listening) as (url, _):
             yield url, engine
