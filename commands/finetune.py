@@ -25,7 +25,7 @@ from keepsight.models.lookahead_settings import SELECTION, SELECTIONS, HeadWeigh
 from keepsight.runtime.allocate import Global, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.methods import Resources, make_method
-from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
+from keepsight.runtime.methods.lookaheadkv import LookaheadKV, adapter_fields
 from keepsight.train.dataset import UnseenQuestions, digests_as_text
 from keepsight.train.eviction import EvictionObjective
 from keepsight.train.plots import eviction_figure
@@ -80,7 +80,7 @@ def _method(config: Config, artifact: LookaheadAdapter | None, resources: Resour
     if artifact is not None:
         if config.options:
             raise UserError(f"{name}: options= is for other methods; give selection=")
-        return LookaheadKV(budget, **parts_of(artifact))
+        return LookaheadKV(budget, **adapter_fields(artifact))
     if config.selection is not None:
         raise UserError(f"{name}: selection= is for a lookahead module; give options=")
     made = make_method(config.method, budget, resources, **config.options)

@@ -22,7 +22,7 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import QUANTIZE
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.methods.lookaheadkv import selecting_parts
+from keepsight.runtime.methods.lookaheadkv import selection_fields
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for
 from keepsight.train.distributed import DIVIDED
 from keepsight.train.eviction import EvictionObjective, TokensInTraining
@@ -155,7 +155,7 @@ def _objective(config: PlanTrain, model: PreTrainedModel) -> ImportanceObjective
     lookahead, train = Lookahead(model, config.lookahead), config.train
     if config.stage == "importance":
         return ImportanceObjective(lookahead, train.far, train.gradient_checkpointing, train.cuts)
-    parts = selecting_parts(replace(config.lookahead, sharing="model"))  # as `keepsight finetune` trains
+    parts = selection_fields(replace(config.lookahead, sharing="model"))  # as `keepsight finetune` trains
     allocate = parts.pop("allocate")
     method = Evict(1, TokensInTraining(lookahead), **parts)
     return EvictionObjective(model, method, allocate, config.finetune, lookahead)

@@ -18,7 +18,7 @@ from keepsight.runtime.allocate import Global, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
 from keepsight.runtime.methods import METHODS, Resources, make_method
-from keepsight.runtime.methods.make import takes
+from keepsight.runtime.methods.make import has_field
 from keepsight.serving.prefix import alphabet_of, letters_of
 
 
@@ -36,7 +36,7 @@ def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resourc
         if given == FULL or given == {"name": FULL}:
             continue  # the sweep always answers from the full cache first
         for name, label, options in _by_bits(*_read_method(given), bits):
-            for budget in budgets if takes(name, "budget") else [None]:
+            for budget in budgets if has_field(name, "budget") else [None]:
                 if any((each.name, each.budget) == (label, budget) for each in variants):
                     raise UserError(f"methods= and budgets= name {label!r} at budget {budget} twice; name it once")
                 try:
@@ -112,7 +112,7 @@ def _by_bits(
     name: str, label: str, options: dict[str, Any], bits: list[int]
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """The method once for each of `bits`, if it has that option and `options` do not set it."""
-    if not bits or "bits" in options or not takes(name, "bits"):
+    if not bits or "bits" in options or not has_field(name, "bits"):
         yield name, label, options
         return
     for each in bits:
@@ -148,7 +148,7 @@ def _said(options: dict[str, Any]) -> list[str]:
 
 def method_of(config: Evicting, resources: Resources, **options: object) -> Method:
     """The method; `options` take precedence over the configuration's."""
-    budget = config.budget if takes(config.method, "budget") else None
+    budget = config.budget if has_field(config.method, "budget") else None
     return make_method(config.method, budget, resources, **{**config.options, **options})
 
 

@@ -54,7 +54,7 @@ from keepsight.models.retrieval_head import NONE, RetrievalHead
 from keepsight.runtime.generate import CacheMethod, FullCache
 from keepsight.runtime.join import can_join, join
 from keepsight.runtime.methods import AdaKV, LookaheadKV, Quest, SnapKV, SpeCache, SpeContext
-from keepsight.runtime.methods.lookaheadkv import parts_of
+from keepsight.runtime.methods.lookaheadkv import adapter_fields
 from keepsight.runtime.state import Needs, State, prefill
 from keepsight.train.dataset import Batch
 from keepsight.train.importance import ImportanceObjective
@@ -66,7 +66,7 @@ MakeMethod = Callable[[PreTrainedModel], CacheMethod]
 
 
 def _lookahead(model: PreTrainedModel, **settings: Any) -> CacheMethod:
-    return LookaheadKV(budget=BUDGET, **parts_of(Lookahead(model, LookaheadSettings(**settings)).adapter()))
+    return LookaheadKV(budget=BUDGET, **adapter_fields(Lookahead(model, LookaheadSettings(**settings)).adapter()))
 
 
 def _specontext(model: PreTrainedModel, offload: bool) -> CacheMethod:

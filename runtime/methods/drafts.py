@@ -74,9 +74,10 @@ class PromptEnds(PromptDrafter):
             start = torch.zeros(batch, 1, dtype=torch.long, device=device)
         else:
             start = width - mask.long().sum(dim=1, keepdim=True)  # of each row's real tokens
-        first = (start + torch.arange(self.first, device=device)).clamp(max=width - 1)
-        last = (width - self.last + torch.arange(self.last, device=device)).expand(batch, -1)
-        return DraftIds(tokens.gather(1, torch.cat([first, torch.maximum(last, start)], dim=1)))
+        first_positions = (start + torch.arange(self.first, device=device)).clamp(max=width - 1)
+        last_positions = (width - self.last + torch.arange(self.last, device=device)).expand(batch, -1)
+        positions = torch.cat([first_positions, torch.maximum(last_positions, start)], dim=1)
+        return DraftIds(tokens.gather(1, positions))
 
     @override
     def longest(self) -> int:
@@ -120,19 +121,21 @@ class ConstantText(PromptDrafter):
     ids: Sequence[int]
 
     def __post_init__(self) -> None:
-        raw: Any = self.ids
-        raw = raw.tolist() if hasattr(raw, "tolist") else raw
-        ids = tuple(raw) if isinstance(raw, Sequence) else ()
-        if not ids or any(type(each) is not int or each < 0 for each in ids):
-            raise UserError(f"DapQ: ids {raw!r} must be a list of token ids, at least one")
+        value: Any = self.ids
+        if hasattr(value, "tolist"):
+            value = value.tolist()
+        ids = tuple(value) if isinstance(value, Sequence) else ()
+        if not ids or any(type(token) is not int or token < 0 for token in ids):
+            raise UserError(f"DapQ: ids {value!r} must be a list of token ids, at least one")
         object.__setattr__(self, "ids", ids)
 
     @override
     def write(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None) -> DraftIds:
         ids: Tensor = torch.tensor([list(self.ids)], device=tokens.device)
         vocabulary, _ = input_shape(model)
-        if int(ids.max()) >= vocabulary:
-            raise UserError(f"DapQ: token id {int(ids.max())} is outside the base model's vocabulary of {vocabulary}")
+        largest = int(ids.max())
+        if largest >= vocabulary:
+            raise UserError(f"DapQ: token id {largest} is outside the base model's vocabulary of {vocabulary}")
         return DraftIds(ids.expand(len(tokens), -1))
 
     @override

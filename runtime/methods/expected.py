@@ -62,20 +62,28 @@ class ExpectedQueries(LayerObserver):
 
     @override
     def score(self, layer: KeptLayer, reduction: str) -> Tensor:
-        statistics, rotary = _statistics(layer), _rotary(layer)
+        statistics = _statistics(layer)
+        rotary = _rotary(layer)
+        scaling = layer.softmax.scaling
         entries = layer.attended()
-        keys, real = entries.keys, entries.marks
-        ahead = layer.seen + torch.arange(self.positions_ahead, device=keys.device)
-        mean, scaling = rotary.spread(statistics.mean[:, :, None], ahead), layer.softmax.scaling
-        by_kv_head = keys.float().repeat_interleave(mean.shape[1] // keys.shape[1], dim=1)
-        logits = (mean * by_kv_head).sum(dim=-1) * scaling
+        device = entries.keys.device
+        positions = layer.seen + torch.arange(self.positions_ahead, device=device)
+        mean = rotary.spread(statistics.mean[:, :, None], positions)
+        group = mean.shape[1] // entries.keys.shape[1]
+        keys = entries.keys.float().repeat_interleave(group, dim=1)
+
+        logits = (mean * keys).sum(dim=-1) * scaling
         if self.covariance:
-            half = rotary.spread(statistics.covariance, ahead)
-            spread = by_kv_head @ rotary.spread(half.mT, ahead)
-            logits = logits + (spread * by_kv_head).sum(dim=-1) * scaling**2 / 2
-        counted = real & (real.long().cumsum(dim=-1) > (self.sinks or 0))
-        counted = counted.repeat_interleave(mean.shape[1] // keys.shape[1], dim=1)
-        return logits.masked_fill(~counted, torch.finfo(torch.float32).min).softmax(dim=-1) + self.epsilon
+            # Both sides of the matrix are rotated.
+            covariance = rotary.spread(statistics.covariance, positions)
+            covariance = rotary.spread(covariance.mT, positions)
+            variance = (keys @ covariance * keys).sum(dim=-1)
+            logits = logits + variance * scaling**2 / 2
+
+        real = entries.marks
+        after_sinks = real & (real.long().cumsum(dim=-1) > (self.sinks or 0))
+        after_sinks = after_sinks.repeat_interleave(group, dim=1)
+        return logits.masked_fill(~after_sinks, torch.finfo(torch.float32).min).softmax(dim=-1) + self.epsilon
 
     @override
     def needs(self) -> Needs:
@@ -125,37 +133,44 @@ class Trigonometric(Observer):
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
-        layers = state.layers
-        scores = [reduce_group(self._score(each), each.entries().keys.shape[1], reduce.heads) for each in layers]
+        scores = []
+        for layer in state.layers:
+            kv_heads = layer.entries().keys.shape[1]
+            scores.append(reduce_group(self._score(layer), kv_heads, reduce.heads))
         if self.per_layer or not scores:
             return scores
-        if len({each.shape for each in scores}) > 1:
+
+        shapes = {layer_scores.shape for layer_scores in scores}
+        if len(shapes) > 1:
             raise UserError("TriAttention: layers keep different numbers of entries; give the observer per_layer=True")
-        mean = torch.stack([each.to(scores[0].device) for each in scores]).mean(dim=0)
-        return [mean.to(each.device) for each in scores]
+        device = scores[0].device
+        mean = torch.stack([layer_scores.to(device) for layer_scores in scores]).mean(dim=0)
+        return [mean.to(layer_scores.device) for layer_scores in scores]
 
     @override
     def needs(self) -> Needs:
         return Needs(statistics=True)
 
     def _score(self, layer: KeptLayer) -> Tensor:
-        """[B, H, C] float32."""
-        statistics, rotary = _statistics(layer), _rotary(layer)
+        """A layer's scores by query head, [B, H, C] float32."""
+        statistics = _statistics(layer)
+        rotary = _rotary(layer)
         entries = layer.attended()
-        keys, marks = entries.keys, entries.marks.float()
-        group = statistics.mean.shape[1] // keys.shape[1]
-        by_head = keys.float().repeat_interleave(group, dim=1)
-        ahead = layer.seen + torch.tensor(_OFFSETS, device=keys.device)
+        group = statistics.mean.shape[1] // entries.keys.shape[1]
+        keys = entries.keys.float().repeat_interleave(group, dim=1)
+        positions = layer.seen + torch.tensor(_OFFSETS, device=keys.device)
         mean = statistics.mean[:, :, None]
-        of_mean = rotary.pair_norms(rotary.spread(mean, ahead[:1]))
-        beyond = statistics.mean_norms[:, :, None] - of_mean
-        both = (beyond * rotary.pair_norms(by_head)).sum(dim=-1)  # the two dimensions of each pair
-        scores = (rotary.spread(mean, ahead) * by_head).sum(dim=-1) + both / 2
-        marks = marks.repeat_interleave(group, dim=1)
-        count = marks.sum(dim=-1, keepdim=True).clamp(min=1)
-        centred = scores - (scores * marks).sum(dim=-1, keepdim=True) / count
-        spread = ((centred * marks).square().sum(dim=-1, keepdim=True) / count).sqrt()
-        return centred / (spread + 1e-6)
+
+        mean_norms = rotary.pair_norms(rotary.spread(mean, positions[:1]))
+        norms_beyond_mean = statistics.mean_norms[:, :, None] - mean_norms
+        norm_term = (norms_beyond_mean * rotary.pair_norms(keys)).sum(dim=-1) / 2  # each pair has two dimensions
+        scores = (rotary.spread(mean, positions) * keys).sum(dim=-1) + norm_term
+
+        real = entries.marks.float().repeat_interleave(group, dim=1)
+        real_entries = real.sum(dim=-1, keepdim=True).clamp(min=1)
+        centred = scores - (scores * real).sum(dim=-1, keepdim=True) / real_entries
+        deviation = ((centred * real).square().sum(dim=-1, keepdim=True) / real_entries).sqrt()
+        return centred / (deviation + 1e-6)
 
 
 @registry.method("triattention", label="TriAttention")

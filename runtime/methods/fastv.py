@@ -1,6 +1,5 @@
 """FastV (arXiv 2403.06764): tokens of images that receive little attention leave the prefill after a few layers."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -56,13 +55,15 @@ class FastV(Method):
             raise UserError(f"FastV: layer {self.layer} must be below the model's {len(kinds)} layers")
         if getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None):
             raise UserError(f"FastV: {model.config.model_type} reads its images in several layers; take SnapKV")
-        of_images = images.places_in(model, input_ids)[0]
-        stays = super().budget_for(int(of_images.sum()))
-        if stays >= int(of_images.sum()):
+
+        is_image_token = images.places_in(model, input_ids)[0]
+        image_tokens = int(is_image_token.sum())
+        budget = super().budget_for(image_tokens)
+        if budget >= image_tokens:
             return prefill(model, input_ids, mask, needs=Needs(), **options)
-        pruning = _Pruning(self.layer, stays, of_images)
+        pruning = _Pruning(self.layer, budget, is_image_token)
         with pruning.attached(model):
-            state = prefill(model, input_ids, mask, needs=Needs(window=1), after_layer=pruning.after, **options)
+            state = prefill(model, input_ids, mask, needs=Needs(window=1), after_layer=pruning.after_layer, **options)
         return state.unrecorded()
 
     @override
@@ -71,53 +72,85 @@ class FastV(Method):
 
 
 class _Pruning:
-    """A prefill that drops image tokens before `layer`; `stays` of the tokens marked in `of_images` [N] bool remain."""
+    """A prefill that drops image tokens on the way into one of the layers.
 
-    def __init__(self, layer: int, stays: int, of_images: Tensor) -> None:
-        self._layer, self._stays, self._of_images = layer, stays, of_images
-        self._kept = of_images  # [C] int64, once they are chosen
+    Args:
+        first_pruned: Index of the layer that is the first to read fewer tokens.
+        budget: Number of image tokens that stay.
+        is_image_token: [N] bool, the prompt's tokens of images.
+    """
+
+    def __init__(self, first_pruned: int, budget: int, is_image_token: Tensor) -> None:
+        self._first_pruned = first_pruned
+        self._budget = budget
+        self._is_image_token = is_image_token
+        self._kept_positions: Tensor | None = None  # [C] int64, once the layer before has ranked the tokens
 
     def attached(self, model: PreTrainedModel) -> ExitStack:
-        """Hooks that cut the inputs of the layers from the first one on; they are removed on exit."""
-        hooks, layers = ExitStack(), decoder_of(model).layers
-        for index in range(self._layer, len(layers)):
-            hook = layers[index].register_forward_pre_hook(self._cutting(index == self._layer), with_kwargs=True)
-            hooks.callback(hook.remove)
+        """Hooks that cut the inputs of the layers from the first pruned one on; they are removed on exit."""
+        hooks = ExitStack()
+        for index, layer in enumerate(decoder_of(model).layers):
+            if index >= self._first_pruned:
+                hook = _PruneInputs(self, cuts_hidden=index == self._first_pruned)
+                hooks.callback(layer.register_forward_pre_hook(in_this_thread(hook), with_kwargs=True).remove)
         return hooks
 
-    def after(self, cache: Cache, place: int, layer: KeptLayer) -> KeptLayer:
-        """Choose after the last layer that reads all; later layers hold fewer entries than they have seen."""
-        if place == self._layer - 1:
+    def after_layer(self, cache: Cache, index: int, layer: KeptLayer) -> KeptLayer:
+        """Rank tokens after the last layer that reads all; later layers hold fewer entries than they have seen."""
+        if index == self._first_pruned - 1:
             attention = PromptWindow(1).score(layer, "mean")[0].mean(dim=0)
-            images = self._of_images.to(attention.device)
-            top = top_mask(attention.masked_fill(~images, -torch.inf), self._stays)
-            self._kept = (top | ~images).nonzero()[:, 0]
-        if place < self._layer:
+            is_image_token = self._is_image_token.to(attention.device)
+            top = top_mask(attention.masked_fill(~is_image_token, -torch.inf), self._budget)
+            self._kept_positions = (top | ~is_image_token).nonzero()[:, 0]
+        if index < self._first_pruned:
             return layer
-        cut = layer.share()
-        cut.seen, cut.real = len(self._of_images), torch.ones_like(layer.keys[..., 0], dtype=torch.bool)
-        return cut
+        pruned = layer.share()
+        pruned.seen = len(self._is_image_token)
+        pruned.real = torch.ones_like(layer.keys[..., 0], dtype=torch.bool)
+        return pruned
 
-    def _cutting(self, first: bool) -> Callable[..., Any]:
-        @in_this_thread
-        def cut(module: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            kept, named = self._kept, dict(named)
-            if first and inputs:
-                inputs = inputs[0][:, kept], *inputs[1:]
-            elif first:
-                named["hidden_states"] = named["hidden_states"][:, kept]
-            named["attention_mask"] = _cut_mask(named.get("attention_mask"), kept)
-            named["position_embeddings"] = tuple(each[..., kept, :] for each in named["position_embeddings"])
-            named["position_ids"] = None  # read by flash attention alone, which would take the gaps for other prompts
-            return inputs, named
-
-        return cut
+    @property
+    def kept_positions(self) -> Tensor:
+        """[C] int64: the positions of the tokens that stay, ascending."""
+        assert self._kept_positions is not None
+        return self._kept_positions
 
 
-def _cut_mask(mask: Any, kept: Tensor) -> Any:
-    """A model's mask for some of the tokens: [B, 1, N, N], [B, N] for flash attention, or None."""
-    if mask is None:
-        return None
+@dataclass(frozen=True)
+class _PruneInputs:
+    """A hook that cuts the inputs of a layer to the tokens that stay.
+
+    Attributes:
+        pruning: The prefill's pruning.
+        cuts_hidden: Whether the hidden states are of all tokens still: those of later layers have been cut.
+    """
+
+    pruning: _Pruning
+    cuts_hidden: bool
+
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        kept = self.pruning.kept_positions
+        kwargs = dict(kwargs)
+        if self.cuts_hidden and args:
+            args = args[0][:, kept], *args[1:]
+        elif self.cuts_hidden:
+            kwargs["hidden_states"] = kwargs["hidden_states"][:, kept]
+
+        mask = kwargs.get("attention_mask")
+        if mask is not None:
+            kwargs["attention_mask"] = _pruned_mask(mask, kept)
+        cosines, sines = kwargs["position_embeddings"]
+        kwargs["position_embeddings"] = (cosines[..., kept, :], sines[..., kept, :])
+        kwargs["position_ids"] = None  # read by flash attention alone, which would take the gaps for other prompts
+        return args, kwargs
+
+
+def _pruned_mask(mask: Any, kept_positions: Tensor) -> Tensor:
+    """A model's mask for some of the tokens: [B, 1, N, N], or [B, N] for flash attention."""
     if not isinstance(mask, Tensor):
         raise UserError("FastV: flex_attention's mask cannot be cut; load the model with attention=sdpa")
-    return mask[..., kept] if mask.dim() == 2 else mask[..., kept, :][..., kept]
+    if mask.dim() == 2:
+        return mask[..., kept_positions]
+    return mask[..., kept_positions, :][..., kept_positions]

@@ -72,11 +72,13 @@ class Leverage(LayerObserver):
     @override
     def score(self, layer: KeptLayer, reduction: str) -> Tensor:
         entries = layer.attended()
-        squares, real = [each.float().square().sum(dim=-1) for each in entries[:2]], entries.marks
-        return self._share(squares[0] * real, real) * self._share(squares[1] * real, real)
+        real = entries.marks
+        key_norms = entries.keys.float().square().sum(dim=-1) * real
+        value_norms = entries.values.float().square().sum(dim=-1) * real
+        return self._share(key_norms, real) * self._share(value_norms, real)
 
     def _share(self, squares: Tensor, real: Tensor) -> Tensor:
-        """[B, K, C], each divided by the sum of its block; blocks are counted from the first real entry on."""
+        """Squared norms [B, K, C], each divided by the sum of its block; blocks begin at the first real entry."""
         if self.block:
             blocks = (real.long().cumsum(dim=-1) - 1).clamp(min=0) // self.block
             sums = torch.zeros_like(squares).scatter_add_(-1, blocks, squares).gather(-1, blocks)
@@ -98,21 +100,25 @@ class CurDKV(Evict):
     sinks: int = 4
 
 
-def output_norms(layer: KeptLayer, order: int, places: Tensor | None = None) -> Tensor:
+def output_norms(layer: KeptLayer, order: int, positions: Tensor | None = None) -> Tensor:
     """[B, H, C] float32: the norm of each entry's term of the layer's output, v W_O, by query head.
 
-    The layer was read by a model whose output projection is a plain matrix; `order` of the norm is 1 or 2. For `places`
-    [B, n] int64 alone it is [B, H, n].
+    The layer was read by a model whose output projection is a plain matrix; `order` of the norm is 1 or 2. For the
+    entries at `positions` [B, n] int64 alone it is [B, H, n].
     """
-    values, origin = layer.attended().values, layer.origin
-    assert origin is not None
-    if places is not None:
-        values = values.gather(2, places[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[3]))
-    weight = output_weight(*origin).to(values.dtype)
-    by_head = weight.unflatten(1, (-1, values.shape[-1])).unbind(dim=1)  # [hidden, d] each
-    group = len(by_head) // values.shape[1]
-    of_heads = [values[:, head // group] @ each.t().to(values.device) for head, each in enumerate(by_head)]
-    return torch.stack([torch.linalg.vector_norm(each.float(), order, dim=-1) for each in of_heads], dim=1)
+    values = layer.attended().values
+    if positions is not None:
+        values = values.gather(2, positions[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[3]))
+    assert layer.origin is not None
+    weight = output_weight(*layer.origin).to(values.dtype)
+    head_weights = weight.unflatten(1, (-1, values.shape[-1])).unbind(dim=1)  # [hidden, d] each
+    group = len(head_weights) // values.shape[1]
+
+    norms = []
+    for head, head_weight in enumerate(head_weights):
+        outputs = values[:, head // group] @ head_weight.t().to(values.device)
+        norms.append(torch.linalg.vector_norm(outputs.float(), order, dim=-1))
+    return torch.stack(norms, dim=1)
 
 
 @registry.method("criticalkv")
@@ -133,23 +139,23 @@ class CriticalKV(SnapKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.observer.signed or self.during_prefill:
-            what = "an observer of attention" if self.observer.signed else "the whole prompt: leave out during_prefill"
-            raise UserError(f"{type(self).__name__}: needs {what}")
+        if self.observer.signed:
+            raise UserError(f"{type(self).__name__}: needs an observer of attention")
+        if self.during_prefill:
+            raise UserError(f"{type(self).__name__}: needs the whole prompt: leave out during_prefill")
 
     @override
     def select(self, state: State, importance: list[Tensor]) -> list[Tensor]:
         counts = self.counts(state, importance)
-        chosen = select_top(importance, (counts * self.first).astype(counts.dtype))
-        layers = zip(state.layers, importance, chosen, strict=True)
-        return select_top([_by_output(*each) for each in layers], counts)
-
-
-def _by_output(layer: KeptLayer, importance: Tensor, chosen: Tensor) -> Tensor:
-    """Importance [B, K, C] times `output_norms`; +inf for entries chosen already."""
-    weighted = (importance + _LEAST) * reduce_group(output_norms(layer, 1), importance.shape[1])
-    weighted = torch.where(importance.isinf(), importance, weighted)  # protected entries and padding
-    return weighted.masked_fill(chosen, torch.inf)
+        most_important = select_top(importance, (counts * self.first).astype(counts.dtype))
+        weighted = []
+        for layer, layer_importance, selected in zip(state.layers, importance, most_important, strict=True):
+            norms = reduce_group(output_norms(layer, 1), layer_importance.shape[1])
+            layer_weighted = (layer_importance + _LEAST) * norms
+            is_fixed = layer_importance.isinf()  # protected entries and padding
+            layer_weighted = torch.where(is_fixed, layer_importance, layer_weighted)
+            weighted.append(layer_weighted.masked_fill(selected, torch.inf))
+        return select_top(weighted, counts)
 
 
 @registry.method("critical_adakv")

@@ -6,8 +6,8 @@ or be your own class with the same interface: `compression_ratio` and
 """
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,21 +26,46 @@ from keepsight.runtime.methods.window import TOVA, SnapKV
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.state import State
 
-_TAKEN: dict[str, Callable[[float, Any], Evict]] = {
-    "KnormPress": lambda budget, press: KeyNorm(budget),
-    "KeyDiffPress": lambda budget, press: KeyDiff(budget),
-    "TOVAPress": lambda budget, press: TOVA(budget),
-    "StreamingLLMPress": lambda budget, press: StreamingLLM(budget, sinks=press.n_sink),
-    "SnapKVPress": lambda budget, press: SnapKV(budget, window=press.window_size, pool=Pool("avg", press.kernel_size)),
+
+@dataclass(frozen=True)
+class _Counterpart:
+    """A method whose scores are those of a press.
+
+    Attributes:
+        method: The method.
+        press_fields: For each field of the method that the press has too, the name that it has there.
+    """
+
+    method: type[Evict]
+    press_fields: Mapping[str, str] = field(default_factory=dict)
+
+    def to_method(self, budget: float, press: Any) -> Evict:
+        """The method with a press's options."""
+        options: dict[str, Any] = {}
+        for name, press_name in self.press_fields.items():
+            if name == "pool":
+                options[name] = Pool("avg", getattr(press, press_name))
+            else:
+                options[name] = getattr(press, press_name)
+        return self.method(budget, **options)
+
+    def press_options(self, method: Any) -> dict[str, Any]:
+        """The press's options for a method."""
+        options: dict[str, Any] = {}
+        for name, press_name in self.press_fields.items():
+            value = getattr(method, name)
+            options[press_name] = value.kernel if name == "pool" else value
+        return options
+
+
+_COUNTERPARTS = {
+    "KnormPress": _Counterpart(KeyNorm),
+    "KeyDiffPress": _Counterpart(KeyDiff),
+    "TOVAPress": _Counterpart(TOVA),
+    "StreamingLLMPress": _Counterpart(StreamingLLM, {"sinks": "n_sink"}),
+    "SnapKVPress": _Counterpart(SnapKV, {"window": "window_size", "pool": "kernel_size"}),
 }
 """Presses that are methods here, with the same scores."""
-_MADE: dict[type[Evict], tuple[str, Callable[[Any], dict[str, Any]]]] = {
-    KeyNorm: ("KnormPress", lambda method: {}),
-    KeyDiff: ("KeyDiffPress", lambda method: {}),
-    TOVA: ("TOVAPress", lambda method: {}),
-    StreamingLLM: ("StreamingLLMPress", lambda method: {"n_sink": method.sinks}),
-    SnapKV: ("SnapKVPress", lambda method: {"window_size": method.window, "kernel_size": method.pool.kernel}),
-}
 
 
 @dataclass(frozen=True)
@@ -55,16 +80,17 @@ class PressScores(Observer):
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
-        places, scores = full_attention_layers(model.config), list[Tensor]()
-        for place, (keys, values, _) in zip(places, state.entries(), strict=True):
+        scores = []
+        for index, entries in zip(full_attention_layers(model.config), state.entries(), strict=True):
+            module = attention_of(model, index)
             try:
-                scored = self.press.score(attention_of(model, place), None, keys, values, None, {})
+                layer_scores = self.press.score(module, None, entries.keys, entries.values, None, {})
             except (AttributeError, KeyError, TypeError) as error:
                 raise UserError(
                     f"{type(self.press).__name__} cannot score from keys and values alone ({error}); presses that read "
                     "hidden states or attention run in kvpress: docs/kvpress_results.py measures them there"
                 ) from error
-            scores.append(scored.float())
+            scores.append(layer_scores.float())
         return scores
 
 
@@ -74,17 +100,22 @@ def from_kvpress(press: Any) -> Evict:
     The press is one whose method is here too (Knorm, KeyDiff, TOVA, StreamingLLM, SnapKV), any other whose `score`
     reads keys and values alone, or an `AdaKVPress` of one of these; a `UserError` if its interface is another one.
     """
-    if (inner := getattr(press, "press", None)) is not None:
-        if type(press).__name__ != "AdaKVPress":
-            raise UserError(f"{type(press).__name__}: of the presses that wrap another only AdaKVPress is understood")
-        return replace(from_kvpress(inner), allocate=Adaptive(press.alpha_safeguard, blend=False))
+    name = type(press).__name__
+    wrapped_press = getattr(press, "press", None)
+    if wrapped_press is not None:
+        if name != "AdaKVPress":
+            raise UserError(f"{name}: of the presses that wrap another only AdaKVPress is understood")
+        return replace(from_kvpress(wrapped_press), allocate=Adaptive(press.alpha_safeguard, blend=False))
+
     ratio = getattr(press, "compression_ratio", None)
     if ratio is None or not callable(getattr(press, "score", None)):
-        raise UserError(f"{type(press).__name__} has no compression_ratio and score(), as kvpress's presses have")
+        raise UserError(f"{name} has no compression_ratio and score(), as kvpress's presses have")
     kind: Any = Evict  # as_options adds compression_ratio
-    general: Evict = kind(compression_ratio=float(ratio), observer=PressScores(press), pool=NO_POOL)
-    named = _TAKEN.get(type(press).__name__) if type(press).__module__.partition(".")[0] == "kvpress" else None
-    return named(general.budget, press) if named else general
+    method: Evict = kind(compression_ratio=float(ratio), observer=PressScores(press), pool=NO_POOL)
+    package = type(press).__module__.partition(".")[0]
+    if package == "kvpress" and name in _COUNTERPARTS:
+        return _COUNTERPARTS[name].to_method(method.budget, press)
+    return method
 
 
 def to_kvpress(method: Evict) -> Any:
@@ -94,23 +125,32 @@ def to_kvpress(method: Evict) -> Any:
     if kvpress is not installed, or has no such press.
     """
     name = type(method).__name__
-    if type(method) not in _MADE:
-        known = ", ".join(kind.__name__ for kind in _MADE)
-        raise UserError(f"{name}: kvpress has no press of the same scores; it has {known}")
+    press_names = {counterpart.method: press_name for press_name, counterpart in _COUNTERPARTS.items()}
+    if type(method) not in press_names:
+        methods = ", ".join(kind.__name__ for kind in press_names)
+        raise UserError(f"{name}: kvpress has no press of the same scores; it has {methods}")
     if not isinstance(method.budget, float):
         raise UserError(f"{name}: presses take a share of the prompt; pass compression_ratio= instead of budget=")
-    press_name, fields_of = _MADE[type(method)]
     if type(method) is SnapKV and method.pool.kind != "avg":
         raise UserError(f'{name}: kvpress pools by the average; give pool=Pool("avg", {method.pool.kernel})')
-    options = fields_of(method)
-    again = _TAKEN[press_name](method.budget, SimpleNamespace(**options))
+
+    press_name = press_names[type(method)]
+    counterpart = _COUNTERPARTS[press_name]
+    options = counterpart.press_options(method)
+    # What the press cannot express is seen by translating it back.
+    expressed = counterpart.to_method(method.budget, SimpleNamespace(**options))
     sharing = method.allocate if isinstance(method.allocate, Adaptive) else None
-    shares = sharing is not None and not sharing.blend and not sharing.normalize
-    if again != replace(method, allocate=Uniform() if shares else method.allocate):
-        raise UserError(f"{method!r}: {press_name} knows only the options of {again!r}")
+    allocate = method.allocate
+    if sharing is not None and not sharing.blend and not sharing.normalize:
+        allocate = Uniform()  # the wrapper shares the budget
+    if expressed != replace(method, allocate=allocate):
+        raise UserError(f"{method!r}: {press_name} knows only the options of {expressed!r}")
+
     try:
         kvpress: Any = importlib.import_module("kvpress")
     except ImportError as error:
         raise UserError(f"kvpress cannot be imported ({error}); version 0.5.5 takes transformers below 5.3") from error
     press = getattr(kvpress, press_name)(compression_ratio=1.0 - method.budget, **options)
-    return kvpress.AdaKVPress(press, alpha_safeguard=sharing.floor) if sharing else press
+    if sharing is None:
+        return press
+    return kvpress.AdaKVPress(press, alpha_safeguard=sharing.floor)

@@ -1,6 +1,5 @@
 """LAQ and LAQ++ (arXiv 2505.20334): the base model drafts the answer from a small cache; the draft's queries score."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -57,27 +56,47 @@ class QueryCache(Observer):
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
-        by_layer = zip(self._by_layer(model, state, reduce.queries), state.entries(), strict=True)
-        return [reduce_group(each, entries.keys.shape[1], reduce.heads) for each, entries in by_layer]
-
-    def _by_layer(self, model: PreTrainedModel, state: State, reduction: str) -> Iterator[Tensor]:
-        """Attention [B, H, C] of one layer after the other."""
-        drafted, real = self._draft(model, state)
-        layers, rows = state.layers, 0
-        windows = [recorded_queries(layer, self.window) for layer in layers] if self.window else []
-        if windows:
-            rows = windows[0].queries.shape[2]
+        queries, is_real = self._draft(model, state)
+        window = 0
+        if self.window and state.layers:
+            window = recorded_queries(state.layers[0], self.window).queries.shape[2]
         if self.mask == "published":
-            before = [each.queries for each in windows] or [each[:, :, :0] for each in drafted]
-            both = [torch.cat(pair, dim=2) for pair in zip(before, drafted, strict=True)]
-            mask = windows[0].query_mask if windows else None
-            seen = real.new_ones(len(real), rows) if mask is None else mask
-            yield from _under_triangle(layers, both, torch.cat([seen, real], dim=1), reduction)
-            return
-        for queries, layer in zip(drafted, layers, strict=True):
-            of_draft = _from_beyond(queries, layer, real, reduction)
-            of_window = PromptWindow(rows).score(layer, reduction) if rows else None
-            yield of_draft if of_window is None else combine(of_window, of_draft, rows, real, reduction)
+            queries, is_real = self._with_window(state, queries, is_real)
+
+        scores = []
+        for layer, layer_queries in zip(state.layers, queries, strict=True):
+            if self.mask == "published":
+                attention = _causal_attention(layer_queries, layer, is_real, reduce.queries)
+            else:
+                attention = _draft_attention(layer_queries, layer, is_real, reduce.queries)
+                if window:
+                    window_attention = PromptWindow(window).score(layer, reduce.queries)
+                    attention = combine(window_attention, attention, window, is_real, reduce.queries)
+            kv_heads = layer.entries().keys.shape[1]
+            scores.append(reduce_group(attention, kv_heads, reduce.heads))
+        return scores
+
+    def _with_window(self, state: State, queries: list[Tensor], is_real: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The window's queries and then a draft's [B, H, T, d], in each layer, and which of them are real, [B, q].
+
+        Padding comes first in every row, so that each ends with a real query.
+        """
+        if self.window and state.layers:
+            windows = [recorded_queries(layer, self.window) for layer in state.layers]
+            window_mask = windows[0].query_mask
+            if window_mask is None:
+                window_mask = is_real.new_ones(len(is_real), windows[0].queries.shape[2])
+            is_real = torch.cat([window_mask, is_real], dim=1)
+            queries = [
+                torch.cat([window.queries, drafted], dim=2) for window, drafted in zip(windows, queries, strict=True)
+            ]
+        order = is_real.long().argsort(dim=1, stable=True)
+        order_on = on_each(order[:, None, :, None])
+        ordered = [
+            layer_queries.gather(2, order_on(layer_queries.device).expand_as(layer_queries))
+            for layer_queries in queries
+        ]
+        return ordered, is_real.gather(1, order)
 
     @override
     def needs(self) -> Needs:
@@ -98,43 +117,44 @@ class QueryCache(Observer):
         small = small.unrecorded(Needs(window=self.lookahead))  # from here on the draft's queries alone
         end = end_ids(model)
         draft = decode(model, small, stop_after(self.lookahead, end), pad_token=0)
+        # The last token of the draft has not been read, and it observes too.
         after, _ = read(model, draft.state, draft.ids[:, -1:])
-        real = None if end is None else until_end(draft.ids, end)
         queries = [recorded_queries(layer, self.lookahead).queries for layer in after.layers]
-        return queries, torch.ones_like(draft.ids, dtype=torch.bool) if real is None else real
+        is_real = None if end is None else until_end(draft.ids, end)
+        if is_real is None:
+            is_real = torch.ones_like(draft.ids, dtype=torch.bool)
+        return queries, is_real
 
 
-def _from_beyond(queries: Tensor, layer: KeptLayer, real: Tensor, reduction: str) -> Tensor:
+def _causal_attention(queries: Tensor, layer: KeptLayer, is_real: Tensor, reduction: str) -> Tensor:
+    """Attention [B, H, C] of queries [B, H, q, d], as if they were those of the last q entries."""
+    entries = layer.attended()
+    return observed_attention(
+        queries,
+        entries.keys,
+        layer.softmax,
+        entries.keys.shape[2],
+        key_mask=entries.real,
+        query_mask=is_real,
+        reduction=reduction,
+    )
+
+
+def _draft_attention(queries: Tensor, layer: KeptLayer, is_real: Tensor, reduction: str) -> Tensor:
     """Attention [B, H, C] of queries [B, H, T, d] that see every entry and not each other."""
-    heads, rows = queries.shape[1:3]
+    heads, count = queries.shape[1:3]
     # Each query becomes a head of its own, so that there is no causal mask between them.
-    apart = queries.flatten(1, 2)[:, :, None]
-    softmax, seen = layer.softmax, layer.attended()
-    sinks = None if softmax.sinks is None else softmax.sinks.repeat_interleave(rows)
-    softmax = softmax._replace(sinks=sinks)
-    weights = observed_attention(apart, seen.keys, softmax, seen.keys.shape[2], key_mask=seen.real)
-    real = real.to(weights.device)
-    weights = weights.unflatten(1, (heads, rows)) * real[:, None, :, None]
+    query_heads = queries.flatten(1, 2)[:, :, None]
+    softmax = layer.softmax
+    if softmax.sinks is not None:
+        softmax = softmax._replace(sinks=softmax.sinks.repeat_interleave(count))
+    entries = layer.attended()
+    weights = observed_attention(query_heads, entries.keys, softmax, entries.keys.shape[2], key_mask=entries.real)
+    is_real = is_real.to(weights.device)
+    weights = weights.unflatten(1, (heads, count)) * is_real[:, None, :, None]
     if reduction == "max":
         return weights.amax(dim=2)
-    return weights.sum(dim=2) / real.sum(dim=1)[:, None, None]
-
-
-def _under_triangle(layers: list[KeptLayer], queries: list[Tensor], real: Tensor, reduction: str) -> Iterator[Tensor]:
-    """Attention [B, H, C] of each layer, as if the queries [B, H, q, d] were those of the last q entries."""
-    order = real.long().argsort(dim=1, stable=True)  # padding first, so that every row ends at its last entry
-    place_on = on_each(order[:, None, :, None])
-    for each, layer in zip(queries, layers, strict=True):
-        seen = layer.attended()
-        yield observed_attention(
-            each.gather(2, place_on(each.device).expand_as(each)),
-            seen.keys,
-            layer.softmax,
-            seen.keys.shape[2],
-            key_mask=seen.real,
-            query_mask=real.gather(1, order),
-            reduction=reduction,
-        )
+    return weights.sum(dim=2) / is_real.sum(dim=1)[:, None, None]
 
 
 @registry.method("laq", colour="#CC79A7", marker="^")

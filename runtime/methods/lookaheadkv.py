@@ -91,24 +91,32 @@ class LookaheadKV(Evict):
         artifact = LookaheadAdapter.from_pretrained(adapter, revision=revision)
         if tokenizer is not None:
             artifact.check_tokenizer(tokenizer)
-        fields: dict[str, Any] = parts_of(artifact, selection) | options
+        fields = adapter_fields(artifact, selection)
+        fields.update(options)
         if budget is not None:
             fields["budget"] = budget
         return cls(**fields)
 
 
-def parts_of(artifact: LookaheadAdapter, selection: str | None = None) -> dict[str, Any]:
-    """The observer of an adapter, and the reduction, weighting, pooling and allocation of a selection or its own."""
-    settings = artifact.settings if selection is None else artifact.settings.selecting(selection)
-    return {"observer": SoftTokens(artifact), **selecting_parts(settings, artifact.head_weights)}
+def adapter_fields(artifact: LookaheadAdapter, selection: str | None = None) -> dict[str, Any]:
+    """A method's fields for an adapter: its observer, and `selection_fields` of a selection or the adapter's own."""
+    settings = artifact.settings
+    if selection is not None:
+        settings = settings.selecting(selection)
+    fields = selection_fields(settings, artifact.head_weights)
+    fields["observer"] = SoftTokens(artifact)
+    return fields
 
 
-def selecting_parts(settings: LookaheadSettings, weights: HeadWeights | None = None) -> dict[str, Any]:
-    """The reduction, weighting, pooling and allocation that settings name, with head weights where they count."""
-    allocate: Allocation = Uniform()
-    if settings.floor is not None:
-        shared = settings.sharing == "model"
-        allocate = Global(settings.floor, weights) if shared else Adaptive(settings.floor, blend=False)
+def selection_fields(settings: LookaheadSettings, weights: HeadWeights | None = None) -> dict[str, Any]:
+    """A method's reduction, weighting, pooling and allocation, as settings name them; weights are those of heads."""
+    allocate: Allocation
+    if settings.floor is None:
+        allocate = Uniform()
+    elif settings.sharing == "model":
+        allocate = Global(settings.floor, weights)
+    else:
+        allocate = Adaptive(settings.floor, blend=False)
     return {
         "reduce": Reduce(settings.queries, settings.group),
         "value_norm": settings.value_norm,

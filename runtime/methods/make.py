@@ -30,7 +30,7 @@ from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.drafting.speckv import MInference, ModelDrafter, SparsePrefill, SpecKV
 from keepsight.runtime.generate import Method
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
-from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
+from keepsight.runtime.methods.lookaheadkv import LookaheadKV, adapter_fields
 from keepsight.runtime.methods.reconstruction import KVzip, KVzipPlus
 from keepsight.runtime.methods.restore import RestoreKV, RestoreWeights
 from keepsight.runtime.methods.scored import ScoredEvict, TrainedScores
@@ -40,8 +40,8 @@ from keepsight.runtime.prompt_compression.text import Cosine, Package
 from keepsight.runtime.registry import ALLOCATIONS, DRAFTERS, METHODS, OBSERVERS
 
 Published = TypeVar("Published", bound=Scorer | RestoreWeights)
-_RESOURCES = ("artifact", "head", "draft", "tokenizer")
-_TRAINED = ("adapter", "retrieval", "scorer")
+_RESOURCE_FIELDS = ("artifact", "head", "draft", "tokenizer")
+_MODULE_OPTIONS = ("adapter", "retrieval", "scorer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Resources:
     target: PreTrainedModel | None = None
     scorer: str | Path | None = None
     _scorers: dict[type, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
-    _others: dict[Any, "Resources"] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+    _variants: dict[Any, "Resources"] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def artifact(self) -> LookaheadAdapter:
@@ -98,7 +98,8 @@ class Resources:
             raise UserError("needs retrieval=FOLDER_OR_HUB_ID; train one with train_retrieval_head.py")
         head = RetrievalHead.from_pretrained(self.retrieval, model=self.target)
         if self.target is not None:
-            head.config = dataclasses.replace(head.config, feature_layers=head.layers_of(self.target) or None)
+            feature_layers = head.layers_of(self.target) or None
+            head.config = dataclasses.replace(head.config, feature_layers=feature_layers)
         return head
 
     def scorer_of(self, kind: type[Published]) -> Published:
@@ -113,12 +114,16 @@ class Resources:
             self._scorers[kind] = kind.from_pretrained(self.scorer)
         return self._scorers[kind]
 
-    def other(self, **named: str) -> "Resources":
-        """These resources with another adapter, retrieval head or scorer; loaded once for each name."""
-        changed = {key: value for key, value in named.items() if value != str(getattr(self, key))}
-        if not changed:
+    def with_modules(self, **references: str) -> "Resources":
+        """These resources with another adapter, retrieval head or scorer; each is loaded once."""
+        changes: dict[str, Any] = {}
+        for name, reference in references.items():
+            if reference != str(getattr(self, name)):
+                changes[name] = reference
+        if not changes:
             return self
-        return self._others.setdefault(tuple(sorted(changed.items())), dataclasses.replace(self, **changed))  # type: ignore[arg-type]
+        key = tuple(sorted(changes.items()))
+        return self._variants.setdefault(key, dataclasses.replace(self, **changes))
 
     def find(self, name: str) -> object:
         """The resource that fills a field called `name`: artifact, head, draft or tokenizer.
@@ -126,12 +131,11 @@ class Resources:
         Raises:
             UserError: there is none.
         """
-        if name in ("artifact", "head"):
-            return getattr(self, name)
         resource = getattr(self, name)
-        found = resource() if name == "draft" and callable(resource) else resource
-        if found is not None:
-            return found
+        if name == "draft" and callable(resource):
+            resource = resource()
+        if resource is not None:
+            return resource
         if name == "draft":
             raise UserError(
                 "needs a draft: set draft.layers=[...] (keepsight bench draft finds good ones), draft.id= or "
@@ -146,8 +150,8 @@ class ResourcesLater(Resources):
 
     @override
     def find(self, name: str) -> object:
-        found = super().find(name)  # refuses what is missing, or cannot be loaded
-        return found if name == "artifact" else Later(name)
+        resource = super().find(name)  # refuses what is missing, or cannot be loaded
+        return resource if name == "artifact" else Later(name)
 
 
 def make_method(name: str, budget: int | float | None, resources: Resources | None = None, /, **options: Any) -> Method:
@@ -163,102 +167,132 @@ def make_method(name: str, budget: int | float | None, resources: Resources | No
     Raises:
         UserError: an unknown name or option, a value out of range, or a resource that is missing.
     """
-    kind = _kind(name)
-    make: Any = kind
-    named = {key: str(options.pop(key)) for key in _TRAINED if options.get(key) is not None}
+    kind = _method_class(name)
+    modules = {}
+    for option in _MODULE_OPTIONS:
+        if options.get(option) is not None:
+            modules[option] = str(options.pop(option))
     selection = options.pop("selection", None) if kind is LookaheadKV else None
-    reader = _OptionReader((resources or Resources()).other(**named), selection)
-    if budget is None and takes(name, "budget"):
+    if resources is None:
+        resources = Resources()
+    reader = _OptionReader(resources.with_modules(**modules), selection)
+    has_budget = has_field(name, "budget")
+    if budget is None and has_budget:
         raise UserError(f"method {name!r} needs a budget, in entries per layer and KV head")
+
+    constructor: Any = kind
     try:
-        parts = reader.fields(kind, options, reader.defaults(kind), taken=("budget",))
-        method: Method = make(budget, **parts) if takes(name, "budget") else make(**parts)
+        fields = reader.fields(kind, options, reader.defaults(kind), already_set=("budget",))
+        method: Method = constructor(budget, **fields) if has_budget else constructor(**fields)
     except UserError as error:
-        is_named = str(error).startswith(f"{kind.__name__}:")
-        raise UserError(str(error) if is_named else f"method {name!r}: {error}") from None
-    used = {
+        message = str(error)
+        if not message.startswith(f"{kind.__name__}:"):
+            message = f"method {name!r}: {message}"
+        raise UserError(message) from None
+
+    is_used = {
         "adapter": method.adapter_digest is not None,
         "retrieval": method.uses_retrieval_head,
         "scorer": isinstance(method, ScoredEvict | RestoreKV),
     }
-    if unused := [key for key in named if not used[key]]:
-        raise UserError(f"method {name!r}: there is no option {unused[0]!r}, it uses none")
+    for option in modules:
+        if not is_used[option]:
+            raise UserError(f"method {name!r}: there is no option {option!r}, it uses none")
     return method
 
 
-def takes(name: str, field: str) -> bool:
-    """Whether a method has a field of this name; a `UserError` if there is no such method."""
-    return any(each.name == field for each in dataclasses.fields(_kind(name)))  # type: ignore[arg-type]
+def has_field(method: str, field: str) -> bool:
+    """Whether the method of this name has a field; a `UserError` if there is no such method."""
+    kind: Any = _method_class(method)
+    return field in {method_field.name for method_field in dataclasses.fields(kind)}
 
 
-def _kind(name: str) -> type[Method]:
+def _method_class(name: str) -> type[Method]:
     if name in METHODS:
         return METHODS[name]
-    near = difflib.get_close_matches(name, METHODS, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    similar = difflib.get_close_matches(name, METHODS, n=1)
+    hint = f"; did you mean {similar[0]!r}?" if similar else ""
     raise UserError(f"method {name!r} is unknown; choose one of {', '.join(sorted(METHODS))}{hint}")
 
 
 @dataclasses.dataclass(frozen=True)
 class _OptionReader:
-    """Reads plain values; parts that they leave out come from the resources."""
+    """Reads plain values; parts that they leave out come from the resources.
+
+    Attributes:
+        resources: The resources.
+        selection: How a lookahead module selects; None for its own way.
+    """
 
     resources: Resources
     selection: str | None = None
 
     def defaults(self, kind: type[Method]) -> dict[str, Any]:
-        """Parts that depend on the resources."""
+        """Fields of a method that depend on the resources."""
         if kind is LookaheadKV:
-            return parts_of(self.resources.artifact, self.selection)
+            return adapter_fields(self.resources.artifact, self.selection)
         if issubclass(kind, ScoredEvict):
             return {"observer": TrainedScores(self.resources.scorer_of(kind.scorer))}
         if kind is SpecKV:
             draft: Any = self.resources.find("draft")
             return {"observer": DraftObserver(ModelDrafter(draft), window=None)}
+        if issubclass(kind, RestoreKV):
+            weights = self.resources.scorer_of(RestoreWeights)
+            scores = KVzipPlus if weights.plus else kind
+            return {"observer": scores.observer_of(self.resources.find("tokenizer")), "weights": weights}
         if issubclass(kind, KVzip):
-            weights = self.resources.scorer_of(RestoreWeights) if issubclass(kind, RestoreKV) else None
-            scores = KVzipPlus if weights and weights.plus else kind
-            trained = {"weights": weights} if weights else {}
-            return {"observer": scores.observer_of(self.resources.find("tokenizer"))} | trained
+            return {"observer": kind.observer_of(self.resources.find("tokenizer"))}
         return {}
 
     def fields(
-        self, kind: type, options: Mapping[str, Any], defaults: Mapping[str, Any], taken: tuple[str, ...] = ()
+        self, kind: type, options: Mapping[str, Any], defaults: Mapping[str, Any], already_set: tuple[str, ...] = ()
     ) -> dict[str, Any]:
-        """Arguments for `kind` from options, defaults and resources.
+        """Arguments for `kind` from options, defaults and resources, but for those in `already_set`.
 
         Raises:
             UserError: an unknown option, or a value that is missing.
         """
-        known = {each.name: each for each in dataclasses.fields(kind) if each.name not in (*taken, *_RESOURCES)}
-        if unknown := sorted(set(options) - set(known), key=str):
-            raise UserError(f"there is no option {unknown[0]!r}; it takes {', '.join(known) or 'none'}")
+        kind_fields = [field for field in dataclasses.fields(kind) if field.name not in already_set]
+        default_of = {field.name: field.default for field in kind_fields if field.name not in _RESOURCE_FIELDS}
+        unknown = sorted(set(options) - set(default_of), key=str)
+        if unknown:
+            raise UserError(f"there is no option {unknown[0]!r}; it takes {', '.join(default_of) or 'none'}")
+
         values = dict(defaults)
         for name, value in options.items():
-            values[name] = self.part(name, value, defaults.get(name, known[name].default))
-        for each in dataclasses.fields(kind):
-            required = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
-            if required and each.name not in (*values, *taken):
-                if each.name not in _RESOURCES:
-                    choices = f", one of {', '.join(sorted(OBSERVERS))}" if each.name == "observer" else ""
-                    raise UserError(f"option {each.name!r} is missing{choices}")
-                values[each.name] = self.resources.find(each.name)
+            default = defaults.get(name, default_of[name])
+            values[name] = self.field_value(name, value, default)
+
+        for field in kind_fields:
+            is_required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            if not is_required or field.name in values:
+                continue
+            if field.name in _RESOURCE_FIELDS:
+                values[field.name] = self.resources.find(field.name)
+            elif field.name == "observer":
+                raise UserError(f"option 'observer' is missing, one of {', '.join(sorted(OBSERVERS))}")
+            else:
+                raise UserError(f"option {field.name!r} is missing")
         return values
 
-    def part(self, role: str, value: Any, default: Any) -> Any:
-        """The value of the field `role`."""
-        if role == "inner" and isinstance(value, str | Mapping):
+    def field_value(self, name: str, value: Any, default: Any) -> Any:
+        """The value of the field `name`, as its option gives it."""
+        if name == "inner" and isinstance(value, str | Mapping):
             options: dict[str, Any] = {"name": value} if isinstance(value, str) else dict(value)
-            return make_method(str(options.pop("name", "")), options.pop("budget", None), self.resources, **options)
-        if role in ("pool", "first_pool") and isinstance(value, str):
+            method = str(options.pop("name", ""))
+            budget = options.pop("budget", None)
+            return make_method(method, budget, self.resources, **options)
+        if name in ("pool", "first_pool") and isinstance(value, str):
             return NO_POOL if value == "none" else Pool(value)
-        if role == "weights" and isinstance(value, str):
+        if name == "weights" and isinstance(value, str):
             return read_json(Path(at_home(value)))
-        if role == "reduce" and isinstance(value, str):
+        if name == "reduce" and isinstance(value, str):
             return Reduce(value, value)
-        return self.named(role, value, default) if role in _KINDS else value
+        if name in _PART_CLASSES:
+            return self.make_part(name, value, default)
+        return value
 
-    def named(self, role: str, value: Any, default: Any) -> Any:
+    def make_part(self, role: str, value: Any, default: Any) -> Any:
         """A part from its name, from a mapping with its name and options, or from options that change `default`.
 
         Raises:
@@ -268,22 +302,33 @@ class _OptionReader:
             raise UserError(f"{role}: {value!r} must be a name, or a mapping with a name and options")
         if not isinstance(value, str | Mapping):
             return value
+
+        classes = _PART_CLASSES[role]
         options = {"name": value} if isinstance(value, str) else dict(value)
         name = options.pop("name", None)
-        kinds = _KINDS.get(role) or {}
-        if name is not None and not (isinstance(name, str) and name in kinds):
-            raise UserError(f"{role}: {name!r} is unknown; choose one of {', '.join(sorted(kinds))}")
-        if name is None and not dataclasses.is_dataclass(default):
-            raise UserError(f"{role}: give it a name, one of {', '.join(sorted(kinds))}")
-        kind: Any = type(default) if name is None else kinds[name]
-        same = {each.name: getattr(default, each.name) for each in dataclasses.fields(kind)} if name is None else {}
+        default_options: dict[str, Any] = {}
+        kind: Any
+        if name is not None:
+            if not isinstance(name, str) or name not in classes:
+                raise UserError(f"{role}: {name!r} is unknown; choose one of {', '.join(sorted(classes))}")
+            kind = classes[name]
+        elif dataclasses.is_dataclass(default):
+            kind = type(default)
+            for field in dataclasses.fields(kind):
+                default_options[field.name] = getattr(default, field.name)
+        else:
+            raise UserError(f"{role}: give it a name, one of {', '.join(sorted(classes))}")
+
         try:
-            return kind(**self.fields(kind, options, same))
+            return kind(**self.fields(kind, options, default_options))
         except UserError as error:
-            raise UserError(str(error) if role in str(error) else f"{role}: {error}") from None
+            message = str(error)
+            if role not in message:
+                message = f"{role}: {message}"
+            raise UserError(message) from None
 
 
-_KINDS: dict[str, Mapping[str, type]] = {
+_PART_CLASSES: dict[str, Mapping[str, type]] = {
     "observer": OBSERVERS,
     "drafter": DRAFTERS,
     "allocate": ALLOCATIONS,

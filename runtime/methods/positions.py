@@ -1,6 +1,7 @@
 """Methods that need no queries: StreamingLLM, LaCache, key norms and a random choice."""
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -94,34 +95,45 @@ class Ladder(Observer):
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
         layers = len(state.layers)
         scores = []
-        for layer, (each, counts) in enumerate(zip(state.entries(), state.counts(), strict=True)):
-            score = torch.zeros(each.keys.shape[:3], dtype=torch.float32, device=each.keys.device)
-            for length in counts.unique().tolist():
-                ranks = self._ranks(length, layer, layers).to(score)
-                score[..., score.shape[-1] - length :][(counts == length).to(score.device)] = ranks
-            scores.append(score)
+        for index, (entries, head_sizes) in enumerate(zip(state.entries(), state.counts(), strict=True)):
+            keys = entries.keys
+            layer_scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
+            width = keys.shape[2]
+            for size in head_sizes.unique().tolist():
+                has_size = (head_sizes == size).to(keys.device)
+                ranks = self._ranks(size, index, layers).to(layer_scores)
+                layer_scores[..., width - size :][has_size] = ranks  # real entries are on the right
+            scores.append(layer_scores)
         return scores
 
     def shape(self, layers: int) -> tuple[int, int]:
         """Entries of a ladder, and how many of them each layer keeps (section 3.2)."""
         step = self.span - self.overlap
-        length = 1 + max(0, -((self.span - layers) // step))
-        return length, min(-(-self.span // step), length)
+        ladder = 1 + max(0, -((self.span - layers) // step))
+        rungs = math.ceil(self.span / step)
+        return ladder, min(rungs, ladder)
 
     def _ranks(self, length: int, layer: int, layers: int) -> Tensor:
         """[length]: when each entry is dropped, from 0."""
-        ladder, kept = self.shape(layers)
-        first = layer % (ladder - kept + 1)
-        sinks = min(_SINKS if self.sinks is None else self.sinks, length)
+        ladder, rungs = self.shape(layers)
+        first = layer % (ladder - rungs + 1)
+        sinks = _SINKS if self.sinks is None else self.sinks
+        sinks = min(sinks, length)
         recent_from = max(length - layers, sinks)
-        left, dropped = torch.arange(sinks, recent_from), []
-        while len(left) >= ladder > kept:
-            whole = len(left) // ladder * ladder
-            ladders = left[:whole].view(-1, ladder)
-            dropped += [torch.cat([ladders[:, :first], ladders[:, first + kept :]], dim=1).flatten()]
-            left = torch.cat([ladders[:, first : first + kept].flatten(), left[whole:]])
-        order = torch.cat([*dropped, left, torch.arange(recent_from, length), torch.arange(sinks)])
-        return torch.empty(length, dtype=torch.float32).scatter_(0, order, torch.arange(length, dtype=torch.float32))
+
+        remaining = torch.arange(sinks, recent_from)
+        dropped = []
+        while len(remaining) >= ladder > rungs:
+            in_ladders = len(remaining) // ladder * ladder
+            ladders = remaining[:in_ladders].view(-1, ladder)
+            beside = torch.cat([ladders[:, :first], ladders[:, first + rungs :]], dim=1)
+            dropped.append(beside.flatten())
+            remaining = torch.cat([ladders[:, first : first + rungs].flatten(), remaining[in_ladders:]])
+
+        recent = torch.arange(recent_from, length)
+        order = torch.cat([*dropped, remaining, recent, torch.arange(sinks)])
+        ranks = torch.empty(length, dtype=torch.float32)
+        return ranks.scatter_(0, order, torch.arange(length, dtype=torch.float32))
 
 
 @registry.method("lacache")
@@ -174,21 +186,22 @@ class RandomScores(Observer):
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
-        entries = state.entries()
-        return [self._score(place, len(entries), keys, real) for place, (keys, _, real) in enumerate(entries)]
-
-    def _score(self, place: int, layers: int, keys: Tensor, real: Tensor | None) -> Tensor:
-        rows, heads, length, _ = keys.shape
-        scores = _drawn(self.seed, length, layers, heads)[place].to(keys.device).expand(rows, -1, -1)
-        if real is None:
-            return scores
-        places = (real.long().cumsum(dim=-1) - 1).clamp(min=0)
-        return scores.gather(-1, places.expand(-1, heads, -1))
+        layers = state.entries()
+        scores = []
+        for index, (keys, _, real) in enumerate(layers):
+            batch, kv_heads, width, _ = keys.shape
+            drawn = _draw(self.seed, width, len(layers), kv_heads)[index]
+            layer_scores = drawn.to(keys.device).expand(batch, -1, -1)
+            if real is not None:
+                positions = (real.long().cumsum(dim=-1) - 1).clamp(min=0)  # among the real entries
+                layer_scores = layer_scores.gather(-1, positions.expand(-1, kv_heads, -1))
+            scores.append(layer_scores)
+        return scores
 
 
 @functools.lru_cache(maxsize=1)  # the layers of a prompt are scored one after the other
 @torch.inference_mode(False)
-def _drawn(seed: int, length: int, layers: int, heads: int) -> Tensor:
+def _draw(seed: int, length: int, layers: int, heads: int) -> Tensor:
     """[L, K, C], drawn entry after entry, so that a longer prompt changes nothing for the first ones."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(length, layers, heads, generator=generator, dtype=torch.float32).permute(1, 2, 0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
@@ -33,50 +33,56 @@ from keepsight.runtime.methods.geometry import output_norms
 from keepsight.runtime.observe import Observer, ViewedLayer, read_with
 from keepsight.runtime.state import State, full_layers, with_observers
 
-_FIRST, _LATER = (
-    "\n\nRepeat the previous context exactly.",
-    ("\n\nRepeat the part of the previous context exactly, starting with"),
-)
+_FIRST_INSTRUCTION = "\n\nRepeat the previous context exactly."
+_LATER_INSTRUCTION = "\n\nRepeat the part of the previous context exactly, starting with"
 _CARRIED = 8  # last tokens of the chunk before, which the instruction ends with
 _SINKS = 4  # first entries that take part in the softmax over a later chunk
-_ROWS = 512  # queries whose attention is computed at once
+_QUERIES_AT_ONCE = 512
 
 
 class Probe(NamedTuple):
     """A chunk of the context, and the tokens that repeat it.
 
     `ids` [B, q] int64 are instruction, carried tokens, beginning of the answer and chunk, padded on the right, where
-    `mask` [B, q] is False. `places` [B, 4 + n] int64 are the places of the sinks and the chunk's n tokens among the
+    `mask` [B, q] is False. `positions` [B, 4 + n] int64 are those of the sinks and the chunk's n tokens among the
     tokens read; `valid` [B, 4 + n] is False for tokens that a row lacks, and for sinks in the chunk itself.
     """
 
     ids: Tensor
     mask: Tensor
-    places: Tensor
+    positions: Tensor
     valid: Tensor
 
 
-class Replayed(ViewedLayer):
+class ProbedLayer(ViewedLayer):
     """A layer that records its observers: queries [B, H, q, d], their own keys [B, K, q, d] and the softmax."""
 
-    observed: tuple[Tensor, Tensor, Softmax]
+    query: Tensor
+    key: Tensor
+    softmax: Softmax
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        self.observed = query.detach(), key.detach(), softmax
-        stored, count = self.keys.shape[2], query.shape[2]
-        keys, values = torch.cat([self.keys, key], dim=2), torch.cat([self.values, value], dim=2)
+        self.query = query.detach()
+        self.key = key.detach()
+        self.softmax = softmax
+
+        stored = self.keys.shape[2]
+        queries = query.shape[2]
+        keys = torch.cat([self.keys, key], dim=2)
+        values = torch.cat([self.values, value], dim=2)
         real = self.real
         if real is None:
             real = torch.ones(len(keys), 1, stored, dtype=torch.bool, device=keys.device)
-        real = functional.pad(real, (0, count), value=True)
+        real = functional.pad(real, (0, queries), value=True)
+
         blocks = []
-        for start in range(0, count, _ROWS):
-            end = min(start + _ROWS, count)
-            until = stored + end
-            mask = visible(end - start, real[..., :until])
-            rows = query[:, :, start:end]
-            blocks.append(grouped_attention(rows, keys[:, :, :until], values[:, :, :until], mask, softmax))
+        for start in range(0, queries, _QUERIES_AT_ONCE):
+            end = min(start + _QUERIES_AT_ONCE, queries)
+            seen = stored + end
+            mask = visible(end - start, real[..., :seen])
+            block = query[:, :, start:end]
+            blocks.append(grouped_attention(block, keys[:, :, :seen], values[:, :, :seen], mask, softmax))
         return torch.cat(blocks, dim=1)
 
 
@@ -111,76 +117,104 @@ class Reconstruction(Observer):
         longest = max((probe.ids.shape[1] for probe in probes), default=0)
         rope_lengths = state.rope_lengths + longest
         state = with_observers(model, state, longest)
-        layers, scores = state.layers, list[Tensor]()
-        for layer in layers:
+        scores = []
+        for layer in state.layers:
             keys = layer.entries().keys
             scores.append(torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device))
-        whole = (state.counts() == state.lengths[:, None]).flatten(1).all(dim=1).tolist()
+
+        # Where entries were evicted, the positions of the others are unknown.
+        has_all_entries = (state.counts() == state.lengths[:, None]).flatten(1).all(dim=1).tolist()
         for probe in probes:
-            found = self._replayed(model, state, probe, rope_lengths)
-            for layer, is_whole, total, each in zip(layers, whole, scores, found, strict=True):
-                _add(total, layer, probe if is_whole else None, probe.mask, reduce, each)
+            read = self._read_probe(model, state, probe, rope_lengths)
+            for layer, layer_scores, is_whole, probe_queries in zip(
+                state.layers, scores, has_all_entries, read, strict=True
+            ):
+                if is_whole:
+                    _raise_chunk_scores(layer_scores, layer, probe, probe_queries, reduce)
+                else:
+                    _raise_all_scores(layer_scores, layer, probe, probe_queries, reduce)
         return scores
 
     def probes(self, state: State) -> Iterator[Probe]:
         """The probe of each chunk; rows with fewer chunks get probes of padding alone."""
-        tokens, lengths, device = state.tokens, state.lengths[:, None], state.tokens.device
-        first, before = tokens.shape[1] - lengths, self._before_context(tokens, lengths)
-        context, last, sinks = lengths - before, tokens.shape[1] - 1, torch.arange(_SINKS, device=device)
-        longest = int(context.max())
+        tokens = state.tokens
+        device = tokens.device
+        batch, width = tokens.shape
+        lengths = state.lengths[:, None]
+        first = width - lengths
+        before_context = self._tokens_before_context(tokens, lengths)
+        context_start = first + before_context
+        context_lengths = lengths - before_context
+        longest = int(context_lengths.max())
+        sinks = torch.arange(_SINKS, device=device)
+
         for start in range(0, longest, self.chunk):
-            own = torch.arange(start, min(start + self.chunk, longest), device=device)
-            chunk = own < context
-            places = torch.cat([first + sinks, first + before + own], dim=1).clamp(max=last)
-            valid = torch.cat([(sinks < before + start) & chunk[:, :1], chunk], dim=1)
-            carried = first + before + torch.arange(max(start - _CARRIED, 0), start, device=device)
-            text, answer = self._asked(start > 0)
-            parts = [
-                text.to(device).expand(len(tokens), -1),
-                tokens.gather(1, carried.clamp(max=last)),
-                answer.to(device).expand(len(tokens), -1),
-            ]
-            asked = torch.cat(parts, dim=1)
-            real = torch.cat([chunk[:, :1].expand(-1, asked.shape[1]), chunk], dim=1)
-            yield Probe(torch.cat([asked, tokens.gather(1, places[:, _SINKS:])], dim=1), real, places, valid)
+            offsets = torch.arange(start, min(start + self.chunk, longest), device=device)
+            in_context = offsets < context_lengths
+            has_chunk = in_context[:, :1]
+            positions = torch.cat([first + sinks, context_start + offsets], dim=1).clamp(max=width - 1)
+            valid = torch.cat([(sinks < before_context + start) & has_chunk, in_context], dim=1)
+
+            carried = context_start + torch.arange(max(start - _CARRIED, 0), start, device=device)
+            instruction, answer_start = self._request(is_first=start == 0)
+            request = torch.cat(
+                [
+                    instruction.to(device).expand(batch, -1),
+                    tokens.gather(1, carried.clamp(max=width - 1)),
+                    answer_start.to(device).expand(batch, -1),
+                ],
+                dim=1,
+            )
+            chunk = tokens.gather(1, positions[:, _SINKS:])
+            ids = torch.cat([request, chunk], dim=1)
+            mask = torch.cat([has_chunk.expand(-1, request.shape[1]), in_context], dim=1)
+            yield Probe(ids, mask, positions, valid)
 
     def longest(self, length: int) -> int:
         """Positions that the observers take after a prompt of `length` tokens."""
-        asked = [sum(part.shape[0] for part in self._asked(later)) for later in (False, True)]
-        return max(asked) + _CARRIED + min(self.chunk, length)
+        first_instruction, answer_start = self._request(is_first=True)
+        later_instruction, _ = self._request(is_first=False)
+        instruction = max(len(first_instruction), len(later_instruction))
+        return instruction + len(answer_start) + _CARRIED + min(self.chunk, length)
 
-    def _asked(self, later: bool) -> tuple[Tensor, Tensor]:
+    def _request(self, *, is_first: bool) -> tuple[Tensor, Tensor]:
         """The instruction, and the chat template's beginning of an answer; int64."""
-        texts = _LATER if later else _FIRST, _around(self.tokenizer)[1]
-        instruction, answer = (torch.tensor(_encoded(self.tokenizer, each)) for each in texts)
-        return instruction, answer
+        instruction = _FIRST_INSTRUCTION if is_first else _LATER_INSTRUCTION
+        _, after_user = _template_parts(self.tokenizer)
+        return torch.tensor(_encoded(self.tokenizer, instruction)), torch.tensor(_encoded(self.tokenizer, after_user))
 
-    def _before_context(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+    def _tokens_before_context(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """[B, 1] int64: how many of a row's first tokens the chat template puts before a user's words."""
-        before = torch.tensor(_encoded(self.tokenizer, _around(self.tokenizer)[0]), dtype=torch.long)
-        count = len(before)
-        places = tokens.shape[1] - lengths + torch.arange(count, device=tokens.device)
-        same = tokens.gather(1, places.clamp(max=tokens.shape[1] - 1)) == before.to(tokens.device)
+        before_user, _ = _template_parts(self.tokenizer)
+        template = torch.tensor(_encoded(self.tokenizer, before_user), dtype=torch.long)
+        count = len(template)
+        width = tokens.shape[1]
+        positions = width - lengths + torch.arange(count, device=tokens.device)
+        same = tokens.gather(1, positions.clamp(max=width - 1)) == template.to(tokens.device)
         return count * (same.all(dim=1, keepdim=True) & (lengths > count))
 
-    def _replayed(
+    def _read_probe(
         self, model: PreTrainedModel, state: State, probe: Probe, rope_lengths: Tensor
-    ) -> Iterator["Observed"]:
-        """The queries and keys of a probe in each layer."""
-        read = list[Tensor]()
-        watch = WatchInputs(model, lambda *seen: read.append(seen[2])) if self.normalized else nullcontext()
+    ) -> Iterator["ProbeQueries"]:
+        """Read a probe after a state; its queries and keys in one layer after the other."""
+        attention_inputs = list[Tensor]()
+
+        def record(index: int, attention: nn.Module, hidden: Tensor) -> None:
+            attention_inputs.append(hidden)
+
+        watch = WatchInputs(model, record) if self.normalized else nullcontext()
         with torch.inference_mode(), watch:
             layers = _read(model, state, model.get_input_embeddings()(probe.ids), rope_lengths)
-        for place, layer in enumerate(layers):
+        for index, layer in enumerate(layers):
             weights = None
             if self.normalized:
-                norms = read[place].float().norm(dim=-1)
+                norms = attention_inputs[index].float().norm(dim=-1)
                 weights = torch.where(norms > 0, 1 / norms, 0.0)  # a token's hidden state may be 0
-            yield Observed(*layer.observed, weights, self.normalized)
+            yield ProbeQueries(layer.query, layer.key, layer.softmax, weights, self.normalized)
 
 
-class Observed(NamedTuple):
-    """Observing queries [B, H, q, d] of a layer, keys [B, K, q, d] of the same tokens, and its softmax.
+class ProbeQueries(NamedTuple):
+    """A probe's queries [B, H, q, d] in a layer, keys [B, K, q, d] of the same tokens, and the layer's softmax.
 
     `weights` [B, q] float32 multiply the attention of each query, None for 1; `by_output` says whether attention is
     also multiplied by the norm of the value's share of the layer's output.
@@ -194,11 +228,11 @@ class Observed(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)
-def _around(tokenizer: Any) -> tuple[str, str]:
+def _template_parts(tokenizer: Any) -> tuple[str, str]:
     """The parts of the chat template before and after a user's text."""
-    mark = "#####"
     if not has_chat_template(tokenizer):
         return "", "\n"
+    mark = "#####"
     before, _, after = chat_text(tokenizer, [{"role": "user", "content": mark}]).rpartition(mark)
     return before, after
 
@@ -209,13 +243,13 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def _read(model: PreTrainedModel, state: State, embeddings: Tensor, rope_lengths: Tensor) -> list[Replayed]:
+def _read(model: PreTrainedModel, state: State, embeddings: Tensor, rope_lengths: Tensor) -> list[ProbedLayer]:
     """The layers with full attention, after a probe [B, q, hidden] was read from the state's next position on.
 
     `rope_lengths` is as for `observe`.
     """
     mask = state.tokens_mask
-    layers = [Replayed(_usable(layer), mask) for layer in full_layers(state.cache)]
+    layers = [ProbedLayer(_usable(layer), mask) for layer in full_layers(state.cache)]
     first = state.lengths + state.rope_offset
     read_with(model, state.cache, layers, mask, embeddings, first, rope_lengths)
     return layers
@@ -229,33 +263,47 @@ def _usable(layer: KeptLayer) -> LayerEntries:
     return LayerEntries(stored.keys.clone(), stored.values.clone(), stored.real)
 
 
-def _add(scores: Tensor, layer: KeptLayer, probe: Probe | None, mask: Tensor, reduce: Reduce, seen: Observed) -> None:
-    """Raise a layer's scores [B, K, C], in place, to those of a probe with mask [B, q] bool, as `seen`.
+def _raise_chunk_scores(scores: Tensor, layer: KeptLayer, probe: Probe, queries: ProbeQueries, reduce: Reduce) -> None:
+    """Raise a layer's scores [B, K, C], in place, to the attention of a probe to its chunk."""
+    keys = layer.attended().keys
+    positions = probe.positions.to(keys.device)
+    valid = probe.valid[:, None].to(keys.device)
+    keys = keys.gather(2, positions[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3]))
+    attention = _probe_attention(keys, valid, probe, queries, reduce)
+    if queries.by_output:
+        attention = attention * output_norms(layer, 2, positions)
+    # The sinks take part in the softmax alone.
+    chunk_scores = reduce_group(attention, scores.shape[1], reduce.heads).masked_fill(~valid, 0.0)[..., _SINKS:]
+    chunk_positions = positions[:, None, _SINKS:].expand_as(chunk_scores)
+    scores.scatter_reduce_(2, chunk_positions, chunk_scores, "amax")
 
-    Without a probe all entries are scored.
-    """
+
+def _raise_all_scores(scores: Tensor, layer: KeptLayer, probe: Probe, queries: ProbeQueries, reduce: Reduce) -> None:
+    """Raise a layer's scores [B, K, C], in place, to the attention of a probe to all entries."""
     keys, _, real = layer.attended()
-    sinks, kv_heads = 0, scores.shape[1]
-    if probe is None:
-        places = torch.arange(keys.shape[2], device=keys.device).expand(len(keys), -1)
-        valid = torch.ones_like(places, dtype=torch.bool)[:, None] if real is None else real
-    else:
-        places, valid, sinks = probe.places.to(keys.device), probe.valid[:, None].to(keys.device), _SINKS
-        keys = keys.gather(2, places[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3]))
-    observing = mask.to(keys.device)
-    attention = observed_attention(
-        seen.query,
-        torch.cat([keys, seen.key], dim=2),
-        seen.softmax,
+    if real is None:
+        real = torch.ones(len(keys), 1, keys.shape[2], dtype=torch.bool, device=keys.device)
+    attention = _probe_attention(keys, real, probe, queries, reduce)
+    if queries.by_output:
+        attention = attention * output_norms(layer, 2)
+    probe_scores = reduce_group(attention, scores.shape[1], reduce.heads).masked_fill(~real, 0.0)
+    scores.clamp_(min=probe_scores)
+
+
+def _probe_attention(keys: Tensor, valid: Tensor, probe: Probe, queries: ProbeQueries, reduce: Reduce) -> Tensor:
+    """Attention [B, H, n] of a probe to keys [B, K, n, d], `valid` [B, 1 or K, n], in a softmax with its own keys."""
+    query_mask = probe.mask.to(keys.device)
+    if queries.weights is not None:
+        query_mask = query_mask * queries.weights.to(keys.device)
+    return observed_attention(
+        queries.query,
+        torch.cat([keys, queries.key], dim=2),
+        queries.softmax,
         keys.shape[2],
-        key_mask=functional.pad(valid, (0, seen.key.shape[2]), value=True),
-        query_mask=observing if seen.weights is None else observing * seen.weights.to(keys.device),
+        key_mask=functional.pad(valid, (0, queries.key.shape[2]), value=True),
+        query_mask=query_mask,
         reduction=reduce.queries,
     )
-    if seen.by_output:
-        attention = attention * output_norms(layer, 2, places)
-    found = reduce_group(attention, kv_heads, reduce.heads).masked_fill(~valid, 0.0)[..., sinks:]
-    scores.scatter_reduce_(2, places[:, None, sinks:].expand_as(found), found, "amax")
 
 
 @registry.observer("attribution")
@@ -279,21 +327,28 @@ class Attribution(Reconstruction):
             raise UserError("attribution: normalized belongs to KVzip+; leave it out")
 
     @override
-    def _replayed(self, model: PreTrainedModel, state: State, probe: Probe, rope_lengths: Tensor) -> Iterator[Observed]:
-        last = len(decoder_of(model).layers) - 1
+    def _read_probe(
+        self, model: PreTrainedModel, state: State, probe: Probe, rope_lengths: Tensor
+    ) -> Iterator[ProbeQueries]:
+        last_layer = len(decoder_of(model).layers) - 1
+        attention_outputs = list[Tensor]()
+
+        def record(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            attention_outputs.append(output)
+
         with torch.inference_mode(False), torch.enable_grad():
             with torch.no_grad():
                 embeddings = model.get_input_embeddings()(probe.ids.clone()).clone()
-            added = list[Tensor]()
-            projections = (output_projection(model, place) for place in full_attention_layers(model.config))
-            hooks = ((each, lambda *seen: added.append(seen[2])) for each in projections)
-            with hooked(hooks), RecordFeatures(model, [last]) as recorded:
+            hooks = [(output_projection(model, index), record) for index in full_attention_layers(model.config)]
+            with hooked(hooks), RecordFeatures(model, [last_layer]) as recorded:
                 layers = _read(model, state, embeddings.requires_grad_(), rope_lengths)
             outputs = recorded.outputs()[0]
-            squares = (outputs.float().square().sum(dim=-1) * probe.mask.clone().to(outputs.device)).sum()
-            gradients = torch.autograd.grad(squares, added)
+            squares = outputs.float().square().sum(dim=-1)
+            total = (squares * probe.mask.clone().to(outputs.device)).sum()
+            gradients = torch.autograd.grad(total, attention_outputs)
         for layer, gradient in zip(layers, gradients, strict=True):
-            yield Observed(*layer.observed, gradient.float().norm(dim=-1), True)
+            weights = gradient.float().norm(dim=-1)
+            yield ProbeQueries(layer.query, layer.key, layer.softmax, weights, True)
 
 
 @registry.method("kvzip", label="KVzip")
@@ -321,7 +376,8 @@ class KVzip(Evict):
         observer = self.bound_observer
         if length <= self.budget_for(length) or not isinstance(observer, Reconstruction):
             return
-        if (positions := observer.longest(length)) + length > context:
+        positions = observer.longest(length)
+        if length + positions > context:
             raise UserError(
                 f"{type(self).__name__}: {positions} tokens that repeat a chunk of a prompt of {length} do not fit the "
                 f"context of {context}; lower the observer's chunk, or shorten the prompt"

@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import Self, override
 
@@ -26,13 +26,13 @@ from keepsight.models.lora import FoldedLora, Lora
 from keepsight.models.model_files import tensor_bytes
 from keepsight.models.scorers import published_tensors
 from keepsight.runtime import registry
-from keepsight.runtime.methods.reconstruction import KVzip, Replayed
+from keepsight.runtime.methods.reconstruction import KVzip, ProbedLayer
 from keepsight.runtime.observe import read_with
 from keepsight.runtime.state import State, require_same_frequencies
 
-_TOKENS = re.compile(r"(.*\.)?(restore_)?embeddings")
-_LORA = re.compile(r"(?:base_model\.model\.|trainable_model_state\.)?(.+)\.lora_(a|b)(?:\.weight)?", re.IGNORECASE)
-_PLUS = re.compile(r"_plus(\.\w+)?$", re.IGNORECASE)
+_TOKENS_NAME = re.compile(r"(.*\.)?(restore_)?embeddings")
+_LORA_NAME = re.compile(r"(?:base_model\.model\.|trainable_model_state\.)?(.+)\.lora_(a|b)(?:\.weight)?", re.IGNORECASE)
+_PLUS_NAME = re.compile(r"_plus(\.\w+)?$", re.IGNORECASE)
 ALPHA = 16.0
 """The authors' alpha, where no adapter_config.json names it."""
 
@@ -53,7 +53,10 @@ class RestoreWeights:
         alpha: float = ALPHA,
         plus: bool = False,
     ) -> None:
-        self.source, self.tokens, self.alpha, self.plus = source, tokens, alpha, plus
+        self.source = source
+        self.tokens = tokens
+        self.alpha = alpha
+        self.plus = plus
         self._lora = dict(lora)
         self._bound: WeakKeyDictionary[PreTrainedModel, tuple[Tensor, FoldedLora | None]] = WeakKeyDictionary()
         digest = hashlib.sha256(f"{alpha}".encode() + tensor_bytes(tokens))
@@ -69,17 +72,26 @@ class RestoreWeights:
             UserError: they cannot be loaded, or their files hold no such tensors, or one of them twice.
         """
         file, tensors = published_tensors(str(reference))
-        tokens = [tensor for name, tensor in tensors.items() if _TOKENS.fullmatch(name) and tensor.ndim == 2]
+        tokens = []
+        lora = {}
+        for name, tensor in tensors.items():
+            if _TOKENS_NAME.fullmatch(name) and tensor.ndim == 2:
+                tokens.append(tensor)
+            lora_name = _LORA_NAME.fullmatch(name)
+            if lora_name is not None:
+                module, matrix = lora_name.groups()
+                lora[module, matrix.upper()] = tensor
         if len(tokens) != 1:
             raise UserError(f"{reference}: holds no restore_embeddings; name weights that were published for RestoreKV")
-        lora = {
-            (match[1], match[2].upper()): tensor for name, tensor in tensors.items() if (match := _LORA.fullmatch(name))
-        }
+
         config = file.parent / "adapter_config.json"
-        alpha = read_json(config, dict[str, Any]).get("lora_alpha") if config.is_file() else ALPHA
+        alpha: Any = ALPHA
+        if config.is_file():
+            alpha = read_json(config, dict[str, Any]).get("lora_alpha")
         if isinstance(alpha, bool) or not isinstance(alpha, int | float):
             raise UserError(f"{config}: lora_alpha is {alpha!r}, expected a number; fetch it again")
-        return cls(file, tokens[0], lora, float(alpha), plus=_PLUS.search(Path(reference).name) is not None)
+        plus = _PLUS_NAME.search(Path(reference).name) is not None
+        return cls(file, tokens[0], lora, float(alpha), plus)
 
     def bound(self, model: PreTrainedModel) -> tuple[Tensor, FoldedLora | None]:
         """The tokens [n, D] in a model's dtype and on its device, and their LoRA.
@@ -92,40 +104,55 @@ class RestoreWeights:
         return self._bound[model]
 
     def _bind(self, model: PreTrainedModel) -> tuple[Tensor, FoldedLora | None]:
-        named = {f"{name}.{part}": tensor for (name, part), tensor in self._lora.items()}
-        usable = as_weights(Path(self.source), {"tokens": self.tokens} | named, torch.float32)
+        weights = {"tokens": self.tokens}
+        for (name, matrix), tensor in self._lora.items():
+            weights[f"{name}.{matrix}"] = tensor
+        weights = as_weights(Path(self.source), weights, torch.float32)
+
         modules = dict(model.named_modules())
-        linears = {name: modules.get(name) for name, _ in self._lora}
-        missing = sorted(name for name, module in linears.items() if not hasattr(module, "in_features"))
-        if missing or self.tokens.shape[1] != input_shape(model)[1]:
-            what = f"{missing[0]} is no linear module" if missing else f"tokens have {self.tokens.shape[1]} dimensions"
-            raise UserError(f"{self.source}: does not fit this model ({what}); take weights that were trained for it")
-        tokens = usable.pop("tokens").to(model.device, model.dtype)
+        linears: dict[str, Any] = {name: modules.get(name) for name, _ in self._lora}
+        not_linear = sorted(name for name, module in linears.items() if not hasattr(module, "in_features"))
+        if not_linear:
+            raise self._misfit(f"{not_linear[0]} is no linear module")
+        dimensions = self.tokens.shape[1]
+        if dimensions != input_shape(model)[1]:
+            raise self._misfit(f"tokens have {dimensions} dimensions")
+        tokens = weights["tokens"].to(model.device, model.dtype)
         if not linears:
             return tokens, None
-        ranks = {self._lora[name, "A"].shape[0] for name in linears if (name, "A") in self._lora}
-        lora = Lora(linears, ranks.pop() if ranks else 0, self.alpha, 0.0)  # type: ignore[arg-type]
+
+        ranks = {tensor.shape[0] for (_, matrix), tensor in self._lora.items() if matrix == "A"}
+        rank = ranks.pop() if ranks else 0
+        lora = Lora(linears, rank, self.alpha, 0.0)
         for name, _, update in lora.parts():
-            for part, own in (("A", update.lora_A), ("B", update.lora_B)):
-                found = usable.get(f"{name}.{part}")
-                if found is None or found.shape != own.shape:
-                    shape = "nothing" if found is None else [*found.shape]
-                    raise UserError(
-                        f"{self.source}: {part} of {name} is {shape}, expected {[*own.shape]}; take weights that "
-                        "were trained for this model"
-                    )
-                own.data = found.to(own.device)
+            self._fill(update.lora_A, weights.get(f"{name}.A"), f"A of {name}")
+            self._fill(update.lora_B, weights.get(f"{name}.B"), f"B of {name}")
         return tokens, FoldedLora(lora, model.dtype)
 
+    def _misfit(self, what: str) -> UserError:
+        return UserError(f"{self.source}: does not fit this model ({what}); take weights that were trained for it")
 
-class _RestoringLayer(Replayed):
-    """A layer that observers attend to, which keeps their own entries [B, K, n, d]."""
+    def _fill(self, parameter: nn.Parameter, tensor: Tensor | None, name: str) -> None:
+        """Give a parameter the values of a tensor; a `UserError` if there is none, or its shape is another."""
+        if tensor is None or tensor.shape != parameter.shape:
+            shape = "nothing" if tensor is None else [*tensor.shape]
+            raise UserError(
+                f"{self.source}: {name} is {shape}, expected {[*parameter.shape]}; take weights that were trained for "
+                "this model"
+            )
+        parameter.data = tensor.to(parameter.device)
 
-    made: tuple[Tensor, Tensor]
+
+class _RestoringLayer(ProbedLayer):
+    """A layer that learned tokens attend to, which records their own entries [B, K, n, d]."""
+
+    learned_keys: Tensor
+    learned_values: Tensor
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        self.made = key_states, value_states
+        self.learned_keys = key_states
+        self.learned_values = value_states
         return super().update(key_states, value_states, *args, **kwargs)
 
 
@@ -155,11 +182,13 @@ class RestoreKV(KVzip):
             raise UserError("RestoreKV: learned tokens attend to the whole cache: leave out during_prefill")
         if self.every:
             raise UserError("RestoreKV: learned entries are added once, after the prompt; leave out every")
-        if isinstance(self.budget, int) and self.budget <= (least := self.added_entries + self.sinks + self.window):
-            raise UserError(
-                f"RestoreKV: budget {self.budget} must be above {least}, the {self.added_entries} learned entries and "
-                "the protected ones (sinks + window)"
-            )
+        if isinstance(self.budget, int):
+            fixed_entries = self.added_entries + self.sinks + self.window
+            if self.budget <= fixed_entries:
+                raise UserError(
+                    f"RestoreKV: budget {self.budget} must be above {fixed_entries}, the {self.added_entries} learned "
+                    "entries and the protected ones (sinks + window)"
+                )
         super().__post_init__()
 
     @property
@@ -180,28 +209,30 @@ class RestoreKV(KVzip):
     def fits(self, state: State) -> bool:
         if not state.layers:
             return True
-        entries = state.counts().double().mean(dim=(0, 2)) - self.added_entries
-        return all(count <= budget for count, budget in zip(entries.tolist(), self.budgets(state), strict=True))
+        entries_of_rows = state.counts().double().mean(dim=(0, 2)) - self.added_entries
+        budgets = zip(entries_of_rows.tolist(), self.budgets(state), strict=True)
+        return all(entries <= budget for entries, budget in budgets)
 
     @override
     @torch.no_grad()
     def keep(self, model: PreTrainedModel, state: State, selected: list[Tensor]) -> State:
-        made, after = self._restored(model, state), super().keep(model, state, selected)
-        for layer, (keys, values) in zip(after.layers, made, strict=True):
-            layer.update(keys, values)
+        read_layers = self._read_learned_tokens(model, state)
+        after = super().keep(model, state, selected)
+        for layer, read_layer in zip(after.layers, read_layers, strict=True):
+            layer.update(read_layer.learned_keys, read_layer.learned_values)
             layer.seen -= self.added_entries  # they are no tokens of the prompt
             layer.added = self.added_entries
             layer.recent = None  # whose entries come before them
         return replace(after, rope_offset=torch.full_like(state.lengths, self.added_entries) + state.rope_offset)
 
-    def _restored(self, model: PreTrainedModel, state: State) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values [B, K, n, d] of the learned tokens in each layer."""
+    def _read_learned_tokens(self, model: PreTrainedModel, state: State) -> list[_RestoringLayer]:
+        """Each layer of a state, with the learned tokens' entries in it."""
         assert self.weights is not None
         tokens, lora = self.weights.bound(model)
+        require_same_frequencies(model, state, self.added_entries)
         layers = [_RestoringLayer(layer, state.tokens_mask) for layer in state.layers]
         embeddings = tokens.expand(len(state.lengths), -1, -1)
+        first = state.lengths + state.rope_offset
         with nullcontext() if lora is None else lora.attached():
-            first = state.lengths + state.rope_offset
-            require_same_frequencies(model, state, self.added_entries)
             read_with(model, state.cache, layers, state.tokens_mask, embeddings, first)
-        return [layer.made for layer in layers]
+        return layers

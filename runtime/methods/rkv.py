@@ -52,20 +52,24 @@ class Redundancy(LayerObserver):
     def _attention(self, layer: KeptLayer, window: int) -> Tensor:
         """[B, K, C - w] float32, pooled, of the w last queries."""
         recorded = recorded_queries(layer, window)
-        keys, _, real = layer.attended()
         queries: Tensor = recorded.queries
-        older, rows = max(keys.shape[2] - queries.shape[2], 1), queries.shape[2]
+        observers = queries.shape[2]
+        keys, _, real = layer.attended()
+        before_window = max(keys.shape[2] - observers, 1)
+
         grouped = queries.reshape(len(queries), keys.shape[1], -1, queries.shape[-1])
-        logits = layer.softmax.logits(grouped, keys[:, :, :older]).unflatten(2, (-1, rows)).amax(dim=2)
+        logits = layer.softmax.logits(grouped, keys[:, :, :before_window])
+        logits = logits.unflatten(2, (-1, observers)).amax(dim=2)
         if real is not None:
-            logits = logits.masked_fill(~real[:, :, None, :older], torch.finfo(torch.float32).min)
+            logits = logits.masked_fill(~real[:, :, None, :before_window], torch.finfo(torch.float32).min)
         weights = logits.softmax(dim=-1)
+
         if recorded.query_mask is None:
             mean = weights.mean(dim=2)
         else:
-            observing = recorded.query_mask.to(weights.device)
-            total = (weights * observing[:, None, :, None]).sum(dim=2)
-            mean = total / observing.sum(dim=1).clamp(min=1)[:, None, None]
+            is_real = recorded.query_mask.to(weights.device)
+            total = (weights * is_real[:, None, :, None]).sum(dim=2)
+            mean = total / is_real.sum(dim=1).clamp(min=1)[:, None, None]
         return functional.max_pool1d(mean, self.kernel, stride=1, padding=self.kernel // 2)
 
     def _redundancy(self, layer: KeptLayer) -> Tensor:
@@ -75,13 +79,14 @@ class Redundancy(LayerObserver):
         if real is not None:
             directions = directions * real[..., None]
         length = keys.shape[2]
-        places, total = torch.arange(length, device=keys.device), torch.zeros_like(directions[..., 0])
+        positions = torch.arange(length, device=keys.device)
+        total = torch.zeros_like(directions[..., 0])
         for start in range(0, length, ROWS_AT_ONCE):
-            rows = places[start : start + ROWS_AT_ONCE]
-            alike = directions[:, :, rows] @ directions.mT
-            alike.masked_fill_(places == rows[:, None], 0.0)
-            last = torch.where(alike > self.threshold, places, -1).amax(dim=-1, keepdim=True)
-            total += alike.masked_fill_(places == last, 0.0).sum(dim=2)
+            block = positions[start : start + ROWS_AT_ONCE]
+            cosines = directions[:, :, block] @ directions.mT
+            cosines.masked_fill_(positions == block[:, None], 0.0)
+            last_similar = torch.where(cosines > self.threshold, positions, -1).amax(dim=-1, keepdim=True)
+            total += cosines.masked_fill_(positions == last_similar, 0.0).sum(dim=2)
         if real is None:
             return (total / length).softmax(dim=-1)
         mean = total / real.sum(dim=-1, keepdim=True).clamp(min=1)

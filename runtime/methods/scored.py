@@ -45,15 +45,15 @@ class TrainedScores(LayerObserver):
 
     @override
     def score(self, layer: KeptLayer, reduction: str) -> Tensor:
-        recorded = None if layer.recorded is None else layer.recorded.scores.get(self.scorer)
-        if recorded is None or recorded.shape[2] != layer.entries().keys.shape[2]:
+        scores = None if layer.recorded is None else layer.recorded.scores.get(self.scorer)
+        if scores is None or scores.shape[2] != layer.entries().keys.shape[2]:
             raise UserError(
                 f"{type(self.scorer).__name__}: entries were not scored when they were read, or come from a file; read "
                 "the prompt with this method, or prefill with needs=method.needs()"
             )
         if self.scorer.numbers == 1:
-            return recorded
-        decay, position = recorded.unflatten(1, (-1, 2)).unbind(dim=2)
+            return scores
+        decay, position = scores.unflatten(1, (-1, 2)).unbind(dim=2)
         return (layer.get_seq_length() + 1 - position) * decay
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from keepsight.models.draft_sources import LoadedDraft
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import METHODS
-from keepsight.runtime.methods.make import Resources, make_method, takes
+from keepsight.runtime.methods.make import Resources, has_field, make_method
 from keepsight.runtime.state import prefill
 from tests.models.modules import SHAPE, random_on, save
 from tests.models.retrieval_heads import tiny_retrieval_head
@@ -79,9 +79,9 @@ def _method(case: str, budget: int | float) -> Any:
         budget = {16: 40, 24: 48, 0.5: 0.9}[budget]
     if name == "specontext":
         return METHODS[name](budget, tiny_retrieval_head("none", kv_heads=2, max_position_embeddings=1024))
-    if takes(name, "every") and options.get("every") and isinstance(budget, float):
+    if has_field(name, "every") and options.get("every") and isinstance(budget, float):
         budget = 32
-    return make_method(name, budget if takes(name, "budget") else None, _resources(), **options)
+    return make_method(name, budget if has_field(name, "budget") else None, _resources(), **options)
 
 
 def observed(case: str, budget: int | float, *lengths: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.generate import FullCache
 from keepsight.runtime.layer import GROWTH, ROOM
 from keepsight.runtime.methods import AdaKV, Kivi, LookaheadKV, Quest, SnapKV, SpeCache, SpeContext, StreamingLLM
-from keepsight.runtime.methods.lookaheadkv import parts_of
+from keepsight.runtime.methods.lookaheadkv import adapter_fields
 from keepsight.runtime.state import Needs, State, prefill, read
 from keepsight.train.dataset import Batch
 from keepsight.train.importance import ImportanceObjective
@@ -147,7 +147,7 @@ def test_a_training_step_gives_the_gradients_of_the_cpu() -> None:
 
 
 def lookahead(model: Any) -> LookaheadKV:
-    return LookaheadKV(budget=64, **parts_of(Lookahead(model, LookaheadSettings(tokens=4, rank=2)).adapter()))
+    return LookaheadKV(budget=64, **adapter_fields(Lookahead(model, LookaheadSettings(tokens=4, rank=2)).adapter()))
 
 
 @CUDA_ALONE

@@ -14,7 +14,7 @@ from keepsight.models.decoder import has_latents, layer_kinds
 from keepsight.models.draft_sources import LoadedDraft
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.runtime.methods import METHODS
-from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
+from keepsight.runtime.methods.lookaheadkv import LookaheadKV, adapter_fields
 from keepsight.runtime.methods.make import Resources, make_method
 from keepsight.runtime.methods.scored import ScoredEvict, TrainedScores
 from keepsight.runtime.retrieval.specontext import SpeContext
@@ -179,7 +179,7 @@ def kv_heads_of(family: str) -> int:
 
 def method_of(name: str, family: str, folder: Path) -> Any:
     if name == "lookaheadkv":
-        return LookaheadKV(BUDGET, **parts_of(adapter(family, folder)))
+        return LookaheadKV(BUDGET, **adapter_fields(adapter(family, folder)))
     if name == "specontext":
         head = tiny_retrieval_head("none", kv_heads=kv_heads_of(family), max_position_embeddings=1024)
         return SpeContext(LENGTH + 8, head)

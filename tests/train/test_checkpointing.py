@@ -16,7 +16,7 @@ from keepsight.models.decoder import decoder_of
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime import observe
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.methods.lookaheadkv import selecting_parts
+from keepsight.runtime.methods.lookaheadkv import selection_fields
 from keepsight.train.dataset import Batch
 from keepsight.train.eviction import EvictionObjective, TokensInTraining
 from keepsight.train.importance import ImportanceObjective
@@ -108,7 +108,7 @@ def test_the_eviction_stage_recomputes_soft_tokens_and_answers(family: str, grou
     kept, losses, gradients = [], [], []
     for checkpoints in (False, True):
         lookahead = random_on(fresh_model(family), replace(SHAPE, group=group))
-        parts = selecting_parts(replace(SHAPE.selecting("shared"), group=group, floor=floor))
+        parts = selection_fields(replace(SHAPE.selecting("shared"), group=group, floor=floor))
         allocate = parts.pop("allocate")
         given = FinetuneSettings(budgets=[12], gradient_checkpointing=checkpoints)
         method = Evict(1, TokensInTraining(lookahead), **parts)

@@ -23,7 +23,7 @@ from keepsight.runtime.allocate import Global, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
 from keepsight.runtime.methods import make_method
-from keepsight.runtime.methods.lookaheadkv import parts_of
+from keepsight.runtime.methods.lookaheadkv import adapter_fields
 from keepsight.runtime.methods.positions import RandomScores
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.state import State, prefill, read
@@ -287,7 +287,7 @@ def test_the_module_in_training_scores_as_its_adapter_does(tmp_path: Path):
     made.lookahead.settings = settings
     made.lookahead.adapter().save(tmp_path / "adapter", Provenance("tiny"), "# tiny\n")
     method = LookaheadKV.from_pretrained(tmp_path / "adapter", budget=12)
-    assert parts_of(method.observer.artifact)["allocate"] == Global(0.25)  # type: ignore[attr-defined]
+    assert adapter_fields(method.observer.artifact)["allocate"] == Global(0.25)  # type: ignore[attr-defined]
     with torch.no_grad():
         importance = made.importance(made.teacher_outputs(batch), batch)
         state = prefill(made.model, batch.prompt_ids)

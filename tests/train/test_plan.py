@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.methods.lookaheadkv import selecting_parts
+from keepsight.runtime.methods.lookaheadkv import selection_fields
 from keepsight.train.dataset import Batch
 from keepsight.train.eviction import EvictionObjective, TokensInTraining
 from keepsight.train.importance import ImportanceObjective
@@ -33,7 +33,7 @@ def importance(model: Any, checkpoints: bool = False, cuts: int = 1) -> Importan
 
 def eviction(model: Any, checkpoints: bool, floor: float | None) -> EvictionObjective:
     lookahead = Lookahead(model, SETTINGS)
-    parts = selecting_parts(replace(SETTINGS.selecting("shared"), floor=floor))
+    parts = selection_fields(replace(SETTINGS.selecting("shared"), floor=floor))
     allocate = parts.pop("allocate")
     method, settings = Evict(1, TokensInTraining(lookahead), **parts), FinetuneSettings(budgets=[64])
     return EvictionObjective(model, method, allocate, replace(settings, gradient_checkpointing=checkpoints), lookahead)
