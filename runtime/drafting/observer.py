@@ -112,9 +112,16 @@ class DraftObserver(Observer):
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
         draft = self.drafter(model, state)
-        inputs = model.get_input_embeddings()(draft.ids)
-        mask, window = draft.mask, self.window or 0
-        return look_back_with_window(model, state, inputs, window, reduce=reduce, observer_mask=mask, start=self.start)
+        embeddings = model.get_input_embeddings()(draft.ids)
+        return look_back_with_window(
+            model,
+            state,
+            embeddings,
+            self.window or 0,
+            reduce=reduce,
+            observer_mask=draft.mask,
+            start=self.start,
+        )
 
     @property
     @override
@@ -126,7 +133,8 @@ class DraftObserver(Observer):
         if not self.joins_prefill:
             return None
         draft = self.drafter.before(model, tokens, mask)
-        return Tail(model.get_input_embeddings()(draft.ids), reduce, draft.mask, self.window or 0)
+        embeddings = model.get_input_embeddings()(draft.ids)
+        return Tail(embeddings, reduce, draft.mask, self.window or 0)
 
     @override
     def needs(self) -> Needs:
@@ -141,11 +149,14 @@ def greedy_draft(model: PreTrainedModel, state: State, tokens: int) -> DraftIds:
     """Write a greedy answer of at most `tokens` tokens, its end token included; the state's cache grows."""
     end = end_ids(model)
     ids = decode(model, state, stop_after(tokens, end), pad_token=0).ids
-    return DraftIds(ids, None if end is None else until_end(ids, end))
+    return DraftIds(ids, until_end(ids, end))
 
 
-def until_end(ids: Tensor, end: int | list[int]) -> Tensor | None:
+def until_end(ids: Tensor, end: int | list[int] | None) -> Tensor | None:
     """[B, T] bool: True up to and including each row's first end token; None when all of it is True."""
-    ended = torch.isin(ids, torch.tensor(end, device=ids.device)).long()
-    mask = (ended.cumsum(dim=1) - ended) == 0
+    if end is None:
+        return None
+    is_end = torch.isin(ids, torch.tensor(end, device=ids.device)).long()
+    ends_before = is_end.cumsum(dim=1) - is_end
+    mask = ends_before == 0
     return None if bool(mask.all()) else mask

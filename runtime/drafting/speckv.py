@@ -46,9 +46,9 @@ from keepsight.runtime.state import (
 BLOCK = 64
 _FLEX_BLOCK = 128
 _FLEX_LEAST_WIDTH = 16  # FlexAttention's kernels take no smaller head dimension
-_LAST = 64
-_SINKS, _LOCAL = 30, 100
-"""First columns and nearest diagonals that the authors' code always takes."""
+_ESTIMATING_QUERIES = 64
+_FIRST_COLUMNS = 30  # that the authors' code always takes
+_NEAREST_SLASHES = 100  # that the authors' code always takes
 _LEAST_SLASHES = 50
 
 
@@ -60,32 +60,34 @@ def sparse_attention(query: Tensor, key: Tensor, value: Tensor, columns: Tensor,
     """
     plain = softmax.softcap is None and softmax.sinks is None
     if plain and query.is_cuda and query.shape[-1] >= _FLEX_LEAST_WIDTH and is_on("flex"):
-        return by_flex(query, key, value, columns, band, softmax.scaling, _compiled())
-    return by_blocks(query, key, value, columns, band, softmax)
+        return attend_by_flex(query, key, value, columns, band, softmax.scaling, _compiled_flex())
+    return attend_by_blocks(query, key, value, columns, band, softmax)
 
 
-def by_blocks(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: int, softmax: Softmax) -> Tensor:
+def attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: int, softmax: Softmax) -> Tensor:
     """`sparse_attention`, 64 queries at a time over their band and the columns before it alone."""
     length = query.shape[2]
-    first_keys, first_values = at_columns(key, columns), at_columns(value, columns)
+    column_keys = at_columns(key, columns)
+    column_values = at_columns(value, columns)
     blocks = []
     for start in range(0, length, BLOCK):
-        end, left = min(start + BLOCK, length), max(start - band, 0)
-        before = columns < left  # [B, K, V]; columns ascend, so these come first
-        count = int(before.sum(dim=-1).max())
-        keys, values = (
-            torch.cat([each[:, :, :count], every[:, :, left:end]], dim=2)
-            for each, every in ((first_keys, key), (first_values, value))
-        )
+        end = min(start + BLOCK, length)
+        band_start = max(start - band, 0)
+        before_band = columns < band_start  # [B, K, V]; columns ascend, so these come first
+        count = int(before_band.sum(dim=-1).max())
+        keys = torch.cat([column_keys[:, :, :count], key[:, :, band_start:end]], dim=2)
+        values = torch.cat([column_values[:, :, :count], value[:, :, band_start:end]], dim=2)
+
         # Added to the logits, not a bool mask: sdpa on a CPU takes twice as long with one.
-        hidden = query.new_zeros(*columns.shape[:2], end - start, keys.shape[2])
-        hidden[..., :count].masked_fill_(~before[:, :, None, :count], -torch.inf)
-        hidden[..., count + start - left :].masked_fill_(later(end - start, query.device), -torch.inf)
-        blocks.append(grouped_attention(query[:, :, start:end], keys, values, hidden, softmax))
+        mask = query.new_zeros(*columns.shape[:2], end - start, keys.shape[2])
+        mask[..., :count].masked_fill_(~before_band[:, :, None, :count], -torch.inf)
+        own_block = count + start - band_start
+        mask[..., own_block:].masked_fill_(later(end - start, query.device), -torch.inf)
+        blocks.append(grouped_attention(query[:, :, start:end], keys, values, mask, softmax))
     return torch.cat(blocks, dim=1)
 
 
-def by_flex(
+def attend_by_flex(
     query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: int, scaling: float, flex: Any = flex_attention
 ) -> Tensor:
     """`sparse_attention` as one FlexAttention over the columns' keys followed by all keys.
@@ -94,36 +96,45 @@ def by_flex(
     skipped. At their own places, nearly every block of the prompt would contain one.
     """
     mask = block_mask(columns, query.shape[1], query.shape[2], band)
-    keys, values = (torch.cat([at_columns(each, columns), each], dim=2) for each in (key, value))
+    keys = torch.cat([at_columns(key, columns), key], dim=2)
+    values = torch.cat([at_columns(value, columns), value], dim=2)
     output: Tensor = flex(query, keys, values, block_mask=mask, scale=scaling, enable_gqa=True)
     return output.transpose(1, 2).contiguous()
 
 
 def block_mask(columns: Tensor, heads: int, length: int, band: int) -> BlockMask:
-    """The mask of `by_flex` for H = `heads` and N = `length`, made from the columns alone, without an N x N tensor."""
-    count, group = columns.shape[-1], heads // columns.shape[1]
+    """The mask of `attend_by_flex` for H = `heads` and N = `length`, from the columns alone, without an N x N tensor.
+
+    A key's index is that among the V columns, followed by all N keys.
+    """
+    count = columns.shape[-1]
+    group = heads // columns.shape[1]
     keys = count + length
 
-    def seen(batch: Tensor, head: Tensor, row: Tensor, place: Tensor) -> Tensor:
-        left = row // BLOCK * BLOCK - band
-        position = place - count
-        vertical = columns[batch, head // group, place.clamp(max=count - 1)] < left
-        return torch.where(place < count, vertical, (position >= left) & (position <= row))
+    def sees(batch: Tensor, head: Tensor, row: Tensor, index: Tensor) -> Tensor:
+        band_start = row // BLOCK * BLOCK - band
+        position = index - count
+        column_seen = columns[batch, head // group, index.clamp(max=count - 1)] < band_start
+        band_seen = (position >= band_start) & (position <= row)
+        return torch.where(index < count, column_seen, band_seen)
 
     first_row = torch.arange(0, length, _FLEX_BLOCK, device=columns.device)[:, None]
     last_row = (first_row + _FLEX_BLOCK - 1).clamp(max=length - 1)
-    first_place = torch.arange(0, keys, _FLEX_BLOCK, device=columns.device)
-    last_place = (first_place + _FLEX_BLOCK - 1).clamp(max=keys - 1)
-    local = (first_place - count <= last_row) & (last_place - count >= first_row // BLOCK * BLOCK - band)
-    local = local & (last_place >= count)
-    smallest = columns[..., first_place.clamp(max=count - 1)][..., None, :]  # [B, K, 1, key blocks]
-    vertical = (smallest < last_row // BLOCK * BLOCK - band) & (first_place < count)
-    needed = (local | vertical).repeat_interleave(group, dim=1)
+    first_index = torch.arange(0, keys, _FLEX_BLOCK, device=columns.device)
+    last_index = (first_index + _FLEX_BLOCK - 1).clamp(max=keys - 1)
+
+    # Which blocks of keys [row blocks, key blocks] have a key in the band, or a column before it.
+    not_after_rows = first_index - count <= last_row
+    in_band = last_index - count >= first_row // BLOCK * BLOCK - band
+    has_band_keys = not_after_rows & in_band & (last_index >= count)
+    smallest_column = columns[..., first_index.clamp(max=count - 1)][..., None, :]  # [B, K, 1, key blocks]
+    has_columns = (smallest_column < last_row // BLOCK * BLOCK - band) & (first_index < count)
+    needed = (has_band_keys | has_columns).repeat_interleave(group, dim=1)
     return BlockMask.from_kv_blocks(
         needed.sum(dim=-1, dtype=torch.int32),
         needed.int().argsort(dim=-1, descending=True, stable=True).int(),
         BLOCK_SIZE=_FLEX_BLOCK,
-        mask_mod=seen,
+        mask_mod=sees,
         seq_lengths=(length, keys),
     )
 
@@ -134,7 +145,7 @@ def at_columns(tensor: Tensor, columns: Tensor) -> Tensor:
 
 
 @cache
-def _compiled() -> Any:
+def _compiled_flex() -> Any:
     return torch.compile(flex_attention)
 
 
@@ -177,21 +188,24 @@ class SparsePattern(ABC):
         """
         if has_latents(model):
             raise UserError(f"SpecKV: sparse does not read the latents of {model.config.model_type}; leave out sparse")
-        length = input_ids.shape[1]
-        limit, lengths = length_limit(model.config), torch.full((len(input_ids),), length, device=input_ids.device)
-        if limit is not None and not limit.same(lengths, lengths + draft_ids.shape[1]):
+        batch, length = input_ids.shape
+        draft_length = draft_ids.shape[1]
+        lengths = torch.full((batch,), length, device=input_ids.device)
+        limit = length_limit(model.config)
+        if limit is not None and not limit.same(lengths, lengths + draft_length):
             raise limit.error("the draft that SpecKV reads sparsely beside the prompt goes beyond")
+
         cache = empty_cache(model)
         layers = [_SparseLayer(self, score, length, length - window, needs.window) for _ in full_layers(cache)]
         cache = with_full_layers(cache, layers)
         record_past(cache)
-        output = run(
-            model, cache, input_ids=torch.cat([input_ids, draft_ids], dim=1), logits_to_keep=draft_ids.shape[1] + 1
-        )
-        roll_back(cache, draft_ids.shape[1])
+        ids = torch.cat([input_ids, draft_ids], dim=1)
+        output = run(model, cache, input_ids=ids, logits_to_keep=draft_length + 1)
+
+        roll_back(cache, draft_length)
         cache = with_full_layers(cache, [layer.first_entries(length) for layer in layers])
-        logits, recorded = output.logits[:, 0].float(), Needs(window=needs.window)
-        state = State(cache, logits, input_ids, lengths, recorded, padded=False)
+        logits = output.logits[:, 0].float()
+        state = State(cache, logits, input_ids, lengths, Needs(window=needs.window), padded=False)
         return state, [layer.importance for layer in layers]
 
 
@@ -218,7 +232,8 @@ class SparsePrefill(SparsePattern):
         self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, *, length: int, importance: Tensor
     ) -> Tensor:
         columns = top_indices(importance, min(self.vertical, importance.shape[2]))
-        return sparse_attention(query, key, value, columns.sort(dim=-1).values, self.band, softmax)
+        ascending = columns.sort(dim=-1).values
+        return sparse_attention(query, key, value, ascending, self.band, softmax)
 
 
 @as_options
@@ -248,8 +263,9 @@ class MInference(SparsePattern):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, *, length: int, importance: Tensor
     ) -> Tensor:
-        columns, slashes = self.estimate(query[:, :, max(length - _LAST, 0) : length], key[:, :, :length], softmax)
-        return by_marks(query, key, value, columns, slashes, softmax)
+        last_queries = query[:, :, max(length - _ESTIMATING_QUERIES, 0) : length]
+        columns, slashes = self.estimate(last_queries, key[:, :, :length], softmax)
+        return attend_vertical_slash(query, key, value, columns, slashes, softmax)
 
     def estimate(self, query: Tensor, key: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
         """From the last queries [B, H, r, d] of N keys [B, K, N, d]: columns and slashes, [B, H, N] bool both.
@@ -257,45 +273,74 @@ class MInference(SparsePattern):
         A slash is marked at its distance from query to key.
         """
         weights = attention_weights(query, key, softmax)
-        rows, length = weights.shape[2:]
+        queries, length = weights.shape[2:]
+        column_sums = weights.sum(dim=2)
+        column_sums[..., :_FIRST_COLUMNS] = torch.inf
+
+        # At each distance from a query, the weight of the key there.
         distances = torch.arange(length, device=query.device)
-        keys = torch.arange(length - rows, length, device=query.device)[:, None] - distances
-        by_slash = weights.gather(3, keys.clamp(min=0).expand_as(weights)).masked_fill(keys < 0, 0.0).sum(dim=2)
-        by_column = weights.sum(dim=2)
-        by_column[..., :_SINKS] = by_slash[..., :_LOCAL] = torch.inf
-        counts = max(self.vertical, _SINKS), max(self.slash, _LEAST_SLASHES)
-        columns, slashes = (
-            torch.zeros_like(sums, dtype=torch.bool).scatter_(2, top_indices(sums, min(count, length)), True)
-            for sums, count in zip((by_column, by_slash), counts, strict=True)
-        )
+        positions = torch.arange(length - queries, length, device=query.device)[:, None] - distances
+        by_distance = weights.gather(3, positions.clamp(min=0).expand_as(weights)).masked_fill(positions < 0, 0.0)
+        slash_sums = by_distance.sum(dim=2)
+        slash_sums[..., :_NEAREST_SLASHES] = torch.inf
+
+        columns = _mark_top(column_sums, max(self.vertical, _FIRST_COLUMNS))
+        slashes = _mark_top(slash_sums, max(self.slash, _LEAST_SLASHES))
         return columns, slashes
 
 
-def by_marks(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, slashes: Tensor, softmax: Softmax) -> Tensor:
+def _mark_top(sums: Tensor, count: int) -> Tensor:
+    """[B, H, N] bool: True for each head's `count` largest sums [B, H, N], or for all where there are no more."""
+    top = top_indices(sums, min(count, sums.shape[2]))
+    return torch.zeros_like(sums, dtype=torch.bool).scatter_(2, top, True)
+
+
+def attend_vertical_slash(
+    query: Tensor, key: Tensor, value: Tensor, columns: Tensor, slashes: Tensor, softmax: Softmax
+) -> Tensor:
     """Attention [B, n, H, d] of n queries to n keys, 64 queries at a time over no more keys than their heads see.
 
     `columns` and `slashes` [B, H, N] bool, N at most n, are the columns that each query head sees, and the distances
     from query to key at which it sees keys.
     """
-    length, group = query.shape[2], query.shape[1] // key.shape[1]
-    columns, slashes = (functional.pad(each, (0, length - each.shape[2])) for each in (columns, slashes))
-    before = functional.pad(slashes.cumsum(dim=2), (1, 0))  # number of slashes nearer than each distance
-    positions, blocks = torch.arange(length, device=query.device), []
+    length = query.shape[2]
+    group = query.shape[1] // key.shape[1]
+    columns = functional.pad(columns, (0, length - columns.shape[2]))
+    slashes = functional.pad(slashes, (0, length - slashes.shape[2]))
+    nearer_slashes = functional.pad(slashes.cumsum(dim=2), (1, 0))  # number of slashes nearer than each distance
+    positions = torch.arange(length, device=query.device)
+
+    blocks = []
     for start in range(0, length, BLOCK):
-        rows, keys = positions[start : start + BLOCK], positions[: start + BLOCK]
-        nearest, farthest = (start - keys).clamp(min=0), (start + BLOCK - keys).clamp(max=length)
-        seen = columns[..., : start + BLOCK] | (before[..., farthest] > before[..., nearest])
-        places = top_indices(seen.float(), int(seen.sum(dim=2).max()))
-        hidden = ~seen.gather(2, places)[:, :, None] | (places[:, :, None] > rows[:, None])
-        own = places.unflatten(1, (-1, group)).flatten(2)
-        read = [at_columns(each, own).unflatten(2, (group, -1)).flatten(1, 2) for each in (key, value)]
+        end = start + BLOCK
+        rows = positions[start:end]
+        keys = positions[:end]
+        # A head sees a key if a slash is at one of the key's distances from the queries of the block.
+        nearest = (start - keys).clamp(min=0)
+        farthest = (end - keys).clamp(max=length)
+        on_slash = nearer_slashes[..., farthest] > nearer_slashes[..., nearest]
+        seen = columns[..., :end] | on_slash
+        seen_positions = top_indices(seen.float(), int(seen.sum(dim=2).max()))
+
+        hidden = ~seen.gather(2, seen_positions)[:, :, None] | (seen_positions[:, :, None] > rows[:, None])
         mask = query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-        blocks.append(grouped_attention(query[:, :, start : start + BLOCK], read[0], read[1], mask, softmax))
+        by_kv_head = seen_positions.unflatten(1, (-1, group)).flatten(2)
+        head_keys = at_columns(key, by_kv_head).unflatten(2, (group, -1)).flatten(1, 2)
+        head_values = at_columns(value, by_kv_head).unflatten(2, (group, -1)).flatten(1, 2)
+        blocks.append(grouped_attention(query[:, :, start:end], head_keys, head_values, mask, softmax))
     return torch.cat(blocks, dim=1)
 
 
 class _SparseLayer(DynamicLayer, OwnAttention):
-    """A layer of the pass, which scores its entries, `importance` [B, K, N], and attends to some of them."""
+    """A layer of the pass, which scores its entries, `importance` [B, K, N], and attends to some of them.
+
+    Args:
+        sparse: Which keys each query sees.
+        score: Scores the prompt's entries.
+        length: N, the prompt's length.
+        candidates: Number of first entries that the pattern may select as columns.
+        window: Number of the prompt's last queries that are recorded.
+    """
 
     keys: Tensor
     values: Tensor
@@ -304,20 +349,26 @@ class _SparseLayer(DynamicLayer, OwnAttention):
 
     def __init__(self, sparse: SparsePattern, score: Score, length: int, candidates: int, window: int) -> None:
         super().__init__()
-        self.sparse, self.score = sparse, score
-        self.length, self.candidates, self.window = length, candidates, window
+        self.sparse = sparse
+        self.score = score
+        self.length = length
+        self.candidates = candidates
+        self.window = window
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         self.importance = self.score(query, key, value, softmax)
-        queries = query[:, :, max(self.length - self.window, 0) : self.length].clone() if self.window else None
+        queries = None
+        if self.window:
+            queries = query[:, :, max(self.length - self.window, 0) : self.length].clone()
         self.recorded = Recorded(softmax, queries)
         importance = self.importance[..., : self.candidates]
         return self.sparse.attend(query, key, value, softmax, length=self.length, importance=importance)
 
     def first_entries(self, length: int) -> KeptLayer:
         """A layer of the first `length` entries alone."""
-        keys, values = (each[:, :, :length].contiguous() for each in (self.keys, self.values))
+        keys = self.keys[:, :, :length].contiguous()
+        values = self.values[:, :, :length].contiguous()
         layer = KeptLayer(keys, values, length)
         layer.recorded = self.recorded
         return layer
@@ -359,7 +410,9 @@ class ModelDrafter(Drafter):
 
     @override
     def needs(self) -> Needs:
-        return Needs(features=self.draft.layers) if isinstance(self.draft, DraftHeadSource) else Needs()
+        if isinstance(self.draft, DraftHeadSource):
+            return Needs(features=self.draft.layers)
+        return Needs()
 
     @override
     def longest(self) -> int:
@@ -374,10 +427,12 @@ class ModelDrafter(Drafter):
         """
         if isinstance(self.draft, DraftHeadSource):
             raise UserError("SpecKV: a draft head needs the model's features of the prompt; choose a draft model")
-        drafting = self.draft.of(model)
-        require_draft_fits("SpecKV", tokens.shape[1], self.lookahead, drafting)
-        seen = images and images.read_by(drafting, tokens.shape[1])
-        return greedy_draft(drafting, prefill(drafting, tokens, mask, needs=Needs(), images=seen), self.lookahead)
+        draft_model = self.draft.of(model)
+        require_draft_fits("SpecKV", tokens.shape[1], self.lookahead, draft_model)
+        if images:
+            images = images.read_by(draft_model, tokens.shape[1])
+        state = prefill(draft_model, tokens, mask, needs=Needs(), images=images)
+        return greedy_draft(draft_model, state, self.lookahead)
 
 
 @registry.method("speckv", colour="#56B4E9", marker="P")
@@ -406,15 +461,15 @@ class SpecKV(Evict):
         super().__post_init__()
         if self.sparse is None:
             return
-        if self._drafter() is None:
+        if self._model_drafter() is None:
             raise UserError(
                 "SpecKV: sparse needs observer=DraftObserver(ModelDrafter(draft)) whose draft is a model; a draft "
                 "head reads the features of a dense prefill"
             )
-        most = self.sparse.longest_dense
-        if isinstance(self.budget, float) or self.budget > most:
+        longest_dense = self.sparse.longest_dense
+        if isinstance(self.budget, float) or self.budget > longest_dense:
             raise UserError(
-                f"SpecKV: sparse needs a budget of at most {most} entries (prompts up to that length are read "
+                f"SpecKV: sparse needs a budget of at most {longest_dense} entries (prompts up to that length are read "
                 f"densely), not {self.budget}"
             )
 
@@ -427,48 +482,61 @@ class SpecKV(Evict):
 
     @override
     def shares_prefill(self, length: int) -> bool:
-        drafter = self._drafter()
+        drafter = self._model_drafter()
         if self.sparse is None or drafter is None or length <= self.budget_for(length):
             return True
         return not self.sparse.active(length + drafter.lookahead)
 
     @override
     def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
-        drafter, length = self._drafter(), input_ids.shape[1]
+        length = input_ids.shape[1]
+        drafter = self._model_drafter()
         if drafter is None or self.sparse is None or self.shares_prefill(length):
             return super().start(model, input_ids, mask, **options)
         _require_whole_prompts(length, mask, options)
         draft = drafter.write(model, input_ids)
         if not self.sparse.active(length + draft.ids.shape[1]):
-            dense = replace(self, sparse=None, observer=replace(self.observer, drafter=FixedDraft(draft)))  # type: ignore[type-var]
-            return dense.start(model, input_ids)
-        score = self._score(draft, length)
+            observer = replace(self.observer, drafter=FixedDraft(draft))  # type: ignore[type-var]
+            return replace(self, sparse=None, observer=observer).start(model, input_ids)
+        score = self._draft_score(draft, length)
         state, importance = self.sparse(model, input_ids, draft.ids, score, needs=self.needs(), window=self.window)
         return self.keep(model, state, self.select(state, importance))
 
-    def _drafter(self) -> ModelDrafter | None:
-        drafter = self.observer.drafter if isinstance(self.observer, DraftObserver) else None
-        return drafter if isinstance(drafter, ModelDrafter) and not isinstance(drafter.draft, DraftHeadSource) else None
+    def _model_drafter(self) -> ModelDrafter | None:
+        """The observer's drafter if it is a draft model."""
+        if not isinstance(self.observer, DraftObserver):
+            return None
+        drafter = self.observer.drafter
+        if isinstance(drafter, ModelDrafter) and not isinstance(drafter.draft, DraftHeadSource):
+            return drafter
+        return None
 
-    def _score(self, draft: DraftIds, length: int) -> Score:
+    def _draft_score(self, draft: DraftIds, length: int) -> Score:
         """Scores a prompt of `length` tokens in one layer of a pass over prompt and draft, as `importance` does."""
         window = min(getattr(self.bound_observer, "window", 0), length)
-        rows, real = window + draft.ids.shape[1], draft.mask
-        if real is not None:
-            real = functional.pad(real, (window, 0), value=True)
+        observers = window + draft.ids.shape[1]
+        observer_mask = draft.mask
+        if observer_mask is not None:
+            observer_mask = functional.pad(observer_mask, (window, 0), value=True)
 
         def score(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-            observed = observed_attention(
-                query[:, :, -rows:], key, softmax, length, query_mask=real, reduction=self.reduce.queries
+            attention = observed_attention(
+                query[:, :, -observers:],
+                key,
+                softmax,
+                length,
+                query_mask=observer_mask,
+                reduction=self.reduce.queries,
             )
-            return self.layer_importance(observed, KeptLayer(key[:, :, :length], value[:, :, :length]))
+            return self.layer_importance(attention, KeptLayer(key[:, :, :length], value[:, :, :length]))
 
         return score
 
 
-def require_draft_fits(name: str, length: int, lookahead: int, drafting: PreTrainedModel) -> None:
+def require_draft_fits(name: str, length: int, lookahead: int, draft_model: PreTrainedModel) -> None:
     """Refuse prompts that a draft model cannot read and answer."""
-    if length + lookahead > (context := context_of(drafting)):
+    context = context_of(draft_model)
+    if length + lookahead > context:
         raise UserError(
             f"{name}: a prompt of {length} tokens and a draft of {lookahead} do not fit the draft model's context of "
             f"{context}; shorten the draft (lookahead) or the prompt, or take another draft model"
@@ -478,7 +546,8 @@ def require_draft_fits(name: str, length: int, lookahead: int, drafting: PreTrai
 def _require_whole_prompts(length: int, mask: Tensor | None, options: Mapping[str, Any]) -> None:
     if options.get("images"):
         raise UserError("SpecKV: sparse reads no images; leave out sparse")
-    if (chunk := options.get("chunk")) is not None and chunk < length:
+    chunk = options.get("chunk")
+    if chunk is not None and chunk < length:
         raise UserError(
             f"SpecKV: sparse reads the prompt of {length} tokens in one pass, not in chunks of {chunk}; "
             "leave out chunk or sparse"

@@ -44,32 +44,39 @@ class HeadCache(KeptLayer):
 
     def __init__(self, mask: Tensor | None = None, window: int = 0) -> None:
         super().__init__()
-        self.mask, self.window = mask, window
+        self.mask = mask
+        self.window = window
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Append rows and let them attend causally; see `keepsight.models.draft_head.HeadAttend`."""
         self.update(key, value)
         if self.window:
-            earlier = query[:, :, :0] if self.queries is None else self.queries
-            self.queries = torch.cat([earlier, query], dim=2)[:, :, -self.window :].clone()
+            queries = query
+            if self.queries is not None:
+                queries = torch.cat([self.queries, query], dim=2)
+            self.queries = queries[:, :, -self.window :].clone()
         mask = self._mask(query.shape[2], query.device)
         return grouped_attention(query, self.keys, self.values, mask, Softmax(query.shape[3] ** -0.5))
 
     def keep_first(self, rows: int) -> None:
         """Keep the first `rows` rows; drop the others and their queries."""
-        if extra := self.seen - rows:
-            self.crop(-extra)
-            self.queries = None if self.queries is None else self.queries[:, :, : self.queries.shape[2] - extra]
+        extra = self.seen - rows
+        if not extra:
+            return
+        self.crop(-extra)
+        if self.queries is not None:
+            self.queries = self.queries[:, :, : self.queries.shape[2] - extra]
 
     def _mask(self, new: int, device: torch.device) -> Tensor:
         """[B or 1, 1, new, rows] bool: which rows each of the last `new` rows may see; padding sees itself."""
-        place = torch.arange(self.seen, device=device)
-        own = place[self.seen - new :, None]
-        seen = (place <= own)[None, None]
+        key_positions = torch.arange(self.seen, device=device)
+        query_positions = key_positions[self.seen - new :, None]
+        causal = (key_positions <= query_positions)[None, None]
         if self.mask is None:
-            return seen
+            return causal
         real = functional.pad(self.mask, (0, self.seen - self.mask.shape[1]), value=True)
-        return seen & real[:, None, None] | (place == own)
+        itself = key_positions == query_positions
+        return causal & real[:, None, None] | itself
 
 
 class ChainDrafter:
@@ -80,7 +87,8 @@ class ChainDrafter:
     """
 
     def __init__(self, head: EagleHead, model: PreTrainedModel, mask: Tensor | None = None, window: int = 0) -> None:
-        self.head, self.cache = head, HeadCache(mask, window)
+        self.head = head
+        self.cache = HeadCache(mask, window)
         self._embed = head.embedding(model)
         self._dtype = next(head.parameters()).dtype
         self._verified = 0
@@ -93,10 +101,14 @@ class ChainDrafter:
         each. Returns the head's output for the last of them, [B, 1, hidden].
         """
         self.cache.keep_first(self._verified)
-        parts = zip(features.split(_ROWS_AT_ONCE, dim=1), tokens.split(_ROWS_AT_ONCE, dim=1), strict=True)
-        hidden = [self._pass(self.head.combine(each.to(self._dtype)), after)[:, -1:] for each, after in parts]
+        hidden = None
+        for start in range(0, features.shape[1], _ROWS_AT_ONCE):
+            block = slice(start, start + _ROWS_AT_ONCE)
+            combined = self.head.combine(features[:, block].to(self._dtype))
+            hidden = self._forward(combined, tokens[:, block])[:, -1:]
+        assert hidden is not None
         self._verified = self.cache.seen
-        return hidden[-1]
+        return hidden
 
     @torch.no_grad()
     def draft(self, features: Tensor, tokens: Tensor, count: int) -> Tensor:
@@ -104,11 +116,12 @@ class ChainDrafter:
         hidden = self.read(features, tokens)
         drafted = [self._next(hidden)]
         while len(drafted) < count:
-            hidden = self._pass(hidden, drafted[-1])
+            hidden = self._forward(hidden, drafted[-1])
             drafted.append(self._next(hidden))
         return torch.cat(drafted, dim=1)
 
-    def _pass(self, features: Tensor, tokens: Tensor) -> Tensor:
+    def _forward(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """The head's outputs [B, q, hidden] for its next rows."""
         end = self.cache.seen + tokens.shape[1]
         mask = self.cache.mask
         if mask is not None:
@@ -117,6 +130,7 @@ class ChainDrafter:
         return self.head(self._embed(tokens).to(self._dtype), features, positions, self.cache.attend)
 
     def _next(self, hidden: Tensor) -> Tensor:
+        """The most likely token [B, 1] after the head's output [B, 1, hidden]."""
         return self.head.target_ids(self.head.logits(hidden).argmax(dim=-1))
 
 
@@ -131,7 +145,8 @@ def _recorded_rows(state: State, layers: tuple[int, ...], newest: Tensor) -> tup
             f"needs=Needs(features={layers})"
         )
     features = state.features_of(layers)
-    return features, torch.cat([state.tokens, newest], dim=1)[:, -features.shape[1] :]
+    next_tokens = torch.cat([state.tokens, newest], dim=1)[:, -features.shape[1] :]
+    return features, next_tokens
 
 
 @dataclass(frozen=True)
@@ -156,16 +171,20 @@ class Speculated(Decoded):
 
 def acceptance_length(rounds: Sequence[Round]) -> float:
     """Mean tokens per pass of the model after the prefill; 1 is plain decoding."""
-    return sum(each.emitted for each in rounds) / max(len(rounds), 1)
+    return sum(model_pass.emitted for model_pass in rounds) / max(len(rounds), 1)
 
 
 def acceptance_by_position(rounds: Sequence[Round]) -> list[float]:
     """The share of drafts whose first i tokens were all accepted, for i = 1, 2, ..."""
-    longest = max((each.judged for each in rounds), default=0)
+    longest = max((model_pass.judged for model_pass in rounds), default=0)
     shares = []
-    for place in range(longest):
-        judged = [each for each in rounds if each.judged > place]
-        shares.append(sum(each.accepted > place for each in judged) / len(judged))
+    for index in range(longest):
+        judged = 0
+        accepted = 0
+        for model_pass in rounds:
+            judged += model_pass.judged > index
+            accepted += model_pass.accepted > index
+        shares.append(accepted / judged)
     return shares
 
 
@@ -197,31 +216,39 @@ def decode_speculatively(
         raise UserError("speculative decoding: entries that are packed (kivi, specache) cannot forget a rejected draft")
     layers = head.layers_of(model)
     drafter = ChainDrafter(head, model, state.tokens_mask)
-    ids = prompt_ids if prompt_ids is not None else state.tokens[:, :0]
-    answer = _Answer(ids, stopping_criteria, logits_processor, streamer)
+    if prompt_ids is None:
+        prompt_ids = state.tokens[:, :0]
+    answer = _Answer(prompt_ids, stopping_criteria, logits_processor, streamer)
     answer.add(state.logits)
-    place, rounds = int(state.lengths), []
+
+    tokens_read = int(state.lengths)
+    rounds = []
     record_past(cache)  # a window that has slid could not forget a rejected draft
     try:
         while not answer.ended:
             newest = answer.ids[:, -1:]
-            count = max(min(tokens, answer.room - 1, context_of(model) - place - 1), 0)
-            count = same_frequencies(model, state, count + 1) - 1
+            room = min(answer.room, context_of(model) - tokens_read) - 1
+            draft_length = max(min(tokens, room), 0)
+            draft_length = same_frequencies(model, state, draft_length + 1) - 1
             drafted = newest[:, :0]
-            if count:
-                drafted = drafter.draft(*_recorded_rows(state, layers, newest), count)
+            if draft_length:
+                features, next_tokens = _recorded_rows(state, layers, newest)
+                drafted = drafter.draft(features, next_tokens, draft_length)
+
             # Only the new tokens' features are recorded: the head has read the others.
             state = replace(state, needs=Needs(features=layers), features=())
             state, logits = read(model, state, torch.cat([newest, drafted], dim=1))
-            each = _judge(answer, drafted, logits)
-            state = state.crop(count + 1 - each.emitted, logits[:, each.emitted - 1])
-            rounds.append(each)
-            place += each.emitted
+            verified = _judge(answer, drafted, logits)
+            rejected = draft_length + 1 - verified.emitted
+            state = state.crop(rejected, logits[:, verified.emitted - 1])
+            rounds.append(verified)
+            tokens_read += verified.emitted
     finally:
         roll_back(cache, 0)
     if streamer is not None:
         streamer.end()
-    return Speculated(answer.ids, replace(state, needs=Needs(), features=()), tuple(rounds))
+    after = replace(state, needs=Needs(), features=())
+    return Speculated(answer.ids, after, tuple(rounds))
 
 
 @dataclass
@@ -238,11 +265,15 @@ class _Answer:
     def room(self) -> int:
         """Maximum number of further tokens that the criteria allow."""
         longest = self.criteria.max_length
-        return torch.iinfo(torch.long).max if longest is None else longest - self.ids.shape[1]
+        if longest is None:
+            return torch.iinfo(torch.long).max
+        return longest - self.ids.shape[1]
 
     def add(self, logits: Tensor) -> int:
         """Append the model's token, from its logits [1, V]."""
-        scores = self.processor(self.ids, logits) if self.processor else logits  # type: ignore[arg-type]
+        scores = logits
+        if self.processor:
+            scores = self.processor(self.ids, logits)  # type: ignore[arg-type, assignment]
         token = scores.argmax(dim=-1)
         self.ids = torch.cat([self.ids, token[:, None]], dim=1)
         if self.streamer is not None:
@@ -254,11 +285,11 @@ class _Answer:
 def _judge(answer: _Answer, drafted: Tensor, logits: Tensor) -> Round:
     """Extend the answer by the accepted tokens of a draft [1, n] and one more, from logits [1, n + 1, V]."""
     draft = drafted[0].tolist()
-    for place, token in enumerate(draft):
-        if answer.add(logits[:, place]) != token:
-            return Round(len(draft), place, place + 1)
+    for index, token in enumerate(draft):
+        if answer.add(logits[:, index]) != token:
+            return Round(len(draft), accepted=index, emitted=index + 1)
         if answer.ended:
-            return Round(place + 1, place + 1, place + 1)
+            return Round(judged=index + 1, accepted=index + 1, emitted=index + 1)
     answer.add(logits[:, -1])
     return Round(len(draft), len(draft), len(draft) + 1)
 
@@ -289,8 +320,8 @@ def head_answer(
         ids = first
     else:
         ids = torch.cat([first, chain.draft(features, tokens, lookahead - 1)], dim=1)
-    end = end_ids(model)
-    return DraftIds(ids, None if end is None else until_end(ids, end)), chain.cache
+    draft = DraftIds(ids, until_end(ids, end_ids(model)))
+    return draft, chain.cache
 
 
 @as_options
@@ -347,8 +378,8 @@ class Speculative(CacheMethod):
     @override
     def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
         _require_single(request.input_ids)
-        asked = request.decoding
-        if asked["do_sample"]:
+        decoding = request.decoding
+        if decoding["do_sample"]:
             raise UserError("speculative decoding is greedy: give do_sample=False")
         if request.past is not None:
             raise UserError("speculative decoding: leave out past_key_values, or continue with the inner method")
@@ -359,6 +390,9 @@ class Speculative(CacheMethod):
             model,
             self.inner.compress_state(model, state),
             self.head,
+            decoding["stopping_criteria"],
             tokens=self.tokens,
-            **{name: asked[name] for name in ("stopping_criteria", "prompt_ids", "logits_processor", "streamer")},
+            prompt_ids=decoding["prompt_ids"],
+            logits_processor=decoding["logits_processor"],
+            streamer=decoding["streamer"],
         )

@@ -120,7 +120,7 @@ class QueryCache(Observer):
         # The last token of the draft has not been read, and it observes too.
         after, _ = read(model, draft.state, draft.ids[:, -1:])
         queries = [recorded_queries(layer, self.lookahead).queries for layer in after.layers]
-        is_real = None if end is None else until_end(draft.ids, end)
+        is_real = until_end(draft.ids, end)
         if is_real is None:
             is_real = torch.ones_like(draft.ids, dtype=torch.bool)
         return queries, is_real

@@ -1,9 +1,10 @@
 """CPC's sentence encoder (arXiv 2409.01227): a bidirectional model reads sentences in their context."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,27 +42,33 @@ class Contextual:
         """How close each sentence is to the question, [S] float32; a `UserError` if the encoder cannot be loaded."""
         tokenizer, encoder = _loaded(self.model, self.adapter)
         longest = min(self.chunk, getattr(encoder.config, "max_position_embeddings", self.chunk))
-        *tokens, asked = [
-            ids[:longest] for ids in tokenizer([*sentences, question], add_special_tokens=False)["input_ids"]
-        ]
-        vectors = [each for packed in packs(tokens, longest) for each in sentence_vectors(encoder, packed)]
-        (about,) = sentence_vectors(encoder, [asked])
-        return torch.stack(vectors) @ about
+        token_ids = tokenizer([*sentences, question], add_special_tokens=False)["input_ids"]
+        *sentence_ids, question_ids = [ids[:longest] for ids in token_ids]
+        vectors: list[Tensor] = []
+        for chunk in pack_sentences(sentence_ids, longest):
+            vectors.extend(sentence_vectors(encoder, chunk))
+        (question_vector,) = sentence_vectors(encoder, [question_ids])
+        return torch.stack(vectors) @ question_vector
 
 
-def packs(sentences: Sequence[list[int]], longest: int) -> list[list[list[int]]]:
+def pack_sentences(sentences: Sequence[list[int]], longest: int) -> list[list[list[int]]]:
     """Sentences of token ids in the smallest number of chunks of at most `longest` tokens, of about the same length.
 
     With n chunks, one ends with the sentence that reaches 1/n of all tokens. No sentence is longer than `longest`.
     """
     total = sum(map(len, sentences))
-    for count in range(max(-(-total // longest), 1), max(total, 1) + 1):
+    least_chunks = max(math.ceil(total / longest), 1)
+    for count in range(least_chunks, max(total, 1) + 1):
         chunks: list[list[list[int]]] = [[]]
+        lengths = [0]
         for ids in sentences:
-            if sum(map(len, chunks[-1])) * count >= total and chunks[-1]:
+            is_full = lengths[-1] * count >= total
+            if chunks[-1] and is_full:
                 chunks.append([])
+                lengths.append(0)
             chunks[-1].append(ids)
-        if all(sum(map(len, chunk)) <= longest for chunk in chunks):
+            lengths[-1] += len(ids)
+        if max(lengths) <= longest:
             break
     return chunks
 
@@ -69,12 +76,16 @@ def packs(sentences: Sequence[list[int]], longest: int) -> list[list[list[int]]]
 @torch.inference_mode()
 def sentence_vectors(encoder: Any, sentences: Sequence[list[int]]) -> Tensor:
     """The vectors [S, D] float32 of sentences of token ids that are read together, on the CPU, each of length 1."""
-    ids = torch.tensor([[token for each in sentences for token in each]], dtype=torch.long, device=encoder.device)
+    ids = torch.tensor([[*chain.from_iterable(sentences)]], dtype=torch.long, device=encoder.device)
     width = ids.shape[1]
-    everything = torch.zeros(1, 1, width, width, dtype=encoder.dtype, device=encoder.device)  # added to the logits
-    hidden = encoder(input_ids=ids, attention_mask=everything, use_cache=False).last_hidden_state[0].float()
-    ends = [*accumulate(map(len, sentences))]
-    means = [hidden[start:end].sum(dim=0) / max(end - start, 1) for start, end in zip([0, *ends], ends, strict=False)]
+    mask = torch.zeros(1, 1, width, width, dtype=encoder.dtype, device=encoder.device)  # hides nothing
+    hidden = encoder(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[0].float()
+    means = []
+    start = 0
+    for sentence in sentences:
+        end = start + len(sentence)
+        means.append(hidden[start:end].sum(dim=0) / max(len(sentence), 1))
+        start = end
     return normalize(torch.stack(means), dim=-1).cpu()
 
 
@@ -91,25 +102,28 @@ def _loaded(model: str, adapter: str | None) -> tuple[Any, Any]:
         raise UserError(
             f"contextual: encoder {model!r} cannot be loaded; give a folder or Hub id: {one_line(error, 200)}"
         ) from None
-    return tokenizer, (encoder if adapter is None else _adapted(encoder, adapter)).eval()
+    if adapter is not None:
+        encoder = _with_adapter(encoder, adapter)
+    return tokenizer, encoder.eval()
 
 
-def _adapted(encoder: Any, adapter: str) -> Any:
+def _with_adapter(encoder: Any, adapter: str) -> Any:
     """The encoder with the adapter's modules in it."""
     try:
         adapter = at_home(adapter)
         config = PeftConfig.from_pretrained(adapter)
         config.task_type = None  # encoders have no head
         adapted = PeftModel(encoder, config)
-        result: Any = set_peft_model_state_dict(adapted, published_tensors(adapter)[1])
+        _, tensors = published_tensors(adapter)
+        loaded: Any = set_peft_model_state_dict(adapted, tensors)
     except (OSError, RuntimeError, ValueError, TypeError) as error:
         raise UserError(
             f"contextual: adapter {adapter!r} cannot be loaded; give a PEFT adapter of the encoder: "
             f"{one_line(error, 200)}"
         ) from None
-    if result.unexpected_keys:
+    if loaded.unexpected_keys:
         raise UserError(
-            f"contextual: adapter {adapter!r} has {result.unexpected_keys[0]}, which the encoder lacks; give one that "
+            f"contextual: adapter {adapter!r} has {loaded.unexpected_keys[0]}, which the encoder lacks; give one that "
             "was trained on the model without its language-model head"
         )
     return adapted.get_base_model()

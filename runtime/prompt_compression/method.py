@@ -59,35 +59,43 @@ class ShortenPrompt(Method):
                 f"{type(self).__name__}: a prompt of {length} tokens is shorter than the window of {self.window}; "
                 "give a longer prompt or a smaller window"
             )
-        if (kept := self.budget_for(length)) < length and self.window:
-            self._require_choice(kept)
+        budget = self.budget_for(length)
+        if budget < length and self.window:
+            self._require_choice(budget)
 
-    def _require_choice(self, kept: int) -> None:
-        """Refuse a budget that the window fills: every method would then keep the end of the prompt alone."""
-        if kept <= self.window:
-            tokens = "" if kept == self.budget else f" (here {kept} tokens)"
+    def _require_choice(self, tokens: int) -> None:
+        """Refuse a budget, in tokens, that the window fills: every method would keep the end of the prompt alone."""
+        if tokens <= self.window:
+            here = "" if tokens == self.budget else f" (here {tokens} tokens)"
             raise UserError(
-                f"{type(self).__name__}: budget {self.budget}{tokens} must be above the window of {self.window} tokens "
+                f"{type(self).__name__}: budget {self.budget}{here} must be above the window of {self.window} tokens "
                 "that are always kept; raise the budget, lower the window, or use truncation"
             )
 
     @override
     @torch.no_grad()
     def tokens_to_read(self, model: PreTrainedModel, prompt: Tensor, images: Images | None = None) -> Tensor | None:
-        return None if self.budget_for(len(prompt)) == len(prompt) else self.select(model, prompt, images)
+        if self.budget_for(len(prompt)) == len(prompt):
+            return None
+        return self.select(model, prompt, images)
 
     def shorten(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None) -> list[Tensor]:
         """The kept tokens [C] int64 of each prompt of a batch; arguments as for `start`."""
         prompts = unpadded(input_ids, mask)
         for prompt in prompts:
             self.check(len(prompt), context_of(model))
-        chosen = [self.tokens_to_read(model, prompt) for prompt in prompts]
-        return [prompt if kept is None else prompt[kept] for prompt, kept in zip(prompts, chosen, strict=True)]
+        shortened = []
+        for prompt in prompts:
+            kept_positions = self.tokens_to_read(model, prompt)
+            if kept_positions is not None:
+                prompt = prompt[kept_positions]
+            shortened.append(prompt)
+        return shortened
 
     @override
     def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
-        short = pad_left(self.shorten(model, input_ids, mask))
-        return prefill(model, *short, chunk=options.get("chunk"), needs=Needs())
+        ids, short_mask = pad_left(self.shorten(model, input_ids, mask))
+        return prefill(model, ids, short_mask, chunk=options.get("chunk"), needs=Needs())
 
 
 def unpadded(input_ids: Tensor, mask: Tensor | None = None) -> list[Tensor]:
@@ -99,6 +107,9 @@ def unpadded(input_ids: Tensor, mask: Tensor | None = None) -> list[Tensor]:
 
 def pad_left(prompts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
     """A batch [B, N] int64 of prompts, padded on the left with 0, and its mask [B, N] bool; None without padding."""
-    real = [torch.ones_like(prompt, dtype=torch.bool) for prompt in prompts]
-    ids, mask = (pad_sequence(each, batch_first=True, padding_side="left") for each in (prompts, real))
-    return ids, None if bool(mask.all()) else mask
+    marks = [torch.ones_like(prompt, dtype=torch.bool) for prompt in prompts]
+    ids = pad_sequence(prompts, batch_first=True, padding_side="left")
+    mask = pad_sequence(marks, batch_first=True, padding_side="left")
+    if bool(mask.all()):
+        return ids, None
+    return ids, mask

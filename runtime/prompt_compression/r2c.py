@@ -1,5 +1,6 @@
 """R2C (arXiv 2410.04139): a multi-document reader's cross-attention chooses chunks, then sentences, of the prompt."""
 
+import math
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -22,11 +23,24 @@ from keepsight.runtime import registry
 from keepsight.runtime.images import Images
 from keepsight.runtime.prompt_compression.text import ShortenText, split_sentences, token_texts
 
-_LONGEST_INPUT, _AT_ONCE = 512, 16
+_LONGEST_INPUT = 512
+_CHUNKS_AT_ONCE = 16
 _PICKLE = "pytorch_model.bin"
 
 
-class ReadChunk(NamedTuple):
+class Chunk(NamedTuple):
+    """Consecutive tokens of a prompt: the first one, and the one after the last."""
+
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.end - self.start
+
+
+class ChunkAttention(NamedTuple):
     """The attention of a reader's first answer token to a chunk.
 
     `mean` is over the tokens of the reader's input for the chunk, question included, that get any attention; `tokens`
@@ -37,7 +51,7 @@ class ReadChunk(NamedTuple):
     tokens: list[tuple[int, float]]
 
 
-Relevance = Callable[[str, list[str]], list[ReadChunk]]
+Relevance = Callable[[str, list[str]], list[ChunkAttention]]
 """Reads chunks to answer a question."""
 
 
@@ -52,7 +66,7 @@ class Fusion:
 
     model: str
 
-    def __call__(self, question: str, chunks: list[str]) -> list[ReadChunk]:
+    def __call__(self, question: str, chunks: list[str]) -> list[ChunkAttention]:
         """The attention of the decoder's first token, summed over layers and heads (section 3.2)."""
         tokenizer, reader = _loaded(self.model)
         prefix = f"question: {question} title:  context: "
@@ -64,26 +78,39 @@ class Fusion:
             return_offsets_mapping=True,
             return_tensors="pt",
         )
+        ids = encoding["input_ids"]
         mask = encoding["attention_mask"]
+        encoded = []
         with torch.inference_mode():
-            parts = zip(encoding["input_ids"].split(_AT_ONCE), mask.split(_AT_ONCE), strict=True)
-            encoded = torch.cat([reader.encoder(ids, attention_mask=real)[0] for ids, real in parts])
-            looked = reader.decoder(
+            for start in range(0, len(chunks), _CHUNKS_AT_ONCE):
+                block = slice(start, start + _CHUNKS_AT_ONCE)
+                encoded.append(reader.encoder(ids[block], attention_mask=mask[block])[0])
+            cross_attentions = reader.decoder(
                 torch.tensor([[reader.config.decoder_start_token_id]]),
-                encoder_hidden_states=encoded.flatten(0, 1)[None],
+                encoder_hidden_states=torch.cat(encoded).flatten(0, 1)[None],
                 encoder_attention_mask=mask.flatten()[None],
                 output_attentions=True,
             ).cross_attentions
-        attention = torch.stack(looked).float().sum(dim=(0, 1, 2, 3)).view(mask.shape)
-        rows = zip(attention, mask.bool(), encoding["offset_mapping"], strict=True)
-        return [_read(row[real], places[real].tolist(), len(prefix)) for row, real, places in rows]
+        attention = torch.stack(cross_attentions).float().sum(dim=(0, 1, 2, 3)).view(mask.shape)
+
+        chunk_attentions = []
+        for weights, real, offsets in zip(attention, mask.bool(), encoding["offset_mapping"], strict=True):
+            chunk_attentions.append(_chunk_attention(weights[real], offsets[real].tolist(), len(prefix)))
+        return chunk_attentions
 
 
-def _read(attention: Tensor, places: list[list[int]], prefix: int) -> ReadChunk:
-    some = attention[:-1][attention[:-1] > 0]  # the last token ends the input
-    tokens = zip(places, attention.tolist(), strict=True)
-    within = [(max(start - prefix, 0), weight) for (start, end), weight in tokens if end > max(prefix, start)]
-    return ReadChunk(float(some.mean()) if len(some) else 0.0, within)
+def _chunk_attention(weights: Tensor, offsets: list[list[int]], prefix: int) -> ChunkAttention:
+    """From the attention of a reader's input and its tokens' offsets, of which a chunk's are `prefix` or higher."""
+    without_end = weights[:-1]  # the last token ends the input
+    attended = without_end[without_end > 0]
+    mean = float(attended.mean()) if len(attended) else 0.0
+
+    tokens = []
+    for (start, end), weight in zip(offsets, weights.tolist(), strict=True):
+        is_in_chunk = end > max(prefix, start)  # special tokens have no text
+        if is_in_chunk:
+            tokens.append((max(start - prefix, 0), weight))
+    return ChunkAttention(mean, tokens)
 
 
 @lru_cache(maxsize=1)
@@ -91,14 +118,15 @@ def _loaded(model: str) -> Any:
     model = at_home(model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
-        if (pickled := Path(model) / _PICKLE).is_file():
+        pickled = Path(model) / _PICKLE
+        if pickled.is_file():
             reader = T5ForConditionalGeneration(T5Config.from_pretrained(model))
-            # FiD wraps the encoder, and each of its blocks.
-            named = {
-                re.sub(r"^encoder\.encoder\.", "encoder.", name): each for name, each in unpickled(pickled).items()
-            }
-            weights = {name.replace(".module.", "."): each for name, each in named.items()}
-            reader.load_state_dict({**reader.state_dict(), **weights})
+            weights = reader.state_dict()
+            for name, tensor in unpickled(pickled).items():
+                # FiD wraps the encoder, and each of its blocks.
+                name = re.sub(r"^encoder\.encoder\.", "encoder.", name).replace(".module.", ".")
+                weights[name] = tensor
+            reader.load_state_dict(weights)
         else:
             with LOADING:
                 reader = T5ForConditionalGeneration.from_pretrained(model, use_safetensors=True)
@@ -134,80 +162,112 @@ class R2C(ShortenText):
     @override
     def select(self, model: PreTrainedModel, input_ids: Tensor, images: Images | None = None) -> Tensor:
         texts = token_texts(self.tokenizer, input_ids.tolist())
-        before = len(texts) - self.window
-        chunks = chunks_of(texts[:before], self.chunk)
-        read = self.relevance("".join(texts[before:]), ["".join(texts[start:end]) for start, end in chunks])
+        before_window = len(texts) - self.window
+        chunks = split_chunks(texts[:before_window], self.chunk)
+        question = "".join(texts[before_window:])
+        attentions = self.relevance(question, ["".join(texts[chunk.start : chunk.end]) for chunk in chunks])
+
+        # Whole chunks go first, then sentences of those that are left.
         surplus = len(texts) - self.budget_for(len(texts))
-        kept = _best_chunks(chunks, read, surplus * (1 - self.sentences))
-        goes = surplus - (before - sum(end - start for start, end in (chunks[place] for place in kept)))
-        dropped = _dropped_sentences(texts, [(chunks[place], read[place]) for place in kept], goes)
-        tokens = [each for place in sorted(kept) for each in range(*chunks[place]) if each not in dropped]
-        return self.with_window(torch.tensor(tokens, dtype=torch.long, device=input_ids.device), len(texts))
+        ranked = _best_chunks(chunks, attentions, surplus * (1 - self.sentences))
+        tokens_in_chunks = sum(chunk.length for chunk, _ in ranked)
+        dropped_with_chunks = before_window - tokens_in_chunks
+        dropped = _dropped_sentences(texts, ranked, surplus - dropped_with_chunks)
+
+        kept = set[int]()
+        for chunk, _ in ranked:
+            kept.update(range(chunk.start, chunk.end))
+        positions = sorted(kept - dropped)
+        return self.with_window(torch.tensor(positions, dtype=torch.long, device=input_ids.device), len(texts))
 
 
-def chunks_of(texts: Sequence[str], longest: int) -> list[tuple[int, int]]:
-    """Chunks of tokens, as their first and the one after their last: whole lines, or equal parts of a longer one."""
-    ends = [place + 1 for place, text in enumerate(texts) if "\n" in text or place + 1 == len(texts)]
-    chunks: list[tuple[int, int]] = []
-    for start, end in zip([0, *ends], ends, strict=False):
-        if chunks and end - chunks[-1][0] <= longest:
-            chunks[-1] = chunks[-1][0], end
-            continue
-        parts = -(-(end - start) // longest)
-        cuts = [start + (end - start) * part // parts for part in range(parts + 1)]
-        chunks += pairwise(cuts)
+def split_chunks(texts: Sequence[str], longest: int) -> list[Chunk]:
+    """Tokens, by their `texts`, in chunks of at most `longest`: whole lines, or equal parts of a longer one."""
+    chunks: list[Chunk] = []
+    start = 0
+    for index, text in enumerate(texts):
+        end = index + 1
+        if "\n" not in text and end < len(texts):
+            continue  # in the middle of a line
+        if chunks and end - chunks[-1].start <= longest:
+            chunks[-1] = Chunk(chunks[-1].start, end)
+        else:
+            length = end - start
+            parts = math.ceil(length / longest)
+            cuts = [start + length * part // parts for part in range(parts + 1)]
+            chunks.extend(Chunk(first, last) for first, last in pairwise(cuts))
+        start = end
     return chunks
 
 
-def _best_chunks(chunks: list[tuple[int, int]], read: list[ReadChunk], surplus: float) -> list[int]:
+def _best_chunks(
+    chunks: list[Chunk], attentions: list[ChunkAttention], surplus: float
+) -> list[tuple[Chunk, ChunkAttention]]:
     """The chunks that stay, the best first, until no more than `surplus` tokens are left out."""
-    left, kept = sum(end - start for start, end in chunks), list[int]()
-    for place in sorted(range(len(chunks)), key=lambda place: -read[place].mean):
-        if left <= surplus:
+    left_out = sum(chunk.length for chunk in chunks)
+    best = []
+    ranked = sorted(zip(chunks, attentions, strict=True), key=lambda ranked_chunk: -ranked_chunk[1].mean)
+    for chunk, attention in ranked:
+        if left_out <= surplus:
             break
-        kept.append(place)
-        left -= chunks[place][1] - chunks[place][0]
-    return kept
+        best.append((chunk, attention))
+        left_out -= chunk.length
+    return best
 
 
-def _dropped_sentences(texts: list[str], ranked: list[tuple[tuple[int, int], ReadChunk]], goes: int) -> set[int]:
-    """Tokens of the dropped sentences, at least `goes`; `ranked` has the best chunk first.
+def _dropped_sentences(texts: list[str], ranked: list[tuple[Chunk, ChunkAttention]], target: int) -> set[int]:
+    """Tokens of the dropped sentences, at least `target`; `ranked` has the best chunk first.
 
     The number of tokens that a chunk drops is inverse to its score. What it lacks is dropped from the next better
     chunk; what it drops in excess, as sentences are not cut, is spared in the best ones.
     """
-    inverse = [1 / max(read.mean, 1e-30) for _, read in ranked]
-    quotas, dropped, spare = [goes * each / sum(inverse) for each in inverse], set[int](), 0.0
-    for place in reversed(range(len(ranked))):
-        (start, end), read = ranked[place]
-        quota, gone = quotas[place] + spare, 0
-        for sentence in _by_score(texts[start:end], read):
-            if gone >= quota or len(dropped) >= goes:
+    inverse_scores = [1 / max(attention.mean, 1e-30) for _, attention in ranked]
+    total = sum(inverse_scores)
+    quotas = [target * inverse / total for inverse in inverse_scores]
+    dropped = set[int]()
+    missing = 0.0
+    for rank in reversed(range(len(ranked))):
+        chunk, attention = ranked[rank]
+        quota = quotas[rank] + missing
+        dropped_here = 0
+        for sentence in _sentences_by_score(texts[chunk.start : chunk.end], attention):
+            if dropped_here >= quota or len(dropped) >= target:
                 break
-            dropped |= {start + token for token in sentence}
-            gone += len(sentence)
-        spare = max(quota - gone, 0.0)
-        excess = max(gone - quota, 0.0)
-        for better in range(place):
-            taken = min(quotas[better], excess)
-            quotas[better], excess = quotas[better] - taken, excess - taken
-    for (start, end), _ in reversed(ranked):  # what rounding has left
-        for token in reversed(range(start, end)):
-            if len(dropped) >= goes:
+            dropped.update(chunk.start + token for token in sentence)
+            dropped_here += len(sentence)
+
+        missing = max(quota - dropped_here, 0.0)
+        excess = max(dropped_here - quota, 0.0)
+        for better in range(rank):
+            spared = min(quotas[better], excess)
+            quotas[better] -= spared
+            excess -= spared
+
+    for chunk, _ in reversed(ranked):  # what rounding has left
+        for token in reversed(range(chunk.start, chunk.end)):
+            if len(dropped) >= target:
                 return dropped
             dropped.add(token)
     return dropped
 
 
-def _by_score(texts: list[str], read: ReadChunk) -> list[list[int]]:
+def _sentences_by_score(texts: list[str], attention: ChunkAttention) -> list[list[int]]:
     """The tokens of each sentence of a chunk, the lowest mean attention first, sentences that were not read last."""
     sentences, owners = split_sentences(texts)
     ends = [*accumulate(map(len, sentences))]
     weights: list[list[float]] = [[] for _ in sentences]
-    for start, weight in read.tokens:
-        weights[min(bisect_right(ends, start), len(ends) - 1)].append(weight)
-    score = [sum(each) / len(each) if each else float("inf") for each in weights]
+    for start, weight in attention.tokens:
+        index = min(bisect_right(ends, start), len(ends) - 1)
+        weights[index].append(weight)
+    scores = []
+    for sentence_weights in weights:
+        if sentence_weights:
+            scores.append(sum(sentence_weights) / len(sentence_weights))
+        else:
+            scores.append(math.inf)
+
     tokens: list[list[int]] = [[] for _ in sentences]
     for token, owner in enumerate(owners):
         tokens[owner].append(token)
-    return [tokens[place] for place in sorted(range(len(sentences)), key=score.__getitem__) if tokens[place]]
+    order = sorted(range(len(sentences)), key=scores.__getitem__)
+    return [tokens[index] for index in order if tokens[index]]

@@ -38,26 +38,31 @@ def select_tokens(
     precedes it, and zeros pad both ends. A neighbourhood of `neighbors` tokens, itself included, has the same shape.
     """
     length = len(scores)
+    device = scores.device
     if budget >= length:
-        return torch.arange(length, device=scores.device)
-    ranked = _pool(scores, kernel, pooling).argsort(descending=True, stable=True)[:budget]
-    wanted = (ranked[:, None] + _nearest_first(neighbors).to(scores.device)).clamp(0, length - 1).flatten()
-    wanted = torch.cat([torch.arange(length - window, length, device=scores.device), wanted])
-    place = torch.arange(len(wanted), device=scores.device)
-    first_place = torch.full_like(scores, len(wanted), dtype=torch.long).scatter_reduce(0, wanted, place, "amin")
-    return first_place.argsort(stable=True)[:budget].sort().values
+        return torch.arange(length, device=device)
 
-
-def _pool(scores: Tensor, kernel: int, pooling: str) -> Tensor:
     before = (kernel - 1) // 2
     padded = functional.pad(scores[None], (before, kernel - 1 - before))
     pool = functional.max_pool1d if pooling == "max" else functional.avg_pool1d
-    return pool(padded, kernel, stride=1)[0]
+    pooled = pool(padded, kernel, stride=1)[0]
+
+    # All tokens in the order in which they are wanted; a token may come more than once.
+    ranked = pooled.argsort(descending=True, stable=True)[:budget]
+    offsets = _nearest_first(neighbors).to(device)
+    neighbourhoods = (ranked[:, None] + offsets).clamp(0, length - 1).flatten()
+    wanted = torch.cat([torch.arange(length - window, length, device=device), neighbourhoods])
+
+    # Of each token, the first rank at which it is wanted.
+    ranks = torch.arange(len(wanted), device=device)
+    first_ranks = torch.full_like(scores, len(wanted), dtype=torch.long).scatter_reduce(0, wanted, ranks, "amin")
+    return first_ranks.argsort(stable=True)[:budget].sort().values
 
 
 def _nearest_first(neighbors: int) -> Tensor:
     """Offsets of a token's neighbours: 0, -1, 1, -2, 2, ..."""
-    offsets = torch.arange(max(neighbors, 1)) - (max(neighbors, 1) - 1) // 2
+    neighbors = max(neighbors, 1)
+    offsets = torch.arange(neighbors) - (neighbors - 1) // 2
     return offsets[offsets.abs().argsort(stable=True)]
 
 
@@ -102,22 +107,27 @@ class SpecPC(ShortenPrompt):
             return super().start(model, input_ids, mask, **options)
         if len(input_ids) != 1 or (mask is not None and not mask.all()):
             raise UserError(f"{type(self).__name__}: a prompt with images is shortened alone, unpadded; give one")
-        if (kept := self.tokens_to_read(model, input_ids[0], images)) is not None:
-            images, input_ids = images.shortened(model, input_ids, kept), input_ids[:, kept]
+        kept_positions = self.tokens_to_read(model, input_ids[0], images)
+        if kept_positions is not None:
+            images = images.shortened(model, input_ids, kept_positions)
+            input_ids = input_ids[:, kept_positions]
         return prefill(model, input_ids, chunk=options.get("chunk"), needs=Needs(), images=images)
 
     @override
     def select(self, model: PreTrainedModel, input_ids: Tensor, images: Images | None = None) -> Tensor:
-        return self.select_by(self.look(model, input_ids, images)[0])
+        scores, _ = self.draft_scores(model, input_ids, images)
+        return self.best_tokens(scores)
 
-    def select_by(self, scores: Tensor) -> Tensor:
+    def best_tokens(self, scores: Tensor) -> Tensor:
         """The tokens to keep, [C] int64 ascending, of a prompt with such scores [N] float32."""
         neighbors = self.kernel if self.neighbors is None else self.neighbors
         budget = self.budget_for(len(scores))
         return select_tokens(scores, budget, self.window, self.kernel, neighbors, self.pooling)
 
     @torch.no_grad()
-    def look(self, model: PreTrainedModel, input_ids: Tensor, images: Images | None = None) -> tuple[Tensor, Tensor]:
+    def draft_scores(
+        self, model: PreTrainedModel, input_ids: Tensor, images: Images | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Let the draft read a prompt [N] int64 and begin its answer.
 
         Returns:
@@ -131,79 +141,94 @@ class SpecPC(ShortenPrompt):
         if isinstance(self.draft, DraftHeadSource):
             if images:
                 raise UserError(f"{type(self).__name__}: a draft head reads no images; give a draft model that does")
-            return self._look_with_head(model, self.draft, input_ids)
+            return self._head_scores(model, self.draft, input_ids)
+
         draft = self.draft.of(model)
-        places = self._scoring(draft)
-        require_draft_fits(type(self).__name__, len(input_ids), self.lookahead, draft)
-        prompt = input_ids[None].to(draft.device)
+        scoring_layers = self._scoring_layers(draft)
+        length = len(input_ids)
+        require_draft_fits(type(self).__name__, length, self.lookahead, draft)
+        if images:
+            images = images.read_by(draft, length)
         needs = Needs(window=self.window + self.lookahead - 1)
-        state = prefill(draft, prompt, needs=needs, images=images and images.read_by(draft, len(input_ids)))
+        state = prefill(draft, input_ids[None].to(draft.device), needs=needs, images=images)
         stop = stop_after(self.lookahead, end_ids(draft))
         decoded = decode(draft, state, stop, pad_token=0)
-        scores = self._scores(decoded.state, places, prompt.shape[1], decoded.ids.shape[1] - 1)
+
+        # Maximum and sum commute, so that all queries of a layer are reduced at once.
+        generated_queries = decoded.ids.shape[1] - 1
+        weights = self._query_weights(generated_queries).to(state.logits.device)
+        by_head = []
+        layers = decoded.state.layers
+        for index in scoring_layers:
+            recorded = recorded_queries(layers[index], self.window + generated_queries)
+            attention = observed_attention(
+                recorded.queries,
+                layers[index].attended().keys,
+                recorded.softmax,
+                length,
+                query_mask=weights[None],
+                ahead=recorded.ahead,
+                reduction=self.reduction,
+            )
+            by_head.append(attention[0])
+        scores = self._reduce_heads(torch.cat(by_head))
         return scores.to(input_ids.device), decoded.ids[0].to(input_ids.device)
 
-    def _look_with_head(
-        self, model: PreTrainedModel, draft: DraftHeadSource, input_ids: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """As `look`. The head's first key is for the first two tokens, which get the same score."""
+    def _head_scores(self, model: PreTrainedModel, draft: DraftHeadSource, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """As `draft_scores`. The head's first key is for the first two tokens, which get the same score."""
         if self.first_layer is not None:
             raise UserError(f"{type(self).__name__}: a draft head has one layer; leave out first_layer")
         state = prefill(model, input_ids[None], needs=Needs(features=draft.layers))
         answer, cache = head_answer(model, state, draft, self.lookahead, self.window)
-        generated = answer.ids[0] if answer.mask is None else answer.ids[0, answer.mask[0]]
-        read = len(generated) - 1
-        cache.keep_first(len(input_ids) - 1 + read)
+        generated = answer.ids[0]
+        if answer.mask is not None:
+            generated = generated[answer.mask[0]]
+
+        generated_queries = len(generated) - 1
+        cache.keep_first(len(input_ids) - 1 + generated_queries)
         assert cache.queries is not None
-        seen = observed_attention(
+        attention = observed_attention(
             cache.queries,
             cache.keys,
             Softmax(cache.queries.shape[3] ** -0.5),
             len(input_ids) - 1,
-            query_mask=self._weights(read).to(input_ids.device)[None],
+            query_mask=self._query_weights(generated_queries).to(input_ids.device)[None],
             reduction=self.reduction,
         )
-        scores = self._over_heads(seen[0])
+        scores = self._reduce_heads(attention[0])
         return torch.cat([scores[:1], scores]), generated
 
-    def _scores(self, state: State, places: list[int], length: int, generated: int) -> Tensor:
-        """[N] float32. Maximum and sum commute, so that all queries of a layer are reduced at once."""
-        rows = self.window + generated
-        weights, layers = self._weights(generated).to(state.logits.device), state.layers
-        by_layer = []
-        for layer in map(layers.__getitem__, places):
-            window, keys = recorded_queries(layer, rows), layer.attended().keys
-            options = {"query_mask": weights[None], "ahead": window.ahead, "reduction": self.reduction}
-            by_layer.append(observed_attention(window.queries, keys, window.softmax, length, **options)[0])
-        return self._over_heads(torch.cat(by_layer))
-
-    def _weights(self, generated: int) -> Tensor:
+    def _query_weights(self, generated: int) -> Tensor:
         """[window + generated] float32: the weight of each observing query's attention."""
         ramp = torch.linspace(0, 1, self.window, dtype=torch.float32)
         if self.window == 1:
             ramp = torch.ones(1, dtype=torch.float32)
         return functional.pad(ramp, (0, generated), value=1.0)
 
-    def _over_heads(self, by_head: Tensor) -> Tensor:
+    def _reduce_heads(self, by_head: Tensor) -> Tensor:
         """[heads of all layers, N] -> [N]."""
-        return by_head.amax(dim=0) if self.reduction == "max" else by_head.sum(dim=0)
+        if self.reduction == "max":
+            return by_head.amax(dim=0)
+        return by_head.sum(dim=0)
 
-    def _scoring(self, draft: PreTrainedModel) -> list[int]:
-        """Which of the draft's layers with full attention score, by their places among these."""
+    def _scoring_layers(self, draft: PreTrainedModel) -> list[int]:
+        """Which of the draft's layers with full attention score, by their indices among these."""
         layers = draft.config.get_text_config().num_hidden_layers
-        # 8 in the published configurations, whose drafts have 16 and 24 layers.
-        first = min(8, layers // 2) if self.first_layer is None else self.first_layer
+        first = self.first_layer
+        if first is None:
+            first = min(8, layers // 2)  # 8 in the published configurations, whose drafts have 16 and 24 layers
         if first >= layers:
             raise UserError(
                 f"{type(self).__name__}: first_layer {first} is out of range: the draft's layers are 0 to {layers - 1}"
             )
-        places = [place for place, layer in enumerate(full_attention_layers(draft.config)) if layer >= first]
-        if not places:
+        full_layers = full_attention_layers(draft.config)
+        scoring_layers = [index for index, layer in enumerate(full_layers) if layer >= first]
+        if not scoring_layers:
             raise UserError(
                 f"{type(self).__name__}: the draft has no layer with full attention from layer {first} on; lower "
                 "first_layer, or take another draft"
             )
-        return places
+        return scoring_layers
 
 
 def _require_room(name: str, length: int, lookahead: int, context: int) -> None:
@@ -243,30 +268,36 @@ class SpecKVPC(Method):
     allocate: Allocation = Uniform()
 
     def __post_init__(self) -> None:
-        self._evict(DraftIds(torch.empty(1, 0, dtype=torch.long)))
-        self._shorten(0)
+        # Both refuse options that are out of range.
+        self._eviction(DraftIds(torch.empty(1, 0, dtype=torch.long)))
+        self._compressor(0)
 
     @override
     def check(self, length: int, context: int) -> None:
-        self._shorten(0).check(length, context)
+        self._compressor(0).check(length, context)
         _require_room(type(self).__name__, length, self.lookahead, context)
 
     @override
     @torch.no_grad()
     def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
         prompts = unpadded(input_ids, mask)
-        short, drafted = [], []
+        shortened = []
+        drafts = []
         for prompt in prompts:
             self.check(len(prompt), context_of(model))
-            shorten = self._shorten(self.budget_for(len(prompt)))
-            scores, generated = shorten.look(model, prompt)
-            short.append(prompt[shorten.select_by(scores)])
-            drafted.append(generated)
-        evict = self._evict(_pad_right(drafted), tuple(len(prompt) for prompt in prompts))
-        state = prefill(model, *pad_left(short), needs=evict.needs(), **options)
-        return evict.compress_state(model, state)
+            compressor = self._compressor(self.budget_for(len(prompt)))
+            scores, draft = compressor.draft_scores(model, prompt)
+            shortened.append(prompt[compressor.best_tokens(scores)])
+            drafts.append(draft)
 
-    def _shorten(self, entries: int) -> SpecPC:
+        lengths = tuple(len(prompt) for prompt in prompts)
+        eviction = self._eviction(_pad_right(drafts), lengths)
+        short_ids, short_mask = pad_left(shortened)
+        state = prefill(model, short_ids, short_mask, needs=eviction.needs(), **options)
+        return eviction.compress_state(model, state)
+
+    def _compressor(self, entries: int) -> SpecPC:
+        """The method that shortens a prompt, of which this many entries are kept in the end."""
         return SpecPC(
             max(self.prompt_budget, entries),
             self.prompt_window,
@@ -276,7 +307,8 @@ class SpecKVPC(Method):
             first_layer=self.first_layer,
         )
 
-    def _evict(self, draft: DraftIds, lengths: tuple[int, ...] = ()) -> SpecKV:
+    def _eviction(self, draft: DraftIds, lengths: tuple[int, ...] = ()) -> SpecKV:
+        """The method that evicts from the shortened prompts, with their drafts; `lengths` are the prompts' own."""
         observer = DraftObserver(FixedDraft(draft), self.window)
         return _OfWholePrompt(self.budget, observer, allocate=self.allocate, window=self.window, lengths=lengths)
 
@@ -292,6 +324,8 @@ class _OfWholePrompt(SpecKV):
         return [self.budget_for(length) for length in self.lengths]
 
 
-def _pad_right(drafted: list[Tensor]) -> DraftIds:
-    mask = pad_sequence([torch.ones_like(each, dtype=torch.bool) for each in drafted], batch_first=True)
-    return DraftIds(pad_sequence(drafted, batch_first=True), None if bool(mask.all()) else mask)
+def _pad_right(drafts: list[Tensor]) -> DraftIds:
+    """A batch of drafts [T] int64, padded on the right."""
+    ids = pad_sequence(drafts, batch_first=True)
+    mask = pad_sequence([torch.ones_like(draft, dtype=torch.bool) for draft in drafts], batch_first=True)
+    return DraftIds(ids, None if bool(mask.all()) else mask)

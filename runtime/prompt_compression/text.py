@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
-from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
@@ -46,17 +45,19 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]
     The text of tokens that are parts (bytes) of one character is that of the last of them.
     """
     texts: list[str] = []
-    before: list[int] = []
-    group: list[int] = []
+    previous: list[int] = []
+    current: list[int] = []  # the tokens of one character, or a single token
     for token in ids:
-        group.append(token)
+        current.append(token)
         # Decoded after the token before it: some tokenizers drop the space before a text's first word.
-        prefix, text = _decode(tokenizer, before), _decode(tokenizer, before + group)
-        if text.endswith("\ufffd") and len(group) < _LONGEST_CHARACTER:
+        prefix = _decode(tokenizer, previous)
+        text = _decode(tokenizer, previous + current)
+        if text.endswith("\ufffd") and len(current) < _LONGEST_CHARACTER:
             texts.append("")
             continue
         texts.append(text[len(prefix) :])
-        before, group = group, []
+        previous = current
+        current = []
     return texts
 
 
@@ -80,7 +81,8 @@ def _optional_package(name: str, extra: str) -> ModuleType:
 _KINDS = ("xlm-roberta-large", "bert-base-multilingual-cased")
 _STEP = 0.01  # the package keeps whole percents
 _SLACK = 32  # characters between two words, beyond words that were not found
-_BETWEEN_WORDS, _BEFORE_LABEL = "\t\t|\t\t", " "
+_BETWEEN_WORDS = "\t\t|\t\t"
+_BEFORE_LABEL = " "
 LabelledWords = list[tuple[str, bool]]
 """The words of a text in their order, and whether each is kept."""
 
@@ -101,11 +103,15 @@ class Package:
 
     def __call__(self, text: str, rate: float) -> LabelledWords:
         """The words of a text, a share `rate` of which is kept; a `UserError` without the package or its models."""
-        labelled = _compressor(self.model).compress_prompt_llmlingua2(
+        compressed = _compressor(self.model).compress_prompt_llmlingua2(
             [text], rate=rate, return_word_label=True, word_sep=_BETWEEN_WORDS, label_sep=_BEFORE_LABEL
-        )["fn_labeled_original_prompt"]
-        pairs = (each.rpartition(_BEFORE_LABEL) for each in labelled.split(_BETWEEN_WORDS) if each)
-        return [(word, label == "1") for word, _, label in pairs]
+        )
+        words = []
+        for labelled_word in compressed["fn_labeled_original_prompt"].split(_BETWEEN_WORDS):
+            if labelled_word:
+                word, _, label = labelled_word.rpartition(_BEFORE_LABEL)
+                words.append((word, label == "1"))
+        return words
 
 
 @registry.method("llmlingua2")
@@ -125,16 +131,19 @@ class LLMLingua2(ShortenText):
 
     @override
     def select(self, model: PreTrainedModel, input_ids: Tensor, images: Images | None = None) -> Tensor:
-        texts = token_texts(self.tokenizer, input_ids[: len(input_ids) - self.window].tolist())
-        room = self.budget_for(len(input_ids)) - self.window
-        rate = room / len(texts)
-        kept: list[int] = []
+        length = len(input_ids)
+        texts = token_texts(self.tokenizer, input_ids[: length - self.window].tolist())
+        text = "".join(texts)
+        budget = self.budget_for(length) - self.window
+        positions: list[int] = []
+        rate = budget / len(texts)
         while rate > 0:
-            kept = kept_tokens(texts, self.label("".join(texts), rate))
-            if len(kept) <= room:
+            kept = kept_tokens(texts, self.label(text, rate))
+            if len(kept) <= budget:
+                positions = kept
                 break
-            rate, kept = rate * room / len(kept) - _STEP, []
-        return self.with_window(torch.tensor(kept, dtype=torch.long, device=input_ids.device), len(input_ids))
+            rate = rate * budget / len(kept) - _STEP
+        return self.with_window(torch.tensor(positions, dtype=torch.long, device=input_ids.device), length)
 
 
 def kept_tokens(texts: list[str], words: LabelledWords) -> list[int]:
@@ -144,8 +153,9 @@ def kept_tokens(texts: list[str], words: LabelledWords) -> list[int]:
     characters) is skipped.
     """
     text = "".join(texts)
-    marked = np.zeros(len(text) + 1, dtype=np.int64)
-    cursor, slack = 0, _SLACK
+    is_kept_character = [False] * len(text)
+    cursor = 0
+    slack = _SLACK
     for word, is_kept in words:
         while cursor < len(text) and text[cursor].isspace():
             cursor += 1
@@ -153,16 +163,19 @@ def kept_tokens(texts: list[str], words: LabelledWords) -> list[int]:
         if start < 0 or not word:
             slack += len(word) + 1
             continue
-        cursor, slack = start + len(word), _SLACK
-        marked[start:cursor] = is_kept
-    before = [0, *marked.cumsum().tolist()]
-    ends = [0, *accumulate(len(each) for each in texts)]
+        cursor = start + len(word)
+        slack = _SLACK
+        is_kept_character[start:cursor] = [is_kept] * len(word)
+
     kept: list[int] = []
+    end = len(text)
     for token in reversed(range(len(texts))):
+        start = end - len(texts[token])
         # A token without text is the beginning of the next one's character.
-        starts_kept = not texts[token] and kept[-1:] == [token + 1]
-        if starts_kept or before[ends[token + 1]] > before[ends[token]]:
+        begins_kept = not texts[token] and kept[-1:] == [token + 1]
+        if begins_kept or any(is_kept_character[start:end]):
             kept.append(token)
+        end = start
     return kept[::-1]
 
 
@@ -190,13 +203,14 @@ def _not_loaded(name: str, model: str, error: OSError) -> UserError:
 @contextmanager
 def _same_random_numbers() -> Iterator[None]:
     """Restore the state of every random generator afterwards: the package seeds them all."""
-    python, numpy = random.getstate(), np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     try:
         with torch.random.fork_rng():
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 _SENTENCE = re.compile(r".+?(?:[.!?]+[\"')\]]*(?=\s|\Z)|\n|\Z)", re.DOTALL)
@@ -240,18 +254,22 @@ class SentenceSimilarity(ShortenText):
     @override
     def select(self, model: PreTrainedModel, input_ids: Tensor, images: Images | None = None) -> Tensor:
         texts = token_texts(self.tokenizer, input_ids.tolist())
-        before = len(texts) - self.window
-        sentences, owners = split_sentences(texts[:before])
-        worth = [place for place, sentence in enumerate(sentences) if sentence.strip()]
+        before_window = len(texts) - self.window
+        sentences, owners = split_sentences(texts[:before_window])
+        question = "".join(texts[before_window:])
+        with_text = [index for index, sentence in enumerate(sentences) if sentence.strip()]
         scores = torch.full((len(sentences),), -torch.inf, dtype=torch.float32)
-        if worth:
-            found = self.similarity([sentences[place] for place in worth], "".join(texts[before:]))
-            scores[worth] = found.to(scores.dtype)
-        place = torch.empty(len(sentences), dtype=torch.long)
-        place[scores.argsort(descending=True, stable=True)] = torch.arange(len(sentences))
-        by_rank = place[torch.tensor(owners, dtype=torch.long)].argsort(stable=True)
-        kept = by_rank[: self.budget_for(len(texts)) - self.window].sort().values
-        return self.with_window(kept.to(input_ids.device), len(texts))
+        if with_text:
+            similarity = self.similarity([sentences[index] for index in with_text], question)
+            scores[with_text] = similarity.to(scores.dtype)
+
+        # Tokens by the rank of their sentence, in their order within one.
+        ranks = torch.empty(len(sentences), dtype=torch.long)
+        ranks[scores.argsort(descending=True, stable=True)] = torch.arange(len(sentences))
+        token_ranks = ranks[torch.tensor(owners, dtype=torch.long)]
+        best_tokens = token_ranks.argsort(stable=True)[: self.budget_for(len(texts)) - self.window]
+        kept_positions = best_tokens.sort().values
+        return self.with_window(kept_positions.to(input_ids.device), len(texts))
 
 
 def split_sentences(texts: list[str]) -> tuple[list[str], list[int]]:
@@ -261,12 +279,16 @@ def split_sentences(texts: list[str]) -> tuple[list[str], list[int]]:
     white space.
     """
     sentences = _SENTENCE.findall("".join(texts)) or [""]
-    ends = [*accumulate(len(sentence) for sentence in sentences)]
-    owners, current = [], 0
-    for start in accumulate((len(each) for each in texts[:-1]), initial=0):
-        while start >= ends[current] and current + 1 < len(ends):
+    owners = []
+    current = 0
+    sentence_end = len(sentences[0])
+    start = 0
+    for text in texts:
+        while start >= sentence_end and current + 1 < len(sentences):
             current += 1
+            sentence_end += len(sentences[current])
         owners.append(current)
+        start += len(text)
     return sentences, owners
 
 
@@ -290,6 +312,9 @@ class Truncation(ShortenPrompt):
 
     @override
     def select(self, model: PreTrainedModel, input_ids: Tensor, images: Images | None = None) -> Tensor:
-        length, kept = len(input_ids), self.budget_for(len(input_ids))
+        length = len(input_ids)
+        budget = self.budget_for(length)
+        first = budget // 2
+        last = budget - first
         positions = torch.arange(length, device=input_ids.device)
-        return torch.cat([positions[: kept // 2], positions[length - (kept - kept // 2) :]])
+        return torch.cat([positions[:first], positions[length - last :]])

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from keepsight.runtime import ragged_kernel
 from keepsight.runtime.attention import Softmax
-from keepsight.runtime.drafting.speckv import by_blocks, by_flex
+from keepsight.runtime.drafting.speckv import attend_by_blocks, attend_by_flex
 from keepsight.runtime.importance import observed_attention, top_indices, top_mask
 from keepsight.runtime.layer import RaggedLayer
 from keepsight.runtime.offload import FetchedEntries
@@ -84,11 +84,11 @@ def test_the_sparse_prefill_by_flex_is_that_by_blocks(dtype: torch.dtype, length
     generator = torch.Generator().manual_seed(3)
     places = torch.stack([torch.randperm(length, generator=generator)[:count] for _ in range(2 * KV_HEADS)])
     columns = places.sort(dim=-1).values.view(2, KV_HEADS, count)
-    expected = by_blocks(query.double(), key.double(), value.double(), columns, band, Softmax(0.125))
+    expected = attend_by_blocks(query.double(), key.double(), value.double(), columns, band, Softmax(0.125))
     one, other, third, places = there([query, key, value, columns])
     flex: Any = torch.compile(flex_attention) if ON_CUDA else flex_attention
-    by_one_call = by_flex(one, other, third, places, band, 0.125, flex)
-    for found in (by_one_call, by_blocks(one, other, third, places, band, Softmax(0.125))):
+    by_one_call = attend_by_flex(one, other, third, places, band, 0.125, flex)
+    for found in (by_one_call, attend_by_blocks(one, other, third, places, band, Softmax(0.125))):
         assert_close(found.cpu().double(), expected, dtype)
 
 

@@ -129,7 +129,7 @@ def test_a_draft_model_of_a_short_context_is_refused():
     model, draft = tiny_model(), tiny_draft(max_position_embeddings=64)
     for run in (
         ModelDrafter(draft, 5).write,
-        lambda _, ids: small_specpc(draft=draft, lookahead=5).look(model, ids[0]),
+        lambda _, ids: small_specpc(draft=draft, lookahead=5).draft_scores(model, ids[0]),
     ):
         run(model, prompt_ids(59)[0])
         with pytest.raises(UserError, match="of 60 tokens and a draft of 5 do not fit the draft model's context of 64"):

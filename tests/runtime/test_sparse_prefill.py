@@ -39,11 +39,11 @@ def random_attention(length, count, seed=0, batch=1, dtype=torch.float32):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("compute", [attention.by_blocks, attention.by_flex], ids=["blocks", "flex"])
+@pytest.mark.parametrize("compute", [attention.attend_by_blocks, attention.attend_by_flex], ids=["blocks", "flex"])
 @pytest.mark.parametrize(("length", "count", "band"), [(320, 5, 128), (50, 8, 64), (449, 100, 64)])
 def test_attention_equals_dense_attention_under_the_mask(compute, length, count, band):
     query, key, value, columns = random_attention(length, count, batch=2)
-    output = compute(query, key, value, columns, band, Softmax(0.25) if compute is attention.by_blocks else 0.25)
+    output = compute(query, key, value, columns, band, Softmax(0.25) if compute is attention.attend_by_blocks else 0.25)
     assert output.shape == (2, length, 4, 16)
     assert output.is_contiguous()
     for row in range(2):

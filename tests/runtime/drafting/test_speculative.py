@@ -271,7 +271,7 @@ def slow_scores(model, ids, window, drafted, reduction):
 def test_specpc_scores_are_the_heads_attention(reduction, lookahead):
     model, ids = four_layers(eos_token_id=None), prompt_ids(50)[0]
     method = SpecPC(20, 4, draft=HEAD, lookahead=lookahead, reduction=reduction, kernel=4)
-    scores, generated = method.look(model, ids[0])
+    scores, generated = method.draft_scores(model, ids[0])
     state = prefill(model, ids, needs=Needs(features=LAYERS))
     assert generated.tolist() == ModelDrafter(HEAD, lookahead)(model, state).ids[0].tolist()
     expected = slow_scores(model, ids, 4, generated.tolist(), reduction)
@@ -279,7 +279,7 @@ def test_specpc_scores_are_the_heads_attention(reduction, lookahead):
     if lookahead == 5:  # an end token cuts the draft, and with it what observes
         model.generation_config.eos_token_id = int(generated[2])
         cut = generated[: generated.tolist().index(int(generated[2])) + 1]
-        scores, generated = method.look(model, ids[0])
+        scores, generated = method.draft_scores(model, ids[0])
         assert torch.equal(generated, cut)
         expected = slow_scores(model, ids, 4, cut.tolist(), reduction)
         assert_close(scores, expected)
@@ -291,6 +291,6 @@ def test_what_a_head_cannot_do():
     with pytest.raises(UserError, match="choose a draft model"):
         ModelDrafter(HEAD).write(tiny_model(), prompt_ids(20)[0])
     with pytest.raises(UserError, match="SpecPC: a draft head has one layer; leave out first_layer"):
-        SpecPC(20, 4, draft=HEAD, first_layer=0).look(tiny_model(), prompt_ids(50)[0][0])
+        SpecPC(20, 4, draft=HEAD, first_layer=0).draft_scores(tiny_model(), prompt_ids(50)[0][0])
     with pytest.raises(UserError, match="were not recorded: prefill with needs=Needs"):
         ModelDrafter(HEAD)(tiny_model(), prefill(tiny_model(), prompt_ids(20)[0]))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from keepsight.runtime.prompt_compression.r2c import R2C, ReadChunk
+from keepsight.runtime.prompt_compression.r2c import R2C, ChunkAttention
 from keepsight.runtime.prompt_compression.specpc import SpecKVPC, SpecPC
 from keepsight.runtime.prompt_compression.text import LLMLingua2, SentenceSimilarity, ShortenText
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -62,7 +62,7 @@ def shared_with_question(question, chunks):
     read = []
     for place, chunk in enumerate(chunks):
         found = [(each.start(), 0.1 + (each[0] in question) + 0.01 * place) for each in re.finditer(r"\w+", chunk)]
-        read.append(ReadChunk(sum(weight for _, weight in found) / max(len(found), 1), found))
+        read.append(ChunkAttention(sum(weight for _, weight in found) / max(len(found), 1), found))
     return read
 
 

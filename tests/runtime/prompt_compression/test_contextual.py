@@ -13,7 +13,7 @@ from transformers import AutoModel, BertConfig, BertModel
 from keepsight.errors import UserError
 from keepsight.runtime.methods import make_method
 from keepsight.runtime.methods.make import Resources
-from keepsight.runtime.prompt_compression.contextual import Contextual, packs
+from keepsight.runtime.prompt_compression.contextual import Contextual, pack_sentences
 from keepsight.runtime.prompt_compression.text import SentenceSimilarity
 from tests.close import assert_close
 from tests.runtime.prompt_compression.prompts import PROSE, text_ids, wide_model
@@ -138,7 +138,7 @@ def test_an_encoder_with_a_short_context_reads_shorter_chunks(tmp_path: Path) ->
     ],
 )
 def test_chunks_are_few_and_about_equal(lengths: list[int], longest: int, expected: list[list[int]]) -> None:
-    found = packs([[7] * length for length in lengths], longest)
+    found = pack_sentences([[7] * length for length in lengths], longest)
     assert [[len(each) for each in chunk] for chunk in found] == expected
 
 

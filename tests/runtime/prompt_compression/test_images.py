@@ -61,7 +61,7 @@ def test_the_target_reads_what_a_draft_that_sees_the_images_attends_to() -> None
 def test_a_draft_whose_image_tokens_see_one_another_scores_by_its_own_attention() -> None:
     draft, inputs, window = family_model(GEMMA), prompt(GEMMA, seed=24), 14  # with the image
     method = small(draft=Fixed(draft), window=window, reduction="sum")
-    scores, _ = method.look(draft, inputs["input_ids"][0], Images.among(inputs))
+    scores, _ = method.draft_scores(draft, inputs["input_ids"][0], Images.among(inputs))
     weights = slow_pass(draft, **inputs)[0][1][0, :, -window:]
     assert_close(scores, (weights * torch.linspace(0, 1, window)[:, None]).sum(dim=(0, 1)))
 
@@ -81,11 +81,11 @@ def test_a_turn_goes_on_at_the_new_positions() -> None:
 def test_a_draft_scores_in_its_layers_with_full_attention() -> None:
     """In Gemma the second and the last of four, so that the third on means the last alone."""
     ids, draft = prompt_ids(LENGTH)[0], family_model("Gemma 3 (text)")
-    scores, _ = small(draft=Fixed(draft), first_layer=2).look(family_model("Qwen3"), ids[0])
+    scores, _ = small(draft=Fixed(draft), first_layer=2).draft_scores(family_model("Qwen3"), ids[0])
     weights = slow_pass(draft, input_ids=ids)[0][1][0, :, -WINDOW:]
     assert_close(scores, (weights * torch.linspace(0, 1, WINDOW)[:, None]).amax(dim=(0, 1)))
     with pytest.raises(UserError, match="no layer with full attention from layer 2 on; lower first_layer"):
-        small(draft=Fixed(family_model("Mistral with a window"))).look(family_model("Qwen3"), ids[0])
+        small(draft=Fixed(family_model("Mistral with a window"))).draft_scores(family_model("Qwen3"), ids[0])
 
 
 def test_what_cannot_be_shortened_is_refused_in_one_line() -> None:

@@ -9,7 +9,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from keepsight.errors import UserError
 from keepsight.runtime.prompt_compression import r2c
-from keepsight.runtime.prompt_compression.r2c import R2C, Fusion, ReadChunk, chunks_of
+from keepsight.runtime.prompt_compression.r2c import R2C, ChunkAttention, Fusion, split_chunks
 from keepsight.runtime.prompt_compression.text import split_sentences, token_texts
 from tests.close import assert_close
 from tests.runtime.prompt_compression.prompts import shared_with_question, text_ids, wide_model
@@ -71,7 +71,7 @@ def test_chunks_then_sentences_stay(budget, share):
     ids, tokenizer = text_ids(TEXT), tiny_tokenizer()
     method = R2C(budget, WINDOW, tokenizer=tokenizer, relevance=shared_with_question, chunk=40, sentences=share)
     texts = token_texts(tokenizer, ids.tolist())
-    chunks = chunks_of(texts[:-WINDOW], 40)
+    chunks = split_chunks(texts[:-WINDOW], 40)
     kept = method.select(wide_model(), ids).tolist()
     assert kept == slow_selection(texts, chunks, budget, share)
     assert len(kept) <= budget < len(texts) and kept == sorted({*kept})
@@ -79,9 +79,9 @@ def test_chunks_then_sentences_stay(budget, share):
 
 def test_chunks_are_whole_lines_or_equal_parts():
     texts = ["a", "b\n", "c\n", *"defghij", "\n", "k"]
-    assert chunks_of(texts, 3) == [(0, 3), (3, 5), (5, 8), (8, 11), (11, 12)]
-    assert chunks_of(texts, 100) == [(0, 12)]
-    assert chunks_of([], 3) == []
+    assert split_chunks(texts, 3) == [(0, 3), (3, 5), (5, 8), (8, 11), (11, 12)]
+    assert split_chunks(texts, 100) == [(0, 12)]
+    assert split_chunks([], 3) == []
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def slow_read(folder: Path, question: str, chunks: list[str]) -> list[ReadChunk]:
+def slow_read(folder: Path, question: str, chunks: list[str]) -> list[ChunkAttention]:
     """Each chunk encoded alone; the first decoder token's cross-attention by hand."""
     reader, tokenizer = T5ForConditionalGeneration.from_pretrained(folder).eval(), tiny_tokenizer()
     prefix = f"question: {question} title:  context: "
@@ -120,7 +120,7 @@ def slow_read(folder: Path, question: str, chunks: list[str]) -> list[ReadChunk]
         row = sum(found)[start : (start := start + len(each["input_ids"]))].tolist()  # type: ignore[index]
         placed = [(a - len(prefix), b - len(prefix), w) for (a, b), w in zip(each["offset_mapping"], row, strict=True)]
         tokens = [(max(first, 0), weight) for first, end, weight in placed if end > 0]
-        read.append(ReadChunk(sum(row[:-1]) / (len(row) - 1), tokens))
+        read.append(ChunkAttention(sum(row[:-1]) / (len(row) - 1), tokens))
     return read
 
 

@@ -83,14 +83,14 @@ def test_specpc_scores_equal_dense_attention(family, reduction, lookahead):
     method = small_specpc(draft=draft, lookahead=lookahead, reduction=reduction, first_layer=1)
     ids = prompt_ids(50)[0][0]
     model = tiny_model(family)
-    scores, generated = method.look(model, ids)
+    scores, generated = method.draft_scores(model, ids)
     expected = draft.model.generate(ids[None], max_new_tokens=lookahead, do_sample=False)[0, 50:]
     assert torch.equal(generated, expected)
     slow = slow_scores(draft.model, ids, 4, expected[:-1], 1, reduction)
     assert_close(scores, slow)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        again, _ = method.look(model, ids)
+        again, _ = method.draft_scores(model, ids)
     finally:
         torch.set_default_dtype(torch.float32)
     assert_close(again, scores)
@@ -100,14 +100,14 @@ def test_specpc_scores_equal_dense_attention(family, reduction, lookahead):
 @pytest.mark.parametrize(("layers", "first"), [(1, 0), (24, 8)])
 def test_first_layer_is_8_or_half_of_a_small_draft(layers, first):
     draft, ids = tiny_draft(num_hidden_layers=layers), prompt_ids(12)[0][0]
-    scores, _ = small_specpc(draft=draft).look(tiny_model(), ids)
-    explicit, _ = small_specpc(draft=draft, first_layer=first).look(tiny_model(), ids)
+    scores, _ = small_specpc(draft=draft).draft_scores(tiny_model(), ids)
+    explicit, _ = small_specpc(draft=draft, first_layer=first).draft_scores(tiny_model(), ids)
     assert_close(scores, explicit)
 
 
 def test_a_draft_without_the_first_layer_is_refused():
     with pytest.raises(UserError, match="first_layer 3 is out of range: the draft's layers are 0 to 2"):
-        small_specpc(first_layer=3).look(tiny_model(), prompt_ids(30)[0][0])
+        small_specpc(first_layer=3).draft_scores(tiny_model(), prompt_ids(30)[0][0])
 
 
 @pytest.mark.parametrize(("prompt_budget", "kept"), [(40, 40), (10, 16)])
