@@ -273,7 +273,7 @@ class _Answer:
         """Append the model's token, from its logits [1, V]."""
         scores = logits
         if self.processor:
-            scores = self.processor(self.ids, logits)  # type: ignore[arg-type, assignment]
+            scores = self.processor(self.ids, logits)  # type: ignore[arg-type]
         token = scores.argmax(dim=-1)
         self.ids = torch.cat([self.ids, token[:, None]], dim=1)
         if self.streamer is not None:

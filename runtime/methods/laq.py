@@ -87,15 +87,14 @@ class QueryCache(Observer):
             if window_mask is None:
                 window_mask = is_real.new_ones(len(is_real), windows[0].queries.shape[2])
             is_real = torch.cat([window_mask, is_real], dim=1)
-            queries = [
-                torch.cat([window.queries, drafted], dim=2) for window, drafted in zip(windows, queries, strict=True)
-            ]
+            pairs = zip(windows, queries, strict=True)
+            queries = [torch.cat([window.queries, drafted], dim=2) for window, drafted in pairs]
         order = is_real.long().argsort(dim=1, stable=True)
         order_on = on_each(order[:, None, :, None])
-        ordered = [
-            layer_queries.gather(2, order_on(layer_queries.device).expand_as(layer_queries))
-            for layer_queries in queries
-        ]
+        ordered = []
+        for layer_queries in queries:
+            layer_order = order_on(layer_queries.device).expand_as(layer_queries)
+            ordered.append(layer_queries.gather(2, layer_order))
         return ordered, is_real.gather(1, order)
 
     @override
