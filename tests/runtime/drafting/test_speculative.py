@@ -239,7 +239,7 @@ def test_speckv_keeps_what_the_heads_draft_observes():
     draft = ModelDrafter(HEAD, 5)(model, prefill(model, ids, needs=method.needs()))
     given = SpecKV(20, DraftObserver(FixedDraft(draft), window=None), window=8)
     for ours, theirs in zip(method.start(model, ids).entries(), given.start(model, ids).entries(), strict=True):
-        assert torch.equal(ours.keys, theirs.keys)
+        assert_close(ours.keys, theirs.keys)  # the known draft is read in one pass with the prompt
     other = SpecKV(20, DraftObserver(FixedDraft(DraftIds(draft.ids.flip(1))), window=None), window=8).start(model, ids)
     assert not torch.equal(method.start(model, ids).entries()[0].keys, other.entries()[0].keys)
     made = make_method("speckv", 20, Resources(draft=HEAD), window=8, observer={"drafter": {"lookahead": 5}})
