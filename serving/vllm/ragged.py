@@ -8,6 +8,7 @@ for each request and KV head, with a block table and a length of its own. Reques
 Experimental: it has run on vLLM's CPU backend alone. It is used where `KEEPSIGHT_RAGGED=1` is in the environment.
 """
 
+import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +23,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 from keepsight.errors import UserError
 from keepsight.serving.prefix import Header
 
-SWITCH, RECORDS = "KEEPSIGHT_RAGGED", "KEEPSIGHT_EVICT"
+SWITCH = "KEEPSIGHT_RAGGED"
+RECORDS = "KEEPSIGHT_EVICT"
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Layout:
         heads: KV heads.
         size: Entries of a block.
         pages: [layers * blocks * heads, 1, size, 2 * width], the buffer as pages of one head each.
-        places: Number of each layer by its name.
+        layer_indices: Index of each layer by its name.
     """
 
     layers: int
@@ -43,12 +45,15 @@ class Layout:
     heads: int
     size: int
     pages: Tensor
-    places: dict[str, int]
+    layer_indices: dict[str, int]
 
     def page_ids(self, numbers: Tensor, block_ids: Tensor) -> Tensor:
         """Pages of the buffer for the page numbers of a request whose blocks are `block_ids`, all int64."""
-        block, rest = numbers // (self.layers * self.heads), numbers % (self.layers * self.heads)
-        return (rest // self.heads * self.blocks + block_ids[block]) * self.heads + rest % self.heads
+        pages_per_block = self.layers * self.heads
+        block = block_ids[numbers // pages_per_block]
+        layer = numbers % pages_per_block // self.heads
+        head = numbers % self.heads
+        return (layer * self.blocks + block) * self.heads + head
 
 
 class Pages:
@@ -88,19 +93,33 @@ def shared_by(modules: Mapping[str, Any], kv_caches: dict[str, Tensor]) -> Share
     Raises:
         UserError: the layers' caches are not adjacent parts of one buffer.
     """
-    impls = [impl for name in kv_caches if isinstance(impl := modules[name].impl, RaggedImpl)]
+    impls = [modules[name].impl for name in kv_caches]
+    impls = [impl for impl in impls if isinstance(impl, RaggedImpl)]
     if not impls:
         return None
-    names, (first, *_) = [*kv_caches], kv_caches.values()
-    blocks, heads, size, width = first.shape
-    step = first.stride(0) * first.element_size() * blocks
-    addresses = [cache.data_ptr() - first.data_ptr() for cache in kv_caches.values()]
-    if first.stride(0) != heads * size * width or addresses != [place * step for place in range(len(names))]:
+
+    caches = [*kv_caches.values()]
+    first_cache = caches[0]
+    blocks, heads, size, width = first_cache.shape
+    cache_bytes = first_cache.stride(0) * first_cache.element_size() * blocks
+    offsets = [cache.data_ptr() - first_cache.data_ptr() for cache in caches]
+    adjacent = [index * cache_bytes for index in range(len(caches))]
+    if first_cache.stride(0) != heads * size * width or offsets != adjacent:
         raise UserError(f"keepsight: the caches of the layers do not lie in one buffer; start without {SWITCH}=1")
-    shape = len(names) * blocks * heads, 1, size, width
-    pages = torch.as_strided(first, shape, (size * width, size * width, width, 1))
-    places = {name: place for place, name in enumerate(names)}
-    shared = Shared(Layout(len(names), blocks, heads, size, pages, places))
+
+    layout = Layout(
+        layers=len(caches),
+        blocks=blocks,
+        heads=heads,
+        size=size,
+        pages=torch.as_strided(
+            first_cache,
+            (len(caches) * blocks * heads, 1, size, width),
+            (size * width, size * width, width, 1),
+        ),
+        layer_indices={name: index for index, name in enumerate(kv_caches)},
+    )
+    shared = Shared(layout)
     for impl in impls:
         impl.shared = shared
     return shared
@@ -127,11 +146,12 @@ def load(
         )
     total = int(tensors["pages"].sum())
     numbers = torch.arange(min(first // layout.size * layout.layers * layout.heads, total), total)
-    where = layout.page_ids(numbers, torch.tensor(blocks))
-    slots = (where[:, None] * layout.size + torch.arange(layout.size)).flatten()
-    part = slice((total - len(numbers)) * layout.size, None)
-    key, value = (tensors[name][part][:, None].to(dtype).contiguous() for name in ("keys", "values"))
-    module.impl.do_kv_cache_update(module, key, value, layout.pages, slots)
+    page_ids = layout.page_ids(numbers, torch.tensor(blocks))
+    slots = (page_ids[:, None] * layout.size + torch.arange(layout.size)).flatten()
+    start = (total - len(numbers)) * layout.size
+    keys = tensors["keys"][start:, None].to(dtype).contiguous()
+    values = tensors["values"][start:, None].to(dtype).contiguous()
+    module.impl.do_kv_cache_update(module, keys, values, layout.pages, slots)
 
 
 @dataclass(frozen=True)
@@ -170,55 +190,61 @@ class RaggedImpl(CPUAttentionBackendImpl):
         """See vLLM's `AttentionImpl`; queries [tokens, H, d]."""
         firsts = [] if attn_metadata is None else attn_metadata.block_table[:, 0].tolist()
         if self.shared is None or not any(first in self.shared.prefixes for first in firsts):
-            arguments = query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-            return super().forward(layer, *arguments)
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+
         layout = self.shared.layout
-        folded, place = self._folded(attn_metadata, layer, self.shared), layout.places[layer.layer_name]
-        rows = attn_metadata.num_actual_tokens * self.num_kv_heads
-        queries = query[: attn_metadata.num_actual_tokens].reshape(rows, -1, self.head_size)[folded.order].contiguous()
-        answers = torch.empty_like(queries)
+        folded = self._folded(attn_metadata, layer, self.shared)
+        layer_index = layout.layer_indices[layer.layer_name]
+        tokens = attn_metadata.num_actual_tokens
+        rows = tokens * self.num_kv_heads
+        queries = query[:tokens].reshape(rows, -1, self.head_size)[folded.order].contiguous()
+        folded_output = torch.empty_like(queries)
         keys, values = layout.pages.view(len(layout.pages), 1, layout.size * 2, -1).chunk(2, dim=2)
         ops.cpu_attention_with_kv_cache(
             query=queries,
             key_cache=keys,
             value_cache=values,
-            output=answers,
+            output=folded_output,
             query_start_loc=folded.starts,
-            seq_lens=folded.lengths[place],
+            seq_lens=folded.lengths[layer_index],
             scale=self.scale,
             causal=attn_metadata.causal,
             alibi_slopes=None,
             sliding_window=self.sliding_window,
-            block_table=folded.tables[place],
+            block_table=folded.tables[layer_index],
             softcap=self.logits_soft_cap,
-            scheduler_metadata=folded.plans[place],
+            scheduler_metadata=folded.plans[layer_index],
             s_aux=None,
             dynamic_causal=None,
             k_scale=layer._k_scale_float,
             v_scale=layer._v_scale_float,
             kv_cache_dtype=self.kv_cache_dtype,
         )
-        output[: attn_metadata.num_actual_tokens].view(rows, -1, self.head_size)[folded.order] = answers
+        output[:tokens].view(rows, -1, self.head_size)[folded.order] = folded_output
         return output
 
     def _folded(self, metadata: Any, layer: Any, shared: Shared) -> Folded:
         """The step's sequences; made in its first layer."""
+        folded: Folded | None = getattr(metadata, "keepsight", None)
+        if folded is not None:
+            return folded
+
         layout = shared.layout
-        if (made := getattr(metadata, "keepsight", None)) is not None:
-            return made
-        starts, table, lengths = metadata.query_start_loc.long(), metadata.block_table.long(), metadata.seq_lens.long()
-        order, counts = _order(starts, layout.heads)
-        tables, of_heads = _tables(table, lengths, shared)
-        folded_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
-        plans = [
-            ops.cpu_attn_get_scheduler_metadata(
-                num_reqs=len(counts),
+        order, query_counts = _order(metadata.query_start_loc.long(), layout.heads)
+        tables, lengths = _tables(metadata.block_table.long(), metadata.seq_lens.long(), shared)
+        starts = torch.cat([query_counts.new_zeros(1), query_counts.cumsum(0)]).int()
+        plans = []
+        for layer_lengths in lengths:
+            plan = ops.cpu_attn_get_scheduler_metadata(
+                num_reqs=len(query_counts),
                 num_heads=self.num_queries_per_kv,
                 num_kv_heads=1,
                 head_dim=self.head_size,
-                seq_lens=of_layer,
+                seq_lens=layer_lengths,
                 dtype=layout.pages.dtype,
-                query_start_loc=folded_starts,
+                query_start_loc=starts,
                 causal=metadata.causal,
                 sliding_window_size=-1,
                 isa=layer.isa,
@@ -226,40 +252,52 @@ class RaggedImpl(CPUAttentionBackendImpl):
                 dynamic_causal=None,
                 kv_cache_dtype=self.kv_cache_dtype,
             )
-            for of_layer in of_heads
-        ]
-        metadata.keepsight = Folded(order, folded_starts, of_heads, tables, plans)
+            plans.append(plan)
+        metadata.keepsight = Folded(order, starts, lengths, tables, plans)
         return metadata.keepsight
 
 
 def _order(starts: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """`Folded.order`, and the number of queries of each sequence."""
-    spans = [torch.arange(first, stop) for first, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
-    order = [(span * heads + torch.arange(heads)[:, None]).flatten() for span in spans]
-    return torch.cat(order), (starts[1:] - starts[:-1]).repeat_interleave(heads)
+    request_orders = []
+    for first, stop in itertools.pairwise(starts.tolist()):
+        tokens = torch.arange(first, stop)
+        request_orders.append((tokens * heads + torch.arange(heads)[:, None]).flatten())
+    query_counts = (starts[1:] - starts[:-1]).repeat_interleave(heads)
+    return torch.cat(request_orders), query_counts
 
 
 def _tables(table: Tensor, lengths: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
     """`Folded.tables` and `Folded.lengths` of requests with block tables [R, n] and lengths [R]."""
     layout = shared.layout
-    layers, heads, size = layout.layers, layout.heads, layout.size
-    prefixes = [shared.prefixes.get(first) for first in table[:, 0].tolist()]
-    longest = table.shape[1] + 1 + max(0 if prefix is None else int(prefix.counts.max()) for prefix in prefixes)
-    tables = torch.zeros(layers, len(prefixes) * heads, longest, dtype=torch.long)
-    of_heads = torch.zeros(layers, len(prefixes) * heads, dtype=torch.int32)
-    layer, head = torch.arange(layers)[:, None, None], torch.arange(heads)[:, None]
+    layers = layout.layers
+    heads = layout.heads
+    size = layout.size
+    layer = torch.arange(layers)[:, None, None]
+    head = torch.arange(heads)[:, None]
+
+    prefixes = [shared.prefixes.get(first_block) for first_block in table[:, 0].tolist()]
+    most_pages = max([0, *(int(prefix.counts.max()) for prefix in prefixes if prefix is not None)])
+    tables = torch.zeros(layers, len(prefixes) * heads, table.shape[1] + 1 + most_pages, dtype=torch.long)
+    head_lengths = torch.zeros(layers, len(prefixes) * heads, dtype=torch.int32)
     for row, prefix in enumerate(prefixes):
-        at, length = slice(row * heads, (row + 1) * heads), int(lengths[row])
-        used, skipped = -(-length // size), 0 if prefix is None else prefix.blocks
-        counts = torch.zeros(layers, heads, dtype=torch.long) if prefix is None else prefix.counts
+        length = int(lengths[row])
+        sequences = slice(row * heads, (row + 1) * heads)
+        prefix_blocks = 0
+        prefix_pages = torch.zeros(layers, heads, dtype=torch.long)
         if prefix is not None:
-            numbers = prefix.first[..., None] + torch.arange(int(counts.max()))
-            numbers = numbers.clamp(max=int(counts.sum()) - 1)  # beyond a head's own pages, overwritten or not read
-            tables[:, at, : numbers.shape[2]] = layout.page_ids(numbers, table[row])
-        own = (layer * layout.blocks + table[row, skipped:used]) * heads + head  # [L, K, n]
-        tables[:, at].scatter_(2, counts[..., None] + torch.arange(own.shape[2]), own)
-        of_heads[:, at] = (counts * size + length - skipped * size).int()
-    return tables.int(), of_heads
+            prefix_blocks = prefix.blocks
+            prefix_pages = prefix.counts
+            numbers = prefix.first[..., None] + torch.arange(int(prefix_pages.max()))
+            # Beyond a head's own pages they are overwritten or not read.
+            numbers = numbers.clamp(max=int(prefix_pages.sum()) - 1)
+            tables[:, sequences, : numbers.shape[2]] = layout.page_ids(numbers, table[row])
+
+        blocks = table[row, prefix_blocks : -(-length // size)]
+        pages = (layer * layout.blocks + blocks) * heads + head  # [L, K, n]
+        tables[:, sequences].scatter_(2, prefix_pages[..., None] + torch.arange(pages.shape[2]), pages)
+        head_lengths[:, sequences] = (prefix_pages * size + length - prefix_blocks * size).int()
+    return tables.int(), head_lengths
 
 
 class RaggedBackend(CPUAttentionBackend):
@@ -280,6 +318,10 @@ def register() -> None:
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    recording = f"{__package__}.record.{'Ragged' if is_asked_for() else ''}RecordingBackend"
-    backend = recording if records() else f"{__name__}.{RaggedBackend.__name__}"
+    if not records():
+        backend = f"{__name__}.RaggedBackend"
+    elif is_asked_for():
+        backend = f"{__package__}.record.RaggedRecordingBackend"
+    else:
+        backend = f"{__package__}.record.RecordingBackend"
     register_backend(AttentionBackendEnum.CPU_ATTN, backend)

@@ -46,10 +46,12 @@ def observing_prompt(
 
     `reply` are the first reply's `kv_transfer_params`, `alphabet` is that of `alphabet_of`, and `dtype` the engine's.
     """
-    count, soft = reply["entries"], adapter.tokens.to(dtype)
+    entries = reply["entries"]
+    soft_tokens = adapter.tokens.to(dtype)
+    count, width = soft_tokens.shape
     return {
-        "prompt_embeds": torch.cat([soft.new_zeros(count, soft.shape[1]), soft]),
-        "prompt_token_ids": [*placeholders(reply[WHOLE], count, alphabet), *[0] * len(soft)],
-        "prompt_is_token_ids": [True] * count + [False] * len(soft),
+        "prompt_embeds": torch.cat([soft_tokens.new_zeros(entries, width), soft_tokens]),
+        "prompt_token_ids": [*placeholders(reply[WHOLE], entries, alphabet), *[0] * count],
+        "prompt_is_token_ids": [True] * entries + [False] * count,
         "cache_salt": uuid.uuid4().hex,  # or a pass that is repeated would find some soft tokens in vLLM's cache
     }
