@@ -95,13 +95,17 @@ class RecordedPrompt:
     """
 
     def __init__(self, layers: int, needs: Needs) -> None:
-        self.cache, self.needs, self.error = Cache(layers=[KeptLayer() for _ in range(layers)]), needs, ""
+        self.cache = Cache(layers=[KeptLayer() for _ in range(layers)])
+        self.needs = needs
+        self.error = ""
 
     def add(self, index: int, softmax: Softmax, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Append a layer's queries [n, H, d], keys and values [n, K, d] of n tokens."""
         try:
             # Clones: the engine uses the memory again.
-            query, key, value = (each.transpose(0, 1)[None].clone() for each in (query, key, value))
+            query = query.transpose(0, 1)[None].clone()
+            key = key.transpose(0, 1)[None].clone()
+            value = value.transpose(0, 1)[None].clone()
             layer: Any = self.cache.layers[index]
             layer.update(key, value)
             Recorder(self.cache, self.needs, None)(index, query, layer.keys, softmax, None, None)
@@ -111,9 +115,11 @@ class RecordedPrompt:
     def state(self, tokens: list[int]) -> State:
         """The state of these tokens; a `UserError` if not every token was seen in every layer."""
         layers: list[Any] = self.cache.layers
-        seen = {layer.get_seq_length() for layer in layers}
-        if self.error or seen != {len(tokens)}:
-            raise UserError(self.error or f"{sorted(seen)} of {len(tokens)} tokens passed through the backend")
+        lengths = {layer.get_seq_length() for layer in layers}
+        if self.error:
+            raise UserError(self.error)
+        if lengths != {len(tokens)}:
+            raise UserError(f"{sorted(lengths)} of {len(tokens)} tokens passed through the backend")
         return _state(self.cache, tokens, self.needs)
 
 
@@ -189,17 +195,20 @@ class EvictingConnector(KeepsightConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        parallel, extra = vllm_config.parallel_config, vllm_config.kv_transfer_config.kv_connector_extra_config
-        if parallel.world_size > 1:
+        if vllm_config.parallel_config.world_size > 1:
             raise UserError("keepsight: eviction inside vLLM needs one worker; start it without tensor parallelism")
         if not ragged.records():
             raise UserError(f"keepsight: eviction inside vLLM needs its attention backend; set {ragged.RECORDS}=1")
-        self.method = evicting_method(extra.get("evict"), self.block_size)
+        options = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self.method = evicting_method(options.get("evict"), self.block_size)
         if looks_back(self.method) and not (vllm_config.lora_config and vllm_config.model_config.enable_prompt_embeds):
             raise UserError("keepsight: soft tokens need --enable-lora, --max-lora-rank and --enable-prompt-embeds")
         self.page = self.method.allocate.page if isinstance(self.method.allocate, Global) else 0
-        model, self.weights = vllm_config.model_config, ""
-        self.name, self.config, self.context = model.model, model.hf_config, model.max_model_len
+        model = vllm_config.model_config
+        self.name = model.model
+        self.config = model.hf_config
+        self.context = model.max_model_len
+        self.weights = ""
         self.rotations = rotations_from(self.config)
         self._asked: dict[str, tuple[Any, Evict, int]] = {}  # requests whose prompt is being read, and `Part.first`
         self._refused: dict[str, str] = {}
@@ -222,26 +231,32 @@ class EvictingConnector(KeepsightConnector):
             self._refused[request.request_id] = one_line(error)
             return
         request.skip_reading_prefix_cache = not first  # every key has to pass through the backend
-        self._asked[request.request_id] = request, method, first
+        self._asked[request.request_id] = (request, method, first)
         self._tickets[request.request_id] = uuid.uuid4().hex
 
     def _method_for(self, request: Any, wanted: Any) -> tuple[Evict, int]:
         """The method, and the entries of the prefix that the request's soft tokens look back at; 0 for none."""
-        tokens, length = request.prompt_token_ids, request.num_prompt_tokens
         method = self.method if wanted is True else replace(self.method, budget=wanted)
-        whole = None if tokens is None else digest_in(tokens, self.alphabet)
-        if observes := whole is not None and request.prompt_embeds is not None and looks_back(method):
-            length = self.store.header(str(whole)).entries
+        tokens = request.prompt_token_ids
+        digest = None if tokens is None else digest_in(tokens, self.alphabet)
+        length = request.num_prompt_tokens
+        observed = 0
+        if digest is not None and request.prompt_embeds is not None and looks_back(method):
+            length = self.store.header(digest).entries
+            observed = length
             if request.num_prompt_tokens != length + method.observer.positions():
                 raise UserError(f"{EVICT}: not the soft tokens of the adapter; make the prompt by observing_prompt")
         elif tokens is None or request.prompt_embeds is not None or request.has_encoder_inputs or request.lora_request:
             raise UserError(f"{EVICT}: only tokens read without images, embeddings and LoRA can be a prefix")
-        elif whole is not None:
+        elif digest is not None:
             raise UserError(f"{EVICT}: the prompt begins with a prefix, which was evicted from before")
+
         method.check(length, self.context)
-        if (entries := min(method.budget_for(length), length)) < (letters := letters_of(len(self.alphabet))):
+        entries = min(method.budget_for(length), length)
+        letters = letters_of(len(self.alphabet))
+        if entries < letters:
             raise UserError(f"{EVICT}: {entries} entries cannot spell an id of {letters} letters; raise the budget")
-        return method, length if observes else 0
+        return method, observed
 
     def _may_have_lora(self, request: Any) -> bool:
         return request.request_id in self._asked
@@ -255,11 +270,20 @@ class EvictingConnector(KeepsightConnector):
                 continue
             request, method, first = self._asked[name]
             start = request.num_computed_tokens
+            stop = start + count
             (blocks,) = scheduler_output.kv_connector_block_state.get_block_ids(name)
-            last = blocks[(start + count - 1) // self.block_size]
-            part = Part(name, self._tickets[name], last, first, start, start + count, method.budget)
-            if part.stop >= request.num_prompt_tokens:
-                part.tokens, part.before = request.prompt_token_ids, str(request.kv_transfer_params.get(BEFORE, ""))
+            part = Part(
+                name=name,
+                ticket=self._tickets[name],
+                block=blocks[(stop - 1) // self.block_size],
+                first=first,
+                start=start,
+                stop=stop,
+                budget=method.budget,
+            )
+            if stop >= request.num_prompt_tokens:
+                part.tokens = request.prompt_token_ids
+                part.before = str(request.kv_transfer_params.get(BEFORE, ""))
                 del self._asked[name]
             parts.append(part)
         return RecordingStep(step.loads, step.prefixes, parts, set(scheduler_output.finished_req_ids))
@@ -271,11 +295,15 @@ class EvictingConnector(KeepsightConnector):
         self._asked.pop(name, None)
         if name in self._refused:
             return False, {FAILED: self._refused.pop(name)}
-        if (ticket := self._tickets.pop(name, None)) is None or not (path := self._file_of(ticket)).is_file():
-            return False, None  # nothing was asked, or the client left
-        said = read_json(path)
+        ticket = self._tickets.pop(name, None)
+        if ticket is None:
+            return False, None  # nothing was asked
+        path = self._file_of(ticket)
+        if not path.is_file():
+            return False, None  # the client left
+        result = read_json(path)
         path.unlink(missing_ok=True)
-        return False, said
+        return False, result
 
     def _file_of(self, ticket: str) -> Path:
         """The file in which the worker, which may be another process, reports the result for a prompt."""
@@ -293,9 +321,12 @@ class EvictingConnector(KeepsightConnector):
         for name in kv_caches:
             self._modules[name].impl.connector = self
         self.weights = min(fingerprints(self.name), default="")  # one of those that the middleware accepts
-        rotated = [each for each in self.rotations if each is not None]  # all by the same frequencies
+        rotations = [rotation for rotation in self.rotations if rotation is not None]
         ropes = rotary_embedding._ROPE_DICT.values()
-        if (rotated and not any(_agree(rotated[0], rope) for rope in ropes)) or len(self.rotations) != len(kv_caches):
+        agrees = len(self.rotations) == len(kv_caches)
+        if rotations:  # all by the same frequencies
+            agrees = agrees and any(_agree(rotations[0], rope) for rope in ropes)
+        if not agrees:
             raise UserError("keepsight: vLLM rotates this model's keys unlike transformers; use `keepsight prefix`")
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
@@ -303,22 +334,29 @@ class EvictingConnector(KeepsightConnector):
         super().bind_connector_metadata(connector_metadata)
         for name in connector_metadata.finished:
             self.prompts.pop(name, None)
-            if (path := self._written.pop(name, None)) is not None:
+            path = self._written.pop(name, None)
+            if path is not None:
                 path.unlink(missing_ok=True)  # of a client that left; the others are read before
         for part in connector_metadata.parts:
-            if part.start == part.first:  # also of a request that was preempted
-                needs = Needs(window=self.method.bound_observer.positions()) if part.first else self.method.needs()
-                self.prompts[part.name] = RecordedPrompt(len(self._caches), needs)
+            if part.start != part.first:
+                continue
+            # The prompt's first tokens, also of a request that was preempted.
+            needs = self.method.needs()
+            if part.first:
+                needs = Needs(window=self.method.bound_observer.positions())
+            self.prompts[part.name] = RecordedPrompt(len(self._caches), needs)
         self.parts = {part.block: part for part in connector_metadata.parts}
 
     def recorded(self, metadata: Any) -> list[tuple[slice, RecordedPrompt]]:
         """Rows of a batch that are recorded, from the attention's metadata."""
-        starts, lengths, found = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist(), []
-        for row, length in enumerate(lengths):
-            part = self.parts.get(int(metadata.block_table[row, (length - 1) // self.block_size]))
-            if part is not None and (length, starts[row + 1] - starts[row]) == (part.stop, part.stop - part.start):
-                found.append((slice(starts[row], starts[row + 1]), self.prompts[part.name]))
-        return found
+        starts = metadata.query_start_loc.tolist()
+        recorded = []
+        for index, length in enumerate(metadata.seq_lens.tolist()):
+            rows = slice(starts[index], starts[index + 1])
+            part = self.parts.get(int(metadata.block_table[index, (length - 1) // self.block_size]))
+            if part is not None and length == part.stop and rows.stop - rows.start == part.stop - part.start:
+                recorded.append((rows, self.prompts[part.name]))
+        return recorded
 
     def wait_for_save(self) -> None:
         """Evict from the prompts whose last token was read in the step."""
@@ -331,17 +369,18 @@ class EvictingConnector(KeepsightConnector):
                 prompt = self.prompts.pop(part.name, None)
                 if prompt is None:
                     raise UserError("soft tokens were in vLLM's prefix cache; give each pass a cache_salt of its own")
-                said = self._evicted(prompt.state(part.tokens[part.first :]), part)
+                result = self._evicted(prompt.state(part.tokens[part.first :]), part)
             except Exception as error:  # of one request, not of those in its batch
                 logger.warning("no prefix was made of a prompt of %d tokens: %s", part.stop, error)
-                said = {FAILED: one_line(error)}
-            self._say(part, said)
+                result = {FAILED: one_line(error)}
+            self._report(part, result)
 
-    def _say(self, part: Part, said: dict[str, Any]) -> None:
+    def _report(self, part: Part, result: dict[str, Any]) -> None:
+        """Write the result for a prompt where the scheduler's side finds it."""
         path = self._file_of(part.ticket)
         try:
             path.parent.mkdir(exist_ok=True, parents=True)
-            write_json(path, said)
+            write_json(path, result)
         except OSError as error:  # the reply then says nothing
             logger.warning("%s: %s", path, error)
         self._written[part.name] = path
@@ -353,21 +392,32 @@ class EvictingConnector(KeepsightConnector):
         method = replace(self.method, budget=part.budget)
         if looks_back(method) and not part.first:
             # The ticket gives this file, which is removed later, a digest of its own.
-            about: dict[str, Any] = {"before": part.before, "method": f"whole: {part.ticket}"}
-            digest, header = write_state(self.config, state, state, self.store.root, **about)
+            digest, header = write_state(
+                self.config, state, state, self.store.root, before=part.before, method=f"whole: {part.ticket}"
+            )
             return {WHOLE: digest, "entries": header.entries, "seen": header.seen}
+
         before = part.before
         if part.first:
-            whole = str(digest_in(part.tokens, self.alphabet))
-            read, before = _whole_state(self.store.tensors(whole)), self.store.header(whole).before
-            kept, _ = method.evict(model, read, _looked_back(state, read, method.reduce))
+            prompt_digest = str(digest_in(part.tokens, self.alphabet))
+            prompt = _whole_state(self.store.tensors(prompt_digest))
+            before = self.store.header(prompt_digest).before
+            kept, _ = method.evict(model, prompt, _looked_back(state, prompt, method.reduce))
         else:
             kept = method.compress_state(model, state)
-        about = {"before": before, "method": repr(method), "weights": self.weights}
-        after = turned_by(self.rotations, kept, placeholders_of(kept, self.page))
-        digest, header = write_state(self.config, kept, after, self.store.root, page=self.page, **about)
+
+        digest, header = write_state(
+            self.config,
+            kept,
+            turned_by(self.rotations, kept, placeholders_of(kept, self.page)),
+            self.store.root,
+            page=self.page,
+            before=before,
+            method=repr(method),
+            weights=self.weights,
+        )
         if part.first:
-            self.store.path(whole).unlink(missing_ok=True)
+            self.store.path(prompt_digest).unlink(missing_ok=True)
         return {MADE: digest, "entries": header.entries, "seen": header.seen}
 
 
@@ -378,21 +428,25 @@ def looks_back(method: Evict) -> bool:
 
 def _whole_state(tensors: dict[str, Tensor]) -> State:
     """The state of a prompt whose keys were not rotated."""
-    pairs = list(zip(tensors["keys"], tensors["values"], strict=True))
-    count = pairs[0][0].shape[1]
-    cache = Cache(layers=[KeptLayer(keys[None], values[None], count) for keys, values in pairs])
-    return _state(cache, [0] * count, Needs())
+    length = tensors["keys"].shape[2]
+    layers = []
+    for keys, values in zip(tensors["keys"], tensors["values"], strict=True):
+        layers.append(KeptLayer(keys[None], values[None], length))
+    return _state(Cache(layers=layers), [0] * length, Needs())
 
 
 def _looked_back(observers: State, state: State, reduce: Reduce) -> list[Tensor]:
     """The scores of `keepsight.runtime.observe.look_back`, from recorded queries and keys of soft tokens."""
-    found = []
-    for own, layer in zip(observers.layers, state.layers, strict=True):
-        assert own.recorded is not None and own.recorded.queries is not None
-        keys, length = torch.cat([layer.keys, own.keys], dim=2), layer.keys.shape[2]
-        seen = observed_attention(own.recorded.queries, keys, own.softmax, length, reduction=reduce.queries)
-        found.append(reduce_group(seen, keys.shape[1], reduce.heads))
-    return found
+    scores = []
+    for observer, layer in zip(observers.layers, state.layers, strict=True):
+        assert observer.recorded is not None and observer.recorded.queries is not None
+        length = layer.keys.shape[2]
+        keys = torch.cat([layer.keys, observer.keys], dim=2)
+        attention = observed_attention(
+            observer.recorded.queries, keys, observer.softmax, length, reduction=reduce.queries
+        )
+        scores.append(reduce_group(attention, keys.shape[1], reduce.heads))
+    return scores
 
 
 def evicting_method(config: Any, block_size: int) -> Evict:
@@ -452,11 +506,11 @@ def rotations_from(config: Any) -> list[Rotation | None]:
 def _agree(rotation: Rotation, rope: Any) -> bool:
     """Whether vLLM uses this rotation: its table holds cosines and sines by position, times a factor."""
     table = rope.cos_sin_cache.float().cpu()
-    places = torch.tensor([1, 16, 256]).clamp(max=len(table) - 1)
-    angles = places[:, None] * rotation.inv_freq
+    positions = torch.tensor([1, 16, 256]).clamp(max=len(table) - 1)
+    angles = positions[:, None] * rotation.inv_freq
     expected = torch.cat([angles.cos(), angles.sin()], dim=1).float() * table[0, 0]
     return (
         rope.is_neox_style != rotation.interleaved
         and table.shape[1:] == expected.shape[1:]
-        and bool((table[places] - expected).abs().max() < 0.02)
+        and bool((table[positions] - expected).abs().max() < 0.02)
     )
