@@ -119,11 +119,12 @@ def served_by(scope: Message) -> Served:
     template = getattr(getattr(state, "args", None), "chat_template", None)
     if config is None:
         return Served(loras=loras, template=template)
-    is_ragged = os.environ.get("KEEPSIGHT_RAGGED", "0") == "1"
+    page = 0
+    if os.environ.get("KEEPSIGHT_RAGGED", "0") == "1":
+        page = config.cache_config.block_size
     model = config.model_config
-    layers = model.hf_text_config.num_hidden_layers
-    shape = layers, model.get_total_num_kv_heads(), model.get_head_size()
-    return Served(config.cache_config.block_size if is_ragged else 0, shape, loras, template)
+    shape = (model.hf_text_config.num_hidden_layers, model.get_total_num_kv_heads(), model.get_head_size())
+    return Served(page, shape, loras, template)
 
 
 class Rewriter:
@@ -217,8 +218,9 @@ class Rewriter:
 
     def _document(self, request: dict[str, Any], messages: Any) -> dict[str, Any]:
         """The request that reads its last message as a document, as `keepsight prefix` does."""
-        is_text = isinstance(messages, list) and bool(messages) and _is_text(messages[-1])
-        text = _text_of(messages[-1]) if is_text else ""
+        text = ""
+        if isinstance(messages, list) and messages and _is_text(messages[-1]):
+            text = _text_of(messages[-1])
         if not text.strip() or NAMED.match(text):
             raise UserError(f"keepsight: {EVICT} needs the document as the text of the last message")
 
@@ -536,7 +538,9 @@ class Prefixes:
                 if reply.status != 200:
                     return reply
                 ids = reply.json()["tokens"]
-            all_ids.append(ids if isinstance(ids, list) else [])  # vLLM says what is wrong with other kinds
+            if not isinstance(ids, list):
+                ids = []  # vLLM says what is wrong with other kinds
+            all_ids.append(ids)
         return all_ids
 
     async def _shortened(
@@ -575,7 +579,9 @@ class Prefixes:
         if path == CHAT:
             params = request.get("kv_transfer_params") or {}
             return request | {"kv_transfer_params": params | {"prompt_token_ids": shortened[0]}}
-        return request | {"prompt": shortened if len(shortened) > 1 else shortened[0]}
+        if len(shortened) == 1:
+            return request | {"prompt": shortened[0]}
+        return request | {"prompt": shortened}
 
 
 def _completion_prompts(request: Mapping[str, Any]) -> list[Any]:

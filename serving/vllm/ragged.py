@@ -188,8 +188,10 @@ class RaggedImpl(CPUAttentionBackendImpl):
         output_block_scale: Any = None,
     ) -> Tensor:
         """See vLLM's `AttentionImpl`; queries [tokens, H, d]."""
-        firsts = [] if attn_metadata is None else attn_metadata.block_table[:, 0].tolist()
-        if self.shared is None or not any(first in self.shared.prefixes for first in firsts):
+        first_blocks = []
+        if attn_metadata is not None:
+            first_blocks = attn_metadata.block_table[:, 0].tolist()
+        if self.shared is None or not any(block in self.shared.prefixes for block in first_blocks):
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
