@@ -284,11 +284,11 @@ class Rewriter:
             return prompt
 
         entries = 0
-        digest = digest_in(prompt, self.alphabet)
-        if digest is not None:
-            entries = self._header(digest, request, served).entries
-            if prompt[:entries] != placeholders(digest, entries, self.alphabet):
-                raise UserError(f"keepsight: prefix {digest} has {entries} placeholders; give all of them")
+        spelled = digest_in(prompt, self.alphabet)
+        if spelled is not None:
+            entries = self._header(spelled, request, served).entries
+            if prompt[:entries] != placeholders(spelled, entries, self.alphabet):
+                raise UserError(f"keepsight: prefix {spelled} has {entries} placeholders; give all of them")
             if len(prompt) == entries:
                 raise UserError("keepsight: the prompt has no token of its own after the prefix; add the question")
         self.require_spelled_first(prompt[entries:])

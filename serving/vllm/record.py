@@ -429,7 +429,7 @@ def looks_back(method: Evict) -> bool:
 def _whole_state(tensors: dict[str, Tensor]) -> State:
     """The state of a prompt whose keys were not rotated."""
     length = tensors["keys"].shape[2]
-    layers = []
+    layers: list[Any] = []
     for keys, values in zip(tensors["keys"], tensors["values"], strict=True):
         layers.append(KeptLayer(keys[None], values[None], length))
     return _state(Cache(layers=layers), [0] * length, Needs())
