@@ -485,9 +485,9 @@ class Prefixes:
 
         served = served_by(scope)
         changed = self.rewriter.rewritten(path, request, served)
-        is_unchanged = changed is request and isinstance(request, dict)
+        may_be_long = self._may_read(body, request, served)
         async with AsyncExitStack() as used_prefixes:
-            if is_unchanged and (self._may_read(body, request, served) or bypasses(request)):
+            if changed is request and isinstance(request, dict) and (may_be_long or bypasses(request)):
                 ids = await _unless_gone(self._prompt_ids(path, request, scope), receive)
                 if ids is None:
                     return
