@@ -67,7 +67,7 @@ def query_similarity(
 
 def _queries(model: PreTrainedModel, cache: Any, ids: Tensor, first: int) -> list[tuple[Tensor, Tensor]]:
     """Queries [1, H, T, d] float32 of tokens at positions from `first` on, by layer: after RoPE, and before."""
-    layers = [_QueriedLayer(layer, None, None, "mean", lambda attention: attention) for layer in full_layers(cache)]
+    layers = [_QueriedLayer(layer, None, None, "mean") for layer in full_layers(cache)]
     embeddings = model.get_input_embeddings()(ids)
     read_with(model, cache, layers, None, embeddings, torch.tensor([first], device=ids.device))
     positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]

@@ -19,7 +19,7 @@ from typing_extensions import override
 from keepsight.errors import Positive, Share, UserError
 from keepsight.models.lookahead_settings import HeadWeights, checked_weights
 from keepsight.runtime import registry
-from keepsight.runtime.importance import stacked, top_mask
+from keepsight.runtime.importance import stack_layers, top_mask
 from keepsight.runtime.layer import Counts
 
 
@@ -82,8 +82,9 @@ class Uniform(Allocation):
 
     @override
     def __call__(self, sizes: HeadSizes, budgets: list[int], importance: list[Tensor]) -> Counts:
-        if (sizes.real >= (wanted := np.array(budgets)[:, None])).all():
-            return np.broadcast_to(wanted, sizes.real.shape).copy()
+        row_budgets = np.array(budgets)[:, None]
+        if (sizes.real >= row_budgets).all():
+            return np.broadcast_to(row_budgets, sizes.real.shape).copy()
         return np.stack([_evenly(sizes.real[:, row], budget) for row, budget in enumerate(budgets)], axis=1)
 
 
@@ -113,22 +114,31 @@ class Pyramid(Allocation):
 
     @override
     def __call__(self, sizes: HeadSizes, budgets: list[int], importance: list[Tensor]) -> Counts:
-        rows = enumerate(budgets)
-        return np.stack([self._divide(sizes.real[:, row], sizes.protected[:, row], each) for row, each in rows], axis=1)
+        row_counts = []
+        for row, budget in enumerate(budgets):
+            row_counts.append(self._divide(sizes.real[:, row], sizes.protected[:, row], budget))
+        return np.stack(row_counts, axis=1)
 
     def _divide(self, real: Counts, protected: Counts, budget: int) -> Counts:
         """Entries to keep [L, K] in one row, from its numbers of real and protected entries [L, K]."""
-        available, free = real - protected, budget - int(protected.max())
-        total = min(real.size * budget, int(real.sum())) - int(protected.sum())
+        layers = len(real)
+        available = real - protected
+        free = budget - int(protected.max())
         # Layers of different sizes have been evicted from by this schedule: the prompt was long enough.
         if real.min() == real.max() < 2 * free:
-            published = [free] * len(real)
+            published = [free] * layers
         else:
-            published = pyramid_schedule(free, int(available.max()), len(real), self.beta)
-        ideal, most = np.linspace(published[0], 2 * free - published[0], len(real)), available.min(axis=1)
-        caps = adjust_to_sum(np.array(published), ideal, min(free * len(real), int(most.sum())), most)
-        by_head = np.broadcast_to(caps[:, None], real.shape), np.broadcast_to(ideal[:, None], real.shape)
-        return protected + adjust_to_sum(*by_head, total, available)
+            published = pyramid_schedule(free, int(available.max()), layers, self.beta)
+
+        ideal = np.linspace(published[0], 2 * free - published[0], layers)
+        layer_limits = available.min(axis=1)
+        layer_total = min(free * layers, int(layer_limits.sum()))
+        by_layer = adjust_to_sum(np.array(published), ideal, layer_total, layer_limits)
+
+        total = min(real.size * budget, int(real.sum())) - int(protected.sum())
+        by_head = np.broadcast_to(by_layer[:, None], real.shape)
+        ideal_by_head = np.broadcast_to(ideal[:, None], real.shape)
+        return protected + adjust_to_sum(by_head, ideal_by_head, total, available)
 
 
 def pyramid_schedule(budget: int, candidates: int, layers: int, beta: int = 20) -> list[int]:
@@ -140,7 +150,8 @@ def pyramid_schedule(budget: int, candidates: int, layers: int, beta: int = 20) 
     smallest = budget // beta
     largest = 2 * budget - smallest
     if largest >= candidates:
-        largest, smallest = candidates, 2 * budget - candidates
+        largest = candidates
+        smallest = 2 * budget - candidates
     step = (largest - smallest) // max(layers - 1, 1)
     return [largest - layer * step for layer in range(layers)]
 
@@ -172,21 +183,23 @@ class Adaptive(Allocation):
     @override
     def __call__(self, sizes: HeadSizes, budgets: list[int], importance: list[Tensor]) -> Counts:
         kv_heads = sizes.real.shape[2]
-        rows = [_evenly(row, budget * kv_heads) for row, budget in zip(sizes.real.sum(axis=2).T, budgets, strict=True)]
-        totals = np.stack(rows, axis=1)
+        layer_entries = sizes.real.sum(axis=2)
+        row_totals = [_evenly(layer_entries[:, row], budget * kv_heads) for row, budget in enumerate(budgets)]
+        totals = np.stack(row_totals, axis=1)  # [L, B]
         free = totals - sizes.protected.sum(axis=2)
-        promised = np.zeros_like(sizes.real)
+
         if not self.blend:
             averages = (totals // kv_heads * self.floor).astype(np.int64)[..., None]
             promised = np.minimum((averages - sizes.protected).clip(min=0), sizes.available)
-        among_top = self._among_top(importance, free, promised)
-        if not self.blend:
-            return sizes.protected + among_top
-        counts, share = np.empty_like(sizes.real), free // kv_heads
-        for place in np.ndindex(*free.shape):
-            ideal = among_top[place] * (1 - self.floor) + share[place] * self.floor
-            rounded = blended(among_top[place], int(share[place]), self.floor)
-            counts[place] = adjust_to_sum(rounded, ideal, int(free[place]), sizes.available[place])
+            return sizes.protected + self._among_top(importance, free, promised)
+
+        among_top = self._among_top(importance, free, np.zeros_like(sizes.real))
+        shares = free // kv_heads
+        counts = np.empty_like(sizes.real)
+        for index in np.ndindex(*free.shape):
+            ideal = among_top[index] * (1 - self.floor) + shares[index] * self.floor
+            rounded = blended(among_top[index], int(shares[index]), self.floor)
+            counts[index] = adjust_to_sum(rounded, ideal, int(free[index]), sizes.available[index])
         return sizes.protected + counts
 
     def _among_top(self, importance: list[Tensor], free: Counts, promised: Counts) -> Counts:
@@ -194,25 +207,30 @@ class Adaptive(Allocation):
 
         The best `promised` [L, B, K] of a head come before all others; ties go to the first head and index.
         """
-        most, device = int(free.max()), importance[0].device
-        best = torch.cat([self._best(layers, free[of], most).to(device) for of, layers in stacked(importance)])
+        device = importance[0].device
+        largest = int(free.max())
+        best_by_stack = []
+        for indices, layers in stack_layers(importance):
+            best_by_stack.append(self._best(layers, free[indices], largest).to(device))
+        best = torch.cat(best_by_stack)
+
         if promised.any():
-            best.masked_fill_(_ahead(promised, best), torch.inf)
-        chosen = top_mask(best.flatten(2), free).view_as(best)
-        return np.array(chosen.sum(dim=-1).tolist())  # the only thing to wait for
+            best.masked_fill_(_is_promised(promised, best), torch.inf)
+        top = top_mask(best.flatten(2), free).view_as(best)
+        return np.array(top.sum(dim=-1).tolist())  # the only thing to wait for
 
-    def _best(self, importance: Tensor, totals: Counts, most: int) -> Tensor:
-        """The highest importance values of each head, descending: [L, B, K, C] -> [L, B, K, most].
+    def _best(self, importance: Tensor, free: Counts, count: int) -> Tensor:
+        """The highest importance values of each head, descending: [L, B, K, C] -> [L, B, K, count].
 
-        `totals` [L, B], the entries that each layer divides over its heads, are read by `normalize` alone.
+        `free` [L, B], the entries that each layer divides over its heads, is read by `normalize` alone.
         """
         ranked = importance.nan_to_num(posinf=-torch.inf, neginf=-torch.inf)
         if self.normalize:
-            shares = (totals // importance.shape[2]).ravel().tolist()
-            rows = [_comparable(*row) for row in zip(ranked.flatten(0, 1), shares, strict=True)]
-            ranked = torch.stack(rows).view_as(ranked)
-        best = ranked.topk(min(most, ranked.shape[-1]), dim=-1).values
-        return functional.pad(best, (0, most - best.shape[-1]), value=-torch.inf)
+            shares = (free // importance.shape[2]).ravel().tolist()
+            normalized = [_normalized(heads, share) for heads, share in zip(ranked.flatten(0, 1), shares, strict=True)]
+            ranked = torch.stack(normalized).view_as(ranked)
+        best = ranked.topk(min(count, ranked.shape[-1]), dim=-1).values
+        return functional.pad(best, (0, count - best.shape[-1]), value=-torch.inf)
 
 
 @registry.allocation("global")
@@ -246,70 +264,89 @@ class Global(Allocation):
 
     @override
     def __call__(self, sizes: HeadSizes, budgets: list[int], importance: list[Tensor]) -> Counts:
-        most = sizes.real[:, 0].size * np.array(budgets)
-        free = np.minimum(most, sizes.real.sum(axis=(0, 2))) - sizes.protected.sum(axis=(0, 2))
+        heads = sizes.real[:, 0].size
+        totals = np.minimum(heads * np.array(budgets), sizes.real.sum(axis=(0, 2)))
+        free = totals - sizes.protected.sum(axis=(0, 2))
         floors = np.array([int(budget * self.floor) for budget in budgets])[:, None]
         promised = np.minimum((floors - sizes.protected).clip(min=0), sizes.available)
-        ranked = _alike(importance)
+
+        ranked = _as_one_tensor(importance)
         if self.weights is not None:
             ranked *= self._weights_for(sizes.real)[:, None, :, None].to(ranked.device, non_blocking=True)
-        if most_promised := int(promised.max()):
+        most_promised = int(promised.max())
+        if most_promised:
             best = ranked.topk(most_promised, dim=-1)  # which of equal ones does not matter: they are only counted
-            values = best.values.masked_fill_(_ahead(promised, best.values), torch.inf)
+            values = best.values.masked_fill_(_is_promised(promised, best.values), torch.inf)
             ranked.scatter_(-1, best.indices, values)
-        counts = sizes.protected + _in_top(ranked, free)
+
+        counts = sizes.protected + _count_top(ranked, free)
         if self.page == 1:
             return counts
-        rows = (each.swapaxes(0, 1) for each in (counts, sizes.real, sizes.protected))
-        return np.stack([*map(self._in_pages, *rows)], axis=1)
+        rows = []
+        for row in range(len(budgets)):
+            rows.append(self._in_pages(counts[:, row], sizes.real[:, row], sizes.protected[:, row]))
+        return np.stack(rows, axis=1)
 
     def _in_pages(self, counts: Counts, real: Counts, protected: Counts) -> Counts:
         """Counts [L, K] of one row, each changed to a multiple of the page above 0; their sum to the nearest one."""
-        least, most = (-(-protected // self.page)).clip(min=1), real // self.page
-        ideal, total = counts / self.page - least, round(int(counts.sum()) / self.page) - int(least.sum())
-        if (most < least).any():
+        least_pages = (-(-protected // self.page)).clip(min=1)
+        most_pages = real // self.page
+        if (most_pages < least_pages).any():
             raise UserError(f"global: a page of {self.page} entries is longer than what a head has; lower it")
-        pages = adjust_to_sum(ideal.astype(np.int64), ideal, min(total, int((most - least).sum())), most - least)
-        return (least + pages) * self.page
+
+        ideal = counts / self.page - least_pages
+        limits = most_pages - least_pages
+        total = round(int(counts.sum()) / self.page) - int(least_pages.sum())
+        more_pages = adjust_to_sum(ideal.astype(np.int64), ideal, min(total, int(limits.sum())), limits)
+        return (least_pages + more_pages) * self.page
 
     def _weights_for(self, real: Counts) -> Tensor:
         weights = torch.tensor(self.weights, dtype=torch.float32)
-        if (found := [*weights.shape]) != (expected := [*real.shape[::2]]):
-            raise UserError(f"global: weights has shape {found}, this model's layers and KV heads are {expected}")
+        shape = [*weights.shape]
+        expected = [*real.shape[::2]]
+        if shape != expected:
+            raise UserError(f"global: weights has shape {shape}, this model's layers and KV heads are {expected}")
         return weights
 
 
-def _in_top(ranked: Tensor, free: Counts) -> Counts:
+def _count_top(ranked: Tensor, free: Counts) -> Counts:
     """[L, B, K]: how many of the `free` [B] best of all heads' [L, B, K, C] are in each; ties go to the first head."""
-    ranked = ranked.transpose(0, 1)
+    by_row = ranked.transpose(0, 1)
+    best = by_row.flatten(1).topk(max(int(free.max()), 1)).values
     ends = torch.from_numpy(free.clip(min=1)[:, None] - 1).to(ranked.device, non_blocking=True)
-    least = ranked.flatten(1).topk(max(int(free.max()), 1)).values.gather(1, ends)[..., None, None]
-    numbers = torch.stack([(ranked > least).sum(dim=-1), (ranked == least).sum(dim=-1)])
-    above, tied = np.array(numbers.flatten(2).tolist())  # [B, L * K]; the only thing to wait for
-    left = free[:, None] - above.sum(axis=1, keepdims=True) - tied.cumsum(axis=1) + tied
-    return (above + left.clip(0, tied)).reshape(ranked.shape[:3]).swapaxes(0, 1)
+    threshold = best.gather(1, ends)[..., None, None]
+    head_counts = torch.stack([(by_row > threshold).sum(dim=-1), (by_row == threshold).sum(dim=-1)])
+    above, tied = np.array(head_counts.flatten(2).tolist())  # [B, L * K]; the only thing to wait for
+
+    tied_in_heads_before = tied.cumsum(axis=1) - tied
+    left = free[:, None] - above.sum(axis=1, keepdims=True) - tied_in_heads_before
+    counts = above + left.clip(0, tied)
+    return counts.reshape(by_row.shape[:3]).swapaxes(0, 1)
 
 
-def _alike(importance: list[Tensor]) -> Tensor:
+def _as_one_tensor(importance: list[Tensor]) -> Tensor:
     """The importance of all layers as one tensor [L, B, K, C] on one device, -inf where nothing is to be chosen."""
-    device, most = importance[0].device, max(each.shape[-1] for each in importance)
-    parts = [layers.to(device) for _, layers in stacked(importance)]
-    padded = [functional.pad(each, (0, most - each.shape[-1]), value=-torch.inf) for each in parts]
+    device = importance[0].device
+    longest = max(layer_importance.shape[-1] for layer_importance in importance)
+    padded = []
+    for _, layers in stack_layers(importance):
+        padded.append(functional.pad(layers.to(device), (0, longest - layers.shape[-1]), value=-torch.inf))
     return torch.cat(padded).nan_to_num_(posinf=-torch.inf, neginf=-torch.inf)
 
 
-def _ahead(promised: Counts, best: Tensor) -> Tensor:
+def _is_promised(promised: Counts, best: Tensor) -> Tensor:
     """[..., n] bool: the first `promised` [...] of the best, which is [..., n]."""
-    first = torch.from_numpy(promised).to(best.device, non_blocking=True)[..., None]
-    return first > torch.arange(best.shape[-1], device=best.device)
+    limits = torch.from_numpy(promised).to(best.device, non_blocking=True)[..., None]
+    return limits > torch.arange(best.shape[-1], device=best.device)
 
 
-def _comparable(candidates: Tensor, share: int) -> Tensor:
+def _normalized(importance: Tensor, share: int) -> Tensor:
     """The importance [K, C] of a layer's heads, each scaled by the part of it in the head's `share` best entries."""
-    ordered = candidates.sort(dim=-1, descending=True).values.nan_to_num(neginf=0.0)
-    top, whole = ordered[:, :share].sum(-1, keepdim=True), ordered.sum(-1, keepdim=True)
-    scaled = candidates * torch.where(whole == 0, 1.0, top / whole)
-    return scaled.masked_fill(torch.isneginf(candidates), -torch.inf)
+    ordered = importance.sort(dim=-1, descending=True).values.nan_to_num(neginf=0.0)
+    top_sum = ordered[:, :share].sum(-1, keepdim=True)
+    total = ordered.sum(-1, keepdim=True)
+    scaled = importance * torch.where(total == 0, 1.0, top_sum / total)
+    return scaled.masked_fill(torch.isneginf(importance), -torch.inf)
 
 
 def blended(among_top: Counts, budget: int, floor: float) -> Counts:
@@ -336,29 +373,32 @@ def _evenly(available: Counts, share: int) -> Counts:
     return adjust_to_sum(available.clip(max=share), np.full(available.shape, share), total, available)
 
 
-def adjust_to_sum(counts: Counts, ideal: NDArray[Any], total: int, most: Counts) -> Counts:
+def adjust_to_sum(counts: Counts, ideal: NDArray[Any], total: int, limits: Counts) -> Counts:
     """Change rounded counts one by one, each time the one furthest from `ideal`, until they sum to `total`.
 
-    Counts, `ideal` (what they were rounded from) and `most` (the largest allowed, of a sum of at least `total`) have
+    Counts, `ideal` (what they were rounded from) and `limits` (the largest allowed, of a sum of at least `total`) have
     one shape; ties go to the first.
     """
-    limits, wanted = most.flatten().tolist(), ideal.flatten().tolist()
-    adjusted = [max(0, min(pair)) for pair in zip(counts.flatten().tolist(), limits, strict=True)]
+    flat_limits = limits.flatten().tolist()
+    flat_ideal = ideal.flatten().tolist()
+    adjusted = []
+    for count, limit in zip(counts.flatten().tolist(), flat_limits, strict=True):
+        adjusted.append(max(0, min(count, limit)))
     missing = total - sum(adjusted)
     step = 1 if missing > 0 else -1
 
-    def place(index: int) -> tuple[float, int]:
+    def rank(index: int) -> tuple[float, int]:
         # Rounded, so that the noise of floats does not decide ties.
-        return round((adjusted[index] - wanted[index]) * step, 6), index
+        return round((adjusted[index] - flat_ideal[index]) * step, 6), index
 
     def can_change(index: int) -> bool:
-        return adjusted[index] < limits[index] if step > 0 else adjusted[index] > 0
+        return adjusted[index] < flat_limits[index] if step > 0 else adjusted[index] > 0
 
-    waiting = [place(index) for index in range(len(adjusted)) if can_change(index)]
-    heapq.heapify(waiting)
+    changeable = [rank(index) for index in range(len(adjusted)) if can_change(index)]
+    heapq.heapify(changeable)
     for _ in range(abs(missing)):
-        _, index = heapq.heappop(waiting)
+        _, index = heapq.heappop(changeable)
         adjusted[index] += step
         if can_change(index):
-            heapq.heappush(waiting, place(index))
+            heapq.heappush(changeable, rank(index))
     return np.array(adjusted).reshape(counts.shape)

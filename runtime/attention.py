@@ -70,25 +70,32 @@ class Softmax(NamedTuple):
         not, in bfloat16 they are off by 2%. With gradients bfloat16 stays: autograd would store float32 keys.
         """
         if keys.dtype == torch.float16 or (keys.dtype == torch.bfloat16 and not torch.is_grad_enabled()):
-            grouped, keys = grouped.float(), keys.float()
-        rows = grouped * self.scaling
+            grouped = grouped.float()
+            keys = keys.float()
+        scaled = grouped * self.scaling
+
         if keys.is_cpu and keys.element_size() == 2 and not keys.is_contiguous():
             # Head by head: for all heads at once oneDNN makes a transposed copy of non-contiguous keys, which is far
             # slower.
-            by_head = zip(rows.flatten(0, -3), keys.flatten(0, -3), strict=True)
-            products = torch.stack([row @ key.t() for row, key in by_head]).view(*rows.shape[:-1], keys.shape[-2])
+            head_products = []
+            for head_rows, head_keys in zip(scaled.flatten(0, -3), keys.flatten(0, -3), strict=True):
+                head_products.append(head_rows @ head_keys.t())
+            products = torch.stack(head_products).view(*scaled.shape[:-1], keys.shape[-2])
         else:
-            products = rows @ keys.mT
-        logits = products.float()
-        return logits if self.softcap is None else self.capped(logits)
+            products = scaled @ keys.mT
+        return self.capped(products.float())
 
     def capped(self, logits: Tensor) -> Tensor:
         """Scaled dot products -> logits."""
-        return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
+        if self.softcap is None:
+            return logits
+        return (logits / self.softcap).tanh() * self.softcap
 
     def of_head(self, index: int, kv_heads: int) -> "Softmax":
         """The softmax of the query heads of one KV head."""
-        return self if self.sinks is None else self._replace(sinks=self.sinks.view(kv_heads, -1)[index])
+        if self.sinks is None:
+            return self
+        return self._replace(sinks=self.sinks.view(kv_heads, -1)[index])
 
     def sinks_of(self, kv_heads: int, rows: int) -> Tensor | None:
         """[K, (H / K) x q, 1] float32: the sink of each grouped row; None for none."""
@@ -100,8 +107,10 @@ class Softmax(NamedTuple):
         """The weights of grouped logits [B, K, H / K, q, S], masked ones very low or -inf; may overwrite `logits`."""
         if self.sinks is None:
             # In place: a second tensor of this size would be allocated and freed in each layer, which is slow on a CPU.
-            in_place = logits.is_cpu and not torch.is_grad_enabled()
-            return torch.softmax(logits, dim=-1, out=logits) if in_place else logits.softmax(dim=-1)
+            if logits.is_cpu and not torch.is_grad_enabled():
+                return torch.softmax(logits, dim=-1, out=logits)
+            return logits.softmax(dim=-1)
+
         sinks = self.sinks.float().view(1, logits.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
         return torch.cat([logits, sinks], dim=-1).softmax(dim=-1)[..., :-1]
 
@@ -133,7 +142,6 @@ def is_bounded(layer: Any) -> bool:
 _NAME = "keepsight:"
 _PLAIN = ("sdpa", "eager", "flex_attention")
 """Implementations that do not look up their own name in the configuration while they run."""
-_CHECKPOINTING = "gradient_checkpointing"
 _LOCK = threading.Lock()
 _PASSES: Counter[int] = Counter()
 """How many passes are under way, by the id of the model's text configuration."""
@@ -174,13 +182,17 @@ def run(
     Raises:
         UserError: the model is being trained with gradient checkpointing.
     """
-    plain: Any = getattr(model, "_orig_mod", model)
-    if getattr(plain, "training", False) and any(getattr(each, _CHECKPOINTING, False) for each in plain.modules()):
-        raise UserError("gradient checkpointing drops the cache of a model in training mode; call model.eval() first")
-    if isinstance(cache, StateCache) and isinstance(plain, nn.Module):  # readers open it themselves
+    uncompiled: Any = getattr(model, "_orig_mod", model)
+    if getattr(uncompiled, "training", False):
+        for module in uncompiled.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                raise UserError(
+                    "gradient checkpointing drops the cache of a model in training mode; call model.eval() first"
+                )
+    if isinstance(cache, StateCache) and isinstance(uncompiled, nn.Module):  # readers open it themselves
         cache = cache.opened()
-    with recording(model), _uncompiled(), counted_lengths(plain, rope_lengths):
-        return plain(past_key_values=cache, use_cache=True, entries=cache, recorder=recorder, **inputs)
+    with recording(model), _uncompiled(), counted_lengths(uncompiled, rope_lengths):
+        return uncompiled(past_key_values=cache, use_cache=True, entries=cache, recorder=recorder, **inputs)
 
 
 @contextmanager
@@ -250,41 +262,46 @@ def _attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if entries is not None or recorder is not None:  # a pass of ours
+    """Attend as transformers asks for it, with what a pass of `run` adds: `recorder` and `entries`."""
+    if entries is not None or recorder is not None:
         index: int = module.layer_idx  # type: ignore[assignment]
         layer = None if entries is None else entries.layers[index]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         softcap = None if loaded == "sdpa" else options.get("softcap")  # transformers' sdpa leaves it out
         softmax = Softmax(scale, softcap, options.get("s_aux"))
-        real = getattr(layer, "real", None)
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
             raise UserError(
                 f"{module.config.model_type} has a mask of its own for each head, so that its entries cannot be "  # type: ignore[union-attr]
                 "scored; load a model without, such as Llama, Qwen, Mistral or Gemma"
             )
+        real = getattr(layer, "real", None)
         if recorder is not None:
             recorder(index, query, key, softmax, real, attention_mask)
+
         if isinstance(layer, OwnAttention):
             return layer.attend(query, key, value, softmax), None
         if real is not None:
             return grouped_attention(query, key, value, visible(query.shape[2], real), softmax), None
+
         # Under a mask transformers repeats keys and values for every query head; grouping the queries copies none.
-        few = query.shape[1] * query.shape[2] <= key.shape[2]
-        special = options.get("dropout") or softmax.softcap or options.get("position_bias")
-        if loaded == "sdpa" and attention_mask is not None and few and not special:
+        has_few_queries = query.shape[1] * query.shape[2] <= key.shape[2]
+        is_plain = not (options.get("dropout") or softmax.softcap or options.get("position_bias"))
+        if loaded == "sdpa" and attention_mask is not None and has_few_queries and is_plain:
             return grouped_attention(query, key, value, attention_mask, Softmax(scale)), None
+
     function = ALL_ATTENTION_FUNCTIONS[loaded] if loaded in ALL_ATTENTION_FUNCTIONS else _eager_of(type(module))
-    module = module if loaded in _PLAIN else _under_loaded_name(module, loaded)
+    if loaded not in _PLAIN:
+        module = _under_loaded_name(module, loaded)
     return function(module, query, key, value, attention_mask, scaling=scaling, **options)
 
 
 def _under_loaded_name(module: nn.Module, loaded: str) -> nn.Module:
     """A shallow copy of an attention module whose configuration names the implementation that was loaded."""
-    twin = copy.copy(module)
     config: Any = copy.copy(module.config)
     config._attn_implementation = {"": loaded}
-    twin.config = config
-    return twin
+    copied_module = copy.copy(module)
+    copied_module.config = config
+    return copied_module
 
 
 def _eager_of(attention: type[nn.Module]) -> Callable[..., Any]:
@@ -293,8 +310,9 @@ def _eager_of(attention: type[nn.Module]) -> Callable[..., Any]:
     Raises:
         UserError: there is none.
     """
-    for kind in attention.__mro__:
-        if function := getattr(sys.modules[kind.__module__], "eager_attention_forward", None):
+    for base in attention.__mro__:
+        function = getattr(sys.modules[base.__module__], "eager_attention_forward", None)
+        if function is not None:
             return function
     raise UserError(
         f"{attention.__name__} has an eager attention that cannot be delegated to; load the model with "
@@ -308,12 +326,13 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
     So no key or value is repeated: queries are [B, H, q, d], keys and values [B, K, S, d]. The mask [B, 1 or K, q, S]
     is bool (True where a query may look) or added to the logits; None where every query sees every key.
     """
-    batch, heads, rows, width = query.shape
+    batch, heads, queries, width = query.shape
     kv_heads = key.shape[1]
     if mask is not None:
         mask = mask[:, :, None].expand(-1, -1, heads // kv_heads, -1, -1).flatten(2, 3)
     output = attend_grouped(query.reshape(batch, kv_heads, -1, width), key, value, mask, softmax)
-    return output.reshape(batch, heads, rows, -1).transpose(1, 2).contiguous()  # GPU kernels choose their own strides
+    by_query = output.reshape(batch, heads, queries, -1).transpose(1, 2)
+    return by_query.contiguous()  # GPU kernels choose their own strides
 
 
 def attend_grouped(grouped: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
@@ -321,10 +340,13 @@ def attend_grouped(grouped: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     if softmax.softcap is None and softmax.sinks is None:
         return functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=softmax.scaling)
     logits = softmax.logits(grouped, key)
-    if mask is not None:
-        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
-    share = 1 if softmax.sinks is None else len(softmax.sinks) // key.shape[1]
-    weights = softmax.normalised(logits.unflatten(2, (share, -1))).flatten(2, 3)
+    if mask is not None and mask.dtype == torch.bool:
+        logits = logits.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        logits = logits + mask
+    # Only sinks differ between the query heads of a KV head.
+    group = 1 if softmax.sinks is None else len(softmax.sinks) // key.shape[1]
+    weights = softmax.normalised(logits.unflatten(2, (group, -1))).flatten(2, 3)
     return weights.to(value.dtype) @ value
 
 
@@ -383,12 +405,14 @@ class Expansion:
             latents: [B, H or 1, n, rank]: of each head, or the same for all.
             rotated: [B, H or 1, n, rope]: the keys' part with RoPE.
         """
-        both = latents @ self.weight.transpose(1, 2)
-        keys, values = both[..., : self.key_width], both[..., self.key_width :]
-        return torch.cat([keys, rotated.expand(-1, keys.shape[1], -1, -1)], dim=3), values
+        expanded = latents @ self.weight.transpose(1, 2)
+        latent_keys, values = expanded.tensor_split([self.key_width], dim=-1)
+        keys = torch.cat([latent_keys, rotated.expand(-1, latent_keys.shape[1], -1, -1)], dim=3)
+        return keys, values
 
 
 def expansions(model: PreTrainedModel) -> list[Expansion]:
     """The expansion of each cache layer; a decoder layer may have several."""
     attentions: list[Any] = [module for module in model.modules() if hasattr(module, "kv_b_proj")]
-    return [Expansion.of(attention) for attention in sorted(attentions, key=lambda each: int(each.layer_idx))]
+    attentions.sort(key=lambda attention: int(attention.layer_idx))
+    return [Expansion.of(attention) for attention in attentions]

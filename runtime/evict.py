@@ -30,7 +30,7 @@ from keepsight.runtime.generate import CacheMethod, PeriodicEviction
 from keepsight.runtime.importance import Pool, Reduce, reduce_group, select_top, top_mask, value_norms
 from keepsight.runtime.layer import Counts, KeptLayer
 from keepsight.runtime.observe import LayerObserver, Observer
-from keepsight.runtime.state import Needs, State, can_read_tail, prefill, with_full_layers
+from keepsight.runtime.state import Needs, State, can_read_tail, full_layers, prefill, with_full_layers
 
 
 @registry.method("evict")
@@ -90,11 +90,13 @@ class Evict(CacheMethod):
             if self.every:
                 raise UserError(f"{name}: every {self.every} needs a budget in entries, not the ratio {self.budget}")
             return
+
         protected = self.sinks + self.window
         if self.budget - self.every <= protected and (protected or self.every):
-            spared = f" plus every={self.every}" if self.every else ""
+            interval = f" plus every={self.every}" if self.every else ""
             raise UserError(
-                f"{name}: budget {self.budget} must be above the {protected} protected entries (sinks + window){spared}"
+                f"{name}: budget {self.budget} must be above the {protected} protected entries "
+                f"(sinks + window){interval}"
             )
         if not protected:
             self.allocate.check(self.budget - self.every)
@@ -112,8 +114,11 @@ class Evict(CacheMethod):
     def bound_observer(self) -> Observer:
         """The observer, with `budget`, `sinks` and `window` of this method where its own are None."""
         observer: Any = self.observer
-        missing = [name for name in ("budget", "sinks", "window") if getattr(observer, name, 0) is None]
-        return replace(observer, **{name: getattr(self, name) for name in missing}) if missing else observer
+        from_method = {}
+        for name in ("budget", "sinks", "window"):
+            if getattr(observer, name, 0) is None:
+                from_method[name] = getattr(self, name)
+        return replace(observer, **from_method) if from_method else observer
 
     @property
     @override
@@ -127,12 +132,16 @@ class Evict(CacheMethod):
 
     @override
     def check(self, length: int, context: int) -> None:
-        name, observer, budget = type(self).__name__, self.bound_observer, self.budget_for(length)
+        budget = self.budget_for(length)
         if length <= budget:
             return
         if isinstance(self.budget, float):
             self._check_room([budget])
-        if (window := observer.needs().window) > length:
+
+        name = type(self).__name__
+        observer = self.bound_observer
+        window = observer.needs().window
+        if window > length:
             raise UserError(f"{name}: a prompt of {length} tokens is shorter than the {window} that observe it")
         positions = 0 if isinstance(observer, LayerObserver) else observer.positions()
         if length > context:
@@ -145,7 +154,8 @@ class Evict(CacheMethod):
 
     def _check_room(self, budgets: list[int]) -> None:
         """Refuse budgets of too few entries: a ratio becomes a number only where a prompt is known."""
-        protected, budget = self.sinks + self.window, min(budgets)
+        protected = self.sinks + self.window
+        budget = min(budgets)
         if not protected:
             self.allocate.check(budget)
         elif budget <= protected:
@@ -171,14 +181,18 @@ class Evict(CacheMethod):
         after_layer = None
         waits = self.waits or self.during_prefill is False or self.allocate.across_layers
         if evicts and not waits and (tail is not None or isinstance(observer, LayerObserver)):
-            after_layer = _LayerEviction(self, observer, lengths, budgets, min(lengths) < width)
+            after_layer = _LayerEviction(self, observer, lengths, budgets, padded=min(lengths) < width)
 
         state = prefill(model, input_ids, mask, needs=observer.needs(), after_layer=after_layer, tail=tail, **options)
         if after_layer is not None:
             return state
         if tail is None:
             return self.compress_state(model, state)
-        return self.evict(model, state, [layer.recorded.observed for layer in state.layers])[0]
+        tail_scores = []
+        for layer in state.layers:
+            assert layer.recorded is not None and layer.recorded.observed is not None
+            tail_scores.append(layer.recorded.observed)
+        return self.evict(model, state, tail_scores)[0]
 
     @override
     def compress_state(self, model: PreTrainedModel, state: State) -> State:
@@ -205,7 +219,9 @@ class Evict(CacheMethod):
 
     @override
     def periodic_eviction(self, model: PreTrainedModel) -> PeriodicEviction | None:
-        return PeriodicEviction(self.every, lambda state: self.compress_state(model, state)) if self.every else None
+        if not self.every:
+            return None
+        return PeriodicEviction(self.every, lambda state: self.compress_state(model, state))
 
     def fits(self, state: State) -> bool:
         """Whether the state is within the budget, or has no layer to evict from."""
@@ -219,14 +235,23 @@ class Evict(CacheMethod):
         One call serves every budget and allocation. Scores are reduced layer by layer where the observer allows it. A
         `UserError` if the observer did not score every entry of every layer. `scores` are as for `evict`.
         """
-        observer, layers = self.bound_observer, state.layers
+        observer = self.bound_observer
+        layers = state.layers
+        importance = []
         if scores is None and isinstance(observer, LayerObserver):
-            return [self.layer_importance(observer.score(each, self.reduce.queries), each) for each in layers]
-        found = observer(model, state, self.reduce) if scores is None else scores
-        if len(found) != len(layers):
+            for layer in layers:
+                layer_scores = observer.score(layer, self.reduce.queries)
+                importance.append(self.layer_importance(layer_scores, layer))
+            return importance
+
+        if scores is None:
+            scores = observer(model, state, self.reduce)
+        if len(scores) != len(layers):
             name = type(self.observer).__name__
-            raise UserError(f"{name} returned scores for {len(found)} layers; there are {len(layers)}")
-        return [self.layer_importance(*pair) for pair in zip(found, layers, strict=True)]
+            raise UserError(f"{name} returned scores for {len(scores)} layers; there are {len(layers)}")
+        for layer_scores, layer in zip(scores, layers, strict=True):
+            importance.append(self.layer_importance(layer_scores, layer))
+        return importance
 
     def layer_importance(self, scores: Tensor, layer: KeptLayer) -> Tensor:
         """Importance [B, K, C] float32 of a layer's entries, from scores [B, H or K, C]; as `importance`.
@@ -234,32 +259,45 @@ class Evict(CacheMethod):
         Raises:
             UserError: the scores are not one for each entry.
         """
-        entries, shape, pool = layer.entries(), [*scores.shape], self.pool
+        entries = layer.entries()
         batch, kv_heads, length, _ = entries.keys.shape
+        shape = [*scores.shape]
         if len(shape) != 3 or shape[::2] != [batch, length] or not shape[1] or shape[1] % kv_heads:
             raise UserError(
                 f"{type(self.observer).__name__} returned scores of shape {shape} for a layer; expected "
                 f"[{batch}, {kv_heads}, {length}] by KV head, or a multiple of {kv_heads} by query head"
             )
         scores = scores if scores.is_floating_point() else scores.float()
+
         importance = reduce_group(scores, kv_heads, self.reduce.heads)
         if self.value_norm:
             if self.observer.signed is None and bool((importance < 0).any()):
                 self._require_unweighted()
             importance = importance * value_norms(layer.attended().values, kv_heads)
-        real, free, pooled = entries.real, max(length - self.window, 0), importance.clone()
-        if real is not None:  # padding must not reach its neighbours
-            importance = importance.masked_fill(~real, -torch.inf if pool.kind == "max" else 0.0)
-        if free and pool.kernel > 1:
-            over = functional.max_pool1d if pool.kind == "max" else functional.avg_pool1d
-            before = importance[..., :free].contiguous()
-            pooled[..., :free] = over(before, pool.kernel, stride=1, padding=pool.kernel // 2)
-        pooled[..., free:] = torch.inf
+
+        real = entries.real
+        before_window = max(length - self.window, 0)
+        importance = self._pooled(importance, real, before_window)
+        importance[..., before_window:] = torch.inf
         if real is None:
-            pooled[..., : self.sinks] = torch.inf
+            importance[..., : self.sinks] = torch.inf
+            return importance
+        importance.masked_fill_(real.long().cumsum(dim=-1) <= self.sinks, torch.inf)
+        return importance.masked_fill_(~real, -torch.inf)
+
+    def _pooled(self, importance: Tensor, real: Tensor | None, end: int) -> Tensor:
+        """A copy of importance [B, K, C] whose entries before `end` are pooled."""
+        pooled = importance.clone()
+        if not end or self.pool.kernel == 1:
             return pooled
-        pooled.masked_fill_(real.long().cumsum(dim=-1) <= self.sinks, torch.inf)
-        return pooled.masked_fill_(~real, -torch.inf)
+        is_max = self.pool.kind == "max"
+        if real is not None:  # padding must not reach its neighbours
+            padding = -torch.inf if is_max else 0.0
+            importance = importance.masked_fill(~real, padding)
+        pool = functional.max_pool1d if is_max else functional.avg_pool1d
+        kernel = self.pool.kernel
+        pooled[..., :end] = pool(importance[..., :end].contiguous(), kernel, stride=1, padding=kernel // 2)
+        return pooled
 
     def select(self, state: State, importance: list[Tensor]) -> list[Tensor]:
         """For each layer, which entries stay: [B, K, C] bool. Ties go to the lowest index."""
@@ -275,30 +313,34 @@ class Evict(CacheMethod):
     def keep(self, model: PreTrainedModel, state: State, selected: list[Tensor]) -> State:
         """The state of the selected entries, [B, K, C] bool for each layer."""
         if self.allocate.reads_scores:  # counted: the CPU waits for it
-            counts = np.array(torch.stack([mask.sum(dim=-1).to(selected[0].device) for mask in selected]).tolist())
+            device = selected[0].device
+            layer_counts = [mask.sum(dim=-1).to(device) for mask in selected]
+            counts = np.array(torch.stack(layer_counts).tolist())
         else:
             counts = self.allocate(self._sizes(state), self.budgets(state), [])
         # Bounded layers still need the model's padding mask, which fits no dense layer after eviction.
         ragged = state.tokens_mask is not None and any(map(is_bounded, state.cache.layers))
-        marked, evicted = bool(counts.min() != counts.max()), zip(state.layers, selected, counts, strict=True)
-        layers = [
-            layer.keep(mask, count, window=self.window, ragged=ragged, marked=marked) for layer, mask, count in evicted
-        ]
+        marked = bool(counts.min() != counts.max())
+        layers = []
+        for layer, mask, head_counts in zip(state.layers, selected, counts, strict=True):
+            layers.append(layer.keep(mask, head_counts, window=self.window, ragged=ragged, marked=marked))
         return replace(state, cache=with_full_layers(state.cache, layers))
 
     def _unevicted(self, state: State) -> State:
         """A copy whose recorded queries are cut as eviction cuts them: rows of a batch observe as they do alone."""
-        after = state.copy()
-        for layer in after.layers:
-            layer.recorded = layer.recorded and layer.recorded.last(self.window)
-        return after
+        copied_state = state.copy()
+        for layer in copied_state.layers:
+            if layer.recorded is not None:
+                layer.recorded = layer.recorded.last(self.window)
+        return copied_state
 
     def _sizes(self, state: State) -> HeadSizes:
         """How many entries each head has; the CPU waits only for padded entries to be counted."""
-        sizes = [layer.head_sizes() for layer in state.layers]
-        real = state.counts().tolist() if any(isinstance(each, Tensor) for each in sizes) else sizes
-        entries = np.array(real)
-        return HeadSizes(entries, entries.clip(max=self.sinks + self.window))
+        layer_sizes: Any = [layer.head_sizes() for layer in state.layers]
+        if any(isinstance(sizes, Tensor) for sizes in layer_sizes):
+            layer_sizes = state.counts().tolist()
+        real = np.array(layer_sizes)
+        return HeadSizes(real, real.clip(max=self.sinks + self.window))
 
 
 @dataclass
@@ -314,22 +356,33 @@ class _LayerEviction:
     lengths: list[int]
     budgets: list[int]
     padded: bool
-    _ragged: bool = field(default=False, init=False)
     _counts: Counts | None = field(default=None, init=False)
 
-    def __call__(self, cache: Cache, place: int, layer: KeptLayer) -> KeptLayer:
-        method, alone = self.method, self.method.allocate.reads_scores
+    def __call__(self, cache: Cache, index: int, layer: KeptLayer) -> KeptLayer:
+        """Evict from the layer of this index among those with full attention."""
+        method = self.method
         importance = method.layer_importance(self._scores(layer), layer)
-        if self._counts is None or alone:
-            full = sum(isinstance(each, KeptLayer) for each in cache.layers)
-            self._ragged = self.padded and full < len(cache.layers)  # bounded layers need the model's mask of padding
-            real = np.broadcast_to(np.array(self.lengths)[:, None], (1 if alone else full, *importance.shape[:2]))
-            sizes = HeadSizes(real, real.clip(max=method.sinks + method.window))
-            self._counts = method.allocate(sizes, self.budgets, [importance] if alone else [])
-        marked = alone or bool(self._counts.min() != self._counts.max())
-        counts = self._counts[0 if alone else place]
+        if method.allocate.reads_scores:
+            counts = self._allocate(importance, 1, [importance])[0]
+            marked = True
+        else:
+            if self._counts is None:
+                self._counts = self._allocate(importance, len(full_layers(cache)), [])
+            counts = self._counts[index]
+            marked = bool(self._counts.min() != self._counts.max())
+
+        # Bounded layers still need the model's padding mask, which fits no dense layer after eviction.
+        ragged = self.padded and any(map(is_bounded, cache.layers))
         mask = top_mask(importance, counts)
-        return layer.keep(mask, counts, window=method.window, ragged=self._ragged, marked=marked)
+        return layer.keep(mask, counts, window=method.window, ragged=ragged, marked=marked)
+
+    def _allocate(self, importance: Tensor, layers: int, compared: list[Tensor]) -> Counts:
+        """[L, B, K]: how many entries the heads keep of layers that are as long as one of this importance [B, K, C]."""
+        method = self.method
+        batch, kv_heads = importance.shape[:2]
+        real = np.broadcast_to(np.array(self.lengths)[:, None], (layers, batch, kv_heads))
+        sizes = HeadSizes(real, real.clip(max=method.sinks + method.window))
+        return method.allocate(sizes, self.budgets, compared)
 
     def _scores(self, layer: KeptLayer) -> Tensor:
         """The scores of observers that were read with the prompt, or of one that needs the layer alone."""

@@ -4,7 +4,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,40 +24,49 @@ class RecordFeatures(ExitStack):
 
     def __init__(self, model: Reader, layers: Sequence[int]) -> None:
         super().__init__()
-        self._layers, target = layers, cast(Any, model)  # only models are asked for features
-        self._device = target.device if layers else None
-        decoder: Any = decoder_of(target) if layers else None
-        outputs = [*decoder.layers, decoder] if layers else []
-        if wrong := [layer for layer in layers if not 0 <= layer < len(outputs)]:
-            raise UserError(
-                f"feature layer {wrong[0]} is out of range: the base model's layers are 0 to {len(outputs) - 2}, "
-                f"and {len(outputs) - 1} is what its final norm gives"
-            )
+        self._layers = layers
         self._outputs: dict[int, Tensor] = {}
-        hooks = ((outputs[layer], functools.partial(self._keep, place)) for place, layer in enumerate(layers))
+        if not layers:
+            return
+        base_model: Any = model  # only models are asked for features
+        decoder: Any = decoder_of(base_model)
+        self._device = base_model.device
+        modules = [*decoder.layers, decoder]
+        for layer in layers:
+            if not 0 <= layer < len(modules):
+                raise UserError(
+                    f"feature layer {layer} is out of range: the base model's layers are 0 to {len(modules) - 2}, "
+                    f"and {len(modules) - 1} is what its final norm gives"
+                )
+        hooks = [(modules[layer], functools.partial(self._keep, index)) for index, layer in enumerate(layers)]
         self.enter_context(hooked(hooks))
 
     def outputs(self) -> tuple[Tensor, ...]:
         """For each of the layers, [B, q, hidden] of the q tokens of the latest pass, on the model's first device."""
-        return tuple(self._outputs[place].to(self._device) for place in range(len(self._layers)))
+        return tuple(self._outputs[index].to(self._device) for index in range(len(self._layers)))
 
     def after(self, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """`outputs` of the latest pass appended to `before`, those of earlier tokens; empty before the first pass."""
-        new = self.outputs()
-        return tuple(torch.cat(pair, dim=1) for pair in zip(before, new, strict=True)) if before else new
+        latest = self.outputs()
+        if not before:
+            return latest
+        appended = []
+        for earlier_output, output in zip(before, latest, strict=True):
+            appended.append(torch.cat([earlier_output, output], dim=1))
+        return tuple(appended)
 
-    def _keep(self, place: int, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._outputs[place] = output if isinstance(output, Tensor) else output[0]
+    def _keep(self, index: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._outputs[index] = output if isinstance(output, Tensor) else output[0]
 
 
 def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
     """A hook of a module that does nothing in other threads, which may use the model too."""
-    mine = threading.get_ident()
+    thread = threading.get_ident()
 
-    def only(*args: Any) -> Any:
-        return hook(*args) if threading.get_ident() == mine else None
+    def call_in_thread(*args: Any) -> Any:
+        return hook(*args) if threading.get_ident() == thread else None
 
-    return only
+    return call_in_thread
 
 
 class WatchInputs(ExitStack):
@@ -69,12 +78,13 @@ class WatchInputs(ExitStack):
 
     def __init__(self, model: Reader, watch: Callable[[int, nn.Module, Tensor], None]) -> None:
         super().__init__()
-        target: Any = model
-        modules = {index: attention_of(target, index) for index in full_attention_layers(target.config)}
+        self._watch = watch
+        base_model: Any = model
+        modules = {index: attention_of(base_model, index) for index in full_attention_layers(base_model.config)}
         for index, module in modules.items():
-            hook = in_this_thread(functools.partial(self._hand_on, watch, index))
+            hook = in_this_thread(functools.partial(self._call_watch, index))
             self.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
-    @staticmethod
-    def _hand_on(watch: Callable[..., None], index: int, module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
-        watch(index, module, named["hidden_states"] if "hidden_states" in named else inputs[0])
+    def _call_watch(self, index: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        self._watch(index, module, hidden)

@@ -49,14 +49,15 @@ class Images:
         if not any(inputs.get(name) for name in PIXELS[1:]) and inputs.get(PIXELS[0]) is None:
             return None
         positions = inputs.get("position_ids")
-        known = positions[-3:] if positions is not None and positions.dim() == 3 else None
-        own, raw = (
-            {name: each[name] for name in IMAGE_INPUTS if each.get(name) is not None}
-            for each in (inputs, processed or inputs)
-        )
-        if copies > 1:
-            raw = {name: torch.cat([each] * copies) for name, each in raw.items()} if rows == copies else {}
-        return cls(own, known, raw)
+        rope_positions = None
+        if positions is not None and positions.dim() == 3:
+            rope_positions = positions[-3:]
+        raw_inputs = _image_inputs(processed or inputs)
+        if copies > 1 and rows == copies:
+            raw_inputs = {name: torch.cat([tensor] * copies) for name, tensor in raw_inputs.items()}
+        elif copies > 1:
+            raw_inputs = {}
+        return cls(_image_inputs(inputs), rope_positions, raw_inputs)
 
     def with_tokens(self, input_ids: Tensor) -> Mapping[str, Any]:
         """All that the model takes for prompts of these tokens [B, N]."""
@@ -74,9 +75,12 @@ class Images:
                 "prompts, and with num_return_sequences it reads the images of one prompt alone; give the prompts one "
                 "by one"
             )
-        inputs = {name: each.to(other.device) for name, each in self.processed.items()}
-        for name in inputs.keys() & {*_KINDS}:
-            inputs[name] = functional.pad(inputs[name], (0, length - inputs[name].shape[1]))
+        inputs = {}
+        for name, tensor in self.processed.items():
+            tensor = tensor.to(other.device)
+            if name in _KINDS:
+                tensor = functional.pad(tensor, (0, length - tensor.shape[1]))
+            inputs[name] = tensor
         return Images(inputs)
 
     def shortened(self, model: PreTrainedModel, input_ids: Tensor, kept: Tensor) -> "Images":
@@ -93,7 +97,8 @@ class Images:
         positions = self.positions_in(model, input_ids, None)
         if positions is not None:
             positions = positions[..., kept].unique(return_inverse=True)[1]
-        return _Embedded({"inputs_embeds": _embedded(model, self.with_tokens(input_ids))[:, kept]}, positions)
+        embeddings = _input_embeddings(model, self.with_tokens(input_ids))
+        return _Embedded({"inputs_embeds": embeddings[:, kept]}, positions)
 
     def positions_in(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None) -> Tensor | None:
         """The positions [3, B, N] that a model with M-RoPE gives the tokens; None where they are as in text.
@@ -106,8 +111,8 @@ class Images:
             return self.positions
         if "mm_token_type_ids" not in self.inputs:
             raise UserError(_NO_KINDS)
-        named = {name: value for name, value in self.inputs.items() if name not in PIXELS}
-        positions: Tensor = inner.get_rope_index(input_ids, attention_mask=mask, **named)[0]
+        options = {name: value for name, value in self.inputs.items() if name not in PIXELS}
+        positions: Tensor = inner.get_rope_index(input_ids, attention_mask=mask, **options)[0]
         return positions
 
     def places_in(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
@@ -120,9 +125,10 @@ class Images:
             if name in self.inputs:
                 kinds: Tensor = self.inputs[name]
                 return kinds.bool()
-        if (token := getattr(model.config, "image_token_id", None)) is None:
+        image_token = getattr(model.config, "image_token_id", None)
+        if image_token is None:
             raise UserError(_NO_KINDS)
-        return input_ids == token
+        return input_ids == image_token
 
     def require_read_by(self, model: PreTrainedModel) -> None:
         """Refuse models that would silently ignore the images.
@@ -131,10 +137,15 @@ class Images:
             UserError: the model takes no images.
         """
         if "pixel_values" not in inspect.signature(model.forward).parameters:
-            kind = model.config.model_type
+            model_type = model.config.model_type
             raise UserError(
-                f"pixel_values is not supported by {kind}, which reads no images; leave it out, or take one that does"
+                f"pixel_values is not supported by {model_type}, which reads no images; leave it out, or take one that "
+                "does"
             )
+
+
+def _image_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: inputs[name] for name in IMAGE_INPUTS if inputs.get(name) is not None}
 
 
 class _Embedded(Images):
@@ -150,7 +161,7 @@ class _Embeddings(Exception):
 
 
 @torch.no_grad()
-def _embedded(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor:
+def _input_embeddings(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor:
     """The decoder's input embeddings of a prompt with images: [1, N, hidden]."""
 
     @in_this_thread
@@ -161,11 +172,11 @@ def _embedded(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor:
     options: dict[str, Any] = {}
     try:
         model(**inputs, use_cache=False)
-    except _Embeddings as seen:
-        (options,) = seen.args
+    except _Embeddings as reached:
+        (options,) = reached.args
     finally:
         hook.remove()
-    if any("deepstack" in name and each is not None for name, each in options.items()):
+    if any("deepstack" in name and value is not None for name, value in options.items()):
         raise UserError(
             f"{model.config.model_type} reads its images in several layers, so that none of their tokens can be left "
             "out; take a method that evicts from the cache, such as LookaheadKV"

@@ -22,7 +22,7 @@ from keepsight.runtime.layer import Counts, KeptLayer
 
 ROWS_AT_ONCE = 128
 """Bounds the memory of one block of attention weights to B x H x 128 x S float32."""
-STACKED = 2**20
+STACKED_NUMBERS = 2**20
 """Bounds the memory of layers that one operator works on."""
 _OVER_QUERIES = ("mean", "max", "sum")
 OverHeads = Annotated[str, Literal["mean", "max", "mean of layer"]]
@@ -92,46 +92,74 @@ def observed_attention(
         made.
     """
     assert reduction in _OVER_QUERIES
-    batch, _, rows, _ = query.shape
+    batch, _, queries, _ = query.shape
+    device = query.device
     # The masks are one for all layers, which may lie on several devices.
-    key_mask = None if key_mask is None else key_mask.to(query.device)
-    query_mask = None if query_mask is None else query_mask.to(query.device)
-    last = None if ahead is None else torch.arange(rows, device=query.device) + ahead.to(query.device)  # each sees
-    reduce_rows = functools.partial(torch.amax if reduction == "max" else torch.sum, dim=2)
-    join, total = torch.maximum if reduction == "max" else torch.add, None
-    for start in range(0, rows, ROWS_AT_ONCE):
-        chosen = slice(start, min(start + ROWS_AT_ONCE, rows))
-        # Without `ahead`, no query of the block sees what comes after the block.
-        visible = key.shape[2] - (rows - chosen.stop if last is None else 0)
-        hidden = None if last is None else torch.arange(rows, device=last.device) > last[:, chosen, None]
-        seen_mask = None if key_mask is None else key_mask[..., :visible]
-        weights = attention_weights(query[:, :, chosen], key[:, :, :visible], softmax, seen_mask, hidden)[..., :length]
-        if query_mask is None:
-            reduced = reduce_rows(weights)
-        elif query_mask.dim() == 2:
-            reduced = reduce_rows(weights * query_mask[:, None, chosen, None])
+    key_mask = None if key_mask is None else key_mask.to(device)
+    query_mask = None if query_mask is None else query_mask.to(device)
+    last_seen = None if ahead is None else torch.arange(queries, device=device) + ahead.to(device)
+
+    total: Tensor | None = None
+    for start in range(0, queries, ROWS_AT_ONCE):
+        stop = min(start + ROWS_AT_ONCE, queries)
+        if last_seen is None:
+            visible = key.shape[2] - (queries - stop)  # no query of the block sees what comes after the block
+            hidden = None
         else:
-            each_set = query_mask[..., chosen].unbind(dim=1)
-            reduced = torch.stack([reduce_rows(weights * each[:, None, :, None]) for each in each_set], dim=1)
-        reduced = functional.pad(reduced, (0, length - reduced.shape[-1]))
-        total = reduced if total is None else join(total, reduced)
+            visible = key.shape[2]
+            hidden = torch.arange(queries, device=device) > last_seen[:, start:stop, None]
+        block_key_mask = None if key_mask is None else key_mask[..., :visible]
+        block_query_mask = None if query_mask is None else query_mask[..., start:stop]
+
+        weights = attention_weights(query[:, :, start:stop], key[:, :, :visible], softmax, block_key_mask, hidden)
+        block_total = _over_queries(weights[..., :length], block_query_mask, reduction)
+        block_total = functional.pad(block_total, (0, length - block_total.shape[-1]))
+        if total is None:
+            total = block_total
+        elif reduction == "max":
+            total = torch.maximum(total, block_total)
+        else:
+            total = total + block_total
     assert total is not None
+
     if reduction != "mean":
         return total
-    counted = query_mask.sum(dim=-1) if query_mask is not None else query.new_full((batch,), rows, dtype=torch.long)
+    counted = query.new_full((batch,), queries, dtype=torch.long)
+    if query_mask is not None:
+        counted = query_mask.sum(dim=-1)
     return total / counted.clamp(min=1)[..., None, None]
 
 
-def combine(of_window: Tensor, of_draft: Tensor, rows: int, real: Tensor, reduction: str) -> Tensor:
+def _over_queries(weights: Tensor, query_mask: Tensor | None, reduction: str) -> Tensor:
+    """The maximum or, for other reductions, the sum of weights [B, H, q, N] over the queries.
+
+    [B, H, N]; [B, C, H, N] for a mask [B, C, q].
+    """
+    reduce_rows = torch.amax if reduction == "max" else torch.sum
+    if query_mask is None:
+        return reduce_rows(weights, dim=2)
+    if query_mask.dim() == 2:
+        return reduce_rows(weights * query_mask[:, None, :, None], dim=2)
+
+    by_query_set = []
+    for set_mask in query_mask.unbind(dim=1):
+        by_query_set.append(reduce_rows(weights * set_mask[:, None, :, None], dim=2))
+    return torch.stack(by_query_set, dim=1)
+
+
+def combine(
+    window_attention: Tensor, draft_attention: Tensor, window: int, draft_mask: Tensor, reduction: str
+) -> Tensor:
     """Combine the attention of a prompt's last queries and of a draft in a layer, [B, H, C] float32 each.
 
-    Both are reduced by `reduction` (`mean` or `max`): over `rows` queries of the window, and over a draft of which
-    `real` [B, T] bool is False for padding.
+    Both are reduced by `reduction` (`mean` or `max`): over the `window` last queries, and over a draft of which
+    `draft_mask` [B, T] bool is False for padding.
     """
     if reduction == "max":
-        return torch.maximum(of_window, of_draft)
-    drafted = real.sum(dim=1)[:, None, None].to(of_draft.device)
-    return (of_window * rows + of_draft * drafted) / (rows + drafted)
+        return torch.maximum(window_attention, draft_attention)
+    draft_queries = draft_mask.sum(dim=1)[:, None, None].to(draft_attention.device)
+    total = window_attention * window + draft_attention * draft_queries
+    return total / (window + draft_queries)
 
 
 def attention_weights(
@@ -145,13 +173,13 @@ def attention_weights(
     Returns:
         [B, H, q, S] float32, causal unless `hidden` is set.
     """
-    batch, heads, rows, width = query.shape
-    kv_heads, keys = key.shape[1], key.shape[2]
-    grouped = query.reshape(batch, kv_heads, (heads // kv_heads) * rows, width)
+    batch, heads, queries, width = query.shape
+    kv_heads, keys = key.shape[1:3]
+    grouped = query.reshape(batch, kv_heads, (heads // kv_heads) * queries, width)
     # In place, and masked only where something can be hidden: passes over the logits dominate the time.
-    logits = softmax.logits(grouped, key).view(batch, kv_heads, -1, rows, keys)
+    logits = softmax.logits(grouped, key).view(batch, kv_heads, -1, queries, keys)
     least = torch.finfo(torch.float32).min
-    hidden = later(rows, query.device) if hidden is None else hidden[:, None, None]
+    hidden = later(queries, query.device) if hidden is None else hidden[:, None, None]
     logits[..., keys - hidden.shape[-1] :].masked_fill_(hidden, least)
     if key_mask is not None:
         by_head = key_mask if key_mask.dim() == 3 else key_mask[:, None]
@@ -159,8 +187,8 @@ def attention_weights(
     return softmax.normalised(logits).flatten(1, 2)
 
 
-def recorded_queries(layer: KeptLayer, wanted: int) -> Any:
-    """The recording of the last `wanted` tokens, or of as many as are left: see `Recorded`.
+def recorded_queries(layer: KeptLayer, window: int) -> Any:
+    """The recording of the last `window` tokens, or of as many as are left: see `Recorded`.
 
     Raises:
         UserError: no query was recorded, or all of their entries may have been evicted.
@@ -168,10 +196,10 @@ def recorded_queries(layer: KeptLayer, wanted: int) -> Any:
     recorded = layer.recorded
     if recorded is None or recorded.queries is None or not recorded.queries.shape[2]:
         raise UserError(
-            f"no query is left of the {wanted} that should observe: prefill with needs=method.needs(), and where an "
+            f"no query is left of the {window} that should observe: prefill with needs=method.needs(), and where an "
             "evicted cache is evicted again, let the method keep its window"
         )
-    return recorded.last(wanted)
+    return recorded.last(window)
 
 
 def seen_ahead(mask: Any, rows: int) -> Tensor | None:
@@ -185,12 +213,17 @@ def seen_ahead(mask: Any, rows: int) -> Tensor | None:
         return None
     if isinstance(mask, BlockMask):
         batch, _, queries, keys = mask.shape
-        query, key = (torch.arange(count - rows, count, device=mask.kv_indices.device) for count in (queries, keys))
-        every = torch.arange(batch, device=query.device)[:, None, None]
-        seen = mask.mask_mod(every, query.new_zeros(()), query[:, None], key).expand(batch, rows, rows)
+        device = mask.kv_indices.device
+        query_indices = torch.arange(queries - rows, queries, device=device)[:, None]
+        key_indices = torch.arange(keys - rows, keys, device=device)
+        batch_indices = torch.arange(batch, device=device)[:, None, None]
+        head_index = query_indices.new_zeros(())
+        visible = mask.mask_mod(batch_indices, head_index, query_indices, key_indices).expand(batch, rows, rows)
     else:
-        seen = mask[:, 0, -rows:, -rows:]
-    ahead: Tensor = (seen if seen.dtype == torch.bool else seen == 0).triu(1).sum(dim=-1)
+        visible = mask[:, 0, -rows:, -rows:]
+        if visible.dtype != torch.bool:
+            visible = visible == 0
+    ahead: Tensor = visible.triu(1).sum(dim=-1)
     return ahead if bool(ahead.any()) else None
 
 
@@ -204,21 +237,24 @@ def reduce_group(importance: Tensor, kv_heads: int, reduction: str = "mean") -> 
     return grouped.amax(dim=2) if reduction == "max" else grouped.mean(dim=2)
 
 
-def stacked(layers: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+def stack_layers(layers: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
     """Stack neighbouring layers of one shape and device to [l, ...], so that one operator serves all of them.
 
     Yields:
-        The places of the layers, and the stack, not to be written to: of `STACKED` numbers at most, or a single layer.
+        The indices of the layers, and the stack, not to be written to: of `STACKED_NUMBERS` numbers at most, or a
+        single layer.
     """
     start = 0
     while start < len(layers):
-        first, stop = layers[start], start + 1
-        most = start + max(STACKED // max(first.numel(), 1), 1)
-        alike = first.shape, first.device
-        while stop < min(most, len(layers)) and (layers[stop].shape, layers[stop].device) == alike:
+        layer = layers[start]
+        limit = min(start + max(STACKED_NUMBERS // max(layer.numel(), 1), 1), len(layers))
+        stop = start + 1
+        while stop < limit and layers[stop].shape == layer.shape and layers[stop].device == layer.device:
             stop += 1
-        # One layer, as after a long prompt, is not copied.
-        yield slice(start, stop), first[None] if stop == start + 1 else torch.stack([*layers[start:stop]])
+
+        is_alone = stop == start + 1  # as after a long prompt; not copied
+        stack = layer[None] if is_alone else torch.stack([*layers[start:stop]])
+        yield slice(start, stop), stack
         start = stop
 
 
@@ -229,19 +265,25 @@ def top_mask(importance: Tensor, count: int | Counts) -> Tensor:
     ties undefined.
     """
     counts = np.asarray(count)
-    most = int(counts.max())
-    if most == 0:
+    largest = int(counts.max())
+    if largest == 0:
         return torch.zeros_like(importance, dtype=torch.bool)
-    best = importance.topk(most, dim=-1).values
-    if counts.min() == most:
-        wanted, threshold = most, best[..., -1:]
+
+    best = importance.topk(largest, dim=-1).values
+    row_counts: int | Tensor
+    if counts.min() == largest:
+        row_counts = largest
+        threshold = best[..., -1:]
     else:
-        ends = torch.from_numpy(np.stack([counts.clip(min=1) - 1, counts])[..., None])
-        last, wanted = ends.to(importance.device, non_blocking=True)
-        threshold = best.gather(-1, last)
+        # Both go to the device in one copy.
+        ends_and_counts = torch.from_numpy(np.stack([counts.clip(min=1) - 1, counts])[..., None])
+        ends, row_counts = ends_and_counts.to(importance.device, non_blocking=True)
+        threshold = best.gather(-1, ends)
+
     above = importance > threshold
     tied = importance == threshold
-    return above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= wanted - above.sum(dim=-1, keepdim=True)))
+    tied_to_keep = row_counts - above.sum(dim=-1, keepdim=True)
+    return above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= tied_to_keep))
 
 
 def top_indices(importance: Tensor, count: int, *, signed: bool = False) -> Tensor:
@@ -254,8 +296,8 @@ def top_indices(importance: Tensor, count: int, *, signed: bool = False) -> Tens
     if signed:
         bits = (importance + 0.0).view(torch.int32)  # -0.0 becomes 0.0
         bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    places = _descending(bits.shape[-1], bits.device).expand_as(bits)
-    order = torch.stack([places, bits], dim=-1).view(torch.int64)[..., 0]  # the low half breaks ties
+    tie_breakers = _descending(bits.shape[-1], bits.device).expand_as(bits)
+    order = torch.stack([tie_breakers, bits], dim=-1).view(torch.int64)[..., 0]  # the low half breaks ties
     return order.topk(count, dim=-1).indices
 
 
@@ -267,10 +309,10 @@ def _descending(count: int, device: torch.device) -> Tensor:
 
 def select_top(importance: Sequence[Tensor], counts: Counts) -> list[Tensor]:
     """For each layer, the mask [B, K, C] bool of the `counts` [L, B, K] top entries; ties go to the first index."""
-    chosen: list[Tensor] = []
-    for places, layers in stacked(importance):
-        chosen += top_mask(layers, counts[places]).unbind()
-    return chosen
+    masks: list[Tensor] = []
+    for indices, layers in stack_layers(importance):
+        masks += top_mask(layers, counts[indices]).unbind()
+    return masks
 
 
 def value_norms(values: Tensor, kv_heads: int) -> Tensor:

@@ -7,7 +7,7 @@ and on a GPU where one kernel attends to all heads (`keepsight.runtime.ragged_ke
 
 import copy
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from keepsight.runtime.images import Images
 from keepsight.runtime.layer import KeptLayer, RaggedLayer
 from keepsight.runtime.state import State, has_recurrent
 
-Made = TypeVar("Made", bound=KeptLayer)
+Layer = TypeVar("Layer", bound=KeptLayer)
 
 
 CALL = 384
@@ -38,24 +38,43 @@ def join(states: Sequence[State]) -> State:
     Entries are copied. States of similar lengths join best, unless one `joins_unpadded`. The states, of any number of
     rows each, stay unchanged.
     """
-    width, seen = (max(lengths) for lengths in zip(*map(_lengths, states), strict=True))
-    same_width = all(state.tokens.shape[1] == width and state.padded is False for state in states)
-    offsets = [torch.zeros_like(state.lengths) + state.rope_offset for state in states]
-    batch_offsets = [torch.zeros_like(state.lengths) + state.batch_offset for state in states]
-    join_full = _join_ragged if any(map(joins_unpadded, states)) else _join_dense
-    columns = zip(*(state.cache.layers for state in states), strict=True)
-    layers: list[Any] = [
-        _join_bounded(column, seen) if is_bounded(column[0]) else join_full(column, seen) for column in columns
-    ]
+    width = max(state.tokens.shape[1] for state in states)
+    tokens_seen = max(state.cache.get_seq_length() for state in states)
+    unpadded = any(map(joins_unpadded, states))
+    layers: list[Any] = []
+    for state_layers in zip(*(state.cache.layers for state in states), strict=True):
+        if is_bounded(state_layers[0]):
+            layers.append(_join_bounded(state_layers, tokens_seen))
+        elif unpadded:
+            layers.append(_join_ragged(state_layers, tokens_seen))
+        else:
+            layers.append(_join_dense(state_layers, tokens_seen))
+
+    images = Images({}) if any(state.images for state in states) else None
+    logits = []
+    tokens = []
+    lengths = []
+    rope_offsets = []
+    batch_offsets = []
+    padded: Literal[False] | None = False
+    for state in states:
+        padding = width - state.tokens.shape[1]
+        if padding or state.padded is not False:
+            padded = None  # the lengths will tell
+        logits.append(state.logits)
+        tokens.append(functional.pad(state.tokens, (padding, 0)))
+        lengths.append(state.lengths)
+        rope_offsets.append(torch.zeros_like(state.lengths) + state.rope_offset)
+        batch_offsets.append(torch.zeros_like(state.lengths) + state.batch_offset)
     return State(
         StateCache(layers=layers),
-        torch.cat([state.logits for state in states]),
-        torch.cat([functional.pad(state.tokens, (width - state.tokens.shape[1], 0)) for state in states]),
-        torch.cat([state.lengths for state in states]),
-        rope_offset=torch.cat(offsets),
+        torch.cat(logits),
+        torch.cat(tokens),
+        torch.cat(lengths),
+        rope_offset=torch.cat(rope_offsets),
         batch_offset=torch.cat(batch_offsets),
-        padded=False if same_width else None,
-        images=Images({}) if any(state.images for state in states) else None,
+        padded=padded,
+        images=images,
     )
 
 
@@ -74,77 +93,108 @@ def take_rows(state: State, rows: Sequence[int]) -> State:
     """Some rows of a batch that `join` made, without the padding that all of them share; entries are copied."""
     index = torch.tensor(rows, device=state.lengths.device)
     lengths = state.lengths[index]
-    width, before = int(lengths.max()), state.tokens.shape[1]
-    seen = state.cache.get_seq_length() - (before - width)
+    width = int(lengths.max())
+    first_column = state.tokens.shape[1] - width
+    tokens_seen = state.cache.get_seq_length() - first_column
 
-    def taken(layer: Any) -> Any:
+    cache_layers: list[Any] = state.cache.layers
+    layers: list[Any] = []
+    for layer in cache_layers:
         if is_bounded(layer):
-            return _take_bounded(layer, index, seen)
-        return _take_ragged(layer, rows, seen) if isinstance(layer, RaggedLayer) else _take_dense(layer, index, seen)
+            layers.append(_take_bounded(layer, index, tokens_seen))
+        elif isinstance(layer, RaggedLayer):
+            layers.append(_take_ragged(layer, rows, tokens_seen))
+        else:
+            layers.append(_take_dense(layer, index, tokens_seen))
 
-    layers = [taken(layer) for layer in state.cache.layers]
+    rope_offset = state.rope_offset
+    if isinstance(rope_offset, Tensor):
+        rope_offset = rope_offset[index]
+    batch_offset = state.batch_offset
+    if isinstance(batch_offset, Tensor):
+        batch_offset = batch_offset[index]
+    images = Images({}) if state.images else None
+    padded = state.padded is not False and bool((lengths < width).any())
     return State(
         StateCache(layers=layers),
         state.logits[index],
-        state.tokens[index, before - width :],
+        state.tokens[index, first_column:],
         lengths,
-        rope_offset=state.rope_offset[index] if isinstance(state.rope_offset, Tensor) else 0,
-        batch_offset=state.batch_offset[index] if isinstance(state.batch_offset, Tensor) else 0,
-        padded=False if state.padded is False else bool((lengths < width).any()),
-        images=Images({}) if state.images else None,
+        rope_offset=rope_offset,
+        batch_offset=batch_offset,
+        padded=padded,
+        images=images,
     )
 
 
 def _take_dense(layer: KeptLayer, index: Tensor, seen: int) -> KeptLayer:
     entries = layer.entries()
     index = index.to(entries.keys.device)
-    keys, values = entries.keys[index], entries.values[index]
+    keys = entries.keys[index]
+    values = entries.values[index]
     if entries.real is None:
-        return _like(layer, KeptLayer(keys, values, seen))
+        return _of_same_model(layer, KeptLayer(keys, values, seen))
+
     real = entries.real[index].expand(keys.shape[:3])
-    first = int(real.any(dim=1).any(dim=0).int().argmax())
-    keys, values, real = (each[:, :, first:].contiguous() for each in (keys, values, real))
-    return _like(layer, KeptLayer(keys, values, seen, None if bool(real.all()) else real))
+    padding = int(real.any(dim=1).any(dim=0).int().argmax())  # of all rows and heads
+    keys = keys[:, :, padding:].contiguous()
+    values = values[:, :, padding:].contiguous()
+    real = real[:, :, padding:].contiguous()
+    if bool(real.all()):
+        return _of_same_model(layer, KeptLayer(keys, values, seen))
+    return _of_same_model(layer, KeptLayer(keys, values, seen, real))
 
 
 def _take_ragged(layer: RaggedLayer, rows: Sequence[int], seen: int) -> RaggedLayer:
     sizes = layer.head_sizes()
-    by_row = [each.split(sizes.sum(axis=1).tolist()) for each in layer.packed()]
-    keys, values = (torch.cat([each[row] for row in rows]) for each in by_row)
-    return _like(layer, RaggedLayer(keys, values, sizes[[*rows]], seen))
+    row_sizes = sizes.sum(axis=1).tolist()
+    packed_keys, packed_values = layer.packed()
+    row_keys = packed_keys.split(row_sizes)
+    row_values = packed_values.split(row_sizes)
+    keys = torch.cat([row_keys[row] for row in rows])
+    values = torch.cat([row_values[row] for row in rows])
+    return _of_same_model(layer, RaggedLayer(keys, values, sizes[[*rows]], seen))
 
 
 def _take_bounded(layer: Any, index: Tensor, seen: int) -> Any:
     """A layer with a sliding window or chunks, which holds no more than the tokens seen."""
-    rows = copy.copy(layer)
-    first = max(layer.keys.shape[2] - seen, 0)
+    taken_layer = copy.copy(layer)
+    padding = max(layer.keys.shape[2] - seen, 0)
     index = index.to(layer.keys.device)
-    rows.keys, rows.values = layer.keys[index][:, :, first:], layer.values[index][:, :, first:]
-    rows.cumulative_length = seen
-    return rows
+    taken_layer.keys = layer.keys[index][:, :, padding:]
+    taken_layer.values = layer.values[index][:, :, padding:]
+    taken_layer.cumulative_length = seen
+    return taken_layer
 
 
-def _lengths(state: State) -> tuple[int, int]:
-    return state.tokens.shape[1], state.cache.get_seq_length()
-
-
-def _join_dense(column: Sequence[KeptLayer], seen: int) -> KeptLayer:
+def _join_dense(layers: Sequence[KeptLayer], seen: int) -> KeptLayer:
     """A layer with full attention, its padding marked; `seen` is its logical length."""
-    entries = [layer.entries() for layer in column]
-    longest = max(each.keys.shape[2] for each in entries)
-    keys, values = _joined([each.keys for each in entries]), _joined([each.values for each in entries])
-    if all(each.real is None and each.keys.shape[2] == longest for each in entries):
-        return _like(column[0], KeptLayer(keys, values, seen))
-    marks = torch.cat([functional.pad(each.marks, (longest - each.keys.shape[2], 0)) for each in entries])
-    return _like(column[0], KeptLayer(keys, values, seen, marks))
+    all_entries = [layer.entries() for layer in layers]
+    keys = _joined([entries.keys for entries in all_entries])
+    values = _joined([entries.values for entries in all_entries])
+    longest = keys.shape[2]
+    if all(entries.real is None and entries.keys.shape[2] == longest for entries in all_entries):
+        return _of_same_model(layers[0], KeptLayer(keys, values, seen))
+
+    marks = []
+    for entries in all_entries:
+        marks.append(functional.pad(entries.marks, (longest - entries.keys.shape[2], 0)))
+    return _of_same_model(layers[0], KeptLayer(keys, values, seen, torch.cat(marks)))
 
 
-def _join_ragged(column: Sequence[KeptLayer], seen: int) -> RaggedLayer:
+def _join_ragged(layers: Sequence[KeptLayer], seen: int) -> RaggedLayer:
     """A layer with full attention, its heads one after the other; `seen` is its logical length."""
-    ragged = [_as_ragged(layer) for layer in column]
-    keys, values = map(torch.cat, zip(*(layer.packed() for layer in ragged), strict=True))
-    counts = np.concatenate([layer.head_sizes() for layer in ragged])
-    return _like(column[0], RaggedLayer(keys, values, counts, seen))
+    all_keys = []
+    all_values = []
+    all_counts = []
+    for layer in layers:
+        ragged = _as_ragged(layer)
+        keys, values = ragged.packed()
+        all_keys.append(keys)
+        all_values.append(values)
+        all_counts.append(ragged.head_sizes())
+    joined = RaggedLayer(torch.cat(all_keys), torch.cat(all_values), np.concatenate(all_counts), seen)
+    return _of_same_model(layers[0], joined)
 
 
 def _as_ragged(layer: KeptLayer) -> RaggedLayer:
@@ -156,21 +206,23 @@ def _as_ragged(layer: KeptLayer) -> RaggedLayer:
     return layer
 
 
-def _like(layer: KeptLayer, made: Made) -> Made:
-    """A layer that was made of others, with what they have of the model."""
-    made.expansion, made.origin = layer.expansion, layer.origin
-    return made
+def _of_same_model(layer: KeptLayer, new_layer: Layer) -> Layer:
+    """The new layer, which belongs to the decoder layer of the other."""
+    new_layer.expansion = layer.expansion
+    new_layer.origin = layer.origin
+    return new_layer
 
 
-def _join_bounded(column: Sequence[Any], seen: int) -> Any:
+def _join_bounded(layers: Sequence[Any], seen: int) -> Any:
     """A layer with a sliding window or chunks, whose padding is that of the tokens."""
-    layer = copy.copy(column[0])
-    layer.keys, layer.values = _joined([each.keys for each in column]), _joined([each.values for each in column])
-    layer.cumulative_length = seen
-    return layer
+    joined = copy.copy(layers[0])
+    joined.keys = _joined([layer.keys for layer in layers])
+    joined.values = _joined([layer.values for layer in layers])
+    joined.cumulative_length = seen
+    return joined
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """[B, K, C, d] each -> [sum of B, K, longest C, d], zeros on the left."""
-    longest = max(each.shape[2] for each in tensors)
-    return torch.cat([functional.pad(each, (0, 0, longest - each.shape[2], 0)) for each in tensors])
+    longest = max(tensor.shape[2] for tensor in tensors)
+    return torch.cat([functional.pad(tensor, (0, 0, longest - tensor.shape[2], 0)) for tensor in tensors])

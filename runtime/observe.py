@@ -9,7 +9,7 @@ side by side, as further queries of that row: [R, H, q, d] is taken as [B, H, (R
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -125,7 +125,8 @@ class PromptWindow(LayerObserver):
     @override
     def score(self, layer: KeptLayer, reduction: str) -> Tensor:
         assert self.window is not None
-        recorded, (keys, _, real) = recorded_queries(layer, self.window), layer.attended()
+        recorded = recorded_queries(layer, self.window)
+        keys, _, real = layer.attended()
         return observed_attention(
             recorded.queries,
             keys,
@@ -138,13 +139,32 @@ class PromptWindow(LayerObserver):
         )
 
 
-OfLayer = Callable[[int, Tensor], Tensor]
-"""Reduces the attention [B, H, N] of a layer, which has this index among the layers with full attention."""
+@dataclass(frozen=True)
+class LayerScores:
+    """Turns the attention that observers pay to a layer into scores of its KV heads' entries.
 
+    Attributes:
+        layer: The layer whose entries are scored.
+        reduce: Reduction over the observing queries and over the query heads of a KV head.
+        observer_mask: [B, n] bool, False where an observer is padding.
+        window: Number of the prompt's last tokens that observe too, by their recorded queries.
+        unseen: Number of entries at the prompt's end that come after the observers' place; their attention is 0.
+    """
 
-def all_heads(place: int, attention: Tensor) -> Tensor:
-    """An `OfLayer`: the attention as it is."""
-    return attention
+    layer: KeptLayer
+    reduce: Reduce
+    observer_mask: Tensor
+    window: int = 0
+    unseen: int = 0
+
+    def __call__(self, attention: Tensor) -> Tensor:
+        """The scores [B, K, N] float32, from the observers' reduced attention [B, H, N - unseen]."""
+        over_queries = self.reduce.queries
+        attention = functional.pad(attention, (0, self.unseen))
+        if self.window:
+            window_attention = PromptWindow(self.window).score(self.layer, over_queries)
+            attention = combine(window_attention, attention, self.window, self.observer_mask, over_queries)
+        return reduce_group(attention, self.layer.kv_heads, self.reduce.heads)
 
 
 def look_back(
@@ -154,60 +174,44 @@ def look_back(
     *,
     reduce: Reduce,
     observer_mask: Tensor | None = None,
-    combined: OfLayer = all_heads,
-    stops: bool = True,
+    window: int = 0,
     start: int = 0,
+    stops: bool = True,
 ) -> list[Tensor]:
     """Let observers look back from the position of a state's next token, or `start` tokens after it; see `observe`.
 
-    Each layer's attention is reduced to KV heads when it is computed, after `combined`, which adds that of other
-    observers: [B, K, N] float32 for each layer. A `UserError` if `start` is before the prompt, or is not 0 though
-    entries were evicted before or a layer is bounded.
+    The last `window` tokens that the state has read observe too, or as many as all layers have recorded. Each layer's
+    attention is reduced to KV heads as soon as it is computed: that of all layers would take too much memory at once.
+
+    Returns:
+        For each layer, the scores of its entries, [B, K, N] float32.
+
+    Raises:
+        UserError: `start` is before the prompt, or is not 0 though entries were evicted before or a layer is bounded.
     """
-    rope_lengths = state.rope_lengths + start + embeddings.shape[1]
-    state = with_observers(model, state, start + embeddings.shape[1])
-    return _look_back(
-        model,
-        state,
-        embeddings,
-        rope_lengths,
-        reduce=reduce,
-        observer_mask=observer_mask,
-        combined=combined,
-        stops=stops,
-        start=start,
-    )
+    batch, observers = embeddings.shape[:2]
+    rope_lengths = state.rope_lengths + start + observers
+    state = with_observers(model, state, start + observers)
+    if window:
+        recorded_windows = [recorded_queries(layer, window).queries.shape[2] for layer in state.layers]
+        window = min(recorded_windows, default=0)
 
+    counted = observer_mask
+    if counted is None:
+        counted = embeddings.new_ones((batch, observers), dtype=torch.bool)
+    unseen = max(-start, 0)
+    layer_scores = [LayerScores(layer, reduce, counted, window, unseen) for layer in state.layers]
 
-def _look_back(
-    model: PreTrainedModel,
-    state: State,
-    embeddings: Tensor,
-    rope_lengths: Tensor,
-    *,
-    reduce: Reduce,
-    observer_mask: Tensor | None = None,
-    combined: OfLayer = all_heads,
-    stops: bool = True,
-    start: int = 0,
-) -> list[Tensor]:
-    """`look_back`, where a text of `rope_lengths` [B] tokens has the RoPE of the state's keys."""
-    kv_heads, hidden = [layer.kv_heads for layer in state.layers], max(-start, 0)
-    seen = _before(state, start) if start else state
-
-    def keep(place: int, observed: Tensor) -> Tensor:
-        attention = functional.pad(observed, (0, hidden))
-        return reduce_group(combined(place, attention), kv_heads[place], reduce.heads)
-
+    seen_state = _before(state, start) if start else state
     return observe(
         model,
-        seen.cache,
-        seen.tokens_mask,
+        seen_state.cache,
+        seen_state.tokens_mask,
         embeddings,
-        first=seen.lengths + seen.rope_offset + max(start, 0),
+        first=seen_state.lengths + seen_state.rope_offset + max(start, 0),
         observer_mask=observer_mask,
         reduction=reduce.queries,
-        keep=keep,
+        layer_scores=layer_scores,
         stops=stops,
         rope_lengths=rope_lengths,
     )
@@ -226,35 +230,6 @@ def _before(state: State, start: int) -> State:
     return state.copy().crop(max(-start, 0), state.logits)
 
 
-def look_back_with_window(
-    model: PreTrainedModel,
-    state: State,
-    embeddings: Tensor,
-    window: int,
-    *,
-    reduce: Reduce,
-    observer_mask: Tensor | None = None,
-    start: int = 0,
-) -> list[Tensor]:
-    """`look_back`, where the last `window` tokens that the state has read observe too; 0 for none."""
-    rope_lengths = state.rope_lengths + start + embeddings.shape[1]
-    state = with_observers(model, state, start + embeddings.shape[1])
-    look = functools.partial(
-        _look_back, model, state, embeddings, rope_lengths, reduce=reduce, observer_mask=observer_mask, start=start
-    )
-    if not window:
-        return look()
-    layers = state.layers
-    rows = min((recorded_queries(each, window).queries.shape[2] for each in layers), default=0)
-    real = observer_mask if observer_mask is not None else embeddings.new_ones(embeddings.shape[:2], dtype=torch.bool)
-
-    def with_window(place: int, observed: Tensor) -> Tensor:
-        of_window = PromptWindow(rows).score(layers[place], reduce.queries)
-        return combine(of_window, observed, rows, real, reduce.queries)
-
-    return look(combined=with_window)
-
-
 def observe(
     model: PreTrainedModel,
     cache: Cache,
@@ -264,7 +239,7 @@ def observe(
     first: Tensor | None = None,
     observer_mask: Tensor | None = None,
     reduction: str = "mean",
-    keep: OfLayer = all_heads,
+    layer_scores: Sequence[LayerScores] | None = None,
     stops: bool = False,
     rope_lengths: Tensor | None = None,
 ) -> list[Tensor]:
@@ -280,29 +255,32 @@ def observe(
         first: [R] int64, the first observer's position; the number of real tokens by default.
         observer_mask: [R, n] bool, False for padding on the right of the observers.
         reduction: Reduction over the observers: `mean` or `max`.
-        keep: Reduces a layer's attention as soon as it is computed.
+        layer_scores: For each layer with full attention, what turns its attention into scores as soon as it is
+            computed; None to return the attention as it is.
         stops: Whether the pass may end in the middle of the model, once the last layer's entries are scored: forward
             hooks around its modules are then not called.
         rope_lengths: [R] int64, the length of the text whose RoPE the cache's keys have, where it depends on one.
 
     Returns:
-        For each layer with full attention, `keep` of the observers' attention [R, H, N] float32. Gradients flow
+        For each layer with full attention, the observers' attention [R, H, N] float32, or its scores. Gradients flow
         to `embeddings` and to the model's trainable parameters; without gradients the result may be inference tensors.
     """
     if first is None:
-        seen = torch.full((len(embeddings),), cache.get_seq_length(), device=embeddings.device)
-        first = seen if mask is None else mask.sum(dim=1)
-    stored = full_layers(cache)
-    kinds = [ObservedLayer] * len(stored)
-    if stops:
-        kinds[-1:] = [LastObservedLayer] * len(kinds[-1:])
-    observed = [
-        kind(layer, mask, observer_mask, reduction, functools.partial(keep, place))
-        for place, (kind, layer) in enumerate(zip(kinds, stored, strict=True))
-    ]
+        if mask is None:
+            first = torch.full((len(embeddings),), cache.get_seq_length(), device=embeddings.device)
+        else:
+            first = mask.sum(dim=1)
+
+    layers = []
+    for index, layer in enumerate(full_layers(cache)):
+        scores = None if layer_scores is None else layer_scores[index]
+        layers.append(ObservedLayer(layer, mask, observer_mask, reduction, scores))
+    if stops and layers:
+        layers[-1].is_last = True
+
     with torch.inference_mode(not torch.is_grad_enabled()), suppress(AllObserved):  # saves 3 % of the time on a CPU
-        read_with(model, cache, observed, mask, embeddings, first, rope_lengths)
-    return [layer.taken() for layer in observed]
+        read_with(model, cache, layers, mask, embeddings, first, rope_lengths)
+    return [layer.take_scores() for layer in layers]
 
 
 def read_with(
@@ -318,23 +296,29 @@ def read_with(
 
     `mask` and `rope_lengths` are as in `observe`.
     """
-    count = embeddings.shape[1]
-    # Layers with full attention know their padding; it is the bounded ones that need a mask.
-    padded = None if mask is None or len(layers) == len(cache.layers) else functional.pad(mask, (0, count), value=True)
+    observers = embeddings.shape[1]
+    has_bounded_layers = len(layers) < len(cache.layers)
+    attention_mask = None  # layers with full attention know their padding
+    if mask is not None and has_bounded_layers:
+        attention_mask = functional.pad(mask, (0, observers), value=True)
     run(
         decoder_of(model),
         as_observed(cache, layers),
         inputs_embeds=embeddings,
-        position_ids=first[:, None] + torch.arange(count, device=embeddings.device),
-        attention_mask=padded,
+        position_ids=first[:, None] + torch.arange(observers, device=embeddings.device),
+        attention_mask=attention_mask,
         rope_lengths=rope_lengths,
     )
 
 
 def as_observed(cache: Cache, layers: Any) -> Cache:
     """A cache with other layers in place of those with full attention; observers change no recurrent state of it."""
-    copied = with_full_layers(cache, layers).layers
-    return Cache(layers=[ObservedRecurrence(one) if isinstance(one, LinearAttentionLayer) else one for one in copied])
+    observed_layers = []
+    for layer in with_full_layers(cache, layers).layers:
+        if isinstance(layer, LinearAttentionLayer):
+            layer = ObservedRecurrence(layer)
+        observed_layers.append(layer)
+    return Cache(layers=observed_layers)
 
 
 class ObservedRecurrence(LinearAttentionLayer):
@@ -376,23 +360,43 @@ class ViewedLayer(OwnAttention, DynamicLayer):
         super().__init__()
         stored = layer.attended() if isinstance(layer, KeptLayer) else layer
         self.lazy_initialization(stored.keys, stored.values)
-        self.keys, self.values = stored.keys, stored.values
+        self.keys = stored.keys
+        self.values = stored.values
         self.real = stored.real
-        unmarked = mask is not None and (stored.real is None or len(mask) != len(stored.keys))  # rows share entries
-        if mask is not None and unmarked and stored.keys.shape[2] >= mask.shape[1]:
+
+        if mask is None:
+            return
+        nothing_evicted = stored.keys.shape[2] >= mask.shape[1]
+        rows_share_entries = len(mask) != len(stored.keys)
+        if nothing_evicted and (stored.real is None or rows_share_entries):
             self.real = mask[:, None].to(stored.keys.device)
 
 
-class ObservedLayer(ViewedLayer):
-    """A layer to which observers attend. For `layer` and `mask` see `ViewedLayer`.
+class AllObserved(Exception):
+    """Ends a forward pass early: all layers have been observed."""
 
-    `observer_mask` [R, n] bool is False where an observer is padding, which does not count. `keep` gets the attention
-    [R, H, N] float32, reduced over the observers by `mean` or `max`. Large attention weights are not kept for the
-    backward pass: they would take 2 GiB in all after 16K tokens, for 32 layers and heads and as many observers.
+
+class ObservedLayer(ViewedLayer):
+    """A layer whose entries are scored by the attention that observers pay to them.
+
+    Large attention weights are not kept for the backward pass: they would take 2 GiB in all after 16K tokens, for 32
+    layers and heads and as many observers.
+
+    Args:
+        layer: As in `ViewedLayer`.
+        mask: As in `ViewedLayer`.
+        observer_mask: [R, n] bool, False where an observer is padding, which does not count; None for none.
+        reduction: Reduction of the attention over the observers: `mean` or `max`.
+        layer_scores: Turns the reduced attention [R, H, N] float32 into scores; None to keep it as it is.
+
+    Attributes:
+        scores: The scores, or the attention, until they are taken.
+        is_last: Whether the forward pass ends in this layer, since no layer after it is observed.
     """
 
-    attention: Tensor | None = None
-    is_taken = False
+    scores: Tensor | None = None
+    is_last = False
+    _is_taken = False
 
     def __init__(
         self,
@@ -400,76 +404,84 @@ class ObservedLayer(ViewedLayer):
         mask: Tensor | None,
         observer_mask: Tensor | None,
         reduction: str,
-        keep: Callable[[Tensor], Tensor],
+        layer_scores: LayerScores | None = None,
     ) -> None:
         super().__init__(layer, mask)
-        self.observer_mask, self.reduction, self.keep = observer_mask, reduction, keep
+        self.observer_mask = observer_mask
+        self.reduction = reduction
+        self.layer_scores = layer_scores
 
-    def taken(self) -> Tensor:
-        """The kept attention. Later calls of `attend`, when the backward pass recomputes the layer, keep none."""
-        kept, self.attention = self.attention, None
-        self.is_taken = True
-        assert kept is not None
-        return kept
+    def take_scores(self) -> Tensor:
+        """The scores, which the layer no longer holds afterwards.
+
+        When the backward pass recomputes the layer, `attend` is called again; those scores are not stored.
+        """
+        scores = self.scores
+        assert scores is not None
+        self.scores = None
+        self._is_taken = True
+        return scores
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        look = functools.partial(self._look, softmax=softmax)
-        weights = query.shape[:3].numel() * self.keys.shape[2] * torch.float32.itemsize
-        if torch.is_grad_enabled() and weights >= RECOMPUTED:
-            attention, output = checkpoint(look, query, key, value, use_reentrant=False, preserve_rng_state=False)
+        weight_bytes = query.shape[:3].numel() * self.keys.shape[2] * torch.float32.itemsize
+        if torch.is_grad_enabled() and weight_bytes >= RECOMPUTED:
+            attention, output = checkpoint(
+                self._attend, query, key, value, softmax, use_reentrant=False, preserve_rng_state=False
+            )
         else:
-            attention, output = look(query, key, value)
-        kept = self.keep(attention)  # also when recomputed: autograd must save the same tensors
-        if not self.is_taken:
-            self.attention = kept
+            attention, output = self._attend(query, key, value, softmax)
+
+        # Also when the layer is recomputed: autograd must save the same tensors.
+        scores = attention if self.layer_scores is None else self.layer_scores(attention)
+        if not self._is_taken:
+            self.scores = scores
+        if self.is_last:
+            raise AllObserved
         return output
 
-    def _look(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
-        """The attention to the stored entries, reduced over the observers, and the output [R, q, H, d]."""
-        count, mask = query.shape[2], self.observer_mask
-        if count <= ROWS_AT_ONCE:
-            total, output = self._look_at_once(query, key, value, softmax, mask, self.reduction)
-            if mask is None:
-                return total, output
-        else:
-            blocks, reduction = [], "sum" if self.reduction == "mean" else self.reduction
-            for start in range(0, count, ROWS_AT_ONCE):
-                end = min(start + ROWS_AT_ONCE, count)
-                own = key[:, :, :end], value[:, :, :end]
-                of_block = None if mask is None else mask[:, start:end]
-                blocks.append(self._look_at_once(query[:, :, start:end], *own, softmax, of_block, reduction))
-            join = torch.maximum if self.reduction == "max" else torch.add
-            total = functools.reduce(join, (each for each, _ in blocks))
-            output = torch.cat([each for _, each in blocks], dim=1)
-        if self.reduction == "mean" and mask is None:
-            total = total / count
-        elif self.reduction == "mean" and mask is not None:
-            total = total / mask.sum(dim=1)[:, None, None].clamp(min=1).to(total.device)
-        return total, output
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
+        """The attention [R, H, N] to the stored entries, reduced over the observers, and the output [R, n, H, d].
 
-    def _look_at_once(
-        self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, mask: Tensor | None, reduction: str
+        The observers are taken in blocks, which bounds the memory of their weights.
+        """
+        observers = query.shape[2]
+        totals = []
+        outputs = []
+        for start in range(0, observers, ROWS_AT_ONCE):
+            end = min(start + ROWS_AT_ONCE, observers)
+            block_mask = None if self.observer_mask is None else self.observer_mask[:, start:end]
+            block_attention, block_output = self._attend_block(
+                query[:, :, start:end], key[:, :, :end], value[:, :, :end], softmax, block_mask
+            )
+            totals.append(block_attention)
+            outputs.append(block_output)
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+        if self.reduction == "max":
+            return functools.reduce(torch.maximum, totals), output
+        total = functools.reduce(torch.add, totals)
+        if self.observer_mask is None:
+            return total / observers, output
+        counted = self.observer_mask.sum(dim=1)[:, None, None].clamp(min=1)
+        return total / counted.to(total.device), output
+
+    def _attend_block(
+        self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """As `_look`, for the last q of S observers, whose keys and values [R, K, S, d] these are."""
-        rows, sharing, stored = query.shape[2], len(query) // len(self.keys), self.keys.shape[2]
+        """As `_attend`, for the last q of S observers, whose keys and values [R, K, S, d] these are.
+
+        Their attention is their sum where the reduction is a mean.
+        """
+        queries = query.shape[2]
+        rows_sharing = len(query) // len(self.keys)
+        stored = self.keys.shape[2]
         weights = _weights(query, self.keys, key, softmax, self.real)
-        total = _reduced(weights[..., :stored], rows, sharing, mask, reduction)
+        attention = _reduced(weights[..., :stored], queries, rows_sharing, mask, self.reduction)
+
         weights = weights.to(value.dtype)
-        return total, _output(weights[..., :stored], weights[..., stored:], self.values, value, rows, sharing)
-
-
-class AllObserved(Exception):
-    """Ends a forward pass early: all layers have been observed."""
-
-
-class LastObservedLayer(ObservedLayer):
-    """The last layer that observers attend to; the forward pass ends in it."""
-
-    @override
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        super().attend(query, key, value, softmax)
-        raise AllObserved
+        output = _output(weights[..., :stored], weights[..., stored:], self.values, value, queries, rows_sharing)
+        return attention, output
 
 
 def _weights(query: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax, real: Tensor | None) -> Tensor:
@@ -479,63 +491,82 @@ def _weights(query: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax, re
     the keys of these. R / B neighbouring rows share a row of the entries' keys [B, K, N, d]; `real` [R, 1 or K, N] bool
     is False where a row does not see an entry.
     """
-    sharing, (heads, rows), kv_heads = len(query) // len(keys), query.shape[1:3], keys.shape[1]
+    heads, queries = query.shape[1:3]
+    kv_heads, stored = keys.shape[1:3]
+    rows_sharing = len(query) // len(keys)
     grouped = query.reshape(len(query), kv_heads, -1, query.shape[3])
-    count = keys.shape[2]
-    hidden = None if real is None else ~real[:, :, None]
-    if torch.is_grad_enabled() or sharing > 1 or query.element_size() == 2:
-        stored = softmax.logits(_side_by_side(grouped, sharing, rows), keys)
-        own = softmax.logits(grouped, own_keys)
-        hidden = None if hidden is None else _side_by_side(hidden, sharing, 1)[:, :, None, :, None]
-        _hide(stored.unflatten(2, (-1, sharing, rows)), own, rows, hidden)
-        logits = torch.cat([stored, _side_by_side(own, sharing, rows)], dim=-1)
+    padding = None if real is None else ~real[:, :, None]
+
+    if torch.is_grad_enabled() or rows_sharing > 1 or query.element_size() == 2:
+        stored_logits = softmax.logits(_side_by_side(grouped, rows_sharing, queries), keys)
+        own_logits = softmax.logits(grouped, own_keys)
+        if padding is not None:
+            padding = _side_by_side(padding, rows_sharing, 1)[:, :, None, :, None]
+        _hide(stored_logits.unflatten(2, (-1, rows_sharing, queries)), own_logits, queries, padding)
+        logits = torch.cat([stored_logits, _side_by_side(own_logits, rows_sharing, queries)], dim=-1)
     else:
-        joined = grouped.new_empty(*grouped.shape[:3], count + own_keys.shape[2])
-        for products, each in zip(joined.flatten(0, 1).tensor_split([count], dim=-1), (keys, own_keys), strict=True):
-            factors = grouped.flatten(0, 1), each.flatten(0, 1).mT.to(joined.dtype)
-            torch.baddbmm(products, *factors, beta=0, alpha=softmax.scaling, out=products)
-        logits = softmax.capped(joined.float())
-        _hide(logits[..., :count], logits[..., count:], rows, hidden)
-    return softmax.normalised(logits.unflatten(2, (heads // kv_heads, -1))).flatten(2, 3)
+        # Both products go straight into one tensor: concatenating them would copy the larger.
+        products = grouped.new_empty(*grouped.shape[:3], stored + own_keys.shape[2])
+        _write_products(products[..., :stored], grouped, keys, softmax.scaling)
+        _write_products(products[..., stored:], grouped, own_keys, softmax.scaling)
+        logits = softmax.capped(products.float())
+        _hide(logits[..., :stored], logits[..., stored:], queries, padding)
+
+    by_query_head = logits.unflatten(2, (heads // kv_heads, -1))
+    return softmax.normalised(by_query_head).flatten(2, 3)
 
 
-def _reduced(weights: Tensor, count: int, sharing: int, observer_mask: Tensor | None, reduction: str) -> Tensor:
-    """Weights [B, K, (H / K) x (R / B) x q, N] over q = `count` observers -> [R, H, N]; masked, a mean is a sum."""
+def _write_products(products: Tensor, grouped: Tensor, keys: Tensor, scaling: float) -> None:
+    """Write `scaling` times the products of queries [B, K, r, d] and keys [B, K, N, d] to a view [B, K, r, N]."""
+    products = products.flatten(0, 1)
+    grouped = grouped.flatten(0, 1)
+    transposed_keys = keys.flatten(0, 1).mT.to(products.dtype)
+    torch.baddbmm(products, grouped, transposed_keys, beta=0, alpha=scaling, out=products)
+
+
+def _reduced(weights: Tensor, queries: int, rows_sharing: int, observer_mask: Tensor | None, reduction: str) -> Tensor:
+    """Weights [B, K, (H / K) x (R / B) x q, N] -> [R, H, N], the sum or maximum over the q observing queries."""
     if observer_mask is not None:
-        by_row = _apart(weights, sharing, count).unflatten(2, (-1, count))
+        by_row = _apart(weights, rows_sharing, queries).unflatten(2, (-1, queries))
         by_row = by_row * observer_mask.to(weights.device)[:, None, None, :, None]
-        return (by_row.amax(3) if reduction == "max" else by_row.sum(3)).flatten(1, 2)
-    by_head = weights.unflatten(2, (-1, count))
-    over = {"max": by_head.amax, "mean": by_head.mean, "sum": by_head.sum}[reduction]
-    return _apart(over(3).flatten(1, 2), sharing, 1)
+        reduced = by_row.amax(3) if reduction == "max" else by_row.sum(3)
+        return reduced.flatten(1, 2)
+    by_head = weights.unflatten(2, (-1, queries))
+    reduced = by_head.amax(3) if reduction == "max" else by_head.sum(3)
+    return _apart(reduced.flatten(1, 2), rows_sharing, 1)
 
 
-def _output(stored: Tensor, own: Tensor, values: Tensor, own_values: Tensor, count: int, sharing: int) -> Tensor:
-    """The output [R, q, H, d] of weights for values [B, K, N, d] and [R, K, S, d], q being `count`."""
-    of_stored, own = _apart(stored @ values, sharing, count), _apart(own, sharing, count)
-    seen = torch.baddbmm(*(each.flatten(0, 1) for each in (of_stored, own, own_values))).to(values.dtype)
-    by_head = seen.view_as(of_stored).unflatten(2, (-1, count)).flatten(1, 2)
+def _output(
+    stored_weights: Tensor, own_weights: Tensor, values: Tensor, own_values: Tensor, queries: int, rows_sharing: int
+) -> Tensor:
+    """The output [R, q, H, d] of weights for values [B, K, N, d] and [R, K, S, d]."""
+    stored_output = _apart(stored_weights @ values, rows_sharing, queries)
+    own_weights = _apart(own_weights, rows_sharing, queries)
+    output = torch.baddbmm(stored_output.flatten(0, 1), own_weights.flatten(0, 1), own_values.flatten(0, 1))
+    output = output.to(values.dtype).view_as(stored_output)
+    by_head = output.unflatten(2, (-1, queries)).flatten(1, 2)
     return by_head.transpose(1, 2).contiguous()
 
 
-def _side_by_side(apart: Tensor, sharing: int, rows: int) -> Tensor:
-    """[R, K, (H / K) x q, x] -> [R / sharing, K, (H / K) x sharing x q, x], q being `rows`."""
-    if sharing == 1:
+def _side_by_side(apart: Tensor, rows_sharing: int, queries: int) -> Tensor:
+    """[R, K, (H / K) x q, x] -> [R / sharing, K, (H / K) x sharing x q, x], for rows that share entries."""
+    if rows_sharing == 1:
         return apart
-    by_head = apart.unflatten(0, (-1, sharing)).unflatten(3, (-1, rows))
+    by_head = apart.unflatten(0, (-1, rows_sharing)).unflatten(3, (-1, queries))
     return by_head.permute(0, 2, 3, 1, 4, 5).flatten(2, 4)
 
 
-def _apart(side_by_side: Tensor, sharing: int, rows: int) -> Tensor:
+def _apart(side_by_side: Tensor, rows_sharing: int, queries: int) -> Tensor:
     """`_side_by_side` undone."""
-    if sharing == 1:
+    if rows_sharing == 1:
         return side_by_side
-    by_head = side_by_side.unflatten(-2, (-1, sharing, rows))
+    by_head = side_by_side.unflatten(-2, (-1, rows_sharing, queries))
     return by_head.movedim(-3, 1).flatten(0, 1).flatten(-3, -2)
 
 
-def _hide(stored: Tensor, own: Tensor, rows: int, padding: Tensor | None) -> None:
+def _hide(stored_logits: Tensor, own_logits: Tensor, queries: int, padding: Tensor | None) -> None:
     """Hide, in place, stored entries that are `padding`, which is broadcast to them, and observers that come later."""
-    own.unflatten(2, (-1, rows))[..., -rows:].masked_fill_(later(rows, own.device), -torch.inf)
+    by_query = own_logits.unflatten(2, (-1, queries))
+    by_query[..., -queries:].masked_fill_(later(queries, own_logits.device), -torch.inf)
     if padding is not None:
-        stored.masked_fill_(padding, -torch.inf)
+        stored_logits.masked_fill_(padding, -torch.inf)

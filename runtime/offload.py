@@ -142,7 +142,9 @@ class Fetch:
     """Entries [B, K, k] int64 on their way to the device, as rows [B, K, k, 2d]; the seconds waited are counted."""
 
     def __init__(self, indices: Tensor, coming: "Future[tuple[Tensor, Begun]]", traffic: Traffic) -> None:
-        self._indices, self._coming, self._traffic = indices, coming, traffic
+        self._indices = indices
+        self._coming = coming
+        self._traffic = traffic
 
     def wait(self) -> FetchedEntries:
         """The entries. Device work enqueued from here on waits for them, the CPU does not; may be called again."""
@@ -176,24 +178,26 @@ class FullEntries:
     def offload(cls, keys: Tensor, values: Tensor, traffic: Traffic) -> "FullEntries":
         """Offload the entries [B, K, T, d] of a prompt."""
         batch, kv_heads, _, width = keys.shape
-        none = _Buffer(keys.new_empty(0, batch, kv_heads, width + values.shape[3], device="cpu"), 0)
-        return cls(0, traffic, none).append(keys, values)
+        no_rows = keys.new_empty(0, batch, kv_heads, width + values.shape[3], device="cpu")
+        return cls(0, traffic, _Buffer(no_rows, 0)).append(keys, values)
 
     def append(self, keys: Tensor, values: Tensor) -> "FullEntries":
         """The entries with more [B, K, q, d] behind them; a GPU may still be writing these when this returns."""
-        buffer, end, on_gpu = self._buffer, self.length + keys.shape[2], keys.device.type == "cuda"
+        buffer = self._buffer
+        end = self.length + keys.shape[2]
+        on_gpu = keys.device.type == "cuda"
         # Where another view has appended already, or there is no room left, this one moves to a new buffer.
         if buffer.filled != self.length or end > len(buffer.rows):
-            shape = end + max(_SPARE, end // 8), *buffer.rows.shape[1:]
+            shape = (end + max(_SPARE, end // 8), *buffer.rows.shape[1:])
             rows = torch.empty(shape, dtype=keys.dtype, device="cpu", pin_memory=torch.cuda.is_available())
             if on_gpu:
                 torch.cuda.current_stream(keys.device).synchronize()  # earlier entries may be on their way
             rows[: self.length] = buffer.rows[: self.length]
             buffer = _Buffer(rows, self.length)
-        new = torch.cat([keys, values], dim=3).permute(2, 0, 1, 3).contiguous()
-        buffer.rows[self.length : end].copy_(new, non_blocking=on_gpu)
+        new_rows = torch.cat([keys, values], dim=3).permute(2, 0, 1, 3).contiguous()
+        buffer.rows[self.length : end].copy_(new_rows, non_blocking=on_gpu)
         buffer.filled = end
-        self.traffic.offloaded += new.nbytes
+        self.traffic.offloaded += new_rows.nbytes
         return replace(self, length=end, _buffer=buffer)
 
     def cropped(self, length: int) -> "FullEntries":
@@ -214,14 +218,16 @@ class FullEntries:
 
     def fetch(self, indices: Tensor) -> Fetch:
         """Start to fetch the entries [B, K, k] int64 to the device of the indices."""
-        return Fetch(indices, in_background(self._gather, FromDevice(indices), indices.device), self.traffic)
+        coming = in_background(self._gather, FromDevice(indices), indices.device)
+        return Fetch(indices, coming, self.traffic)
 
-    def _gather(self, wanted: FromDevice, device: torch.device) -> tuple[Tensor, Begun]:
-        indices = wanted.get()
+    def _gather(self, indices_from_device: FromDevice, device: torch.device) -> tuple[Tensor, Begun]:
+        indices = indices_from_device.get()
         start = time.perf_counter()
         gathered = self.rows(flat_rows(indices).flatten()).unflatten(0, indices.shape)
         with on_side_stream(device):
-            gathered, sending = gathered.to(device, non_blocking=True), Begun(device)
+            gathered = gathered.to(device, non_blocking=True)
+            sending = Begun(device)
         self.traffic.fetched += gathered.nbytes
         self.traffic.fetching += time.perf_counter() - start
         return gathered, sending
@@ -244,7 +250,8 @@ def await_counted(coming: "Future[Result]", traffic: Traffic) -> Result:
 
 def require_memory(rows: int, tokens: int, layers: int, kv_heads: int, width: int, item: int) -> None:
     """Refuse prompts whose full cache does not fit into free CPU memory."""
-    needed, free = rows * tokens * layers * kv_heads * width * 2 * item, psutil.virtual_memory().available
+    needed = rows * tokens * layers * kv_heads * width * 2 * item
+    free = psutil.virtual_memory().available
     if needed > free:
         raise UserError(
             f"the full cache does not fit into the CPU's memory: {rows} rows x {tokens} tokens x {layers} layers x "

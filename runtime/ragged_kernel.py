@@ -17,7 +17,8 @@ from torch import Tensor
 
 from keepsight.runtime.attention import Softmax
 
-if HAS_TRITON := find_spec("triton") is not None:
+HAS_TRITON = find_spec("triton") is not None
+if HAS_TRITON:
     import triton
     from triton import language as tl
 
@@ -26,7 +27,8 @@ if HAS_TRITON := find_spec("triton") is not None:
         """Weights of more scores, the factor for earlier sums, and the new highest score and denominator."""
         highest = tl.maximum(best, tl.max(scores, 1))
         least = tl.where(highest == float("-inf"), 0.0, highest)  # where a query sees no entry yet
-        weights, fade = tl.exp(scores - least[:, None]), tl.exp(best - least)
+        weights = tl.exp(scores - least[:, None])
+        fade = tl.exp(best - least)
         return weights, fade, highest, total * fade + tl.sum(weights, 1)
 
 
@@ -64,7 +66,8 @@ def attend_ragged(
     batch, _, rows, width = query.shape
     kv_heads = len(starts) // batch
     grouped = query.reshape(len(starts), -1, width).contiguous()
-    of_head, parts = grouped.shape[1], -(-longest // PART)
+    of_head = grouped.shape[1]
+    parts = -(-longest // PART)
     padded = min(MOST_ROWS, max(16, triton.next_power_of_2(of_head)))
     outputs = query.new_empty(batch, kv_heads, parts, of_head, width, dtype=torch.float32)
     totals = outputs.new_empty(outputs.shape[:4])
@@ -109,7 +112,8 @@ def with_sinks(totals: Tensor, softmax: Softmax, rows: int) -> Tensor:
 
     The r grouped queries are `rows` tokens of each query head.
     """
-    if (sinks := softmax.sinks_of(totals.shape[1], rows)) is None:
+    sinks = softmax.sinks_of(totals.shape[1], rows)
+    if sinks is None:
         return totals
     return torch.cat([totals, sinks[:, None, :, 0].expand(len(totals), -1, 1, -1)], dim=2)
 
@@ -140,11 +144,13 @@ def attend_part(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     """Attention to one part of a KV head's entries: the output, and the logarithm of the softmax's denominator."""
-    head, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    rows, columns = tl.program_id(2) * PADDED + tl.arange(0, PADDED), tl.arange(0, COLUMNS)
+    head = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    rows = tl.program_id(2) * PADDED + tl.arange(0, PADDED)
+    columns = tl.arange(0, COLUMNS)
     inside = columns < WIDTH
     of_rows = (rows < of_head)[:, None] & inside[None, :]
-    read = tl.load(query + (head * of_head + rows[:, None]) * WIDTH + columns[None, :], mask=of_rows, other=0.0)
+    queried = tl.load(query + (head * of_head + rows[:, None]) * WIDTH + columns[None, :], mask=of_rows, other=0.0)
     first = tl.load(starts + head)
     length = (tl.load(ends + head) - first).to(tl.int32)
 
@@ -156,7 +162,7 @@ def attend_part(  # type: ignore[no-untyped-def]
         exists = tokens < length
         loaded = inside[:, None] & exists[None, :]
         block = tl.load(keys + (first + tokens)[None, :] * key_stride + columns[:, None], mask=loaded, other=0.0)
-        scores = tl.dot(read, block, input_precision="tf32x3") * scaling
+        scores = tl.dot(queried, block, input_precision="tf32x3") * scaling
         if SOFTCAP > 0:
             scores = (2 * tl.sigmoid(2 * scores / SOFTCAP) - 1) * SOFTCAP
         visible = exists[None, :] & (tokens[None, :] <= length - queries + (rows % queries)[:, None])
@@ -167,8 +173,8 @@ def attend_part(  # type: ignore[no-untyped-def]
         block = tl.load(values + (first + tokens)[:, None] * value_stride + columns[None, :], mask=loaded, other=0.0)
         summed = summed * fade[:, None] + tl.dot(weights.to(block.dtype), block, input_precision="tf32x3")
 
-    at = (head * tl.num_programs(1) + part) * of_head + rows
-    seen = total > 0
-    shares = summed / tl.where(seen, total, 1.0)[:, None]
-    tl.store(outputs + at[:, None] * WIDTH + columns[None, :], shares, mask=of_rows)
-    tl.store(totals + at, tl.where(seen, best + tl.log(total), float("-inf")), mask=rows < of_head)
+    offsets = (head * tl.num_programs(1) + part) * of_head + rows
+    has_entries = total > 0
+    output = summed / tl.where(has_entries, total, 1.0)[:, None]
+    tl.store(outputs + offsets[:, None] * WIDTH + columns[None, :], output, mask=of_rows)
+    tl.store(totals + offsets, tl.where(has_entries, best + tl.log(total), float("-inf")), mask=rows < of_head)

@@ -21,7 +21,8 @@ class TokenReader(ABC):
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self.config = model, model.config
+        self._model = model
+        self.config = model.config
 
     def __call__(
         self,
@@ -38,10 +39,15 @@ class TokenReader(ABC):
         returned, 0 for all.
         """
         count = input_ids.shape[1]
-        ends = [1 + place - count or None for place in range(count)]
-        masks = [None if attention_mask is None else attention_mask[:, :end] for end in ends]
-        steps = zip(input_ids.split(1, dim=1), position_ids.split(1, dim=1), masks, strict=True)
-        logits = [self.step(*step, past_key_values) for step in steps]
+        logits = []
+        for index in range(count):
+            token = input_ids[:, index : index + 1]
+            position = position_ids[:, index : index + 1]
+            mask = attention_mask
+            if mask is not None:
+                later_tokens = count - index - 1
+                mask = mask[:, : mask.shape[1] - later_tokens]
+            logits.append(self.step(token, position, mask, past_key_values))
         return CausalLMOutputWithPast(logits=cast(Any, torch.cat(logits[-logits_to_keep:], dim=1)))
 
     @abstractmethod
@@ -58,7 +64,8 @@ class TurnLayer(DynamicLayer, OwnAttention):
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        self.layer, self.is_initialized = layer, True
+        self.layer = layer
+        self.is_initialized = True
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
@@ -88,10 +95,16 @@ class TurnReader:
     """
 
     def __init__(self, model: Reader) -> None:
-        self._model, self.config = model, model.config
+        self._model = model
+        self.config = model.config
 
     def __call__(self, *, past_key_values: Cache, **options: Any) -> Any:
         """Append tokens to a cache: see the model's own call."""
-        layers = [TurnLayer(each) if hasattr(each, "read_turn") else each for each in past_key_values.layers]
-        turn = Cache(layers=layers)
-        return self._model(past_key_values=turn, **{**options, "entries": turn})
+        layers = []
+        for layer in past_key_values.layers:
+            if hasattr(layer, "read_turn"):
+                layer = TurnLayer(layer)
+            layers.append(layer)
+        turn_cache = Cache(layers=layers)
+        options["entries"] = turn_cache
+        return self._model(past_key_values=turn_cache, **options)

@@ -4,7 +4,6 @@ A new method is one file: a class under `@method("name")`. Files in `runtime/met
 are named as a plugin (`plugins=[my_module]`).
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -57,5 +56,16 @@ def _into(table: dict[str, type[Any]], name: str) -> Callable[[Registered], Regi
     return register
 
 
-observer, drafter, allocation = (functools.partial(_into, table) for table in (OBSERVERS, DRAFTERS, ALLOCATIONS))
-"""Register a class by its name, for the options `observer`, `drafter` and `allocate`."""
+def observer(name: str) -> Callable[[Registered], Registered]:
+    """Register a class by its name, for the option `observer`."""
+    return _into(OBSERVERS, name)
+
+
+def drafter(name: str) -> Callable[[Registered], Registered]:
+    """Register a class by its name, for the option `drafter`."""
+    return _into(DRAFTERS, name)
+
+
+def allocation(name: str) -> Callable[[Registered], Registered]:
+    """Register a class by its name, for the option `allocate`."""
+    return _into(ALLOCATIONS, name)

@@ -10,8 +10,6 @@ the exception: transformers drops its cache there and reads everything again.
 """
 
 import copy
-import functools
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -76,13 +74,17 @@ def length_limit(config: Any) -> LengthLimit | None:
     """The limit of a model, from its configuration; None where its frequencies do not depend on the length."""
     text = config.get_text_config(decoder=True)
     parameters: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
-    for each in (parameters, *parameters.values()):  # by kind of layer in models that have several
-        rope_type = each.get("rope_type") if isinstance(each, dict) else None
+    for layer_parameters in (parameters, *parameters.values()):  # by kind of layer in models that have several
+        if not isinstance(layer_parameters, dict):
+            continue
+        rope_type = layer_parameters.get("rope_type")
         if rope_type not in BY_LENGTH:
             continue
+        tokens = None
+        if rope_type == "longrope":
+            tokens = layer_parameters.get("original_max_position_embeddings")
         rereads = rope_type == "longrope" and text.model_type in _REREADING
-        named = each.get("original_max_position_embeddings") if rope_type == "longrope" else None
-        return LengthLimit(int(named or text.max_position_embeddings), rope_type, text.model_type, rereads)
+        return LengthLimit(int(tokens or text.max_position_embeddings), rope_type, text.model_type, rereads)
     return None
 
 
@@ -111,7 +113,8 @@ def counted_lengths(model: Any, lengths: Tensor | None = None) -> Iterator[None]
 
 def _is_by_length(module: nn.Module) -> bool:
     rope_type: Any = getattr(module, "rope_type", None)
-    return any(each in BY_LENGTH for each in (rope_type.values() if isinstance(rope_type, dict) else (rope_type,)))
+    rope_types = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+    return any(name in BY_LENGTH for name in rope_types)
 
 
 def _count(module: nn.Module) -> None:
@@ -129,65 +132,77 @@ def _uncount(module: nn.Module) -> None:
             return
         del _PASSES[id(module)]
         forward: Any = vars(module).pop("forward")
-        if forward.replaced is not None:  # such as the hook of accelerate
-            module.forward = forward.replaced
+        if forward.attribute is not None:  # such as the hook of accelerate
+            module.forward = forward.attribute
 
 
 @dataclass(frozen=True)
 class _Forward:
-    """The forward pass of a RoPE module: in passes without lengths the one that it `was`.
+    """The forward pass of a RoPE module, at the lengths of the pass of the thread.
 
-    `replaced` is that one where the module has it as an attribute of its own, else None.
+    Attributes:
+        module: The RoPE module.
+        original: Its forward pass until now, which passes without lengths get.
+        attribute: The same where the module has it as an attribute of its own, else None.
     """
 
     module: nn.Module
-    was: Callable[..., Any]
-    replaced: Callable[..., Any] | None
+    original: Callable[..., Any]
+    attribute: Callable[..., Any] | None
 
-    def __call__(self, x: Tensor, position_ids: Tensor, *rest: Any, **named: Any) -> Any:
+    def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         lengths: list[int] | None = getattr(_PASS, "lengths", None)
         if lengths is None:
-            return self.was(x, position_ids, *rest, **named)
-        angles = functools.partial(_angles, self.module, x, rest=rest, named=named)
-        distinct = sorted(set(lengths)) or [int(position_ids.max()) + 1]
-        if len(distinct) == 1:
-            return angles(position_ids, distinct[0])
+            return self.original(x, position_ids, *args, **kwargs)
+        distinct_lengths = sorted(set(lengths)) or [int(position_ids.max()) + 1]
+        if len(distinct_lengths) == 1:
+            return _angles(self.module, x, position_ids, distinct_lengths[0], args, kwargs)
+
         if position_ids.shape[-2] == 1:
             position_ids = position_ids.expand(*position_ids.shape[:-2], len(lengths), -1)
-        rows = [[row for row, own in enumerate(lengths) if own == length] for length in distinct]
-        order = torch.tensor(list(itertools.chain(*rows)), device=position_ids.device).argsort()
-        of_lengths = [angles(position_ids[..., own, :], length) for own, length in zip(rows, distinct, strict=True)]
-        return _both(lambda *each: torch.cat(each, dim=-3)[..., order.to(each[0].device), :, :], of_lengths)
+        row_order = []
+        by_length = []
+        for length in distinct_lengths:
+            rows = [row for row, row_length in enumerate(lengths) if row_length == length]
+            row_order += rows
+            by_length.append(_angles(self.module, x, position_ids[..., rows, :], length, args, kwargs))
+        order = torch.tensor(row_order, device=position_ids.device).argsort()
+        if isinstance(by_length[0], Tensor):
+            return _in_order(by_length, order)
+        return tuple(_in_order(tensors, order) for tensors in zip(*by_length, strict=True))
+
+
+def _in_order(tensors: Sequence[Tensor], order: Tensor) -> Tensor:
+    """The rows of tensors [..., rows, n, d], concatenated and then ordered."""
+    return torch.cat([*tensors], dim=-3)[..., order.to(tensors[0].device), :, :]
 
 
 def _angles(
-    module: Any, x: Tensor, position_ids: Tensor, length: int, *, rest: Sequence[Any], named: dict[str, Any]
+    module: Any, x: Tensor, position_ids: Tensor, length: int, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """What a RoPE module returns for positions [..., B, n] of a text of `length` tokens.
 
     The module gets the text's last position too, so that it chooses the frequencies by itself.
     """
-    last = position_ids.new_full((*position_ids.shape[:-1], 1), length - 1)
-    fresh = _unused(module)
-    returned = type(module).forward(fresh, x, torch.cat([position_ids, last], dim=-1), *rest, **named)
-    return _both(lambda each: each[..., :-1, :], [returned])
+    last_position = position_ids.new_full((*position_ids.shape[:-1], 1), length - 1)
+    with_last = torch.cat([position_ids, last_position], dim=-1)
+    returned = type(module).forward(_unused(module), x, with_last, *args, **kwargs)
+    if isinstance(returned, Tensor):
+        return returned[..., :-1, :]
+    return tuple(tensor[..., :-1, :] for tensor in returned)
 
 
 def _unused(module: Any) -> Any:
     """A copy of a RoPE module as it was before its first pass; in the module itself, frequencies outlast a pass."""
-    fresh = copy.copy(module)
-    vars(fresh).pop("forward", None)
-    fresh._buffers = {name: None if each is None else each.clone() for name, each in module._buffers.items()}
-    for name in [*fresh._buffers, *vars(module)]:
+    unused = copy.copy(module)
+    vars(unused).pop("forward", None)
+    unused._buffers = {}
+    for name, buffer in module._buffers.items():
+        unused._buffers[name] = None if buffer is None else buffer.clone()
+
+    for name in [*unused._buffers, *vars(module)]:
         if name.endswith("original_inv_freq"):
-            fresh._buffers[name.replace("original_", "")] = getattr(module, name).clone()
+            unused._buffers[name.replace("original_", "")] = getattr(module, name).clone()
         elif name.endswith("max_seq_len_cached"):
-            setattr(fresh, name, module.original_max_seq_len)
-    return fresh
-
-
-def _both(function: Callable[..., Tensor], returned: Sequence[Any]) -> Any:
-    """A function of the tensors that calls returned: of cosines and of sines where they returned both."""
-    if isinstance(returned[0], Tensor):
-        return function(*returned)
-    return tuple(function(*each) for each in zip(*returned, strict=True))
+            setattr(unused, name, module.original_max_seq_len)
+    return unused

@@ -23,17 +23,25 @@ class Rotary:
     """
 
     def __init__(self, model: PreTrainedModel, index: int, *, latent: bool = False) -> None:
-        decoder, config = decoder_of(model), model.config.get_text_config(decoder=True)
+        decoder = decoder_of(model)
+        config = model.config.get_text_config(decoder=True)
         attention: Any = attention_of(model, index)
-        parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-        kind = (parameters.get(FULL) or parameters).get("rope_type")
-        self._embedding: Any = getattr(decoder, "rotary_emb", None) if getattr(attention, "use_rope", True) else None
-        self._kind = [layer_kinds(model.config)[index]] if hasattr(self._embedding, "layer_types") else []
+        self._embedding: Any = None
+        if getattr(attention, "use_rope", True):
+            self._embedding = getattr(decoder, "rotary_emb", None)
+        self._layer_kind = []
+        if hasattr(self._embedding, "layer_types"):
+            self._layer_kind.append(layer_kinds(model.config)[index])
         self._apply: Any = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
         self._latent = has_latents(model)
-        unknown = (self._latent and not latent) or (self._embedding is not None and self._apply is None)
-        if kind in BY_LENGTH or unknown:
-            reason = f"its rope_type is {kind}" if kind in BY_LENGTH else "its attention applies RoPE in its own way"
+
+        parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+        rope_type = (parameters.get(FULL) or parameters).get("rope_type")
+        is_unknown = (self._latent and not latent) or (self._embedding is not None and self._apply is None)
+        if rope_type in BY_LENGTH or is_unknown:
+            reason = "its attention applies RoPE in its own way"
+            if rope_type in BY_LENGTH:
+                reason = f"its rope_type is {rope_type}"
             raise UserError(
                 f"positions in cached keys of {config.model_type} cannot be undone: {reason}; take a method that "
                 "reads keys as they are, such as quest"
@@ -41,7 +49,10 @@ class Rotary:
 
     def turned(self, heads: Tensor, positions: Tensor) -> Tensor:
         """Heads [B, h, n, d] float32 without positions -> at positions [B or 1, n]."""
-        return heads if self._embedding is None else self._by(heads, *self._angles(heads, positions))
+        if self._embedding is None:
+            return heads
+        cos, sin = self._angles(heads, positions)
+        return self._rotated(heads, cos, sin)
 
     def undone(self, heads: Tensor, positions: Tensor) -> Tensor:
         """Heads [B, h, n, d] float32 at positions [B or 1, n] -> without."""
@@ -49,35 +60,41 @@ class Rotary:
             return heads
         cos, sin = self._angles(heads, positions)
         scale = cos**2 + sin**2  # of YaRN's attention factor
-        return self._by(heads, cos / scale, -sin / scale)
+        return self._rotated(heads, cos / scale, -sin / scale)
 
     def spread(self, heads: Tensor, positions: Tensor) -> Tensor:
         """Heads [B, h, n, d] float32 without positions -> the mean of each over positions [m]."""
         if self._embedding is None:
             return heads
         cos, sin = self._angles(heads, positions[None])
-        return self._by(heads, cos.mean(dim=1, keepdim=True), sin.mean(dim=1, keepdim=True))
+        return self._rotated(heads, cos.mean(dim=1, keepdim=True), sin.mean(dim=1, keepdim=True))
 
     def pair_norms(self, heads: Tensor) -> Tensor:
         """The norm of each dimension's RoPE pair, [B, h, n, d]; 0 for dimensions without RoPE."""
         if self._embedding is None:
             return torch.zeros_like(heads)
         cos, sin = self._angles(heads, torch.zeros(1, 1, dtype=torch.long))
-        quarter = torch.zeros_like(cos), torch.ones_like(sin)
+        # By a quarter turn each dimension gets the other of its pair; dimensions without RoPE stay as they are.
+        zeros = torch.zeros_like(cos)
+        ones = torch.ones_like(sin)
+        others_of_pairs = self._rotated(heads, zeros, ones)
         ramp = torch.arange(1.0, heads.shape[-1] + 1, device=heads.device)[None, None, None]
-        return torch.hypot(heads, self._by(heads, *quarter)) * (self._by(ramp, *quarter) != ramp)
+        has_rope = self._rotated(ramp, zeros, ones) != ramp
+        return torch.hypot(heads, others_of_pairs) * has_rope
 
     def _angles(self, heads: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines at positions [B or 1, n], on the device of `heads`, where the embedding need not be."""
-        device = next((each.device for each in self._embedding.buffers()), heads.device)
-        cos, sin = self._embedding(heads.new_empty(0, device=device), positions.to(device), *self._kind)
+        device = next((buffer.device for buffer in self._embedding.buffers()), heads.device)
+        cos, sin = self._embedding(heads.new_empty(0, device=device), positions.to(device), *self._layer_kind)
         return cos.to(heads.device), sin.to(heads.device)
 
-    def _by(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Heads rotated by cosines and sines [B or 1, n or 1, r]."""
-        fixed = heads[..., : heads.shape[-1] - cos.shape[-1]] if self._latent else heads[..., :0]
-        moved = heads[..., fixed.shape[-1] :]
-        return torch.cat([fixed, self._apply(moved, moved[:, :0], cos, sin)[0]], dim=-1)
+        fixed_width = heads.shape[-1] - cos.shape[-1] if self._latent else 0
+        fixed = heads[..., :fixed_width]
+        to_rotate = heads[..., fixed_width:]
+        rotated = self._apply(to_rotate, to_rotate[:, :0], cos, sin)[0]
+        return torch.cat([fixed, rotated], dim=-1)
 
 
 class QueryStatistics(NamedTuple):
@@ -130,8 +147,15 @@ def with_queries(
         mask = mask.to(query.device)
         counted = (mask & (mask.long().cumsum(dim=1) > SINKS))[:, -query.shape[2] :]
     query = query.float()
-    plain, norms = rotary.undone(query, columns[None]), rotary.pair_norms(query)
+    unrotated = rotary.undone(query, columns[None])
     weights = counted[:, None, :, None].float()
-    weighted = plain * weights
-    sums = [counted.sum(dim=1).float(), weighted.sum(dim=2), weighted.mT @ plain, (norms * weights).sum(dim=2)]
-    return QueryStatistics(*sums if before is None else map(torch.add, before, sums))
+    weighted = unrotated * weights
+    statistics = QueryStatistics(
+        queries=counted.sum(dim=1).float(),
+        total=weighted.sum(dim=2),
+        squares=weighted.mT @ unrotated,
+        norms=(rotary.pair_norms(query) * weights).sum(dim=2),
+    )
+    if before is None:
+        return statistics
+    return QueryStatistics(*map(torch.add, before, statistics))

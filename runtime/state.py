@@ -10,10 +10,10 @@ state) keep the cache that transformers gives them: they are copied with the oth
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from keepsight.runtime.rotary import QueryStatistics, Rotary, with_queries
 from keepsight.runtime.tail import Tail
 
 AfterLayer = Callable[[Cache, int, KeptLayer], KeptLayer]
-"""Takes a cache, a layer's place among its `KeptLayer`s, and that layer, just read; returns the layer to keep."""
+"""Takes a cache, a layer's index among its `KeptLayer`s, and that layer, just read; returns the layer to keep."""
 Kind = TypeVar("Kind", bound="State")
 
 
@@ -127,11 +127,13 @@ class State:
         """
         if not self.joins:
             return None
-        layers, more = self.cache.layers, sum(appended)
-        return sum(
-            each.memory_bytes(appended) if isinstance(each, KeptLayer) else _bounded_bytes(each, more)
-            for each in layers
-        )
+        peak_bytes = 0
+        for layer in self.cache.layers:
+            if isinstance(layer, KeptLayer):
+                peak_bytes += layer.memory_bytes(appended)
+            else:
+                peak_bytes += _bounded_bytes(layer, sum(appended))
+        return peak_bytes
 
     @property
     def joins(self) -> bool:
@@ -162,8 +164,9 @@ class State:
 
     def counts(self) -> Tensor:
         """[L, B, K] int64: number of real entries per layer, row and KV head; [0, B, 0] without full attention."""
-        sizes = [torch.as_tensor(layer.head_sizes()).to(self.lengths.device) for layer in self.layers]
-        return torch.stack(sizes) if sizes else self.lengths.new_zeros(0, len(self.lengths), 0)
+        if not self.layers:
+            return self.lengths.new_zeros(0, len(self.lengths), 0)
+        return torch.stack([torch.as_tensor(layer.head_sizes()).to(self.lengths.device) for layer in self.layers])
 
     def mean_entries(self) -> float:
         """Number of real entries of a KV head, the mean over layers, rows and heads; 0 where every layer is bounded."""
@@ -171,7 +174,7 @@ class State:
 
     def select_all(self) -> list[Tensor]:
         """For each layer, a selection [B, K, C] bool of all real entries."""
-        return [each.marks for each in self.entries()]
+        return [entries.marks for entries in self.entries()]
 
     def copy(self) -> "State":
         """The same state with an independent cache to append to.
@@ -198,10 +201,11 @@ class State:
 
     def unrecorded(self, needs: Needs = Needs()) -> "State":
         """A copy without recorded queries, scores and features; `needs` is recorded from the next token on."""
-        after = replace(self.copy(), needs=needs, features=(), seconds=0.0)
-        for layer in after.layers:
-            layer.recorded = layer.recent = None
-        return after
+        unrecorded = replace(self.copy(), needs=needs, features=(), seconds=0.0)
+        for layer in unrecorded.layers:
+            layer.recorded = None
+            layer.recent = None
+        return unrecorded
 
     def as_kind(self, kind: type[Kind], cache: Cache) -> Kind:
         """This state as one of a subclass, with its own form of cache; recordings are dropped."""
@@ -242,12 +246,16 @@ class State:
             logits=logits,
             tokens=self.tokens[:, : self.tokens.shape[1] - count],
             lengths=self.lengths - count,
-            features=tuple(each[:, : each.shape[1] - count] for each in self.features),
+            features=tuple(outputs[:, : outputs.shape[1] - count] for outputs in self.features),
         )
 
     def features_of(self, layers: Sequence[int], tokens: slice = slice(None)) -> Tensor:
         """Concatenated outputs of some of the recorded layers, [B, m, len(layers) * hidden], of all or some tokens."""
-        return torch.cat([self.features[self.needs.features.index(layer)][:, tokens] for layer in layers], dim=-1)
+        outputs = []
+        for layer in layers:
+            index = self.needs.features.index(layer)
+            outputs.append(self.features[index][:, tokens])
+        return torch.cat(outputs, dim=-1)
 
     def attention_mask(self) -> Tensor | None:
         """[B, M] bool as transformers expects it; None where no layer needs one.
@@ -305,7 +313,7 @@ class Recorder:
         after_layer: Returns the layer to keep for each that was read; attention still uses the whole layer, which is
             freed after it.
         tail: Observers that are read after the pass's own tokens; the cache forgets them.
-        places: Number of layers read so far.
+        layers_read: Number of layers with full attention that were read so far.
         seconds: Time spent summing accumulated attention.
     """
 
@@ -314,7 +322,7 @@ class Recorder:
     mask: Tensor | None
     after_layer: AfterLayer | None = None
     tail: Tail | None = None
-    places: int = 0
+    layers_read: int = 0
     seconds: float = 0.0
     _ahead: Tensor | None = None  # of the pass's own tokens
     _scores: dict[Scorer, Tensor] = field(default_factory=dict)  # of the layer that is being read
@@ -325,8 +333,10 @@ class Recorder:
         before = layer.recorded.scores if layer.recorded else {}
         self._scores = {}
         for scorer in self.needs.scorers:
-            new = scorer(index, self.places, attention, hidden, layer.seen)
-            self._scores[scorer] = torch.cat([before[scorer], new], dim=-1) if scorer in before else new
+            scores = scorer(index, self.layers_read, attention, hidden, layer.seen)
+            if scorer in before:
+                scores = torch.cat([before[scorer], scores], dim=-1)
+            self._scores[scorer] = scores
 
     def __call__(
         self, index: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any
@@ -335,40 +345,65 @@ class Recorder:
         layer = self.cache.layers[index]
         if not isinstance(layer, KeptLayer):
             return  # bounded: nothing is scored there
-        observers = None
+
+        observer_queries = None
         if self.tail is not None:
-            count = self.tail.count
-            observers = query[:, :, -count:]
-            query = query[:, :, :-count]
-            layer.crop(-count)  # attention still gets the entries of the observers
+            observers = self.tail.count
+            observer_queries = query[:, :, -observers:]
+            query = query[:, :, :-observers]
+            layer.crop(-observers)  # attention still gets the entries of the observers
             if mask is not None and len(mask.shape) == 4:
-                mask = mask[..., :-count, :-count]
-        before, rows, window = layer.recorded or Recorded(softmax), query.shape[2], self.needs.window
-        if not self.places and mask is not None:  # layers with full attention have one mask
-            self._ahead = seen_ahead(mask, rows if self.needs.accumulated else min(rows, window))
+                mask = mask[..., :-observers, :-observers]
+
+        before = layer.recorded or Recorded(softmax)
+        if not self.layers_read and mask is not None:  # layers with full attention have one mask
+            rows = query.shape[2]
+            if not self.needs.accumulated:
+                rows = min(rows, self.needs.window)
+            self._ahead = seen_ahead(mask, rows)
         if isinstance(layer, RaggedLayer) and self.needs.accumulated:
             key, _, real = layer.attended()  # `key` is of the new tokens
-        queries = query_mask = ahead = accumulated = None
-        if window:
-            recent = query[:, :, -window:]
-            if before.queries is not None and recent.shape[2] < window:
-                recent = torch.cat([before.queries, recent], dim=2)[:, :, -window:]
-            queries = recent.clone()  # a slice would keep the whole prompt's queries alive
-            query_mask = None if self.mask is None else self.mask[:, -queries.shape[2] :].to(query.device)
-            if before.ahead is not None or self._ahead is not None:
-                ahead = _ahead_of(before, self._ahead, rows, queries)
+
+        queries = query_mask = ahead = accumulated = statistics = None
+        if self.needs.window:
+            queries, query_mask, ahead = self._window(before, query)
         if self.needs.accumulated:
             start = time.perf_counter()
             accumulated = self._accumulated(before.accumulated, query, key, softmax, real)
             self.seconds += time.perf_counter() - start
-        statistics = self._statistics(layer, before.statistics, query) if self.needs.statistics else None
+        if self.needs.statistics:
+            statistics = self._statistics(layer, before.statistics, query)
         layer.recorded = Recorded(softmax, queries, query_mask, ahead, accumulated, self._scores, statistics)
-        if self.tail is not None and observers is not None:
-            observed = self.tail.score(observers, key, softmax, self.mask, layer.recorded, layer.kv_heads)
+
+        if self.tail is not None and observer_queries is not None:
+            observed = self.tail.score(observer_queries, key, softmax, self.mask, layer.recorded, layer.kv_heads)
             layer.recorded = replace(layer.recorded, observed=observed)
         if self.after_layer is not None:
-            self.cache.layers[index] = self.after_layer(self.cache, self.places, layer)
-        self.places += 1
+            self.cache.layers[index] = self.after_layer(self.cache, self.layers_read, layer)
+        self.layers_read += 1
+
+    def _window(self, before: Recorded, query: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`queries`, `query_mask` and `ahead` of `Recorded` after a pass with queries [B, H, q, d]."""
+        window = self.needs.window
+        recent = query[:, :, -window:]
+        if before.queries is not None and recent.shape[2] < window:
+            recent = torch.cat([before.queries, recent], dim=2)[:, :, -window:]
+        queries = recent.clone()  # a slice would keep the whole prompt's queries alive
+
+        width = queries.shape[2]
+        query_mask = None if self.mask is None else self.mask[:, -width:].to(query.device)
+        if before.ahead is None and self._ahead is None:
+            return queries, query_mask, None
+
+        if self._ahead is None:
+            ahead = queries.new_zeros(len(queries), min(query.shape[2], width), dtype=torch.long)
+        else:
+            ahead = self._ahead[:, -width:]
+        if before.ahead is None:
+            earlier = ahead.new_zeros(len(queries), width - ahead.shape[1])
+        else:
+            earlier = before.ahead.to(ahead.device)
+        return queries, query_mask, torch.cat([earlier, ahead], dim=1)[:, -width:]
 
     def _statistics(self, layer: KeptLayer, before: QueryStatistics | None, query: Tensor) -> QueryStatistics:
         assert layer.origin is not None
@@ -378,28 +413,34 @@ class Recorder:
     def _accumulated(
         self, before: Tensor | None, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None
     ) -> Tensor:
-        rows = query.shape[2]
+        queries = query.shape[2]
+        key_mask = self.mask if real is None else real
+        query_mask = None if self.mask is None else self.mask[:, -queries:]
         total = observed_attention(
             query,
             key,
             softmax,
             key.shape[2],
-            key_mask=self.mask if real is None else real,
-            query_mask=None if self.mask is None else self.mask[:, -rows:],
+            key_mask=key_mask,
+            query_mask=query_mask,
             ahead=self._ahead,
             reduction="sum",
         )
         if before is not None:
-            total[..., :-rows] += before
+            total[..., :-queries] += before
         return total
 
 
-def _ahead_of(before: Recorded, own: Tensor | None, rows: int, queries: Tensor) -> Tensor:
-    """`Recorded.ahead` of queries [B, H, w, d], the last of which were read in a pass over `rows` tokens."""
-    width = queries.shape[2]
-    own = queries.new_zeros(len(queries), min(rows, width), dtype=torch.long) if own is None else own[:, -width:]
-    earlier = own.new_zeros(len(queries), width - own.shape[1]) if before.ahead is None else before.ahead
-    return torch.cat([earlier.to(own.device), own], dim=1)[:, -width:]
+@contextmanager
+def _recorded_in_hooks(model: Reader, needs: Needs, recorder: Recorder | None) -> Iterator[RecordFeatures | None]:
+    """Within the block, hooks record what `needs` asks for beside the attention; yields the recorded features."""
+    with ExitStack() as hooks:
+        record_features = None
+        if needs.features:
+            record_features = hooks.enter_context(RecordFeatures(model, needs.features))
+        if needs.scorers and recorder is not None:
+            hooks.enter_context(WatchInputs(model, recorder.score))
+        yield record_features
 
 
 def prefill(
@@ -463,51 +504,59 @@ def _prefill(
     """`prefill`, and the logits [B, q, V] float32 of the last `logits_to_keep` tokens of its last pass."""
     if chunk is not None:
         require_whole("prefill", 1, prefill_chunk_size=chunk)
-    length = input_ids.shape[1]
-    mask = attention_mask.bool() if attention_mask is not None and not attention_mask.bool().all() else None
-    lengths = torch.full((len(input_ids),), length, device=input_ids.device) if mask is None else mask.sum(dim=1)
-    positions, offset = positions_of(mask, length, input_ids.device), cast(Tensor | Literal[0], 0)
-    if images:
-        if chunk is not None:
+        if images is not None:
             raise UserError("a prompt with images is read in one pass; leave out prefill_chunk_size")
-        images.require_read_by(model)
-        if (own := images.positions_in(model, input_ids, mask)) is not None:
-            positions, offset = own, own.amax(dim=(0, 2)) + 1 - lengths
+    batch, length = input_ids.shape
+    mask = None
+    lengths = torch.full((batch,), length, device=input_ids.device)
+    if attention_mask is not None and not attention_mask.bool().all():
+        mask = attention_mask.bool()
+        lengths = mask.sum(dim=1)
+
+    positions, rope_offset = _rope_positions(model, input_ids, mask, lengths, images)
     batch_offset: Tensor | Literal[0] = 0
     if length_limit(model.config) is not None:
-        own = lengths + offset
+        row_lengths = lengths + rope_offset
         if rope_lengths is None:
-            rope_lengths = own.amax().expand(len(own))
-        batch_offset = rope_lengths - own
-    cache, seconds, features = empty_cache(model, mask), 0.0, tuple[Tensor, ...]()
+            rope_lengths = row_lengths.amax().expand(batch)
+        batch_offset = rope_lengths - row_lengths
+
+    cache = empty_cache(model, mask)
+    seconds = 0.0
+    features: tuple[Tensor, ...] = ()
     step = chunk or length
     for start in range(0, length, step):
         end = min(start + step, length)
-        seen = None if mask is None else mask[:, :end]
         is_last = end == length
-        recorder = Recorder(cache, needs, seen, after_layer if is_last else None)
-        inputs = images.with_tokens(input_ids) if images else {"input_ids": input_ids[:, start:end]}
-        inputs |= {"attention_mask": seen, "position_ids": positions[..., start:end]}
+        chunk_mask = None if mask is None else mask[:, :end]
+        recorder = Recorder(cache, needs, chunk_mask)
+        if is_last:
+            recorder.after_layer = after_layer
+
+        inputs: dict[str, Any] = {"input_ids": input_ids[:, start:end]}
+        if images is not None:
+            inputs = {**images.with_tokens(input_ids)}
+        inputs["attention_mask"] = chunk_mask
+        inputs["position_ids"] = positions[..., start:end]
         inputs["logits_to_keep"] = logits_to_keep
         adapter: AbstractContextManager[object] = nullcontext()
         if tail is not None and is_last:
             recorder.tail = tail
             adapter = tail.adapter()
             inputs = _with_tail(model, tail, inputs)
-        with (
-            RecordFeatures(model, needs.features) if needs.features else nullcontext() as recorded,
-            WatchInputs(model, recorder.score) if needs.scorers else nullcontext(),
-            adapter,
-        ):
+
+        with _recorded_in_hooks(model, needs, recorder) as record_features, adapter:
             output = run(model, cache, recorder=recorder, rope_lengths=rope_lengths, **inputs)
-        features = features if recorded is None else recorded.after(features)
+        if record_features is not None:
+            features = record_features.after(features)
         seconds += recorder.seconds
         layers = [layer for layer in cache.layers if isinstance(layer, KeptLayer)]
-        if recorder.places != len(layers) or any(layer.seen != end for layer in layers):
+        if recorder.layers_read != len(layers) or any(layer.seen != end for layer in layers):
             raise UserError(
                 f"{model.config.model_type} has its own kind of attention or cache, so that queries or entries cannot "
                 "be recorded; load another model, such as Llama, Qwen, Mistral or Gemma"
             )
+
     logits = output.logits.float()
     state = State(
         cache,
@@ -516,13 +565,25 @@ def _prefill(
         lengths,
         needs,
         features,
-        offset,
+        rope_offset,
         batch_offset,
         padded=mask is not None,
         seconds=seconds,
         images=images,
     )
     return state, logits
+
+
+def _rope_positions(
+    model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None, lengths: Tensor, images: Images | None
+) -> tuple[Tensor, Tensor | Literal[0]]:
+    """Position ids of prompts of `lengths` [B] tokens, [B or 1, N] or [3, B, N] (M-RoPE), and `State.rope_offset`."""
+    if images is not None:
+        images.require_read_by(model)
+        image_positions = images.positions_in(model, input_ids, mask)
+        if image_positions is not None:
+            return image_positions, image_positions.amax(dim=(0, 2)) + 1 - lengths
+    return positions_of(mask, input_ids.shape[1], input_ids.device), 0
 
 
 def can_read_tail(model: PreTrainedModel, needs: Needs) -> bool:
@@ -538,13 +599,17 @@ def can_read_tail(model: PreTrainedModel, needs: Needs) -> bool:
 
 def _with_tail(model: PreTrainedModel, tail: Tail, inputs: dict[str, Any]) -> dict[str, Any]:
     """The inputs of a pass that reads observers after its tokens; the logits stay those of its last token."""
-    tokens, mask, positions = inputs["input_ids"], inputs["attention_mask"], inputs["position_ids"]
-    embedded = model.get_input_embeddings()(tokens)
-    after = positions[:, -1:] + 1 + torch.arange(tail.count, device=positions.device)
+    tokens = inputs["input_ids"]
+    mask = inputs["attention_mask"]
+    positions = inputs["position_ids"]
+    if mask is not None:
+        mask = functional.pad(mask, (0, tail.count), value=True)
+    token_embeddings = model.get_input_embeddings()(tokens)
+    observer_positions = positions[:, -1:] + 1 + torch.arange(tail.count, device=positions.device)
     return {
-        "inputs_embeds": torch.cat([embedded, tail.embeddings.to(embedded)], dim=1),
-        "attention_mask": None if mask is None else functional.pad(mask, (0, tail.count), value=True),
-        "position_ids": torch.cat([positions, after], dim=1),
+        "inputs_embeds": torch.cat([token_embeddings, tail.embeddings.to(token_embeddings)], dim=1),
+        "attention_mask": mask,
+        "position_ids": torch.cat([positions, observer_positions], dim=1),
         "logits_to_keep": torch.tensor([tokens.shape[1] - 1], device=tokens.device),
     }
 
@@ -572,35 +637,47 @@ def read(
             state was returned.
     """
     state.require_unchanged()
-    count, limit = tokens.shape[1], length_limit(model.config)
-    if limit is not None and (remaining := remaining_tokens(model, state, count)):
-        return _read_beyond(model, state, tokens, limit, remaining, logits_to_keep)
-    mask, recorder = None if state.padded is False else state.attention_mask(), None
-    mask = None if mask is None else functional.pad(mask, (0, count), value=True)
+    count = tokens.shape[1]
+    limit = length_limit(model.config)
+    if limit is not None:
+        remaining = remaining_tokens(model, state, count)
+        if remaining:
+            return _read_beyond(model, state, tokens, limit, remaining, logits_to_keep)
+
+    mask = None if state.padded is False else state.attention_mask()
+    if mask is not None:
+        mask = functional.pad(mask, (0, count), value=True)
+    recorder = None
     if state.needs != Needs():
         recorder = Recorder(state.cache, state.needs, mask)
-    with (
-        RecordFeatures(model, state.needs.features) if state.needs.features else nullcontext() as recorded,
-        WatchInputs(model, recorder.score) if recorder and state.needs.scorers else nullcontext(),
-    ):
+    first_positions = state.lengths + state.rope_offset
+    rope_lengths = None if limit is None else state.rope_lengths + count + more
+    with _recorded_in_hooks(model, state.needs, recorder) as record_features:
         output = run(
             model,
             state.cache,
             recorder=recorder,
             input_ids=tokens,
             attention_mask=mask,
-            position_ids=(state.lengths + state.rope_offset)[:, None] + torch.arange(count, device=tokens.device),
-            rope_lengths=None if limit is None else state.rope_lengths + count + more,
+            position_ids=first_positions[:, None] + torch.arange(count, device=tokens.device),
+            rope_lengths=rope_lengths,
             logits_to_keep=logits_to_keep,
         )
+
     logits = output.logits.float()
+    features = state.features
+    if record_features is not None:
+        features = record_features.after(features)
+    seconds = state.seconds
+    if recorder is not None:
+        seconds += recorder.seconds
     after = replace(
         state,
         logits=logits[:, -1],
         tokens=torch.cat([state.tokens, tokens], dim=1),
         lengths=state.lengths + count,
-        features=state.features if recorded is None else recorded.after(state.features),
-        seconds=state.seconds + (recorder.seconds if recorder else 0.0),
+        features=features,
+        seconds=seconds,
     )
     return after, logits
 
@@ -608,7 +685,9 @@ def read(
 def remaining_tokens(model: Reader, state: State, count: int) -> list[int]:
     """Of the rows that drop their cache within `count` tokens: how many tokens they read before. See `rope_length`."""
     limit = length_limit(model.config)
-    return [] if limit is None or not limit.rereads else limit.remaining(state.rope_lengths, count)
+    if limit is None or not limit.rereads:
+        return []
+    return limit.remaining(state.rope_lengths, count)
 
 
 def must_restart(model: Reader, state: State, count: int) -> bool:
@@ -620,16 +699,19 @@ def _read_beyond(
     model: Reader, state: State, tokens: Tensor, limit: LengthLimit, remaining: list[int], logits_to_keep: int
 ) -> tuple[State, Tensor]:
     """`read`, where rows grow beyond the limit at which everything is read again, after `remaining` tokens."""
-    count, first = tokens.shape[1], min(remaining)
-    if not first:
-        later = [each for each in remaining if each]
-        first = min([*later, count])
-        after, logits = _read_again(model, state, tokens[:, :first], limit)
+    count = tokens.shape[1]
+    until_limit = min(remaining)
+    if until_limit:
+        first_count = until_limit
+        after, logits = read(model, state, tokens[:, :first_count])
     else:
-        after, logits = read(model, state, tokens[:, :first])
-    if first < count:
-        after, others = read(model, after, tokens[:, first:])
-        logits = torch.cat([logits, others], dim=1)
+        # Rows at the limit read everything again, with the tokens up to where the next row reaches it.
+        first_count = min([*filter(None, remaining), count])
+        after, logits = _read_again(model, state, tokens[:, :first_count], limit)
+
+    if first_count < count:
+        after, later_logits = read(model, after, tokens[:, first_count:])
+        logits = torch.cat([logits, later_logits], dim=1)
     return after, logits[:, -logits_to_keep:]
 
 
@@ -637,23 +719,29 @@ def _read_again(model: Any, state: State, tokens: Tensor, limit: LengthLimit) ->
     """The state after more tokens [B, q], all of whose tokens are read again, and the logits [B, q, V] of the q."""
     if not state.is_whole:
         raise limit.error("reads everything again there, which an evicted cache cannot")
-    count, mask = tokens.shape[1], state.tokens_mask
+    count = tokens.shape[1]
+    mask = state.tokens_mask
+    if mask is not None:
+        mask = functional.pad(mask, (0, count), value=True)
     after, logits = _prefill(
         model,
         torch.cat([state.tokens, tokens], dim=1),
-        None if mask is None else functional.pad(mask, (0, count), value=True),
+        mask,
         needs=state.needs,
         rope_lengths=state.rope_lengths + count,
         logits_to_keep=count,
     )
-    recorded = state.features[0].shape[1] + count if state.features else count
-    features = tuple(each[:, -recorded:] for each in after.features)
+    recorded_tokens = count
+    if state.features:
+        recorded_tokens += state.features[0].shape[1]
+    features = tuple(outputs[:, -recorded_tokens:] for outputs in after.features)
     return replace(after, features=features, seconds=state.seconds + after.seconds), logits
 
 
 def same_frequencies(model: Reader, state: State, count: int) -> int:
     """How many of `count` >= 1 further tokens, at least 1, have the same RoPE in one pass as one by one."""
-    limit, before = length_limit(model.config), state.rope_lengths
+    limit = length_limit(model.config)
+    before = state.rope_lengths
     while count > 1 and limit is not None and not limit.same(before + 1, before + count):
         count -= 1
     return count
@@ -662,13 +750,14 @@ def same_frequencies(model: Reader, state: State, count: int) -> int:
 @torch.no_grad()
 def read_one_by_one(model: Reader, state: State, tokens: Tensor) -> tuple[State, Tensor]:
     """`read` tokens that were generated: where RoPE depends on the length, each at the length of the text up to it."""
-    limit, before = length_limit(model.config), state.rope_lengths
+    limit = length_limit(model.config)
+    before = state.rope_lengths
     if limit is None or limit.rereads or limit.same(before + 1, before + tokens.shape[1]):
         return read(model, state, tokens)
     logits = list[Tensor]()
     for token in tokens.split(1, dim=1):
-        state, of_token = read(model, state, token)
-        logits.append(of_token)
+        state, token_logits = read(model, state, token)
+        logits.append(token_logits)
     return state, torch.cat(logits, dim=1)
 
 
@@ -681,7 +770,8 @@ def with_observers(model: PreTrainedModel, state: State, count: int) -> State:
     Raises:
         UserError: it is to be read again, and entries were evicted.
     """
-    limit, before = length_limit(model.config), state.rope_lengths
+    limit = length_limit(model.config)
+    before = state.rope_lengths
     if limit is None or limit.same(before, before + count):
         return state
     if not state.is_whole:
@@ -691,7 +781,8 @@ def with_observers(model: PreTrainedModel, state: State, count: int) -> State:
 
 def require_same_frequencies(model: PreTrainedModel, state: State, count: int) -> None:
     """Refuse (`UserError`) `count` more entries of a state that have other RoPE frequencies than its own."""
-    limit, before = length_limit(model.config), state.rope_lengths
+    limit = length_limit(model.config)
+    before = state.rope_lengths
     if limit is not None and not limit.same(before, before + count):
         raise limit.error(f"the {count} entries that the method adds would have other ones than the prompt's")
 
@@ -714,7 +805,8 @@ def empty_cache(model: PreTrainedModel, mask: Tensor | None = None) -> Cache:
     for index, layer in enumerate(DynamicCache(config=model.config).layers):
         if type(layer) is DynamicLayer:
             layer = KeptLayer()
-            layer.token_mask, layer.origin = mask, (model, index)
+            layer.token_mask = mask
+            layer.origin = (model, index)
         layers.append(layer)
     if has_latents(model):
         for layer, expansion in zip(full_layers(Cache(layers=layers)), expansions(model), strict=True):
@@ -729,13 +821,16 @@ def full_layers(cache: Cache) -> list[Any]:
 
 def with_full_layers(cache: Cache, layers: Iterable[Any]) -> Cache:
     """A cache with other layers in place of those with full attention, and copies of the bounded ones."""
-    others, after = iter(layers), list[Any]()
+    replacements = iter(layers)
+    new_layers = list[Any]()
     for layer in cache.layers:
-        if is_bounded(layer):  # a window's tensors are replaced when it slides, a recurrent state is written in place
-            after.append(copy.copy(layer) if isinstance(layer, DynamicLayer) else copy.deepcopy(layer))
+        if not is_bounded(layer):
+            new_layers.append(next(replacements))
+        elif isinstance(layer, DynamicLayer):
+            new_layers.append(copy.copy(layer))  # a window's tensors are replaced when it slides
         else:
-            after.append(next(others))
-    return StateCache(layers=after)
+            new_layers.append(copy.deepcopy(layer))  # a recurrent state is written in place
+    return StateCache(layers=new_layers)
 
 
 def share(cache: Cache) -> Cache:
@@ -754,17 +849,19 @@ def record_past(cache: Cache) -> None:
     Raises:
         UserError: one of them has a recurrent state, which cannot be rolled back.
     """
-    if recurrent := [layer for layer in cache.layers if not isinstance(layer, DynamicLayer)]:
-        raise UserError(f"a {type(recurrent[0]).__name__} cannot forget tokens; use a method that reads no token twice")
+    for layer in cache.layers:
+        if not isinstance(layer, DynamicLayer):
+            raise UserError(f"a {type(layer).__name__} cannot forget tokens; use a method that reads no token twice")
     cache.activate_past_recording()
 
 
 def roll_back(cache: Cache, count: int) -> None:
     """Roll bounded layers that have recorded the past back by `count` tokens, and stop recording."""
-    layers: list[Any] = [layer for layer in cache.layers if is_bounded(layer)]
+    layers: list[Any] = cache.layers
     for layer in layers:
-        layer.crop(-count)
-        layer.record_past = False
+        if is_bounded(layer):
+            layer.crop(-count)
+            layer.record_past = False
 
 
 def cache_bytes(cache: Cache) -> int:
@@ -787,7 +884,8 @@ def _bounded_bytes(layer: Any, appended: int) -> int:
 def _bytes(layer: Any) -> int:
     if isinstance(layer, KeptLayer):
         return layer.nbytes
-    tensors = [layer.keys, layer.values] if isinstance(layer, DynamicLayer) else []
-    if not isinstance(layer, DynamicLayer):
-        tensors = [each for states in (layer.conv_states, layer.recurrent_states) for each in states.values()]
-    return sum(each.nbytes for each in tensors if each is not None)
+    if isinstance(layer, DynamicLayer):
+        tensors = [layer.keys, layer.values]
+    else:
+        tensors = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -65,14 +66,14 @@ class Tail:
         length = keys.shape[2] - self.count
         key_mask = None if real is None else functional.pad(real, (0, self.count), value=True)
         over_queries = self.reduce.queries
-        observed = observed_attention(
+        attention = observed_attention(
             queries, keys, softmax, length, key_mask=key_mask, query_mask=self.mask, reduction=over_queries
         )
 
         if self.window and recorded.queries is not None:
             last = recorded.last(self.window)
             assert last.queries is not None
-            of_window = observed_attention(
+            window_attention = observed_attention(
                 last.queries,
                 keys[:, :, :length],
                 softmax,
@@ -81,8 +82,8 @@ class Tail:
                 query_mask=last.query_mask,
                 reduction=over_queries,
             )
-            counted = self.mask
-            if counted is None:
-                counted = self.embeddings.new_ones(self.embeddings.shape[:2]).bool()
-            observed = combine(of_window, observed, last.queries.shape[2], counted, over_queries)
-        return reduce_group(observed, kv_heads, self.reduce.heads)
+            mask = self.mask
+            if mask is None:
+                mask = self.embeddings.new_ones(self.embeddings.shape[:2], dtype=torch.bool)
+            attention = combine(window_attention, attention, last.queries.shape[2], mask, over_queries)
+        return reduce_group(attention, kv_heads, self.reduce.heads)

@@ -14,7 +14,7 @@ from keepsight.errors import UserError, Whole
 from keepsight.runtime import registry
 from keepsight.runtime.generate import decode, end_ids, stop_after
 from keepsight.runtime.importance import Reduce
-from keepsight.runtime.observe import Observer, look_back_with_window
+from keepsight.runtime.observe import Observer, look_back
 from keepsight.runtime.state import Needs, State
 from keepsight.runtime.tail import Tail
 
@@ -113,13 +113,13 @@ class DraftObserver(Observer):
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
         draft = self.drafter(model, state)
         embeddings = model.get_input_embeddings()(draft.ids)
-        return look_back_with_window(
+        return look_back(
             model,
             state,
             embeddings,
-            self.window or 0,
             reduce=reduce,
             observer_mask=draft.mask,
+            window=self.window or 0,
             start=self.start,
         )
 

@@ -16,7 +16,7 @@ from keepsight.runtime import registry
 from keepsight.runtime.allocate import Adaptive, Allocation, Global, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce
-from keepsight.runtime.observe import Observer, look_back_with_window
+from keepsight.runtime.observe import Observer, look_back
 from keepsight.runtime.state import State
 from keepsight.runtime.tail import Tail
 
@@ -39,7 +39,7 @@ class SoftTokens(Observer):
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
         with self.artifact.attached(model) as tokens:
             embeddings = tokens.expand(len(state.logits), -1, -1)
-            return look_back_with_window(model, state, embeddings, self.window, reduce=reduce)
+            return look_back(model, state, embeddings, reduce=reduce, window=self.window)
 
     @property
     @override

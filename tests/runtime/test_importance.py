@@ -64,9 +64,9 @@ def test_selection_is_the_start_of_a_stable_sort(scores):
 def look_back(query, stored, own, softmax, reduction, real=None):
     """Attention and output of observers."""
     entries = LayerEntries(stored[0], stored[1], real)
-    layer = ObservedLayer(entries, None, None, reduction, lambda attention: attention)
+    layer = ObservedLayer(entries, None, None, reduction)
     output = layer.attend(query, own[0], own[1], softmax)
-    return layer.attention, output
+    return layer.scores, output
 
 
 def slow_look_back(query, stored, own, scaling):
