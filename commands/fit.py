@@ -6,9 +6,9 @@ import shlex
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import chain, count
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -91,7 +91,7 @@ class _FreshKeys:
     fresh: FreshSettings
 
 
-_KINDS: dict[str, type[Any]] = {
+_KEY_CLASSES: dict[str, type[Any]] = {
     "answers": configs.Data,
     "importance": configs.Train,
     "eviction": configs.Finetune,
@@ -106,7 +106,7 @@ _TRAININGS = "importance", "eviction", "fresh_eviction"
 """Stages of a lookahead module that write one, in the folders of the same names."""
 _EVICTIONS = "eviction", "fresh_eviction"
 _FRESH = "fresh_answers", "fresh_eviction"
-_DATA = {"answers": "data", "fresh_answers": "fresh_data"}
+_DATA_FOLDERS = {"answers": "data", "fresh_answers": "fresh_data"}
 """The folders of the answers."""
 _DIVISIBLE = *_TRAININGS, "card"
 """Stages for which the model may be sharded over processes."""
@@ -120,169 +120,290 @@ _MORE_THAN = 0.005
 
 def run(config: configs.Fit) -> None:
     """Run the stages and print how long each took."""
-    require_writable(out := Path(config.out))
-    asked, config = config, _completed(config)
-    known = stages_of(config)
-    chosen = [name for name in known if name in (config.stages or known)]
-    _check_sharded(config, chosen)
-    last = _source(out, chosen) if config.module == "lookahead" else "head"
-    folder, adapter = str(out / _DATA["answers"]), str(out / "importance")
-    answers = _stage(configs.Data, config, DataKeys, out=folder)
-    fresh_answers = _fresh_answers(config, answers, str(out / _DATA["fresh_answers"]))
-    trained = {"adapter" if config.module == "lookahead" else "retrieval": str(out / last), "samples": config.tests}
-    tests = _stage(configs.Eval, config, Benchmarks, EvalKeys, UsesMethods, out=str(out / "eval"), **trained)
-    fresh = {"fresh.mixture": fresh_answers} if "fresh_answers" in known else {}
-    check(config, chosen, {"mixture": answers} | fresh, tests)
-    _check_order(config, out, chosen)
-    if "evaluation" in chosen:
-        evaluation.samples_of(tests, without_weights(tests))  # unreadable tasks are refused here, not after hours
-    if "fresh_answers" in chosen:
-        data.ready(fresh_answers)  # likewise, data sets that cannot be read
-    tuned = {"finetune": config.finetune, "max_prompt_tokens": config.max_prompt_tokens, "adapter": adapter}
-    eviction = _stage(configs.Finetune, config, Training, data=folder, out=str(out / "eviction"), **tuned)
-    again = replace(config.finetune, train=replace(config.finetune.train, steps=config.fresh.steps))
-    fresh_eviction = replace(eviction, finetune=again, data=fresh_answers.out, out=str(out / "fresh_eviction"))
-    selected = {name: getattr(config.lookahead, name) for name in SELECTION}
-    distillation = _stage(configs.TrainRetrievalHead, config, data=folder, out=str(out / "head"))
-    stages: dict[str, Callable[[], None]] = {
-        "answers": lambda: data.run(answers),
-        "importance": lambda: train.run(_stage(configs.Train, config, data=folder, out=adapter)),
-        "eviction": lambda: finetune.run(eviction, selected),
-        "fresh_answers": lambda: data.run(fresh_answers),
-        "fresh_eviction": lambda: finetune.run(
-            replace(fresh_eviction, adapter=str(out / _better(out, "eviction"))), selected
-        ),
-        "distillation": lambda: train_heads.retrieval(distillation),
-        "evaluation": lambda: _evaluate(tests, out, _better(out, last)),
-        "card": lambda: _write_card(config, out, _better(out, last), keys_of_stage(asked, "card")),
-    }
-    is_main, seconds = launched().is_main_process, dict[str, float]()
-    for name in chosen:
+    out = Path(config.out)
+    require_writable(out)
+    stages = _Stages(config)
+    stages.check()
+
+    is_main = launched().is_main_process
+    seconds = dict[str, float]()
+    for name in stages.names:
         if is_main:
             print(f"\n=== {name}", flush=True)
         start = time.perf_counter()
-        stages[name]()
+        stages.run(name)
         if is_main:
-            trained_now = {"trained": name} if name in _TRAININGS else {}
-            _record(out, keys=_recorded(out).get("keys", {}) | {name: keys_of_stage(asked, name)}, **trained_now)
+            _record_stage(config, name)
         gc.collect()  # frees a training's model before the next stage loads another
         launched().wait_for_everyone()
         seconds[name] = time.perf_counter() - start
+
     if is_main:
         seconds["total"] = sum(seconds.values())
-        print("\n" + "\n".join(f"{name:<14} {each:6.0f} s" for name, each in seconds.items()))
-        for verdict in _verdicts(out, last):
+        print()
+        for name, duration in seconds.items():
+            print(f"{name:<14} {duration:6.0f} s")
+        for verdict in _verdicts(out, stages.last_training):
             print(verdict.sentence())
-        if "card" in chosen:
-            print(f"next: keepsight push {shlex.quote(str(_published(config, out)))} USER/NAME --dry-run")
+        if "card" in stages.names:
+            published = _published(stages.config, out)
+            print(f"next: keepsight push {shlex.quote(str(published))} USER/NAME --dry-run")
+
+
+class _Stages:
+    """The stages that a command runs.
+
+    Attributes:
+        asked: The command's configuration as it was given.
+        config: The same with what depends on the kind of module and on the data.
+        out: The folder of the fit.
+        names: The stages to run, in order.
+        last_training: The folder in `out` of the module to evaluate and publish.
+        answers: The configuration of the stage `answers`.
+        fresh_answers: The configuration of the stage `fresh_answers`.
+        tests: The configuration of the evaluation, of the module that the last training stage writes.
+    """
+
+    def __init__(self, asked: configs.Fit) -> None:
+        """UserError for stages that the module does not have, or that a sharded model does not allow."""
+        config = _completed(asked)
+        self.asked = asked
+        self.config = config
+        self.out = Path(config.out)
+        self.names = [name for name in stages_of(config) if not config.stages or name in config.stages]
+        _check_sharded(config, self.names)
+        if config.module == "lookahead":
+            self.last_training = _last_training(self.out, self.names)
+            module_key = "adapter"
+        else:
+            self.last_training = "head"
+            module_key = "retrieval"
+
+        self.answers = _stage(configs.Data, config, DataKeys, out=self._folder(_DATA_FOLDERS["answers"]))
+        fresh_folder = self._folder(_DATA_FOLDERS["fresh_answers"])
+        self.fresh_answers = _fresh_answers(config, self.answers, fresh_folder)
+        module = {module_key: self._folder(self.last_training)}
+        self.tests = _stage(
+            configs.Eval,
+            config,
+            Benchmarks,
+            EvalKeys,
+            UsesMethods,
+            out=self._folder("eval"),
+            samples=config.tests,
+            **module,
+        )
+
+    def _folder(self, name: str) -> str:
+        return str(self.out / name)
+
+    def check(self) -> None:
+        """UserError for whatever would stop one of the stages, before the first."""
+        answers = {"mixture": self.answers}
+        if "fresh_answers" in stages_of(self.config):
+            answers["fresh.mixture"] = self.fresh_answers
+        check(self.config, self.names, answers, self.tests)
+        _check_order(self.config, self.out, self.names)
+        if "evaluation" in self.names:
+            # unreadable tasks are refused here, not after hours
+            evaluation.samples_of(self.tests, without_weights(self.tests))
+        if "fresh_answers" in self.names:
+            data.ready(self.fresh_answers)  # likewise, data sets that cannot be read
+
+    def run(self, name: str) -> None:
+        """Run one of the stages."""
+        config = self.config
+        if name == "answers":
+            data.run(self.answers)
+        elif name == "importance":
+            train.run(_stage(configs.Train, config, data=self.answers.out, out=self._folder("importance")))
+        elif name == "eviction":
+            self._train_for_eviction(self._eviction())
+        elif name == "fresh_answers":
+            data.run(self.fresh_answers)
+        elif name == "fresh_eviction":
+            self._train_for_eviction(self._fresh_eviction())
+        elif name == "distillation":
+            head = self._folder("head")
+            train_heads.retrieval(_stage(configs.TrainRetrievalHead, config, data=self.answers.out, out=head))
+        elif name == "evaluation":
+            _evaluate(self.tests, self.out, _better(self.out, self.last_training))
+        elif name == "card":
+            source = _better(self.out, self.last_training)
+            _write_card(config, self.out, source, keys_of_stage(self.asked, "card"))
+
+    def _eviction(self) -> configs.Finetune:
+        config = self.config
+        return _stage(
+            configs.Finetune,
+            config,
+            Training,
+            data=self.answers.out,
+            out=self._folder("eviction"),
+            adapter=self._folder("importance"),
+            finetune=config.finetune,
+            max_prompt_tokens=config.max_prompt_tokens,
+        )
+
+    def _fresh_eviction(self) -> configs.Finetune:
+        """As the eviction stage, from the better module so far, on the answers to new prompts."""
+        eviction = self._eviction()
+        train_settings = replace(eviction.finetune.train, steps=self.config.fresh.steps)
+        return replace(
+            eviction,
+            finetune=replace(eviction.finetune, train=train_settings),
+            data=self.fresh_answers.out,
+            out=self._folder("fresh_eviction"),
+            adapter=self._folder(_better(self.out, "eviction")),
+        )
+
+    def _train_for_eviction(self, eviction: configs.Finetune) -> None:
+        selection = {name: getattr(self.config.lookahead, name) for name in SELECTION}
+        finetune.run(eviction, selection)
 
 
 def stages_of(config: configs.Fit) -> tuple[str, ...]:
     """The stages that this module has, in order; UserError for others in `stages=`."""
-    known: tuple[str, ...] = configs.RETRIEVAL_STAGES if config.module == "retrieval" else configs.LOOKAHEAD_STAGES
-    if odd := sorted({*config.stages} - {*known}):
-        raise UserError(f"stages: module={config.module} has no stage {odd[0]}; choose from {', '.join(known)}")
+    stages = configs.LOOKAHEAD_STAGES
+    if config.module == "retrieval":
+        stages = configs.RETRIEVAL_STAGES
+    unknown = sorted(set(config.stages) - set(stages))
+    if unknown:
+        raise UserError(f"stages: module={config.module} has no stage {unknown[0]}; choose from {', '.join(stages)}")
     if config.fresh.limit > 0:
-        return known
-    if asked := [name for name in _FRESH if name in config.stages]:
-        raise UserError(f"stages: {asked[0]} needs fresh.limit=, the number of new prompts; it is 0")
-    return tuple(name for name in known if name not in _FRESH)
+        return stages
+
+    for name in _FRESH:
+        if name in config.stages:
+            raise UserError(f"stages: {name} needs fresh.limit=, the number of new prompts; it is 0")
+    return tuple(name for name in stages if name not in _FRESH)
 
 
-def check(config: configs.Fit, chosen: Sequence[str], answers: Mapping[str, configs.Data], tests: configs.Eval) -> None:
-    """Check (UserError) the keys before the first of the chosen stages, with a shipped module in place of the new one.
+def check(config: configs.Fit, stages: Sequence[str], answers: Mapping[str, configs.Data], tests: configs.Eval) -> None:
+    """Check (UserError) the keys before the first of the stages, with a shipped module in place of the new one.
 
     `answers` are those to be generated, by the key that names their mixture.
     """
     config.fresh.check()
-    of_stage = {
-        "importance": ("limit", config.limit, "train", config.train),
-        "eviction": ("limit", config.limit, "finetune.train", config.finetune.train),
-        "fresh_eviction": ("fresh.limit", config.fresh.limit, "finetune.train", config.finetune.train),
-        "distillation": ("limit", config.limit, "retrieval_head.train", config.retrieval_head.train),
-    }
-    for key, limit, section, settings in (of_stage[name] for name in chosen if name in of_stage):
-        if limit <= settings.held_out:
-            raise UserError(
-                f"{key}={limit}: {section}.held_out={settings.held_out} of the prompts are held out; raise it"
-            )
-        settings.accumulation(launched().num_processes, section)
-    for key, each in answers.items():
-        data.check(each, key)
+    _check_held_out(config, stages)
+    for key, stage_answers in answers.items():
+        data.check(stage_answers, key)
     if config.base is not None:
         check_repo_id(config.base)
-    for key, settings in (("train", config.train), ("finetune.train", config.finetune.train)):
-        settings.check(key)
-    if evictions := [name for name in _EVICTIONS if name in chosen]:
+    config.train.check("train")
+    config.finetune.train.check("finetune.train")
+    evictions = [name for name in _EVICTIONS if name in stages]
+    if evictions:
         config.finetune.check_selection(config.lookahead.floor)
-    if set(chosen) & {*_TRAININGS, "distillation"}:
-        require_full_attention(model := outline_of(config))
+
+    if {*_TRAININGS, "distillation"}.intersection(stages):
+        model = outline_of(config)
+        require_full_attention(model)
         if evictions and has_latents(model):
-            left = ",".join(name for name in chosen if name not in (*evictions, "fresh_answers"))
+            others = ",".join(name for name in stages if name not in (*evictions, "fresh_answers"))
             raise UserError(
                 f"stages: {evictions[0]} needs keys and values, {model.config.model_type} caches latents; leave it "
-                f"out: stages=[{left}]"
+                f"out: stages=[{others}]"
             )
     evaluation.check(tests)
     stand_in = replace(tests, **_STAND_IN[config.module])
     variants_of(tests.methods, tests.budgets, tests.bits, resources_later(stand_in))
 
 
+def _check_held_out(config: configs.Fit, stages: Sequence[str]) -> None:
+    """UserError for a training that holds out all of its prompts, or whose steps do not divide into batches."""
+    trainings = {
+        "importance": ("limit", config.limit, "train", config.train),
+        "eviction": ("limit", config.limit, "finetune.train", config.finetune.train),
+        "fresh_eviction": ("fresh.limit", config.fresh.limit, "finetune.train", config.finetune.train),
+        "distillation": ("limit", config.limit, "retrieval_head.train", config.retrieval_head.train),
+    }
+    for name in stages:
+        if name not in trainings:
+            continue
+        limit_key, limit, section, settings = trainings[name]
+        if limit <= settings.held_out:
+            raise UserError(
+                f"{limit_key}={limit}: {section}.held_out={settings.held_out} of the prompts are held out; raise it"
+            )
+        settings.accumulation(launched().num_processes, section)
+
+
 def _fresh_answers(config: configs.Fit, answers: configs.Data, out: str) -> configs.Data:
     """The settings of the answers to new prompts, from those of the first `answers`; see `FreshSettings`."""
-    fresh, named = config.fresh, f"{config.mixture}-fresh"
-    mixture = fresh.mixture or (named if named in data.own_mixtures() else config.mixture)
-    given: dict[str, Any] = {
+    mixture = config.fresh.mixture
+    if not mixture:
+        fresh_name = f"{config.mixture}-fresh"
+        mixture = fresh_name if fresh_name in data.own_mixtures() else config.mixture
+    values: dict[str, Any] = {
         "mixture": mixture,
-        "limit": fresh.limit,
-        "max_new_tokens": fresh.max_new_tokens,
+        "limit": config.fresh.limit,
+        "max_new_tokens": config.fresh.max_new_tokens,
+        "seed": answers.seed + 1,
         "out": out,
     }
-    return replace(answers, seed=answers.seed + 1, **given)
+    return replace(answers, **values)
 
 
-def _check_sharded(config: configs.Fit, chosen: Sequence[str]) -> None:
+def _check_sharded(config: configs.Fit, stages: Sequence[str]) -> None:
     """UserError for stages and settings that a model sharded over processes does not allow."""
     by_fsdp2 = config.model.device_map == DIVIDED
-    if by_fsdp2 and (whole := [each for each in chosen if each not in _DIVISIBLE]):
-        raise UserError(
-            f"stages: {whole[0]} needs the whole model, not model.device_map={DIVIDED}, which is for "
-            "stages=[importance,eviction] or [fresh_eviction]; run it in one process, with model.device_map=auto if no "
-            "GPU holds the model"
-        )
-    if not by_fsdp2 and not shards_models():
+    if by_fsdp2:
+        for name in stages:
+            if name not in _DIVISIBLE:
+                raise UserError(
+                    f"stages: {name} needs the whole model, not model.device_map={DIVIDED}, which is for "
+                    "stages=[importance,eviction] or [fresh_eviction]; run it in one process, with "
+                    "model.device_map=auto if no GPU holds the model"
+                )
+    elif not shards_models():
         return
-    if "distillation" in chosen:
+
+    if "distillation" in stages:
         raise UserError("stages: distillation does not support ZeRO-3; use recipes/accelerate/ddp.yaml or zero2.yaml")
-    eviction = "finetune.train", config.finetune.train
-    training = {"importance": ("train", config.train), "eviction": eviction, "fresh_eviction": eviction}
-    for key, settings in (training[name] for name in chosen if name in training):
+    sharding = f"model.device_map={DIVIDED}" if by_fsdp2 else "ZeRO-3"
+    for name in stages:
+        if name == "importance":
+            section, settings = "train", config.train
+        elif name in _EVICTIONS:
+            section, settings = "finetune.train", config.finetune.train
+        else:
+            continue
         if settings.replays > 1:
-            sharded = f"model.device_map={DIVIDED}" if by_fsdp2 else "ZeRO-3"
-            raise UserError(f"{key}.replays={settings.replays}: with {sharded} use 1")
+            raise UserError(f"{section}.replays={settings.replays}: with {sharding} use 1")
 
 
-def _check_order(config: configs.Fit, out: Path, chosen: Sequence[str]) -> None:
+def _check_order(config: configs.Fit, out: Path, stages: Sequence[str]) -> None:
     """UserError if a stage needs answers or a module of an earlier one, which is neither chosen nor there."""
-    first = "importance" if config.module == "lookahead" else "distillation"
-    modules = {name: out / name / CONFIG for name in _TRAININGS} | {"distillation": out / "head" / RETRIEVAL_CONFIG}
-    needs = {"eviction": ["importance"], "fresh_eviction": ["eviction"]}
-    needs |= {name: [first, *_EVICTIONS] for name in ("evaluation", "card")}
-    data_of = {first: "answers", "eviction": "answers", "fresh_eviction": "fresh_answers"}
-    for place, name in enumerate(chosen):
-        before, needed = chosen[:place], needs.get(name, [])
-        if needed and not any(each in before or modules[each].is_file() for each in needed):
-            raise UserError(f"stages: {name} needs a trained module, and {out} has none; run {needed[0]} first")
-        if name in data_of and data_of[name] not in before:
-            finished_manifest(out / _DATA[data_of[name]])
+    module_files = {name: out / name / CONFIG for name in _TRAININGS}
+    module_files["distillation"] = out / "head" / RETRIEVAL_CONFIG
+    first_training = "importance" if config.module == "lookahead" else "distillation"
+    modules_of = {
+        "eviction": ["importance"],
+        "fresh_eviction": ["eviction"],
+        "evaluation": [first_training, *_EVICTIONS],
+        "card": [first_training, *_EVICTIONS],
+    }
+    answers_of = {first_training: "answers", "eviction": "answers", "fresh_eviction": "fresh_answers"}
+
+    for index, name in enumerate(stages):
+        earlier_stages = stages[:index]
+        trainings = modules_of.get(name, [])
+        has_module = any(training in earlier_stages or module_files[training].is_file() for training in trainings)
+        if trainings and not has_module:
+            raise UserError(f"stages: {name} needs a trained module, and {out} has none; run {trainings[0]} first")
+        if name in answers_of and answers_of[name] not in earlier_stages:
+            finished_manifest(out / _DATA_FOLDERS[answers_of[name]])
 
 
 def _completed(config: configs.Fit) -> configs.Fit:
     """The configuration with what depends on the kind of module and on the data, where it is not given."""
-    given = {key: getattr(config, key) or value for key, value in _DEFAULTS[config.module].items()}
-    train = _deciding(config.train, config.limit)
-    tuned = replace(config.finetune, train=_deciding(config.finetune.train, config.limit))
-    return replace(config, **given, train=train, finetune=tuned)
+    values = {}
+    for key, default in _DEFAULTS[config.module].items():
+        values[key] = getattr(config, key) or default
+    values["train"] = _deciding(config.train, config.limit)
+    values["finetune"] = replace(config.finetune, train=_deciding(config.finetune.train, config.limit))
+    return replace(config, **values)
 
 
 def _deciding(settings: TrainSettings, limit: int) -> TrainSettings:
@@ -297,24 +418,40 @@ def _deciding(settings: TrainSettings, limit: int) -> TrainSettings:
 
 
 def _recorded(out: Path) -> "_Record":
-    return read_json(path, _Record) if (path := out / _RECORD).is_file() else {}
+    path = out / _RECORD
+    return read_json(path, _Record) if path.is_file() else {}
 
 
 def _record(out: Path, **values: Any) -> None:
     write_json(out / _RECORD, {**_recorded(out), **values})
 
 
+def _record_stage(config: configs.Fit, stage: str) -> None:
+    """Record that a stage has run, with its keys."""
+    out = Path(config.out)
+    keys = _recorded(out).get("keys", {})
+    keys[stage] = keys_of_stage(config, stage)
+    if stage in _TRAININGS:
+        _record(out, keys=keys, trained=stage)
+    else:
+        _record(out, keys=keys)
+
+
 def _better(out: Path, stage: str) -> str:
     """The stage whose module is used after a stage: its own, or the one before where it made the module worse."""
-    worse = [verdict.before for verdict in _verdicts(out, stage) if verdict.stage == stage and verdict.is_worse]
-    return worse[0] if worse else stage
+    for verdict in _verdicts(out, stage):
+        if verdict.stage == stage and verdict.is_worse:
+            return verdict.before
+    return stage
 
 
 def _verdicts(out: Path, last: str) -> list[Verdict]:
     """The verdicts on the eviction stages up to the stage `last`, of those whose measurements are there."""
+    if last not in _TRAININGS:
+        return []
     verdicts = list[Verdict]()
     best = "importance"
-    for stage in _EVICTIONS[: _TRAININGS.index(last)] if last in _TRAININGS else ():
+    for stage in _EVICTIONS[: _TRAININGS.index(last)]:
         verdict = verdict_of(out, stage, best)
         if verdict is not None:
             verdicts.append(verdict)
@@ -328,128 +465,172 @@ def _evaluate(tests: configs.Eval, out: Path, source: str) -> None:
     if source != "head":
         tests = replace(tests, adapter=str(out / source))
     if launched().is_main_process:
-        module = file_digest(out / source / (RETRIEVAL_CONFIG if source == "head" else CONFIG))
-        if _recorded(out).get("evaluated", module) != module and (results := Path(tests.out)).exists():
-            free = next(each for number in count(1) if not (each := out / f"eval-{number}").exists())
-            print(f"{results}: these results are of an earlier module; they are moved to {results.rename(free)}")
+        module = _module_digest(out, source)
+        results = Path(tests.out)
+        if _recorded(out).get("evaluated", module) != module and results.exists():
+            number = 1
+            while (out / f"eval-{number}").exists():
+                number += 1
+            moved = results.rename(out / f"eval-{number}")
+            print(f"{results}: these results are of an earlier module; they are moved to {moved}")
         _record(out, evaluated=module)
     launched().wait_for_everyone()
     evaluation.run(tests)
 
 
-def _source(out: Path, chosen: list[str]) -> str:
+def _module_digest(out: Path, source: str) -> str:
+    """The digest of a module: of its configuration, in the folder of the stage `source`."""
+    name = RETRIEVAL_CONFIG if source == "head" else CONFIG
+    return file_digest(out / source / name)
+
+
+def _last_training(out: Path, stages: Sequence[str]) -> str:
     """The folder of the module to evaluate and publish: that of the last training stage, chosen or already done."""
-    chosen_now = [name for name in _TRAININGS if name in chosen]
-    there = [name for name in _TRAININGS if (out / name / CONFIG).is_file()]
-    before = [name for name in there if name == _recorded(out).get("trained")]
-    return (chosen_now or before or there or ["importance"])[-1]
+    latest = _recorded(out).get("trained")
+    trainings = [name for name in _TRAININGS if name in stages]
+    if trainings:
+        return trainings[-1]
+    finished = [name for name in _TRAININGS if (out / name / CONFIG).is_file()]
+    if latest in finished:
+        return latest
+    return finished[-1] if finished else "importance"
 
 
 def _published(config: configs.Fit, out: Path) -> Path:
     return out / ("adapter" if config.module == "lookahead" else "head")
 
 
-def _stage(kind: type[Stage], config: configs.Fit, *shared: type, **given: Any) -> Stage:
-    """A stage's configuration: the keywords, and this command's values of its other keys, or of those in `shared`."""
-    names = [each.name for keys in shared or (kind,) for each in fields(keys) if hasattr(config, each.name)]
-    return kind(**{name: getattr(config, name) for name in names} | given)
+def _stage(stage: type[Stage], config: configs.Fit, *key_classes: type, **values: Any) -> Stage:
+    """A stage's configuration: `values`, and this command's values of its other keys, or of those in `key_classes`."""
+    for key_class in key_classes or (stage,):
+        for key in fields(key_class):
+            if hasattr(config, key.name):
+                values.setdefault(key.name, getattr(config, key.name))
+    return stage(**values)
 
 
 def _write_card(config: configs.Fit, out: Path, source: str, keys: dict[str, str]) -> None:
     """Write the module that is published: the last stage's, with a card of all stages and the evaluation's picture."""
     if not launched().is_main_process:
         return
-    evaluated, published = out / "eval", _published(config, out)
-    module = file_digest(out / source / (RETRIEVAL_CONFIG if source == "head" else CONFIG))
-    is_evaluated = _recorded(out).get("evaluated") == module
+    evaluated = out / "eval"
+    published = _published(config, out)
+    is_evaluated = _recorded(out).get("evaluated") == _module_digest(out, source)
+
     if config.module == "lookahead":
         artifact = LookaheadAdapter.load(out / source)
-        judged = " ".join(verdict.sentence() for verdict in _verdicts(out, _source(out, [])))
+        verdicts = _verdicts(out, _last_training(out, []))
+        judged = " ".join(verdict.sentence() for verdict in verdicts)
         card = written_card(artifact, config, out, source, judged)
         if source != "fresh_eviction":
-            keys |= _without_later_stages(config, source)
+            keys = keys | _without_later_stages(config, source)
         keys = _selection_keys(config, artifact.settings) | keys
         card = with_section(card, command_section(out, artifact.provenance.base_model, keys, source))
-        card = with_results(card, evaluated) if is_evaluated else card
+        if is_evaluated:
+            card = with_results(card, evaluated)
         artifact.save(published, artifact.provenance, card)
     else:
-        card, head = (published / CARD).read_text(encoding="utf-8"), read_json(published / RETRIEVAL_CONFIG, Row)
+        card = (published / CARD).read_text(encoding="utf-8")
+        head = read_json(published / RETRIEVAL_CONFIG, Row)
         card = with_section(card, command_section(out, head["provenance"]["base_model"], keys, source))
-        write_text(published / CARD, with_results(card, evaluated, "specontext") if is_evaluated else card)
+        if is_evaluated:
+            card = with_results(card, evaluated, "specontext")
+        write_text(published / CARD, card)
+
     (published / "evaluation.png").unlink(missing_ok=True)  # of an earlier module
-    if is_evaluated and (picture := evaluated / "plots" / "overview.png").is_file():
+    picture = evaluated / "plots" / "overview.png"
+    if is_evaluated and picture.is_file():
         shutil.copyfile(picture, published / "evaluation.png")
     print(f"{published}: the module, its card and its pictures")
 
 
 def _without_later_stages(config: configs.Fit, source: str) -> dict[str, str]:
     """`stages=` for a module of the stage `source`, if the command without it would train further."""
-    given = _recipe_of(config) if config.fresh.limit == 0 else config
-    known = stages_of(replace(given, module="lookahead", stages=[]))
-    left_out = {*_TRAININGS[_TRAININGS.index(source) + 1 :], *_FRESH}
-    kept = [each for each in known if each not in left_out]
-    return {"stages": f"[{','.join(kept)}]"} if len(kept) < len(known) else {}
+    command_config = _recipe_of(config) if config.fresh.limit == 0 else config
+    all_stages = stages_of(replace(command_config, module="lookahead", stages=[]))
+    later_stages = {*_TRAININGS[_TRAININGS.index(source) + 1 :], *_FRESH}
+    stages = [name for name in all_stages if name not in later_stages]
+    if len(stages) == len(all_stages):
+        return {}
+    return {"stages": f"[{','.join(stages)}]"}
 
 
 def _recipe_of(config: configs.Fit) -> configs.Fit:
     """The configuration with the model's id alone."""
-    made: Any = OmegaConf.to_object(compose_config(configs.Fit, [f"model.id={config.model.id}", "out=DIR"])[0])
-    return cast(configs.Fit, made)
+    composed, _ = compose_config(configs.Fit, [f"model.id={config.model.id}", "out=DIR"])
+    recipe: Any = OmegaConf.to_object(composed)
+    return cast(configs.Fit, recipe)
 
 
 def keys_of_stage(config: configs.Fit, stage: str) -> dict[str, str]:
     """The keys of a stage with another value than the recipe for the model has; no folder's path is published."""
-    default = _recipe_of(config)
-    unlike = dict[str, str]()
+    recipe = _recipe_of(config)
+    changed_keys = dict[str, str]()
     for key in keys_of(configs.Fit):
-        value: Any = config
-        usual: Any = default
-        for name in key.name.split("."):
-            value, usual = getattr(value, name), getattr(usual, name)
-        if value != usual and key.name not in ("out", "model.id", "stages") and _is_of(key.name, stage):
-            text = yaml.safe_dump(_without_paths(value), default_flow_style=True, width=1 << 20).splitlines()[0]
-            unlike[key.name] = text
-    return unlike
+        if key.name in ("out", "model.id", "stages") or not _is_of(key.name, stage):
+            continue
+        key_value = attrgetter(key.name)
+        value = key_value(config)
+        if value != key_value(recipe):
+            text = yaml.safe_dump(_without_paths(value), default_flow_style=True, width=1 << 20)
+            changed_keys[key.name] = text.splitlines()[0]
+    return changed_keys
 
 
 def _is_of(key: str, stage: str) -> bool:
     """Whether a stage has a key, or none has it, such as `module`."""
-    name = {"tests": "samples"}.get(key, key.partition(".")[0])
-    owners = [each for each, kind in _KINDS.items() if name in (part.name for part in fields(kind))]
-    return stage in (owners or [stage])
+    name = "samples" if key == "tests" else key.partition(".")[0]
+    owners = []
+    for owner, key_class in _KEY_CLASSES.items():
+        if any(field.name == name for field in fields(key_class)):
+            owners.append(owner)
+    return not owners or stage in owners
 
 
 def _selection_keys(config: configs.Fit, settings: LookaheadSettings) -> dict[str, str]:
     """The keys for a module's selection, where it is not that of the recipe: a preset's name, or single ones."""
-    was, now = ({name: getattr(each, name) for name in SELECTION} for each in (_recipe_of(config).lookahead, settings))
-    preset = [name for name, values in SELECTIONS.items() if values == now]
-    if preset and was != now:
-        return {"selection": preset[0]}
-    return {
-        f"lookahead.{name}": yaml.safe_dump(now[name]).split("\n")[0] for name in SELECTION if now[name] != was[name]
-    }
+    recipe = _recipe_of(config).lookahead
+    selection = {name: getattr(settings, name) for name in SELECTION}
+    changed = {name: value for name, value in selection.items() if value != getattr(recipe, name)}
+    if not changed:
+        return {}
+    for preset, values in SELECTIONS.items():
+        if values == selection:
+            return {"selection": preset}
+    return {f"lookahead.{name}": yaml.safe_dump(value).split("\n")[0] for name, value in changed.items()}
 
 
-def command_section(out: Path, model: str, own: Mapping[str, str], source: str) -> str:
+def command_section(out: Path, model: str, card_keys: Mapping[str, str], source: str) -> str:
     """A card's section with the command for the module of stage `source`.
 
-    It has the model's Hub id, the keys of the stages that ran in `out`, and `own` ones, which alone have a selection.
+    It has the model's Hub id, the keys of the stages that ran in `out`, and `card_keys`, which alone have a selection.
     """
-    ran, left_out = _recorded(out).get("keys", {}), ["card", *(() if source == "fresh_eviction" else _FRESH)]
-    stages = [ran[name].items() for name in _KINDS if name in ran and name not in left_out]
-    of_selection = {"selection", *(f"lookahead.{name}" for name in SELECTION)}
-    of_stages = [(name, value) for name, value in chain.from_iterable(stages) if name not in of_selection]
-    keys = dict([*of_stages, *own.items()])
-    said = [shlex.quote(f"{name}={value}") for name, value in keys.items()]
-    return "## Command\n\n```\n" + " ".join(["keepsight fit", shlex.quote(model), *said, "out=DIR"]) + "\n```\n"
+    unpublished_stages = ["card"]
+    if source != "fresh_eviction":
+        unpublished_stages += _FRESH
+    selection_keys = {"selection", *(f"lookahead.{name}" for name in SELECTION)}
+
+    keys = dict[str, str]()
+    keys_of_stages = _recorded(out).get("keys", {})
+    for stage in _KEY_CLASSES:
+        if stage in unpublished_stages:
+            continue
+        for name, value in keys_of_stages.get(stage, {}).items():
+            if name not in selection_keys:
+                keys[name] = value
+    keys.update(card_keys)
+
+    command = ["keepsight fit", shlex.quote(model)]
+    command += [shlex.quote(f"{name}={value}") for name, value in keys.items()]
+    return "## Command\n\n```\n" + " ".join([*command, "out=DIR"]) + "\n```\n"
 
 
 def _without_paths(value: Any) -> Any:
     """A value with DIR for folders, and the names of files for their paths."""
     if isinstance(value, list):
-        return [_without_paths(each) for each in value]
+        return [_without_paths(element) for element in value]
     if isinstance(value, dict):
-        return {key: _without_paths(each) for key, each in value.items()}
+        return {key: _without_paths(element) for key, element in value.items()}
     if not isinstance(value, str) or not os.path.exists(value):  # also of a text that is too long for a path
         return value
     return "DIR" if os.path.isdir(value) else os.path.basename(value)
@@ -461,29 +642,44 @@ def written_card(artifact: LookaheadAdapter, config: configs.Fit, out: Path, sou
     `judged` says what each stage did for the module.
     """
     data_folders = ["data", "fresh_data"] if source == "fresh_eviction" else ["data"]
-    manifests = [finished_manifest(out / each) for each in data_folders]
-    origin = artifact.provenance
-    answers = [
-        f"{each.samples} prompts, {each.prompt_tokens} tokens; {each.answer_tokens} of answers" for each in manifests
-    ]
-    evictions = finetune.eviction_records(origin.training)
-    first = {key: value for key, value in origin.training.items() if key.partition(", ")[0] not in evictions}
-    parts = {f"eviction, part {part}": _listed(each) for part, each in enumerate(evictions.values(), 1) if part > 1}
+    manifests = [finished_manifest(out / folder) for folder in data_folders]
+    answers = []
+    origins = list[str]()
+    sources = Counter[str]()
+    for manifest in manifests:
+        answers.append(
+            f"{manifest.samples} prompts, {manifest.prompt_tokens} tokens; {manifest.answer_tokens} of answers"
+        )
+        for line in origins_of(manifest.settings.mixture).splitlines():
+            if line not in origins:
+                origins.append(line)
+        sources += Counter(manifest.sources)
+
+    provenance = artifact.provenance
+    evictions = finetune.eviction_records(provenance.training)
+    importance = {}
+    for key, value in provenance.training.items():
+        if key.partition(", ")[0] not in evictions:
+            importance[key] = value
+    eviction_texts = [_listed(record) for record in evictions.values()]
     stages = {
         "answers": "; then ".join(answers),
-        "importance (what answers attend to)": _listed(first),
-        "eviction (the loss that eviction causes)": next(map(_listed, evictions.values()), "not run"),
-        **parts,
-        "trained on": f"{len(digests_from_text(origin.trained_on) or ())} prompts; their digests are in its files",
+        "importance (what answers attend to)": _listed(importance),
+        "eviction (the loss that eviction causes)": eviction_texts[0] if eviction_texts else "not run",
     }
-    short = replace(origin, training=stages)
-    origins = dict.fromkeys(chain.from_iterable(origins_of(each.settings.mixture).splitlines() for each in manifests))
-    notes = "\n\n".join(each for each in ("\n".join(origins), config.data_notes) if each)
-    sources = sum((Counter(each.sources) for each in manifests), Counter[str]())
-    basics = CardBasics(config.title, short, sources, notes, config.license, judged)
+    for index, text in enumerate(eviction_texts[1:], start=2):
+        stages[f"eviction, part {index}"] = text
+    trained_prompts = digests_from_text(provenance.trained_on) or ()
+    stages["trained on"] = f"{len(trained_prompts)} prompts; their digests are in its files"
+
+    notes = "\n\n".join(filter(None, ["\n".join(origins), config.data_notes]))
+    short_provenance = replace(provenance, training=stages)
+    basics = CardBasics(config.title, short_provenance, sources, notes, config.license, judged)
     rows = _measured(out / source)
-    held_out = "| held-out samples | before the last stage | after it |\n| --- | --- | --- |\n" + "\n".join(rows)
-    return artifact.card(basics, held_out if rows else "")
+    if not rows:
+        return artifact.card(basics, "")
+    header = "| held-out samples | before the last stage | after it |\n| --- | --- | --- |\n"
+    return artifact.card(basics, header + "\n".join(rows))
 
 
 def _listed(values: Mapping[str, Any]) -> str:
@@ -492,35 +688,54 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 def _measured(stage: Path) -> list[str]:
     """Rows of a table of the first and last measurement of a stage's training."""
-    if not (measured := whole_lines(stage / "training" / MEASUREMENTS)):
+    measurements = whole_lines(stage / "training" / MEASUREMENTS)
+    if not measurements:
         return []
-    first, last = measured[0], measured[-1]
-    plain = [name for name in ("eval_kl", "eval_recall", "eval_tau") if name in last]
-    listed = [f"| {name.removeprefix('eval_')} | {first[name]:.3f} | {last[name]:.3f} |" for name in plain]
-    return listed or [f"| excess NLL (nats), {row.removeprefix('| ')}" for row in excess_rows(first, last)]
+    before = measurements[0]
+    after = measurements[-1]
+    rows = []
+    for name in ("kl", "recall", "tau"):
+        if f"eval_{name}" in after:
+            rows.append(f"| {name} | {before[f'eval_{name}']:.3f} | {after[f'eval_{name}']:.3f} |")
+    if rows:
+        return rows
+    return [f"| excess NLL (nats), {row.removeprefix('| ')}" for row in excess_rows(before, after)]
 
 
-def with_results(card: str, evaluated: Path, own: str = OURS) -> str:
-    """A card with an evaluation's table at its end, if there is one, and where other methods lose less than `own`."""
-    if not (table := evaluated / "tables" / "overall.md").is_file():
+def with_results(card: str, evaluated: Path, method: str = OURS) -> str:
+    """A card with an evaluation's table at its end, if there is one, and where other methods lose less than its own."""
+    table = evaluated / "tables" / "overall.md"
+    if not table.is_file():
         return card
     card = with_evaluation(card, table.read_text(encoding="utf-8"))
-    found = [*shortcomings([*read_jsonl(evaluated / "results.jsonl")], own)]
-    lines = found[:_SHORT] or ["- Nowhere in this evaluation does another method lose less."]
-    more = [f"- and in {len(found) - _SHORT} more places"] if len(found) > _SHORT else []
-    rest = "- Nothing else was measured here: no other tasks, lengths or budgets."
-    return with_section(card, "## Limitations\n\n" + "\n".join([*lines, *more, rest]) + "\n")
+    limitations = list(shortcomings(list(read_jsonl(evaluated / "results.jsonl")), method))
+    lines = limitations[:_SHORT]
+    if not limitations:
+        lines.append("- Nowhere in this evaluation does another method lose less.")
+    if len(limitations) > _SHORT:
+        lines.append(f"- and in {len(limitations) - _SHORT} more places")
+    lines.append("- Nothing else was measured here: no other tasks, lengths or budgets.")
+    return with_section(card, "## Limitations\n\n" + "\n".join(lines) + "\n")
 
 
-def shortcomings(rows: Sequence[Mapping[str, Any]], own: str) -> Iterator[str]:
-    """Lines of Markdown: where a method with the same budget has a lower excess NLL; the largest difference first."""
+def shortcomings(rows: Sequence[Mapping[str, Any]], method: str) -> Iterator[str]:
+    """Lines of Markdown: where another method has a lower excess NLL at the same budget; the largest difference first.
+
+    Methods that see more than the budget allows, such as the full cache, are left out.
+    """
     frame = pd.DataFrame([*rows], columns=["task", "length", "budget", "method", "excess_nll"], dtype=object)
-    frame = frame[frame["budget"].notna() & ~frame["method"].map(kind_of).isin(BOUNDS)].astype({"excess_nll": float})
-    found = []
+    is_bound = frame["method"].map(kind_of).isin(BOUNDS)
+    frame = frame[frame["budget"].notna() & ~is_bound].astype({"excess_nll": float})
+    lines = list[tuple[float, str]]()
     for (task, length, _), at_budget in frame.groupby(["task", "length", "budget"]):
-        budget, means = at_budget["budget"].iloc[0], at_budget.groupby("method")["excess_nll"].mean()
+        budget = at_budget["budget"].iloc[0]
+        means = at_budget.groupby("method")["excess_nll"].mean()
+        if method not in means:
+            continue
         best = means.idxmin()
-        if own in means and (less := means[own] - means[best]) > _MORE_THAN:
-            said = f"- {task}, {length or 'all lengths'}, budget {budget}: {best} loses {means[best]:.3f} nats, "
-            found.append((less, f"{said}this module {means[own]:.3f}"))
-    yield from (line for _, line in sorted(found, reverse=True))
+        advantage = means[method] - means[best]
+        if advantage > _MORE_THAN:
+            place = f"{task}, {length or 'all lengths'}, budget {budget}"
+            line = f"- {place}: {best} loses {means[best]:.3f} nats, this module {means[method]:.3f}"
+            lines.append((advantage, line))
+    yield from (line for _, line in sorted(lines, reverse=True))

@@ -38,9 +38,13 @@ def check_inputs(config: Training, key: str, settings: TrainSettings) -> Sequenc
             require_replays_alone(Path(config.replay.dir))
     if isinstance(config, CardKeys) and config.base is not None:
         check_repo_id(config.base)
+
     manifest = finished_manifest(Path(config.data))
-    if (made := manifest.settings.model) != (own := config.model.id):
-        raise UserError(f"{config.data}: this data was answered by {made!r}, not by {own!r}; make it again")
+    model_of_data = manifest.settings.model
+    if model_of_data != config.model.id:
+        raise UserError(
+            f"{config.data}: this data was answered by {model_of_data!r}, not by {config.model.id!r}; make it again"
+        )
     samples = _short_enough(config, finished_samples(Path(config.data), manifest))
     require_training_samples(samples, settings.held_out, key)
     return samples
@@ -54,7 +58,8 @@ def read_samples(config: Training, target: Target) -> tuple[Sequence[TrainingSam
 
 def _short_enough(config: Training, samples: Sequence[TrainingSample]) -> Sequence[TrainingSample]:
     """The samples of at most `max_prompt_tokens` tokens, where the command has that key; 0 keeps all."""
-    if longest := getattr(config, "max_prompt_tokens", 0):
+    longest = getattr(config, "max_prompt_tokens", 0)
+    if longest:
         samples = with_short_prompts(samples, longest)
     if not samples:
         raise UserError(f"max_prompt_tokens={longest} leaves no sample of {config.data}; raise it")
@@ -66,15 +71,23 @@ def run_of(config: Training, target: Target, samples: Sequence[TrainingSample], 
 
     `key` is the command's key that names the initial module, whose folder has one of the files `weights`.
     """
-    given = getattr(config, key)
-    folder = fetch(given) if given else None
-    there = [folder / name for name in weights if (folder / name).is_file()] if folder else []
+    initial = getattr(config, key)
+    folder = fetch(initial) if initial else None
     start = {
         "model.version": target.version,
-        "model.dtype": str(target.model.dtype).removeprefix("torch."),
-        f"command.{key}": file_digest(there[0]) if there else None,
+        "model.dtype": _dtype_of(target),
+        f"command.{key}": _weights_digest(folder, weights),
     }
     return TrainingRun(Path(config.out) / "training", samples, start, config.replay, _prompts_of(folder))
+
+
+def _weights_digest(folder: Path | None, names: Sequence[str]) -> str | None:
+    """The digest of the first of these files that an artifact's folder has, if any."""
+    if folder is not None:
+        for name in names:
+            if (folder / name).is_file():
+                return file_digest(folder / name)
+    return None
 
 
 def _prompts_of(folder: Path | None) -> PromptDigests | None:
@@ -96,46 +109,65 @@ def basics_of(
     loss: str = "nats",
 ) -> CardBasics:
     """The record of a training for card and artifact: `described` has further facts, `loss` the loss's unit."""
-    settings, losses = trained.settings, trained.losses
-    training = {
+    losses = trained.losses
+    training: dict[str, Any] = {
         **_weights_origin(config, target),
         "steps": trained.steps,
         "samples": trained.samples,
         "held-out samples": trained.held_out,
         **described,
-        "learning rate": settings.learning_rate,
-        **({"steps on each teacher output": settings.replays} if settings.replays > 1 else {}),
-        "samples a step": trained.samples_per_step,
-        f"first and last logged loss ({loss})": [round(losses[0], 4), round(losses[-1], 4)] if losses else [],
+        "learning rate": trained.settings.learning_rate,
     }
-    made_of = target.version, target.template_digest, manifest["digest"]
-    read = vocabulary_digest(target.tokenizer), digests_as_text(trained.prompts)
-    provenance = Provenance(config.base or target.public_name, *made_of, training, __version__, *read)
-    notes = "\n\n".join(note for note in (origins_of(manifest["settings"]["mixture"]), config.data_notes) if note)
+    if trained.settings.replays > 1:
+        training["steps on each teacher output"] = trained.settings.replays
+    training["samples a step"] = trained.samples_per_step
+    first_and_last_loss = [round(losses[0], 4), round(losses[-1], 4)] if losses else []
+    training[f"first and last logged loss ({loss})"] = first_and_last_loss
+
+    provenance = Provenance(
+        config.base or target.public_name,
+        target.version,
+        target.template_digest,
+        manifest["digest"],
+        training,
+        __version__,
+        vocabulary_digest(target.tokenizer),
+        digests_as_text(trained.prompts),
+    )
+    notes = "\n\n".join(filter(None, [origins_of(manifest["settings"]["mixture"]), config.data_notes]))
     return CardBasics(config.title, provenance, manifest["sources"], notes, config.license)
 
 
 def origins_of(mixture: Mapping[str, Any]) -> str:
     """The data sets of a mixture's prompts, with their licences; no folder's path is published."""
-    named = [source for source in mixture.get("sources", []) if "license" in source]
-    links = [
-        Path(each["id"]).name
-        if Path(each["id"]).is_dir()
-        else f"[{each['id']}](https://huggingface.co/datasets/{each['id']})"
-        for each in named
-    ]
-    listed = [f"- {link} ({source['license']})" for link, source in zip(links, named, strict=True)]
-    return "\n".join(["Prompts from data sets:", "", *listed]) if listed else ""
+    lines = []
+    for source in mixture.get("sources", []):
+        if "license" not in source:
+            continue
+        name = source["id"]
+        if Path(name).is_dir():
+            link = Path(name).name
+        else:
+            link = f"[{name}](https://huggingface.co/datasets/{name})"
+        lines.append(f"- {link} ({source['license']})")
+    if not lines:
+        return ""
+    return "\n".join(["PromptDigests from data sets:", "", *lines])
 
 
 def _weights_origin(config: CardKeys, target: Target) -> dict[str, str]:
     """The packaged, quantised file of the base model's weights, or their dtype."""
-    dtype = str(target.model.dtype).removeprefix("torch.")
-    packaged, digest = config.model.packaged, config.model.packaged_digest
+    dtype = _dtype_of(target)
+    packaged = config.model.packaged
+    digest = config.model.packaged_digest
     if packaged is None or digest is None or not target.version.startswith(digest):
         return {"base model's dtype": dtype}
     name = Path(packaged).name if isinstance(packaged, str) else "a GGUF file"
     return {"base model's weights": f"{name}, quantised weights that were dequantised to {dtype}"}
+
+
+def _dtype_of(target: Target) -> str:
+    return str(target.model.dtype).removeprefix("torch.")
 
 
 def length_summary(what: str, lengths: list[int]) -> dict[str, list[int]]:
@@ -146,19 +178,22 @@ def length_summary(what: str, lengths: list[int]) -> dict[str, list[int]]:
 
 def ending(trainer: ModuleTrainer[Any], config: Training, what: str, following: str) -> str:
     """A training's final message: that `what` was trained, metrics after and before, and the `following` command."""
-    measured = [scalar_values(row) for row in trainer.measurements()]
-    before = measured[0] if len(measured) > 1 else {}
-    metrics = [
-        f"{name.removeprefix('eval_')} {value:.3f}" + (f" (before: {before[name]:.3f})" if name in before else "")
-        for name, value in trainer.metrics.items()
-    ]
-    said = f"{what} after step {trainer.state.global_step} in {config.out}: {', '.join(metrics) or 'not measured'}"
-    return f"{said}\n{next_command(config, following)}"
+    measurements = [scalar_values(row) for row in trainer.measurements()]
+    before = measurements[0] if len(measurements) > 1 else {}
+    metrics = []
+    for name, value in trainer.metrics.items():
+        text = f"{name.removeprefix('eval_')} {value:.3f}"
+        if name in before:
+            text += f" (before: {before[name]:.3f})"
+        metrics.append(text)
+    measured = ", ".join(metrics) or "not measured"
+    trained = f"{what} after step {trainer.state.global_step} in {config.out}: {measured}"
+    return f"{trained}\n{next_command(config, following)}"
 
 
-def require_finished(done: bool, config: Training, trainer: ModuleTrainer[Any]) -> None:
+def require_finished(finished: bool, config: Training, trainer: ModuleTrainer[Any]) -> None:
     """UserError if the training was interrupted, once every process has written its files."""
-    if not done:
+    if not finished:
         trainer.accelerator.wait_for_everyone()  # a launcher ends all processes when the first has failed
-        kept = f"the checkpoint and the weights so far are in {config.out}: run the same command again to resume"
-        raise UserError(f"interrupted at step {trainer.state.global_step}; {kept}")
+        advice = f"the checkpoint and the weights so far are in {config.out}: run the same command again to resume"
+        raise UserError(f"interrupted at step {trainer.state.global_step}; {advice}")
