@@ -44,27 +44,36 @@ def run(config: Config, selected: Mapping[str, Any] | None = None) -> None:
     """
     settings = config.finetune
     samples = check_inputs(config, "finetune.train", settings.train)
-    selected = SELECTIONS.get(config.selection or "", {}) if selected is None else selected
+    if selected is None:
+        selected = SELECTIONS.get(config.selection or "", {})
     artifact = _adapter(config, selected) if config.method == METHOD else None
     method = _method(config, artifact, resources_later(config))
-    if (longest := max(len(each.prompt_ids) for each in samples)) <= min(settings.budgets):
+    longest = max(len(sample.prompt_ids) for sample in samples)
+    if longest <= min(settings.budgets):
         raise UserError(f"finetune.budgets={settings.budgets}: the longest prompt has {longest} tokens; lower them")
+
     target = placed_target(config)
     samples, manifest = read_samples(config, target)
     set_seed(settings.train.seed)
+    lookahead = None
     if artifact is None:
-        settings, method = replace(settings, freeze_module=True), _method(config, None, resources_of(config, target))
-    lookahead = None if artifact is None or settings.freeze_module else artifact.module(target.model)
+        settings = replace(settings, freeze_module=True)
+        method = _method(config, None, resources_of(config, target))
+    elif not settings.freeze_module:
+        lookahead = artifact.module(target.model)
     allocate = method.allocate
     assert isinstance(allocate, Global | Uniform)
     objective = EvictionObjective(target.model, method, allocate, settings, lookahead)
+
     run = run_of(config, target, samples, "adapter", CONFIG)
+    start = {**run.start, "method": config.method, "options": config.options}
+    if artifact is not None:
+        for key in SELECTION:
+            start[f"selection.{key}"] = getattr(artifact.settings, key)
     unseen = UnseenQuestions.for_tokenizer(target.tokenizer, settings.unseen, settings.train.seed)
-    selection = {f"selection.{key}": getattr(artifact.settings, key) for key in SELECTION} if artifact else {}
-    start = {**run.start, "method": config.method, "options": config.options, **selection}
-    run = replace(run, start=start, unseen=unseen)
-    trainer = ModuleTrainer(objective, settings.train, run)
+    trainer = ModuleTrainer(objective, settings.train, replace(run, start=start, unseen=unseen))
     finished = trainer.fit()
+
     if trainer.is_world_process_zero():
         if artifact is None:
             print(ending(trainer, config, "head weights", _write_weights(config, trainer)))
@@ -76,19 +85,21 @@ def run(config: Config, selected: Mapping[str, Any] | None = None) -> None:
 
 def _method(config: Config, artifact: LookaheadAdapter | None, resources: Resources) -> Evict:
     """The method to train, at the smallest budget; UserError if it cannot have head weights."""
-    budget, name = min(config.finetune.budgets), f"method={config.method}"
+    budget = min(config.finetune.budgets)
+    key = f"method={config.method}"
     if artifact is not None:
         if config.options:
-            raise UserError(f"{name}: options= is for other methods; give selection=")
+            raise UserError(f"{key}: options= is for other methods; give selection=")
         return LookaheadKV(budget, **adapter_fields(artifact))
+
     if config.selection is not None:
-        raise UserError(f"{name}: selection= is for a lookahead module; give options=")
-    made = make_method(config.method, budget, resources, **config.options)
-    method = require_evict(made, f"{name} scores no entries of the cache, so there is nothing to weight")
+        raise UserError(f"{key}: selection= is for a lookahead module; give options=")
+    any_method = make_method(config.method, budget, resources, **config.options)
+    method = require_evict(any_method, f"{key} scores no entries of the cache, so there is nothing to weight")
     if method.observer.signed is not False:
-        raise UserError(f"{name}: its scores can be negative, which weights cannot multiply; use another method")
+        raise UserError(f"{key}: its scores can be negative, which weights cannot multiply; use another method")
     if not isinstance(method.allocate, Global):
-        raise UserError(f"{name}: its heads share no budget; give options={{allocate: {{name: global, floor: 0.2}}}}")
+        raise UserError(f"{key}: its heads share no budget; give options={{allocate: {{name: global, floor: 0.2}}}}")
     return method
 
 
@@ -102,9 +113,11 @@ def _adapter(config: Config, selected: Mapping[str, Any]) -> LookaheadAdapter:
     settings = replace(artifact.settings, **selected)
     if settings.floor is not None and settings.sharing == "layer":
         settings = replace(settings, sharing="model")
-    changed = [
-        f"{key}={value}" for key in SELECTION if (value := getattr(settings, key)) != getattr(artifact.settings, key)
-    ]
+    changed = []
+    for key in SELECTION:
+        value = getattr(settings, key)
+        if value != getattr(artifact.settings, key):
+            changed.append(f"{key}={value}")
     if changed and launched().is_main_process:
         print(f"{config.adapter}: from here on it selects with {', '.join(changed)}")
     return replace(artifact, settings=settings)
@@ -126,10 +139,11 @@ def _write_weights(config: Config, trainer: ModuleTrainer[EvictionObjective]) ->
     write_json(path, weights)
     write_png(path.with_suffix(".png"), figure)
     allocate = config.options.get("allocate", {})
-    allocate = {"name": allocate} if isinstance(allocate, str) else allocate
-    options = config.options | {"allocate": {**allocate, "weights": str(path)}}
-    named = yaml.safe_dump({"name": config.method, **options}, default_flow_style=True, sort_keys=False, width=1 << 20)
-    return f"eval {quote(f'methods=[full,{named.strip()}]')} out=runs/eval"
+    if isinstance(allocate, str):
+        allocate = {"name": allocate}
+    method = {"name": config.method, **config.options, "allocate": {**allocate, "weights": str(path)}}
+    text = yaml.safe_dump(method, default_flow_style=True, sort_keys=False, width=1 << 20)
+    return f"eval {quote(f'methods=[full,{text.strip()}]')} out=runs/eval"
 
 
 def eviction_records(training: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -137,12 +151,12 @@ def eviction_records(training: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
     A record's key in `training` begins with the name: `fine-tuning, steps`, `fine-tuning 2, steps` of a second one.
     """
-    found: dict[str, dict[str, Any]] = {}
+    records: dict[str, dict[str, Any]] = {}
     for key, value in training.items():
-        name, comma, what = key.partition(", ")
+        name, comma, fact = key.partition(", ")
         if comma and _kind(name) in _ABOUT:
-            found.setdefault(name, {})[what] = value
-    return found
+            records.setdefault(name, {})[fact] = value
+    return records
 
 
 def _kind(name: str) -> str:
@@ -150,39 +164,47 @@ def _kind(name: str) -> str:
     return name.rstrip("0123456789 ")
 
 
-def _range_of(weights: HeadWeights) -> list[float]:
-    numbers = [each for row in weights for each in row]
-    return [round(min(numbers), 3), round(max(numbers), 3)]
-
-
 def _write(out: Path, artifact: LookaheadAdapter, trainer: ModuleTrainer[EvictionObjective], data_digest: str) -> None:
     """Write the adapter with what was trained, its card and the curves."""
-    trained, objective, module = trainer.trained(), trainer.objective, trainer.objective.lookahead
-    kind, before = "fine-tuning" if module else "head weights", artifact.provenance.training
-    earlier = sum(_kind(each) == kind for each in eviction_records(before))
-    name = f"{kind} {earlier + 1}" if earlier else kind
+    trained = trainer.trained()
+    objective = trainer.objective
+    module = objective.lookahead
     weights, figure = _weights_of(trainer)
-    described: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "steps": trained.steps,
         "samples": trained.samples,
         "held-out samples among them": trained.held_out,
         "data": data_digest,
         "samples a step": trained.samples_per_step,
         "steps on each teacher output": trained.settings.replays,
-        **({"learning rate": trained.settings.learning_rate} if module else {}),
-        "budgets": objective.settings.budgets,
-        "temperature": objective.settings.temperature,
-        **({"share of samples with the question unseen": share} if (share := objective.settings.unseen) else {}),
-        "head_weights_rate": objective.settings.weights_rate,
-        **({"smallest and largest weight of a head": _range_of(weights)} if objective.floor is not None else {}),
     }
-    described = {f"{name}, {key}": value for key, value in described.items()}
-    provenance = replace(artifact.provenance, training=before | described, trained_on=digests_as_text(trained.prompts))
-    rows = trainer.measurements()
-    records = {key: value for key, value in (before | described).items() if _kind(key.partition(", ")[0]) == kind}
-    card = with_eviction(artifact.folder, _ABOUT[kind], records, *((rows[0], rows[-1]) if rows else ({}, {})))
+    if module:
+        facts["learning rate"] = trained.settings.learning_rate
+    facts["budgets"] = objective.settings.budgets
+    facts["temperature"] = objective.settings.temperature
+    if objective.settings.unseen:
+        facts["share of samples with the question unseen"] = objective.settings.unseen
+    facts["head_weights_rate"] = objective.settings.weights_rate
+    if objective.floor is not None:  # a uniform selection trains no weights
+        smallest = min(map(min, weights))
+        largest = max(map(max, weights))
+        facts["smallest and largest weight of a head"] = [round(smallest, 3), round(largest, 3)]
+
+    # A second training of a kind has a record of its own beside the first.
+    kind = "fine-tuning" if module else "head weights"
+    training = dict(artifact.provenance.training)
+    earlier = sum(_kind(name) == kind for name in eviction_records(training))
+    name = f"{kind} {earlier + 1}" if earlier else kind
+    for fact, value in facts.items():
+        training[f"{name}, {fact}"] = value
+    records = {key: value for key, value in training.items() if _kind(key.partition(", ")[0]) == kind}
+    provenance = replace(artifact.provenance, training=training, trained_on=digests_as_text(trained.prompts))
+    measurements = trainer.measurements() or [{}]
+    card = with_eviction(artifact.folder, _ABOUT[kind], records, measurements[0], measurements[-1])
+
     if module:
         artifact = replace(artifact, lora=module.lora_state(), tokens=module.tokens.detach().cpu())
-    kept = artifact.head_weights if objective.floor is None else weights  # a uniform selection trains none
+    if objective.floor is not None:
+        artifact = replace(artifact, head_weights=weights)
     picture = "finetuning.png" if module else "head_weights.png"
-    replace(artifact, head_weights=kept).save(out, provenance, card, {picture: figure})
+    artifact.save(out, provenance, card, {picture: figure})

@@ -57,12 +57,17 @@ def run(config: Config | Cells) -> None:
 def _run_cells(cells: Cells) -> None:
     """Train all cells, then write their adapters, the table and the plot."""
     configs = {name: config for name, (_, config) in cells.items()}
-    (first, *_), (initial, *_) = configs.values(), [check(each) for each in configs.values()]
-    out, target = Path(first.out), placed_target(first)
+    initial_adapters = [check(config) for config in configs.values()]
+    first = next(iter(configs.values()))  # the cells share its keys of data, model and initial adapter
+    out = Path(first.out)
+    target = placed_target(first)
     samples, manifest = training.read_samples(first, target)
-    modules = [Cell(name, new_objective(each, target, initial), each.train) for name, each in configs.items()]
+    modules = []
+    for name, config in configs.items():
+        modules.append(Cell(name, new_objective(config, target, initial_adapters[0]), config.train))
     trainer = AblationTrainer(modules, _run_of(first, target, samples))
     finished = trainer.fit()
+
     if trainer.is_world_process_zero():
         trained = dict(zip(configs, trainer.trained_cells(), strict=True))
         for cell in modules:
@@ -71,7 +76,8 @@ def _run_cells(cells: Cells) -> None:
             save(config, folder, target, cell.objective.lookahead, trained[cell.name], samples, manifest)
         table = _table(cells, modules, trained)
         table.save(out)
-        write_png(out / "ablation.png", ablation_figure({name: each.log for name, each in trained.items()}))
+        logs = {name: cell_trained.log for name, cell_trained in trained.items()}
+        write_png(out / "ablation.png", ablation_figure(logs))
         print(table.markdown())
     training.require_finished(finished, first, trainer)
 
@@ -89,8 +95,10 @@ def check(config: Config) -> LookaheadAdapter | None:
     if config.init is None:
         return None
     artifact = LookaheadAdapter.from_pretrained(config.init)
-    was, now = ({name: getattr(each, name) for name in _SHAPE} for each in (artifact.settings, config.lookahead))
-    require_same(f"init={config.init}: this adapter was trained", was, now, "give the values that it was trained with")
+    trained_shape = {name: getattr(artifact.settings, name) for name in _SHAPE}
+    shape = {name: getattr(config.lookahead, name) for name in _SHAPE}
+    subject = f"init={config.init}: this adapter was trained"
+    require_same(subject, trained_shape, shape, "give the values that it was trained with")
     return artifact
 
 
@@ -102,17 +110,21 @@ def placed_target(config: UsesModel) -> Target:
     dtype = training_dtype(config.model)
     if config.model.device_map != DIVIDED:
         with created_divided(dtype):
-            if (quantize := config.model.quantize) and is_deepspeed_zero3_enabled():
-                start = "start with recipes/accelerate/ddp.yaml or zero2.yaml, which hold them on each GPU"
-                raise UserError(f"model.quantize={quantize}: ZeRO-3 cannot shard quantised weights; {start}")
+            if config.model.quantize and is_deepspeed_zero3_enabled():
+                advice = "start with recipes/accelerate/ddp.yaml or zero2.yaml, which hold them on each GPU"
+                raise UserError(
+                    f"model.quantize={config.model.quantize}: ZeRO-3 cannot shard quantised weights; {advice}"
+                )
             target = training_target(config)
         keep_gradients(target.model)
         return target
+
     processes = launched()
     if processes.num_processes == 1:
         raise UserError(f"model.device_map={DIVIDED}: there is one process; start with recipes/accelerate/fsdp2.yaml")
     on_cpu = replace(config, model=replace(config.model, device="cpu", device_map=None, dtype=dtype))
-    target = training_target(on_cpu, {"": "cpu" if processes.is_main_process else "meta"})
+    device = "cpu" if processes.is_main_process else "meta"
+    target = training_target(on_cpu, {"": device})
     divide_layers(target.model)
     return target
 
@@ -137,14 +149,18 @@ def save(
     manifest: Mapping[str, Any],
 ) -> None:
     """Write the adapter, its card and the training curves into a folder."""
-    lengths = training.length_summary("prompt tokens", [len(each.prompt_ids) for each in samples])
-    loss: dict[str, Any] = {"share of the loss on far entries": config.train.far}
+    described: dict[str, Any] = {
+        **training.length_summary("prompt tokens", [len(sample.prompt_ids) for sample in samples]),
+        "share of the loss on far entries": config.train.far,
+    }
     if config.train.cuts > 1:
-        loss["cuts of each answer"] = config.train.cuts
+        described["cuts of each answer"] = config.train.cuts
     if config.train.unseen:
-        loss["share of samples with the question unseen"] = config.train.unseen
-    adapted = {"modules with a LoRA": _counted(lookahead.lora.names) if lookahead.lora else "none"}
-    basics = training.basics_of(config, target, manifest, trained, lengths | loss | adapted)
+        described["share of samples with the question unseen"] = config.train.unseen
+    described["modules with a LoRA"] = "none"
+    if lookahead.lora:
+        described["modules with a LoRA"] = _counted(lookahead.lora.names)
+    basics = training.basics_of(config, target, manifest, trained, described)
     adapter = lookahead.adapter()
     card = adapter.card(basics, trained.metrics)
     adapter.save(folder, basics.provenance, card, {"training.png": lookahead_figure(trained.log)})
@@ -152,29 +168,33 @@ def save(
 
 def _counted(names: Iterable[str]) -> str:
     """Names of modules without their layers, and in how many layers each occurs: `self_attn.q_proj 30, ...`."""
-    counts = Counter(name.partition(".layers.")[2].partition(".")[2] for name in names)
-    return ", ".join(f"{name} {count}" for name, count in counts.items())
+    layers = Counter[str]()
+    for name in names:
+        name_in_layer = name.partition(".layers.")[2].partition(".")[2]
+        layers[name_in_layer] += 1
+    return ", ".join(f"{name} {count}" for name, count in layers.items())
 
 
 def _table(cells: Cells, modules: list[Cell], trained: dict[str, Trained]) -> Table:
-    varied, config = next(iter(cells.values()))
-    columns = [
-        Column("cell", "cell", is_text=True),
-        *(Column(key, key.partition(".")[2].replace("_", " "), is_text=True) for key in varied),
-        Column("parameters", "parameters"),
-        Column("kl", "KL (nats)", digits=4),
-        Column("recall", f"recall at {config.train.budget}"),
-        Column("tau", "Kendall's tau"),
-    ]
-    rows = [
-        {
-            "cell": cell.name,
-            **cells[cell.name][0],
-            "parameters": sum(each.numel() for each in cell.objective.parameters() if each.requires_grad),
-            **{name: trained[cell.name].metrics.get(f"eval_{name}") for name in ("kl", "recall", "tau")},
-        }
-        for cell in modules
-    ]
+    varied_values, config = next(iter(cells.values()))
+    columns = [Column("cell", "cell", is_text=True)]
+    for key in varied_values:
+        columns.append(Column(key, key.partition(".")[2].replace("_", " "), is_text=True))
+    columns.append(Column("parameters", "parameters"))
+    columns.append(Column("kl", "KL (nats)", digits=4))
+    columns.append(Column("recall", f"recall at {config.train.budget}"))
+    columns.append(Column("tau", "Kendall's tau"))
+
+    rows = []
+    for cell in modules:
+        cell_values, _ = cells[cell.name]
+        row: dict[str, Any] = {"cell": cell.name, **cell_values}
+        trainable = [parameter for parameter in cell.objective.parameters() if parameter.requires_grad]
+        row["parameters"] = sum(parameter.numel() for parameter in trainable)
+        for name in ("kl", "recall", "tau"):
+            row[name] = trained[cell.name].metrics.get(f"eval_{name}")
+        rows.append(row)
+
     first = next(iter(trained.values()))
     title = f"Fidelity after {first.steps} steps on held-out samples ({first.held_out})."
     return Table("ablation", title, columns, rows)

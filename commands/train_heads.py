@@ -43,7 +43,7 @@ def draft(config: TrainDraftHead) -> None:
         require_writable(Path(config.features), key="features")
     if config.init is not None:
         _named_draft_head(config.init)
-    out, target = Path(config.out), target_of(config)
+    target = target_of(config)
     samples, manifest = training.read_samples(config, target)
     set_seed(settings.train.seed)
     head = _new_draft_head(config, target, samples)
@@ -51,25 +51,27 @@ def draft(config: TrainDraftHead) -> None:
     objective = DraftHeadObjective(head, target.model, teacher, settings)
     trainer = ModuleTrainer(objective, settings.train, training.run_of(config, target, samples, "init", DRAFT_WEIGHTS))
     finished = trainer.fit()
+
     if trainer.is_world_process_zero():
-        lengths = [len(each.prompt_ids) + len(each.answer_ids) for each in samples]
+        lengths = [len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples]
         described = training.length_summary("tokens of a sample", lengths)
         basics = training.basics_of(config, target, manifest, trainer.trained(), described)
-        card, curves = head.card(basics, trainer.metrics), draft_head_figure(trainer.trained().log)
-        head.save(out, basics.provenance, card, {"training.png": curves})
+        card = head.card(basics, trainer.metrics)
+        curves = draft_head_figure(trainer.trained().log)
+        head.save(Path(config.out), basics.provenance, card, {"training.png": curves})
         following = f"bench speculate draft.head={quote(config.out)} draft.layers=null"
         print(training.ending(trainer, config, "head", following))
     training.require_finished(finished, config, trainer)
 
 
 def _new_draft_head(config: TrainDraftHead, target: Target, samples: Sequence[TrainingSample]) -> DraftHead:
-    if config.init is None:
-        vocabulary_size = target.model.config.get_text_config().vocab_size
-        count = config.draft_head.vocabulary
-        learned, _ = hold_out(samples, config.draft_head.train.held_out, "draft_head.train")
-        vocabulary = frequent_tokens(learned.samples, count, target.end_tokens, vocabulary_size)
-        return new_draft_head(target.model, vocabulary, config.draft_head.max_tokens)
-    return _named_draft_head(config.init, target.model).float().train()
+    if config.init is not None:
+        return _named_draft_head(config.init, target.model).float().train()
+    settings = config.draft_head
+    vocabulary_size = target.model.config.get_text_config().vocab_size
+    training_samples, _ = hold_out(samples, settings.train.held_out, "draft_head.train")
+    vocabulary = frequent_tokens(training_samples.samples, settings.vocabulary, target.end_tokens, vocabulary_size)
+    return new_draft_head(target.model, vocabulary, settings.max_tokens)
 
 
 def _named_draft_head(name: str, model: PreTrainedModel | None = None) -> DraftHead:
@@ -86,46 +88,49 @@ def _teacher(
     run_model = RunModel(target.model, layers)
     if config.features is None:
         return run_model
-    length = config.draft_head.max_tokens
-    made_of = {
+
+    folder = Path(config.features)
+    max_tokens = config.draft_head.max_tokens
+    origin = {
         "data": digest,
         "model": target.name,
         "version": target.version,
         "layers": list(layers),
         "dtype": str(target.model.dtype),
-        "max_tokens": length,
+        "max_tokens": max_tokens,
     }
-    texts = [(sample.prompt_ids + sample.answer_ids)[:length] for sample in samples]
-    write_states(Path(config.features), run_model, texts, made_of)
-    return StoredStates(Path(config.features))
+    texts = [(sample.prompt_ids + sample.answer_ids)[:max_tokens] for sample in samples]
+    write_states(folder, run_model, texts, origin)
+    return StoredStates(folder)
 
 
 def retrieval(config: TrainRetrievalHead) -> None:
     """Prune, distil, then write the head, its card and the training curves."""
     settings = config.retrieval_head
     training.check_inputs(config, "retrieval_head.train", settings.train)
-    initial = _initial(config) if config.head is not None else None
+    initial = None if config.head is None else _initial(config.head, config)
     target = training_target(config)
     samples, manifest = training.read_samples(config, target)
     samples = truncated(samples, settings.max_tokens)
     set_seed(settings.train.seed)
     longest = max(len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples)
-    head, pruned = _first_head(config, initial, target, longest)
+    head, origin = _first_head(config, initial, target, longest)
     objective = RetrievalObjective(head, target.model, settings)
     run = training.run_of(config, target, samples, "head", WEIGHTS, DRAFT_WEIGHTS)
     trainer = ModuleTrainer(objective, settings.train, run)
     finished = trainer.fit()
+
     if trainer.is_world_process_zero():
-        described = pruned | {
+        described = {
+            **origin,
             "groups of layers": head.config.groups,
             "longest sample (tokens)": longest,
             "tokens of a sample that are distilled": settings.queries,
             "temperature": settings.temperature,
             "answers' share of the loss": settings.answers,
         }
-        basics = training.basics_of(
-            config, target, manifest, trainer.trained(), described, "KL at that temperature, nats"
-        )
+        loss = "KL at that temperature, nats"
+        basics = training.basics_of(config, target, manifest, trainer.trained(), described, loss)
         _write(config, trainer, basics, longest)
     training.require_finished(finished, config, trainer)
 
@@ -140,44 +145,55 @@ def _first_head(
         print("head= is not set: the retrieval head starts from random projections")
         head = RetrievalHead.untrained(target.model, settings.features, longest, settings.groups)
         return head, {"pruned from": "nothing, it began with random projections"}
+
     assert config.head is not None
     if isinstance(initial, DraftHead):
         head = RetrievalHead.from_draft(initial, settings.features).float()
-        print(text := pruning(head, initial))
-        origin = {"pruned from": published_name(config.head), "pruning": text}
+        summary = pruning(head, initial)
+        print(summary)
+        origin = {"pruned from": published_name(config.head), "pruning": summary}
     else:
-        head, origin = initial.float().requires_grad_(), {"distilled further from": published_name(config.head)}
+        head = initial.float().requires_grad_()
+        origin = {"distilled further from": published_name(config.head)}
     try:
-        (head := head.grouped(settings.groups)).check_model(target.model)
+        head = head.grouped(settings.groups)
+        head.check_model(target.model)
     except UserError as error:
         raise UserError(f"head={config.head}: {error}") from None
     return head.to(target.model.device), origin
 
 
-def _initial(config: TrainRetrievalHead) -> RetrievalHead | DraftHead:
+def _initial(name: str, config: TrainRetrievalHead) -> RetrievalHead | DraftHead:
     """The head that `head=` names, read before the base model."""
-    assert config.head is not None
-    folder = fetch(config.head)
+    folder = fetch(name)
     try:
-        if not any((folder / name).is_file() for name in RetrievalHead.files):
+        if not any((folder / file).is_file() for file in RetrievalHead.files):
             return DraftHead.load(folder)
         head = RetrievalHead.load(folder)
-        if (own := head.config.features) != config.retrieval_head.features:
-            raise UserError(f"it was distilled with features {own}; give retrieval_head.features={own}")
+        features = head.config.features
+        if features != config.retrieval_head.features:
+            raise UserError(f"it was distilled with features {features}; give retrieval_head.features={features}")
         return head
     except UserError as error:
-        raise UserError(f"head={config.head}: {error}") from None
+        raise UserError(f"head={name}: {error}") from None
 
 
 def _write(
     config: TrainRetrievalHead, trainer: ModuleTrainer[RetrievalObjective], basics: CardBasics, longest: int
 ) -> None:
-    out, objective = Path(config.out), trainer.objective
+    out = Path(config.out)
+    objective = trainer.objective
     head = RetrievalHead(objective.head.config.trained_on(longest, objective.head.layers_of(objective.model)))
     head.load_state_dict(objective.weights())
-    first = ("pruned only" if "pruning" in basics.provenance.training else "before") if config.head else "random"
-    rows = trainer.measurements()
-    measured = comparison(*((rows[0], rows[-1]) if rows else ({}, {})), first)
+
+    if not config.head:
+        first_head = "random"
+    elif "pruning" in basics.provenance.training:
+        first_head = "pruned only"
+    else:
+        first_head = "before"
+    measurements = trainer.measurements() or [{}]
+    measured = comparison(measurements[0], measurements[-1], first_head)
     card = head.card(basics, measured)
     curves = retrieval_figure(trainer.trained().log)
     head.to(torch.bfloat16).save(out, basics.provenance, card, {"training.png": curves})

@@ -145,10 +145,9 @@ def origins_of(mixture: Mapping[str, Any]) -> str:
         if "license" not in source:
             continue
         name = source["id"]
+        link = f"[{name}](https://huggingface.co/datasets/{name})"
         if Path(name).is_dir():
             link = Path(name).name
-        else:
-            link = f"[{name}](https://huggingface.co/datasets/{name})"
         lines.append(f"- {link} ({source['license']})")
     if not lines:
         return ""
