@@ -49,8 +49,6 @@ from keepsight.train.dataset import with_short_prompts
 from keepsight.train.draft_layers import Subset, Text, closeness, draft_figure, read_answer, relative_time, search
 from keepsight.train.plan import bench_step
 
-_SIMILARITIES = ("position", "after RoPE", "before RoPE")
-
 
 def train(config: configs.BenchTrain) -> None:
     """Measure a training step."""
@@ -74,10 +72,11 @@ def evict(config: configs.BenchEvict) -> None:
 
 
 def _evicting(methods: Mapping[str, Method]) -> dict[str, Evict]:
-    return {
-        name: require_evict(method, f"method {name.split()[0]!r} evicts nothing from the cache; name methods that do")
-        for name, method in methods.items()
-    }
+    evicting = {}
+    for label, method in methods.items():
+        refusal = f"method {label.split()[0]!r} evicts nothing from the cache; name methods that do"
+        evicting[label] = require_evict(method, refusal)
+    return evicting
 
 
 def decode(config: configs.BenchDecode) -> None:
@@ -92,12 +91,12 @@ def decode(config: configs.BenchDecode) -> None:
 def serve(config: BenchServe) -> None:
     """Measure batched serving."""
     target, methods = _methods(config, config.tokens)
-    numbers = config.tokens, config.answer_tokens, config.requests, config.rows
+    load = config.tokens, config.answer_tokens, config.requests, config.rows
     if config.vllm:
         source, _, _ = located(config.model.id, config.model.revision, config.model.own_file)
-        _print(bench_vllm(target, source, _evicting(methods), *numbers))
+        _print(bench_vllm(target, source, _evicting(methods), *load))
     else:
-        _print(bench_serve(target.model, methods, *numbers))
+        _print(bench_serve(target.model, methods, *load))
 
 
 def ops(config: configs.BenchOps) -> None:
@@ -119,7 +118,8 @@ def speculate(config: configs.BenchSpeculate) -> None:
     if config.draft.head is None:
         raise UserError("bench speculate measures a draft head; name it: draft.head=FOLDER_OR_HUB_ID draft.layers=null")
     draft_named(config)
-    prompts, target = _prompts(config, without_weights(config)), target_of(config)
+    prompts = _prompts(config, without_weights(config))
+    target = target_of(config)
     draft = draft_of(config, target)
     assert isinstance(draft, DraftHeadSource)
     _print(bench_speculate(target, draft.head, prompts, config.answer_tokens, config.draft_tokens))
@@ -127,33 +127,38 @@ def speculate(config: configs.BenchSpeculate) -> None:
 
 def _prompts(config: configs.BenchSpeculate | configs.BenchQueries, target: Target) -> list[list[int]]:
     """The last prompts of a data folder that are short enough, or needles in a haystack."""
-    data = config.data
-    if data is None:
+    if config.data is None:
         require_room(target.model, config.tokens)
         needles = make_samples("single", config.tokens, config.samples, 0, target.tokenizer)
         return [sample.prompt_ids.tolist() for sample in needles]
-    samples, _ = read_training_samples(Path(data), target.name, target.template_digest, target.vocabulary)
+    samples, _ = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
     prompts = [sample.prompt_ids for sample in samples if len(sample.prompt_ids) <= config.tokens]
     if len(prompts) < config.samples:
-        few = f"{len(prompts)} prompts have at most {config.tokens} tokens, samples= needs {config.samples}"
-        raise UserError(f"data={data}: {few}; lower it, or raise tokens=")
+        raise UserError(
+            f"data={config.data}: {len(prompts)} prompts have at most {config.tokens} tokens, samples= needs "
+            f"{config.samples}; lower it, or raise tokens="
+        )
     return prompts[-config.samples :]
 
 
 def queries(config: configs.BenchQueries) -> None:
     """Compare queries by content and position."""
-    prompts, target = _prompts(config, without_weights(config)), target_of(config)
-    asked = query_similarity(target.model, prompts, config.answer_tokens, config.seed)
-    found = list(tqdm(asked, total=config.samples, desc="prompts", unit="prompt"))
+    prompts = _prompts(config, without_weights(config))
+    target = target_of(config)
+    measuring = query_similarity(target.model, prompts, config.answer_tokens, config.seed)
+    by_prompt = list(tqdm(measuring, total=config.samples, desc="prompts", unit="prompt"))
+
     columns = (
         Column("content", "content", is_text=True),
-        *(Column(name, name, digits=2 + 2 * (name != "position")) for name in _SIMILARITIES),
+        Column("position", "position", digits=2),
+        Column("after RoPE", "after RoPE", digits=4),
+        Column("before RoPE", "before RoPE", digits=4),
     )
-    rows = [
-        {"content": content}
-        | dict(zip(_SIMILARITIES, (share, *np.mean([each[content, share] for each in found], axis=0)), strict=True))
-        for content, share in found[0]
-    ]
+    rows = []
+    for content, position in by_prompt[0]:
+        similarities = [of_prompt[content, position] for of_prompt in by_prompt]
+        after_rope, before_rope = np.mean(similarities, axis=0)
+        rows.append({"content": content, "position": position, "after RoPE": after_rope, "before RoPE": before_rope})
     caption = "Cosine similarity with the answer's queries; position is a share of the prompt, 1 the answer's place."
     _print(Table("queries", caption, columns, rows).markdown().splitlines())
 
@@ -166,8 +171,10 @@ def retrieve(config: configs.BenchRetrieve) -> None:
 def _retrieval_lines(config: configs.BenchRetrieve, target: Target) -> Iterator[str]:
     if config.retrieval is None:
         yield "retrieval= is not set: this head has random weights, which take as long as trained ones"
-        context, shape, prompts = context_of(target.model), config.retrieval_head, list[list[int]]()
-        head = RetrievalHead.untrained(target.model, shape.features, context, shape.groups).to(target.model.dtype)
+        settings = config.retrieval_head
+        head = RetrievalHead.untrained(target.model, settings.features, context_of(target.model), settings.groups)
+        head = head.to(target.model.dtype)
+        prompts = list[list[int]]()
     else:
         head = resources_of(config, target).head
         prompts = text_prompts(target, config.tokens, config.samples)
@@ -184,20 +191,25 @@ def _pruned_draft(config: configs.BenchRetrieve, target: Target) -> DraftHead | 
     if config.draft.head is None:
         return None
     draft = draft_of(config, target)
-    return draft.head if isinstance(draft, DraftHeadSource) and isinstance(draft.head, DraftHead) else None
+    if isinstance(draft, DraftHeadSource) and isinstance(draft.head, DraftHead):
+        return draft.head
+    return None
 
 
 def _methods(config: configs.Benched, *tokens: int) -> tuple[Target, dict[str, Method]]:
     """The base model, and every method at every budget by `LABEL BUDGET`, all for prompts of so many tokens."""
-    asked = config.methods, config.budgets, list[int]()
-    variants_of(*asked, resources_later(config))  # bad values are refused before anything loads
+    # bad values are refused before anything loads
+    variants_of(config.methods, config.budgets, [], resources_later(config))
     require_room(outline_of(config), max(tokens))
     target = target_of(config)
-    variants = variants_of(*asked, resources_of(config, target))
+    variants = variants_of(config.methods, config.budgets, [], resources_of(config, target))
     for length, variant in product(tokens, variants):
         variant.method.check(length, context_of(target.model))
-    named = {each.name if each.budget is None else f"{each.name} {each.budget}": each.method for each in variants}
-    return target, named
+    methods = {}
+    for variant in variants:
+        label = variant.name if variant.budget is None else f"{variant.name} {variant.budget}"
+        methods[label] = variant.method
+    return target, methods
 
 
 def _print(lines: Iterable[str]) -> None:
@@ -212,61 +224,79 @@ def _print(lines: Iterable[str]) -> None:
 
 def draft(config: configs.BenchDraft) -> None:
     """Search, compare, print and write."""
-    require_writable(out := Path(config.out))
+    out = Path(config.out)
+    require_writable(out)
     target = target_of(config)
-    layers = target.model.config.get_text_config().num_hidden_layers
-    if not all(size < layers for size in config.keep):
+    model = target.model
+    layers = model.config.get_text_config().num_hidden_layers
+    if max(config.keep) >= layers:
         raise UserError(f"keep={config.keep}: expected sizes from 1 to {layers - 1}, the model has {layers} layers")
     samples, digest = _samples(config, target)
     texts = _texts(target, samples[: config.samples], config.answer_tokens)
-    searched = search(target.model, texts, min(config.keep), out / "search.jsonl")
-    texts = _texts(target, samples[config.samples :], config.answer_tokens)
-    prompt, model = samples[config.samples].prompt_ids, target.model
-    layers_kept = [subset.layers for subset in searched if len(subset.layers) in config.keep]
-    chosen = [Subset(**asdict(closeness(keep_layers(model, kept), texts)), layers=kept) for kept in layers_kept]
-    times = [relative_time(keep_layers(model, subset.layers), model, prompt) for subset in chosen]
-    counts = {key: getattr(config, key) for key in ("samples", "held_out", "answer_tokens")}
-    settings = {"model": target.name, "version": target.version, "data": digest} | counts
-    rows = [asdict(subset) | {"time": time} for subset, time in zip(chosen, times, strict=True)]
+    searched = search(model, texts, min(config.keep), out / "search.jsonl")
+
+    held_out = samples[config.samples :]
+    held_out_texts = _texts(target, held_out, config.answer_tokens)
+    drafts = []
+    for subset in searched:
+        if len(subset.layers) in config.keep:
+            measured = closeness(keep_layers(model, subset.layers), held_out_texts)
+            drafts.append(Subset(**asdict(measured), layers=subset.layers))
+    times = [relative_time(keep_layers(model, draft.layers), model, held_out[0].prompt_ids) for draft in drafts]
+
+    settings = {
+        "model": target.name,
+        "version": target.version,
+        "data": digest,
+        "samples": config.samples,
+        "held_out": config.held_out,
+        "answer_tokens": config.answer_tokens,
+    }
+    rows = [{**asdict(draft), "time": time} for draft, time in zip(drafts, times, strict=True)]
     write_json(out / "draft.json", {"settings": settings, "drafts": rows})
-    write_png(out / "draft.png", draft_figure(searched, chosen))
-    print(f"{_draft_table(chosen, times, config)}\n\nfor the recipe:")
-    for subset in chosen:
-        print(f"draft: {{layers: {subset.layers}}}")
+    write_png(out / "draft.png", draft_figure(searched, drafts))
+    print(f"{_draft_table(drafts, times, config)}\n\nfor the recipe:")
+    for draft in drafts:
+        print(f"draft: {{layers: {draft.layers}}}")
 
 
 def _samples(config: configs.BenchDraft, target: Target) -> tuple[Sequence[TrainingSample], str]:
     """As many texts as `samples` and `held_out` in all, and the digest of their data."""
-    wanted = config.samples + config.held_out
-    folder = Path(config.data) if config.data else Path(config.out) / "data"
-    longest = config.prompt_tokens[1]
-    if not config.data:
-        _answer_mixture(config, target, folder, wanted)
+    needed = config.samples + config.held_out
+    shortest, longest = config.prompt_tokens
+    if config.data:
+        folder = Path(config.data)
+    else:  # prompts of the mixture with the base model's answers
+        folder = Path(config.out) / "data"
+        generate_data(
+            target,
+            {**read_mixture(config.mixture), "min_tokens": shortest, "max_tokens": longest},
+            folder,
+            seed=config.seed,
+            backend=InThisProcess(target, 8192),
+            limit=needed,
+            max_new_tokens=config.answer_tokens,
+            shard_size=64,
+        )
     samples, manifest = read_training_samples(folder, target.name, target.template_digest, target.vocabulary)
     if config.data:
         samples = with_short_prompts(samples, longest)
-    if len(samples) < wanted:
-        few = f"{len(samples)} samples have at most {longest} prompt tokens, samples= and held_out= need {wanted}"
-        raise UserError(f"data={folder}: {few}; lower them, or raise prompt_tokens=")
-    return samples[:wanted], manifest["digest"]
-
-
-def _answer_mixture(config: configs.BenchDraft, target: Target, folder: Path, count: int) -> None:
-    """Make texts: prompts of the mixture with the base model's answers."""
-    shortest, longest = config.prompt_tokens
-    values = read_mixture(config.mixture) | {"min_tokens": shortest, "max_tokens": longest}
-    sizes = {"limit": count, "max_new_tokens": config.answer_tokens, "shard_size": 64}
-    generate_data(target, values, folder, seed=config.seed, backend=InThisProcess(target, 8192), **sizes)
+    if len(samples) < needed:
+        raise UserError(
+            f"data={folder}: {len(samples)} samples have at most {longest} prompt tokens, samples= and held_out= need "
+            f"{needed}; lower them, or raise prompt_tokens="
+        )
+    return samples[:needed], manifest["digest"]
 
 
 def _texts(target: Target, samples: Sequence[TrainingSample], answer_tokens: int) -> list[Text]:
     return [read_answer(target.model, sample.prompt_ids, sample.answer_ids[:answer_tokens]) for sample in samples]
 
 
-def _draft_table(chosen: list[Subset], times: list[float], config: configs.BenchDraft) -> str:
+def _draft_table(drafts: list[Subset], times: list[float], config: configs.BenchDraft) -> str:
     lines = [f"{config.held_out} held-out texts, at most {config.answer_tokens} answer tokens of each"]
     lines.append("layers  agreement  accepted  KL (nats)  time a token")
-    for subset, time in zip(chosen, times, strict=True):
-        values = f"{subset.agreement:9.3f}  {subset.accepted:8.1f}  {subset.kl:9.3f}  {time:11.2f}x"
-        lines.append(f"{len(subset.layers):6}  {values}")
+    for draft, time in zip(drafts, times, strict=True):
+        values = f"{draft.agreement:9.3f}  {draft.accepted:8.1f}  {draft.kl:9.3f}  {time:11.2f}x"
+        lines.append(f"{len(draft.layers):6}  {values}")
     return "\n".join(lines)

@@ -31,7 +31,7 @@ _COLUMNS = (
     *(Column(name, name, is_text=name in ("task", "method")) for name in ("task", "length", "method", "budget")),
     *(Column(name, name, digits=1 if name == "read" else 4) for name in ("samples", "steps", *_MEANS)),
 )
-_BENCHMARKS = tuple(each.name for each in fields(Benchmarks))
+_BENCHMARKS = tuple(benchmark.name for benchmark in fields(Benchmarks))
 
 
 @dataclass(frozen=True)
@@ -48,23 +48,27 @@ def run(config: Config) -> None:
     check(config)
     if config.question != "seen":
         raise UserError(f"question={config.question}: hit rates are measured with the question seen; leave it out")
-    named = config.methods, config.budgets, config.bits
-    for variant in variants_of(*named, resources_later(config)):
+    for variant in variants_of(config.methods, config.budgets, config.bits, resources_later(config)):
         if not variant.method.selects_each_step:
             raise UserError(f"methods= names {variant.name!r}, which does not select entries at each step; see --help")
     samples, notes = samples_of(config, without_weights(config))
-    target, out = target_of(config), Path(config.out)
-    variants = variants_of(*named, resources_of(config, target))
+    target = target_of(config)
+    variants = variants_of(config.methods, config.budgets, config.bits, resources_of(config, target))
     variants += _further_heads(config, target, variants)
     check_samples(target, samples, variants)
+
+    out = Path(config.out)
     with one_writer(out):
         _check_same(out, config, target)
         print_notes(notes)
         path = out / "hits.jsonl"
-        done = {(row.task, row.length, row.sample) for row in whole_lines(path, _Row)}
-        for sample in tqdm([each for each in samples if each.key not in done], desc="samples", unit="sample"):
+        measured = {(row.task, row.length, row.sample) for row in whole_lines(path, _Row)}
+        samples = [sample for sample in samples if sample.key not in measured]
+        for sample in tqdm(samples, desc="samples", unit="sample"):
             append_lines(path, map(asdict, _rows(target, sample, variants, config.budgets)))
-        if not (rows := whole_lines(path, _Row)):
+
+        rows = whole_lines(path, _Row)
+        if not rows:
             raise UserError(f"budgets={config.budgets}: no step has more entries than the smallest; lower it")
         summary = _summary(rows)
         table = Table.of("hits", "Top-k hit rates: means over steps, layers and KV heads.", _COLUMNS, summary)
@@ -75,20 +79,26 @@ def run(config: Config) -> None:
 
 def _further_heads(config: Config, target: Target, variants: list[Variant]) -> list[Variant]:
     """Variants for the heads of `heads=`, under their own names."""
-    taken = {variant.name for variant in variants}
-    if twice := sorted(name for name in config.heads if name in taken or name.startswith(SHARED)):
-        raise UserError(f"heads= names {twice[0]!r}, which is another row's name; choose another")
-    heads = {name: _head(reference, target) for name, reference in config.heads.items()}
-    return [Variant(name, SpeContext(budget, head)) for name, head in heads.items() for budget in config.budgets]
+    variant_names = {variant.name for variant in variants}
+    for name in sorted(config.heads):
+        if name in variant_names or name.startswith(SHARED):
+            raise UserError(f"heads= names {name!r}, which is another row's name; choose another")
+    head_variants = []
+    for name, reference in config.heads.items():
+        head = _head(reference, target)
+        head_variants += [Variant(name, SpeContext(budget, head)) for budget in config.budgets]
+    return head_variants
 
 
 def _check_same(out: Path, config: Config, target: Target) -> None:
     """Write the settings that all rows depend on; UserError if earlier rows were measured with others."""
-    given, path = asdict(config), out / "settings.json"
+    values = asdict(config)
     names = ("methods", "budgets", "heads", "retrieval", "bits", "max_new_tokens", "seed", "protocol", *_BENCHMARKS)
-    settings = {name: given[name] for name in names} | {"model.id": [target.name, target.version]}
+    settings = {name: values[name] for name in names}
+    settings["model.id"] = [target.name, target.version]
+    path = out / "settings.json"
     if (out / "hits.jsonl").exists():
-        before = {"protocol": "reference"} | read_json(path, dict[str, Any])  # which earlier versions did not write
+        before = {"protocol": "reference", **read_json(path, dict[str, Any])}  # which earlier versions did not write
         require_same(f"{path}: this was measured", before, settings, "choose another out=, or delete the folder")
     write_json(path, settings)
 
@@ -105,21 +115,31 @@ def _head(reference: str, target: Target) -> RetrievalHead:
 
 
 def _rows(target: Target, sample: RenderedSample, variants: list[Variant], budgets: list[int]) -> list[_Row]:
+    """The hit rates of a sample: of the best shared entries at each budget, and of every variant."""
+    feature_layers = set[int]()
+    group_counts = {1}
+    for variant in variants:
+        feature_layers.update(variant.method.needs().features)
+        if isinstance(variant.method, SpeContext):
+            group_counts.add(variant.method.head.config.groups)
     prompt = sample.prompt_ids[None].to(target.model.device)
-    layers = {layer for variant in variants for layer in variant.method.needs().features}
-    seen = answering(target.model, prompt, sample.max_new_tokens, target.end_tokens, tuple(sorted(layers)))
-    heads = {variant.method.head for variant in variants if isinstance(variant.method, SpeContext)}
-    found = [
-        compare(
-            SHARED if groups == 1 else f"{SHARED} by {groups} groups", budget, seen, best_shared(seen, budget, groups)
-        )
-        for groups in sorted({1, *(head.config.groups for head in heads)})
-        for budget in budgets
-    ]
+    layers = tuple(sorted(feature_layers))
+    answered = answering(target.model, prompt, sample.max_new_tokens, target.end_tokens, layers)
+
+    hits = []
+    for groups in sorted(group_counts):
+        name = SHARED if groups == 1 else f"{SHARED} by {groups} groups"
+        for budget in budgets:
+            hits.append(compare(name, budget, answered, best_shared(answered, budget, groups)))
     for variant in variants:
         method: Any = variant.method
-        found.append(compare(variant.name, method.budget, seen, choices(target.model, method, seen)))
-    return [_Row(**asdict(each), task=sample.task, length=sample.length, sample=sample.id) for each in found if each]
+        hits.append(compare(variant.name, method.budget, answered, choices(target.model, method, answered)))
+
+    rows = []
+    for variant_hits in hits:
+        if variant_hits is not None:
+            rows.append(_Row(**asdict(variant_hits), task=sample.task, length=sample.length, sample=sample.id))
+    return rows
 
 
 def _summary(rows: list[_Row]) -> Frame:

@@ -14,12 +14,12 @@ from keepsight.models.parts import is_part
 from keepsight.train.settings import ReplaySettings
 
 
-def one_of(*known: str) -> AfterValidator:
+def one_of(*choices: str) -> AfterValidator:
     """A type's check that a text is one of several."""
 
     def check(text: str) -> str:
-        if text not in known:
-            raise ValueError(f"is unknown; choose one of {', '.join(known)}")
+        if text not in choices:
+            raise ValueError(f"is unknown; choose one of {', '.join(choices)}")
         return text
 
     return AfterValidator(check)
@@ -38,8 +38,9 @@ def check_sampling(temperature: float, top_p: float) -> None:
 
 def _packaged(value: Any) -> Any:
     """Check where a packaged file is: a text, or a list of parts in wheels."""
-    parts = value if isinstance(value, list) else []
-    if value is None or isinstance(value, str) or (parts and all(map(is_part, parts))):
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(map(is_part, value)):
         return value
     raise ValueError("must be PACKAGE/FILE, or a list of parts such as PACKAGE==VERSION/PATH_IN_WHEEL")
 

@@ -21,14 +21,22 @@ from keepsight.runtime.methods.make import Later, Resources, ResourcesLater
 def target_of(config: UsesModel, device_map: Mapping[str, str] | None = None) -> Target:
     """Load the base model; a `device_map` takes precedence over the configuration's."""
     model = config.model
-    names = ("dtype", "device", "attention", "template", "chat_template", "quantize")
-    given = {name: getattr(model, name) for name in names}
-    return load_target(**_files_of(model), **given, device_map=device_map or model.device_map)
+    return load_target(
+        **_files_of(model),
+        dtype=model.dtype,
+        device=model.device,
+        attention=model.attention,
+        template=model.template,
+        chat_template=model.chat_template,
+        quantize=model.quantize,
+        device_map=device_map or model.device_map,
+    )
 
 
 def training_target(config: UsesModel, device_map: Mapping[str, str] | None = None) -> Target:
     """Load the base model in its `training_dtype`, for data and training."""
-    return target_of(replace(config, model=replace(config.model, dtype=training_dtype(config.model))), device_map)
+    model = replace(config.model, dtype=training_dtype(config.model))
+    return target_of(replace(config, model=model), device_map)
 
 
 def training_dtype(model: ModelConfig) -> str:
@@ -39,8 +47,8 @@ def training_dtype(model: ModelConfig) -> str:
     if model.dtype != "auto":
         return model.dtype
     on_cpu = model.device == "cpu" or (model.device == "auto" and not torch.cuda.is_available())
-    known: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # not in torch 2.7
-    return "float32" if on_cpu and not known.get("amx_bf16") else "bfloat16"
+    cpu_capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # not in torch 2.7
+    return "float32" if on_cpu and not cpu_capabilities.get("amx_bf16") else "bfloat16"
 
 
 def outline_of(config: UsesModel) -> PreTrainedModel:
@@ -70,34 +78,44 @@ def draft_named(config: UsesMethods) -> Later | None:
 
     UserError if several kinds of draft are named, or its files cannot be found.
     """
-    named = config.draft
-    kinds = {"draft.layers": named.layers, "draft.id": named.id, "draft.head": named.head}
-    given = [key for key, value in kinds.items() if value is not None]
-    if len(given) > 1:
-        one, other = given[:2]
-        raise UserError(f"{one} and {other}={kinds[other]} name two drafts; add {one}=null or {other}=null")
-    if named.head is not None:
-        fetch(named.head, named.revision)
-    if named.id is not None:
-        located(named.id, named.revision, **packaged_of(named.id))
-    if named.layers is not None:
-        LayerSubset(tuple(named.layers))
-    return Later("draft") if given else None
+    draft = config.draft
+    values = {"draft.layers": draft.layers, "draft.id": draft.id, "draft.head": draft.head}
+    keys = [key for key, value in values.items() if value is not None]
+    if not keys:
+        return None
+    if len(keys) > 1:
+        raise UserError(
+            f"{keys[0]} and {keys[1]}={values[keys[1]]} name two drafts; add {keys[0]}=null or {keys[1]}=null"
+        )
+    if draft.head is not None:
+        fetch(draft.head, draft.revision)
+    if draft.id is not None:
+        located(draft.id, draft.revision, **packaged_of(draft.id))
+    if draft.layers is not None:
+        LayerSubset(tuple(draft.layers))
+    return Later("draft")
 
 
 def draft_of(config: UsesMethods, target: Target) -> DraftSource | DraftHeadSource | None:
     """The draft, None if none is named; UserError as in `draft_named`, or if it does not fit the base model."""
-    named, model = config.draft, config.model
     if draft_named(config) is None:
         return None
-    if named.head is not None:
-        return load_head(named.head, fetch(named.head, named.revision), target.model)
-    if named.id is not None:
-        options = {"dtype": model.dtype, "device": model.device, "attention": model.attention}
-        return load_draft(named.id, target, revision=named.revision, **options)
-    draft = LayerSubset(tuple(named.layers or ()))
-    draft.of(target.model)
-    return draft
+    draft = config.draft
+    model = config.model
+    if draft.head is not None:
+        return load_head(draft.head, fetch(draft.head, draft.revision), target.model)
+    if draft.id is not None:
+        return load_draft(
+            draft.id,
+            target,
+            revision=draft.revision,
+            dtype=model.dtype,
+            device=model.device,
+            attention=model.attention,
+        )
+    layers = LayerSubset(tuple(draft.layers or ()))
+    layers.of(target.model)
+    return layers
 
 
 def resources_of(config: UsesMethods, target: Target) -> Resources:

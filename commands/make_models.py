@@ -16,17 +16,21 @@ from keepsight.models.parts import joined_file
 
 def in_parts() -> dict[str, Any]:
     """The recipes whose packaged file comes in parts, by name."""
-    found = {name: recipe for name, recipe in recipes().items() if "model" in recipe}
-    return {name: recipe for name, recipe in found.items() if not isinstance(recipe.model.get("packaged", ""), str)}
+    recipes_in_parts = {}
+    for name, recipe in recipes().items():
+        if "model" in recipe and not isinstance(recipe.model.get("packaged", ""), str):
+            recipes_in_parts[name] = recipe
+    return recipes_in_parts
 
 
 def run(names: list[str]) -> None:
     """Make the models of some recipes, of all by default, that are not in the cache; UserError as of `make`."""
-    known = in_parts()
-    if unknown := [name for name in names if name not in known]:
-        raise UserError(f"{unknown[0]!r} is no recipe with weights to make; choose from {', '.join(known)}")
+    recipes_in_parts = in_parts()
+    for name in names:
+        if name not in recipes_in_parts:
+            raise UserError(f"{name!r} is no recipe with weights to make; choose from {', '.join(recipes_in_parts)}")
     missing = {}
-    for name, recipe in known.items():
+    for name, recipe in recipes_in_parts.items():
         folder = dequantised_folder(recipe.model.packaged_digest)
         if names and name not in names:
             continue
@@ -49,10 +53,11 @@ def make(name: str, recipe: Any) -> None:
     digest = recipe.model.packaged_digest
     final = dequantised_folder(digest)
     folder = cache_folder() / "parts" / final.name
-    size, room = int(recipe.download), free_bytes(folder)
-    if room < 2 * size:
+    size = int(recipe.download)
+    free = free_bytes(folder)
+    if free < 2 * size:
         raise UserError(
-            f"{folder}: the parts and their file take {size_text(2 * size)}, and {size_text(room)} are free; free some "
+            f"{folder}: the parts and their file take {size_text(2 * size)}, and {size_text(free)} are free; free some "
             "space, or name another folder by KEEPSIGHT_CACHE="
         )
     folder.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
-from keepsight.commands.recipe import Choice, chosen, preset_values, say_once, values_of
+from keepsight.commands.recipe import RecipeChoice, choose_recipe, preset_values, recipe_values, say_once
 from keepsight.errors import UserError
 from keepsight.files import at_home
 from keepsight.models.lookahead_settings import SELECTIONS
@@ -143,7 +143,7 @@ def parse(schema: type[Command], overrides: Sequence[str]) -> Command:
     UserError: an unknown recipe or key, a key twice or missing, a value of the wrong type or out of range.
     """
     composed, choice = compose_config(schema, overrides)
-    say_once(choice.said)
+    say_once(choice.note)
     keys, missing = [*keys_of(schema)], OmegaConf.missing_keys(composed)
     for key in keys:
         if key.name in missing or (key.name == "out" and OmegaConf.select(composed, "out") == ""):
@@ -192,21 +192,21 @@ def _several(text: str, is_list: bool) -> list[str]:
     return [each.strip() for each in re.split(r",(?![^\[]*\])", inner)] if "[" not in inner or is_list else [text]
 
 
-def compose_config(schema: type, overrides: Sequence[str]) -> tuple[DictConfig, Choice]:
+def compose_config(schema: type, overrides: Sequence[str]) -> tuple[DictConfig, RecipeChoice]:
     """The values of a configuration's keys: the arguments', the preset's, the recipe's, the defaults; and the recipe.
 
     Types are checked.
     """
     kinds, given = {key.name: key.kind for key in keys_of(schema)}, texts_of(overrides)
-    choice = Choice(None, ())
     if "model.id" in given:
         given["model.id"] = at_home(given["model.id"])
+    choice = RecipeChoice(None, ())
     if "model.id" in kinds:
-        choice = chosen(schema, given)
+        choice = choose_recipe(schema, given)
         given.pop("recipe", None)
     if unknown := [name for name in given if name not in kinds]:
         raise UserError(unknown_key(unknown[0], kinds))
-    values = values_of(choice)
+    values = recipe_values(choice)
     of_recipe, of_arguments = (_selecting(kinds, each.get("selection")) for each in (values, given))
     table = preset_values(schema, given.get("preset"))
     composed: Any = OmegaConf.merge(OmegaConf.structured(schema), of_recipe, values, table, of_arguments)

@@ -37,61 +37,72 @@ def run(config: Config) -> None:
         require_writable(Path(config.out), folder=False)
     memory = _memory(config.memory)
     model = outline_of(config)
-    shape = config.retrieval_head
-    head = RetrievalHead.untrained(model, shape.features, shape.max_tokens, shape.groups)
-    size = sum(each.numel() for each in head.parameters()) * model.dtype.itemsize
-    head_keys = head.kv_heads * head.config.head_dim * model.dtype.itemsize
-    load = {"requests": config.requests, "budget": config.budget, "groups": shape.groups}
-    plan = plan_for(model, limit=memory, head=size, head_keys=head_keys, **load)
+    settings = config.retrieval_head
+    head = RetrievalHead.untrained(model, settings.features, settings.max_tokens, settings.groups)
+    plan = plan_for(
+        model,
+        limit=memory,
+        head=sum(parameter.numel() for parameter in head.parameters()) * model.dtype.itemsize,
+        head_keys=head.kv_heads * head.config.head_dim * model.dtype.itemsize,
+        requests=config.requests,
+        budget=config.budget,
+        groups=settings.groups,
+    )
     print("\n".join([*_assumptions(config, model, plan), "", *_table(model, plan), "", *_conclusions(model, plan)]))
     if config.out is not None:
         write_png(Path(config.out), _figure(plan, config.model.id, context_of(model)))
         print(config.out)
 
 
-def _memory(named: str | None) -> int:
-    if named is not None:
-        return read_bytes(named)
+def _memory(size: str | None) -> int:
+    """Bytes of GPU memory: as given, or those of this machine's GPU."""
+    if size is not None:
+        return read_bytes(size)
     if not torch.cuda.is_available():
         raise UserError("memory= is required, as this machine has no GPU; give the GPU's memory, such as memory=24GiB")
     return torch.cuda.get_device_properties(0).total_memory
 
 
 def _assumptions(config: Config, model: PreTrainedModel, plan: MemoryPlan) -> list[str]:
-    dtype, left = str(model.dtype).removeprefix("torch."), plan.limit - plan.weights_held
+    dtype = str(model.dtype).removeprefix("torch.")
     return [
         f"{config.model.id} in {dtype}: {size_text(plan.weights)} of weights, {size_text(plan.head)} of retrieval "
         f"head; with {plan.share - 1:.0%} for activations {size_text(plan.weights_held)}",
         f"a token: {plan.layers} layers x {plan.kv_heads} KV heads x {plan.head_dim} dimensions x 2 (keys, values) x "
         f"{plan.item} bytes = {plan.layers * plan.entry} bytes, and {plan.head_keys} of the head's keys",
-        f"{size_text(plan.limit)} of memory, requests={plan.requests}, budget={plan.budget}: {size_text(left)} left "
-        "for entries",
+        f"{size_text(plan.limit)} of memory, requests={plan.requests}, budget={plan.budget}: "
+        f"{size_text(plan.limit - plan.weights_held)} left for entries",
     ]
 
 
 def _table(model: PreTrainedModel, plan: MemoryPlan) -> list[str]:
     """A line for each number of layers on the CPU."""
     config = model.config.get_text_config()
-    published = plan.paper_thresholds(config.num_attention_heads // plan.kv_heads)
+    paper_lengths = plan.paper_thresholds(config.num_attention_heads // plan.kv_heads)
     lines = ["layers on the CPU  tokens a request  slots (MiB)  published formula"]
-    for on_cpu, (length, paper) in enumerate(zip(plan.thresholds, published, strict=True)):
-        slots = on_cpu * plan.slots / 2**20
-        lines.append(f"{on_cpu:17}  {length // plan.requests:16}  {slots:10.1f}  {max(paper, 0):17}")
+    for layers_on_cpu, (length, paper_length) in enumerate(zip(plan.thresholds, paper_lengths, strict=True)):
+        slots = layers_on_cpu * plan.slots / 2**20
+        lines.append(f"{layers_on_cpu:17}  {length // plan.requests:16}  {slots:10.1f}  {max(paper_length, 0):17}")
     return lines
 
 
 def _conclusions(model: PreTrainedModel, plan: MemoryPlan) -> list[str]:
+    """What the table says of requests as long as the model's context."""
     context = context_of(model)
-    needed, on_cpu = plan.least(context * plan.requests)
-    if needed <= plan.limit:
-        on_cpu = plan.layers_on_cpu(context * plan.requests)
-        end = f"fits with {on_cpu} of {plan.layers} layers on the CPU" if on_cpu else "fits with every layer on the GPU"
+    tokens = context * plan.requests
+    least_memory, layers_on_cpu = plan.least(tokens)
+    if least_memory > plan.limit:
+        layers = f"{layers_on_cpu} of {plan.layers} layers on the CPU"
+        fit = f"does not fit: it needs {size_text(least_memory)}, with {layers}"
     else:
-        end = f"does not fit: it needs {size_text(needed)}, with {on_cpu} of {plan.layers} layers on the CPU"
-    whole = plan.memory(context * plan.requests, 0)
+        layers_on_cpu = plan.layers_on_cpu(tokens)
+        fit = "fits with every layer on the GPU"
+        if layers_on_cpu:
+            fit = f"fits with {layers_on_cpu} of {plan.layers} layers on the CPU"
+    memory_on_gpu = size_text(plan.memory(tokens, 0))
     return [
         f"every layer stays on the GPU up to {plan.thresholds[0] // plan.requests} tokens a request",
-        f"the model's context of {context} tokens a request {end}; all of it on the GPU takes {size_text(whole)}",
+        f"the model's context of {context} tokens a request {fit}; all of it on the GPU takes {memory_on_gpu}",
     ]
 
 
@@ -99,15 +110,17 @@ def _figure(plan: MemoryPlan, name: str, context: int) -> Figure:
     """Layers on the CPU against the length of a request, up to the model's context."""
     figure = Figure(figsize=(5.0, 3.2), layout="constrained")
     panel = figure.subplots()
-    fitting = [length // plan.requests for length in plan.thresholds]
-    lengths = [length for length in fitting if length < context]
-    ends = [context] if len(lengths) < len(fitting) else []
-    layers = range(len(lengths) + len(ends))
-    panel.step([0, *lengths, *ends], [0, *layers], where="pre", color=STYLES["lookaheadkv"].colour, linewidth=1.6)
-    if not ends:
+    longest_requests = [length // plan.requests for length in plan.thresholds]  # by the number of layers on the CPU
+    lengths = [length for length in longest_requests if length < context]
+    if len(lengths) == len(longest_requests):
         panel.axvspan(lengths[-1], context, color=GRID, linewidth=0)
         panel.text((lengths[-1] + context) / 2, plan.layers / 2, "does not fit", ha="center", rotation=90, fontsize=8.5)
-    panel.set_title(f"{name}, {size_text(plan.limit)}, {plan.requests} request{'s' * (plan.requests > 1)}", fontsize=10)
+    else:
+        lengths.append(context)
+    layers = range(len(lengths))
+    panel.step([0, *lengths], [0, *layers], where="pre", color=STYLES["lookaheadkv"].colour, linewidth=1.6)
+    requests = "1 request" if plan.requests == 1 else f"{plan.requests} requests"
+    panel.set_title(f"{name}, {size_text(plan.limit)}, {requests}", fontsize=10)
     panel.set(xlabel=f"tokens a request, up to the context of {context}", ylabel="layers on the CPU")
     panel.set(xlim=(0, context), ylim=(0, plan.layers))
     panel.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -119,80 +132,102 @@ def run_ttft(config: PlanTtft) -> None:
     """Print the table."""
     if config.card not in CARDS:
         raise UserError(f"card={config.card} is unknown; choose one of {', '.join(CARDS)}")
-    measured = measured_on(Path(config.measured), config.card, config.model.id) if config.measured else {}
-    model, draft = outline_of(config), None
+    measured = {}
+    if config.measured:
+        measured = measured_on(Path(config.measured), config.card, config.model.id)
+    model = outline_of(config)
+    draft = None
     if config.draft.id is not None:
-        given = ModelConfig(config.draft.id, config.draft.revision, dtype=config.model.dtype)
-        draft = outline_of(UsesModel(given))
+        draft_model = ModelConfig(config.draft.id, config.draft.revision, dtype=config.model.dtype)
+        draft = outline_of(UsesModel(draft_model))
     elif config.draft.layers is not None:
         draft = outline_of(config)
         draft.config.get_text_config(decoder=True).num_hidden_layers = len(config.draft.layers)
         layers = decoder_of(draft).layers
         del layers[len(config.draft.layers) :]
-    print("\n".join(table_lines(model, draft, known_card(config.card), config.lengths, config.budget, measured)))
+    lines = table_lines(model, draft, known_card(config.card), config.lengths, config.budget, measured)
+    print("\n".join(lines))
     if draft is None:
         print("speckv needs a draft: draft.id= or draft.layers=")
 
 
 def run_training(config: PlanTrain) -> None:
     """Print the plan."""
-    memory, quantize = read_bytes(config.gpu), config.model.quantize
+    memory = read_bytes(config.gpu)
     _check(config)
-    model, by_layer = outline_of(config), config.model.device_map == DIVIDED
+    model = outline_of(config)
     context = context_of(model)
     tokens = config.tokens or min(16384, context)
     if tokens > context:
         raise UserError(f"tokens={tokens} is more than the model's context of {context}; lower it")
-    step = model.config, model.dtype, partial(_objective, config), tokens, config.answer
+
+    by_layer = config.model.device_map == DIVIDED
     shards = config.gpus if config.shard or by_layer else 1
-    plan = plan_step(*step, quantize=quantize, shards=shards, layers_alone=by_layer)
-    dtype = quantize or str(model.dtype).removeprefix("torch.")
+    plan = plan_step(
+        model.config,
+        model.dtype,
+        partial(_objective, config),
+        tokens,
+        config.answer,
+        quantize=config.model.quantize,
+        shards=shards,
+        layers_alone=by_layer,
+    )
+    dtype = config.model.quantize or str(model.dtype).removeprefix("torch.")
     print(f"{config.model.id} in {dtype}, a prompt of {tokens} and an answer of {config.answer} tokens on each GPU")
     print("\n".join([*_training_memory(plan, memory, config), "", *_time(plan, config)]))
 
 
 def _objective(config: PlanTrain, model: PreTrainedModel) -> ImportanceObjective | EvictionObjective:
-    lookahead, train = Lookahead(model, config.lookahead), config.train
+    lookahead = Lookahead(model, config.lookahead)
     if config.stage == "importance":
-        return ImportanceObjective(lookahead, train.far, train.gradient_checkpointing, train.cuts)
+        settings = config.train
+        return ImportanceObjective(lookahead, settings.far, settings.gradient_checkpointing, settings.cuts)
     parts = selection_fields(replace(config.lookahead, sharing="model"))  # as `keepsight finetune` trains
     allocate = parts.pop("allocate")
     method = Evict(1, TokensInTraining(lookahead), **parts)
     return EvictionObjective(model, method, allocate, config.finetune, lookahead)
 
 
-def _training(config: PlanTrain) -> TrainSettings:
-    return config.train if config.stage == "importance" else config.finetune.train
-
-
-def _key(config: PlanTrain) -> str:
-    return "train" if config.stage == "importance" else "finetune.train"
+def _training(config: PlanTrain) -> tuple[str, TrainSettings]:
+    """The key of the stage's settings, and the settings."""
+    if config.stage == "importance":
+        return "train", config.train
+    return "finetune.train", config.finetune.train
 
 
 def _check(config: PlanTrain) -> None:
-    placed, quantize = config.model.device_map, config.model.quantize
+    """UserError for what cannot be planned, or cannot be trained."""
+    section, settings = _training(config)
+    device_map = config.model.device_map
+    quantize = config.model.quantize
     if config.stage == "eviction" and config.finetune.freeze_module:
         raise UserError("finetune.freeze_module=true: a plan is for a module in training; leave it out")
     if quantize not in (None, *QUANTIZE):
         raise UserError(f"model.quantize={quantize} is unknown; choose one of {', '.join(QUANTIZE)}, or null")
-    if (size := _training(config).batch_size) > 1:
-        raise UserError(f"{_key(config)}.batch_size={size}: a plan is for one sample a GPU at a time")
-    if placed == "auto":
+    if settings.batch_size > 1:
+        raise UserError(f"{section}.batch_size={settings.batch_size}: a plan is for one sample a GPU at a time")
+    if device_map == "auto":
         raise UserError("model.device_map=auto: where layers go is decided when the model is loaded; leave it out")
-    if placed not in (None, DIVIDED):
-        raise UserError(f"model.device_map={placed} is unknown here; choose {DIVIDED}, or null for the whole model")
-    if placed and config.shard:
-        raise UserError(f"shard=true is ZeRO-3, model.device_map={placed} is FSDP2: give one of them")
-    if (placed or config.shard) and (replays := _training(config).replays) > 1:
-        raise UserError(f"{_key(config)}.replays={replays}: with ZeRO-3 or FSDP2 use 1")
-    if (placed or config.shard) and quantize:
-        key = f"model.device_map={placed}" if placed else "shard=true"
+    if device_map not in (None, DIVIDED):
+        raise UserError(f"model.device_map={device_map} is unknown here; choose {DIVIDED}, or null for the whole model")
+    if device_map and config.shard:
+        raise UserError(f"shard=true is ZeRO-3, model.device_map={device_map} is FSDP2: give one of them")
+    if not device_map and not config.shard:
+        return
+
+    if settings.replays > 1:
+        raise UserError(f"{section}.replays={settings.replays}: with ZeRO-3 or FSDP2 use 1")
+    if quantize:
+        key = f"model.device_map={device_map}" if device_map else "shard=true"
         raise UserError(f"{key}: quantised weights cannot be divided; leave out model.quantize")
 
 
 def _training_memory(plan: StepPlan, memory: int, config: PlanTrain) -> list[str]:
     divided = f", divided over {config.gpus} GPUs" if config.shard or config.model.device_map else ""
-    fits = "fits" if plan.peak <= memory else f"does not fit: {' or '.join(['lower tokens=', *_savings(plan, config)])}"
+    fits = "fits"
+    if plan.peak > memory:
+        fits = f"does not fit: {' or '.join(['lower tokens=', *_savings(plan, config)])}"
     rows = {
         f"model's weights{divided}": plan.weights,
         "module, its gradients and Adam's moments": plan.module,
@@ -206,40 +241,49 @@ def _training_memory(plan: StepPlan, memory: int, config: PlanTrain) -> list[str
 
 def _savings(plan: StepPlan, config: PlanTrain) -> list[str]:
     """What else saves memory: keys that are not given yet."""
-    key, section = ("train", config.train) if config.stage == "importance" else ("finetune", config.finetune)
-    found = list[str]()
-    if plan.second > plan.first and not section.gradient_checkpointing:
-        found.append(f"{key}.gradient_checkpointing=true")
+    section, settings = _training(config)
+    savings = list[str]()
+    if plan.second > plan.first:
+        if config.stage == "importance" and not config.train.gradient_checkpointing:
+            savings.append("train.gradient_checkpointing=true")
+        if config.stage == "eviction" and not config.finetune.gradient_checkpointing:
+            savings.append("finetune.gradient_checkpointing=true")
     if not (config.shard or config.model.device_map or config.model.quantize):
-        if config.gpus > 1:
-            once = f" with {_key(config)}.replays=1" * (_training(config).replays > 1)
-            found.append(f"shard=true{once}")
-        found.append("model.quantize=nf4")
-    return [f"try {found[0]}", *found[1:]] if found else []
+        if config.gpus > 1 and settings.replays > 1:
+            savings.append(f"shard=true with {section}.replays=1")
+        elif config.gpus > 1:
+            savings.append("shard=true")
+        savings.append("model.quantize=nf4")
+    if savings:
+        savings[0] = f"try {savings[0]}"
+    return savings
 
 
 def _time(plan: StepPlan, config: PlanTrain) -> list[str]:
-    reached, uses = config.flops * 1e12 * config.utilisation, _training(config).replays
-    first, second = plan.first_flops / reached, plan.second_flops / reached
-    step = max(1, _training(config).samples_per_step or config.gpus)
-    gpus = f"{config.gpus} GPU{'s' if config.gpus > 1 else ''}"
+    _, settings = _training(config)
+    flops = config.flops * 1e12 * config.utilisation
+    first_pass = plan.first_flops / flops
+    second_pass = plan.second_flops / flops
+    samples_per_step = max(1, settings.samples_per_step or config.gpus)
+    samples_per_gpu = -(-samples_per_step // config.gpus)
+    seconds_per_sample = first_pass + settings.replays * second_pass
+    gpus = "1 GPU" if config.gpus == 1 else f"{config.gpus} GPUs"
+    uses = "once" if settings.replays == 1 else f"{settings.replays} times"
     times = {
-        f"first pass, {plan.first_flops / 1e12:.1f} TFLOP": first,
-        f"second pass and gradients, {plan.second_flops / 1e12:.1f} TFLOP": second,
-        f"a step of {step} samples on {gpus}": -(-step // config.gpus) * (first / uses + second),
-        f"{config.samples} samples, each read once and used {f'{uses} times' if uses > 1 else 'once'}": (
-            first + uses * second
-        )
-        * config.samples
-        / config.gpus,
+        f"first pass, {plan.first_flops / 1e12:.1f} TFLOP": first_pass,
+        f"second pass and gradients, {plan.second_flops / 1e12:.1f} TFLOP": second_pass,
+        f"a step of {samples_per_step} samples on {gpus}": samples_per_gpu
+        * (first_pass / settings.replays + second_pass),
+        f"{config.samples} samples, each read once and used {uses}": seconds_per_sample * config.samples / config.gpus,
     }
-    return [
-        f"at an assumed {config.utilisation:.0%} of {config.flops:g} TFLOP/s:",
-        *(f"  {name:<58} {_duration(seconds):>12}" for name, seconds in times.items()),
-    ]
+    lines = [f"at an assumed {config.utilisation:.0%} of {config.flops:g} TFLOP/s:"]
+    lines += [f"  {name:<58} {_duration(seconds):>12}" for name, seconds in times.items()]
+    return lines
 
 
 def _duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.2g} s"
-    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+    if seconds < 3600:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h"

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -33,7 +32,8 @@ from keepsight.runtime.evict import Evict
 from keepsight.serving.export import export, placeholders_of
 from keepsight.serving.prefix import MARK, PrefixStore, around_mark
 
-INDEX, LOCKS = "index.jsonl", ".locks"
+INDEX = "index.jsonl"
+LOCKS = ".locks"
 
 
 @dataclass(frozen=True)
@@ -49,55 +49,82 @@ def run(config: Config) -> None:
     if (config.prompt is None) == (config.documents is None):
         raise UserError("give prompt=TEXT, prompt=@FILE or documents=FILE, one of them")
     documents = [*_documents(config)]  # bad values are refused before anything loads
-    out = Path(config.out)
-    require_writable(out)
+    require_writable(Path(config.out))
     prefix_method(config, resources_later(config))
     target = target_of(config)
     writer = Writer(config, target, prefix_method(config, resources_of(config, target)))
-    skipped = 0
 
-    def skip(source: str, error: UserError) -> None:
-        nonlocal skipped
-        skipped += 1
-        print(printable(f"skipped {source}: {error}"), file=sys.stderr)
-        if config.documents is None or (config.skip is not None and skipped > config.skip):
-            raise error
+    run = _Run(config, writer)
+    busy = list[Document]()
+    for document in documents:
+        if isinstance(document, BadRow):
+            run.skip(str(config.documents), document)
+        elif not run.write(document, wait=False):
+            busy.append(document)
+    for document in busy:
+        run.write(document, wait=True)
 
-    done, later = 0, list[Document]()
-    # `later` grows meanwhile.
-    for wait, each in chain(((False, each) for each in documents), ((True, each) for each in later)):
-        if isinstance(each, BadRow):
-            skip(str(config.documents), each)
-            continue
-        try:
-            row = writer.write(each, wait)
-        except UserError as error:
-            skip(each.source, error)
-            continue
-        if row is None:
-            later.append(each)
-            continue
-        done += 1
-        print(printable(f"{row['id']}  {row['tokens']} tokens in {row['entries']}  {each.source}"), flush=True)
-        print(f"  send: [[keepsight:{row['id']}]]QUESTION", flush=True)
-    if not done:
-        raise UserError(f"{config.documents}: none of its {skipped} rows could be read")
-    print(f"{done} prefixes in {config.out}" + f", {skipped} rows skipped" * bool(skipped))
+    if not run.written:
+        raise UserError(f"{config.documents}: none of its {run.skipped} rows could be read")
+    summary = f"{run.written} prefixes in {config.out}"
+    if run.skipped:
+        summary += f", {run.skipped} rows skipped"
+    print(summary)
     print(f"model for vLLM: {target.source}")
+
+
+class _Run:
+    """Counts the prefixes that a command has written, and the documents that it has skipped."""
+
+    def __init__(self, config: Config, writer: "Writer") -> None:
+        self.config = config
+        self.writer = writer
+        self.written = 0
+        self.skipped = 0
+
+    def write(self, document: Document, wait: bool) -> bool:
+        """Write a document's prefix, or skip it; False while another process writes it, unless `wait`."""
+        try:
+            row = self.writer.write(document, wait)
+        except UserError as error:
+            self.skip(document.source, error)
+            return True
+        if row is None:
+            return False
+        self.written += 1
+        print(printable(f"{row['id']}  {row['tokens']} tokens in {row['entries']}  {document.source}"), flush=True)
+        print(f"  send: [[keepsight:{row['id']}]]QUESTION", flush=True)
+        return True
+
+    def skip(self, source: str, error: UserError) -> None:
+        """Pass over a document; raises the error where more are skipped than `skip=` allows."""
+        self.skipped += 1
+        print(printable(f"skipped {source}: {error}"), file=sys.stderr)
+        config = self.config
+        if config.documents is None or (config.skip is not None and self.skipped > config.skip):
+            raise error
 
 
 class Writer:
     """Writes prefixes to a folder, as other processes may do at the same time; UserError if no id can be encoded."""
 
     def __init__(self, config: Config, target: Target, method: Evict) -> None:
-        self.out, self.page, self.target, self.method = Path(config.out), config.page, target, method
-        self.store, self.letters = PrefixStore(self.out), letters_for(target, method.budget)
-        self._rows, self._read_to = dict[str, list[Row]](), 0
-        system = [] if config.system is None else [{"role": "system", "content": config.system}]
-        text = prompt_text(target.tokenizer, [*system, {"role": "user", "content": f"{MARK}?"}])
-        if (parts := around_mark(text)) is None:
+        self.out = Path(config.out)
+        self.page = config.page
+        self.target = target
+        self.method = method
+        self.store = PrefixStore(self.out)
+        self.letters = letters_for(target, method.budget)
+        self._rows = dict[str, list[Row]]()  # of the index, by key
+        self._read_to = 0  # bytes of the index
+
+        messages = [{"role": "user", "content": f"{MARK}?"}]
+        if config.system is not None:
+            messages.insert(0, {"role": "system", "content": config.system})
+        around = around_mark(prompt_text(target.tokenizer, messages))
+        if around is None:
             raise UserError(f"the chat template of {target.name!r} does not render a message's text once, as it is")
-        self.before, _ = parts
+        self.before, _ = around
         settings = {
             "weights": weights_digest(target.model),
             "dtype": str(target.model.dtype),
@@ -115,17 +142,20 @@ class Writer:
         UserError if it does not fit the model's context, or cannot be stored.
         """
         key = text_digest(f"{self.settings} {document.text}").removeprefix("sha256:")
-        if (known := self._known(key)) is not None:
-            return known
+        row = self._written_row(key)
+        if row is not None:
+            return row
         folder = self.out / LOCKS
         folder.mkdir(parents=True, exist_ok=True)
+        timeout = -1 if wait else 0
         try:
-            with FileLock(folder / key[:32], timeout=-1 if wait else 0):
-                return self._known(key) or self._read(key, document)
+            with FileLock(folder / key[:32], timeout=timeout):
+                return self._written_row(key) or self._prefill(key, document)
         except Timeout:
             return None
 
-    def _known(self, key: str) -> Row | None:
+    def _written_row(self, key: str) -> Row | None:
+        """The index row of a prefix that is there."""
         self._read_index()
         for row in self._rows.get(key, []):
             try:
@@ -137,7 +167,8 @@ class Writer:
 
     def _read_index(self) -> None:
         """Read the lines that this process or another has added; a torn one and bad ones are passed over."""
-        if not (index := self.out / INDEX).is_file():
+        index = self.out / INDEX
+        if not index.is_file():
             return
         with index.open("rb") as lines:
             lines.seek(self._read_to)
@@ -148,22 +179,35 @@ class Writer:
                         row = from_json(line, Row)
                         self._rows.setdefault(str(row.get("key")), []).append(row)
 
-    def _read(self, key: str, document: Document) -> Row:
-        model, tokenizer = self.target.model, self.target.tokenizer
+    def _prefill(self, key: str, document: Document) -> Row:
+        """Prefill a document, evict from it, and write its prefix and its index row."""
+        model = self.target.model
+        tokenizer = self.target.tokenizer
         special = not has_chat_template(tokenizer)
         (ids,) = encode(tokenizer, [self.before + document.text], special=special)
         context = context_of(model)
         if len(ids) > context:
             raise UserError(f"the document has {len(ids)} tokens, and the model's context is {context}")
         self.method.check(len(ids), context)
+
         state = self.method.start(model, torch.tensor([ids], device=model.device))
-        about = {"before": self.before, "template": self.target.template_digest, "method": repr(self.method)}
-        if (entries := placeholders_of(state, self.page)) < self.letters:
+        entries = placeholders_of(state, self.page)
+        if entries < self.letters:
             raise UserError(f"{entries} entries cannot spell an id of {self.letters} letters; send it as it is")
-        digest, header = export(model, state, self.out, page=self.page, **about)
+        digest, header = export(
+            model,
+            state,
+            self.out,
+            page=self.page,
+            before=self.before,
+            template=self.target.template_digest,
+            method=repr(self.method),
+        )
+
         row = {"key": key, "id": digest, "source": document.source, "tokens": len(ids), "entries": header.entries}
+        index = self.out / INDEX
         with FileLock(self.out / LOCKS / "index"):
-            if (index := self.out / INDEX).exists():
+            if index.exists():
                 cut_torn_line(index)
             append_lines(index, [row])
         return row
@@ -179,7 +223,8 @@ def _documents(config: Config) -> Iterator[Document | BadRow]:
     for number, line in text_lines(path):
         try:
             row = from_json(line, Row)
-            if not isinstance(text := row.get("text"), str) or not text.strip():
+            text = row.get("text")
+            if not isinstance(text, str) or not text.strip():
                 raise ValueError(f"expected a text in 'text', got the fields {sorted(row)}")
             yield Document(f"{path}:{number}", text)
         except ValueError as error:

@@ -22,45 +22,53 @@ _SETTINGS = ("lookahead", "train", "replay", "finetune", "draft_head", "retrieva
 """Sections that do not depend on a model's weights. `fresh` is not among them: its prompts cost hours."""
 
 
-class Choice(NamedTuple):
+class RecipeChoice(NamedTuple):
     """A command's recipe (None for none), the sections it takes from it, and the line that names it."""
 
     name: str | None
     sections: Sequence[str]
-    said: str = ""
+    note: str = ""
 
 
-def chosen(schema: type, given: Mapping[str, str]) -> Choice:
+def choose_recipe(schema: type, arguments: Mapping[str, str]) -> RecipeChoice:
     """The recipe for the arguments of a command that has a model.
 
     The first that exists: the recipe named by `recipe=`; the one for the Hub id `model.id=`; the training settings
     (no adapter, head or draft) of one for the same architecture and size; none. With none, the dataclasses' defaults
     apply. Without either key it is DEFAULT_RECIPE, unless the schema NEEDS_MODEL.
     """
-    every = [each.name for each in fields(schema)]
-    if "recipe" in given:
-        return Choice(given["recipe"], every)
-    if (model_id := given.get("model.id")) is None:
+    sections = [section.name for section in fields(schema)]
+    if "recipe" in arguments:
+        return RecipeChoice(arguments["recipe"], sections)
+
+    model_id = arguments.get("model.id")
+    if model_id is None:
         if getattr(schema, "NEEDS_MODEL", False):
-            return Choice(None, every)
-        return Choice(DEFAULT_RECIPE, every, f"recipe={DEFAULT_RECIPE}, as neither recipe= nor model.id= is set")
-    ids = {found.model.id: name for name, found in recipes().items() if "model" in found}
-    if name := ids.get(model_id):
-        return Choice(name, every, f"model.id={model_id}: recipe={name}")
-    shape = _shape(model_id, given.get("model.revision"))
-    for name, found in recipes().items():
-        if shape and list(found.get("fits", [])) == shape:
-            said = f"training settings of recipe={name}, which is for this architecture and size"
-            return Choice(name, [each for each in every if each in _SETTINGS], f"model.id={model_id}: {said}")
-    return Choice(None, every, f"model.id={model_id}: no recipe is for this model, the defaults apply")
+            return RecipeChoice(None, sections)
+        note = f"recipe={DEFAULT_RECIPE}, as neither recipe= nor model.id= is set"
+        return RecipeChoice(DEFAULT_RECIPE, sections, note)
+
+    recipe_of_model = {recipe.model.id: name for name, recipe in recipes().items() if "model" in recipe}
+    if model_id in recipe_of_model:
+        name = recipe_of_model[model_id]
+        return RecipeChoice(name, sections, f"model.id={model_id}: recipe={name}")
+
+    shape = _shape(model_id, arguments.get("model.revision"))
+    for name, recipe in recipes().items():
+        if shape and list(recipe.get("fits", [])) == shape:
+            note = f"training settings of recipe={name}, which is for this architecture and size"
+            settings = [section for section in sections if section in _SETTINGS]
+            return RecipeChoice(name, settings, f"model.id={model_id}: {note}")
+    return RecipeChoice(None, sections, f"model.id={model_id}: no recipe is for this model, the defaults apply")
 
 
-def values_of(choice: Choice) -> DictConfig:
+def recipe_values(choice: RecipeChoice) -> DictConfig:
     """The recipe's values of the sections; UserError if there is no such recipe."""
     if choice.name is None:
         return OmegaConf.create()
-    if choice.name not in (known := recipe_files("recipe")):
-        raise UserError(f"recipe={choice.name} is unknown; choose one of {', '.join(known)}")
+    names = recipe_files("recipe")
+    if choice.name not in names:
+        raise UserError(f"recipe={choice.name} is unknown; choose one of {', '.join(names)}")
     GlobalHydra.instance().clear()
     with initialize_config_module("keepsight.recipes", version_base="1.3"):
         return OmegaConf.masked_copy(compose(f"recipe/{choice.name}"), list(choice.sections))
@@ -77,40 +85,52 @@ class Preset(NamedTuple):
 @functools.cache
 def presets() -> dict[str, Preset]:
     """Every file in recipes/preset/, by name."""
-    read = {name: own_yaml("keepsight.recipes", f"preset/{name}") for name in recipe_files("preset")}
-    return {name: Preset(content.pop("table"), content.pop("command"), content) for name, content in read.items()}
+    presets_by_name = {}
+    for name in recipe_files("preset"):
+        values = own_yaml("keepsight.recipes", f"preset/{name}")
+        table = values.pop("table")
+        command = values.pop("command")
+        presets_by_name[name] = Preset(table, command, values)
+    return presets_by_name
 
 
 def presets_of(schema: type) -> dict[str, Preset]:
     """The presets of the command with this schema, which its docstring names."""
-    about = str(schema.__doc__)
-    return {name: each for name, each in presets().items() if about.startswith(f"keepsight {each.command}:")}
+    help_text = str(schema.__doc__)
+    return {name: preset for name, preset in presets().items() if help_text.startswith(f"keepsight {preset.command}:")}
 
 
 def preset_values(schema: type, name: str | None) -> dict[str, Any]:
     """The values of a preset, none without a name; UserError if the command has no such preset."""
     if name is None:
         return {}
-    if name not in (known := presets_of(schema)):
-        others = f"; keepsight {presets()[name].command} has it" if name in presets() else ""
-        raise UserError(f"preset={name} is unknown here{others}; choose one of {', '.join(known) or 'no preset'}")
-    return known[name].values
+    presets_here = presets_of(schema)
+    if name not in presets_here:
+        elsewhere = f"; keepsight {presets()[name].command} has it" if name in presets() else ""
+        names = ", ".join(presets_here) or "no preset"
+        raise UserError(f"preset={name} is unknown here{elsewhere}; choose one of {names}")
+    return presets_here[name].values
 
 
 def table_of(config: Any) -> str | None:
     """The table that `preset=` names, with the keys whose values differ from the preset's."""
-    if not (name := getattr(config, "preset", None)):
+    name = getattr(config, "preset", None)
+    if not name:
         return None
-    changed = [*_differing(presets()[name].values, config)]
-    return presets()[name].table + (f"; with other {', '.join(changed)}" if changed else "")
+    preset = presets()[name]
+    changed_keys = list(_changed_keys(preset.values, config))
+    if not changed_keys:
+        return preset.table
+    return f"{preset.table}; with other {', '.join(changed_keys)}"
 
 
-def _differing(values: Mapping[str, Any], config: Any, prefix: str = "") -> Iterator[str]:
-    for name, value in values.items():
-        own = getattr(config, name)
-        if is_dataclass(own):
-            yield from _differing(value, own, f"{prefix}{name}.")
-        elif own != value:
+def _changed_keys(preset_values: Mapping[str, Any], config: Any, prefix: str = "") -> Iterator[str]:
+    """The keys whose values in a configuration, or in a section of it, are not the preset's."""
+    for name, preset_value in preset_values.items():
+        value = getattr(config, name)
+        if is_dataclass(value):
+            yield from _changed_keys(preset_value, value, f"{prefix}{name}.")
+        elif value != preset_value:
             yield prefix + name
 
 
@@ -129,8 +149,9 @@ def recipes() -> dict[str, DictConfig]:
 
 def recipe_files(kind: str) -> dict[str, Path]:
     """The files of a folder of recipes/, by name."""
-    found = sorted(Path(str(path)) for path in (files("keepsight.recipes") / kind).iterdir())
-    return {path.stem: path for path in found if path.suffix == ".yaml"}
+    folder = files("keepsight.recipes") / kind
+    paths = sorted(Path(str(path)) for path in folder.iterdir())
+    return {path.stem: path for path in paths if path.suffix == ".yaml"}
 
 
 def _shape(model_id: str, revision: str | None) -> list[Any] | None:
@@ -151,9 +172,9 @@ def _fetched(model_id: str, revision: str | None) -> Path:
     """The configuration from the Hub's cache or the Hub, so that a model's first run has the settings of later ones."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    found = try_to_load_from_cache(model_id, "config.json", revision=revision)
-    if isinstance(found, str):
-        return Path(found)
+    cached_path = try_to_load_from_cache(model_id, "config.json", revision=revision)
+    if isinstance(cached_path, str):
+        return Path(cached_path)
     from keepsight.models import model_files
 
     if "/" not in model_id or not model_files.hub_answers():

@@ -17,9 +17,16 @@ OPEN = "next: open the page in a browser"
 def report(config: Report) -> None:
     """Write the page, plots and tables."""
     runs = parts_of_one([read_run(folder) for folder in config.runs])
-    out = Path(config.out or (config.runs[0] if len(runs) == 1 else "runs/report"))
-    found = findings(write_outputs(runs, out))
-    print("\n\n".join([*map(printable, found), f"report: {out / 'report.html'}\n{OPEN}"]))
+    if config.out:
+        out = Path(config.out)
+    elif len(runs) == 1:
+        out = Path(config.runs[0])
+    else:
+        out = Path("runs/report")
+    summary = write_outputs(runs, out)
+    for finding in findings(summary):
+        print(f"{printable(finding)}\n")
+    print(f"report: {out / 'report.html'}\n{OPEN}")
 
 
 def compare(config: Compare) -> None:
@@ -30,7 +37,9 @@ def compare(config: Compare) -> None:
         raise UserError(f"runs={config.runs}: a folder is named twice")
     runs = comparable([read_run(folder) for folder in config.runs], config.allow)
     tables = write_comparison(runs, Path(config.out))
-    print("\n".join([*(table.markdown() for table in tables), f"report: {Path(config.out) / 'compare.html'}", OPEN]))
+    for table in tables:
+        print(table.markdown())
+    print(f"report: {Path(config.out) / 'compare.html'}\n{OPEN}")
 
 
 def push(config: Push) -> None:

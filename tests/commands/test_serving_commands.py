@@ -50,7 +50,7 @@ def test_a_prefix_is_read_once_and_found_again(keepsight: CommandLine, monkeypat
     assert PrefixStore("prefixes").header(other).before == "<|system|>Be brief.<|end|><|user|>" and other != name
     Path("prefixes", f"{other}.safetensors").unlink()
     assert ids(keepsight(*given, "system=Be brief.")) == [other]
-    monkeypatch.setattr("keepsight.commands.prefix.Writer._read", None)  # nothing is read again
+    monkeypatch.setattr("keepsight.commands.prefix.Writer._prefill", None)  # nothing is read again
     assert ids(keepsight(*given)) == [name]
 
 
