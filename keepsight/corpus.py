@@ -20,8 +20,10 @@ from keepsight.errors import UserError
 Part = Literal["training", "evaluation"]
 
 # Test suites, generated tables and third-party packages: not written to be read.
-SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "encodings", "ensurepip"}
-SKIPPED_FOLDERS |= {"turtledemo", "pydoc_data", "__phello__"}
+SKIPPED_FOLDERS = {
+    *("test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "encodings", "ensurepip"),
+    *("turtledemo", "pydoc_data", "__phello__"),
+}
 
 SHARED_WORDS = 6
 """An evaluation sentence whose first words, this many, occur in a training document counts as training text."""
@@ -41,9 +43,10 @@ def document_part(name: str) -> Part:
     A package is one document here, and a module goes with its pure-Python twin (`_pydecimal` with `decimal`), because
     their texts repeat each other.
     """
-    folder, _, rest = name.partition("/")
-    group = rest if folder == "topics" else re.sub(r"^(_py|_)", "", folder.removesuffix(".py"))
-    return "evaluation" if hashlib.sha256(group.encode()).digest()[0] % 5 == 0 else "training"
+    folder, _, topic = name.partition("/")
+    group = topic if folder == "topics" else re.sub(r"^(_py|_)", "", folder.removesuffix(".py"))
+    is_evaluation = hashlib.sha256(group.encode()).digest()[0] % 5 == 0
+    return "evaluation" if is_evaluation else "training"
 
 
 def is_topic(document: Document) -> bool:
@@ -54,25 +57,30 @@ def is_topic(document: Document) -> bool:
 @lru_cache(maxsize=4)
 def topic_documents(part: Part) -> tuple[Document, ...]:
     """The topics of the language reference that belong to `part`, by name."""
-    named = ((f"topics/{name}", text) for name, text in sorted(topics.items()))
-    return tuple(Document(name, text) for name, text in named if document_part(name) == part)
+    documents = [Document(f"topics/{topic}", text) for topic, text in sorted(topics.items())]
+    return tuple(document for document in documents if document_part(document.name) == part)
 
 
 @lru_cache(maxsize=4)
 def source_documents(part: Part) -> tuple[Document, ...]:
     """The library's source files that belong to `part`, by name; UserError if this Python has none on disk."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    paths = [(path.relative_to(library).as_posix(), path) for path in sorted(library.rglob("*.py"))]
-    chosen = [(name, path) for name, path in paths if _is_library(name) and document_part(name) == part]
-    if not chosen:
+    documents = []
+    for path in sorted(library.rglob("*.py")):
+        name = path.relative_to(library).as_posix()
+        if _is_library(name) and document_part(name) == part:
+            documents.append(Document(name, path.read_text(encoding="utf-8", errors="replace")))
+    if not documents:
         raise UserError(f"{library}: no .py files of the standard library; use a Python that keeps its sources")
-    return tuple(Document(name, path.read_text(encoding="utf-8", errors="replace")) for name, path in chosen)
+    return tuple(documents)
 
 
 def _is_library(name: str) -> bool:
-    folders = name.split("/")[:-1]
-    skipped = any(folder in SKIPPED_FOLDERS or folder.startswith("config-") for folder in folders)
-    return not skipped and not name.startswith("_sysconfigdata")
+    """Whether a source file, by its path in the library, is written to be read."""
+    for folder in name.split("/")[:-1]:
+        if folder in SKIPPED_FOLDERS or folder.startswith("config-"):
+            return False
+    return not name.startswith("_sysconfigdata")
 
 
 @lru_cache(maxsize=512)
@@ -97,7 +105,7 @@ def _docstrings_below(node: ast.Module | ast.ClassDef | ast.FunctionDef, name: s
 
 def prose(text: str) -> list[str]:
     """The paragraphs of `text` that are running English, each on one line; listings and tables are left out."""
-    paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
+    paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text)]
     return [paragraph for paragraph in paragraphs if _is_prose(paragraph)]
 
 
@@ -116,21 +124,27 @@ def sentences(paragraph: str) -> list[str]:
 @lru_cache(maxsize=1)
 def evaluation_paragraphs() -> tuple[str, ...]:
     """Prose of the evaluation part, document by document, without the sentences that are also in training documents."""
-    topics_prose = [prose(document.text) for document in topic_documents("evaluation")]
-    library_prose = [prose(entry.text) for document in source_documents("evaluation") for entry in docstrings(document)]
-    paragraphs = [sentences(paragraph) for group in topics_prose + library_prose for paragraph in group]
-    shared = _openings_in_training({_opening(sentence) for group in paragraphs for sentence in group})
-    seen: set[str] = set()
-    kept = [_fresh(group, shared, seen) for group in paragraphs]
-    return tuple(paragraph for paragraph in kept if paragraph)
+    texts = [topic.text for topic in topic_documents("evaluation")]
+    for document in source_documents("evaluation"):
+        texts += [docstring.text for docstring in docstrings(document)]
+    paragraphs: list[list[str]] = []  # each as its sentences
+    openings: set[tuple[str, ...]] = set()
+    for text in texts:
+        for paragraph in prose(text):
+            paragraphs.append(sentences(paragraph))
+            openings.update(map(_opening, paragraphs[-1]))
 
-
-def _fresh(group: list[str], shared: set[tuple[str, ...]], seen: set[str]) -> str:
-    """The group's sentences that are neither shared nor seen before, as one paragraph; notes the new ones as seen."""
-    fresh = [sentence for sentence in group if _opening(sentence) not in shared and sentence not in seen]
-    fresh = [sentence for sentence in fresh if len(_opening(sentence)) == SHARED_WORDS]
-    seen.update(fresh)
-    return " ".join(fresh)
+    shared_openings = _openings_in_training(openings)
+    used_sentences: set[str] = set()
+    evaluation_texts = []
+    for paragraph_sentences in paragraphs:
+        fresh = [sentence for sentence in paragraph_sentences if sentence not in used_sentences]
+        fresh = [sentence for sentence in fresh if _opening(sentence) not in shared_openings]
+        fresh = [sentence for sentence in fresh if len(_opening(sentence)) == SHARED_WORDS]
+        used_sentences.update(fresh)
+        if fresh:
+            evaluation_texts.append(" ".join(fresh))
+    return tuple(evaluation_texts)
 
 
 def _words(text: str) -> list[str]:
@@ -142,9 +156,11 @@ def _opening(sentence: str) -> tuple[str, ...]:
 
 
 def _openings_in_training(openings: set[tuple[str, ...]]) -> set[tuple[str, ...]]:
-    found: set[tuple[str, ...]] = set()
+    """Those of the openings whose words follow each other anywhere in a training document."""
+    shared_openings: set[tuple[str, ...]] = set()
     for document in topic_documents("training") + source_documents("training"):
         words = _words(document.text)
-        windows = zip(*(words[start:] for start in range(SHARED_WORDS)), strict=False)
-        found.update(openings.intersection(windows))
-    return found
+        shifted_words = [words[start:] for start in range(SHARED_WORDS)]
+        windows = zip(*shifted_words, strict=False)
+        shared_openings.update(openings.intersection(windows))
+    return shared_openings

@@ -45,7 +45,8 @@ class EndpointError(Exception):
 
     def __init__(self, reason: str, status: int = 0) -> None:
         super().__init__(reason[:300])
-        self.status, self.body = status, reason
+        self.status = status
+        self.body = reason
 
     @property
     def is_filter(self) -> bool:
@@ -88,8 +89,12 @@ class Endpoint:
         if not (self._secret.isprintable() and self._secret.isascii()):
             raise EndpointError(f"the key in {self.key} has control characters or non-ASCII ones", 400)
         hooks: Any = {"request": [refuse_stopped], "response": [refuse_large]}
-        http, retries = DefaultHttpxClient(follow_redirects=False, event_hooks=hooks), self.tries - 1
-        return OpenAI(base_url=self.url, api_key=self._secret or "none", max_retries=retries, http_client=http)
+        return OpenAI(
+            base_url=self.url,
+            api_key=self._secret or "none",
+            max_retries=self.tries - 1,
+            http_client=DefaultHttpxClient(follow_redirects=False, event_hooks=hooks),
+        )
 
     def post(self, path: str, body: Mapping[str, Any], read: Callable[[Any], Reply]) -> Reply:
         """Send a request to `path` below the URL, and read its reply.
@@ -118,8 +123,10 @@ class Endpoint:
         """The JSON of a reply; some servers report an error with status 200."""
         value = pydantic_core.from_json(reply)
         if isinstance(value, dict) and value.get("error") and not value.get("choices"):
-            said = self._without_key(json.dumps(value["error"], ensure_ascii=False))
-            raise EndpointError(said, 200) if _FILTER.search(said) else ValueError(said)
+            reason = self._without_key(json.dumps(value["error"], ensure_ascii=False))
+            if _FILTER.search(reason):
+                raise EndpointError(reason, 200)
+            raise ValueError(reason)
         return value
 
     def _refused(self, problem: Exception) -> EndpointError:
@@ -128,20 +135,29 @@ class Endpoint:
 
         if not isinstance(problem, APIStatusError):
             return EndpointError(self._without_key(f"{type(problem).__name__}: {problem} {problem.__cause__ or ''}"))
-        status, text = problem.status_code, self._without_key(problem.response.text)
-        is_passing = status >= 500 or status in (408, 409, 429)
-        return EndpointError(f"HTTP status {status}: {text}", 0 if is_passing else status)
+        status = problem.status_code
+        reason = f"HTTP status {status}: {self._without_key(problem.response.text)}"
+        if status >= 500 or status in (408, 409, 429):  # a further try may bring a reply
+            return EndpointError(reason)
+        return EndpointError(reason, status)
 
     def _without_key(self, text: str) -> str:
         """The text on one line; *** stands for a word with the key, which some servers repeat."""
-        return " ".join("***" if self._secret and self._is_key_in(word) else word for word in text.split())
+        words = text.split()
+        if self._secret:
+            words = ["***" if self._is_key_in(word) else word for word in words]
+        return " ".join(words)
 
     def _is_key_in(self, word: str) -> bool:
         """Whether a word has the key, also in base64 after 0, 1 or 2 bytes, modulo 3, and escaped up to four times."""
-        secret, forms = self._secret.encode(), [self._secret, self._secret.replace("\\", "")]
-        for skipped, encode in product(range(3) if len(secret) > 3 else (), (b64encode, urlsafe_b64encode)):
-            digits = encode(bytes(skipped) + secret).decode()
-            forms.append(digits[-(-skipped * 4 // 3) : (skipped + len(secret)) * 8 // 6])  # those of the key alone
+        forms = [self._secret, self._secret.replace("\\", "")]
+        secret = self._secret.encode()
+        if len(secret) > 3:
+            for skipped, encode in product(range(3), (b64encode, urlsafe_b64encode)):
+                digits = encode(bytes(skipped) + secret).decode()
+                start = -(-skipped * 4 // 3)
+                end = (skipped + len(secret)) * 8 // 6
+                forms.append(digits[start:end])  # those of the key alone
         for _ in range(5):
             if any(form in word for form in forms):
                 return True
@@ -181,12 +197,18 @@ class ServerSettings:
 
 def check_url(key: str, url: str) -> None:
     """UserError for a text that is not the URL of an endpoint, or that has a query or a password."""
+    if _is_endpoint_url(url):
+        return
+    shown = " ".join(re.sub(r"[^/@]*@|[?#][\s\S]*", "", url).split())
+    form = "must be a URL such as http://localhost:8000/v1, with no query, password or space"
+    raise UserError(f"{key}={shown} {form}; an API key is read from {key.removesuffix('url')}key=VARIABLE")
+
+
+def _is_endpoint_url(url: str) -> bool:
+    if not url.startswith(("http://", "https://")) or re.search(r"[?#\s]", url) or not url.isprintable():
+        return False
     try:
-        parts = pydantic_core.Url(url)
-        is_right = url.startswith(("http://", "https://")) and parts.port and not (parts.username or parts.password)
+        address = pydantic_core.Url(url)
     except ValueError:
-        is_right = False
-    if not is_right or re.search(r"[?#\s]", url) or not url.isprintable():
-        shown = " ".join(re.sub(r"[^/@]*@|[?#][\s\S]*", "", url).split())
-        form = "must be a URL such as http://localhost:8000/v1, with no query, password or space"
-        raise UserError(f"{key}={shown} {form}; an API key is read from {key.removesuffix('url')}key=VARIABLE")
+        return False
+    return bool(address.port) and not address.username and not address.password

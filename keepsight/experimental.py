@@ -20,7 +20,8 @@ PATHS = {
 
 def is_on(path: str) -> bool:
     """Whether an experimental path is to be taken; UserError if the variable names one that does not exist."""
-    named = {name for name in os.environ.get(VARIABLE, "").replace(" ", "").split(",") if name}
-    if unknown := named - PATHS.keys() - {"all"}:
+    names = set(filter(None, os.environ.get(VARIABLE, "").replace(" ", "").split(",")))
+    unknown = names - {*PATHS, "all"}
+    if unknown:
         raise UserError(f"{VARIABLE}: {min(unknown)!r} is unknown; choose from {', '.join(PATHS)}, or all")
-    return bool(named & {path, "all"})
+    return path in names or "all" in names
