@@ -4,12 +4,12 @@ Arguments may also be options (`--key value`) or positional; values are in Hydra
 """
 
 import difflib
-import functools
 import inspect
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -47,76 +47,95 @@ def overrides_of(schema: type, keys: Sequence[Key], arguments: Sequence[str]) ->
     `--dry-run` means dry_run=true, and `--tasks niah` tasks=niah. Other arguments without `=` are values of the
     schema's POSITIONAL keys, or of its POSITIONAL_LIST.
     """
-    kinds = {key.name: key.kind for key in keys} | {"recipe": str}
-    positional, many = iter(getattr(schema, "POSITIONAL", ())), getattr(schema, "POSITIONAL_LIST", None)
-    overrides, listed, rest = list[str](), list[str](), iter(arguments)
-    for argument in rest:
+    kinds = {key.name: key.kind for key in keys}
+    kinds["recipe"] = str
+    positional_keys = iter(getattr(schema, "POSITIONAL", ()))
+    list_key = getattr(schema, "POSITIONAL_LIST", None)
+    overrides = list[str]()
+    list_values = list[str]()
+    remaining = iter(arguments)
+    for argument in remaining:
         if argument.startswith("--"):
-            name, given, value = argument.removeprefix("--").partition("=")
-            if (name := name.replace("-", "_")) not in kinds:
-                raise UserError(unknown_key(name, kinds))
-            if not given and bool in _parts(kinds[name]):
+            name, equals, value = argument.removeprefix("--").partition("=")
+            name = name.replace("-", "_")
+            if name not in kinds:
+                raise _unknown_key(name, kinds)
+            if not equals and bool in _types(kinds[name]):
                 value = "true"
-            elif not given and not (value := next(rest, "")):
-                raise UserError(f"{argument} needs a value; write {name}=VALUE")
+            elif not equals:
+                value = next(remaining, "")
+                if not value:
+                    raise UserError(f"{argument} needs a value; write {name}=VALUE")
             overrides.append(f"{name}={value}")
         elif "=" in argument:
             overrides.append(argument)
-        elif many is not None:
-            listed.append("'" + re.sub(r"(\\*)('|$)", _escaped, argument) + "'")
-        elif (key := next(positional, None)) is not None:
-            overrides.append(f"{key}={argument}")
+        elif list_key is not None:
+            list_values.append("'" + re.sub(r"(\\*)('|$)", _escaped, argument) + "'")
         else:
-            raise UserError(f"{argument!r} is not understood; arguments are written key=value, see --help")
-    return [*overrides, f"{many}=[{','.join(listed)}]"] if listed else overrides
+            key = next(positional_keys, None)
+            if key is None:
+                raise UserError(f"{argument!r} is not understood; arguments are written key=value, see --help")
+            overrides.append(f"{key}={argument}")
+    if list_values:
+        overrides.append(f"{list_key}=[{','.join(list_values)}]")
+    return overrides
 
 
-def _escaped(found: re.Match[str]) -> str:
+def _escaped(match: re.Match[str]) -> str:
     """Double the backslashes before a quote or a text's end, and escape the quote, as Hydra's grammar requires."""
-    return found[1] * 2 + ("\\'" if found[2] else "")
+    backslashes, quote = match.groups()
+    return backslashes * 2 + ("\\'" if quote else "")
 
 
-def texts_of(overrides: Sequence[str]) -> dict[str, str]:
+def _texts_by_key(overrides: Sequence[str]) -> dict[str, str]:
     """The text of each key's value; UserError for a key that is set twice."""
-    given: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for override in overrides:
-        key, _, value = override.partition("=")
-        if key in given:
-            raise UserError(f"{key}= is set twice: {given[key]!r} and {value!r}; set it once")
-        given[key] = value
-    return given
+        key, _, text = override.partition("=")
+        if key in texts:
+            raise UserError(f"{key}= is set twice: {texts[key]!r} and {text!r}; set it once")
+        texts[key] = text
+    return texts
 
 
-def unknown_key(name: str, known: Iterable[str]) -> str:
-    """The error message for a key that a command does not have."""
-    group = [key for key in known if key.startswith(f"{name}.")]
-    near = difflib.get_close_matches(name, [*known], n=1, cutoff=0.5)
-    hint = f"it holds {', '.join(group)}" if group else f"did you mean {near[0]!r}?" if near else "see --help"
-    return f"{name!r} is no key of this command; {hint}"
+def _unknown_key(name: str, keys: Iterable[str]) -> UserError:
+    """The error for a key that is not among a command's keys."""
+    keys_of_section = [key for key in keys if key.startswith(f"{name}.")]
+    similar_keys = difflib.get_close_matches(name, [*keys], n=1, cutoff=0.5)
+    if keys_of_section:
+        hint = f"it holds {', '.join(keys_of_section)}"
+    elif similar_keys:
+        hint = f"did you mean {similar_keys[0]!r}?"
+    else:
+        hint = "see --help"
+    return UserError(f"{name!r} is no key of this command; {hint}")
 
 
 def value_of(name: str, kind: Any, text: str) -> Any:
     """Parse a key's value. If the key's type is a text it is taken literally, and a list needs no brackets."""
-    kinds = _parts(kind)
+    types = _types(kind)
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise UserError(f"{name}= is not UTF-8 text: {text!r}")
-    if bool in kinds and text.lower() not in ("true", "false", "null"):
+    if bool in types and text.lower() not in ("true", "false", "null"):
         raise UserError(f"{name}={text} must be true or false")  # OmegaConf takes any number for one of them
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
-    is_list = list in (*kinds, *map(get_origin, kinds))
-    if str in kinds and not is_list and dict not in kinds and text != "null" and not is_quoted:
+    is_list = list in (*types, *map(get_origin, types))
+    if str in types and not is_list and dict not in types and text != "null" and not is_quoted:
         return _at_home(name, text.replace("${", r"\${"))
-    bracketed = f"[{text}]" if is_list and not text.startswith("[") and text != "null" else text
+
+    expression = text
+    if is_list and not text.startswith("[") and text != "null":
+        expression = f"[{text}]"
     if name not in _NO_PATHS:
-        bracketed = _HOME.sub(_quoted_at_home, bracketed)
+        expression = _HOME.sub(_quoted_at_home, expression)
     try:
-        parsed = OverridesParser.create().parse_override(f"{name}={bracketed}")
+        override = OverridesParser.create().parse_override(f"{name}={expression}")
     except HydraException:
-        said = "write key=value, a list as key=[a,b], text with symbols in quotes"
-        raise UserError(f"{f'{name}={text}'!r} cannot be read; {said}") from None
-    if parsed.is_sweep_override():
+        advice = "write key=value, a list as key=[a,b], text with symbols in quotes"
+        raise UserError(f"{f'{name}={text}'!r} cannot be read; {advice}") from None
+    if override.is_sweep_override():
         raise UserError(f"{name}={text}: this key takes one value")
-    return _at_home(name, parsed.value())
+    return _at_home(name, override.value())
 
 
 def _at_home(name: str, value: Any) -> Any:
@@ -125,15 +144,19 @@ def _at_home(name: str, value: Any) -> Any:
         return [_at_home(name, element) for element in value]
     if isinstance(value, dict):
         return {key: _at_home(name, element) for key, element in value.items()}
-    return at_home(value) if isinstance(value, str) and name not in _NO_PATHS else value
+    if isinstance(value, str) and name not in _NO_PATHS:
+        return at_home(value)
+    return value
 
 
-def _quoted_at_home(found: re.Match[str]) -> str:
+def _quoted_at_home(match: re.Match[str]) -> str:
     """A path in a list or a mapping, in quotes: Hydra's grammar has no `~`."""
-    return found[1] + QuotedString(at_home(found[2].rstrip()), Quote.double).with_quotes()
+    separator, path = match.groups()
+    return separator + QuotedString(at_home(path.rstrip()), Quote.double).with_quotes()
 
 
-def _parts(kind: Any) -> tuple[Any, ...]:
+def _types(kind: Any) -> tuple[Any, ...]:
+    """A type and its arguments: of `int | None` both, of `list[str]` list and str."""
     return get_origin(kind) or kind, *get_args(kind)
 
 
@@ -144,17 +167,23 @@ def parse(schema: type[Command], overrides: Sequence[str]) -> Command:
     """
     composed, choice = compose_config(schema, overrides)
     say_once(choice.note)
-    keys, missing = [*keys_of(schema)], OmegaConf.missing_keys(composed)
+    keys = list(keys_of(schema))
+    missing = OmegaConf.missing_keys(composed)
     for key in keys:
         if key.name in missing or (key.name == "out" and OmegaConf.select(composed, "out") == ""):
             raise UserError(f"{key.name}= is required; see --help")
+
     config = OmegaConf.to_object(composed)
     for key in keys:
-        _check(key, functools.reduce(getattr, key.name.split("."), config))
-    for each in fields(schema):
-        check = getattr(getattr(config, each.name), "check", None)  # a section's own, such as over several keys
-        if check is not None and each.name != "server":  # which is checked where it is used
-            check(*[each.name][: len(inspect.signature(check).parameters)])
+        _check(key, attrgetter(key.name)(config))
+    for section in fields(schema):
+        check_section = getattr(getattr(config, section.name), "check", None)  # such as over several keys
+        if check_section is None or section.name == "server":  # which is checked where it is used
+            continue
+        if inspect.signature(check_section).parameters:
+            check_section(section.name)
+        else:
+            check_section()
     return cast(Command, config)
 
 
@@ -168,28 +197,41 @@ def parse_cells(schema: type[Command], overrides: Sequence[str]) -> dict[str, tu
         By name, such as `tokens8-rank32`: the values of the keys that have several, and the configuration; nothing if
         no key has several.
     """
-    lists = {key.name for key in keys_of(schema) if get_origin(key.kind) is list}
-    given = {key: text for key, text in texts_of(overrides).items() if key in schema.VARIED}
-    several = {key: _several(text, key in lists) for key, text in given.items()}
-    several = {key: values for key, values in several.items() if len(values) > 1}
-    if not several:
+    texts = _texts_by_key(overrides)
+    varied_values: dict[str, list[str]] = {}
+    for key in keys_of(schema):
+        if key.name in schema.VARIED and key.name in texts:
+            values = _listed_values(texts[key.name], get_origin(key.kind) is list)
+            if len(values) > 1:
+                varied_values[key.name] = values
+    if not varied_values:
         return {}
-    rest = [each for each in overrides if each.partition("=")[0] not in several]
+
+    varied_keys = [key for key in texts if key in varied_values]  # in the order of the arguments
+    shared_overrides = [override for override in overrides if override.partition("=")[0] not in varied_values]
     cells = {}
-    for combination in itertools.product(*several.values()):
-        values = dict(zip(several, combination, strict=True))
-        words = (key.partition(".")[2] + "+".join(re.findall(r"[\w.-]+", value)) for key, value in values.items())
-        if (name := "-".join(words)) in cells:
-            raise UserError(f"{', '.join(f'{key}={given[key]}' for key in several)} names a value twice")
-        cells[name] = values, parse(schema, [*rest, *(f"{key}={value}" for key, value in values.items())])
+    for combination in itertools.product(*(varied_values[key] for key in varied_keys)):
+        values_by_key = dict(zip(varied_keys, combination, strict=True))
+        words = []
+        for key, value in values_by_key.items():
+            words.append(key.partition(".")[2] + "+".join(re.findall(r"[\w.-]+", value)))
+        name = "-".join(words)
+        if name in cells:
+            arguments = ", ".join(f"{key}={texts[key]}" for key in varied_keys)
+            raise UserError(f"{arguments} names a value twice")
+        cell_overrides = [f"{key}={value}" for key, value in values_by_key.items()]
+        cells[name] = values_by_key, parse(schema, [*shared_overrides, *cell_overrides])
     return cells
 
 
-def _several(text: str, is_list: bool) -> list[str]:
+def _listed_values(text: str, is_list: bool) -> list[str]:
+    """The values that a text lists for a key, of which `is_list` says whether each value is a list itself."""
     if is_list and not text.startswith("[["):
         return [text]
     inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    return [each.strip() for each in re.split(r",(?![^\[]*\])", inner)] if "[" not in inner or is_list else [text]
+    if "[" in inner and not is_list:
+        return [text]
+    return [value.strip() for value in re.split(r",(?![^\[]*\])", inner)]
 
 
 def compose_config(schema: type, overrides: Sequence[str]) -> tuple[DictConfig, RecipeChoice]:
@@ -197,41 +239,53 @@ def compose_config(schema: type, overrides: Sequence[str]) -> tuple[DictConfig, 
 
     Types are checked.
     """
-    kinds, given = {key.name: key.kind for key in keys_of(schema)}, texts_of(overrides)
-    if "model.id" in given:
-        given["model.id"] = at_home(given["model.id"])
+    kinds = {key.name: key.kind for key in keys_of(schema)}
+    texts = _texts_by_key(overrides)
+    if "model.id" in texts:
+        texts["model.id"] = at_home(texts["model.id"])
     choice = RecipeChoice(None, ())
     if "model.id" in kinds:
-        choice = choose_recipe(schema, given)
-        given.pop("recipe", None)
-    if unknown := [name for name in given if name not in kinds]:
-        raise UserError(unknown_key(unknown[0], kinds))
-    values = recipe_values(choice)
-    of_recipe, of_arguments = (_selecting(kinds, each.get("selection")) for each in (values, given))
-    table = preset_values(schema, given.get("preset"))
-    composed: Any = OmegaConf.merge(OmegaConf.structured(schema), of_recipe, values, table, of_arguments)
-    for name, text in given.items():
+        choice = choose_recipe(schema, texts)
+        texts.pop("recipe", None)
+    for name in texts:
+        if name not in kinds:
+            raise _unknown_key(name, kinds)
+
+    recipe = recipe_values(choice)
+    preset = preset_values(schema, texts.get("preset"))
+    selection_of_recipe = _selection_keys(kinds, recipe.get("selection"))
+    selection_of_arguments = _selection_keys(kinds, texts.get("selection"))
+    composed: Any = OmegaConf.merge(
+        OmegaConf.structured(schema), selection_of_recipe, recipe, preset, selection_of_arguments
+    )
+    for name, text in texts.items():
         try:
             OmegaConf.update(composed, name, value_of(name, kinds[name], text))
         except OmegaConfBaseException as error:
-            raise UserError(f"{name}={text}: {str(error).partition(chr(10))[0]}") from None
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"{name}={text}: {reason}") from None
     return composed, choice
 
 
-def _selecting(kinds: Mapping[str, Any], selection: str | None) -> dict[str, Any]:
+def _selection_keys(kinds: Mapping[str, Any], selection: str | None) -> dict[str, Any]:
     """The keys of lookahead.* that `selection=` stands for. Single keys written after it override it."""
-    return {"lookahead": SELECTIONS.get(selection or "", {})} if "lookahead.queries" in kinds else {}
+    if "lookahead.queries" not in kinds:
+        return {}
+    return {"lookahead": SELECTIONS.get(selection or "", {})}
 
 
 def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
     """Every key of a configuration, nested ones as `model.dtype`; required and plain ones come before nested ones."""
-    notes, checked, kinds = notes_of(schema), get_type_hints(schema, include_extras=True), get_type_hints(schema)
-    nested = [each.name for each in fields(schema) if is_dataclass(kinds[each.name])]
-    plain = [each for each in fields(schema) if each.name not in nested]
-    for each in sorted(plain, key=lambda each: each.default != "???"):
-        yield Key(prefix + each.name, kinds[each.name], checked[each.name], notes.get(each.name, ""))
-    for name in nested:
-        yield from keys_of(kinds[name], f"{prefix}{name}.")
+    kinds = get_type_hints(schema)
+    checked_kinds = get_type_hints(schema, include_extras=True)
+    notes = notes_of(schema)
+    sections = [key.name for key in fields(schema) if is_dataclass(kinds[key.name])]
+    plain_keys = [key for key in fields(schema) if key.name not in sections]
+    plain_keys.sort(key=lambda key: key.default != "???")
+    for key in plain_keys:
+        yield Key(prefix + key.name, kinds[key.name], checked_kinds[key.name], notes.get(key.name, ""))
+    for section in sections:
+        yield from keys_of(kinds[section], f"{prefix}{section}.")
 
 
 def notes_of(schema: type) -> dict[str, str]:
@@ -245,11 +299,18 @@ def notes_of(schema: type) -> dict[str, str]:
 
 
 def _check(key: Key, value: Any) -> None:
-    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]:
-        if type(each) is int and abs(each) > _LARGEST:
-            raise UserError(f"{key.name}: {each} is too large; the limit is {_LARGEST}")
+    """UserError for a value out of its key's range."""
+    elements = [value]
+    if isinstance(value, dict):
+        elements = list(value.values())
+    elif isinstance(value, list):
+        elements = value
+    for element in elements:
+        if type(element) is int and abs(element) > _LARGEST:
+            raise UserError(f"{key.name}: {element} is too large; the limit is {_LARGEST}")
     try:
         TypeAdapter(key.checked).validate_python(value)
     except ValidationError as error:
-        said = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise UserError(f"{key.name}={value} {re.sub('^(Input|List|Value) should', 'must', said)}") from None
+        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+        message = re.sub("^(Input|List|Value) should", "must", message)
+        raise UserError(f"{key.name}={value} {message}") from None
