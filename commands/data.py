@@ -32,17 +32,22 @@ from keepsight.models.targets import Target
 
 def run(config: Config) -> None:
     """Make the data and print its size."""
-    values, out = ready(config), Path(config.out)
-    given = {key: getattr(config, key) for key in ("seed", "shard_size", "max_new_tokens", "temperature", "top_p")}
-    if (before := earlier_settings(out)) and any(out.glob("shard-*")):
-        now = given | {"model": config.model.id, "mixture": values}
-        was = {key: getattr(before, key) for key in now}
-        require_same(f"{out}: this data was made", was, now, "choose another out=, or delete the folder")
+    mixture = check_data(config)
+    out = Path(config.out)
+    settings = {key: getattr(config, key) for key in ("seed", "shard_size", "max_new_tokens", "temperature", "top_p")}
+    earlier = earlier_settings(out)
+    if earlier is not None and any(out.glob("shard-*")):
+        settings_now = {**settings, "model": config.model.id, "mixture": mixture}
+        settings_then = {key: getattr(earlier, key) for key in settings_now}
+        advice = "choose another out=, or delete the folder"
+        require_same(f"{out}: this data was made", settings_then, settings_now, advice)
     with _answering(config) as (target, backend):
-        made = generate_data(target, values, out, limit=config.limit, backend=backend, skip=config.skip, **given)
+        manifest = generate_data(
+            target, mixture, out, limit=config.limit, backend=backend, skip=config.skip, **settings
+        )
     if launched().is_main_process:
-        tokens = f"{made['prompt_tokens']} prompt tokens, {made['answer_tokens']} answer tokens"
-        print(f"{made['samples']} samples in {config.out}: {tokens}")
+        tokens = f"{manifest['prompt_tokens']} prompt tokens, {manifest['answer_tokens']} answer tokens"
+        print(f"{manifest['samples']} samples in {config.out}: {tokens}")
         print(next_command(config, f"train data={quote(config.out)} out=runs/adapter"))
 
 
@@ -50,16 +55,19 @@ def check(config: Config, key: str = "mixture") -> dict[str, Any]:
     """The values of the mixture that `key` names, after all checks (UserError) without the Hub and the base model."""
     require_writable(Path(config.out))
     check_sampling(config.temperature, config.top_p)
-    Mixture.from_config(values := read_mixture(config.mixture, config.rows, key))
+    values = read_mixture(config.mixture, config.rows, key)
+    Mixture.from_config(values)
     if config.backend == "server":
         config.server.check()
     return values
 
 
-def ready(config: Config) -> dict[str, Any]:
+def check_data(config: Config) -> dict[str, Any]:
     """The mixture's values, after all checks (UserError) that do not need the base model's weights."""
-    values = pin_sources(check(config), out := Path(config.out))
-    (mixture := Mixture.from_config(values)).check()
+    out = Path(config.out)
+    values = pin_sources(check(config), out)
+    mixture = Mixture.from_config(values)
+    mixture.check()
     check_sizes(outline_of(config), mixture, out, config.limit, config.max_new_tokens)
     return values
 
@@ -70,9 +78,9 @@ def stats(config: DataStats) -> None:
     out = Path(config.out) if config.out else folder / "stats.png"
     require_writable(out, folder=False)
     manifest = finished_manifest(folder)
-    found = stats_of(finished_samples(folder, manifest), manifest.settings.max_new_tokens)
-    print(printable(stats_table(found), lines=True))
-    write_png(out, stats_figure(found))
+    frame = stats_of(finished_samples(folder, manifest), manifest.settings.max_new_tokens)
+    print(printable(stats_table(frame), lines=True))
+    write_png(out, stats_figure(frame))
     print(f"plot: {out}")
 
 
@@ -82,29 +90,39 @@ def stats_of(samples: Iterable[TrainingSample], max_new_tokens: int) -> pd.DataF
     A sample is a duplicate if an earlier one has its prompt. The last token of an answer with fewer than
     `max_new_tokens` counts as an end token.
     """
-    rows = [
-        (one.source, len(one.prompt_ids), len(one.answer_ids), one.answer_ids[-1], text_digest(str(one.prompt_ids)))
-        for one in samples
-    ]
+    rows = []
+    for sample in samples:
+        prompt_digest = text_digest(str(sample.prompt_ids))
+        lengths = len(sample.prompt_ids), len(sample.answer_ids)
+        rows.append((sample.source, *lengths, sample.answer_ids[-1], prompt_digest))
     frame = pd.DataFrame(rows, columns=["source", "prompt", "answer", "last", "digest"])
-    ends = frame["last"][frame["answer"] < max_new_tokens]
-    frame["truncated"] = (frame["answer"] >= max_new_tokens) & ~frame["last"].isin(ends)
+    end_tokens = frame["last"][frame["answer"] < max_new_tokens]
+    frame["truncated"] = (frame["answer"] >= max_new_tokens) & ~frame["last"].isin(end_tokens)
     frame["duplicate"] = frame["digest"].duplicated()
     return frame.drop(columns=["last", "digest"])
 
 
 def stats_table(frame: pd.DataFrame) -> str:
     """A table of the sources, the largest first, and of all samples; lengths as shortest / median / longest."""
-    groups = sorted(frame.groupby("source"), key=lambda pair: (-len(pair[1]), str(pair[0])))
-    rows = [
-        (name, len(own), _span(own["prompt"]), _span(own["answer"]), own["duplicate"].sum(), own["truncated"].sum())
-        for name, own in [*((printable(str(name)), own) for name, own in groups), ("all", frame)]
-    ]
-    columns = ["source", "samples", "prompt tokens", "answer tokens", "duplicates", "truncated"]
-    return pd.DataFrame(rows, columns=columns).to_string(index=False)
+    by_source = sorted(frame.groupby("source"), key=lambda group: (-len(group[1]), str(group[0])))
+    rows = [_stats_row(printable(str(source)), samples) for source, samples in by_source]
+    rows.append(_stats_row("all", frame))
+    return pd.DataFrame(rows).to_string(index=False)
+
+
+def _stats_row(source: str, samples: pd.DataFrame) -> dict[str, Any]:
+    return {
+        "source": source,
+        "samples": len(samples),
+        "prompt tokens": _span(samples["prompt"]),
+        "answer tokens": _span(samples["answer"]),
+        "duplicates": samples["duplicate"].sum(),
+        "truncated": samples["truncated"].sum(),
+    }
 
 
 def _span(lengths: Any) -> str:
+    """The shortest, median and longest length."""
     return f"{lengths.min()} / {lengths.quantile(0.5, interpolation='higher'):.0f} / {lengths.max()}"
 
 
@@ -125,33 +143,45 @@ def _answering(config: Config) -> Iterator[tuple[Target, Backend]]:
         target = training_target(config)
         yield target, InThisProcess(target, config.batch_tokens)
     elif config.backend == "server":
-        yield (target := without_weights(config)), Server(target, config.server)
+        target = without_weights(config)
+        yield target, Server(target, config.server)
     else:
-        model, target = config.model, without_weights(config)
-        dtype = training_dtype(model)
-        options = {"revision": model.revision, "dtype": dtype, "trust_remote_code": model.trust_remote_code}
-        with closing(VllmEngine(target, options | config.vllm)) as engine:
+        target = without_weights(config)
+        options = {
+            "revision": config.model.revision,
+            "dtype": training_dtype(config.model),
+            "trust_remote_code": config.model.trust_remote_code,
+            **config.vllm,
+        }
+        with closing(VllmEngine(target, options)) as engine:
             yield target, engine
 
 
 def own_mixtures() -> dict[str, Path]:
     """The mixtures that come with keepsight, by name."""
-    return {path.stem: path for base in recipes.__path__ for path in sorted((Path(base) / "mixtures").glob("*.yaml"))}
+    mixtures = {}
+    for folder in recipes.__path__:
+        for path in sorted((Path(folder) / "mixtures").glob("*.yaml")):
+            mixtures[path.stem] = path
+    return mixtures
 
 
 def read_mixture(name: str, rows: str | None = None, key: str = "mixture") -> dict[str, Any]:
     """Plain values of recipes/mixtures/NAME.yaml or of a YAML file (else UserError); `rows` as in `Data`."""
-    path = (known := own_mixtures()).get(name) or Path(at_home(name))
+    mixtures = own_mixtures()
+    path = mixtures.get(name) or Path(at_home(name))
     if not path.is_file():
-        raise UserError(f"{key}={name} is neither a file nor one of {', '.join(known)}")
+        raise UserError(f"{key}={name} is neither a file nor one of {', '.join(mixtures)}")
     text = read_yaml(path)
     try:
-        loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)  # without the environment
-        values = from_json(json.dumps(loaded, ensure_ascii=False).encode())  # as the manifest will store them
+        mixture = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)  # without the environment
+        values = from_json(json.dumps(mixture, ensure_ascii=False).encode())  # as the manifest will store them
     except (YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not a YAML file ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected keys such as min_tokens, max_tokens and sources")
-    if isinstance(sources := values.get("sources"), list):
-        values["sources"] = use_local_rows(sources, Path(rows) if rows else None)
+    sources = values.get("sources")
+    if isinstance(sources, list):
+        rows_folder = Path(rows) if rows else None
+        values["sources"] = use_local_rows(sources, rows_folder)
     return values

@@ -208,7 +208,7 @@ class _Stages:
             # unreadable tasks are refused here, not after hours
             evaluation.samples_of(self.tests, without_weights(self.tests))
         if "fresh_answers" in self.names:
-            data.ready(self.fresh_answers)  # likewise, data sets that cannot be read
+            data.check_data(self.fresh_answers)  # likewise, data sets that cannot be read
 
     def run(self, name: str) -> None:
         """Run one of the stages."""
