@@ -47,15 +47,17 @@ def require_kind(kind: Any, name: str, value: object) -> None:
     try:
         _adapter(kind).validate_python(value)
     except ValidationError:
-        raise _outside(kind, name, value) from None
+        raise UserError(f"{name} {value!r} {_expected(kind)}") from None
 
 
-def require_same(what: str, found: Mapping[str, object], wanted: Mapping[str, object], advice: str) -> None:
-    """UserError with every difference from the settings that `what` began with (`runs/data: this data was made`)."""
-    names = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
-    if names:
-        listed = "; ".join(f"{name}={found.get(name)!r}, now it is {wanted.get(name)!r}" for name in names)
-        raise UserError(f"{what} with {listed}; {advice}")
+def require_same(subject: str, before: Mapping[str, object], now: Mapping[str, object], advice: str) -> None:
+    """UserError with every difference from the settings that `subject` began with (`runs/data: this data was made`)."""
+    differences = []
+    for name in {**before, **now}:
+        if before.get(name) != now.get(name):
+            differences.append(f"{name}={before.get(name)!r}, now it is {now.get(name)!r}")
+    if differences:
+        raise UserError(f"{subject} with {'; '.join(differences)}; {advice}")
 
 
 def printable(text: str, lines: bool = False) -> str:
@@ -64,24 +66,25 @@ def printable(text: str, lines: bool = False) -> str:
     `lines` allows line breaks, and the zero-width characters that some scripts need.
     """
     if lines:
-        return _STEERING.sub(lambda found: _escaped(found[0]), text)
-    return "".join(each if each.isprintable() else _escaped(each) for each in text)
+        return _STEERING.sub(lambda match: _escaped(match[0]), text)
+    return "".join(character if character.isprintable() else _escaped(character) for character in text)
 
 
 def print_any_text() -> None:
     """Let stdout and stderr replace characters that their encoding lacks, which would be an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
-            stream.reconfigure(errors="replace" if stream.errors == "strict" else stream.errors)
+            errors = "replace" if stream.errors == "strict" else stream.errors
+            stream.reconfigure(errors=errors)
 
 
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode()
 
 
-def one_line(error: object, most: int = 300) -> str:
+def one_line(error: object, longest: int = 300) -> str:
     """The message of an error from elsewhere on one line, of at most so many characters."""
-    return " ".join(str(error).split())[:most]
+    return " ".join(str(error).split())[:longest]
 
 
 def as_options(kind: Kind) -> Kind:
@@ -93,12 +96,15 @@ def as_options(kind: Kind) -> Kind:
     """
     if not hasattr(kind, "__dataclass_fields__"):
         return kind
-    made: Any = kind
-    init = made.__init__
+    options_class: Any = kind
+    init = options_class.__init__
     signature = inspect.signature(init)
     takes_ratio = [*signature.parameters][1:2] == ["budget"]
-    ranges = {each.name: each.type for each in dataclasses.fields(kind) if _expected(each.type)}
-    ranges = made._ranges = getattr(kind, "_ranges", {}) | ranges
+    checked_types = dict(getattr(kind, "_checked_types", {}))
+    for field in dataclasses.fields(kind):
+        if _expected(field.type):
+            checked_types[field.name] = field.type
+    options_class._checked_types = checked_types
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **options: Any) -> None:
@@ -106,29 +112,27 @@ def as_options(kind: Kind) -> Kind:
             if args or "budget" in options:
                 raise UserError(f"{kind.__name__}: give a budget or a compression_ratio, not both")
             options["budget"] = _kept_share(kind.__name__, options.pop("compression_ratio"))
-        given = signature.bind(self, *args, **options)
-        for name, value in given.arguments.items():
+        bound = signature.bind(self, *args, **options)
+        for name, value in bound.arguments.items():
             if getattr(value, "ndim", None) == 0:
-                value = given.arguments[name] = value.item()
-            if name in ranges:
-                try:
-                    _adapter(ranges[name]).validate_python(value)
-                except ValidationError:
-                    raise _outside(ranges[name], f"{kind.__name__}: {name}", value) from None
-        init(*given.args, **given.kwargs)
+                value = value.item()
+                bound.arguments[name] = value
+            if name in checked_types:
+                require_kind(checked_types[name], f"{kind.__name__}: {name}", value)
+        init(*bound.args, **bound.kwargs)
 
-    made.__init__, made.__repr__ = __init__, _shown
+    options_class.__init__ = __init__
+    options_class.__repr__ = _changed_options
     return kind
 
 
 @functools.cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    choices = (each for each in getattr(kind, "__metadata__", ()) if get_origin(each) is Literal)
-    return TypeAdapter(next(choices, kind), config=ConfigDict(strict=True))
-
-
-def _outside(kind: Any, name: str, value: object) -> UserError:
-    return UserError(f"{name} {value!r} {_expected(kind)}")
+    """What checks values of a type; of `Annotated` with the `Literal` of its choices, these."""
+    for annotation in getattr(kind, "__metadata__", ()):
+        if get_origin(annotation) is Literal:
+            return TypeAdapter(annotation, config=ConfigDict(strict=True))
+    return TypeAdapter(kind, config=ConfigDict(strict=True))
 
 
 def _expected(kind: Any) -> str:
@@ -139,23 +143,29 @@ def _expected(kind: Any) -> str:
         return f"is unknown; choose one of {', '.join(map(str, get_args(kind)))}"
     if isinstance(kind, str):
         return f"must be {kind}"
-    return next(filter(None, map(_expected, getattr(kind, "__metadata__", get_args(kind)))), "")
+    for annotation in getattr(kind, "__metadata__", get_args(kind)):
+        text = _expected(annotation)
+        if text:
+            return text
+    return ""
 
 
 def _kept_share(name: str, ratio: Any) -> float:
-    ratio = ratio.item() if getattr(ratio, "ndim", None) == 0 else ratio
+    if getattr(ratio, "ndim", None) == 0:
+        ratio = ratio.item()
     if type(ratio) not in (int, float) or not 0 <= ratio < 1:
         raise UserError(f"{name}: compression_ratio {ratio!r} must be a number from 0 to below 1, the evicted share")
     return round(1.0 - ratio, 12)  # without the noise of 1 - 0.9
 
 
-def _shown(options: Any) -> str:
+def _changed_options(options: Any) -> str:
     """One line: the fields that differ from their defaults; of a value that is long, its type."""
-    shown = []
-    for each in dataclasses.fields(options):
-        value = getattr(options, each.name)
-        if each.repr and not (value is each.default or value == each.default):
+    changed = []
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.repr and not (value is field.default or value == field.default):
             text = repr(value)
-            short = len(text) <= 200 and "\n" not in text
-            shown.append(f"{each.name}={text if short else type(value).__name__ + '(...)'}")
-    return f"{type(options).__name__}({', '.join(shown)})"
+            if len(text) > 200 or "\n" in text:
+                text = f"{type(value).__name__}(...)"
+            changed.append(f"{field.name}={text}")
+    return f"{type(options).__name__}({', '.join(changed)})"

@@ -22,7 +22,7 @@ from datetime import datetime
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 import yaml
@@ -50,7 +50,8 @@ _FORMULA = re.compile(
 _DIGEST = re.compile(rb'\{\s*"_sha256": "([0-9a-f]{16})",\s*')
 _FIRST_KEY = re.compile(rb'\{\s*"(.{7})"')
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-_YAML_BYTES, _YAML_VALUES = 1 << 20, 100_000
+_YAML_BYTES = 1 << 20
+_YAML_VALUES = 100_000
 """Largest YAML file, and number of values in one once its aliases are replaced; larger ones are no configurations."""
 
 
@@ -73,12 +74,15 @@ def require_writable(out: Path, folder: bool = True, key: str = "out") -> None:
 
     The path need not exist. It is to be a folder, or else a regular file; `key` is the command's key that names it.
     """
-    if link := next((each for each in (out, *out.parents) if each.is_symlink() and not each.exists()), None):
-        raise UserError(f"{key}={out}: {link} is a broken link; remove it, or choose another {key}=")
-    if out.exists() and not (out.is_dir() if folder else out.is_file()):
+    for path in (out, *out.parents):
+        if path.is_symlink() and not path.exists():
+            raise UserError(f"{key}={out}: {path} is a broken link; remove it, or choose another {key}=")
+    if out.exists():
         kind = "folder" if out.is_dir() else "file" if out.is_file() else "device or pipe"
-        raise UserError(f"{key}={out} is a {kind}; name a {'folder' if folder else 'file'}")
-    nearest = _nearest(out if folder else out.parent)
+        expected = "folder" if folder else "file"
+        if kind != expected:
+            raise UserError(f"{key}={out} is a {kind}; name a {expected}")
+    nearest = _nearest_existing(out) if folder else _nearest_existing(out.parent)
     if not nearest.is_dir():
         raise UserError(f"{key}={out} lies in {nearest}, which is a file; choose another {key}=")
     if not os.access(nearest, os.W_OK | os.X_OK):
@@ -87,12 +91,15 @@ def require_writable(out: Path, folder: bool = True, key: str = "out") -> None:
 
 def free_bytes(path: Path) -> int:
     """Free bytes on the disk of a path that need not exist."""
-    return shutil.disk_usage(_nearest(path)).free
+    return shutil.disk_usage(_nearest_existing(path)).free
 
 
-def _nearest(path: Path) -> Path:
+def _nearest_existing(path: Path) -> Path:
     """The path, or the first folder above it that exists."""
-    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
 
 
 # Atomic writes and locks
@@ -102,14 +109,14 @@ def _nearest(path: Path) -> Path:
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that replaces `folder` when the block ends; when it raises, `folder` stays as it was."""
     folder = regular(Path(at_home(folder)))
-    with _unfinished(folder.parent) as beside:
-        made = beside / folder.name
-        made.mkdir()
-        yield made
-        sync(*made.rglob("*"), made)
+    with _unfinished(folder.parent) as unfinished:
+        new = unfinished / folder.name
+        new.mkdir()
+        yield new
+        sync(*new.rglob("*"), new)
         if folder.exists():
-            folder.rename(beside / "replaced")
-        made.rename(folder)
+            folder.rename(unfinished / "replaced")
+        new.rename(folder)
         sync(folder.parent)
 
 
@@ -136,18 +143,19 @@ def atomic_files(folder: Path, last: str) -> Iterator[Path]:
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path, which becomes `path` when the block ends without an error; UserError for a device."""
     regular(path)
-    with _unfinished(path.parent) as beside:
-        yield beside / path.name
-        sync(beside / path.name)
-        (beside / path.name).replace(path)
+    with _unfinished(path.parent) as unfinished:
+        new = unfinished / path.name
+        yield new
+        sync(new)
+        new.replace(path)
         sync(path.parent)
 
 
 def regular(path: Path, *others: Path) -> Path:
     """The path; UserError if it or one of the others is a device, a pipe or a socket."""
-    for each in (path, *others):
-        if each.exists() and not (each.is_file() or each.is_dir()):
-            raise UserError(f"{each}: not a regular file; choose another path")
+    for checked in (path, *others):
+        if checked.exists() and not (checked.is_file() or checked.is_dir()):
+            raise UserError(f"{checked}: not a regular file; choose another path")
     return path
 
 
@@ -160,18 +168,18 @@ def _unfinished(folder: Path) -> Iterator[Path]:
     is_nested = any(part.startswith(_UNFINISHED) for part in folder.parts)
     if not is_nested:  # if the outer folder was removed, its files would be missing
         folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(f"{_UNFINISHED}*"):
-        if _is_abandoned(left):
-            shutil.rmtree(left, ignore_errors=True)
-    made = Path(tempfile.mkdtemp(prefix=f"{_UNFINISHED}{socket.gethostname()}-{os.getpid()}-", dir=folder))
+    for unfinished in folder.glob(f"{_UNFINISHED}*"):
+        if _is_abandoned(unfinished):
+            shutil.rmtree(unfinished, ignore_errors=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f"{_UNFINISHED}{socket.gethostname()}-{os.getpid()}-", dir=folder))
     try:
-        yield made
+        yield temporary
     except FileNotFoundError:
-        if is_nested or made.exists():
+        if is_nested or temporary.exists():
             raise
         raise UserError(f"{folder}: removed while it was being written; run the same command again") from None
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _is_abandoned(unfinished: Path) -> bool:
@@ -188,11 +196,11 @@ def _is_abandoned(unfinished: Path) -> bool:
 def sync(*paths: Path) -> None:
     """Wait until files and folders are on the disk, so that they survive a power cut."""
     for path in paths:
-        opened = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(opened)
+            os.fsync(descriptor)
         finally:
-            os.close(opened)
+            os.close(descriptor)
 
 
 @contextmanager
@@ -207,7 +215,8 @@ def one_writer(folder: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        holder = (path.read_text(encoding="utf-8") if path.exists() else "") or "another process"
+        holder = path.read_text(encoding="utf-8") if path.exists() else ""
+        holder = holder or "another process"
         raise UserError(f"{folder}: {holder} is writing here; wait for it to end, or choose another out=") from None
     try:
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M},")
@@ -239,7 +248,8 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, ob
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(map(_cell, columns))
-    writer.writerows([_cell(row[column]) for column in columns] for row in rows)
+    for row in rows:
+        writer.writerow([_cell(row[column]) for column in columns])
     write_text(path, text.getvalue())
 
 
@@ -258,9 +268,12 @@ def to_json(value: Any, indent: int | None = None) -> str:
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     if not isinstance(value, dict) or not value:
         return text
-    rest = text[1:].lstrip()
-    opening, gap = ("{", " ") if indent is None else (f"{{\n{' ' * indent}", f"\n{' ' * indent}")
-    return f'{opening}"_sha256": "{_short_digest(rest.encode())}",{gap}{rest}'
+    content = text[1:].lstrip()  # what follows the digest
+    digest = _short_digest(content.encode())
+    if indent is None:
+        return f'{{"_sha256": "{digest}", {content}'
+    new_line = "\n" + " " * indent
+    return f'{{{new_line}"_sha256": "{digest}",{new_line}{content}'
 
 
 def from_json(text: bytes, kind: Any = Any) -> Any:
@@ -272,17 +285,28 @@ def from_json(text: bytes, kind: Any = Any) -> Any:
     if text.startswith(_UTF_16):
         raise ValueError("UTF-16; save it as UTF-8")
     text = text.strip().removeprefix(codecs.BOM_UTF8)
-    if digest := _DIGEST.match(text):
-        rest = text[digest.end() :]
-        if _short_digest(rest) != digest[1].decode():
+    digest = _DIGEST.match(text)
+    if digest is not None:
+        content = text[digest.end() :]
+        if _short_digest(content) != digest[1].decode():
             raise ValueError("changed or cut off since it was written (the digest at its start differs)")
-        text = b"{" + rest
-    elif (key := _FIRST_KEY.match(text)) and sum(a != b for a, b in zip(key[1], b"_sha256", strict=True)) < 2:
+        text = b"{" + content
+    elif _begins_with_damaged_digest(text):
         raise ValueError("changed since it was written (its start is not a digest)")
+    extra: Literal["allow", "forbid"] = "allow" if is_typeddict(kind) else "forbid"
     try:
-        return _adapter(kind).validate_json(text, strict=True, extra="allow" if is_typeddict(kind) else "forbid")
+        return _adapter(kind).validate_json(text, strict=True, extra=extra)
     except ValidationError as error:
         raise ValueError(_first_fault(error)) from None
+
+
+def _begins_with_damaged_digest(text: bytes) -> bool:
+    """Whether the first key of an object is `_sha256`, or differs from it in one byte."""
+    key = _FIRST_KEY.match(text)
+    if key is None:
+        return False
+    changed_bytes = sum(byte != expected for byte, expected in zip(key[1], b"_sha256", strict=True))
+    return changed_bytes < 2
 
 
 @cache
@@ -291,15 +315,18 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _first_fault(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    said, got = " ".join(first["msg"].removeprefix("Value error, ").split()), first["input"]
-    if first["type"] == "json_invalid":
-        return f"not valid JSON ({said.removeprefix('Invalid JSON: ')}); is it cut off?"
-    field = ".".join(map(str, first["loc"]))
-    if first["type"] == "value_error" and isinstance(got, dict):  # said by a check of the whole
-        return f"{field and field + ': '}{said}"
-    shown = type(got).__name__ if isinstance(got, dict | list) else repr(got)[:60]
-    return f"{field and field + ': '}{said.replace('Input should be', 'expected')}, got {shown}"
+    """The first of pydantic's errors on one line: the field, what is wrong, and the value."""
+    fault = error.errors(include_url=False)[0]
+    value = fault["input"]
+    message = " ".join(fault["msg"].removeprefix("Value error, ").split())
+    if fault["type"] == "json_invalid":
+        return f"not valid JSON ({message.removeprefix('Invalid JSON: ')}); is it cut off?"
+    field = ".".join(map(str, fault["loc"]))
+    prefix = f"{field}: " if field else ""
+    if fault["type"] == "value_error" and isinstance(value, dict):  # by a check over several fields
+        return prefix + message
+    shown = type(value).__name__ if isinstance(value, dict | list) else repr(value)[:60]
+    return f"{prefix}{message.replace('Input should be', 'expected')}, got {shown}"
 
 
 def _short_digest(text: bytes) -> str:
@@ -337,7 +364,7 @@ def read_yaml(path: Path) -> str:
     try:
         text = content.decode("utf-16" if content.startswith(_UTF_16) else "utf-8-sig")
         root = yaml.compose(text, yaml.SafeLoader)
-        values = _values(root, {}) if root else 0
+        values = _count_values(root, {}) if root else 0
     except (yaml.YAMLError, UnicodeError, RecursionError) as error:
         raise UserError(f"{path}: not a YAML file ({' '.join(str(error).split())})") from None
     if values > _YAML_VALUES:
@@ -345,13 +372,22 @@ def read_yaml(path: Path) -> str:
     return text
 
 
-def _values(node: yaml.Node, known: dict[int, float]) -> float:
-    """Number of values in a YAML node with its aliases replaced; infinite where an alias stands for itself."""
-    if id(node) not in known:
-        known[id(node)] = float("inf")
-        inside = [part for entry in node.value for part in (entry if isinstance(entry, tuple) else [entry])]
-        known[id(node)] = 1 + sum(_values(part, known) for part in inside if isinstance(part, yaml.Node))
-    return known[id(node)]
+def _count_values(node: yaml.Node, counts: dict[int, float]) -> float:
+    """Number of values in a YAML node with its aliases replaced; infinite where an alias stands for itself.
+
+    `counts` has the numbers of the nodes that were counted before, by id.
+    """
+    if id(node) in counts:
+        return counts[id(node)]
+    counts[id(node)] = float("inf")
+    children = []
+    if isinstance(node, yaml.SequenceNode):
+        children = node.value
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            children += [key, value]
+    counts[id(node)] = 1 + sum(_count_values(child, counts) for child in children)
+    return counts[id(node)]
 
 
 def read_jsonl(path: Path, kind: Any = Row) -> Iterator[Any]:
@@ -385,7 +421,8 @@ def text_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Number, from 1, and UTF-8 of each line that is not empty; UserError if not UTF-8 or UTF-16, plain or gzipped."""
     data = path.read_bytes()
     try:
-        data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
+        if data.startswith(b"\x1f\x8b"):
+            data = gzip.decompress(data)
         if data.startswith(_UTF_16):
             data = data.decode("utf-16").encode()
     except (OSError, EOFError, zlib.error, UnicodeError) as error:
@@ -406,9 +443,9 @@ def whole_lines(path: Path, kind: Any = Row) -> list[Any]:
 def cut_torn_line(path: Path) -> None:
     """Remove a last line that does not end, as a kill leaves it, from a file."""
     text = path.read_bytes()
-    whole = text.rfind(b"\n") + 1
-    if whole < len(text):
-        os.truncate(path, whole)
+    end = text.rfind(b"\n") + 1
+    if end < len(text):
+        os.truncate(path, end)
 
 
 def append_lines(path: Path, rows: Iterable[Row]) -> None:
@@ -444,12 +481,18 @@ def text_digest(text: str) -> str:
 
 def read_bytes(text: str) -> int:
     """Bytes from text such as 24GiB, 24 GB, 1.5GiB or 25769803776; UserError for another form, or 0."""
-    written = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if written is None or written[2] not in _UNITS or not (size := int(float(written[1]) * _UNITS[written[2]])):
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    size = 0
+    if match is not None and match[2] in _UNITS:
+        number, unit = match.groups()
+        size = int(float(number) * _UNITS[unit])
+    if size == 0:
         raise UserError(f"{text!r} is not an amount of memory; write it as 24GiB, 24GB or a number of bytes")
     return size
 
 
 def size_text(size: int) -> str:
     """Bytes as text, in GiB, or MiB below one GiB."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
+    if size >= 2**30:
+        return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**20:.2f} MiB"
