@@ -74,9 +74,15 @@ def _typed(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(_inner, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{name}: {_inner(each)}' for name, each in value.items())}}}"
-    return str(value) if isinstance(value, (str, Path)) else json.dumps(value)
+        entries = [f"{name}: {_inner(entry)}" for name, entry in value.items()]
+        return f"{{{','.join(entries)}}}"
+    if isinstance(value, (str, Path)):
+        return str(value)
+    return json.dumps(value)
 
 
 def _inner(value: Any) -> str:
-    return QuotedString(str(value), Quote.double).with_quotes() if isinstance(value, (str, Path)) else _typed(value)
+    """A value within a list or a mapping: texts in quotes."""
+    if isinstance(value, (str, Path)):
+        return QuotedString(str(value), Quote.double).with_quotes()
+    return _typed(value)

@@ -27,22 +27,26 @@ from keepsight.runtime.state import State, prefill
 
 def run(config: Config) -> None:
     """Write the page."""
-    out, names = Path(config.out), (config.method, config.compare)
+    out = Path(config.out)
     require_writable(out, folder=False)
     if out.is_file() and not out.read_bytes().startswith(b"<!DOCTYPE html>"):
         raise UserError(f"out={out} is a file but not a page; choose another out=")
-    for name in names:
+    method_names = (config.method, config.compare)
+    for name in method_names:
         _method(name, config, resources_later(config))
     text = read_text(config.prompt)  # bad values are refused before anything loads
+
     target = target_of(config)
     resources = resources_of(config, target)
     ids = torch.tensor([_ids(text, config.template, target)], device=target.model.device)
-    whole = prefill(target.model, ids)
-    kept, answers = {}, {FULL: _answer(FullCache(), target, whole.copy(), config.max_new_tokens)}
-    for name in names:
+    full_state = prefill(target.model, ids)
+    answers = {FULL: _answer(FullCache(), target, full_state.copy(), config.max_new_tokens)}
+    kept_entries = {}
+    for name in method_names:
         method = _method(name, config, resources)
-        kept[name], state = _compressed(method, target, ids)
+        kept_entries[name], state = _evicted(method, target, ids)
         answers[name] = _answer(method, target, state, config.max_new_tokens)
+
     tokens = token_texts(target.tokenizer, ids[0].tolist())
     settings = {
         "model": target.name,
@@ -53,9 +57,10 @@ def run(config: Config) -> None:
         "prompt tokens": len(tokens),
     }
     title = f"{Path(target.name).name}: {config.method} at budget {config.budget}"
-    write_inspect_page(out, tokens, kept, title, settings, answers)
+    write_inspect_page(out, tokens, kept_entries, title, settings, answers)
     width = max(map(len, answers))
-    print(*(printable(f"{name:<{width}}  {shorten(answer, 100)}") for name, answer in answers.items()), sep="\n")
+    for name, answer in answers.items():
+        print(printable(f"{name:<{width}}  {shorten(answer, 100)}"))
     print(f"{len(tokens)} tokens, {config.budget} kept per layer and KV head: {config.out}")
     print("next: open the page in a browser")
 
@@ -87,21 +92,25 @@ def _ids(text: str, template: bool, target: Target) -> list[int]:
     return ids
 
 
-def _compressed(method: Evict, target: Target, ids: torch.Tensor) -> tuple[np.ndarray, State]:
+def _evicted(method: Evict, target: Target, ids: torch.Tensor) -> tuple[np.ndarray, State]:
     """Which entries stay, [layers, KV heads, N] bool, and the state of these."""
     method.check(ids.shape[1], context_of(target.model))
     state: State = prefill(target.model, ids, needs=method.needs())
     if method.fits(state):
         raise UserError(f"budget={method.budget} keeps all {state.length} prompt tokens; lower it")
-    kept, selected = method.evict(target.model, state)
-    return torch.cat(selected).cpu().numpy(), kept
+    evicted_state, kept_entries = method.evict(target.model, state)
+    return torch.cat(kept_entries).cpu().numpy(), evicted_state
 
 
 @torch.no_grad()
 def _answer(method: Method, target: Target, state: State, limit: int) -> str:
     """The greedy answer from a state, which is changed."""
-    stop, eviction = stop_after(limit, target.end_tokens), method.periodic_eviction(target.model)
-    restart = partial(method.restart, target.model)
-    reader = method.reader(target.model)
-    decoded = decode(reader, state, stop, pad_token=target.pad_token, eviction=eviction, restart=restart)
+    decoded = decode(
+        method.reader(target.model),
+        state,
+        stop_after(limit, target.end_tokens),
+        pad_token=target.pad_token,
+        eviction=method.periodic_eviction(target.model),
+        restart=partial(method.restart, target.model),
+    )
     return answer_text(target.tokenizer, decoded.ids[0].tolist())

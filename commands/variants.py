@@ -10,7 +10,7 @@ from typing import Any
 
 from keepsight.commands.config_serving import Evicting
 from keepsight.commands.recipe import say_once
-from keepsight.errors import Budget, UserError, require_kind
+from keepsight.errors import Budget, UserError, one_line, require_kind
 from keepsight.eval.record import FULL
 from keepsight.eval.sweep import Variant
 from keepsight.models.targets import Target
@@ -28,25 +28,26 @@ def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resourc
     `all` stands for every method, at each budget with which it can be made by its defaults; a line names the others.
     UserError: nothing is named, something twice, or a method cannot be made.
     """
-    variants: list[Variant] = []
-    left: list[tuple[str, Any, UserError]] = []
     for budget in budgets:
         require_kind(Budget, f"budgets={budgets}: budget", budget)
-    for given, is_asked in _with_all(methods):
-        if given == FULL or given == {"name": FULL}:
+    variants: list[Variant] = []
+    left_out: list[tuple[str, Any, UserError]] = []
+    for method, is_named in _with_all(methods):
+        if method in (FULL, {"name": FULL}):
             continue  # the sweep always answers from the full cache first
-        for name, label, options in _by_bits(*_read_method(given), bits):
-            for budget in budgets if has_field(name, "budget") else [None]:
-                if any((each.name, each.budget) == (label, budget) for each in variants):
+        for name, label, options in _by_bits(*_read_method(method), bits):
+            budgets_of_method = budgets if has_field(name, "budget") else [None]
+            for budget in budgets_of_method:
+                if any((variant.name, variant.budget) == (label, budget) for variant in variants):
                     raise UserError(f"methods= and budgets= name {label!r} at budget {budget} twice; name it once")
                 try:
                     variants.append(Variant(label, make_method(name, budget, resources, **options)))
                 except UserError as error:
-                    if is_asked or options:
+                    if is_named or options:
                         raise
-                    left.append((label, budget, error))
-    if left:
-        say_once(f"methods=all leaves out {_listed(left, [each.name for each in variants])}")
+                    left_out.append((label, budget, error))
+    if left_out:
+        say_once(f"methods=all leaves out {_reasons(left_out, [variant.name for variant in variants])}")
     if not variants:
         raise UserError("methods= and budgets= must name at least one method that evicts, and one budget")
     return variants
@@ -56,24 +57,26 @@ ALL = "all"
 
 
 def _with_all(methods: list[Any]) -> Iterator[tuple[Any, bool]]:
-    """The methods, with names in place of `all`, and whether each was asked for by itself."""
+    """The methods, with names in place of `all`, and whether each is named by itself."""
     if ALL in methods:
         for name in METHODS:
             if name not in (FULL, "evict") and name not in methods:  # a composition has no defaults
                 yield name, False
-    for given in methods:
-        if given != ALL:
-            yield given, True
+    for method in methods:
+        if method != ALL:
+            yield method, True
 
 
-def _listed(left: Iterable[tuple[str, Any, UserError]], made: list[str]) -> str:
-    """Methods that could not be made, and why; with their budgets if they are made at others."""
-    reasons: dict[str, list[str]] = {}
-    for name, budget, error in left:
-        subject = f"{name} at budget {budget}" if name in made else name
-        subjects = reasons.setdefault(str(error).partition(": ")[2], [])
-        subjects += [subject] if subject not in subjects else []
-    return "; ".join(f"{', '.join(subjects)}: {why}" for why, subjects in reasons.items())
+def _reasons(left_out: Iterable[tuple[str, Any, UserError]], names: list[str]) -> str:
+    """Methods that could not be made, and why; with their budgets if they are among the `names` made at others."""
+    subjects_by_reason: dict[str, list[str]] = {}
+    for name, budget, error in left_out:
+        reason = str(error).partition(": ")[2]
+        subject = f"{name} at budget {budget}" if name in names else name
+        subjects = subjects_by_reason.setdefault(reason, [])
+        if subject not in subjects:
+            subjects.append(subject)
+    return "; ".join(f"{', '.join(subjects)}: {reason}" for reason, subjects in subjects_by_reason.items())
 
 
 def import_plugins(names: Iterable[str]) -> None:
@@ -81,21 +84,21 @@ def import_plugins(names: Iterable[str]) -> None:
 
     UserError: one cannot be imported, or adds something to METHODS that is not a method.
     """
-    here = os.getcwd()
+    working_folder = os.getcwd()
     for name in names:
         points = entry_points(group="keepsight", name=name)
-        sys.path.append(here)
+        sys.path.append(working_folder)
         try:
             for point in points:
                 point.load()
             if not points:
                 importlib.import_module(name)
         except (Exception, SystemExit) as error:  # whatever that code raises
-            said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise UserError(f"plugins={name} cannot be imported ({said}); name a module or an entry point") from error
+            reason = one_line(f"{type(error).__name__}: {error}")
+            raise UserError(f"plugins={name} cannot be imported ({reason}); name a module or an entry point") from error
         finally:
-            os.chdir(here)  # paths of other keys are relative to it
-            sys.path.remove(here)
+            os.chdir(working_folder)  # paths of other keys are relative to it
+            sys.path.remove(working_folder)
         for key, kind in METHODS.items():
             if not (isinstance(kind, type) and issubclass(kind, Method) and is_dataclass(kind)):
                 raise UserError(f"plugins={name}: METHODS[{key!r}] must be a dataclass of Method's, got {kind!r:.60}")
@@ -115,41 +118,50 @@ def _by_bits(
     if not bits or "bits" in options or not has_field(name, "bits"):
         yield name, label, options
         return
-    for each in bits:
-        yield name, f"{label} bits={each}", options | {"bits": each}
+    for width in bits:
+        yield name, f"{label} bits={width}", {**options, "bits": width}
 
 
-def _read_method(given: Any) -> tuple[str, str, dict[str, Any]]:
+def _read_method(method: Any) -> tuple[str, str, dict[str, Any]]:
     """Name, label and options of one of `methods`."""
-    if not isinstance(given, str | dict):
-        raise UserError(f"methods={given!r}: expected a method's name, or {{name: NAME, option: value}}")
-    options = {"name": given} if isinstance(given, str) else {str(key): value for key, value in given.items()}
+    if isinstance(method, str):
+        options: dict[str, Any] = {"name": method}
+    elif isinstance(method, dict):
+        options = {str(key): value for key, value in method.items()}
+    else:
+        raise UserError(f"methods={method!r}: expected a method's name, or {{name: NAME, option: value}}")
     name = str(options.pop("name", ""))
-    label = str(options.pop("label", " ".join([name, *_said(options)])))
+    default_label = " ".join([name, *_option_texts(options)])
+    label = str(options.pop("label", default_label))
     if FULL in (name, label):
-        raise UserError(f"methods={given!r}: {FULL!r} is the full cache, which takes no options; give another label")
+        raise UserError(f"methods={method!r}: {FULL!r} is the full cache, which takes no options; give another label")
     if "budget" in options:
-        raise UserError(f"methods={given!r}: there is no option 'budget'; budgets= is for all methods")
+        raise UserError(f"methods={method!r}: there is no option 'budget'; budgets= is for all methods")
     return name, label, options
 
 
-def _said(options: dict[str, Any]) -> list[str]:
+def _option_texts(options: dict[str, Any]) -> list[str]:
     """Options as a label shows them: `window=4`, `pool(kernel=5)`, `observer=draft_tokens(window=4)`."""
-    said = []
+    texts = []
     for key, value in options.items():
-        if isinstance(value, dict):
-            inner = ", ".join(_said({each: value[each] for each in value if each != "name"}))
-            name = f"={value['name']}" if "name" in value else ""
-            said.append(f"{key}{name}({inner})" if inner else f"{key}{name}")
-        else:
-            said.append(f"{key}={value}")
-    return said
+        if not isinstance(value, dict):
+            texts.append(f"{key}={value}")
+            continue
+        text = key
+        if "name" in value:
+            text += f"={value['name']}"
+        inner_options = {name: option for name, option in value.items() if name != "name"}
+        if inner_options:
+            text += f"({', '.join(_option_texts(inner_options))})"
+        texts.append(text)
+    return texts
 
 
 def method_of(config: Evicting, resources: Resources, **options: object) -> Method:
     """The method; `options` take precedence over the configuration's."""
     budget = config.budget if has_field(config.method, "budget") else None
-    return make_method(config.method, budget, resources, **{**config.options, **options})
+    all_options = {**config.options, **options}
+    return make_method(config.method, budget, resources, **all_options)
 
 
 def letters_for(target: Target, budget: int | float) -> int:
@@ -165,11 +177,13 @@ def prefix_method(config: Evicting, resources: Resources) -> Evict:
     refusal = f"method={config.method} evicts nothing from the cache, so there is no prefix to write"
     method = require_evict(method_of(config, resources), refusal)
     if config.page:
-        shared = isinstance(method.allocate, Global)  # keeps its trained head weights
-        allocate = {"page": config.page} if shared else {"name": "global", "page": config.page}
-        given = config.options.get("allocate")
-        given = {"name": given} if isinstance(given, str) else given or {}
-        method = require_evict(method_of(config, resources, allocate={**given, **allocate}), refusal)
+        allocate = config.options.get("allocate") or {}
+        if isinstance(allocate, str):
+            allocate = {"name": allocate}
+        allocate = {**allocate, "page": config.page}
+        if not isinstance(method.allocate, Global):  # which keeps its trained head weights
+            allocate["name"] = "global"
+        method = require_evict(method_of(config, resources, allocate=allocate), refusal)
     elif not isinstance(method.allocate, Uniform):
         kind = type(method.allocate).__name__
         advice = "give page=32 for vLLM with KEEPSIGHT_RAGGED=1, or options={allocate: uniform}"
