@@ -39,8 +39,10 @@ _OUR_KEYS = "hosts", "origins", "grace", "keep_alive", "read_timeout", "connecti
 _VLLM_OWN = "model", "tokenizer", "served_model_name", "host", "port", "api_key", "middleware", "kv_transfer_config"
 _VLLM_KEY = "VLLM_API_KEY"
 """vLLM's variable of the API key, which `key=` stands before."""
-_SHUTDOWN, _ENDING = 25, 5
-"""Seconds that vLLM lets running answers take once it is told to stop, and what it may take then."""
+_SHUTDOWN = 25
+"""Seconds that vLLM lets running answers take once it is told to stop."""
+_ENDING = 5
+"""Seconds that vLLM may take to end then."""
 _LONGEST_SOCKET = 100
 """Bytes of the path of a Unix socket: macOS allows 103, Linux 107."""
 
@@ -54,9 +56,9 @@ def run(config: Config) -> None:
     if config.vllm:
         _run_vllm(config)
         return
-    defaults = Config()
-    if given := [name for name in _VLLM_KEYS if getattr(config, name) != getattr(defaults, name)]:
-        raise UserError(f"{given[0]}= is for vLLM's server; leave it out, or add vllm=true")
+    for name in _VLLM_KEYS:
+        if _is_set(config, name):
+            raise UserError(f"{name}= is for vLLM's server; leave it out, or add vllm=true")
     try:
         from keepsight.serving.guard import ANY
         from keepsight.serving.listener import Listening, server_of
@@ -65,12 +67,22 @@ def run(config: Config) -> None:
         raise UserError(f"keepsight serve needs {error.name}; run `pip install -e '.[serving]'` in the clone") from None
     method_of(config, resources_later(config))  # bad values end here, before anything loads
     key = os.environ.get(config.key) or None
-    with closing(listening(config.host, config.port)) as opened:
+    key_variable = config.key if key else None
+    hosts = config.hosts
+    if not hosts:
+        hosts = [ANY] if key else _names_of(config.host)
+    with closing(listening(config.host, config.port)) as listener:
         target = target_of(config)
         method = method_of(config, resources_of(config, target))
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        batch = {"rows": config.rows, "waiting": config.waiting, "max_prompt_tokens": config.max_prompt_tokens}
-        with Engine(target.model, method, **batch) as engine:
+        engine = Engine(
+            target.model,
+            method,
+            rows=config.rows,
+            waiting=config.waiting,
+            max_prompt_tokens=config.max_prompt_tokens,
+        )
+        with engine:
             name = config.name or target.public_name
             service = Service(
                 engine,
@@ -80,7 +92,7 @@ def run(config: Config) -> None:
                 answer_tokens=config.max_new_tokens,
                 max_bytes=config.max_bytes,
                 read_timeout=config.read_timeout,
-                hosts=config.hosts or ([ANY] if key else _names_of(config.host)),
+                hosts=hosts,
                 origins=config.origins,
                 open_metrics=config.open_metrics,
             )
@@ -88,26 +100,35 @@ def run(config: Config) -> None:
                 config.grace, config.keep_alive, config.read_timeout, config.connections, config.access_log
             )
             server = server_of(service.app(), engine, options)
-            url = f"{_address(*opened.getsockname()[:2])}/v1"
-            asks = f"requests need the key in {config.key}" if key else "requests need no key"
-            how = f"{config.method}, budget {config.budget}"
-            print(printable(f"serving {name} at {url} with {how}; {asks}"))
-            request = request_line(url, name, config.key if key else None)
-            print(printable(f"next: {request}"))
+            host, port = listener.getsockname()[:2]
+            url = f"{_address(host, port)}/v1"
+            method_text = f"{config.method}, budget {config.budget}"
+            print(printable(f"serving {name} at {url} with {method_text}; {_key_note(key_variable)}"))
+            print(printable(f"next: {request_line(url, name, key_variable)}"))
             sys.stdout.flush()
             try:
-                server.run(sockets=[opened])
+                server.run(sockets=[listener])
             except KeyboardInterrupt:  # raised by either signal, once everything has ended
                 print("stopped", file=sys.stderr)
+
+
+def _is_set(config: Config, name: str) -> bool:
+    """Whether a key has another value than its default."""
+    return bool(getattr(config, name) != getattr(Config(), name))
+
+
+def _key_note(variable: str | None) -> str:
+    """Says where the API key of requests is, if they need one: in an environment variable."""
+    return f"requests need the key in {variable}" if variable else "requests need no key"
 
 
 def _names_of(host: str) -> list[str]:
     """Names by which clients may call a server that needs no key, beside localhost and addresses."""
     try:
-        local = ip_address(host).is_loopback
+        is_loopback = ip_address(host).is_loopback
     except ValueError:
-        local = False
-    return [host] if local else [host, socket.gethostname()]
+        is_loopback = False
+    return [host] if is_loopback else [host, socket.gethostname()]
 
 
 # Beside vLLM's server
@@ -120,34 +141,55 @@ def _run_vllm(config: Config) -> None:
 
     prefix_method(config, resources_later(config))  # bad values end here, before anything loads
     target = target_of(config)
-    method, least = prefix_method(config, resources_of(config, target)), _least(config, target)
-    with server_folder() as made:
+    method = prefix_method(config, resources_of(config, target))
+    min_prompt_tokens = _min_prompt_tokens(config, target)
+    with server_folder() as folder:
         # Clients name prefixes of the first folder alone; those of the second are made and removed by this server.
-        named = Path(config.prefixes or Path(made, "named"))
-        automatic = Path(made, "prefixes")
-        for folder in (named, automatic):
-            folder.mkdir(parents=True, exist_ok=True)
-        limits = {"max_bytes": read_bytes(config.prefix_bytes), "max_tokens": config.max_prompt_tokens}
-        worker = Worker(target, method, automatic, page=config.page, waiting=config.waiting, **limits)
-        if len(os.fsencode(at := Path(made, "worker.sock"))) > _LONGEST_SOCKET:
-            raise UserError(f"{made}: too long for the path of a socket; set TMPDIR to a shorter folder")
-        threading.Thread(target=asyncio.run, args=(worker.serve(at),), name="worker", daemon=True).start()
+        named_prefixes = Path(config.prefixes or Path(folder, "named"))
+        own_prefixes = Path(folder, "prefixes")
+        named_prefixes.mkdir(parents=True, exist_ok=True)
+        own_prefixes.mkdir(parents=True, exist_ok=True)
+
+        worker = Worker(
+            target,
+            method,
+            own_prefixes,
+            page=config.page,
+            waiting=config.waiting,
+            max_bytes=read_bytes(config.prefix_bytes),
+            max_tokens=config.max_prompt_tokens,
+        )
+        worker_socket = Path(folder, "worker.sock")
+        if len(os.fsencode(worker_socket)) > _LONGEST_SOCKET:
+            raise UserError(f"{folder}: too long for the path of a socket; set TMPDIR to a shorter folder")
+        threading.Thread(target=asyncio.run, args=(worker.serve(worker_socket),), name="worker", daemon=True).start()
+
         port = _port_of(config)
         source, _, _ = located(config.model.id, config.model.revision, config.model.own_file)
-        tokenizer = Path(made, "tokenizer")
-        command = [*_command(config, target, source, tokenizer, named, automatic), f"--port={port}"]
-        stopping = Path(made, "stopping")
-        environment = _environment(config, least, context_of(target.model), source, tokenizer, named, at)
-        environment |= {STOPPING: str(stopping), GRACE: str(max(_shutdown_timeout(config) - 2, 0.5))}
+        tokenizer = Path(folder, "tokenizer")
+        stopping = Path(folder, "stopping")
+        arguments = [*_arguments(config, target, source, tokenizer, named_prefixes, own_prefixes), f"--port={port}"]
+        context = context_of(target.model)
+        environment = _environment(config, min_prompt_tokens, context, source, tokenizer, named_prefixes, worker_socket)
+        environment[STOPPING] = str(stopping)
+        shutdown_timeout = _shutdown_timeout(config)
+        environment[GRACE] = str(max(shutdown_timeout - 2, 0.5))
+        key_variable = None
+        if os.environ.get(config.key):
+            key_variable = config.key
+        elif os.environ.get(_VLLM_KEY):
+            key_variable = _VLLM_KEY
+
         try:
-            with _child(command, environment, _shutdown_timeout(config)) as child, _stopped_before(worker, stopping):
+            with _child(arguments, environment, shutdown_timeout) as child, _stopped_before(worker, stopping):
                 _wait_for(child, config.host, port)
-                name, url = config.name or target.public_name, f"{_address(config.host, port)}/v1"
-                how = f"{config.method}, budget {config.budget}, for prompts of {least} tokens or more"
-                key = next((variable for variable in (config.key, _VLLM_KEY) if os.environ.get(variable)), None)
-                asks = f"requests need the key in {key}" if key else "requests need no key"
-                print(printable(f"vLLM serves {name} at {url} with {how}; {asks}"))
-                print(printable(f"next: {request_line(url, name, key)}"), flush=True)
+                name = config.name or target.public_name
+                url = f"{_address(config.host, port)}/v1"
+                method_text = (
+                    f"{config.method}, budget {config.budget}, for prompts of {min_prompt_tokens} tokens or more"
+                )
+                print(printable(f"vLLM serves {name} at {url} with {method_text}; {_key_note(key_variable)}"))
+                print(printable(f"next: {request_line(url, name, key_variable)}"), flush=True)
                 raise UserError(f"vLLM's server ended with status {child.wait()}; its last lines say why")
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
@@ -173,15 +215,16 @@ def _address(host: str, port: int) -> str:
 
 def request_line(url: str, name: str, key: str | None) -> str:
     """A curl command with an example request; `key` is the variable with the API key, None without one."""
-    asked = json.dumps({"model": name, "messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 16})
-    secret = f' -H "Authorization: Bearer ${key}"' if key else ""
-    return f"curl {url}/chat/completions{secret} -H 'Content-Type: application/json' -d {shlex.quote(asked)}"
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 16})
+    authorization = f' -H "Authorization: Bearer ${key}"' if key else ""
+    return f"curl {url}/chat/completions{authorization} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 
 def _check_vllm(config: Config) -> None:
-    defaults = Config()
-    if given := [name for name in _OUR_KEYS if getattr(config, name) != getattr(defaults, name)]:
-        raise UserError(f"{given[0]}= is for keepsight's own server; leave it out, or leave out vllm=true")
+    """UserError for values that vLLM's server cannot have, before anything loads."""
+    for name in _OUR_KEYS:
+        if _is_set(config, name):
+            raise UserError(f"{name}= is for keepsight's own server; leave it out, or leave out vllm=true")
     if importlib.util.find_spec("vllm") is None:
         raise UserError("vllm=true needs vLLM; run `make setup-vllm`, then `. .venv-vllm/bin/activate`")
     if config.model.quantize:
@@ -201,23 +244,31 @@ def _check_vllm(config: Config) -> None:
     _port_of(config)
 
 
-def _least(config: Config, target: Target) -> int:
+def _min_prompt_tokens(config: Config, target: Target) -> int:
     """Length of the shortest prompt to evict from; its kept entries must encode an id."""
-    letters, budget = letters_for(target, config.budget), config.budget
+    budget = config.budget
+    letters = letters_for(target, budget)
     if isinstance(budget, int):
-        fewest, usual = letters, 2 * budget
+        fewest_tokens = letters
+        default = 2 * budget
     else:
-        fewest, usual = math.ceil(letters / budget), math.ceil(2 * letters / budget)
-    if 0 < (least := config.min_prompt_tokens) < fewest:
-        kept = f"what budget={budget} keeps of so few cannot spell an id of {letters} letters"
-        raise UserError(f"min_prompt_tokens={least}: {kept}; give at least {fewest}")
-    return least or usual
+        fewest_tokens = math.ceil(letters / budget)
+        default = math.ceil(2 * letters / budget)
+    if config.min_prompt_tokens == 0:
+        return default
+    if config.min_prompt_tokens < fewest_tokens:
+        raise UserError(
+            f"min_prompt_tokens={config.min_prompt_tokens}: what budget={budget} keeps of so few cannot spell an id of "
+            f"{letters} letters; give at least {fewest_tokens}"
+        )
+    return config.min_prompt_tokens
 
 
-def _command(config: Config, target: Target, source: str | Path, tokenizer: Path, *roots: Path) -> list[str]:
+def _arguments(config: Config, target: Target, source: str | Path, tokenizer: Path, *roots: Path) -> list[str]:
+    """The arguments of vLLM's server, for which the tokenizer is written to a folder."""
     target.tokenizer.save_pretrained(str(tokenizer))  # with the arguments of model.template
     target.model.config.save_pretrained(str(tokenizer))
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "model": source,
         "tokenizer": tokenizer,
         "served_model_name": config.name or target.public_name,
@@ -231,41 +282,51 @@ def _command(config: Config, target: Target, source: str | Path, tokenizer: Path
         "trust_remote_code": config.model.trust_remote_code,
         "shutdown_timeout": _SHUTDOWN,
     }
-    given |= {"revision": config.model.revision} if config.model.revision and isinstance(source, str) else {}
-    given |= {"block_size": config.page} if config.page else {}
-    given |= {"max_model_len": config.max_prompt_tokens + config.max_new_tokens} if config.max_prompt_tokens else {}
-    given |= _vllm_options(config)
-    return [part for name, value in given.items() if (part := _option(name, value))]
+    if config.model.revision and isinstance(source, str):
+        options["revision"] = config.model.revision
+    if config.page:
+        options["block_size"] = config.page
+    if config.max_prompt_tokens:
+        options["max_model_len"] = config.max_prompt_tokens + config.max_new_tokens
+    options.update(_vllm_options(config))
+
+    arguments = []
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            if value:
+                arguments.append(flag)
+        elif isinstance(value, dict | list):
+            arguments.append(f"{flag}={json.dumps(value)}")
+        else:
+            arguments.append(f"{flag}={value}")
+    return arguments
 
 
 def _vllm_options(config: Config) -> dict[str, Any]:
     return {name.replace("-", "_"): value for name, value in config.vllm_options.items()}
 
 
-def _shutdown_timeout(config: Config) -> float:
-    """Seconds that vLLM lets running answers take once it is told to stop."""
-    seconds = _vllm_options(config).get("shutdown_timeout", _SHUTDOWN)
-    if isinstance(seconds, bool) or not isinstance(seconds, int) or seconds < 0:
-        raise UserError(f"vllm_options={{shutdown_timeout: {seconds}}}: give a whole number of seconds")
-    return seconds
-
-
-def _option(name: str, value: Any) -> str:
-    flag = f"--{name.replace('_', '-')}"
-    if isinstance(value, bool):
-        return flag if value else ""
-    return f"{flag}={json.dumps(value) if isinstance(value, dict | list) else value}"
-
-
 def _environment(
-    config: Config, least: int, context: int, source: str | Path, tokenizer: Path, root: Path, at: Path
+    config: Config,
+    min_prompt_tokens: int,
+    context: int,
+    source: str | Path,
+    tokenizer: Path,
+    prefixes: Path,
+    worker_socket: Path,
 ) -> dict[str, str]:
-    own = {
-        "KEEPSIGHT_ROOT": str(root),
+    """The environment of vLLM's server: this process's, with what the middleware reads."""
+    return {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        **os.environ,
+        "KEEPSIGHT_ROOT": str(prefixes),
         "KEEPSIGHT_MODEL": str(source),
         "KEEPSIGHT_TOKENIZER": str(tokenizer),
-        "KEEPSIGHT_WORKER": str(at),
-        "KEEPSIGHT_LEAST": str(least),
+        "KEEPSIGHT_WORKER": str(worker_socket),
+        "KEEPSIGHT_LEAST": str(min_prompt_tokens),
         "KEEPSIGHT_CONTEXT": str(context),
         "KEEPSIGHT_ANSWER": str(config.max_new_tokens),
         "KEEPSIGHT_MAX_BYTES": str(config.max_bytes),
@@ -274,7 +335,14 @@ def _environment(
         # Not in the arguments, which every user sees.
         _VLLM_KEY: os.environ.get(config.key) or os.environ.get(_VLLM_KEY, ""),
     }
-    return {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", **os.environ, **own}
+
+
+def _shutdown_timeout(config: Config) -> float:
+    """Seconds that vLLM lets running answers take once it is told to stop."""
+    seconds = _vllm_options(config).get("shutdown_timeout", _SHUTDOWN)
+    if isinstance(seconds, bool) or not isinstance(seconds, int) or seconds < 0:
+        raise UserError(f"vllm_options={{shutdown_timeout: {seconds}}}: give a whole number of seconds")
+    return seconds
 
 
 @contextmanager
@@ -299,21 +367,22 @@ def _child(
 
 def _wait_for(child: "subprocess.Popen[bytes]", host: str, port: int) -> None:
     """Wait until the server answers; UserError if it ends before."""
-    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    local_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     while True:
         try:
-            with urllib.request.urlopen(f"{_address(local, port)}/health", timeout=5):
+            with urllib.request.urlopen(f"{_address(local_host, port)}/health", timeout=5):
                 return
         except OSError:
-            if (code := child.poll()) is not None:
-                raise UserError(f"vLLM's server ended with status {code} at once; its last lines say why") from None
+            status = child.poll()
+            if status is not None:
+                raise UserError(f"vLLM's server ended with status {status} at once; its last lines say why") from None
             time.sleep(0.2)
 
 
 def _port_of(config: Config) -> int:
     """The port, or a free one in place of 0; UserError as in `listening`."""
-    with closing(listening(config.host, config.port)) as found:
-        return int(found.getsockname()[1])
+    with closing(listening(config.host, config.port)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def listening(host: str, port: int) -> socket.socket:

@@ -22,7 +22,7 @@ import yaml
 from keepsight.commands import cli
 from keepsight.commands.config_serving import Serve
 from keepsight.commands.prefix import Document, Writer
-from keepsight.commands.serve import _address, _environment, _least
+from keepsight.commands.serve import _address, _environment, _min_prompt_tokens
 from keepsight.commands.variants import letters_for
 from keepsight.errors import UserError
 from keepsight.files import Row, from_json, write_lines, write_text
@@ -153,7 +153,7 @@ def test_the_shortest_prompt_that_is_read_beside_vllm_must_spell_an_id() -> None
     letters = letters_for(target, 0.5)
 
     def least(budget: float, tokens: int) -> int:
-        return _least(Serve(budget=budget, min_prompt_tokens=tokens), target)
+        return _min_prompt_tokens(Serve(budget=budget, min_prompt_tokens=tokens), target)
 
     assert (least(300, 0), least(300, 200), least(0.5, 0)) == (600, 200, 4 * letters)
     assert least(0.5, 2 * letters) == 2 * letters
