@@ -94,11 +94,12 @@ def run(config: Config) -> None:
             write_all(out)
             if SKIPPED in notes:
                 print_notes({SKIPPED: notes[SKIPPED]})
+
     if unjudged:
         first_error = printable(str(unjudged[0]))
         print(f"{len(unjudged)} samples have no verdict, such as {first_error}; run the command again to ask again")
     if left_out and ALL in config.methods:
-        print(printable("; ".join(f"{variant} was {why}" for variant, why in left_out.items())))
+        print(printable("; ".join(f"{variant} was {reason}" for variant, reason in left_out.items())))
     elif refused:
         (name, budget), error = next(iter(refused.items()))
         message = f"{name} at budget {budget} was left out: {error}; the rows of the other methods are in {out}"
@@ -192,13 +193,13 @@ def write_all(out: Path) -> None:
     """Write summary, plots and report of the run in a folder, and print the table."""
     run = read_run(out)
     summary = write_outputs([run], out)
-    print("\n\n".join([summary_table(summary), *map(printable, findings(summary)), f"report: {out / 'report.html'}"]))
+    paragraphs = [summary_table(summary), *map(printable, findings(summary)), f"report: {out / 'report.html'}"]
+    print("\n\n".join(paragraphs))
     print(f"next: open the report in a browser, or keepsight compare {shlex.quote(str(out))} OTHER_EVALUATION")
 
 
 def samples_of(config: TaskKeys, target: Target) -> tuple[list[RenderedSample], dict[str, str]]:
     """The samples of all tasks, and notes on them."""
-    shared = {name: getattr(config, name) for name in ("lengths", "samples", "seed", "max_tokens", "skip")}
     request = TaskRequest(
         tokenizer=target.tokenizer,
         context=context_of(target.model),
@@ -206,7 +207,11 @@ def samples_of(config: TaskKeys, target: Target) -> tuple[list[RenderedSample], 
         protocol=protocol_named(config.protocol),
         judge=config.judge.name,
         processor=partial(processor_of, target),
-        **shared,
+        lengths=config.lengths,
+        samples=config.samples,
+        seed=config.seed,
+        max_tokens=config.max_tokens,
+        skip=config.skip,
     )
     samples = make_all(config, config.tasks, request)
     if not samples:
@@ -224,7 +229,8 @@ def samples_of(config: TaskKeys, target: Target) -> tuple[list[RenderedSample], 
 def _show(sample: RenderedSample, target: Target) -> None:
     """Print one rendered prompt, so that a wrong template or a truncated prompt is seen before hours are spent."""
     ids = [*sample.prompt_ids.tolist(), *sample.question_ids.tolist()]
-    head, tail = target.tokenizer.decode(ids[:48]), target.tokenizer.decode(ids[-48:])
+    head = target.tokenizer.decode(ids[:48])
+    tail = target.tokenizer.decode(ids[-48:])
     cut = "its middle cut out" if sample.is_cut else "nothing cut"
     print(f"first prompt, {printable(f'{sample.task} {sample.id}')}: {len(ids)} tokens, {cut}")
     print(printable(f"--- head\n{head}\n--- tail\n{tail}\n---", lines=True))
@@ -238,7 +244,7 @@ def print_notes(notes: Mapping[str, str]) -> None:
 
 def settings_of(config: Config, target: Target, variants: list[Variant]) -> dict[str, Any]:
     """The content of settings.json: configuration, base model, trained weights, hardware and library versions."""
-    adapter_digests = dict.fromkeys(filter(None, (variant.method.adapter_digest for variant in variants)))
+    adapter_digests = [variant.method.adapter_digest for variant in variants if variant.method.adapter_digest]
     settings = _keys_of(config)
     settings["target"] = {
         "name": target.name,
@@ -250,7 +256,7 @@ def settings_of(config: Config, target: Target, variants: list[Variant]) -> dict
     if config.model.chat_template:
         settings["target"]["template"] = target.template_digest
     settings["adapter"] = config.adapter
-    settings["adapter_digest"] = ", ".join(adapter_digests) or None
+    settings["adapter_digest"] = ", ".join(dict.fromkeys(adapter_digests)) or None  # each once
     settings["retrieval"] = config.retrieval
     settings["retrieval_digest"] = ", ".join(_head_digests(config, variants)) or None
     settings["versions"] = {
@@ -274,9 +280,13 @@ def _head_digests(config: Config, variants: list[Variant]) -> Iterator[str]:
     """Digests of the retrieval heads that methods use: `retrieval`, and those named in `methods`."""
     if not any(variant.method.uses_retrieval_head for variant in variants):
         return
-    own = [given.get("retrieval") for given in config.methods if isinstance(given, Mapping)]
-    for named in dict.fromkeys(filter(None, [config.retrieval, *own])):
-        yield file_digest(fetch(named) / WEIGHTS)
+    heads = [config.retrieval]
+    for method in config.methods:
+        if isinstance(method, Mapping):
+            heads.append(method.get("retrieval"))
+    for head in dict.fromkeys(heads):  # each once
+        if head:
+            yield file_digest(fetch(head) / WEIGHTS)
 
 
 def _quantization(model: ModelConfig, target: Target) -> str:
@@ -285,17 +295,19 @@ def _quantization(model: ModelConfig, target: Target) -> str:
     if quantized is not None:
         settings = quantized if isinstance(quantized, dict) else quantized.to_dict()
         return str(settings.get("quant_method", "unknown"))
-    own_file = model.id if Path(model.id).is_file() else model.own_file
-    if own_file is not None and target.version.startswith("sha256:"):
-        name = Path(own_file).stem if isinstance(own_file, str) else ""
-        kind = re.search(r"I?Q\d\w*|B?F\d+", name, flags=re.IGNORECASE)
-        label = kind[0] if kind else name
-        return f"GGUF {label}, dequantized" if label else "GGUF, dequantized"
-    return "none"
+    weights_file = model.id if Path(model.id).is_file() else model.own_file
+    if weights_file is None or not target.version.startswith("sha256:"):
+        return "none"
+    name = Path(weights_file).stem if isinstance(weights_file, str) else ""
+    kind = re.search(r"I?Q\d\w*|B?F\d+", name, flags=re.IGNORECASE)
+    label = kind[0] if kind else name
+    return f"GGUF {label}, dequantized" if label else "GGUF, dequantized"
 
 
 def _device(target: Target) -> str:
+    """The GPU, or the CPU with its number of threads."""
     if target.model.device.type == "cuda":
         return torch.cuda.get_device_name(target.model.device)
+    processor = platform.processor() or platform.machine()
     threads = torch.get_num_threads()
-    return f"{platform.processor() or platform.machine()} CPU, {threads} thread{'s' * (threads > 1)}"
+    return f"{processor} CPU, 1 thread" if threads == 1 else f"{processor} CPU, {threads} threads"
