@@ -28,8 +28,16 @@ from keepsight.runtime.methods import SpeContext
 
 _MEANS = ["hit", "mass", "overlap", "read"]
 _COLUMNS = (
-    *(Column(name, name, is_text=name in ("task", "method")) for name in ("task", "length", "method", "budget")),
-    *(Column(name, name, digits=1 if name == "read" else 4) for name in ("samples", "steps", *_MEANS)),
+    Column("task", "task", is_text=True),
+    Column("length", "length"),
+    Column("method", "method", is_text=True),
+    Column("budget", "budget"),
+    Column("samples", "samples", digits=4),
+    Column("steps", "steps", digits=4),
+    Column("hit", "hit", digits=4),
+    Column("mass", "mass", digits=4),
+    Column("overlap", "overlap", digits=4),
+    Column("read", "read", digits=1),
 )
 _BENCHMARKS = tuple(benchmark.name for benchmark in fields(Benchmarks))
 

@@ -65,7 +65,8 @@ def run(config: Config) -> None:
     if config.question != "seen":
         samples = [render_apart(sample, target.tokenizer) for sample in samples]
     refused = Refused()
-    check_samples(target, samples, variants, refused if ALL in config.methods else None)
+    refusing = refused if ALL in config.methods else None
+    check_samples(target, samples, variants, refusing)
     pages = set(first_of_each(samples, config.pages))  # before sorting: they stay the same when samples are added
     # Longest first: what does not fit into memory fails in the first minute, and processes end at about the same time.
     samples.sort(key=lambda sample: -len(sample.prompt_ids))
@@ -284,9 +285,8 @@ def _head_digests(config: Config, variants: list[Variant]) -> Iterator[str]:
     for method in config.methods:
         if isinstance(method, Mapping):
             heads.append(method.get("retrieval"))
-    for head in dict.fromkeys(heads):  # each once
-        if head:
-            yield file_digest(fetch(head) / WEIGHTS)
+    for head in dict.fromkeys(filter(None, heads)):  # each once
+        yield file_digest(fetch(head) / WEIGHTS)
 
 
 def _quantization(model: ModelConfig, target: Target) -> str:

@@ -735,7 +735,7 @@ def shortcomings(rows: Sequence[Mapping[str, Any]], method: str) -> Iterator[str
         best = means.idxmin()
         advantage = means[method] - means[best]
         if advantage > _MORE_THAN:
-            place = f"{task}, {length or 'all lengths'}, budget {budget}"
-            line = f"- {place}: {best} loses {means[best]:.3f} nats, this module {means[method]:.3f}"
+            setting = f"{task}, {length or 'all lengths'}, budget {budget}"
+            line = f"- {setting}: {best} loses {means[best]:.3f} nats, this module {means[method]:.3f}"
             lines.append((advantage, line))
     yield from (line for _, line in sorted(lines, reverse=True))

@@ -39,8 +39,11 @@ DPI = 150
 """Resolution of plots, in dots per inch."""
 
 Row = dict[str, Any]
-_UNITS = {"": 1, "B": 1} | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
-_UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)}
+_UNITS = {
+    **{"": 1, "B": 1},
+    **{"KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4},
+    **{"KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4},
+}
 _UNFINISHED = ".unfinished-"
 _FORMULA = re.compile(
     r"[\t\r\n]|[\s\x00-\x1f\u200b\ufeff]*(?:[=@\uff1d\uff20\uff0b\uff0d]|[+-](?!\d*\.?\d+(?:e[+-]?\d+)?\Z))",
@@ -362,7 +365,8 @@ def read_yaml(path: Path) -> str:
     if len(content) > _YAML_BYTES:
         raise UserError(f"{path}: larger than {size_text(_YAML_BYTES)}, too large for a configuration")
     try:
-        text = content.decode("utf-16" if content.startswith(_UTF_16) else "utf-8-sig")
+        encoding = "utf-16" if content.startswith(_UTF_16) else "utf-8-sig"
+        text = content.decode(encoding)
         root = yaml.compose(text, yaml.SafeLoader)
         values = _count_values(root, {}) if root else 0
     except (yaml.YAMLError, UnicodeError, RecursionError) as error:
