@@ -81,8 +81,13 @@ def require_writable(out: Path, folder: bool = True, key: str = "out") -> None:
         if path.is_symlink() and not path.exists():
             raise UserError(f"{key}={out}: {path} is a broken link; remove it, or choose another {key}=")
     if out.exists():
-        kind = "folder" if out.is_dir() else "file" if out.is_file() else "device or pipe"
         expected = "folder" if folder else "file"
+        if out.is_dir():
+            kind = "folder"
+        elif out.is_file():
+            kind = "file"
+        else:
+            kind = "device or pipe"
         if kind != expected:
             raise UserError(f"{key}={out} is a {kind}; name a {expected}")
     nearest = _nearest_existing(out) if folder else _nearest_existing(out.parent)
