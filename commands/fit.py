@@ -264,7 +264,7 @@ class _Stages:
 
 def stages_of(config: configs.Fit) -> tuple[str, ...]:
     """The stages that this module has, in order; UserError for others in `stages=`."""
-    stages = configs.LOOKAHEAD_STAGES
+    stages: tuple[str, ...] = configs.LOOKAHEAD_STAGES
     if config.module == "retrieval":
         stages = configs.RETRIEVAL_STAGES
     unknown = sorted(set(config.stages) - set(stages))
