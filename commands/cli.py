@@ -101,7 +101,7 @@ def configuration(name: str, arguments: Sequence[str]) -> Any:
     schema = COMMANDS[name][0]
     overrides = overrides_of(schema, [*keys_of(schema)], arguments)
     if hasattr(schema, "VARIED"):
-        cells = parse_cells(schema, overrides)
+        cells: dict[str, Any] = parse_cells(schema, overrides)
         if cells:
             return cells
     return parse(schema, overrides)

@@ -362,13 +362,15 @@ def _check_sharded(config: configs.Fit, stages: Sequence[str]) -> None:
     if "distillation" in stages:
         raise UserError("stages: distillation does not support ZeRO-3; use recipes/accelerate/ddp.yaml or zero2.yaml")
     sharding = f"model.device_map={DIVIDED}" if by_fsdp2 else "ZeRO-3"
+    trainings: dict[str, tuple[str, TrainSettings]] = {
+        "importance": ("train", config.train),
+        "eviction": ("finetune.train", config.finetune.train),
+        "fresh_eviction": ("finetune.train", config.finetune.train),
+    }
     for name in stages:
-        if name == "importance":
-            section, settings = "train", config.train
-        elif name in _EVICTIONS:
-            section, settings = "finetune.train", config.finetune.train
-        else:
+        if name not in trainings:
             continue
+        section, settings = trainings[name]
         if settings.replays > 1:
             raise UserError(f"{section}.replays={settings.replays}: with {sharding} use 1")
 

@@ -199,11 +199,12 @@ def parse_cells(schema: type[Command], overrides: Sequence[str]) -> dict[str, tu
     """
     texts = _texts_by_key(overrides)
     varied_values: dict[str, list[str]] = {}
-    for key in keys_of(schema):
-        if key.name in schema.VARIED and key.name in texts:
-            values = _listed_values(texts[key.name], get_origin(key.kind) is list)
+    for config_key in keys_of(schema):
+        name = config_key.name
+        if name in schema.VARIED and name in texts:
+            values = _listed_values(texts[name], get_origin(config_key.kind) is list)
             if len(values) > 1:
-                varied_values[key.name] = values
+                varied_values[name] = values
     if not varied_values:
         return {}
 
