@@ -82,7 +82,7 @@ def test_bad_documents_are_skipped_and_counted(keepsight: CommandLine, monkeypat
 def test_two_that_read_the_same_documents_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads in the place of processes: the locks are of open files, not of processes."""
     write_lines(Path("docs.jsonl"), [{"text": f"{number} {LONG}"} for number in range(4)])
-    read, both, own = list[str](), Barrier(2), Writer._read
+    read, both, own = list[str](), Barrier(2), Writer._prefill
 
     def counted(self: Writer, key: str, document: Document) -> Row:
         read.append(document.source)
@@ -90,7 +90,7 @@ def test_two_that_read_the_same_documents_share_them(monkeypatch: pytest.MonkeyP
             both.wait(300)  # until the other reads a document too
         return own(self, key, document)
 
-    monkeypatch.setattr(Writer, "_read", counted)
+    monkeypatch.setattr(Writer, "_prefill", counted)
     with ThreadPoolExecutor(2) as pool:
         codes = pool.map(cli.main, [["prefix", *TINY, "documents=docs.jsonl", "out=prefixes"]] * 2)
     assert [*codes] == [0, 0]
