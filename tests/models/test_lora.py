@@ -11,6 +11,7 @@ from keepsight.eval.bench.eviction import count
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.lora import FoldedLora, Lora, chosen_targets, lora_targets
 from keepsight.runtime.methods import LookaheadKV
+from keepsight.runtime.state import prefill
 from keepsight.train.dataset import Batch
 from keepsight.train.importance import ImportanceObjective
 from tests.close import assert_close
@@ -132,13 +133,16 @@ def test_an_input_is_let_go_once_all_its_modules_have_read_it() -> None:
         assert len(seen) > 7 and not any(each() is not None for each in seen)
 
 
-def test_the_pass_ends_once_the_last_layer_is_scored(tmp_path: Any) -> None:
+def test_a_second_pass_ends_once_the_last_layer_is_scored(tmp_path: Any) -> None:
     model, ids = tiny_model(), prompt_ids(60)[0]
     method = LookaheadKV.from_pretrained(save(random_module(), tmp_path), 20)
     run: list[tuple[int, int]] = []
     for index, layer in enumerate(model.model.layers):
         layer.mlp.register_forward_hook(lambda module, inputs, output, at=index: run.append((at, inputs[0].shape[1])))
     loaded = model.config._attn_implementation
-    method.start(model, ids)
+    method.compress_state(model, prefill(model, ids, needs=method.needs()))
     assert run == [(0, 60), (1, 60), (2, 60), (0, 5), (1, 5)]
+    run.clear()
+    method.start(model, ids)
+    assert run == [(0, 65), (1, 65), (2, 65)]
     assert model.config._attn_implementation == loaded
