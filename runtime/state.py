@@ -605,12 +605,13 @@ def _with_tail(model: PreTrainedModel, tail: Tail, inputs: dict[str, Any]) -> di
     if mask is not None:
         mask = functional.pad(mask, (0, tail.count), value=True)
     token_embeddings = model.get_input_embeddings()(tokens)
+    length = tokens.shape[1]
     observer_positions = positions[:, -1:] + 1 + torch.arange(tail.count, device=positions.device)
     return {
         "inputs_embeds": torch.cat([token_embeddings, tail.embeddings.to(token_embeddings)], dim=1),
         "attention_mask": mask,
         "position_ids": torch.cat([positions, observer_positions], dim=1),
-        "logits_to_keep": torch.tensor([tokens.shape[1] - 1], device=tokens.device),
+        "logits_to_keep": slice(length - 1, length),  # no tensor, which would have to be on the last layer's device
     }
 
 

@@ -22,7 +22,6 @@ def data(here: Path) -> Path:
 
 
 def test_it_leaves_an_adapter_for_each_cell_a_table_and_a_plot(keepsight: CommandLine, data: Path) -> None:
-    """Every n-th of the samples is held out, which may be fewer than are asked for: 7 of 11."""
     given = [*GIVEN, *GRID, "train.held_out=11"]
     printed = keepsight(*given)
     names = ["tokens2-rank0", "tokens2-rank2", "tokens4-rank0", "tokens4-rank2"]
@@ -42,7 +41,7 @@ def test_it_leaves_an_adapter_for_each_cell_a_table_and_a_plot(keepsight: Comman
         for key in ("kl", "recall", "tau"):
             assert float(row[key]) == pytest.approx(measured[f"eval_{key}/{row['cell']}"], abs=1e-5)
     assert Path("ablation/ablation.md").read_text().strip() in printed
-    assert "after 2 steps on held-out samples (7, none of them trained on before)." in printed
+    assert "after 2 steps on held-out samples (11, none of them trained on before)." in printed
     assert Path("ablation/ablation.png").read_bytes().startswith(b"\x89PNG")
 
     weights = [Path("ablation/cells", name) for name in tree(Path("ablation/cells")) if name.endswith(".safetensors")]

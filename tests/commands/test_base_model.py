@@ -71,4 +71,4 @@ def test_a_template_file_is_recorded_with_results_and_data(keepsight: CommandLin
     said = keepsight.fails("train", *TINY, "data=data", "out=trained", "train.held_out=1")
     assert "made with another chat template" in said
     file.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    assert "choose another out=" in keepsight.fails("eval", *TINY, template, *NEEDLES, *given)
+    assert "run: measured again: " in keepsight("eval", *TINY, template, *NEEDLES, *given)

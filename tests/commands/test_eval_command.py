@@ -26,7 +26,7 @@ from keepsight.errors import UserError
 from keepsight.eval import record
 from keepsight.eval.tasks.jsonl import RULER_METRIC
 from keepsight.files import append_lines, one_writer, read_json, read_jsonl, write_json, write_lines
-from keepsight.models.chat import chat_text
+from keepsight.models.chat import prompt_text
 from keepsight.runtime import methods as known
 from keepsight.runtime.methods import SnapKV
 from tests.commands.commands import NEEDLES, RUN_FILES, CommandLine, draw, files_of_run, last_of_each_key, tree
@@ -237,8 +237,8 @@ def test_real_samples(keepsight: CommandLine, here: Path) -> None:
 
 def test_questions_of_real_samples(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt is rendered once: of three samples one is too long; the others come apart at their questions."""
-    rendered = Mock(side_effect=chat_text)
-    monkeypatch.setattr("keepsight.eval.tasks.samples.chat_text", rendered)
+    rendered = Mock(side_effect=prompt_text)
+    monkeypatch.setattr("keepsight.eval.tasks.samples.prompt_text", rendered)
     real_samples(here / "real")
     keepsight("eval", *REAL, "question=unseen")
     assert rendered.call_count == 3 + 2

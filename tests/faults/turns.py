@@ -121,5 +121,6 @@ def _as_text(model: Any, rng: Random) -> str:
         assert torch.equal(answer, generate(model, ids, **options)), "not what the full cache answers"
         assert torch.equal(talk.ids, torch.cat([ids, answer], dim=1)), "read other tokens"
         thought = "so</think>" * rng.randint(0, 1)
-        chat.append({"role": "assistant", "content": thought + tokenizer.decode(answer[0], skip_special_tokens=True)})
+        answer_text = str(tokenizer.decode(answer[0], skip_special_tokens=True))
+        chat.append({"role": "assistant", "content": thought + answer_text})
     return "right"

@@ -24,7 +24,7 @@ TEMPLATE = "{{ bos_token }}" + str(tiny_tokenizer().chat_template)
 
 def tokenizer_adding(*start: str) -> Any:
     """A tokenizer that adds special tokens before a text, and whose chat template writes BOS."""
-    tokenizer = tiny_tokenizer()
+    tokenizer: Any = tiny_tokenizer()
     ids = [(token, int(tokenizer.convert_tokens_to_ids(token))) for token in start]
     single = " ".join([*start, "$A"])
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=ids)

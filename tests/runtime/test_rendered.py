@@ -163,11 +163,12 @@ def test_sampled_answers_as_text_and_templates_that_drop_thoughts(method: Method
         chat = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
         ids = tokenizer(chat, return_tensors="pt")["input_ids"]
         differing += not torch.equal(ids[:, : talk.ids.shape[1]], talk.ids)
-        sampled = {"max_new_tokens": 12, "do_sample": True, "tokenizer": tokenizer}
+        sampled: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "tokenizer": tokenizer}
         answer = talk.say_rendered(chat, **sampled)
         torch.manual_seed(number)
         assert torch.equal(answer, generate(model, chat, method, **sampled))
         assert torch.equal(talk.ids, torch.cat([ids, answer], dim=1))
         thought = "" if template is None else "for</think>"
-        turns.append({"role": "assistant", "content": thought + tokenizer.decode(answer[0], skip_special_tokens=True)})
+        text = str(tokenizer.decode(answer[0], skip_special_tokens=True))
+        turns.append({"role": "assistant", "content": thought + text})
     assert differing

@@ -16,7 +16,7 @@ from keepsight.errors import UserError
 from keepsight.models.card import Provenance
 from keepsight.models.retrieval_head import WEIGHTS, RetrievalHead, parameters
 from keepsight.models.targets import load_target
-from keepsight.train.dataset import Batch
+from keepsight.train.dataset import Batch, hold_out
 from keepsight.train.settings import RetrievalHeadSettings
 from tests.models.retrieval_heads import LAYERS, provenance_of, tiny_draft_head
 from tests.train.runs import numbered, samples, settings
@@ -119,7 +119,7 @@ def test_the_first_measurement_is_of_the_pruned_draft_head(place, trained):
     rows = numbered(samples())
     losses = [
         objective.loss(Batch(torch.tensor([row.prompt_ids]), torch.tensor([row.answer_ids]))).item()
-        for row in (rows[6], rows[13])
+        for row in hold_out(rows, 2)[1].samples
     ]
     first = json.loads((trained / "training" / "fidelity.jsonl").read_text().splitlines()[0])
     assert first["eval_kl"] == pytest.approx(sum(losses) / 2, rel=1e-3)

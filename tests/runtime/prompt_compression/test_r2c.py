@@ -1,5 +1,6 @@
 """R2C: which chunks and sentences stay, by a slow reading of the paper, and a tiny Fusion-in-Decoder."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ LINES = [
 TEXT, WINDOW = "\n".join(LINES) + "\nWho opens the gate at night?", 14
 
 
-def slow_selection(texts: list[str], chunks: list[tuple[int, int]], budget: int, share: float) -> list[int]:
+def slow_selection(texts: list[str], chunks: Sequence[tuple[int, int]], budget: int, share: float) -> list[int]:
     """Section 3.3 and 3.4, chunk by chunk, from the text alone."""
     before, question = len(texts) - WINDOW, "".join(texts[-WINDOW:])
     read = shared_with_question(question, ["".join(texts[a:b]) for a, b in chunks])
