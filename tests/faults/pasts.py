@@ -57,8 +57,13 @@ class Cases:
     def draw(self, rng: Random) -> tuple[str, str, int | None]:
         """The names of a model and a method, and a budget."""
         model = rng.choice(list(self.models))
-        name = rng.choice([*METHODS, *(["lookaheadkv"] * 4 if model == "tiny" else [])])
-        return model, name, rng.choice(METHODS[name][1] if name in METHODS else (20, 40))
+        names: list[str] = list(METHODS)
+        if model == "tiny":
+            names += ["lookaheadkv"] * 4
+        name = rng.choice(names)
+        if name not in METHODS:
+            return model, name, rng.choice((20, 40))
+        return model, name, rng.choice(METHODS[name][1])
 
     def method(self, name: str, budget: int | None) -> Any:
         """The method of a name and budget."""
