@@ -70,9 +70,9 @@ def test_an_editable_install_is_found_in_every_folder(built: Path, tmp_path: Pat
     clone.parent.mkdir()
     clone.symlink_to(built.parent)
     folder = {"the clone": clone, "its parent": clone.parent, "elsewhere": tmp_path}[where]
-    code = "import site; site.addsitedir(SITE); import keepsight.errors; print(keepsight.SnapKV, keepsight.__file__)"
+    code = "import site; site.addsitedir(SITE); import keepsight; print(keepsight.__file__)"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-c", code.replace("SITE", repr(str(site)))]
+    command = [sys.executable, "-S", "-c", code.replace("SITE", repr(str(site)))]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     file = Path(done.stdout.split()[-1])
