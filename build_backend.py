@@ -34,7 +34,7 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-MODULE = "_keepsight_editable"
+MODULE = "_keepsight_beside_clone"  # no name with "editable", which griffe reads as that of another tool
 FINDER = '''"""Finds keepsight where a folder of that name would be taken for a namespace package."""
 
 import sys
