@@ -30,7 +30,7 @@ from keepsight.models.model_files import weights_digest
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.serving.export import export, placeholders_of
-from keepsight.serving.prefix import MARK, PrefixStore, around_mark
+from keepsight.serving.prefix import MARK, PrefixStore, split_at_mark
 
 INDEX = "index.jsonl"
 LOCKS = ".locks"
@@ -121,7 +121,7 @@ class Writer:
         messages = [{"role": "user", "content": f"{MARK}?"}]
         if config.system is not None:
             messages.insert(0, {"role": "system", "content": config.system})
-        around = around_mark(prompt_text(target.tokenizer, messages))
+        around = split_at_mark(prompt_text(target.tokenizer, messages))
         if around is None:
             raise UserError(f"the chat template of {target.name!r} does not render a message's text once, as it is")
         self.before, _ = around

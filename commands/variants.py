@@ -19,7 +19,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
 from keepsight.runtime.methods import METHODS, Resources, make_method
 from keepsight.runtime.methods.make import has_field
-from keepsight.serving.prefix import alphabet_of, letters_of
+from keepsight.serving.prefix import alphabet_of, letters_of_id
 
 
 def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resources: Resources) -> list[Variant]:
@@ -166,7 +166,7 @@ def method_of(config: Evicting, resources: Resources, **options: object) -> Meth
 
 def letters_for(target: Target, budget: int | float) -> int:
     """Number of tokens that encode a prefix's id; UserError if the budget or the tokenizer has too few."""
-    letters = letters_of(len(alphabet_of(target.tokenizer)))
+    letters = letters_of_id(len(alphabet_of(target.tokenizer)))
     if isinstance(budget, int) and budget < letters:
         raise UserError(f"budget={budget} entries cannot spell an id of {letters} letters; raise budget=")
     return letters

@@ -33,13 +33,19 @@ ID = re.compile("[0-9a-f]{32}")
 MAX_LETTERS = 16
 MARK = "\u2063keepsight\u2063"
 """Placeholder of the document while a chat template is rendered."""
-EVICT, BEFORE = "keepsight_evict", "keepsight_before"
-MADE, WHOLE, FAILED = "keepsight", "keepsight_whole", "keepsight_error"
-"""Fields of requests and replies for eviction inside vLLM; see `keepsight.serving.vllm.record`."""
+EVICT = "keepsight_evict"
+TEXT_BEFORE = "keepsight_before"
+"""Fields of requests for eviction inside vLLM; see `keepsight.serving.vllm.record`."""
+PREFIX_ID = "keepsight"
+WHOLE_PREFIX_ID = "keepsight_whole"
+EVICTION_ERROR = "keepsight_error"
+"""Fields of their replies: of an evicted prefix, of one to be evicted from, and why there is none."""
 CONTEXT_EXCEEDED = "context_length_exceeded"
 """OpenAI's code for a prompt that is too long."""
-_KEY, _VERSION = "keepsight_prefix", 1
-_HEADERS, _TENSORS = 4096, 64
+_METADATA_KEY = "keepsight_prefix"
+_VERSION = 1
+_CACHED_HEADERS = 4096
+_CACHED_TENSORS = 64
 """Prefixes whose headers, and whose tensors, a store keeps in memory."""
 
 
@@ -87,54 +93,72 @@ def alphabet_of(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """
     template = str(tokenizer.chat_template or "")
     used = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
-    decoder: Any = tokenizer.added_tokens_decoder
-    added = sorted(decoder.items()) if isinstance(decoder, dict) else []  # mistral-common's class has none
-    free = [id for id, token in added if token.special and id not in used and token.content not in template]
-    if len(free) < 2:
+    added: Any = tokenizer.added_tokens_decoder
+    if not isinstance(added, dict):
+        added = {}  # mistral-common's class has none
+
+    unused_ids = []
+    for id, token in sorted(added.items()):
+        if token.special and id not in used and token.content not in template:
+            unused_ids.append(id)
+    if len(unused_ids) < 2:
         raise UserError(
             f"the tokenizer of {tokenizer.name_or_path!r} has no special tokens that its chat template does not use; "
             "prefixes need at least two to spell their id"
         )
-    return free[:MAX_LETTERS]
+    return unused_ids[:MAX_LETTERS]
 
 
-def letters_of(base: int) -> int:
-    """How many letters of an alphabet of `base` ids spell a digest."""
-    return math.ceil(8 * DIGEST_BYTES / math.log2(base))
+def letters_of_id(alphabet_size: int) -> int:
+    """How many letters of an alphabet spell a digest."""
+    return math.ceil(8 * DIGEST_BYTES / math.log2(alphabet_size))
 
 
-def letters_within(entries: int, alphabet: Sequence[int]) -> int:
-    """How many of `entries` token ids spell a digest; a `UserError` if they are too few."""
-    if entries < (letters := letters_of(len(alphabet))):
+def require_spellable(entries: int, alphabet: Sequence[int]) -> int:
+    """How many of `entries` token ids spell a digest.
+
+    Raises:
+        UserError: they are too few.
+    """
+    letters = letters_of_id(len(alphabet))
+    if entries < letters:
         raise UserError(f"{entries} entries cannot spell an id of {letters} letters; raise the budget to {letters}")
     return letters
 
 
 def placeholders(digest: str, entries: int, alphabet: Sequence[int]) -> list[int]:
     """`entries` token ids that spell the digest, and repeat it; a `UserError` if there are too few to spell it."""
-    letters = letters_within(entries, alphabet)
-    number, spelled = int(digest, 16), list[int]()
+    letters = require_spellable(entries, alphabet)
+    number = int(digest, 16)
+    spelled = []
     for _ in range(letters):
         number, digit = divmod(number, len(alphabet))
         spelled.append(alphabet[digit])
-    return (spelled * (entries // letters + 1))[:entries]
+    repeats = entries // letters + 1
+    return (spelled * repeats)[:entries]
 
 
 def digest_in(ids: Sequence[int] | None, alphabet: Sequence[int]) -> str | None:
     """The digest that a prompt's first tokens spell; None for an ordinary prompt."""
-    letters, digit = letters_of(len(alphabet)), {token: place for place, token in enumerate(alphabet)}
-    if not ids or len(ids) < letters or any(token not in digit for token in ids[:letters]):
+    letters = letters_of_id(len(alphabet))
+    if not ids or len(ids) < letters:
         return None
+
+    digits = {token: digit for digit, token in enumerate(alphabet)}
     number = 0
-    for token in reversed(ids[:letters]):
-        number = number * len(alphabet) + digit[token]
+    for position, token in enumerate(ids[:letters]):
+        if token not in digits:
+            return None
+        number += digits[token] * len(alphabet) ** position
     return f"{number:032x}" if number < 256**DIGEST_BYTES else None
 
 
-def around_mark(text: str) -> tuple[str, str] | None:
+def split_at_mark(text: str) -> tuple[str, str] | None:
     """The parts of a rendered text before and after MARK; None unless MARK occurs exactly once."""
-    before, mark, after = text.partition(MARK)
-    return (before, after) if mark and MARK not in after else None
+    if text.count(MARK) != 1:
+        return None
+    before, _, after = text.partition(MARK)
+    return before, after
 
 
 # Files
@@ -144,7 +168,7 @@ def write_prefix(root: Path, header: Header, tensors: dict[str, Tensor]) -> str:
     """Write a prefix file, all of it or none; returns its digest, 32 hex digits."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # One key alone: safetensors writes several in any order, and equal prefixes would have several names.
-    data = save(tensors, metadata={_KEY: json.dumps(asdict(header), sort_keys=True)})
+    data = save(tensors, metadata={_METADATA_KEY: json.dumps(asdict(header), sort_keys=True)})
     digest = _digest(data)
     root.mkdir(parents=True, exist_ok=True)
     with atomic_file(file_of(root, digest)) as unfinished:
@@ -159,12 +183,13 @@ def file_of(root: Path, digest: str) -> Path:
 
 def transfer_config(*roots: str | Path) -> dict[str, Any]:
     """The `--kv-transfer-config` of vLLM for the prefixes of one folder or several."""
+    names = [str(root) for root in roots]
     return {
         "kv_connector": "KeepsightConnector",
         "kv_connector_module_path": "keepsight.serving.vllm.connector",
         "kv_role": "kv_consumer",
         "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {"root": str(roots[0]) if len(roots) == 1 else [*map(str, roots)]},
+        "kv_connector_extra_config": {"root": names[0] if len(names) == 1 else names},
     }
 
 
@@ -181,7 +206,8 @@ class PrefixStore:
     """
 
     def __init__(self, root: str | Path, *others: str | Path) -> None:
-        self.root, self.others = Path(at_home(root)), [Path(at_home(other)) for other in others]
+        self.root = Path(at_home(root))
+        self.others = [Path(at_home(other)) for other in others]
         self._headers: dict[str, Header] = {}
         self._tensors: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
 
@@ -211,7 +237,7 @@ class PrefixStore:
         self.path(digest)
         if digest not in self._tensors:
             self._tensors[digest] = self._read(digest)
-            while len(self._tensors) > _TENSORS:
+            while len(self._tensors) > _CACHED_TENSORS:
                 self._tensors.popitem(last=False)
         self._tensors.move_to_end(digest)
         return self._tensors[digest]
@@ -227,7 +253,7 @@ class PrefixStore:
             raise UserError(f"{path.name}: its contents differ from the digest it is named by; make the prefix again")
         try:
             stored = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])  # as safetensors begins
-            header = from_json(stored["__metadata__"][_KEY].encode(), Header)
+            header = from_json(stored["__metadata__"][_METADATA_KEY].encode(), Header)
             if header.version != _VERSION:
                 raise ValueError(f"version {header.version}, this keepsight reads {_VERSION}")
             tensors = load(data)
@@ -235,7 +261,7 @@ class PrefixStore:
             raise UserError(f"{path.name}: not a prefix file ({one_line(error)}); make it again") from None
         _check(path, header, tensors)
         self._headers[digest] = header
-        if len(self._headers) > _HEADERS:
+        if len(self._headers) > _CACHED_HEADERS:
             self._headers.pop(next(iter(self._headers)))
         return tensors
 
@@ -243,16 +269,24 @@ class PrefixStore:
 def _check(path: Path, header: Header, tensors: dict[str, Tensor]) -> None:
     """Refuse tensors that do not match the header."""
     layers, kv_heads, width = header.shape
-    expected: dict[str, Any] = dict.fromkeys(("keys", "values"), (layers, kv_heads, header.entries, width))
     pages = tensors.get("pages", torch.zeros(1, dtype=torch.long))
+    total = int(pages.sum())
+    expected: dict[str, tuple[int, ...]] = {}
     if header.page:
-        total = int(pages.sum())
-        expected = dict.fromkeys(("keys", "values"), (total * header.page, width)) | {"pages": (layers, kv_heads)}
-    if (found := {name: tuple(tensor.shape) for name, tensor in tensors.items()}) != expected:
-        raise UserError(f"{path.name}: holds {found} in place of {expected}; make the prefix again")
-    floats = tensors["keys"].is_floating_point() and tensors["values"].is_floating_point()
+        expected["keys"] = (total * header.page, width)
+        expected["values"] = (total * header.page, width)
+        expected["pages"] = (layers, kv_heads)
+    else:
+        expected["keys"] = (layers, kv_heads, header.entries, width)
+        expected["values"] = (layers, kv_heads, header.entries, width)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if shapes != expected:
+        raise UserError(f"{path.name}: holds {shapes} in place of {expected}; make the prefix again")
+
+    is_sound = tensors["keys"].is_floating_point() and tensors["values"].is_floating_point()
     if header.page:
         blocks = -(-total // (layers * kv_heads))
-        floats &= pages.dtype == torch.int64 and bool((pages > 0).all()) and header.entries == blocks * header.page
-    if not floats:
+        fills_blocks = header.entries == blocks * header.page
+        is_sound = is_sound and pages.dtype == torch.int64 and bool((pages > 0).all()) and fills_blocks
+    if not is_sound:
         raise UserError(f"{path.name}: its tensors are not those of a prefix; make it again")

@@ -28,7 +28,7 @@ from keepsight.models.lora import hooked
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.serving.export import export, placeholders_of
-from keepsight.serving.prefix import CONTEXT_EXCEEDED, alphabet_of, file_of, letters_within
+from keepsight.serving.prefix import CONTEXT_EXCEEDED, alphabet_of, file_of, require_spellable
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ class Worker:
             self._require_room(len(ids))
             with hooked((layer, stop_if_left) for layer in decoder_of(model).layers):
                 state = self.method.start(model, torch.tensor([ids], device=model.device))
-            letters_within(placeholders_of(state, self.page), self.alphabet)
+            require_spellable(placeholders_of(state, self.page), self.alphabet)
         except Abandoned:
             return _CLOSING
         except TooLong as error:

@@ -35,16 +35,16 @@ from keepsight.errors import UserError, one_line
 from keepsight.models.chat import template_roles
 from keepsight.models.targets import fingerprints
 from keepsight.serving.prefix import (
-    BEFORE,
     EVICT,
     MARK,
+    TEXT_BEFORE,
     Header,
     PrefixStore,
     alphabet_of,
-    around_mark,
     digest_in,
-    letters_of,
+    letters_of_id,
     placeholders,
+    split_at_mark,
 )
 from keepsight.serving.vllm.access import (
     CHAT,
@@ -226,7 +226,7 @@ class Rewriter:
 
         marked_turn = {**messages[-1], "content": f"{MARK}?"}
         before, _ = self._rendered([*messages[:-1], marked_turn], request)
-        params = request["kv_transfer_params"] | {BEFORE: before, "prompt_token_ids": self._tokens(before + text)}
+        params = request["kv_transfer_params"] | {TEXT_BEFORE: before, "prompt_token_ids": self._tokens(before + text)}
         changed = request | {"kv_transfer_params": params}
         length_names = {"max_tokens", "max_completion_tokens"} & request.keys()
         for name in length_names or {"max_tokens"}:
@@ -250,7 +250,7 @@ class Rewriter:
             text = str(self.tokenizer.apply_chat_template(turns, **options))
         except Exception as error:  # a template computes with what the messages hold
             raise UserError(f"keepsight: the chat template refuses the messages: {one_line(error)}") from None
-        before_and_after = around_mark(text)
+        before_and_after = split_at_mark(text)
         if before_and_after is None:
             raise UserError("keepsight: the chat template does not render the message that names the prefix once")
         return before_and_after
@@ -296,7 +296,7 @@ class Rewriter:
 
     def require_spelled_first(self, ids: list[Any]) -> None:
         """Refuse tokens that spell a prefix where none is read: after others, such as the start token."""
-        letters = letters_of(len(self.alphabet))
+        letters = letters_of_id(len(self.alphabet))
         alphabet = {*self.alphabet}
         run = 0  # number of letters up to this token, without another token between
         for token in ids:

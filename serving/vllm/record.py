@@ -43,7 +43,15 @@ from keepsight.runtime.methods.make import make_method
 from keepsight.runtime.observe import LayerObserver
 from keepsight.runtime.state import Needs, Recorder, State
 from keepsight.serving.export import Rotation, placeholders_of, rotations_of, turned_by, write_state
-from keepsight.serving.prefix import BEFORE, EVICT, FAILED, MADE, WHOLE, digest_in, letters_of
+from keepsight.serving.prefix import (
+    EVICT,
+    EVICTION_ERROR,
+    PREFIX_ID,
+    TEXT_BEFORE,
+    WHOLE_PREFIX_ID,
+    digest_in,
+    letters_of_id,
+)
 from keepsight.serving.vllm import ragged
 from keepsight.serving.vllm.connector import KeepsightConnector, Step
 
@@ -253,7 +261,7 @@ class EvictingConnector(KeepsightConnector):
 
         method.check(length, self.context)
         entries = min(method.budget_for(length), length)
-        letters = letters_of(len(self.alphabet))
+        letters = letters_of_id(len(self.alphabet))
         if entries < letters:
             raise UserError(f"{EVICT}: {entries} entries cannot spell an id of {letters} letters; raise the budget")
         return method, observed
@@ -283,7 +291,7 @@ class EvictingConnector(KeepsightConnector):
             )
             if stop >= request.num_prompt_tokens:
                 part.tokens = request.prompt_token_ids
-                part.before = str(request.kv_transfer_params.get(BEFORE, ""))
+                part.before = str(request.kv_transfer_params.get(TEXT_BEFORE, ""))
                 del self._asked[name]
             parts.append(part)
         return RecordingStep(step.loads, step.prefixes, parts, set(scheduler_output.finished_req_ids))
@@ -294,7 +302,7 @@ class EvictingConnector(KeepsightConnector):
         self._requests.pop(name, None)
         self._asked.pop(name, None)
         if name in self._refused:
-            return False, {FAILED: self._refused.pop(name)}
+            return False, {EVICTION_ERROR: self._refused.pop(name)}
         ticket = self._tickets.pop(name, None)
         if ticket is None:
             return False, None  # nothing was asked
@@ -372,7 +380,7 @@ class EvictingConnector(KeepsightConnector):
                 result = self._evicted(prompt.state(part.tokens[part.first :]), part)
             except Exception as error:  # of one request, not of those in its batch
                 logger.warning("no prefix was made of a prompt of %d tokens: %s", part.stop, error)
-                result = {FAILED: one_line(error)}
+                result = {EVICTION_ERROR: one_line(error)}
             self._report(part, result)
 
     def _report(self, part: Part, result: dict[str, Any]) -> None:
@@ -395,7 +403,7 @@ class EvictingConnector(KeepsightConnector):
             digest, header = write_state(
                 self.config, state, state, self.store.root, before=part.before, method=f"whole: {part.ticket}"
             )
-            return {WHOLE: digest, "entries": header.entries, "seen": header.seen}
+            return {WHOLE_PREFIX_ID: digest, "entries": header.entries, "seen": header.seen}
 
         before = part.before
         if part.first:
@@ -418,7 +426,7 @@ class EvictingConnector(KeepsightConnector):
         )
         if part.first:
             self.store.path(prompt_digest).unlink(missing_ok=True)
-        return {MADE: digest, "entries": header.entries, "seen": header.seen}
+        return {PREFIX_ID: digest, "entries": header.entries, "seen": header.seen}
 
 
 def looks_back(method: Evict) -> bool:

@@ -22,7 +22,7 @@ from keepsight.errors import UserError
 from keepsight.files import read_json, write_json
 from keepsight.models.artifacts import write_tensors
 from keepsight.models.lookahead import ADAPTER, PEFT_CONFIG, LookaheadAdapter
-from keepsight.serving.prefix import WHOLE, placeholders
+from keepsight.serving.prefix import WHOLE_PREFIX_ID, placeholders
 
 
 def lora_for_vllm(adapter: LookaheadAdapter, folder: Path) -> Path:
@@ -51,7 +51,7 @@ def observing_prompt(
     count, width = soft_tokens.shape
     return {
         "prompt_embeds": torch.cat([soft_tokens.new_zeros(entries, width), soft_tokens]),
-        "prompt_token_ids": [*placeholders(reply[WHOLE], entries, alphabet), *[0] * count],
+        "prompt_token_ids": [*placeholders(reply[WHOLE_PREFIX_ID], entries, alphabet), *[0] * count],
         "prompt_is_token_ids": [True] * entries + [False] * count,
         "cache_salt": uuid.uuid4().hex,  # or a pass that is repeated would find some soft tokens in vLLM's cache
     }

@@ -13,7 +13,7 @@ from keepsight.errors import UserError
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.state import read
 from keepsight.serving.export import Rotation, export, rotations_of, turned
-from keepsight.serving.prefix import PrefixStore, digest_in, letters_of, placeholders, write_prefix
+from keepsight.serving.prefix import PrefixStore, digest_in, letters_of_id, placeholders, write_prefix
 from tests.close import assert_close
 from tests.families import family_model
 from tests.tiny import prompt_ids, tiny_model
@@ -86,11 +86,11 @@ def test_the_wrong_turn_is_noticed(monkeypatch):
 def test_placeholders_spell_their_digest(base):
     alphabet = list(range(100, 100 + base))
     for digest in ("0" * 32, "f" * 32, "00ab" * 8):
-        ids = placeholders(digest, letters_of(base) + 5, alphabet)
-        assert digest_in(ids, alphabet) == digest and digest_in(ids[: letters_of(base) - 1], alphabet) is None
+        ids = placeholders(digest, letters_of_id(base) + 5, alphabet)
+        assert digest_in(ids, alphabet) == digest and digest_in(ids[: letters_of_id(base) - 1], alphabet) is None
     assert digest_in([1, *ids], alphabet) is None and digest_in(None, alphabet) is None
     with pytest.raises(UserError, match="raise the budget"):
-        placeholders(digest, letters_of(base) - 1, alphabet)
+        placeholders(digest, letters_of_id(base) - 1, alphabet)
 
 
 def test_a_prefix_is_read_as_it_was_written(tmp_path: Path):
