@@ -39,7 +39,7 @@ from keepsight.files import (
     write_json,
     write_text,
 )
-from keepsight.models.artifacts import check_repo_id
+from keepsight.models.artifacts import FIT_RECORD, check_repo_id
 from keepsight.models.card import CARD, CardBasics, excess_rows, with_evaluation, with_section
 from keepsight.models.decoder import has_latents, require_full_attention
 from keepsight.models.distributed import launched, shards_models
@@ -52,7 +52,6 @@ from keepsight.train.settings import FreshSettings, TrainSettings
 from keepsight.train.trainer import MEASUREMENTS
 
 Stage = TypeVar("Stage", bound=Any)
-_RECORD = "fit.json"
 
 
 class _Record(TypedDict, total=False):
@@ -420,12 +419,12 @@ def _deciding(settings: TrainSettings, limit: int) -> TrainSettings:
 
 
 def _recorded(out: Path) -> "_Record":
-    path = out / _RECORD
+    path = out / FIT_RECORD
     return read_json(path, _Record) if path.is_file() else {}
 
 
 def _record(out: Path, **values: Any) -> None:
-    write_json(out / _RECORD, {**_recorded(out), **values})
+    write_json(out / FIT_RECORD, {**_recorded(out), **values})
 
 
 def _record_stage(config: configs.Fit, stage: str) -> None:

@@ -19,7 +19,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
-from keepsight.commands.recipe import RecipeChoice, choose_recipe, preset_values, recipe_values, say_once
+from keepsight.commands.recipe import (
+    RecipeChoice,
+    choose_recipe,
+    model_of_adapter,
+    preset_values,
+    recipe_values,
+    say_once,
+)
 from keepsight.errors import UserError
 from keepsight.files import at_home
 from keepsight.models.lookahead_settings import SELECTIONS
@@ -245,8 +252,14 @@ def compose_config(schema: type, overrides: Sequence[str]) -> tuple[DictConfig, 
     if "model.id" in texts:
         texts["model.id"] = at_home(texts["model.id"])
     choice = RecipeChoice(None, ())
+    model_of_texts: dict[str, str] = {}
     if "model.id" in kinds:
-        choice = choose_recipe(schema, texts)
+        names_model = "recipe" in texts or "model.id" in texts
+        if "adapter" in kinds and texts.get("adapter", "null") != "null" and not names_model:
+            model_of_texts = model_of_adapter(value_of("adapter", kinds["adapter"], texts["adapter"]))
+        choice = choose_recipe(schema, {**texts, **model_of_texts})
+        if model_of_texts:
+            choice = choice._replace(note=f"adapter={texts['adapter']} was trained for this model; {choice.note}")
         texts.pop("recipe", None)
     for name in texts:
         if name not in kinds:
@@ -259,7 +272,7 @@ def compose_config(schema: type, overrides: Sequence[str]) -> tuple[DictConfig, 
     composed: Any = OmegaConf.merge(
         OmegaConf.structured(schema), selection_of_recipe, recipe, preset, selection_of_arguments
     )
-    for name, text in texts.items():
+    for name, text in {**model_of_texts, **texts}.items():
         try:
             OmegaConf.update(composed, name, value_of(name, kinds[name], text))
         except OmegaConfBaseException as error:

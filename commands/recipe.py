@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -20,6 +21,11 @@ from keepsight.files import own_yaml
 DEFAULT_RECIPE = "smollm2-135m"
 _SETTINGS = ("lookahead", "train", "replay", "finetune", "draft_head", "retrieval_head")
 """Sections that do not depend on a model's weights. `fresh` is not among them: its prompts cost hours."""
+
+_COMMIT = re.compile("[0-9a-f]{40}")
+"""A revision on the Hub, as an adapter records it."""
+_QUANTIZE = {"4bit": "nf4", "8bit": "int8"}
+"""Values of `model.quantize` by the end of the version of a base model that was quantised."""
 
 
 class RecipeChoice(NamedTuple):
@@ -60,6 +66,34 @@ def choose_recipe(schema: type, arguments: Mapping[str, str]) -> RecipeChoice:
             settings = [section for section in sections if section in _SETTINGS]
             return RecipeChoice(name, settings, f"model.id={model_id}: {note}")
     return RecipeChoice(None, sections, f"model.id={model_id}: no recipe is for this model, the defaults apply")
+
+
+def model_of_adapter(reference: str) -> dict[str, str]:
+    """The keys `model.*` of the base model that an adapter was trained for, as texts.
+
+    Its Hub id; the revision where the adapter records a commit; nf4 or int8 where the model was quantised so.
+
+    Raises:
+        UserError: there is no such adapter, or its base model was a folder, which the adapter does not name.
+    """
+    from keepsight.models.artifacts import fetch
+    from keepsight.models.lookahead import recorded_provenance
+
+    provenance = recorded_provenance(fetch(reference))
+    model_id = provenance.base_model
+    if "/" not in model_id:
+        raise UserError(
+            f"adapter={reference}: its base model {model_id!r} was a folder, whose path is not recorded; "
+            "give the folder as model.id="
+        )
+    keys = {"model.id": model_id}
+    version, _, quantisation = provenance.base_version.partition(" quantised by ")
+    if _COMMIT.fullmatch(version):
+        keys["model.revision"] = version
+    for kind, quantize in _QUANTIZE.items():
+        if quantisation.endswith(kind):
+            keys["model.quantize"] = quantize
+    return keys
 
 
 def recipe_values(choice: RecipeChoice) -> DictConfig:

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 SHIPPED = "shipped:"
 """Prefix of the names of artifacts that keepsight ships."""
+FIT_RECORD = "fit.json"
+"""Name of the file in which `keepsight fit` records its stages."""
+MODULE_FOLDERS = ("adapter", "head")
+"""Folders of the finished module in the `out` of `keepsight fit`."""
 LARGEST_SIZE = 1 << 24
 """Largest width, vocabulary or number of heads that a configuration may name."""
 _PICKLE = "pytorch_model.bin"
@@ -150,7 +154,7 @@ def fetch(reference: str, revision: str | None = None) -> Path:
             raise UserError(f"{reference}: keepsight ships no such artifact; it ships {', '.join(sorted(folders))}")
         return folders[name]
     if Path(reference).is_dir():
-        return Path(reference)
+        return _folder_of_fit(Path(reference))
     if Path(reference).exists():
         raise UserError(f"{reference} is a file; name the folder of an artifact")
     check_repo_id(reference)
@@ -159,6 +163,15 @@ def fetch(reference: str, revision: str | None = None) -> Path:
         fetched = _FETCHED.intersection(path.name for path in folder.iterdir())
         if fetched == {"config.json"}:  # a public draft head as a pickle
             snapshot_download(reference, revision=revision, allow_patterns=["config.json", _PICKLE])
+    return folder
+
+
+def _folder_of_fit(folder: Path) -> Path:
+    """The folder of the module in the `out` of a fit; any other folder as it is."""
+    if (folder / FIT_RECORD).is_file():
+        for name in MODULE_FOLDERS:
+            if (folder / name).is_dir():
+                return folder / name
     return folder
 
 

@@ -292,6 +292,14 @@ class LookaheadAdapter(Artifact):
                 raise UserError(f"{folder / ADAPTER}: tensor {name!r} has rank {rank}, {CONFIG} says {settings.rank}")
 
 
+def recorded_provenance(folder: Path) -> Provenance:
+    """What an adapter's folder says of its origin, read without the weights; UserError if it holds no adapter."""
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{folder}: {CONFIG} is missing; name the folder of a lookahead adapter")
+    config: _Config = read_json(folder / CONFIG, _Config)
+    return config.provenance
+
+
 def _invocation(folder: Path) -> int:
     """The largest id that makes PEFT apply the LoRA."""
     read_json(folder / PEFT_CONFIG, dict[str, Any])

@@ -17,13 +17,17 @@ from keepsight.commands import from_recipe
 from keepsight.commands.cli import configuration, main
 from keepsight.commands.config import COMMANDS, Data, Eval, Fit, Inspect, Push, Train
 from keepsight.commands.config_bench import Plan
-from keepsight.commands.parse import keys_of, overrides_of, parse, parse_cells
+from keepsight.commands.parse import compose_config, keys_of, overrides_of, parse, parse_cells
 from keepsight.commands.recipe import say_once
 from keepsight.errors import UserError, printable
+from keepsight.files import write_json
 from keepsight.models import model_files, targets
-from keepsight.models.card import LICENSES
+from keepsight.models.card import LICENSES, Provenance
+from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import load_target
 from tests.commands.commands import DATA, NEEDLES, WITH_MODEL, CommandLine, tree
+from tests.families import fresh_model
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.train.runs import write_data
 
@@ -469,3 +473,33 @@ def test_a_terminal_shows_what_it_can(here: Path, encoding: str, monkeypatch: py
     assert main(["push", shown, "ada/x", "--dry-run"]) == 0
     sys.stdout.flush()
     assert (shown if encoding == "utf-8" else "???") in written.getvalue().decode(encoding)
+
+
+def adapter_of(base_model: str, base_version: str, folder: Path) -> None:
+    """Save a tiny adapter that names a base model."""
+    settings = LookaheadSettings(tokens=2, rank=1)
+    model = fresh_model("Llama 3")
+    Lookahead(model, settings).adapter().save(folder, Provenance(base_model, base_version))
+
+
+def test_the_base_model_is_the_adapter_s_where_no_model_is_named(tmp_path: Path) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    adapter_of("Qwen/Qwen3-8B", f"{commit} quantised by bitsandbytes 4bit", tmp_path / "fitted" / "adapter")
+    write_json(tmp_path / "fitted" / "fit.json", {})
+    for reference in (tmp_path / "fitted" / "adapter", tmp_path / "fitted"):  # `fit`'s own `out`, too
+        composed, choice = compose_config(Eval, ["out=a", f"adapter={reference}"])
+        assert choice.name == "qwen3-8b"
+        assert "was trained for this model" in choice.note
+        assert composed.model.id == "Qwen/Qwen3-8B"
+        assert composed.model.revision == commit
+        assert composed.model.quantize == "nf4"
+
+    named, choice = compose_config(Eval, ["out=a", f"adapter={tmp_path / 'fitted'}", "recipe=llama8b"])
+    assert choice.name == "llama8b"
+    assert named.model.id != "Qwen/Qwen3-8B"
+
+
+def test_an_adapter_of_a_folder_needs_the_folder(tmp_path: Path) -> None:
+    adapter_of("my_model", "unknown", tmp_path / "adapter")
+    with pytest.raises(UserError, match="'my_model' was a folder"):
+        compose_config(Eval, ["out=a", f"adapter={tmp_path / 'adapter'}"])
