@@ -127,8 +127,8 @@ class UsesMethods(UsesModel):
     """Keys of every command that runs methods.
 
     Attributes:
-        adapter: Lookahead adapter: a folder (also the `out` of `keepsight fit`), a Hub id, or shipped:NAME. shipped: stands
-            for keepsight's own. Without recipe= and model.id=, the base model is the one that it was trained for.
+        adapter: Lookahead adapter: a folder, also the `out` of `keepsight fit`, a Hub id, or shipped:NAME. shipped: is
+            keepsight's own. Without recipe= and model.id=, the base model is the one that it was trained for.
         retrieval: Retrieval head: a folder, a Hub id, or shipped:NAME. shipped: stands for keepsight's own.
     """
 

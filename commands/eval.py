@@ -27,8 +27,8 @@ from keepsight.errors import BadRow, UserError, printable
 from keepsight.eval.answers import Sampling, default_batch_tokens
 from keepsight.eval.kept_tokens import KeptTokens, first_of_each
 from keepsight.eval.record import Cell, Digests, Key, RowStore, cells_text, merge, rows_so_far, rows_to_reuse
-from keepsight.eval.report.pages import write_outputs
-from keepsight.eval.report.summary import findings, summary_table
+from keepsight.eval.report.pages import verdict_of, write_outputs
+from keepsight.eval.report.summary import summary_table
 from keepsight.eval.results import SETTINGS, read_run, require_same_run
 from keepsight.eval.sweep import FULL_CACHE, Refused, SampleGroup, Variant, check_samples, plan, sweep
 from keepsight.eval.tasks.benchmark import TaskRequest, protocol_named
@@ -62,6 +62,7 @@ def run(config: Config) -> None:
     variants = variants_of(config.methods, config.budgets, config.bits, resources_of(config, target))
     settings = {**settings_of(config, target, variants), "notes": notes}
     require_same_run(out, rows_before, settings, _planned(samples, variants))
+    settings["planned_samples"] = len(samples)
     if config.question != "seen":
         samples = [render_apart(sample, target.tokenizer) for sample in samples]
     refused = Refused()
@@ -194,7 +195,7 @@ def write_all(out: Path) -> None:
     """Write summary, plots and report of the run in a folder, and print the table."""
     run = read_run(out)
     summary = write_outputs([run], out)
-    paragraphs = [summary_table(summary), *map(printable, findings(summary)), f"report: {out / 'report.html'}"]
+    paragraphs = [summary_table(summary), *map(printable, verdict_of([run], summary)), f"report: {out / 'report.html'}"]
     print("\n\n".join(paragraphs))
     print(f"next: open the report in a browser, or keepsight compare {shlex.quote(str(out))} OTHER_EVALUATION")
 

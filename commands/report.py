@@ -4,8 +4,7 @@ from pathlib import Path
 
 from keepsight.commands.config import Compare, Push, Report
 from keepsight.errors import UserError, printable
-from keepsight.eval.report.pages import write_comparison, write_outputs
-from keepsight.eval.report.summary import findings
+from keepsight.eval.report.pages import verdict_of, write_comparison, write_outputs
 from keepsight.eval.results import comparable, parts_of_one, read_run
 from keepsight.models.hub import plan_upload
 from keepsight.models.hub import push as upload_to_hub
@@ -24,8 +23,8 @@ def report(config: Report) -> None:
     else:
         out = Path("runs/report")
     summary = write_outputs(runs, out)
-    for finding in findings(summary):
-        print(f"{printable(finding)}\n")
+    for sentence in verdict_of(runs, summary):
+        print(f"{printable(sentence)}\n")
     print(f"report: {out / 'report.html'}\n{OPEN}")
 
 

@@ -10,10 +10,10 @@ from typing_extensions import NotRequired, TypedDict
 
 from keepsight.errors import UserError, require_same
 from keepsight.eval.record import RESULTS, Cell, Key, Row, cells_text, latest_rows
-from keepsight.files import at_home, read_json, read_jsonl
+from keepsight.files import at_home, read_json, sound_lines
 
 SETTINGS = "settings.json"
-_NO_ROW_DEPENDS_ON = ("command", "versions", "notes", "preset", "table")
+_NO_ROW_DEPENDS_ON = ("command", "versions", "notes", "preset", "table", "planned_samples")
 _IN_ROWS = ("tasks", "lengths", "methods", "budgets", "bits")
 """Settings that each row of a table shows."""
 _ROWS_DECIDE = (*_IN_ROWS, "samples", "plugins", "adapter_digest", "retrieval_digest")
@@ -29,6 +29,7 @@ class MadeWith(TypedDict):
 
     target: NotRequired[dict[str, Any] | None]
     versions: NotRequired[dict[str, str] | None]
+    planned_samples: NotRequired[int]
 
 
 def require_same_run(
@@ -96,15 +97,33 @@ class Run:
         """Name, version, dtype and quantization of the base model."""
         return self.settings.get("target") or {}
 
+    @property
+    def incomplete(self) -> str | None:
+        """A sentence where the run was stopped before all of its samples were measured; else None."""
+        planned: int = self.settings.get("planned_samples", 0)
+        measured = len({row.key for row in self.rows})
+        if measured >= planned:
+            return None
+        return f"Incomplete: {measured} of {planned} samples. Run the same command again to measure the others."
+
 
 def read_run(folder: str | Path) -> Run:
     """Read a run's folder; UserError if it has no results."""
     folder = Path(at_home(folder))
     path = folder / RESULTS
-    rows = latest_rows(read_jsonl(path, Row)) if path.is_file() else []
+    rows = latest_rows(_rows_of_file(path)) if path.is_file() else []
     if not rows:
         raise UserError(f"{folder}: no {RESULTS} with results; name folders that keepsight eval has written")
     return Run(folder, rows, read_json(folder / SETTINGS, MadeWith))
+
+
+def _rows_of_file(path: Path) -> list[Row]:
+    """The rows of a file, whose last line may be torn where a run was stopped; UserError for any other damage."""
+    rows, faults = sound_lines(path, Row)
+    last_line_is_torn = not path.read_bytes().endswith(b"\n")
+    if len(faults) > int(last_line_is_torn):
+        raise faults[0]
+    return rows
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:

@@ -267,8 +267,14 @@ def write_outputs(runs: Sequence[Run], folder: Path) -> Frame:
     for table in tables_of_runs:
         table.save(folder / "tables")
     pages = write_sample_pages(runs, folder / "samples")
-    write_report(runs, folder, pages, plots_of_runs, tables_of_runs, findings(summary))
+    write_report(runs, folder, pages, plots_of_runs, tables_of_runs, verdict_of(runs, summary))
     return summary
+
+
+def verdict_of(runs: Sequence[Run], summary: Frame) -> list[str]:
+    """The sentences at the head of a report: which runs are incomplete, then the findings."""
+    incomplete = [run.incomplete for run in runs]
+    return [*filter(None, incomplete), *findings(summary)]
 
 
 def plots_of(rows: Sequence[Row], summary: Frame) -> list[Plot]:

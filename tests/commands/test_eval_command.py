@@ -178,9 +178,11 @@ def test_a_stopped_evaluation_goes_on(
         message = keepsight.fails("eval", *TINY, *NEEDLES)
     assert message == "interrupted; what was done is kept: run the same command again to resume"
     assert written == [9, 9]
+    assert keepsight("report", "out").startswith("Incomplete: 2 of 3 samples.")
+    assert "Incomplete: 2 of 3 samples." in (here / "out" / "report.html").read_text()
     with monkeypatch.context() as patch:
         patch.setattr(record, "append_lines", counted)
-        keepsight("eval", *TINY, *NEEDLES)
+        assert "Incomplete" not in keepsight("eval", *TINY, *NEEDLES)
     assert written == [9, 9, 9, 9]
     assert rows_without_times(here / "out") == comparable(whole)
     assert files_of_run(here / "out") == RUN_FILES
