@@ -39,13 +39,16 @@ class AnswerText:
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = (), stop_tokens: Sequence[int] = ()) -> None:
-        self.text, self.has_stopped = "", False
-        self._tokenizer, self._vocabulary = tokenizer, _vocabulary_of(tokenizer)
-        self._stops, self._stop_tokens = [*stops], frozenset(stop_tokens)
-        self._longest = max(map(len, self._stops), default=0)
+        self.text = ""
+        self.has_stopped = False
+        self._tokenizer = tokenizer
+        self._vocabulary = _vocabulary_of(tokenizer)
+        self._stops = list(stops)
+        self._stop_tokens = frozenset(stop_tokens)
+        self._longest_stop = max(map(len, self._stops), default=0)
         self._ids: list[int] = []
         self._first = 0  # of the tokens that are decoded with the next one: some decode otherwise at a text's start
-        self._decoded = 0  # number of tokens whose text is known
+        self._decoded = 0  # number of tokens whose text is in `text`
         self._bytes: Any = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._specials: list[_Special] = []
 
@@ -54,29 +57,36 @@ class AnswerText:
         if self.has_stopped or token in self._stop_tokens:
             self.has_stopped = True
             return True
-        before = len(self.text)
-        if (byte := self._vocabulary.bytes.get(token)) is not None:
+        length_before = len(self.text)
+        byte = self._vocabulary.bytes.get(token)
+        if byte is not None:
             self._add_characters(self._bytes.decode(bytes([byte])))
-        elif name := self._special_name(token):
+        else:
+            self._add_token(token)
+        self._decode(is_last=False)
+        self._stop_from(length_before)
+        return self.has_stopped
+
+    def _add_token(self, token: int) -> None:
+        """Add a token that does not stand for a byte: a special one, or one of the vocabulary; others are left out."""
+        special_text = self._special_text(token)
+        if special_text:
             if self._stops:  # one may name it: bytes before it are no part of a character after it
                 self._add_characters(self._bytes.decode(b"", final=True))
                 self._decode(is_last=True)
-            self._specials.append(_Special(len(self.text), name))
+            self._specials.append(_Special(len(self.text), special_text))
         elif token in self._vocabulary.ids:
             self._add_characters(self._bytes.decode(b"", final=True))
             self._ids.append(token)
-        self._decode(is_last=False)
-        self._stop_from(before)
-        return self.has_stopped
 
     def finish(self) -> None:
         """End the text: bytes that wait for the rest of their character become a replacement character."""
         if self.has_stopped:
             return
-        before = len(self.text)
+        length_before = len(self.text)
         self._add_characters(self._bytes.decode(b"", final=True))
         self._decode(is_last=True)
-        self._stop_from(before)
+        self._stop_from(length_before)
 
     @property
     def settled(self) -> int:
@@ -84,13 +94,13 @@ class AnswerText:
         if self.has_stopped or not self._stops:
             return len(self.text)
         settled = len(self.text)
-        tail = self._with_specials(max(len(self.text) - self._longest, 0))
+        tail = self._with_specials(max(len(self.text) - self._longest_stop, 0))
         for stop in self._stops:
             for length in range(1, len(stop)):
                 if self.text.endswith(stop[:length]):
                     settled = min(settled, len(self.text) - length)
                 if tail.text.endswith(stop[:length]):
-                    settled = min(settled, tail.visible(len(tail.text) - length))
+                    settled = min(settled, tail.position_in_answer(len(tail.text) - length))
         return settled
 
     def _add_characters(self, characters: str) -> None:
@@ -101,50 +111,60 @@ class AnswerText:
         """Add the text of new tokens, once it is whole characters or the last one."""
         if self._decoded == len(self._ids):
             return
-        known = self._plain(self._ids[self._first : self._decoded])
-        text = self._plain(self._ids[self._first :])
-        if len(text) > len(known) and (is_last or not text.endswith(_REPLACEMENT)):
-            self.text += text[len(known) :]
+        text_before = self._plain_text(self._ids[self._first : self._decoded])
+        text = self._plain_text(self._ids[self._first :])
+        if len(text) > len(text_before) and (is_last or not text.endswith(_REPLACEMENT)):
+            self.text += text[len(text_before) :]
             self._first = self._decoded
             self._decoded = len(self._ids)
 
-    def _plain(self, ids: list[int]) -> str:
+    def _plain_text(self, ids: list[int]) -> str:
+        """The text of ids without special tokens."""
         text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(text) if ids else ""
 
-    def _special_name(self, token: int) -> str:
+    def _special_text(self, token: int) -> str:
         """The text of a special token, which `decode` leaves out; empty for any other token."""
-        if token not in self._vocabulary.ids or self._plain([token, token]):  # a space alone may be no text
+        if token not in self._vocabulary.ids or self._plain_text([token, token]):  # a space alone may be no text
             return ""
         return str(self._tokenizer.decode([token], skip_special_tokens=False))
 
-    def _stop_from(self, before: int) -> None:
-        """End the text before the first stop, if there is one that ends after its first `before` characters."""
+    def _stop_from(self, length_before: int) -> None:
+        """End the text before the first stop, if one ends after the first `length_before` characters."""
         if not self._stops:
             return
-        tail = self._with_specials(max(before - self._longest, 0))
-        found = [place for stop in self._stops for place in tail.places_of(stop)]
-        shown = [self.text.find(stop, max(before - len(stop) + 1, 0)) for stop in self._stops]
-        if found := [*found, *(place for place in shown if place >= 0)]:
-            self.text, self.has_stopped = self.text[: min(found)], True
+        tail = self._with_specials(max(length_before - self._longest_stop, 0))
+        starts: list[int] = []
+        for stop in self._stops:
+            starts += tail.starts_of(stop)
+            start = self.text.find(stop, max(length_before - len(stop) + 1, 0))
+            if start >= 0:
+                starts.append(start)
+        if starts:
+            self.text = self.text[: min(starts)]
+            self.has_stopped = True
 
     def _with_specials(self, start: int) -> "_Tail":
         """The text from `start` on, with the special tokens in it."""
-        text, spans, last = "", list[tuple[int, int]](), start
+        text = ""
+        spans: list[tuple[int, int]] = []
+        copied = start
         for special in self._specials:
-            if special.place >= start:
-                text += self.text[last : special.place]
-                spans.append((len(text), len(text) + len(special.name)))
-                text, last = text + special.name, special.place
-        return _Tail(start, text + self.text[last:], spans)
+            if special.position < start:
+                continue
+            text += self.text[copied : special.position]
+            copied = special.position
+            spans.append((len(text), len(text) + len(special.text)))
+            text += special.text
+        return _Tail(start, text + self.text[copied:], spans)
 
 
 @dataclass(frozen=True)
 class _Special:
     """A special token of an answer: the number of the text's characters before it, and its own text."""
 
-    place: int
-    name: str
+    position: int
+    text: str
 
 
 @dataclass(frozen=True)
@@ -155,21 +175,27 @@ class _Tail:
     text: str
     spans: list[tuple[int, int]]
 
-    def visible(self, place: int) -> int:
-        """The place in the text without special tokens that a place in this text stands for."""
-        hidden = sum(min(end, place) - start for start, end in self.spans if start < place)
-        return self.start + place - hidden
+    def position_in_answer(self, position: int) -> int:
+        """The position in the text without special tokens that a position in this text stands for."""
+        special_characters = 0
+        for start, end in self.spans:
+            if start < position:
+                special_characters += min(end, position) - start
+        return self.start + position - special_characters
 
-    def places_of(self, stop: str) -> list[int]:
+    def starts_of(self, stop: str) -> list[int]:
         """Where a stop that names special tokens wholly begins in the text without them; empty where there is none."""
-        places = []
-        place = self.text.find(stop) if self.spans else -1
-        while place >= 0:
-            touched = [span for span in self.spans if span[0] < place + len(stop) and span[1] > place]
-            if touched and place <= touched[0][0] and touched[-1][1] <= place + len(stop):
-                places.append(self.visible(place))
-            place = self.text.find(stop, place + 1)
-        return places
+        if not self.spans:
+            return []
+        positions = []
+        start = self.text.find(stop)
+        while start >= 0:
+            end = start + len(stop)
+            touched = [span for span in self.spans if span[0] < end and span[1] > start]
+            if touched and start <= touched[0][0] and touched[-1][1] <= end:
+                positions.append(self.position_in_answer(start))
+            start = self.text.find(stop, start + 1)
+        return positions
 
 
 @dataclass(frozen=True)
@@ -186,5 +212,7 @@ def _vocabulary_of(tokenizer: Any) -> _Vocabulary:
     vocabulary = tokenizer.get_vocab()
     ids = frozenset([*vocabulary.values(), *range(len(tokenizer))])
     of_byte = [vocabulary.get(f"<0x{byte:02X}>", -1) for byte in range(256)]
-    falls_back = min(of_byte) >= 0 and str(tokenizer.decode([of_byte[ord("A")]])).strip() == "A"
-    return _Vocabulary(ids, {token: byte for byte, token in enumerate(of_byte)} if falls_back else {}, of_byte)
+    bytes_by_token: dict[int, int] = {}
+    if min(of_byte) >= 0 and str(tokenizer.decode([of_byte[ord("A")]])).strip() == "A":
+        bytes_by_token = {token: byte for byte, token in enumerate(of_byte)}
+    return _Vocabulary(ids, bytes_by_token, of_byte)

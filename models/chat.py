@@ -70,26 +70,35 @@ def encode(tokenizer: Any, texts: Sequence[str], *, special: bool) -> list[list[
         special: Whether the tokenizer adds its special tokens, as around a text that no chat template has rendered. A
             text that begins with those that it adds, such as a rendered chat with BOS, gets none.
     """
-    if special:
-        start = start_tokens(tokenizer)
-        names = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)) if start else {}
-        beginning = "".join(names.get(token, "") for token in start)
-        begun = [bool(beginning) and text.startswith(beginning) for text in texts]
-        if any(begun):
-            return [
-                encode(tokenizer, [text], special=False)[0] if is_begun else list(tokenizer(text)["input_ids"])
-                for text, is_begun in zip(texts, begun, strict=True)
-            ]
-    names = {} if special else _unread_special_tokens(tokenizer)
-    if not names:
-        return [list(ids) for ids in tokenizer(list(texts), add_special_tokens=special)["input_ids"]]
-    longest_first = sorted(names, key=len, reverse=True)
+    if not special:
+        return _encode_rendered(tokenizer, texts)
+    start_text = _start_text(tokenizer)
+    if not start_text or not any(text.startswith(start_text) for text in texts):
+        return [list(ids) for ids in tokenizer(list(texts), add_special_tokens=True)["input_ids"]]
+    encoded = []
+    for text in texts:
+        if text.startswith(start_text):
+            encoded += _encode_rendered(tokenizer, [text])
+        else:
+            encoded.append(list(tokenizer(text)["input_ids"]))
+    return encoded
+
+
+def _encode_rendered(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """The token ids of texts that are rendered already: nothing is added, and special tokens are read as such."""
+    special_ids = _unread_special_tokens(tokenizer)
+    if not special_ids:
+        return [list(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+    longest_first = sorted(special_ids, key=len, reverse=True)
     boundary = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
     encoded = []
     for text in texts:
-        ids = list[int]()
+        ids: list[int] = []
         for piece in filter(None, boundary.split(text)):
-            ids += [names[piece]] if piece in names else tokenizer(piece, add_special_tokens=False)["input_ids"]
+            if piece in special_ids:
+                ids.append(special_ids[piece])
+            else:
+                ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
         encoded.append(ids)
     return encoded
 
@@ -97,19 +106,30 @@ def encode(tokenizer: Any, texts: Sequence[str], *, special: bool) -> list[list[
 def start_tokens(tokenizer: Any) -> list[int]:
     """The special tokens that a tokenizer adds before a text, such as BOS."""
     ids = list(tokenizer("a")["input_ids"])
-    text = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    ends = (place for place in range(len(ids)) if ids[place : place + len(text)] == text)
-    return ids[: next(ends, 0)]
+    text_ids = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    for start in range(len(ids)):
+        if ids[start : start + len(text_ids)] == text_ids:
+            return ids[:start]
+    return []
+
+
+def _start_text(tokenizer: Any) -> str:
+    """The text of `start_tokens`, as a chat template writes it; empty where there are none."""
+    start = start_tokens(tokenizer)
+    if not start:
+        return ""
+    special_texts = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    return "".join(special_texts.get(token, "") for token in start)
 
 
 @functools.lru_cache(maxsize=16)
 def _unread_special_tokens(tokenizer: Any) -> dict[str, int]:
     """The special tokens by their texts, of a tokenizer that reads these texts as any other; else none."""
-    names = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-    for name, token in names.items():
-        if list(tokenizer(name, add_special_tokens=False)["input_ids"]) == [token]:
+    special_ids = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    for text, token in special_ids.items():
+        if list(tokenizer(text, add_special_tokens=False)["input_ids"]) == [token]:
             return {}
-    return names
+    return special_ids
 
 
 def ids_of(model: "PreTrainedModel", prompts: Any, options: dict[str, Any], special: bool) -> "Tensor":
@@ -124,18 +144,21 @@ def ids_of(model: "PreTrainedModel", prompts: Any, options: dict[str, Any], spec
     """
     from torch import Tensor, int32, int64
 
-    tokenizer, stop_strings = options.pop("tokenizer", None), options.pop("stop_strings", None)
-    listed = isinstance(prompts, list) and bool(prompts) and all(isinstance(each, str) for each in prompts)
-    text = isinstance(prompts, str) or listed
-    if text or stop_strings:
+    tokenizer = options.pop("tokenizer", None)
+    stop_strings = options.pop("stop_strings", None)
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    is_text = isinstance(prompts, list) and bool(prompts) and all(isinstance(prompt, str) for prompt in prompts)
+    if is_text or stop_strings:
         tokenizer = tokenizer or _tokenizer_of(model)
-    if text:
-        rows = encode(tokenizer, [prompts] if isinstance(prompts, str) else prompts, special=special)
+    if is_text:
+        rows = encode(tokenizer, prompts, special=special)
         if not special:
             _require_no_start(tokenizer, rows)
         prompts = _padded(rows, tokenizer.pad_token_id or 0)
     if isinstance(prompts, Mapping):
-        options |= {name: value for name, value in prompts.items() if name not in options}
+        for name, value in prompts.items():
+            options.setdefault(name, value)
         prompts = options.pop("input_ids", None)
     if "pixel_values" not in options:
         options.pop("token_type_ids", None)  # many tokenizers return them, of no use to a decoder
@@ -248,24 +271,36 @@ def with_arguments(template: Any, arguments: Mapping[str, Any]) -> str:
     """
     if not isinstance(template, str):
         raise UserError(f"model.template={dict(arguments)}: the model has no single chat template to set this in")
+    assignments = []
     for name, value in arguments.items():
-        number = isinstance(value, int | float) and math.isfinite(value)
-        text = isinstance(value, str) and not re.search("[\ud800-\udfff]", value)  # a lone surrogate has no UTF-8
-        if not name.isidentifier() or not (number or text):
+        is_number = isinstance(value, int | float) and math.isfinite(value)
+        is_text = isinstance(value, str) and not re.search("[\ud800-\udfff]", value)  # a lone surrogate has no UTF-8
+        if not name.isidentifier() or not (is_number or is_text):
             raise UserError(f"model.template: {name}={value!a} must be a name with a text, a number, true or false")
-    return "".join(f"{{% set {name} = {json.dumps(value)} %}}" for name, value in arguments.items()) + template
+        assignments.append(f"{{% set {name} = {json.dumps(value)} %}}")
+    return "".join(assignments) + template
 
 
 def with_date(template: str, day: date) -> str:
     """A chat template whose `strftime_now` gives the time 00:00 of a day; transformers' own gives the present time."""
-    directives = [*(f"%{flag}{letter}" for letter in string.ascii_letters for flag in ("", "-")), "%%"]
-    texts = {each: datetime.combine(day, time()).strftime(each) for each in directives}
-    known = {each: text for each, text in texts.items() if text != each}
-    return (
-        f"{{%- macro strftime_now(format) -%}}{{%- set made = namespace(text=format) -%}}"
-        f"{{%- for each, text in {json.dumps(known)}.items() -%}}"
-        "{%- set made.text = made.text.replace(each, text) -%}{%- endfor -%}{{ made.text }}{%- endmacro -%}" + template
+    directives = []
+    for letter in string.ascii_letters:
+        directives += [f"%{letter}", f"%-{letter}"]
+    directives.append("%%")
+
+    midnight = datetime.combine(day, time())
+    replacements = {}
+    for directive in directives:
+        text = midnight.strftime(directive)
+        if text != directive:  # strftime leaves directives that it does not have as they are
+            replacements[directive] = text
+    macro = (
+        f"{{%- macro strftime_now(format) -%}}{{%- set rendered = namespace(text=format) -%}}"
+        f"{{%- for directive, text in {json.dumps(replacements)}.items() -%}}"
+        "{%- set rendered.text = rendered.text.replace(directive, text) -%}"
+        "{%- endfor -%}{{ rendered.text }}{%- endmacro -%}"
     )
+    return macro + template
 
 
 def set_chat_template(tokenizer: "PreTrainedTokenizerBase", path: str | Path) -> None:
@@ -274,7 +309,8 @@ def set_chat_template(tokenizer: "PreTrainedTokenizerBase", path: str | Path) ->
     Raises:
         UserError: the file cannot be read, or it is no template that writes a user's message.
     """
-    source, message = f"model.chat_template={path}", "a user's message"
+    source = f"model.chat_template={path}"
+    message = "a user's message"
     if not tokenizer.chat_template and has_chat_template(tokenizer):
         raise UserError(f"{source}: {type(tokenizer).__name__} renders chats by code of its own; leave it out")
     try:

