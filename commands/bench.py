@@ -7,7 +7,6 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from keepsight.commands import config_bench as configs
 from keepsight.commands.config_serving import BenchServe
@@ -42,6 +41,7 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.model_files import located
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import Target
+from keepsight.progress import print_above, progress_bar
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
 from keepsight.runtime.methods import SpeCache
@@ -146,7 +146,7 @@ def queries(config: configs.BenchQueries) -> None:
     prompts = _prompts(config, without_weights(config))
     target = target_of(config)
     measuring = query_similarity(target.model, prompts, config.answer_tokens, config.seed)
-    by_prompt = list(tqdm(measuring, total=config.samples, desc="prompts", unit="prompt"))
+    by_prompt = list(progress_bar(measuring, total=config.samples, name="prompts", unit="prompt"))
 
     columns = (
         Column("content", "content", is_text=True),
@@ -215,7 +215,7 @@ def _methods(config: configs.Benched, *tokens: int) -> tuple[Target, dict[str, M
 def _print(lines: Iterable[str]) -> None:
     """Print each line as soon as it is measured."""
     for line in lines:
-        tqdm.write(printable(line))
+        print_above(printable(line))
         sys.stdout.flush()
 
 

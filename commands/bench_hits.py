@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from tqdm import tqdm
 
 from keepsight.commands.config_bench import BenchHits as Config
 from keepsight.commands.eval import check, print_notes, samples_of
@@ -24,6 +23,7 @@ from keepsight.models.artifacts import fetch
 from keepsight.models.draft_head import EagleHead
 from keepsight.models.retrieval_head import PREVIOUS_STEP, WEIGHTS, RetrievalHead
 from keepsight.models.targets import Target
+from keepsight.progress import progress_bar
 from keepsight.runtime.methods import SpeContext
 
 _MEANS = ["hit", "mass", "overlap", "read"]
@@ -72,7 +72,7 @@ def run(config: Config) -> None:
         path = out / "hits.jsonl"
         measured = {(row.task, row.length, row.sample) for row in whole_lines(path, _Row)}
         samples = [sample for sample in samples if sample.key not in measured]
-        for sample in tqdm(samples, desc="samples", unit="sample"):
+        for sample in progress_bar(samples, name="samples", unit="sample"):
             append_lines(path, map(asdict, _rows(target, sample, variants, config.budgets)))
 
         rows = whole_lines(path, _Row)

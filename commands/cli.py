@@ -17,6 +17,7 @@ from typing import Any
 
 from keepsight import __version__
 from keepsight.errors import UserError, print_any_text, printable
+from keepsight.progress import quiet_libraries
 
 BAD_INPUT = 2
 """Exit status of an error that the user can fix."""
@@ -28,6 +29,7 @@ _FULL_DISK = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `keepsight COMMAND ...`; returns the exit status."""
+    quiet_libraries()
     words = sys.argv[1:] if arguments is None else list(arguments)
     print_any_text()
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -40,6 +42,8 @@ def _dispatch(words: list[str]) -> None:
         print(f"keepsight {__version__}")
     elif not words or words[0] in _HELP:
         print(_overview(bench=False))
+    elif words[0] == "help":
+        print(_help_on(words[1:]))
     elif words[0] == "bench" and (len(words) == 1 or words[1] in _HELP):
         print(_overview(bench=True))
     else:
@@ -71,7 +75,7 @@ def command_of(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def execute(name: str, arguments: Sequence[str]) -> None:
-    """Run a command, and say how long it took."""
+    """Run a command, and say what to do next and how long it took."""
     from keepsight.commands.config import COMMANDS
     from keepsight.commands.recipe import table_of
 
@@ -80,7 +84,7 @@ def execute(name: str, arguments: Sequence[str]) -> None:
     config = configuration(name, arguments)
     module, _, function = COMMANDS[name][1].partition(":")
     run = getattr(importlib.import_module(f"keepsight.commands.{module}"), function)
-    run(config)
+    following = run(config)
     seconds = time.perf_counter() - start
 
     if os.environ.get("RANK", "0") != "0":
@@ -88,6 +92,8 @@ def execute(name: str, arguments: Sequence[str]) -> None:
     table = table_of(config)
     if table:
         print(f"table: {table}")
+    if following:
+        print(printable(f"next: {following}"))
     if seconds > 5:
         duration = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
         print(f"keepsight {name} took {duration}", file=sys.stderr)
@@ -149,6 +155,28 @@ def _fail(message: str) -> int:
 # Help
 
 
+def _help_on(words: Sequence[str]) -> str:
+    """What `keepsight help` prints: the commands; the help of the command that follows; or the recipes."""
+    if not words:
+        return _overview(bench=False)
+    if list(words) == ["recipes"]:
+        return _list_of_recipes()
+    if list(words) == ["bench"]:
+        return _overview(bench=True)
+    name, arguments = command_of(words)
+    return _help(name, [argument for argument in arguments if argument != "all"], all_keys="all" in arguments)
+
+
+def _list_of_recipes() -> str:
+    """Every recipe with its model."""
+    from keepsight.commands.recipe import recipes
+
+    models = {name: recipe.model.id for name, recipe in recipes().items() if "model" in recipe}
+    width = max(map(len, models))
+    table = "\n".join(f"  {name:<{width}}  {model_id}" for name, model_id in models.items())
+    return f"recipes: models with settings of their own\n\n{table}\n\nusage: keepsight COMMAND recipe=NAME"
+
+
 def _overview(bench: bool) -> str:
     """The commands, or the benchmarks, each with the first line of its docstring."""
     from keepsight.commands.config import COMMANDS
@@ -163,6 +191,7 @@ def _overview(bench: bool) -> str:
         usage = "keepsight COMMAND"
         rows["bench"] = "measure speed and memory; keepsight bench --help lists the benchmarks."
         rows["demo"] = "generate data, train and evaluate a small model: keepsight fit recipe=demo."
+        rows["help"] = "this page; keepsight help COMMAND; keepsight help recipes lists the models with settings."
     about = "keepsight predicts which KV entries a language model's answer will need, and evicts the rest."
     width = max(map(len, rows))
     table = "\n".join(f"  {name:<{width}}  {note}" for name, note in rows.items())
@@ -175,7 +204,7 @@ def _help(name: str, arguments: list[str], all_keys: bool) -> str:
 
     from keepsight.commands.config import COMMANDS
     from keepsight.commands.parse import compose_config, keys_of, overrides_of
-    from keepsight.commands.recipe import presets_of, recipe_files
+    from keepsight.commands.recipe import presets_of
 
     schema = COMMANDS[name][0]
     notes = {key.name: key.note for key in keys_of(schema)}
@@ -194,7 +223,7 @@ def _help(name: str, arguments: list[str], all_keys: bool) -> str:
         index = shown.index("model.id") if "model.id" in shown else len(shown)
         shown.insert(index, "recipe")
         values["recipe"] = choice.name or "none"
-        notes["recipe"] = "A model with its settings, see below."
+        notes["recipe"] = "A model with its settings."
 
     width = min(shutil.get_terminal_size().columns, 100)
     lines = list[str]()
@@ -216,7 +245,7 @@ def _help(name: str, arguments: list[str], all_keys: bool) -> str:
         presets = ", ".join(presets_of(schema)) or "none for this command"
         lines += textwrap.wrap(f"presets: {presets}", width, subsequent_indent="  ", break_on_hyphens=False)
     if "recipe" in shown:
-        lines += textwrap.wrap(f"recipes: {', '.join(recipe_files('recipe'))}", width, subsequent_indent="  ")
+        lines += ["The first word after the command can be a recipe or a model.", "keepsight help recipes lists them."]
     return "\n".join(lines)
 
 

@@ -369,7 +369,6 @@ class Fit(shared.Benchmarks, shared.DataKeys, shared.EvalKeys):
         retrieval: Retrieval head for methods that need one: a folder, a Hub id, or shipped:NAME.
     """
 
-    POSITIONAL: ClassVar = ("model.id",)
     NEEDS_MODEL: ClassVar = True
     COMMON: ClassVar = (
         *("out", "model.id", "stages", "mixture", "limit", "max_new_tokens", "backend", "server.url", "selection"),

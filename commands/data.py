@@ -30,8 +30,8 @@ from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
 
 
-def run(config: Config) -> None:
-    """Make the data and print its size."""
+def run(config: Config) -> str:
+    """Make the data and print its size; returns the command that trains on it."""
     mixture = check_data(config)
     out = Path(config.out)
     settings = {key: getattr(config, key) for key in ("seed", "shard_size", "max_new_tokens", "temperature", "top_p")}
@@ -48,7 +48,7 @@ def run(config: Config) -> None:
     if launched().is_main_process:
         tokens = f"{manifest['prompt_tokens']} prompt tokens, {manifest['answer_tokens']} answer tokens"
         print(f"{manifest['samples']} samples in {config.out}: {tokens}")
-        print(next_command(config, f"train data={quote(config.out)} out=runs/adapter"))
+    return next_command(config, f"train data={quote(config.out)} out=runs/adapter")
 
 
 def check(config: Config, key: str = "mixture") -> dict[str, Any]:

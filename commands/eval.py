@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import transformers
 from accelerate import PartialState
-from tqdm import tqdm
 
 from keepsight import __version__
 from keepsight.commands.config import Eval as Config
@@ -39,6 +38,7 @@ from keepsight.models.artifacts import fetch
 from keepsight.models.decoder import context_of
 from keepsight.models.retrieval_head import WEIGHTS
 from keepsight.models.targets import Target, processor_of
+from keepsight.progress import progress_bar
 
 _NOT_IN_RESULTS = ("out", "max_batch_tokens", "reuse", "pages", "skip")
 """Keys that no answer depends on."""
@@ -46,8 +46,8 @@ SKIPPED = "rows skipped"
 """Subject of the note on rows that make no sample."""
 
 
-def run(config: Config) -> None:
-    """Evaluate, then write the summary, the plots and the report."""
+def run(config: Config) -> str:
+    """Evaluate, then write the summary, the plots and the report; returns what to do next."""
     check(config)  # bad values are refused before anything loads
     check_sampling(config.temperature, config.top_p)
     out = Path(config.out)
@@ -108,6 +108,7 @@ def run(config: Config) -> None:
         if len(refused) > 1:
             message += f", {len(refused)} variants were left out"
         raise UserError(message)
+    return f"open the report in a browser, or keepsight compare {shlex.quote(str(out))} OTHER_EVALUATION"
 
 
 def _planned(samples: Iterable[RenderedSample], variants: Iterable[Variant]) -> set[tuple[Key, Cell]]:
@@ -167,7 +168,7 @@ def _measure(
             samples[sample.key] = sample
             done += store.has_all(sample.key, inputs)
 
-    with tqdm(total=len(samples), desc="samples", unit="sample", disable=not processes.is_main_process) as progress:
+    with progress_bar(total=len(samples), name="samples", unit="sample", shown=processes.is_main_process) as progress:
         progress.update(done)
         rows_of_samples = sweep(
             target,
@@ -197,7 +198,6 @@ def write_all(out: Path) -> None:
     summary = write_outputs([run], out)
     paragraphs = [summary_table(summary), *map(printable, verdict_of([run], summary)), f"report: {out / 'report.html'}"]
     print("\n\n".join(paragraphs))
-    print(f"next: open the report in a browser, or keepsight compare {shlex.quote(str(out))} OTHER_EVALUATION")
 
 
 def samples_of(config: TaskKeys, target: Target) -> tuple[list[RenderedSample], dict[str, str]]:

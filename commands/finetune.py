@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from transformers import set_seed
 
 from keepsight.commands.config import Finetune as Config
-from keepsight.commands.from_recipe import resources_later, resources_of
+from keepsight.commands.from_recipe import next_command, resources_later, resources_of
 from keepsight.commands.train import placed_target
 from keepsight.commands.training import check_inputs, ending, read_samples, require_finished, run_of
 from keepsight.commands.variants import require_evict
@@ -37,8 +37,8 @@ METHOD = "lookaheadkv"
 """The method whose module is trained; for others, only head weights are."""
 
 
-def run(config: Config, selected: Mapping[str, Any] | None = None) -> None:
-    """Train, then write the adapter, its card and the curves.
+def run(config: Config, selected: Mapping[str, Any] | None = None) -> str:
+    """Train, then write the adapter, its card and the curves; returns the command that evaluates it.
 
     `selected` are the fields of the module's selection; by default those of `selection=`, or the adapter's own.
     """
@@ -74,13 +74,16 @@ def run(config: Config, selected: Mapping[str, Any] | None = None) -> None:
     trainer = ModuleTrainer(objective, settings.train, replace(run, start=start, unseen=unseen))
     finished = trainer.fit()
 
+    following = f"eval adapter={quote(config.out)} out=runs/eval"
     if trainer.is_world_process_zero():
         if artifact is None:
-            print(ending(trainer, config, "head weights", _write_weights(config, trainer)))
+            following = _write_weights(config, trainer)
+            print(ending(trainer, config, "head weights"))
         else:
             _write(Path(config.out), artifact, trainer, manifest["digest"])
-            print(ending(trainer, config, "adapter", f"eval adapter={quote(config.out)} out=runs/eval"))
+            print(ending(trainer, config, "adapter"))
     require_finished(finished, config, trainer)
+    return next_command(config, following)
 
 
 def _method(config: Config, artifact: LookaheadAdapter | None, resources: Resources) -> Evict:

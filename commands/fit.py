@@ -117,8 +117,8 @@ _MORE_THAN = 0.005
 """Smallest advantage of another method, in nats, that the card reports."""
 
 
-def run(config: configs.Fit) -> None:
-    """Run the stages and print how long each took."""
+def run(config: configs.Fit) -> str | None:
+    """Run the stages and print how long each took; returns the command that publishes the module, once it is whole."""
     out = Path(config.out)
     require_writable(out)
     stages = _Stages(config)
@@ -144,9 +144,10 @@ def run(config: configs.Fit) -> None:
             print(f"{name:<14} {duration:6.0f} s")
         for verdict in _verdicts(out, stages.last_training):
             print(verdict.sentence())
-        if "card" in stages.names:
-            published = _published(stages.config, out)
-            print(f"next: keepsight push {shlex.quote(str(published))} USER/NAME --dry-run")
+    if "card" not in stages.names:
+        return None
+    published = _published(stages.config, out)
+    return f"keepsight push {shlex.quote(str(published))} USER/NAME --dry-run"
 
 
 class _Stages:

@@ -131,5 +131,5 @@ def resources_later(config: UsesMethods) -> Resources:
 
 
 def next_command(config: UsesModel, following: str) -> str:
-    """The line that says what to type next: a command, its keys, and the model that this one ran with."""
-    return f"next: keepsight {following} model.id={shlex.quote(config.model.id)}"
+    """What to type next: a command, its keys, and the model that this one ran with."""
+    return f"keepsight {following} model.id={shlex.quote(config.model.id)}"

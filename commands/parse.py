@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -24,6 +25,7 @@ from keepsight.commands.recipe import (
     choose_recipe,
     model_of_adapter,
     preset_values,
+    recipe_files,
     recipe_values,
     say_once,
 )
@@ -52,12 +54,17 @@ def overrides_of(schema: type, keys: Sequence[Key], arguments: Sequence[str]) ->
     """The arguments as `key=value`.
 
     `--dry-run` means dry_run=true, and `--tasks niah` tasks=niah. Other arguments without `=` are values of the
-    schema's POSITIONAL keys, or of its POSITIONAL_LIST.
+    schema's POSITIONAL keys, or of its POSITIONAL_LIST; of commands that have neither, the first is the model.
+    `model=` names a recipe, or the model as `model.id=` does.
     """
     kinds = {key.name: key.kind for key in keys}
     kinds["recipe"] = str
-    positional_keys = iter(getattr(schema, "POSITIONAL", ()))
+    has_model = "model.id" in kinds
+    if has_model:
+        kinds["model"] = str
     list_key = getattr(schema, "POSITIONAL_LIST", None)
+    default_keys = ("model",) if has_model and list_key is None else ()
+    positional_keys = iter(getattr(schema, "POSITIONAL", default_keys))
     overrides = list[str]()
     list_values = list[str]()
     remaining = iter(arguments)
@@ -85,7 +92,18 @@ def overrides_of(schema: type, keys: Sequence[Key], arguments: Sequence[str]) ->
             overrides.append(f"{key}={argument}")
     if list_values:
         overrides.append(f"{list_key}=[{','.join(list_values)}]")
+    if has_model:
+        overrides = [_recipe_or_model(override) for override in overrides]
     return overrides
+
+
+def _recipe_or_model(override: str) -> str:
+    """`model=` as `recipe=` where a recipe has that name and no folder, else as `model.id=`; others as they are."""
+    key, _, value = override.partition("=")
+    if key != "model":
+        return override
+    is_recipe = value in recipe_files("recipe") and not Path(at_home(value)).exists()
+    return f"{'recipe' if is_recipe else 'model.id'}={value}"
 
 
 def _escaped(match: re.Match[str]) -> str:
@@ -325,6 +343,15 @@ def _check(key: Key, value: Any) -> None:
     try:
         TypeAdapter(key.checked).validate_python(value)
     except ValidationError as error:
-        message = error.errors()[0]["msg"].removeprefix("Value error, ")
-        message = re.sub("^(Input|List|Value) should", "must", message)
-        raise UserError(f"{key.name}={value} {message}") from None
+        raise UserError(f"{key.name}={value} {_reason(error)}") from None
+
+
+def _reason(error: ValidationError) -> str:
+    """What pydantic found, in words that suit any key."""
+    (first, *_) = error.errors()
+    if first["type"] == "too_short":
+        return "must not be empty"
+    if first["type"] == "too_long":
+        return f"must have at most {first['ctx']['max_length']} values"
+    message = first["msg"].removeprefix("Value error, ")
+    return re.sub("^(Input|List|Value) should", "must", message)

@@ -9,12 +9,12 @@ from keepsight.eval.results import comparable, parts_of_one, read_run
 from keepsight.models.hub import plan_upload
 from keepsight.models.hub import push as upload_to_hub
 
-OPEN = "next: open the page in a browser"
-"""The last line that a command prints after writing a page."""
+OPEN = "open the page in a browser"
+"""What to do after a command that writes a page."""
 
 
-def report(config: Report) -> None:
-    """Write the page, plots and tables."""
+def report(config: Report) -> str:
+    """Write the page, plots and tables; returns what to do next."""
     runs = parts_of_one([read_run(folder) for folder in config.runs])
     if config.out:
         out = Path(config.out)
@@ -25,11 +25,12 @@ def report(config: Report) -> None:
     summary = write_outputs(runs, out)
     for sentence in verdict_of(runs, summary):
         print(f"{printable(sentence)}\n")
-    print(f"report: {out / 'report.html'}\n{OPEN}")
+    print(f"report: {out / 'report.html'}")
+    return OPEN
 
 
-def compare(config: Compare) -> None:
-    """Print a table for each measure, and write the page."""
+def compare(config: Compare) -> str:
+    """Print a table for each measure, and write the page; returns what to do next."""
     if len(config.runs) < 2:
         raise UserError(f"runs={config.runs}: name at least two evaluations, such as keepsight compare runs/a runs/b")
     if len(set(config.runs)) < len(config.runs):
@@ -38,14 +39,16 @@ def compare(config: Compare) -> None:
     tables = write_comparison(runs, Path(config.out))
     for table in tables:
         print(table.markdown())
-    print(f"report: {Path(config.out) / 'compare.html'}\n{OPEN}")
+    print(f"report: {Path(config.out) / 'compare.html'}")
+    return OPEN
 
 
-def push(config: Push) -> None:
-    """Print the files, then upload them."""
+def push(config: Push) -> str | None:
+    """Print the files, then upload them; returns what to do next, unless it is a dry run."""
     upload = plan_upload(Path(config.folder), config.repo, public=config.public, revision=config.revision)
     print(upload.describe())
     if config.dry_run:
         print("dry run: nothing was uploaded; to upload it, leave out --dry-run")
-    else:
-        print(f"uploaded: {upload_to_hub(upload)}\nnext: use it by its id {config.repo}, as in keepsight eval")
+        return None
+    print(f"uploaded: {upload_to_hub(upload)}")
+    return f"use it by its id {config.repo}, as in keepsight eval"

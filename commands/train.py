@@ -13,7 +13,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from keepsight.commands import training
 from keepsight.commands.config import Train as Config
 from keepsight.commands.config_shared import UsesModel
-from keepsight.commands.from_recipe import outline_of, training_dtype, training_target
+from keepsight.commands.from_recipe import next_command, outline_of, training_dtype, training_target
 from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError, require_same
 from keepsight.eval.report.tables import Column, Table
@@ -37,11 +37,15 @@ Cells = dict[str, tuple[dict[str, str], Config]]
 """For each cell of an ablation by name, the values of the keys that have several, and its configuration."""
 
 
-def run(config: Config | Cells) -> None:
-    """Train, then write the adapters, their cards and the training curves."""
+def run(config: Config | Cells) -> str | None:
+    """Train, then write the adapters, their cards and the training curves.
+
+    Returns:
+        The command that evaluates the adapter; None after an ablation, which has several.
+    """
     if not isinstance(config, Config):
         _run_cells(config)
-        return
+        return None
     initial = check(config)
     target = placed_target(config)
     samples, manifest = training.read_samples(config, target)
@@ -50,8 +54,9 @@ def run(config: Config | Cells) -> None:
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         save(config, Path(config.out), target, objective.lookahead, trainer.trained(), samples, manifest)
-        print(training.ending(trainer, config, "adapter", f"eval adapter={quote(config.out)} out=runs/eval"))
+        print(training.ending(trainer, config, "adapter"))
     training.require_finished(finished, config, trainer)
+    return next_command(config, f"eval adapter={quote(config.out)} out=runs/eval")
 
 
 def _run_cells(cells: Cells) -> None:

@@ -35,8 +35,8 @@ from keepsight.train.retrieval_head import RetrievalObjective
 from keepsight.train.trainer import ModuleTrainer
 
 
-def draft(config: TrainDraftHead) -> None:
-    """Train a draft head, then write the head, its card and the training curves."""
+def draft(config: TrainDraftHead) -> str:
+    """Train a draft head, then write the head, its card and the training curves; returns the command that tries it."""
     settings = config.draft_head
     training.check_inputs(config, "draft_head.train", settings.train)
     if config.features is not None:
@@ -59,9 +59,9 @@ def draft(config: TrainDraftHead) -> None:
         card = head.card(basics, trainer.metrics)
         curves = draft_head_figure(trainer.trained().log)
         head.save(Path(config.out), basics.provenance, card, {"training.png": curves})
-        following = f"bench speculate draft.head={quote(config.out)} draft.layers=null"
-        print(training.ending(trainer, config, "head", following))
+        print(training.ending(trainer, config, "head"))
     training.require_finished(finished, config, trainer)
+    return next_command(config, f"bench speculate draft.head={quote(config.out)} draft.layers=null")
 
 
 def _new_draft_head(config: TrainDraftHead, target: Target, samples: Sequence[TrainingSample]) -> DraftHead:
@@ -104,8 +104,8 @@ def _teacher(
     return StoredStates(folder)
 
 
-def retrieval(config: TrainRetrievalHead) -> None:
-    """Prune, distil, then write the head, its card and the training curves."""
+def retrieval(config: TrainRetrievalHead) -> str:
+    """Prune, distil, then write the head, its card and the training curves; returns the command that tries it."""
     settings = config.retrieval_head
     training.check_inputs(config, "retrieval_head.train", settings.train)
     initial = None if config.head is None else _initial(config.head, config)
@@ -133,6 +133,7 @@ def retrieval(config: TrainRetrievalHead) -> None:
         basics = training.basics_of(config, target, manifest, trainer.trained(), described, loss)
         _write(config, trainer, basics, longest)
     training.require_finished(finished, config, trainer)
+    return next_command(config, f"bench hits retrieval={quote(config.out)} out=runs/hits")
 
 
 def _first_head(
@@ -197,6 +198,4 @@ def _write(
     card = head.card(basics, measured)
     curves = retrieval_figure(trainer.trained().log)
     head.to(torch.bfloat16).save(out, basics.provenance, card, {"training.png": curves})
-    following = f"bench hits retrieval={quote(config.out)} out=runs/hits"
     print(f"retrieval head ({head.config.features}) after step {trainer.state.global_step} in {out}\n{measured}")
-    print(next_command(config, following))

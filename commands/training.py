@@ -6,7 +6,6 @@ from typing import Any
 
 from keepsight import __version__
 from keepsight.commands.config_shared import CardKeys, Training
-from keepsight.commands.from_recipe import next_command
 from keepsight.data_gen.store import TrainingSample, finished_manifest, finished_samples, read_training_samples
 from keepsight.errors import UserError
 from keepsight.files import file_digest, read_json, require_writable
@@ -175,19 +174,25 @@ def length_summary(what: str, lengths: list[int]) -> dict[str, list[int]]:
     return {f"{what} (shortest, median, longest)": [ordered[0], ordered[len(ordered) // 2], ordered[-1]]}
 
 
-def ending(trainer: ModuleTrainer[Any], config: Training, what: str, following: str) -> str:
-    """A training's final message: that `what` was trained, metrics after and before, and the `following` command."""
+def ending(trainer: ModuleTrainer[Any], config: Training, what: str) -> str:
+    """A training's final message: that `what` was trained, and the metrics after and before."""
     measurements = [scalar_values(row) for row in trainer.measurements()]
     before = measurements[0] if len(measurements) > 1 else {}
     metrics = []
     for name, value in trainer.metrics.items():
-        text = f"{name.removeprefix('eval_')} {value:.3f}"
+        text = f"{name.removeprefix('eval_')} {_number_text(value)}"
         if name in before:
-            text += f" (before: {before[name]:.3f})"
+            text += f" (before: {_number_text(before[name])})"
         metrics.append(text)
     measured = ", ".join(metrics) or "not measured"
-    trained = f"{what} after step {trainer.state.global_step} in {config.out}: {measured}"
-    return f"{trained}\n{next_command(config, following)}"
+    return f"{what} after step {trainer.state.global_step} in {config.out}: {measured}"
+
+
+def _number_text(value: float) -> str:
+    """Three decimals, or where these would all be zeros two significant digits."""
+    if value and abs(value) < 0.0005:
+        return f"{value:.2g}"
+    return f"{value:.3f}"
 
 
 def require_finished(finished: bool, config: Training, trainer: ModuleTrainer[Any]) -> None:

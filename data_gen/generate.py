@@ -8,7 +8,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight.data_gen.backends import Answers, Backend, Decoding, Rendered
@@ -22,6 +21,7 @@ from keepsight.models.chat import encode, has_chat_template, prompt_text, with_d
 from keepsight.models.decoder import context_of
 from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
+from keepsight.progress import progress_bar
 
 logger = logging.getLogger("keepsight")
 
@@ -86,7 +86,7 @@ def generate_data(
     with one_writer(out) if processes.is_main_process else nullcontext():
         with processes.main_process_first():
             run = _Run(target, sources, ShardWriter(out, settings), backend, skip)
-        with tqdm(total=limit, desc="answers", unit="sample", disable=not processes.is_main_process) as progress:
+        with progress_bar(total=limit, name="answers", unit="sample", shown=processes.is_main_process) as progress:
             for number, shard in enumerate(settings.shards()):
                 if number % processes.num_processes == processes.process_index:
                     run.fill_shard(shard, progress)
@@ -125,7 +125,7 @@ class _Run:
         # sources keep the counter, which therefore must not refer to the model
         self.count_tokens: CountTokens = lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def fill_shard(self, shard: range, progress: "tqdm[Any]") -> None:
+    def fill_shard(self, shard: range, progress: Any) -> None:
         """Answer the prompts of a shard that have no answer yet."""
         settings = self.writer.settings
         missing = self.writer.missing(shard)
@@ -144,7 +144,7 @@ class _Run:
             progress.update(len(answers))
         self.writer.finish(shard)
 
-    def _append_skipped(self, shard: range, bad: BadRows, progress: "tqdm[Any]") -> None:
+    def _append_skipped(self, shard: range, bad: BadRows, progress: Any) -> None:
         for index, error in sorted(bad.items()):
             self.writer.append(shard, [self._skipped(index, error)])
             progress.update()

@@ -17,7 +17,6 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from torch import Tensor
-from tqdm import tqdm
 from transformers.generation import StoppingCriteria
 from typing_extensions import override
 
@@ -29,6 +28,7 @@ from keepsight.models.decoder import context_of
 from keepsight.models.draft_sources import DraftSource, LayerSubset, load_draft
 from keepsight.models.model_files import packaged_of
 from keepsight.models.targets import load_target
+from keepsight.progress import progress_bar
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import Resources, make_method
 
@@ -149,7 +149,8 @@ class HarnessModel(TemplateLM):
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         found = []
-        with tqdm(total=len(requests), desc="loglikelihood", disable=disable_tqdm) as progress:
+        total = len(requests)
+        with progress_bar(total=total, name="loglikelihood", unit="request", shown=not disable_tqdm) as progress:
             for _, group in groupby(requests, lambda request: request[1]):
                 for request, scored in self._score(list(group)):
                     self.cache_hook.add_partial("loglikelihood", request, scored)
@@ -183,7 +184,7 @@ class HarnessModel(TemplateLM):
     @override
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         answers = []
-        for request in tqdm(requests, desc="generate_until", disable=disable_tqdm):
+        for request in progress_bar(requests, name="generate_until", unit="request", shown=not disable_tqdm):
             context, asked = request.args
             options = dict[str, Any](normalize_gen_kwargs(asked, _MAX_NEW_TOKENS))
             stops = _stops_of(options.pop("until"))

@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
-from tqdm import tqdm
 from transformers import LlamaConfig, PreTrainedModel
 from typing_extensions import override
 
@@ -24,6 +23,7 @@ from keepsight.files import atomic_file, file_digest, one_writer, read_json, wri
 from keepsight.models.decoder import decoder_of, logits_of, on_each
 from keepsight.models.distributed import divided, launched
 from keepsight.models.draft_head import DraftHead, default_feature_layers
+from keepsight.progress import progress_bar
 from keepsight.runtime.features import RecordFeatures
 from keepsight.train.dataset import Batch
 from keepsight.train.draft_ops import UnrolledAttention, chunked_loss
@@ -178,7 +178,7 @@ def write_states(folder: Path, teacher: Teacher, texts: Sequence[list[int]], mad
                 missing.append(start)
         processes.wait_for_everyone()
         rounds = range(0, len(missing), processes.num_processes)
-        for first in tqdm(rounds, desc="features", unit="round", disable=None):
+        for first in progress_bar(rounds, name="features", unit="round"):
             starts = missing[first : first + processes.num_processes]
             digests = []
             if processes.process_index < len(starts):

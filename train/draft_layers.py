@@ -17,13 +17,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional
-from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from keepsight.errors import UserError
 from keepsight.files import append_lines, text_digest, whole_lines, write_lines
 from keepsight.models.draft_sources import keep_layers
+from keepsight.progress import progress_bar
 from keepsight.train.plots import BLUE, VERMILLION, draw_line, tidy
 
 TIMED_STEPS = 64
@@ -105,7 +105,7 @@ def search(model: PreTrainedModel, texts: Sequence[Text], keep: int, log: Path) 
     layers = subsets[-1].layers if subsets else list(range(model.config.get_text_config().num_hidden_layers))
     inputs = _layer_inputs(keep_layers(model, layers), _embedded(model, texts))
     trial_count = sum(range(keep + 1, len(layers) + 1))
-    with tqdm(total=trial_count, desc="layers on trial", unit="trial") as progress:
+    with progress_bar(total=trial_count, name="layers on trial", unit="trial") as progress:
         while len(layers) > keep:
             best: Closeness | None = None
             removed = 0

@@ -15,8 +15,6 @@ from accelerate.utils import gather
 from torch import nn
 from transformers import (
     PreTrainedModel,
-    PrinterCallback,
-    ProgressCallback,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -28,6 +26,7 @@ from typing_extensions import override
 from keepsight.models.decoder import decoder_of, full_attention_layers, head_width
 from keepsight.models.distributed import whole_shape
 from keepsight.models.lora import linears
+from keepsight.progress import print_above, progress_bar
 from keepsight.train.dataset import Batch
 from keepsight.train.objective import Objective
 from keepsight.train.settings import TrainSettings
@@ -36,6 +35,45 @@ _HOPPER = {"H100": 989, "H100 NVL": 835, "H100 PCIe": 756, "H200": 989, "H200 NV
 _PEAKS = {"A100": 312, **_HOPPER, "B200": 2250, "L4": 121, "L40S": 362}
 """Peaks of Nvidia's GPUs in bfloat16 without sparsity, in 1e12 operations per second (from its data sheets)."""
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
+
+
+class TrainingProgress(TrainerCallback):
+    """Shows a training's step, and its losses and measurements in a line each, in place of transformers' own lines."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    @override
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        is_main = state.is_world_process_zero
+        self._bar = progress_bar(total=state.max_steps, name="training", unit="step", shown=is_main)
+        self._bar.update(state.global_step)
+
+    @override
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._bar.update(state.global_step - self._bar.n)
+
+    @override
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._bar.close()
+
+    @override
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
+    ) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        measured = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
+        values = []
+        if "loss" in logs:
+            values = [f"loss {logs['loss']:.4g}", f"learning rate {logs['learning_rate']:.2g}"]
+            if "tokens_per_second" in logs:
+                values.append(f"{logs['tokens_per_second']:,.0f} tokens a second")
+        elif measured:
+            values = [f"{name} {value:.3f}" for name, value in measured.items()]
+            values[0] = f"on held-out samples {values[0]}"
+        if values:
+            print_above(f"step {state.global_step} of {state.max_steps}: {', '.join(values)}")
 
 
 class Throughput(TrainerCallback):
@@ -133,7 +171,7 @@ def log_lists(trainer: Trainer, measured: Mapping[str, Any]) -> None:
         for index, number in enumerate(numbers):
             values[f"{name}/{index:02}"] = number
     for callback in trainer.callback_handler.callbacks:
-        if not isinstance(callback, PrinterCallback | ProgressCallback):
+        if not isinstance(callback, TrainingProgress):
             callback.on_log(trainer.args, trainer.state, trainer.control, logs=dict(values), model=trainer.model)
 
 

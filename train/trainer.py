@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerState, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import is_torch_tf32_available
 from typing_extensions import override
@@ -50,7 +50,7 @@ from keepsight.train.distributed import gather_weights, gathered, launcher_of, l
 from keepsight.train.objective import Objective, ReplayedObjective
 from keepsight.train.replay import ReplayBuffer, ReplaySampler
 from keepsight.train.settings import ReplaySettings, TrainSettings
-from keepsight.train.tracking import Throughput, log_lists
+from keepsight.train.tracking import Throughput, TrainingProgress, log_lists
 
 logger = logging.getLogger("keepsight")
 ObjectiveT = TypeVar("ObjectiveT", bound=Objective)
@@ -241,6 +241,8 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         stopper = StopOnInterrupt()
         self.add_callback(stopper)
         self.add_callback(NewIntervals())
+        self.remove_callback(PrinterCallback)  # `TrainingProgress` stands for transformers' bar and lines
+        self.add_callback(TrainingProgress())
         with one_writer(self.work) if self.is_world_process_zero() else nullcontext():
             if self.is_world_process_zero():
                 check_same_settings(self.work, self._decisive_settings)
@@ -496,6 +498,7 @@ def training_arguments(settings: TrainSettings, work: Path, key: str = "train") 
         logging_steps=10,
         logging_nan_inf_filter=False,
         report_to=settings.report_to,
+        disable_tqdm=True,
         tf32=settings.tf32,
         remove_unused_columns=False,
         label_names=[],

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import psutil
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.generation import StoppingCriteriaList
 
@@ -22,6 +21,7 @@ from keepsight.eval.sweep import Variant, plan, run_samples, sweep
 from keepsight.eval.tasks.niah import make_samples
 from keepsight.models.draft_head import EagleHead
 from keepsight.models.targets import Target
+from keepsight.progress import progress_bar
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.drafting.speculative import (
     Round,
@@ -51,9 +51,9 @@ def bench_decode(
     require_room(model, tokens + _WARM_UP + steps, batch)
     ids = random_ids(model, batch, tokens)
     decodings: dict[str, _Decoding] = {}
-    for name, method in tqdm({"full cache": FullCache(), **methods}.items(), desc="prompts"):
+    for name, method in progress_bar({"full cache": FullCache(), **methods}.items(), name="prompts", unit="method"):
         decodings[name] = _Decoding(method.reader(model), method.start(model, ids))
-    for _ in tqdm(range(steps), desc="steps"):
+    for _ in progress_bar(range(steps), name="steps", unit="step"):
         for decoding in decodings.values():
             decoding.step()
     width = name_width(methods)
@@ -154,7 +154,9 @@ def bench_speculate(
     """
     criteria = stop_after(answer_tokens, end_ids(target.model))
     _compare(target, head, prompts[0], criteria, draft_tokens)
-    results = [_compare(target, head, prompt, criteria, draft_tokens) for prompt in tqdm(prompts, desc="prompts")]
+    results = []
+    for prompt in progress_bar(prompts, name="prompts", unit="prompt"):
+        results.append(_compare(target, head, prompt, criteria, draft_tokens))
     lengths = list(map(len, prompts))
     yield (
         f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens, answers of at most {answer_tokens}, "

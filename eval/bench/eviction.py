@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from typing_extensions import override
@@ -26,6 +25,7 @@ from keepsight.eval.bench.measure import (
 )
 from keepsight.eval.compress import needs_of_all
 from keepsight.models.targets import Target
+from keepsight.progress import progress_bar
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
 from keepsight.runtime.state import Needs, State, prefill, read
@@ -178,7 +178,7 @@ def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[
     )
     heads = f"{'observe ms':>11}{'select ms':>11}{'of prefill':>12}{'in all':>9}{'peak MiB':>10}{'KV MiB':>9}"
     yield f"{'tokens':>7}  {'method':<14}{heads}"
-    with tqdm(total=len(lengths) * (repeats + 1), desc="turns") as progress:
+    with progress_bar(total=len(lengths) * (repeats + 1), name="turns", unit="turn") as progress:
         for length in lengths:
             for line in _lines(target.model, methods, random_ids(target.model, 1, length), repeats, progress):
                 yield f"{length:>7}  {line}"

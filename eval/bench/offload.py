@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from keepsight.eval.bench.measure import median_seconds, random_ids, read_greedily, require_room, seconds_of
@@ -16,6 +15,7 @@ from keepsight.models.decoder import context_of
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.retrieval_head import RetrievalHead, parameters, pruning
 from keepsight.models.targets import Target
+from keepsight.progress import progress_bar
 from keepsight.runtime.attention import Softmax, StateCache
 from keepsight.runtime.generate import CacheMethod, FullCache, Method
 from keepsight.runtime.layer import KeptLayer
@@ -171,7 +171,7 @@ def traffic_lines(
     layers = model.config.get_text_config().num_hidden_layers
     methods = {budget: SpeContext(budget, head, offload=layers) for budget in budgets}
     traffic_of: dict[int, list[Traffic]] = {budget: [] for budget in budgets}
-    for prompt in tqdm(prompts, desc="texts"):
+    for prompt in progress_bar(prompts, name="texts", unit="text"):
         for method in methods.values():
             method.check(len(prompt), context_of(model))
         state = prefill(model, torch.tensor([prompt], device=model.device), needs=needs)

@@ -62,7 +62,7 @@ def test_help_explains_every_key_and_fits_a_screen(
     assert [name for name in notes if f"\n  {name}=" not in whole] == []
     shown = re.findall(r"^  ([\w.]+)=", short, flags=re.MULTILINE)
     assert {*shown} <= {*notes, "recipe"} and len(short.splitlines()) <= 50
-    assert ("recipe" in shown) == ("model.id" in notes) == ("recipes: demo, " in short)
+    assert ("recipe" in shown) == ("model.id" in notes) == ("keepsight help recipes lists them." in short)
     behind = short.partition("--help all shows these too: ")[2].replace("\n", " ")
     assert all(name in shown or name.split(".")[0] in behind for name in notes)
 
@@ -218,8 +218,8 @@ WRONG = {
     "dta": "'dta' is not a command; choose one of data, ",
     "bench both": "'both' is not a benchmark; choose one of train, eval, ",
     "data outt=data": "'outt' is no key of this command; did you mean 'out'?",
-    "data model=a": "'model' is no key of this command; it holds model.id, ",
-    "data ~out": "'~out' is not understood; arguments are written key=value",
+    "eval out=a draft=a": "'draft' is no key of this command; it holds draft.layers, ",
+    "data a ~out": "'~out' is not understood; arguments are written key=value",
     "report finetune.train.steps=5": "'finetune.train.steps' is no key of this command",
     "data out=data recipe=smollm": f"recipe=smollm is unknown; choose one of {', '.join(RECIPES)}",
     "train out=a data=a lookahead.tokens=[2,4": "'lookahead.tokens=[2,4' cannot be read; write key=value",
@@ -503,3 +503,20 @@ def test_an_adapter_of_a_folder_needs_the_folder(tmp_path: Path) -> None:
     adapter_of("my_model", "unknown", tmp_path / "adapter")
     with pytest.raises(UserError, match="'my_model' was a folder"):
         compose_config(Eval, ["out=a", f"adapter={tmp_path / 'adapter'}"])
+
+
+def test_the_first_word_is_a_recipe_or_a_model() -> None:
+    by_key = configuration("eval", ["out=a", "recipe=qwen3-8b"])
+    for words in (["qwen3-8b", "out=a"], ["out=a", "model=qwen3-8b"], ["Qwen/Qwen3-8B", "out=a"]):
+        assert configuration("eval", words) == by_key
+    assert configuration("fit", ["tiny", "out=a"]).model.id == "tiny"  # a folder here
+    with pytest.raises(UserError, match=r"model\.id= is set twice"):
+        configuration("eval", ["tiny", "out=a", "model.id=other"])
+
+
+def test_help_is_a_command_too(keepsight: CommandLine) -> None:
+    assert keepsight("help") == keepsight("--help")
+    assert keepsight("help", "eval") == keepsight("eval", "--help")
+    assert keepsight("help", "bench") == keepsight("bench", "--help")
+    recipes_text = keepsight("help", "recipes")
+    assert re.search(r"qwen3-8b +Qwen/Qwen3-8B\n", recipes_text)

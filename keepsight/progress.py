@@ -1,0 +1,60 @@
+"""Progress of long loops: a bar on a terminal; in a log a line every half minute, none of a shorter loop."""
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from tqdm import tqdm
+
+_SECONDS_OF_LOG = 30
+"""Time between two lines in a log."""
+_LINE = "{desc}: {n_fmt} of {total_fmt} after {elapsed}, {remaining} left"
+
+
+class _LogLines:
+    """The standard error as a log: each state of a bar is a line of its own."""
+
+    encoding = "utf-8"
+
+    def write(self, text: str) -> None:
+        line = text.strip()
+        if line:
+            sys.stderr.write(f"{line}\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+def progress_bar(
+    items: Iterable[Any] | None = None, *, name: str, unit: str, total: int | None = None, shown: bool = True
+) -> Any:
+    """A `tqdm` bar on the standard error.
+
+    Args:
+        items: What the bar runs over, if it counts by itself.
+        name: What is done, at the start of the line.
+        unit: What is counted, such as sample.
+        total: Number of items, if `items` do not say it.
+        shown: False shows nothing, as in all processes of a launch but one.
+    """
+    options: dict[str, Any] = {"total": total, "desc": name, "unit": unit, "disable": not shown}
+    if unit == "B":
+        options["unit_scale"] = True
+    if not sys.stderr.isatty():
+        seconds = _SECONDS_OF_LOG
+        options |= {"file": _LogLines(), "bar_format": _LINE, "mininterval": seconds, "maxinterval": seconds}
+        options |= {"delay": seconds}
+    return tqdm(items, **options)
+
+
+def print_above(line: str) -> None:
+    """Print a line to the standard error, above a bar that is shown there."""
+    tqdm.write(line, file=sys.stderr)
+
+
+def quiet_libraries() -> None:
+    """Keep the bars of libraries out of logs; to be called before these are imported."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
