@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from keepsight.runtime.generate import generate
     from keepsight.runtime.methods import *
     from keepsight.runtime.methods.kvpress import from_kvpress, to_kvpress
+    from keepsight.runtime.pipeline import pipeline
     from keepsight.runtime.saved import load_state, save_state
 
 __version__ = "0.1.0"
@@ -86,6 +87,7 @@ __all__ = [
     "generate",
     "load_state",
     "load_target",
+    "pipeline",
     "save_state",
     "to_kvpress",
 ]
@@ -99,6 +101,7 @@ _ELSEWHERE = {
     "generate": "keepsight.runtime.generate",
     "load_state": "keepsight.runtime.saved",
     "load_target": "keepsight.models.targets",
+    "pipeline": "keepsight.runtime.pipeline",
     "save_state": "keepsight.runtime.saved",
     "to_kvpress": "keepsight.runtime.methods.kvpress",
 }

@@ -1,0 +1,78 @@
+"""One compressed context, several questions."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from keepsight import SnapKV, generate, pipeline
+from keepsight.errors import UserError
+from keepsight.runtime.generate import FullCache
+from keepsight.runtime.pipeline import Pipeline
+from tests.tiny import tiny_model, tiny_tokenizer
+
+CONTEXT = "The harbour was calm. The code of the blue door is 48213. Nobody came by in the morning. " * 2
+QUESTIONS = ["What is the code?", "Who came by?"]
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Pipeline:
+    tokenizer = tiny_tokenizer()
+    return pipeline(tiny_model(vocab_size=len(tokenizer)), tokenizer)
+
+
+def test_the_full_cache_answers_as_generate_does(pipe: Pipeline) -> None:
+    answers = pipe(CONTEXT, QUESTIONS, max_new_tokens=6)
+    for question, answer in zip(QUESTIONS, answers, strict=True):
+        context_ids, question_ids = pipe._ids(CONTEXT, question, "")
+        prompt = torch.cat([context_ids, question_ids], dim=1)
+        ids = generate(pipe.model, prompt, max_new_tokens=6)
+        assert answer == pipe.tokenizer.decode(ids[0], skip_special_tokens=True)
+
+
+def test_each_question_is_answered_from_the_same_context(pipe: Pipeline) -> None:
+    method = SnapKV(budget=24, window=8)
+    together = pipe(CONTEXT, QUESTIONS, method, max_new_tokens=6)
+    assert together == [pipe(CONTEXT, question, method, max_new_tokens=6) for question in QUESTIONS]
+
+
+def test_nothing_is_evicted_for_a_question(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = SnapKV(budget=24, window=8)
+    lengths: list[int] = []
+    whole = SnapKV.compress_state
+
+    def counted(self: SnapKV, model: Any, state: Any) -> Any:
+        lengths.append(state.tokens.shape[1])
+        return whole(self, model, state)
+
+    monkeypatch.setattr(SnapKV, "compress_state", counted)
+    pipe(CONTEXT, QUESTIONS, method, max_new_tokens=3)
+    context_ids, _ = pipe._ids(CONTEXT, QUESTIONS[0], "")
+    assert set(lengths) <= {context_ids.shape[1]}
+
+
+def test_options_reach_generate(pipe: Pipeline) -> None:
+    torch.manual_seed(0)
+    first = pipe(CONTEXT, QUESTIONS[0], max_new_tokens=6, do_sample=True)
+    torch.manual_seed(0)
+    assert pipe(CONTEXT, QUESTIONS[0], max_new_tokens=6, do_sample=True) == first
+    with pytest.raises(UserError, match="num_beams"):
+        pipe(CONTEXT, QUESTIONS[0], num_beams=2)
+
+
+@pytest.mark.parametrize(
+    ("context", "questions", "part"),
+    [("", QUESTIONS, "need some text"), (CONTEXT, ["Who?", " "], "need some text"), (CONTEXT, "", "need some text")],
+)
+def test_empty_texts_are_refused(pipe: Pipeline, context: str, questions: Any, part: str) -> None:
+    with pytest.raises(UserError, match=part):
+        pipe(context, questions, FullCache())
+
+
+def test_no_questions_have_no_answers(pipe: Pipeline) -> None:
+    assert pipe(CONTEXT, []) == []
+
+
+def test_a_loaded_model_needs_its_tokenizer() -> None:
+    with pytest.raises(UserError, match="give tokenizer="):
+        pipeline(tiny_model())
