@@ -4,7 +4,7 @@ from graphlib import TopologicalSorter
 
 from tests.package_files import imports, package_modules
 
-GROUND = {f"keepsight.{name}" for name in ("corpus", "endpoint", "errors", "experimental", "files")}
+GROUND = {f"keepsight.{name}" for name in ("corpus", "endpoint", "errors", "experimental", "files", "progress")}
 RUNTIME_ROOMS = {"quantized", "sparse_read", "retrieval", "drafting", "prompt_compression"}
 
 # The rooms from the ground up, and those below that each may import from, beside itself and the ground floor.
