@@ -326,10 +326,8 @@ def _long(entry: HelmetTask, examples: Sequence[Row], size: int, tokenizer: Any)
 
     def fields(where: str, row: Row) -> tuple[dict[str, str], Any]:
         text = text_field(where, row, "context")
-        offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        if len(offsets) > size:
-            _, last_character = offsets[size - end_tokens - 1]
-            text = text[:last_character] + end
+        if len(tokenizer(text, add_special_tokens=False)["input_ids"]) > size:
+            text = _first_tokens(tokenizer, text, size - end_tokens) + end
         others = [example for example in examples if example is not row]
         demos = []
         for demo in random.Random(_SEED).sample(others, _SHOTS):
@@ -341,6 +339,16 @@ def _long(entry: HelmetTask, examples: Sequence[Row], size: int, tokenizer: Any)
         return filled, [*answers, *row.get("keypoints", [])]
 
     return fields
+
+
+def _first_tokens(tokenizer: Any, text: str, count: int) -> str:
+    """The beginning of a text that has `count` tokens; only fast tokenizers say where in the text a token ends."""
+    if tokenizer.is_fast:
+        encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        _, last_character = encoding["offset_mapping"][count - 1]
+        return text[:last_character]
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return str(tokenizer.decode(ids[:count], clean_up_tokenization_spaces=False))
 
 
 def _question_fields(row: Row) -> tuple[dict[str, str], list[str]]:

@@ -14,7 +14,7 @@ import pytest
 from keepsight.errors import UserError
 from keepsight.eval.tasks import longproc
 from keepsight.eval.tasks.benchmark import TaskRequest
-from keepsight.eval.tasks.helmet import Helmet, _demonstrations
+from keepsight.eval.tasks.helmet import Helmet, _demonstrations, _first_tokens
 from keepsight.eval.tasks.longproc import LongProc
 from keepsight.eval.tasks.metrics import score
 from keepsight.eval.tasks.registry import Benchmarks, make_all
@@ -231,6 +231,24 @@ def test_questions_about_a_long_text_are_cut_and_show_two_others(tmp_path: Path,
     assert (first.chat, first.length, first.max_new_tokens) == (True, 8192, 10)
     assert score(first, "Ada 0") == pytest.approx(1)
     assert made(tmp_path, "helmet_longqa_infbench_qa", words) == []  # HELMET has none at 4096
+
+
+class SlowTokenizer:
+    """A tokenizer of words that does not know where in a text its tokens end."""
+
+    is_fast = False
+    vocabulary = ("one", "two", "three", "four")
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [self.vocabulary.index(word) for word in text.split()]}
+
+    def decode(self, ids: list[int], *, clean_up_tokenization_spaces: bool) -> str:
+        return " ".join(self.vocabulary[token] for token in ids)
+
+
+def test_a_text_is_cut_with_any_tokenizer(words: Any) -> None:
+    assert _first_tokens(SlowTokenizer(), "one two three four", 2) == "one two"
+    assert _first_tokens(words, "word word word", 2).count("word") == 2
 
 
 def test_choices_are_lettered(tmp_path: Path, words: Any) -> None:
