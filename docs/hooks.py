@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: every key of every command, `results/` beside the pages, a search that works from disk."""
+"""Hooks of mkdocs: every key of every command, RESULTS.md and `results/` as pages, a search that works from disk."""
 
 import functools
 import json
@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from keepsight.commands.config import COMMANDS
 from keepsight.commands.parse import keys_of
 
+ROOT = Path(__file__).resolve().parents[1]
 _WORKER = """if (location.protocol === "file:") {
   const source = URL.createObjectURL(new Blob([%s]));
   window.Worker = class extends Worker { constructor() { super(source); } };
@@ -40,14 +41,20 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Called by mkdocs for each page."""
-    return markdown.replace("<!-- keys -->", keys_page()) if "<!-- keys -->" in markdown else markdown
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Called by mkdocs for each page: fills it, and turns links between folders into links within the site."""
+    if "<!-- keys -->" in markdown:
+        return markdown.replace("<!-- keys -->", keys_page())
+    if page.file.src_uri == "results.md":
+        return (ROOT / "RESULTS.md").read_text("utf-8").replace("](docs/", "](")
+    if page.file.src_uri.startswith("results/"):
+        return markdown.replace("](../docs/", "](../").replace("](../RESULTS.md", "](../results.md")
+    return markdown.replace("](../results/", "](results/").replace("](../RESULTS.md", "](results.md")
 
 
 def on_files(files: Files, config: Any) -> None:
-    """Called by mkdocs once: the page of results links to the files of `results/`."""
-    for path in sorted((Path(__file__).parents[1] / "results").iterdir()):
+    """Called by mkdocs once: the pages and files of `results/` lie beside the others."""
+    for path in sorted((ROOT / "results").iterdir()):
         files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
 
 

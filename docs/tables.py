@@ -1,4 +1,4 @@
-"""Makes the tables of README, RESULTS.md, the guides and the shipped cards from `results/*.csv`, and README's plot.
+"""Makes the tables of README, RESULTS.md, `results/*.md`, guides and cards from `results/*.csv`, and README's plot.
 
     python docs/tables.py
 
@@ -20,8 +20,9 @@ from keepsight.files import size_text, write_text
 from keepsight.runtime.registry import Style
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "RESULTS.md", ROOT / "docs" / "performance.md"]
-PAGES += sorted((ROOT / "checkpoints").glob("*/README.md"))
+PAGES = [ROOT / "README.md", ROOT / "RESULTS.md"]
+PAGES += [ROOT / "docs" / name for name in ("excess_nll.md", "performance.md", "which_method.md")]
+PAGES += sorted((ROOT / "results").glob("*.md")) + sorted((ROOT / "checkpoints").glob("*/README.md"))
 PLACE = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 EXCESS = "{excess_nll} ({low} to {high})"
 OURS = "LookaheadKV (shipped)"
@@ -55,11 +56,17 @@ class Table:
             return "Not measured.\n"
         found = found.assign(cell=found.apply(lambda row: filled(self.cell, row), axis=1))
         cells = found.pivot(index=self.by, columns=self.across, values="cell").fillna("–")
-        cells = cells[found[self.across].unique()].rename(columns=lambda place: self.head.format(thousands(place)))
+        cells = cells[found[self.across].unique()].rename(columns=self.heading)
         lines = cells.join(found.groupby(self.by)[[*self.columns]].agg(joined))
         shown = self.rows or alike(*found[self.by].unique())
         lines = lines.loc[[*shown]].rename(lambda name: marked(name, shown[name]))
         return markdown(lines.rename_axis(self.title or self.by).reset_index())
+
+    def heading(self, value: str) -> str:
+        """The heading of a column; rows without a value of `across` kept everything."""
+        if not value:
+            return "everything kept"
+        return self.head.format(thousands(value))
 
 
 def read(file: str) -> pd.DataFrame:
@@ -127,6 +134,35 @@ TUNED = {
 UNTRAINED = "KVgrad", "KVzip", "Expected Attention", "SnapKV, mean over 3"
 READING = alike("exact_topk", "specontext (shipped head)", "quest")
 SCORE = "{score} / {excess_nll}"
+DIFFERENCE = "{difference} ({low} to {high})"
+
+
+def paired(run: str, what: str = "excess_nll", method: str = OURS, minus: tuple[str, ...] = ()) -> Table:
+    """Paired differences of a run: a method minus each of the others that it was compared with."""
+    return Table(
+        "question_differences",
+        "budget",
+        cell=DIFFERENCE,
+        by="minus",
+        rows=alike(*minus),
+        where={"run": (run,), "what": (what,), "method": (method,)},
+        columns=(),
+        title=f"{method.removesuffix(' (shipped)')} minus, entries:",
+    )
+
+
+def trial(name: str, measure: str = "excess NLL (nats a token)") -> Table:
+    """The variants of a trial, a line each."""
+    where = {"trial": (name,), "measure": (measure,)}
+    return Table("trials", "entries", "{value}", "variant", head="{} entries", where=where, columns=("run",))
+
+
+def on(run: str, *rows: str, columns: tuple[str, ...] = ()) -> Table:
+    """Mean excess NLL of methods in a run of `question.csv`."""
+    where = {"run": (run,)}
+    return Table("question", "budget", "{excess_nll}", rows=alike(*rows), where=where, columns=columns)
+
+
 TABLES = {
     "real": Table(
         "real_prompts",
@@ -144,7 +180,7 @@ TABLES = {
     "differences": Table(
         "real_prompts_differences",
         "budget",
-        cell="{difference} ({low} to {high})",
+        cell=DIFFERENCE,
         by="minus",
         where={"method": (OURS,)},
         head="{} entries",
@@ -184,6 +220,118 @@ TABLES = {
     "reading": Table("reading_needles", "budget", cell=SCORE, rows=READING, head="{} entries"),
     "serving": Table("serving", "caches", cell="{value}", by="what", title="16 requests at once"),
     "hits": Table("reading_hits", "budget", cell="{hit_rate} / {mass}", head="{} entries"),
+    "reading-time": Table(
+        "reading_time",
+        "entries",
+        cell="{low_ms} to {high_ms}",
+        rows=alike("full attention", "specontext", "quest"),
+        head="{} entries, ms",
+    ),
+    "fewer-bits": Table("fewer_bits", "bits", cell="{needles_score} / {real_excess_nll}", head="bits: {}"),
+    "memory": Table(
+        "memory",
+        "budget",
+        cell="{kv_mib} / {kv_peak_mib}",
+        rows=alike(OURS, "SnapKV, mean over 3", "full cache"),
+        head="{} entries",
+        where={"method": (OURS, "SnapKV, mean over 3", "full cache")},
+    ),
+    "kvpress-110": Table("kvpress", "budget", head="{} entries"),
+    "by-file-seen": Table(
+        "real_prompts_by_file",
+        "budget",
+        cell="{difference}",
+        by="file",
+        head="{} entries",
+        where={"of": (OURS,)},
+        columns=(),
+    ),
+    "by-file-unseen": Table(
+        "by_file",
+        "budget",
+        cell="{excess_nll}",
+        by="file",
+        head="{} entries",
+        where={"run": ("unseen110",), "method": (OURS,)},
+        columns=(),
+    ),
+    "by-file-unseen-kvgrad": Table(
+        "by_file",
+        "budget",
+        cell="{excess_nll}",
+        by="file",
+        head="{} entries",
+        where={"run": ("unseen110",), "method": ("KVgrad",)},
+        columns=(),
+    ),
+    "seen-pairs": paired("all110"),
+    "unseen-pairs": paired("unseen110"),
+    "other-unseen-pairs": paired("other_unseen"),
+    "long-seen-pairs": paired("long_seen"),
+    "long-unseen-pairs": paired("long_unseen"),
+    "multi": on("multi"),
+    "multi-pairs": paired("multi"),
+    "reconstruction": on("reconstruction", OURS, "KVzip", "SnapKV, mean over 3"),
+    "reconstruction-pairs": paired("reconstruction"),
+    "weights-pairs": paired("tuned33_laq", method=EARLIER, minus=(WEIGHTED_LAQ,)),
+    "weights-score-pairs": paired("tuned33_laq", "score", EARLIER, (WEIGHTED_LAQ,)),
+    "laq-pairs": paired("scores33"),
+    "laq-score-pairs": paired("scores33", "score"),
+    "scores33": trial("task scores: 33 prompts, question seen", "score"),
+    "every": trial("eviction while decoding: 11 prompts, answers of up to 256 tokens"),
+    "sparse": trial("SpecKV's sparse prefill: 8 prompts of 4,096 to 8,192 tokens, question seen"),
+    "longer-prompts": trial("longer prompts in the last stage: 8 prompts of 4,096 to 8,192 tokens, question seen"),
+    # RESULTS.md: a few lines of the tables above.
+    "short-real": Table(
+        "real_prompts",
+        "budget",
+        cell="{excess_nll}",
+        rows=alike("oracle attention (mean over 3)", OURS, "LAQ", "SnapKV, mean over 3"),
+        head="{} entries",
+        columns=(),
+    ),
+    "short-unseen": Table(
+        "question",
+        "budget",
+        cell="{excess_nll}",
+        rows=alike(OURS, "KVgrad", "KVzip", "SnapKV, mean over 3"),
+        head="{} entries",
+        where={"question": ("unseen",), "samples": ("110",)},
+        columns=(),
+    ),
+    "short-tuned": Table(
+        "question",
+        "budget",
+        cell="{excess_nll}",
+        rows={
+            **alike(OURS),
+            WEIGHTED_LAQ: "LAQ, 32 draft tokens, learned weights",
+            **alike("LAQ, 32 draft tokens, unpooled"),
+            WEIGHTED_SNAPKV: "SnapKV, learned weights",
+            **alike("SnapKV, mean over 3"),
+        },
+        head="{} entries",
+        where={"question": ("seen",), "samples": ("33",)},
+        columns=(),
+    ),
+    "short-needles": Table(
+        "needles",
+        "length",
+        cell="{score}",
+        rows=alike("full cache", OURS, "SnapKV, mean over 3"),
+        head="{} tokens",
+        columns=(),
+    ),
+    "short-reading": Table("reading_needles", "budget", SCORE, rows=READING, head="{} entries", columns=()),
+    "short-serving": Table(
+        "serving",
+        "caches",
+        cell="{value}",
+        by="what",
+        rows=alike("decoding step, ms", "decoded tokens per second", "peak use of the engine's cache, MiB"),
+        title="16 requests at once",
+        columns=(),
+    ),
 }
 
 
@@ -227,18 +375,23 @@ FRONT = {
 
 
 def front_table() -> str:
-    """README's table: excess NLL on the 110 prompts with the question seen and unseen, and costs with it seen."""
+    """README's table: excess NLL on the 110 prompts, scores of needles and of RULER's tasks, and costs."""
     seen = read("methods").query("run == 'all110'").set_index(["method", "budget"])
     unseen = read("question").query("question == 'unseen' and samples == '110'").set_index(["method", "budget"])
 
     def means(table: pd.DataFrame, name: str) -> str:
         return " / ".join(table["excess_nll"][name, budget] for budget in SEEN)
 
-    lines = [("full cache", "0", "0", "1")]
+    def scored(name: str) -> tuple[str, ...]:
+        runs = (SCORED["needles"], SCORED["RULER"])
+        return tuple(of_methods(run, {name: name}, "score", (budget,))[budget][0] for run, budget in runs)
+
+    lines = [("full cache", "0", "0", *scored("full"), "1")]
     for name, label in FRONT.items():
         cost = 1 + float(seen["cost"][name, SEEN[0]]) / 100
-        lines.append((marked(name, label), means(seen, name), means(unseen, label), f"{cost:.2f}"))
-    return markdown(pd.DataFrame(lines, columns=["method", "question seen", "question unseen", "cost, prefills"]))
+        lines.append((marked(name, label), means(seen, name), means(unseen, label), *scored(name), f"{cost:.2f}"))
+    columns = ["method", "question seen", "question unseen", "needles", "RULER", "cost, prefills"]
+    return markdown(pd.DataFrame(lines, columns=columns))
 
 
 OTHER_TASKS = {
@@ -258,6 +411,195 @@ def other_tasks_table() -> str:
     lines = [(marked(name, name), *means.loc[name, [*OTHER_TASKS]]) for name in means.index]
     titles = [f"{kind} ({counts[run]} prompts)" for run, kind in OTHER_TASKS.items()]
     return markdown(pd.DataFrame(lines, columns=["method", *titles]))
+
+
+SOURCES_NOT_TRAINED_ON = ("lcc", "multi_news", "trec")
+"""The files of the 110 prompts whose data sets are no source of the training prompts (training_sources.csv)."""
+
+
+UNSEEN_RIVALS = ("KVgrad", "KVzip", "SnapKV, mean over 3")
+
+
+def sources_table(rivals: tuple[str, ...] = UNSEEN_RIVALS, budgets: tuple[str, ...] = SEEN) -> str:
+    """Excess NLL with the question unseen on the data sets that training used, and on the others."""
+    found = read("by_file").query("run == 'unseen110'")
+    found = found.assign(excess_nll=found["excess_nll"].astype(float))
+    others = found["file"].isin(SOURCES_NOT_TRAINED_ON)
+    lines = []
+    for label, rows in (("the eight sources of training", found[~others]), ("lcc, multi_news, trec", found[others])):
+        means = rows.groupby(["method", "budget"])["excess_nll"].mean()
+        cells = []
+        for name in (OURS, *rivals):
+            cells.append(" / ".join(f"{means[name, budget]:.3f}" for budget in budgets))
+        lines.append((label, *cells))
+    return markdown(pd.DataFrame(lines, columns=["data sets", "LookaheadKV", *rivals]))
+
+
+def short_sources_table() -> str:
+    """RESULTS.md's part of the table above: KVgrad, 64 entries."""
+    return sources_table(("KVgrad",), ("64",))
+
+
+def of_methods(run: str, names: dict[str, str], column: str, budgets: tuple[str, ...]) -> pd.DataFrame:
+    """Methods of a run of `methods.csv` as rows, budgets as columns; a method without budgets has its value in each."""
+    found = read("methods").replace({"run": CONTINUED}).query("run == @run").set_index(["method", "budget"])[column]
+    lines = []
+    for name, label in names.items():
+        alone = (name, "") in found.index
+        lines.append((marked(name, label), *(found[name, "" if alone else budget] for budget in budgets)))
+    return pd.DataFrame(lines, columns=["method", *budgets])
+
+
+SCORED_METHODS = {"full": "full cache", **FRONT}
+"""The rows of tables of task scores."""
+
+
+def scores_table() -> str:
+    """Task scores on the 110 prompts, question seen."""
+    names = SCORED_METHODS | {"snapkv": "SnapKV, max over 7"}
+    table = of_methods("all110", names, "score", SEEN)
+    return markdown(table.rename(columns=lambda name: f"{name} entries" if name.isdecimal() else name))
+
+
+def score_tasks_table() -> str:
+    """Scores on needles and RULER's tasks."""
+    table = of_methods("all_needles", SCORED_METHODS, "score", ("64",)).rename(columns={"64": "needles, 64 entries"})
+    table["RULER, 128 entries"] = of_methods("all_ruler", SCORED_METHODS, "score", ("128",))["128"]
+    return markdown(table)
+
+
+def short_scores_table() -> str:
+    """RESULTS.md's scores: the 110 prompts, needles and RULER."""
+    real = of_methods("all110", SCORED_METHODS, "score", SEEN)
+    table = real[["method"]].assign(real=real[[*SEEN]].agg(" / ".join, axis=1))
+    table["needles"] = of_methods("all_needles", SCORED_METHODS, "score", ("64",))["64"]
+    table["RULER"] = of_methods("all_ruler", SCORED_METHODS, "score", ("128",))["128"]
+    return markdown(table.rename(columns={"real": "110 prompts, 64 / 128 / 256"}))
+
+
+MEAN_ORACLE, MEAN_SNAPKV, MAX_SNAPKV = "oracle attention (mean over 3)", "SnapKV, mean over 3", "SnapKV, max over 7"
+GAPS = {
+    ("real_prompts", "", "seen"): "the 110 prompts",
+    ("question", "110", "unseen"): "the 110 prompts",
+    ("other_tasks", "other_seen", "seen"): "other kinds, up to 4K tokens",
+    ("other_tasks", "other_unseen", "unseen"): "other kinds, up to 4K tokens",
+    ("other_tasks", "long_seen", "seen"): "other kinds, 4K to 8K",
+    ("other_tasks", "long_unseen", "unseen"): "other kinds, 4K to 8K",
+}
+"""The measurements whose share of the gap is shown: a file, a run or number of samples in it, and the question."""
+
+
+def gaps_table() -> str:
+    """How much of the gap between SnapKV and oracle attention LookaheadKV closes, from means of three decimals.
+
+    SnapKV has the lower of its two published poolings, where both were run; oracle attention has a mean over 3.
+    """
+    lines = []
+    for (file, selected, question), prompts in GAPS.items():
+        found = read(file)
+        if file == "other_tasks":
+            found = found[found["run"] == selected]
+        elif file == "question":
+            found = found[(found["question"] == question) & (found["samples"] == selected)]
+        count = found["samples"].iloc[0]
+        means = found.drop_duplicates(["method", "budget"]).pivot(index="budget", columns="method", values="excess_nll")
+        means = means.apply(pd.to_numeric)
+        worst = means[[name for name in (MEAN_SNAPKV, MAX_SNAPKV) if name in means]].min(axis=1)
+        shares = 100 * (worst - means[OURS]) / (worst - means[MEAN_ORACLE])
+        cells = [f"{shares[budget]:.0f}" if budget in shares else "–" for budget in ("64", "128", "256", "512")]
+        lines.append((prompts, question, count, *cells))
+    return markdown(pd.DataFrame(lines, columns=["prompts", "question", "number", "64", "128", "256", "512"]))
+
+
+KVPRESS_PAIRS = {
+    "SnapKV": "snapkv mean 3",
+    "CriticalKV": "criticalkv mean 3",
+    "KeyDiff": "keydiff",
+    "TOVA": "tova",
+    "Expected Attention": "expected_attention",
+    "Expected Attention, AdaKV": "expected_adakv",
+    "KVzip": "kvzip",
+    "KVgrad": "kvgrad",
+}
+
+
+def short_kvpress_table() -> str:
+    """RESULTS.md's lines of the table below: the methods with the largest differences."""
+    return kvpress_table({"SnapKV": KVPRESS_PAIRS["SnapKV"], "KVzip": "kvzip", "KVgrad": "kvgrad"})
+
+
+def kvpress_table(pairs: dict[str, str] = KVPRESS_PAIRS) -> str:
+    """The largest differences from kvpress over all budgets: of a mean, and of a single prompt."""
+    found = read("methods_differences")
+    found = found[found["minus"].str.startswith("kvpress ")]
+    lines = []
+    for label, name in pairs.items():
+        cells = []
+        for question in ("seen", "unseen"):
+            rows = found[(found["method"] == name) & (found["question"] == question)]
+            mean, single = (rows[column].astype(float).abs().max() for column in ("difference", "largest"))
+            cells.append(f"{mean:.4f} / {single:.4f}")
+        lines.append((label, *cells))
+    return markdown(pd.DataFrame(lines, columns=["method", "question seen", "question unseen"]))
+
+
+def short_time_table() -> str:
+    """RESULTS.md's times: observing and selecting, and a decoding step."""
+    found = read("time")
+    found = found[
+        found["run"].isin(["evict", "decode2048"]) & (found["processor"] != SLOW) & (found["method"] != "AdaKV")
+    ]
+    found = found.query("what != 'decoding step' or method != 'SnapKV'")
+    found = found[~found["what"].isin(["observing", "selecting", "prefill"])]
+    found = found.query("what != 'decoding step' or date > @PADDED")
+    names = {"observing and selecting, share of the prefill": "choosing, % of a prefill", "decoding step": "a step, ms"}
+    return markdown(found.assign(what=found["what"].map(names))[["what", "method", "values"]])
+
+
+SHOWN_STATEMENTS = ("with", "raise", "import", "assert")
+"""The questions of run `nats` whose answers docs/excess_nll.md shows."""
+
+
+def nats_table() -> str:
+    """Answers from the full cache and from two smaller ones, with their excess NLL."""
+    found = read("nats")
+    lines = []
+    for statement in SHOWN_STATEMENTS:
+        for _, row in found[found["statement"] == statement].iterrows():
+            label = row["method"]
+            if row["budget"]:
+                label = f"{marked(label, label)}, {row['budget']} entries"
+            lines.append((row["excess_nll"], label, row["answer"]))
+    return markdown(pd.DataFrame(lines, columns=["excess NLL", "cache", "answer"]))
+
+
+SHORT_METHODS = {
+    "specache": "SpeCache",
+    "exact_topk": "exact top-k",
+    "specontext": "SpeContext (shipped head)",
+    "lookaheadkv": "LookaheadKV (shipped)",
+    "laq 32 unpooled": "LAQ, 32 draft tokens, unpooled",
+    "snapkv mean 3": "SnapKV, mean over 3",
+}
+"""RESULTS.md's rows of the table of all methods."""
+
+
+def short_methods_table() -> str:
+    """RESULTS.md's lines of the table of all methods: the 110 prompts, and the size of the stored keys and values."""
+    sizes = of_methods("all_seen", SHORT_METHODS, "kv_mib", (SEEN[1],))[SEEN[1]]
+    means = of_methods("all110", SHORT_METHODS, "excess_nll", SEEN)
+    table = means.rename(columns=lambda name: f"{name} entries" if name.isdecimal() else name)
+    return markdown(table.assign(MiB=sizes))
+
+
+def short_gpu_table() -> str:
+    """RESULTS.md's lines of the table of GPUs: 8,192 tokens."""
+    found = read("gpu").query("kind == 'generate' and batch_s != '' and tokens == '8192'")
+    lines = []
+    for _, row in found[found["method"].isin(["full", "snapkv", "lookaheadkv, shared"])].iterrows():
+        speed = f"{int(row['rows']) / float(row['batch_s']):,.0f}"
+        lines.append((row["method"], f"{float(row['first_s']):.2f}", speed, size_text(int(row["kv_bytes"]))))
+    return markdown(pd.DataFrame(lines, columns=["method", "first token, s", "tokens/s", "KV of a row"]))
 
 
 def methods_table() -> str:
@@ -327,6 +669,18 @@ OWN = {
     "methods": methods_table,
     "other-tasks": other_tasks_table,
     "gpu": gpu_table,
+    "sources": sources_table,
+    "scores": scores_table,
+    "score-tasks": score_tasks_table,
+    "short-scores": short_scores_table,
+    "short-sources": short_sources_table,
+    "short-kvpress": short_kvpress_table,
+    "gaps": gaps_table,
+    "kvpress": kvpress_table,
+    "short-time": short_time_table,
+    "short-methods": short_methods_table,
+    "short-gpu": short_gpu_table,
+    "nats": nats_table,
 }
 """Tables with a function of their own."""
 
