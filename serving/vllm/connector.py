@@ -26,7 +26,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
 from keepsight.errors import UserError
-from keepsight.serving.prefix import EVICT, FAILED, Header, PrefixStore, alphabet_of, digest_in, placeholders
+from keepsight.serving.prefix import EVICT, EVICTION_ERROR, Header, PrefixStore, alphabet_of, digest_in, placeholders
 from keepsight.serving.vllm import ragged
 
 logger = init_logger("vllm.keepsight")
@@ -177,7 +177,7 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
         """Forget a request; its blocks are vLLM's to free."""
         self._requests.pop(request.request_id, None)
         if (request.kv_transfer_params or {}).get(EVICT):
-            return False, {FAILED: "this server does not evict; start it with EvictingConnector"}
+            return False, {EVICTION_ERROR: "this server does not evict; start it with EvictingConnector"}
         return False, None
 
     # The workers' side
