@@ -131,7 +131,7 @@ def _prompts(config: configs.BenchSpeculate | configs.BenchQueries, target: Targ
         require_room(target.model, config.tokens)
         needles = make_samples("single", config.tokens, config.samples, 0, target.tokenizer)
         return [sample.prompt_ids.tolist() for sample in needles]
-    samples, _ = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
+    samples, _ = read_training_samples(Path(config.data), target.name, target.identity, target.vocabulary)
     prompts = [sample.prompt_ids for sample in samples if len(sample.prompt_ids) <= config.tokens]
     if len(prompts) < config.samples:
         raise UserError(
@@ -278,7 +278,7 @@ def _samples(config: configs.BenchDraft, target: Target) -> tuple[Sequence[Train
             max_new_tokens=config.answer_tokens,
             shard_size=64,
         )
-    samples, manifest = read_training_samples(folder, target.name, target.template_digest, target.vocabulary)
+    samples, manifest = read_training_samples(folder, target.name, target.identity, target.vocabulary)
     if config.data:
         samples = with_short_prompts(samples, longest)
     if len(samples) < needed:

@@ -10,7 +10,7 @@ from keepsight.commands.config_bench import BenchHits as Config
 from keepsight.commands.eval import check, print_notes, samples_of
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of, without_weights
 from keepsight.commands.variants import variants_of
-from keepsight.errors import UserError, require_same
+from keepsight.errors import UserError
 from keepsight.eval.hits import SHARED, Hits, answering, best_shared, choices, compare
 from keepsight.eval.report.plots import hits_plot
 from keepsight.eval.report.summary import Frame
@@ -21,6 +21,7 @@ from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.files import append_lines, one_writer, read_json, whole_lines, write_csv, write_json, write_png
 from keepsight.models.artifacts import fetch
 from keepsight.models.draft_head import EagleHead
+from keepsight.models.identity import MadeWith
 from keepsight.models.retrieval_head import PREVIOUS_STEP, WEIGHTS, RetrievalHead
 from keepsight.models.targets import Target
 from keepsight.progress import progress_bar
@@ -103,12 +104,13 @@ def _check_same(out: Path, config: Config, target: Target) -> None:
     values = asdict(config)
     names = ("methods", "budgets", "heads", "retrieval", "bits", "max_new_tokens", "seed", "protocol", *_BENCHMARKS)
     settings = {name: values[name] for name in names}
-    settings["model.id"] = [target.name, target.version]
+    settings["model.id"] = target.name
+    made_with = MadeWith(target.identity, settings)
     path = out / "settings.json"
     if (out / "hits.jsonl").exists():
-        before = {"protocol": "reference", **read_json(path, dict[str, Any])}  # which earlier versions did not write
-        require_same(f"{path}: this was measured", before, settings, "choose another out=, or delete the folder")
-    write_json(path, settings)
+        before: MadeWith = read_json(path, MadeWith)
+        before.require(made_with, f"{path}: this was measured", "choose another out=, or delete the folder")
+    write_json(path, asdict(made_with))
 
 
 def _head(reference: str, target: Target) -> RetrievalHead:

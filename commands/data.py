@@ -25,7 +25,7 @@ from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.store import TrainingSample, earlier_settings, finished_manifest, finished_samples
 from keepsight.data_gen.user_data import pin_sources, use_local_rows
 from keepsight.errors import UserError, printable, require_same
-from keepsight.files import at_home, from_json, read_yaml, require_writable, text_digest, write_png
+from keepsight.files import at_home, from_json, json_digest, read_yaml, require_writable, write_png
 from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
 
@@ -92,14 +92,19 @@ def stats_of(samples: Iterable[TrainingSample], max_new_tokens: int) -> pd.DataF
     """
     rows = []
     for sample in samples:
-        prompt_digest = text_digest(str(sample.prompt_ids))
-        lengths = len(sample.prompt_ids), len(sample.answer_ids)
-        rows.append((sample.source, *lengths, sample.answer_ids[-1], prompt_digest))
-    frame = pd.DataFrame(rows, columns=["source", "prompt", "answer", "last", "digest"])
+        row = {
+            "source": sample.source,
+            "prompt": len(sample.prompt_ids),
+            "answer": len(sample.answer_ids),
+            "last": sample.answer_ids[-1],
+            "prompt_ids": json_digest(sample.prompt_ids),
+        }
+        rows.append(row)
+    frame = pd.DataFrame(rows, columns=["source", "prompt", "answer", "last", "prompt_ids"])
     end_tokens = frame["last"][frame["answer"] < max_new_tokens]
     frame["truncated"] = (frame["answer"] >= max_new_tokens) & ~frame["last"].isin(end_tokens)
-    frame["duplicate"] = frame["digest"].duplicated()
-    return frame.drop(columns=["last", "digest"])
+    frame["duplicate"] = frame["prompt_ids"].duplicated()
+    return frame.drop(columns=["last", "prompt_ids"])
 
 
 def stats_table(frame: pd.DataFrame) -> str:

@@ -256,7 +256,7 @@ def settings_of(config: Config, target: Target, variants: list[Variant]) -> dict
         "attention": target.model.config._attn_implementation,
     }
     if config.model.chat_template:
-        settings["target"]["template"] = target.template_digest
+        settings["target"]["template"] = target.identity.template
     settings["adapter"] = config.adapter
     settings["adapter_digest"] = ", ".join(dict.fromkeys(adapter_digests)) or None  # each once
     settings["retrieval"] = config.retrieval

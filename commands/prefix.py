@@ -1,10 +1,9 @@
 """keepsight prefix: prefill documents and evict from them once, as prefixes that vLLM loads."""
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -20,13 +19,14 @@ from keepsight.files import (
     append_lines,
     cut_torn_line,
     from_json,
+    hex_digest,
+    json_digest,
     require_writable,
-    text_digest,
     text_lines,
 )
 from keepsight.models.chat import encode, has_chat_template, prompt_text
 from keepsight.models.decoder import context_of
-from keepsight.models.model_files import weights_digest
+from keepsight.models.identity import identity_of
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.serving.export import export, placeholders_of
@@ -125,23 +125,23 @@ class Writer:
         if around is None:
             raise UserError(f"the chat template of {target.name!r} does not render a message's text once, as it is")
         self.before, _ = around
+        self.identity = identity_of(target.model, target.tokenizer)
         settings = {
-            "weights": weights_digest(target.model),
+            "identity": asdict(self.identity),
             "dtype": str(target.model.dtype),
             "method": repr(method),
             "adapter": method.adapter_digest,
-            "template": target.template_digest,
             "before": self.before,
             "page": self.page,
         }
-        self.settings = text_digest(json.dumps(settings, sort_keys=True))
+        self.settings = json_digest(settings)
 
     def write(self, document: Document, wait: bool) -> Row | None:
         """The index row of a document, which is prefilled if it has none; None while another process prefills it.
 
         UserError if it does not fit the model's context, or cannot be stored.
         """
-        key = text_digest(f"{self.settings} {document.text}").removeprefix("sha256:")
+        key = hex_digest([f"{self.settings} {document.text}".encode()])
         row = self._written_row(key)
         if row is not None:
             return row
@@ -200,7 +200,7 @@ class Writer:
             self.out,
             page=self.page,
             before=self.before,
-            template=self.target.template_digest,
+            identity=self.identity,
             method=repr(self.method),
         )
 

@@ -87,7 +87,7 @@ def model_of_adapter(reference: str) -> dict[str, str]:
             "give the folder as model.id="
         )
     keys = {"model.id": model_id}
-    version, _, quantisation = provenance.base_version.partition(" quantised by ")
+    version, _, quantisation = (provenance.identity.model or "").partition(" quantised by ")
     if _COMMIT.fullmatch(version):
         keys["model.revision"] = version
     for kind, quantize in _QUANTIZE.items():

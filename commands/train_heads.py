@@ -1,6 +1,7 @@
 """keepsight train_draft_head, train_retrieval_head: train an EAGLE-3 draft head; distil attention into a pruned one."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
@@ -17,6 +18,7 @@ from keepsight.models.artifacts import fetch
 from keepsight.models.card import CardBasics
 from keepsight.models.draft_head import WEIGHTS as DRAFT_WEIGHTS
 from keepsight.models.draft_head import DraftHead
+from keepsight.models.identity import MadeWith
 from keepsight.models.model_files import published_name
 from keepsight.models.retrieval_head import WEIGHTS, RetrievalHead, comparison, pruning, require_layers_for
 from keepsight.models.targets import Target
@@ -91,16 +93,14 @@ def _teacher(
 
     folder = Path(config.features)
     max_tokens = config.draft_head.max_tokens
-    origin = {
-        "data": digest,
+    settings = {
         "model": target.name,
-        "version": target.version,
         "layers": list(layers),
         "dtype": str(target.model.dtype),
         "max_tokens": max_tokens,
     }
     texts = [(sample.prompt_ids + sample.answer_ids)[:max_tokens] for sample in samples]
-    write_states(folder, run_model, texts, origin)
+    write_states(folder, run_model, texts, MadeWith(replace(target.identity, data=digest), settings))
     return StoredStates(folder)
 
 

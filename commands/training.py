@@ -1,6 +1,7 @@
 """Shared by the training commands: input checks, the run to resume, provenance, and the final message."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from keepsight.errors import UserError
 from keepsight.files import file_digest, read_json, require_writable
 from keepsight.models.artifacts import check_repo_id, fetch
 from keepsight.models.card import CardBasics, Provenance
-from keepsight.models.chat import vocabulary_digest
 from keepsight.models.draft_head import ORIGIN
 from keepsight.models.lookahead import CONFIG
 from keepsight.models.retrieval_head import CONFIG as RETRIEVAL_CONFIG
@@ -51,7 +51,7 @@ def check_inputs(config: Training, key: str, settings: TrainSettings) -> Sequenc
 
 def read_samples(config: Training, target: Target) -> tuple[Sequence[TrainingSample], dict[str, Any]]:
     """The data's samples of at most `max_prompt_tokens`, and its manifest; UserError if none, or of another model."""
-    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
+    samples, manifest = read_training_samples(Path(config.data), target.name, target.identity, target.vocabulary)
     return _short_enough(config, samples), manifest
 
 
@@ -72,21 +72,20 @@ def run_of(config: Training, target: Target, samples: Sequence[TrainingSample], 
     """
     initial = getattr(config, key)
     folder = fetch(initial) if initial else None
-    start = {
-        "model.version": target.version,
-        "model.dtype": _dtype_of(target),
-        f"command.{key}": _weights_digest(folder, weights),
-    }
-    return TrainingRun(Path(config.out) / "training", samples, start, config.replay, _prompts_of(folder))
-
-
-def _weights_digest(folder: Path | None, names: Sequence[str]) -> str | None:
-    """The digest of the first of these files that an artifact's folder has, if any."""
+    initial_weights = None
     if folder is not None:
-        for name in names:
+        for name in weights:
             if (folder / name).is_file():
-                return file_digest(folder / name)
-    return None
+                initial_weights = file_digest(folder / name)
+                break
+    return TrainingRun(
+        Path(config.out) / "training",
+        samples,
+        target.identity,
+        {"model.dtype": _dtype_of(target), f"command.{key}": initial_weights},
+        config.replay,
+        _prompts_of(folder),
+    )
 
 
 def _prompts_of(folder: Path | None) -> PromptDigests | None:
@@ -125,12 +124,9 @@ def basics_of(
 
     provenance = Provenance(
         config.base or target.public_name,
-        target.version,
-        target.template_digest,
-        manifest["digest"],
+        replace(target.identity, data=manifest["digest"]),
         training,
         __version__,
-        vocabulary_digest(target.tokenizer),
         digests_as_text(trained.prompts),
     )
     notes = "\n\n".join(filter(None, [origins_of(manifest["settings"]["mixture"]), config.data_notes]))

@@ -70,8 +70,7 @@ def generate_data(
     day = date.today().isoformat() if template_has_date else ""
     settings = DataSettings(
         model=target.name,
-        version=target.version,
-        template_digest=target.template_digest,
+        identity=target.identity,
         mixture=mixture,
         seed=seed,
         limit=limit,

@@ -2,28 +2,19 @@
 
 out/manifest.json                       settings and counts; `complete` once all samples are there
 out/shard-00000-0123456789abcdef.arrow  a finished shard, named by its number and the digest of its bytes
-out/shard-00001.jsonl.partial           an unfinished shard: a line per sample, each with a digest of itself
-out/*.damaged-01234567                  a file that was found changed; its samples are made again
-
-Earlier versions wrote finished shards as `shard-00000.jsonl`, and a copy of all in `.arrow/`: reading converts these.
+out/shard-00001.jsonl.partial           an unfinished shard: a line per sample
 """
 
-import hashlib
 import importlib
 import json
-import logging
-import shutil
-import tempfile
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
-from filelock import FileLock
 from pydantic import Field, NonNegativeInt, PositiveInt
 from typing_extensions import override
 
@@ -33,18 +24,16 @@ from keepsight.files import (
     atomic_file,
     cut_torn_line,
     file_digest,
+    hex_digest,
+    json_digest,
     read_json,
     read_jsonl,
-    sound_lines,
-    text_digest,
     write_json,
     write_lines,
 )
-
-logger = logging.getLogger("keepsight")
+from keepsight.models.identity import Identity
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1)]
-_CONVERTING = "%s: converting the samples of an earlier version to Arrow"
 _EXCHANGED = "its shards are not the ones that manifest.json names"
 
 
@@ -72,13 +61,12 @@ class Skipped:
 class DataSettings:
     """The settings that determine every sample. A run can be resumed only with the same ones, except a larger `limit`.
 
-    `version` is the model's revision, or the digest of its weight file; `mixture` has plain values; answers have at
-    most `max_new_tokens`. For chat templates that contain the date, `date` is the day on which the run began.
+    `identity` is the model's, with its tokenizer; `mixture` has plain values; answers have at most `max_new_tokens`.
+    For chat templates that contain the date, `date` is the day on which the run began.
     """
 
     model: str
-    version: str
-    template_digest: str
+    identity: Identity
     mixture: dict[str, Any] = field(hash=False)
     seed: int
     limit: NonNegativeInt
@@ -113,10 +101,6 @@ class Manifest:
     skipped: list[Skipped] = field(default_factory=list)
 
 
-class _Damaged(UserError):
-    """A shard of an earlier version is missing, or has lines that are not samples."""
-
-
 class LazySamples(Sequence[TrainingSample]):
     """A sequence of samples that are read when they are accessed; a slice is a list."""
 
@@ -134,14 +118,13 @@ class LazySamples(Sequence[TrainingSample]):
 class StoredSamples(LazySamples):
     """Samples of Arrow shards, memory-mapped: `rows` is a `datasets.Dataset` with the fields of `TrainingSample`."""
 
-    def __init__(self, paths: Iterable[Path], count: int, temporary_folder: object = None) -> None:
+    def __init__(self, paths: Iterable[Path], count: int) -> None:
         from datasets import Dataset, concatenate_datasets  # takes seconds
 
         rows = concatenate_datasets([Dataset.from_file(str(path)) for path in paths])
         if len(rows) < count or rows.features != _features():
             raise UserError(_EXCHANGED)
         self.rows: Any = rows.select(range(count))
-        self._temporary_folder = temporary_folder  # removed with the samples
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -174,48 +157,39 @@ class ShardWriter:
         if earlier:
             settings = replace(settings, date=earlier.settings.date or settings.date)
         if earlier and has_shards:
-            expected = asdict(replace(earlier.settings, limit=settings.limit, date=settings.date))
+            subject = f"{folder}: this data was made"
             advice = "choose another out=, or delete the folder"
-            require_same(f"{folder}: this data was made", expected, asdict(settings), advice)
-        if earlier and earlier.complete:
-            with suppress(_Damaged):  # `missing` uses the other samples of that shard
-                earlier = _converted(folder, earlier, folder)
-        elif any(folder.glob("shard-*.jsonl")):
-            logger.warning(_CONVERTING, folder)
+            earlier.settings.identity.require(settings.identity, subject, advice)
+            expected = replace(earlier.settings, limit=settings.limit, date=settings.date, identity=settings.identity)
+            require_same(subject, asdict(expected), asdict(settings), advice)
 
         self.settings = settings
-        self._complete_manifest = None
-        if earlier and earlier.complete and earlier.settings == settings:
-            self._complete_manifest = earlier
-        else:
+        if not (earlier and earlier.complete and earlier.settings == settings):
             self._mark_unfinished()
 
     def missing(self, shard: range) -> list[int]:
         """Indices of a shard's samples that no earlier run has made; an incomplete shard is reopened for `append`."""
-        arrow_files = self._arrow_files(shard)
+        arrow_file = self._arrow_file(shard)
         journal = self._journal(shard)
-        earlier_lines = self.folder / f"{_shard_name(self._number(shard))}.jsonl"  # of an earlier version
-        if len(arrow_files) == 1 and not journal.exists() and not earlier_lines.exists():
-            indices = set(_table(arrow_files[0])["index"].to_pylist())
-            indices.update(row.index for row in _skipped_samples(arrow_files[0]))
+        if arrow_file is not None and not journal.exists():
+            indices = set(_table(arrow_file)["index"].to_pylist())
+            indices.update(row.index for row in _skipped_samples(arrow_file))
             if indices.issuperset(shard):
                 return []
 
         rows: dict[int, TrainingSample | Skipped] = {}
-        for path in arrow_files:
-            for row in _table(path).to_pylist():
+        if arrow_file is not None:
+            for row in _table(arrow_file).to_pylist():
                 rows[row["index"]] = TrainingSample(**row)
-            for skipped in _skipped_samples(path):
+            for skipped in _skipped_samples(arrow_file):
                 rows[skipped.index] = skipped
-        for path in (journal, earlier_lines):
-            if path.exists():
-                cut_torn_line(path)
-                rows |= self._rows_of_lines(path)
+        if journal.exists():
+            cut_torn_line(journal)
+            rows |= self._journal_rows(journal)
 
-        if arrow_files or earlier_lines.exists():
+        if arrow_file is not None:
             write_lines(journal, [asdict(row) for row in rows.values()])
-            for path in (*arrow_files, earlier_lines):
-                path.unlink(missing_ok=True)
+            arrow_file.unlink()
         return [index for index in shard if index not in rows]
 
     def append(self, shard: range, samples: Iterable[TrainingSample | Skipped]) -> None:
@@ -228,7 +202,7 @@ class ShardWriter:
         journal = self._journal(shard)
         if not journal.exists():
             return
-        rows = self._rows_of_lines(journal)
+        rows = self._journal_rows(journal)
         lacking = [index for index in shard if index not in rows]
         if lacking:
             count = len(shard) - len(lacking)
@@ -245,22 +219,18 @@ class ShardWriter:
     def complete(self) -> dict[str, Any]:
         """Write the final manifest and return it; UserError if a complete manifest names other shards."""
         shards: dict[Path, range] = {}
-        shard_count = 0
         for shard in self.settings.shards():
-            shard_count += 1
-            for path in self._arrow_files(shard):
-                shards[path] = shard
-        if len(shards) != shard_count:
-            raise UserError(f"{self.folder}: shards are missing; run the same command again")
+            arrow_file = self._arrow_file(shard)
+            if arrow_file is None:
+                raise UserError(f"{self.folder}: shards are missing; run the same command again")
+            shards[arrow_file] = shard
 
         manifest = _manifest_of(self.settings, shards)
         path = self.folder / "manifest.json"
-        if self._complete_manifest and manifest.shards == self._complete_manifest.shards:
-            manifest = replace(manifest, digest=self._complete_manifest.digest)
-        elif read_json(path, Manifest).complete:  # no process has changed a shard
+        earlier: Manifest = read_json(path, Manifest)
+        if earlier.complete and earlier.shards != manifest.shards:  # though no process has changed a shard
             raise UserError(f"{self.folder}: {_EXCHANGED}; restore its files, or delete the folder")
         write_json(path, asdict(manifest))
-        shutil.rmtree(self.folder / ".arrow", ignore_errors=True)
         return asdict(manifest)
 
     def _mark_unfinished(self) -> None:
@@ -269,32 +239,24 @@ class ShardWriter:
             write_json(self.folder / "manifest.json", {"complete": False, "settings": asdict(self.settings)})
             self._is_marked = True
 
-    def _arrow_files(self, shard: range) -> list[Path]:
-        """The Arrow files of a shard, usually one. A damaged one is set aside."""
-        undamaged = []
-        for path in sorted(self.folder.glob(f"{_shard_name(self._number(shard))}-*.arrow")):
-            if _is_undamaged(path):
-                undamaged.append(path)
-            else:
-                self._mark_unfinished()
-                logger.warning("%s: changed since it was written; its samples are made again", path)
-                path.rename(_path_aside(path))
-        return undamaged
+    def _arrow_file(self, shard: range) -> Path | None:
+        """The Arrow file of a finished shard, if it is there; UserError if it was changed, or there are two."""
+        paths = sorted(self.folder.glob(f"{_shard_name(self._number(shard))}-*.arrow"))
+        if len(paths) > 1:
+            raise UserError(f"{paths[1]}: a second file of this shard; delete the one that is not of this run")
+        if not paths:
+            return None
+        _require_unchanged(paths[0], self.folder)
+        return paths[0]
 
-    def _rows_of_lines(self, path: Path) -> dict[int, TrainingSample | Skipped]:
-        """The samples of a file of lines by index, the first of an index.
-
-        If some lines are changed, the others replace the file, and it is set aside.
-        """
-        samples, faults = sound_lines(path, TrainingSample | Skipped)
-        if faults:
-            self._mark_unfinished()
-            logger.warning("%s; it is kept as %s, and its sample is made again", faults[0], _path_aside(path).name)
-            shutil.copyfile(path, _path_aside(path))
-            write_lines(path, [asdict(sample) for sample in samples])
+    def _journal_rows(self, journal: Path) -> dict[int, TrainingSample | Skipped]:
+        """The samples of an unfinished shard by index, the first of an index."""
         rows: dict[int, TrainingSample | Skipped] = {}
-        for sample in samples:
-            rows.setdefault(sample.index, sample)
+        try:
+            for row in read_jsonl(journal, TrainingSample | Skipped):
+                rows.setdefault(row.index, row)
+        except UserError as error:
+            raise UserError(f"{error}; delete this file, and {_run_again(self.folder)}") from None
         return rows
 
     def _number(self, shard: range) -> int:
@@ -305,12 +267,12 @@ class ShardWriter:
 
 
 def read_training_samples(
-    folder: Path, model: str, template_digest: str, vocabulary: int
+    folder: Path, model: str, identity: Identity, vocabulary: int
 ) -> tuple[Sequence[TrainingSample], dict[str, Any]]:
     """The samples of a finished data folder, in order, and its manifest.
 
-    UserError: the folder is missing, empty, unfinished, damaged, or was made with another model or chat template, or
-    has token ids beyond the model's `vocabulary`.
+    UserError: the folder is missing, empty, unfinished, damaged, or was made with another model or tokenizer, or has
+    token ids beyond the model's `vocabulary`.
     """
     pc: Any = importlib.import_module("pyarrow.compute")  # its functions are made when it is imported
 
@@ -318,8 +280,8 @@ def read_training_samples(
     settings = manifest.settings
     if settings.model != model:
         raise UserError(f"{folder}: this data was answered by {settings.model!r}, not by {model!r}; make it again")
-    if settings.template_digest != template_digest:
-        raise UserError(f"{folder}: this data was made with another chat template of {model!r}; make it again")
+    tokenizer = Identity(template=identity.template)  # any version of the model may be trained on its answers
+    settings.identity.require(tokenizer, f"{folder}: this data was made", "make it again")
     samples = finished_samples(folder, manifest)
     for name in ("prompt_ids", "answer_ids"):
         column = samples.rows.data.column(name)
@@ -350,69 +312,19 @@ def finished_manifest(folder: Path) -> Manifest:
 
 
 def finished_samples(folder: Path, manifest: Manifest) -> StoredSamples:
-    """Samples of a finished data folder, in order, converted from earlier versions; UserError if empty or damaged."""
+    """Samples of a finished data folder, in order; UserError if there are none, or a file is missing or changed."""
     if not manifest.shards or not manifest.samples:
         cause = f"all were skipped, such as {manifest.skipped[0]}" if manifest.skipped else "raise limit="
         raise UserError(f"{folder}: this data folder has no samples; {cause}")
-    shard_folder = folder
-    temporary: tempfile.TemporaryDirectory[str] | None = None
-    if any(name.endswith(".jsonl") for name in manifest.shards):
-        try:
-            with FileLock(folder / ".lock"):
-                manifest = _converted(folder, finished_manifest(folder), folder)
-        except OSError:  # nothing can be written there
-            temporary = tempfile.TemporaryDirectory(prefix="keepsight-")
-            shard_folder = Path(temporary.name)
-            manifest = _converted(folder, manifest, shard_folder)
-
-    paths = [shard_folder / Path(name).name for name in manifest.shards]
+    paths = [folder / Path(name).name for name in manifest.shards]
     for path in paths:
         if not path.is_file():
             raise UserError(f"{path}: no such file; {_run_again(folder)}")
-        if not _is_undamaged(path):
-            raise UserError(f"{path}: changed since it was written; {_run_again(folder)} to repair it")
+        _require_unchanged(path, folder)
     try:
-        return StoredSamples(paths, manifest.samples, temporary)
+        return StoredSamples(paths, manifest.samples)
     except UserError as error:
         raise UserError(f"{folder}: {error}; restore its files, or make the data again") from None
-
-
-def _converted(folder: Path, manifest: Manifest, out: Path) -> Manifest:
-    """Write the JSON Lines of an earlier version to `out` as Arrow shards; returns their manifest."""
-    earlier_shards = [folder / Path(name).name for name in manifest.shards]
-    if not any(path.suffix == ".jsonl" for path in earlier_shards):
-        return manifest  # another process was faster
-    logger.warning(_CONVERTING, folder)
-    digest = hashlib.sha256()
-    shards: dict[Path, range] = {}
-    for path, shard in zip(earlier_shards, manifest.settings.shards(), strict=False):
-        rows = _rows_of_earlier_shard(path, shard, folder)
-        digest.update(path.read_bytes())
-        number = shard.start // manifest.settings.shard_size
-        shards[_write_shard(out, number, rows)] = shard
-    if f"sha256:{digest.hexdigest()}" != manifest.digest:
-        raise UserError(f"{folder}: {_EXCHANGED}; restore its files, or make the data again")
-
-    converted = replace(_manifest_of(manifest.settings, shards), digest=manifest.digest)
-    if out == folder:
-        write_json(folder / "manifest.json", asdict(converted))
-        for path in earlier_shards:
-            path.unlink()
-        shutil.rmtree(folder / ".arrow", ignore_errors=True)
-    return converted
-
-
-def _rows_of_earlier_shard(path: Path, shard: range, folder: Path) -> list[TrainingSample]:
-    """The samples of a shard that an earlier version wrote as JSON Lines; `_Damaged` if one is missing."""
-    try:
-        if not path.is_file():
-            raise UserError(f"{path}: no such file")
-        rows = [row for row in read_jsonl(path, TrainingSample) if row.index in shard]
-        if [row.index for row in rows] != list(shard):
-            raise UserError(f"{path}: lacks one of the samples {shard.start} to {shard.stop - 1} in order")
-    except UserError as error:
-        raise _Damaged(f"{error}; {_run_again(folder)}, which sets a damaged file aside and repairs it") from None
-    return rows
 
 
 def _manifest_of(settings: DataSettings, shards: dict[Path, range]) -> Manifest:
@@ -439,21 +351,21 @@ def _manifest_of(settings: DataSettings, shards: dict[Path, range]) -> Manifest:
         answer_tokens=answer_tokens,
         sources=dict(sources.most_common()),
         shards=names,
-        digest=text_digest("\n".join(names)),
+        digest=json_digest(names),
         skipped=skipped,
     )
-
-
-def _path_aside(path: Path) -> Path:
-    return path.with_name(f"{path.name}.damaged-{file_digest(path)[7:15]}")
 
 
 def _shard_name(number: int) -> str:
     return f"shard-{number:05d}"
 
 
-def _is_undamaged(path: Path) -> bool:
-    return file_digest(path)[7:23] == path.stem.rpartition("-")[2]
+def _require_unchanged(path: Path, folder: Path) -> None:
+    """Refuse a shard whose bytes are not those that its name was made of."""
+    if file_digest(path)[7:23] != path.stem.rpartition("-")[2]:
+        raise UserError(
+            f"{path}: changed since it was written; restore the file, or delete it and {_run_again(folder)}"
+        )
 
 
 @lru_cache(maxsize=1)
@@ -491,7 +403,7 @@ def _write_shard(folder: Path, number: int, rows: Sequence[TrainingSample | Skip
     with pa.ipc.new_stream(stream, schema) as writer:
         writer.write_table(pa.Table.from_pylist(samples, schema=schema))
     content = stream.getvalue()
-    path = folder / f"{_shard_name(number)}-{hashlib.sha256(content).hexdigest()[:16]}.arrow"
+    path = folder / f"{_shard_name(number)}-{hex_digest([content])[:16]}.arrow"
     with atomic_file(path) as unfinished:
         unfinished.write_bytes(content)
     return path

@@ -605,8 +605,6 @@ def _pin_digest(source: dict[str, Any], earlier_sources: list[dict[str, Any]]) -
     expected = digest
     for earlier in earlier_sources:
         if earlier.get("path") == path:
-            if "digest" not in earlier:  # by an earlier version
-                return source
             expected = earlier["digest"]
             break
     expected = source.get("digest") or expected

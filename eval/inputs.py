@@ -8,7 +8,6 @@ another number, is the same.
 
 import ast
 import functools
-import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,13 +15,12 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from keepsight.eval.tasks.samples import RenderedSample
-from keepsight.files import file_digest, text_digest
-from keepsight.models.model_files import weights_digest
+from keepsight.files import bytes_digest, file_digest, json_digest
+from keepsight.models.identity import tensors_digest, weights_digest
 from keepsight.models.targets import Target
 from keepsight.runtime.generate import Method
 
@@ -37,7 +35,7 @@ def target_digest(target: Target) -> str:
     """Digest of the base model and of the device: what answers and times depend on apart from sample and method."""
     model = target.model
     device = [model.device.type, str(model.dtype), model.config._attn_implementation, target.end_tokens]
-    return text_digest(json.dumps([RESULTS_VERSION, target.version, weights_digest(model), *device]))
+    return json_digest([RESULTS_VERSION, target.version, weights_digest(model), *device])
 
 
 def sample_digest(sample: RenderedSample) -> str:
@@ -45,9 +43,7 @@ def sample_digest(sample: RenderedSample) -> str:
     contents = dict(vars(sample))
     for name in _NAMES_OF_A_SAMPLE:
         del contents[name]
-    if not sample.pictures:
-        del contents["pictures"]  # the digest is that of a sample from before there were any
-    return text_digest(_text(contents))
+    return bytes_digest([_text(contents).encode()])
 
 
 def inputs_digest(target: str, contents: Sequence[str], position: int, question: str, method: str) -> str | None:
@@ -58,7 +54,7 @@ def inputs_digest(target: str, contents: Sequence[str], position: int, question:
     """
     if not method:
         return None
-    return text_digest(json.dumps([target, *contents, position, question, method]))
+    return json_digest([target, *contents, position, question, method])
 
 
 def method_text(method: Method) -> str:
@@ -101,11 +97,7 @@ def _described(part: Any) -> Any:
 
 @functools.lru_cache(maxsize=2)
 def _weights(module: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, value in module.state_dict().items():
-        digest.update(name.encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return tensors_digest(module.state_dict().items())
 
 
 # The source of plugins
@@ -127,7 +119,7 @@ def plugin_digest(kind: type) -> str | None:
         paths |= _files_of_plugin(base.__module__, Path(file))
     if not paths:
         return None
-    return text_digest("".join(file_digest(path) for path in sorted(paths)))
+    return json_digest([file_digest(path) for path in sorted(paths)])
 
 
 def _files_of_plugin(module: str, file: Path) -> set[Path]:

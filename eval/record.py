@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field, FiniteFloat
 
 from keepsight.errors import UserError
-from keepsight.files import append_lines, at_home, read_jsonl, sound_lines, whole_lines, write_lines
+from keepsight.files import append_lines, at_home, read_jsonl, whole_lines, write_lines
 
 FULL = "full"
 """The full cache in the `method` column."""
@@ -256,12 +256,11 @@ def merge(folder: Path) -> None:
 
 
 def rows_so_far(folder: Path) -> list[Row]:
-    """The rows of a folder and of all processes' files in it, as they lie there; lines that a kill has torn are not."""
+    """The rows of a folder and of all processes' files in it, as they lie there, without lines that a kill has torn."""
     rows: list[Row] = []
     for path in (folder / RESULTS, *sorted(folder.glob(_PARTS))):
         if path.is_file():
-            sound, _ = sound_lines(path, Row)
-            rows += sound
+            rows += read_jsonl(path, Row, skip_torn=True)
     return latest_rows(rows)
 
 

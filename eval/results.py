@@ -10,7 +10,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from keepsight.errors import UserError, require_same
 from keepsight.eval.record import RESULTS, Cell, Key, Row, cells_text, latest_rows
-from keepsight.files import at_home, read_json, sound_lines
+from keepsight.files import at_home, read_json, read_jsonl
 
 SETTINGS = "settings.json"
 _NO_ROW_DEPENDS_ON = ("command", "versions", "notes", "preset", "table", "planned_samples")
@@ -111,19 +111,10 @@ def read_run(folder: str | Path) -> Run:
     """Read a run's folder; UserError if it has no results."""
     folder = Path(at_home(folder))
     path = folder / RESULTS
-    rows = latest_rows(_rows_of_file(path)) if path.is_file() else []
+    rows = latest_rows(read_jsonl(path, Row, skip_torn=True)) if path.is_file() else []
     if not rows:
         raise UserError(f"{folder}: no {RESULTS} with results; name folders that keepsight eval has written")
     return Run(folder, rows, read_json(folder / SETTINGS, MadeWith))
-
-
-def _rows_of_file(path: Path) -> list[Row]:
-    """The rows of a file, whose last line may be torn where a run was stopped; UserError for any other damage."""
-    rows, faults = sound_lines(path, Row)
-    last_line_is_torn = not path.read_bytes().endswith(b"\n")
-    if len(faults) > int(last_line_is_torn):
-        raise faults[0]
-    return rows
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:

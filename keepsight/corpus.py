@@ -5,7 +5,6 @@ belongs to one part as a whole, by a hash of its name, so that the training mixt
 """
 
 import ast
-import hashlib
 import re
 import sysconfig
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pydoc_data.topics import topics
 from typing import Literal
 
 from keepsight.errors import UserError
+from keepsight.files import hex_digest
 
 Part = Literal["training", "evaluation"]
 
@@ -45,7 +45,8 @@ def document_part(name: str) -> Part:
     """
     folder, _, topic = name.partition("/")
     group = topic if folder == "topics" else re.sub(r"^(_py|_)", "", folder.removesuffix(".py"))
-    is_evaluation = hashlib.sha256(group.encode()).digest()[0] % 5 == 0
+    first_byte = int(hex_digest([group.encode()])[:2], 16)
+    is_evaluation = first_byte % 5 == 0
     return "evaluation" if is_evaluation else "training"
 
 

@@ -1,8 +1,4 @@
-"""Reading and writing files: atomic writes, JSON with digests, JSON Lines, tables, locks, digests, sizes.
-
-The text of a JSON object, of a file or of a line, begins with a digest of what follows it: `{"_sha256": "16 hexadecimal
-digits", ...}`. The digest is no part of the value; JSON from elsewhere has none and is read as it is.
-"""
+"""Reading and writing files: atomic writes, checked JSON and JSON Lines, tables, locks, digests, sizes."""
 
 import codecs
 import csv
@@ -50,8 +46,6 @@ _FORMULA = re.compile(
     re.IGNORECASE,
 )
 """Beginnings of texts that a spreadsheet may run, also in full width (such as U+FF1D) or after invisible characters."""
-_DIGEST = re.compile(rb'\{\s*"_sha256": "([0-9a-f]{16})",\s*')
-_FIRST_KEY = re.compile(rb'\{\s*"(.{7})"')
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _YAML_BYTES = 1 << 20
 _YAML_VALUES = 100_000
@@ -271,21 +265,8 @@ def _cell(value: object) -> object:
 # JSON
 
 
-def to_json(value: Any, indent: int | None = None) -> str:
-    """The value as JSON, an object with its digest."""
-    text = json.dumps(value, indent=indent, ensure_ascii=False)
-    if not isinstance(value, dict) or not value:
-        return text
-    content = text[1:].lstrip()  # what follows the digest
-    digest = _short_digest(content.encode())
-    if indent is None:
-        return f'{{"_sha256": "{digest}", {content}'
-    new_line = "\n" + " " * indent
-    return f'{{{new_line}"_sha256": "{digest}",{new_line}{content}'
-
-
 def from_json(text: bytes, kind: Any = Any) -> Any:
-    """The value of JSON in UTF-8, without its digest; ValueError (one line) if malformed, of another type, or changed.
+    """The value of JSON in UTF-8; ValueError (one line) if malformed or of another type.
 
     `kind` is the value's type, such as a dataclass. Nothing is converted, and no field may be missing or unknown; only
     a TypedDict may have others.
@@ -293,28 +274,11 @@ def from_json(text: bytes, kind: Any = Any) -> Any:
     if text.startswith(_UTF_16):
         raise ValueError("UTF-16; save it as UTF-8")
     text = text.strip().removeprefix(codecs.BOM_UTF8)
-    digest = _DIGEST.match(text)
-    if digest is not None:
-        content = text[digest.end() :]
-        if _short_digest(content) != digest[1].decode():
-            raise ValueError("changed or cut off since it was written (the digest at its start differs)")
-        text = b"{" + content
-    elif _begins_with_damaged_digest(text):
-        raise ValueError("changed since it was written (its start is not a digest)")
     extra: Literal["allow", "forbid"] = "allow" if is_typeddict(kind) else "forbid"
     try:
         return _adapter(kind).validate_json(text, strict=True, extra=extra)
     except ValidationError as error:
         raise ValueError(_first_fault(error)) from None
-
-
-def _begins_with_damaged_digest(text: bytes) -> bool:
-    """Whether the first key of an object is `_sha256`, or differs from it in one byte."""
-    key = _FIRST_KEY.match(text)
-    if key is None:
-        return False
-    changed_bytes = sum(byte != expected for byte, expected in zip(key[1], b"_sha256", strict=True))
-    return changed_bytes < 2
 
 
 @cache
@@ -337,17 +301,13 @@ def _first_fault(error: ValidationError) -> str:
     return f"{prefix}{message.replace('Input should be', 'expected')}, got {shown}"
 
 
-def _short_digest(text: bytes) -> str:
-    return hashlib.sha256(text).hexdigest()[:16]
-
-
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as indented JSON, an object with its digest, atomically."""
-    write_text(path, to_json(value, indent=2) + "\n")
+    """Write a value as indented JSON, atomically."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path, kind: Any = Any) -> Any:
-    """The JSON value of a file, `kind` as in `from_json`; UserError if missing, malformed, or changed."""
+    """The JSON value of a file, `kind` as in `from_json`; UserError if missing, malformed, or of another type."""
     regular(path)
     try:
         return from_json(path.read_bytes(), kind)
@@ -399,31 +359,22 @@ def _count_values(node: yaml.Node, counts: dict[int, float]) -> float:
     return counts[id(node)]
 
 
-def read_jsonl(path: Path, kind: Any = Row) -> Iterator[Any]:
-    """The value of each line that is not empty, `kind` as in `from_json`; UserError names a line that is malformed."""
-    for value in _lines(path, kind):
-        if isinstance(value, UserError):
-            raise value
-        yield value
+def read_jsonl(path: Path, kind: Any = Row, *, skip_torn: bool = False) -> Iterator[Any]:
+    """The value of each line that is not empty, `kind` as in `from_json`; UserError names a line that is malformed.
 
-
-def sound_lines(path: Path, kind: Any = Row) -> tuple[list[Any], list[UserError]]:
-    """The values of the lines that `read_jsonl` accepts, and the errors of the others."""
-    values = [*_lines(path, kind)]
-    faults = [value for value in values if isinstance(value, UserError)]
-    return [value for value in values if not isinstance(value, UserError)], faults
-
-
-def _lines(path: Path, kind: Any) -> Iterator[Any]:
-    """The value of each line that is not empty, or its error."""
+    With `skip_torn`, a last line that is cut off, as a kill or a writer at work leaves it, is left out.
+    """
     with regular(path).open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    value = from_json(line, kind)
-                except ValueError as error:
-                    value = UserError(f"{path}:{number}: {error}")
-                yield value
+            if not line.strip():
+                continue
+            try:
+                value = from_json(line, kind)
+            except ValueError as error:
+                if skip_torn and not line.endswith(b"\n"):
+                    return
+                raise UserError(f"{path}:{number}: {error}") from None
+            yield value
 
 
 def text_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -458,34 +409,48 @@ def cut_torn_line(path: Path) -> None:
 
 
 def append_lines(path: Path, rows: Iterable[Row]) -> None:
-    """Append objects to a JSON Lines file, each with its digest, and wait until they are on the disk."""
+    """Append objects to a JSON Lines file, and wait until they are on the disk."""
     regular(path)
     with path.open("a", encoding="utf-8") as stream:
-        stream.write("".join(to_json(row) + "\n" for row in rows))
+        stream.write(_lines_of(rows))
         stream.flush()
         os.fsync(stream.fileno())
 
 
 def write_lines(path: Path, rows: Iterable[Row]) -> None:
-    """Write objects as a JSON Lines file, each with its digest, atomically."""
-    write_text(path, "".join(to_json(row) + "\n" for row in rows))
+    """Write objects as a JSON Lines file, atomically."""
+    write_text(path, _lines_of(rows))
+
+
+def _lines_of(rows: Iterable[Row]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 # Digests and sizes
 
 
+def hex_digest(blocks: Iterable[bytes | memoryview]) -> str:
+    """The 64 hexadecimal digits of the SHA-256 of blocks of bytes, one after the other."""
+    sha256 = hashlib.sha256()
+    for block in blocks:
+        sha256.update(block)
+    return sha256.hexdigest()
+
+
+def bytes_digest(blocks: Iterable[bytes | memoryview]) -> str:
+    """`sha256:` and the hexadecimal digest of blocks of bytes, one after the other."""
+    return f"sha256:{hex_digest(blocks)}"
+
+
 def file_digest(path: Path) -> str:
     """`sha256:` and the hexadecimal digest of a file's bytes."""
-    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return f"sha256:{digest.hexdigest()}"
+        return bytes_digest(iter(lambda: stream.read(1 << 20), b""))
 
 
-def text_digest(text: str) -> str:
-    """`sha256:` and the hexadecimal digest of a text's UTF-8 bytes."""
-    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+def json_digest(value: Any) -> str:
+    """`sha256:` and the hexadecimal digest of a value as JSON, the keys of objects in order."""
+    return bytes_digest([json.dumps(value, sort_keys=True).encode()])
 
 
 def read_bytes(text: str) -> int:

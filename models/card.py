@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
+from transformers import PreTrainedModel
+
+from keepsight.models.identity import Identity, version_of
 
 CARD = "README.md"
 HUB_ID = "FOLDER_OR_HUB_ID"
@@ -55,8 +58,8 @@ _CARD = """---
 {% for name, value in training.items() %}- {{ name }}: {{ value }}
 {% else %}Not recorded.
 {% endfor %}
-Base model version: `{{ base_version }}`. Chat template: `{{ template_digest }}`. \
-Training data: `{{ data_digest }}`.
+Base model version: `{{ base_version }}`. Tokenizer and chat template: `{{ template }}`. \
+Training data: `{{ data }}`.
 keepsight {{ keepsight_version }}.
 
 ## Data
@@ -69,8 +72,6 @@ keepsight {{ keepsight_version }}.
 
 {{ measured }}
 """
-
-_QUOTED = ("base_version", "template_digest", "data_digest", "keepsight_version")
 
 _EXAMPLE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -114,23 +115,23 @@ class Provenance:
 
     Attributes:
         base_model: Hub id of the base model, or its name without a slash; never a folder's path, as this is published.
-        base_version: The base model's revision, or the digest of its weight file.
-        template_digest: Digest of the chat template that rendered the training prompts.
-        data_digest: Digest of the training data's manifest.
+        identity: The version of the base model, the tokenizer that made the prompts, and the training data.
         training: Summary of the training: steps, prompt lengths, losses.
         keepsight_version: Version of keepsight that trained it.
-        vocabulary_digest: Digest of the tokenizer's vocabulary; empty where it is not recorded.
         trained_on: Which prompts it was trained on, as the training records them; empty where that is not known.
     """
 
     base_model: str
-    base_version: str = "unknown"
-    template_digest: str = ""
-    data_digest: str = ""
+    identity: Identity = Identity()
     training: dict[str, Any] = field(default_factory=dict)
     keepsight_version: str = ""
-    vocabulary_digest: str = ""
     trained_on: str = ""
+
+    def warn_of_another_model(self, artifact: Path, model: PreTrainedModel) -> None:
+        """Warn, once, if a model has other weights than the one that the artifact in a folder was trained with."""
+        subject = f"{artifact} was trained for {self.base_model or 'a model without a name'}"
+        remedy = "evaluate it again on this one"
+        self.identity.warn(Identity(model=version_of(model)), subject, remedy)
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,10 @@ def write_card(
         judged=plain_text(basics.judged),
         use=use,
         training={plain_text(name): plain_text(value) for name, value in origin.training.items()},
-        **{name: _quotable(getattr(origin, name)) for name in _QUOTED},
+        base_version=_quotable(origin.identity.model or "unknown"),
+        template=_quotable(origin.identity.template or "unknown"),
+        data=_quotable(origin.identity.data or "unknown"),
+        keepsight_version=_quotable(origin.keepsight_version),
         sources="; ".join(f"{plain_text(name)} ({count})" for name, count in basics.sources.items()),
         notes=basics.notes,
         heading=heading,

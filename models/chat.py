@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keepsight.errors import UserError, one_line
-from keepsight.files import at_home, regular, text_digest
+from keepsight.files import at_home, regular
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -323,13 +323,3 @@ def set_chat_template(tokenizer: "PreTrainedTokenizerBase", path: str | Path) ->
         raise UserError(f"{source}: {error}; expected a Jinja template") from None
     if message not in text:
         raise UserError(f"{source}: expected a Jinja template that writes each message's content; it leaves it out")
-
-
-def template_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """`sha256:...` of the chat template; of the empty text when there is none."""
-    return text_digest(str(tokenizer.chat_template or ""))
-
-
-def vocabulary_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """`sha256:...` of the tokens with their ids."""
-    return text_digest(json.dumps(sorted(tokenizer.get_vocab().items())))

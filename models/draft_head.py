@@ -43,7 +43,7 @@ from keepsight.models.artifacts import (
 )
 from keepsight.models.card import CardBasics, Provenance, metrics_table, write_card
 from keepsight.models.decoder import floats_of, head_width, input_embedding, input_shape
-from keepsight.models.model_files import logger, warn_of_another_base
+from keepsight.models.identity import logger
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -225,7 +225,7 @@ class EagleHead(nn.Module, Artifact):
         if model is not None:
             check_model(folder, config, model)
             if origin is not None:
-                warn_of_another_base(folder, origin.provenance.base_model, origin.provenance.base_version, model)
+                origin.provenance.warn_of_another_model(folder, model)
         path, tensors = read_weights(folder, origin)
         embedding = tensors.pop(EMBEDDING, None)
         head = _empty_head(folder / CONFIG, path, config, tensors, model)

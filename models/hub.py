@@ -6,7 +6,7 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 
 from keepsight.errors import UserError, printable
-from keepsight.files import at_home, file_digest, text_digest
+from keepsight.files import at_home, bytes_digest, file_digest
 from keepsight.models.artifacts import Artifact, check_repo_id, hub_errors
 from keepsight.models.card import CARD, HUB_ID, read_card
 from keepsight.models.draft_head import EagleHead
@@ -70,9 +70,9 @@ class Upload:
         for name in self.files:
             path = self.folder / name
             if name == CARD:
-                card = self.card()
-                size = len(card.encode())
-                digest = text_digest(card)
+                card = self.card().encode()
+                size = len(card)
+                digest = bytes_digest([card])
             else:
                 size = path.stat().st_size
                 digest = file_digest(path)

@@ -24,9 +24,9 @@ from keepsight.models.artifacts import Artifact, as_weights, check_digest, read_
 from keepsight.models.card import CardBasics, Provenance, example, metrics_table, write_card
 from keepsight.models.decoder import embedding_scale, input_embedding, input_shape
 from keepsight.models.distributed import gathered
+from keepsight.models.identity import Identity, logger, template_digest
 from keepsight.models.lookahead_settings import HeadWeights, LookaheadSettings, checked_weights
 from keepsight.models.lora import PREFIX, FoldedLora, LastRows, Lora, chosen_targets
-from keepsight.models.model_files import logger, warn_of_another_base, warn_of_another_tokenizer
 
 ADAPTER = "adapter_model.safetensors"
 TOKENS = "lookahead_tokens.safetensors"
@@ -233,12 +233,12 @@ class LookaheadAdapter(Artifact):
                 folder,
                 self.invocation,
             )
-        warn_of_another_base(folder, base_model, self.provenance.base_version, model)
+        self.provenance.warn_of_another_model(folder, model)
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Warn, once, if the vocabulary or chat template is not that of the training prompts."""
-        origin = self.provenance
-        warn_of_another_tokenizer(self.folder, origin.template_digest, origin.vocabulary_digest, tokenizer)
+        """Warn, once, if the tokenizer or its chat template is not that of the training prompts."""
+        present = Identity(template=template_digest(tokenizer))
+        self.provenance.identity.warn(present, f"{self.folder} was trained")
 
     @classmethod
     def load(cls, folder: Path, model: PreTrainedModel | None = None) -> Self:
@@ -300,7 +300,11 @@ class LookaheadAdapter(Artifact):
         digests = write_tensors(folder / ADAPTER, self.lora)
         digests |= write_tensors(folder / TOKENS, {"lookahead_tokens": self.tokens})
         digests[PEFT_CONFIG] = file_digest(folder / PEFT_CONFIG)
-        values = {"settings": asdict(self.settings), "provenance": asdict(self.provenance), "digests": digests}
+        values: dict[str, Any] = {
+            "settings": asdict(self.settings),
+            "provenance": asdict(self.provenance),
+            "digests": digests,
+        }
         if self.head_weights:
             values["head_weights"] = self.head_weights
         write_json(folder / CONFIG, values)

@@ -1,26 +1,19 @@
-"""Where a base model's files are, and which weights they hold.
+"""Where a base model's files are.
 
 A model is read from a local folder, the Hugging Face Hub or its cache, or a GGUF file, which is dequantised once into
-`cache_folder()`: one inside an installed Python package, or one in parts that `make models` downloads. Artifacts record
-the version of their base model. Digests of a loaded model identify its own weights and its PEFT adapters.
+`cache_folder()`: one inside an installed Python package, or one in parts that `make models` downloads.
 """
 
-import functools
-import hashlib
 import importlib.util
-import json
 import logging
-import math
 import os
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from importlib.resources import files
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import transformers
@@ -28,28 +21,17 @@ import yaml
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typing_extensions import TypedDict
 
 from keepsight.errors import UserError, one_line
 from keepsight.files import at_home, atomic_folder, file_digest, free_bytes, read_json, regular, size_text
-from keepsight.models.chat import template_digest, vocabulary_digest
-from keepsight.models.decoder import values_of
+from keepsight.models.identity import folder_version
 
 logger = logging.getLogger("keepsight")
 
 LOADING = threading.RLock()
 """A lock for loading: transformers unties weights in the whole process, and two loads at once leave them untied."""
-
-_RECORDED = "_keepsight_version"
-_BLOCKS = 256
-_BLOCK_BYTES = 4096
-_IRRELEVANT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
-FIRST = 64
-"""Number of first values of each weight in `weights_digest`."""
 
 
 class _Index(TypedDict):
@@ -278,202 +260,6 @@ def _unpacked() -> dict[str, Any]:
     return {} if kind is None else {"quantization_config": kind(dequantize=True)}
 
 
-# Which weights they hold
-
-
-def folder_version(folder: Path) -> str:
-    """Digest of a model's folder: its configuration, the headers of its weight files, and a sample of their values.
-
-    Of each file 256 blocks of 4 KiB are read, evenly spread: different weights differ everywhere, and reading all of
-    them would take longer than loading them. 15 GB take less than a second. A `UserError` if there is no safetensors
-    file, or the configuration is no JSON object.
-    """
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        raise UserError(f"{folder}: no *.safetensors in this folder; keepsight reads no other weight files")
-    digest = hashlib.sha256()
-    if (folder / "config.json").is_file():
-        config: dict[str, Any] = read_json(folder / "config.json", dict[str, Any])
-        for name in _IRRELEVANT:
-            config.pop(name, None)
-        digest.update(json.dumps(config, sort_keys=True).encode())
-    for path in weights:
-        digest.update(path.name.encode())
-        with path.open("rb") as stream:
-            for block in _sampled_blocks(stream, path.stat().st_size):
-                digest.update(block)
-    return f"sha256:{digest.hexdigest()}"
-
-
-def _sampled_blocks(stream: BinaryIO, size: int) -> Iterator[bytes]:
-    """A safetensors file's size, its header, whose length is in its first 8 bytes, and blocks of its values."""
-    header_bytes = 8 + int.from_bytes(stream.read(8), "little")
-    stream.seek(0)
-    yield size.to_bytes(8, "little")
-    yield stream.read(min(header_bytes, size))
-    value_bytes = max(size - header_bytes, 0)
-    block_bytes = min(_BLOCK_BYTES, math.ceil(value_bytes / _BLOCKS))
-    for block in range(_BLOCKS):
-        stream.seek(header_bytes + block * value_bytes // _BLOCKS)
-        yield stream.read(block_bytes)
-
-
-def record_version(model: PreTrainedModel, version: str | None) -> None:
-    """Record on a model which version it was loaded from; None where its configuration holds the commit."""
-    model.__dict__[_RECORDED] = version
-
-
-def version_of(model: PreTrainedModel) -> str:
-    """The Hub commit or the digest of the files that a model was loaded from, and its quantisation; or `unknown`.
-
-    It works for models that were loaded without keepsight too, from the Hub or from a folder.
-    """
-    config: Any = model.config
-    version = model.__dict__.get(_RECORDED) or getattr(config, "_commit_hash", None)
-    name = str(config.name_or_path or "")
-    if version is None and os.path.isdir(name):
-        with suppress(UserError, OSError):
-            version = folder_version(Path(name))
-    version = version or "unknown"
-
-    quantisation: Any = getattr(config, "quantization_config", None)
-    if quantisation is None:
-        return version
-    settings = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
-    method = settings.get("quant_method", "an unknown method")
-    version += f" quantised by {getattr(method, 'value', method)}"  # an enum in a loaded model
-    for bits in ("4bit", "8bit"):
-        if settings.get(f"load_in_{bits}"):
-            version += f" {bits}"
-    return version
-
-
 def published_name(reference: str) -> str:
     """The name under which a model may be published: a Hub id as it is, a folder's or file's name without its path."""
     return Path(reference).resolve().name if Path(reference).exists() else reference
-
-
-def warn_of_another_base(artifact: Path, base: str, version: str, model: PreTrainedModel) -> None:
-    """Log one line where an artifact (its folder) was trained on other weights than the model's, if both are known.
-
-    `base` is the Hub id or name of the model that it was trained on, and `version` the `version_of` that model.
-    """
-    model_version = version_of(model)
-    if model_version.startswith("unknown") or version in ("", "unknown", model_version):
-        return
-    logger.warning(
-        "%s was trained on %s (%s), and this model is %s (%s): evaluate it again on this one",
-        artifact,
-        base or "a model without a name",
-        version,
-        model.config.name_or_path or type(model).__name__,
-        model_version,
-    )
-
-
-def warn_of_another_tokenizer(
-    artifact: Path, template: str, vocabulary: str, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Log one line, once, where a tokenizer differs from the one that an artifact (its folder) was trained with.
-
-    `template` and `vocabulary` are the digests at its training; empty where they are not recorded.
-    """
-    present_vocabulary = vocabulary_digest(tokenizer)
-    present_template = template_digest(tokenizer)
-    if vocabulary not in ("", present_vocabulary):
-        _warn_once(
-            f"{artifact} was trained with another tokenizer ({vocabulary}) than this one ({present_vocabulary}): take "
-            "the base model's own, token ids differ here"
-        )
-    elif template not in ("", present_template):
-        _warn_once(
-            f"{artifact} was trained with another chat template ({template}) than this one ({present_template}): "
-            "evaluate it again on prompts like these"
-        )
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning("%s", message)
-
-
-# Digests of a loaded model
-
-
-def adapters_digest(model: nn.Module) -> str:
-    """Digest of the weights of the active adapters, whatever their names; empty where none is active."""
-    digest = hashlib.sha256()
-    is_adapted = False
-    for layer in _adapter_layers(model):
-        if layer.disable_adapters:
-            continue
-        for adapter in layer.active_adapters:
-            for content in _adapter_contents(layer, adapter):
-                is_adapted = True
-                digest.update(content)
-    return f"sha256:{digest.hexdigest()}" if is_adapted else ""
-
-
-def weights_digest(model: nn.Module) -> str:
-    """A cheap fingerprint of a model's own weights: the first values of each, without adapters.
-
-    Returns:
-        `sha256:` and the hexadecimal digest; it differs between dtypes.
-    """
-    adapter_tensors = set()
-    for layer in _adapter_layers(model):
-        for container in _adapter_containers(layer):
-            adapter_tensors.update(map(id, _tensors_in(container)))
-    weights = []
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in adapter_tensors:
-            weights.append(values_of(model, name, parameter))
-    return digest_of_first(weights)
-
-
-def digest_of_first(weights: Iterable[Tensor]) -> str:
-    """`weights_digest` of a model that has these weights, in this order, of which only the first values are read."""
-    first_values = torch.cat([weight.detach().flatten()[:FIRST].float().cpu() for weight in weights])
-    return f"sha256:{hashlib.sha256(tensor_bytes(first_values)).hexdigest()}"
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-
-
-def _adapter_layers(model: nn.Module) -> Iterator[Any]:
-    """The modules that hold adapters."""
-    for module in model.modules():
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            yield module
-
-
-def _adapter_containers(layer: Any) -> Iterator[Any]:
-    """The containers of adapter weights in a module, each keyed by the adapters' names."""
-    for name in (*layer.adapter_layer_names, *layer.other_param_names):
-        try:
-            yield attrgetter(name)(layer)
-        except AttributeError:  # not all kinds of a layer have all
-            continue
-
-
-def _adapter_contents(layer: Any, adapter: str) -> Iterator[bytes | memoryview]:
-    """The tensors and factors of one adapter in a module, as bytes."""
-    for container in _adapter_containers(layer):
-        if adapter not in container:
-            continue
-        value = container[adapter]
-        if isinstance(value, int | float):
-            yield str(float(value)).encode()
-        for tensor in _tensors_in(value):
-            yield tensor_bytes(tensor)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """A tensor, or the tensors of a module; none of other values."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, nn.Module):
-        yield from value.parameters()
-        yield from value.buffers()

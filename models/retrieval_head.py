@@ -28,7 +28,6 @@ from keepsight.models.artifacts import LARGEST_SIZE, Artifact, check_digest, loa
 from keepsight.models.card import CardBasics, Provenance, example, metrics_table, write_card
 from keepsight.models.decoder import FULL, cached_kv_heads, full_attention_layers, input_shape
 from keepsight.models.draft_head import DraftHead, HeadRotaryEmbedding, default_feature_layers, normed_features
-from keepsight.models.model_files import warn_of_another_base
 
 WEIGHTS = "retrieval_head.safetensors"
 CONFIG = "retrieval_config.json"
@@ -388,7 +387,7 @@ class RetrievalHead(nn.Module, Artifact):
                 head.check_model(model)
             except UserError as error:
                 raise UserError(f"{folder}: {error}") from None
-            warn_of_another_base(folder, saved.provenance.base_model, saved.provenance.base_version, model)
+            saved.provenance.warn_of_another_model(folder, model)
         load_weights(head, folder / WEIGHTS, read_tensors(folder / WEIGHTS), model, "q_proj.weight")
         head.provenance = saved.provenance
         return head.requires_grad_(False)

@@ -4,7 +4,6 @@ A file is read as it was published: safetensors, or a pickle whose tensors are r
 runs nothing that the file names. B batch, q tokens, D hidden size, H query heads, K KV heads, d head dimension.
 """
 
-import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from typing_extensions import Self, override
 from keepsight.errors import UserError, one_line
 from keepsight.files import at_home
 from keepsight.models.artifacts import as_weights, check_repo_id, hub_errors, read_tensors, unpickled
-from keepsight.models.model_files import tensor_bytes
+from keepsight.models.identity import tensors_digest
 
 _SAFE = ("*.safetensors",)
 _PICKLED = ("*.pt", "*.pth", "*.bin")
@@ -63,12 +62,11 @@ class Scorer(ABC):
     @cached_property
     def digest(self) -> str:
         """Digest of the scorer's kind and weights."""
-        digest = hashlib.sha256(type(self).__name__.encode())
+        named_tensors = []
         for layer, tensors in sorted(self._layers.items()):
             for name, tensor in sorted(tensors.items()):
-                digest.update(f"{layer}.{name} {[*tensor.shape]}".encode())
-                digest.update(tensor_bytes(tensor))
-        return f"sha256:{digest.hexdigest()}"
+                named_tensors.append((f"{type(self).__name__} {layer}.{name}", tensor))
+        return tensors_digest(named_tensors)
 
     @classmethod
     def from_pretrained(cls, reference: str | Path) -> Self:

@@ -1,6 +1,6 @@
 """Base models: loading a model with its tokenizer, quantised or over several devices, or without its weights.
 
-`fingerprints` computes, from a model's files alone, the digests by which prefixes of other models are refused.
+`fingerprints` computes, from a model's files alone, the digests of its weights by which prefixes of others are refused.
 """
 
 import inspect
@@ -39,20 +39,18 @@ from transformers.utils import (
 from keepsight.errors import UserError, one_line
 from keepsight.experimental import is_on
 from keepsight.files import at_home
-from keepsight.models.chat import load_tokenizer, set_chat_template, template_digest, with_arguments
+from keepsight.models.chat import load_tokenizer, set_chat_template, with_arguments
 from keepsight.models.decoder import require_supported, require_supported_config, values_of
 from keepsight.models.distributed import gathered
-from keepsight.models.model_files import (
-    FIRST,
-    LOADING,
-    Packaged,
-    digest_of_first,
-    hub_answers,
-    located,
-    published_name,
+from keepsight.models.identity import (
+    FIRST_VALUES,
+    Identity,
+    digest_of_first_values,
     record_version,
+    template_digest,
     version_of,
 )
+from keepsight.models.model_files import LOADING, Packaged, hub_answers, located, published_name
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FLASH = {
@@ -72,8 +70,7 @@ class Target:
         model: The model, in evaluation mode, without gradients on its parameters.
         tokenizer: Its tokenizer; pads on the left.
         name: Hub id or folder path, which adapters record as their base model.
-        version: Revision (commit), or `sha256:...` of the GGUF file or the folder that the weights came from; and how
-            they are quantised.
+        version: See `version_of`; `unknown` where it is not known.
         folder: The folder that its files were read from; None for a Hub id.
     """
 
@@ -113,9 +110,9 @@ class Target:
         return int(self.model.config.get_text_config().vocab_size)
 
     @property
-    def template_digest(self) -> str:
-        """`sha256:...` of the chat template; of the empty text when there is none."""
-        return template_digest(self.tokenizer)
+    def identity(self) -> Identity:
+        """The version of its files, and its tokenizer: what data and modules made with it record."""
+        return Identity(model=version_of(self.model), template=template_digest(self.tokenizer))
 
 
 def load_target(
@@ -238,7 +235,7 @@ def _target(
     model.config.name_or_path = model_id
     record_version(model, version)
     folder = source if isinstance(source, Path) else None
-    return Target(model, tokenizer, model_id, version_of(model), folder)
+    return Target(model, tokenizer, model_id, version_of(model) or "unknown", folder)
 
 
 def _require_finite(model_id: str, model: PreTrainedModel) -> None:
@@ -447,11 +444,11 @@ def fingerprints(model: str) -> frozenset[str]:
         values = [first[name] for name, _ in outline.named_parameters()]
     except (KeyError, OSError, SafetensorError):
         return frozenset()
-    return frozenset(digest_of_first([value.to(dtype) for value in values]) for dtype in DTYPES.values())
+    return frozenset(digest_of_first_values([value.to(dtype) for value in values]) for dtype in DTYPES.values())
 
 
 def _first_values(folder: Path) -> dict[str, Tensor]:
-    """The first rows of each weight in a folder's files, which hold at least `FIRST` values if the weight does."""
+    """The first rows of each weight in a folder's files, with at least `FIRST_VALUES` values if the weight has them."""
     rows: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -459,5 +456,5 @@ def _first_values(folder: Path) -> dict[str, Tensor]:
                 weight = file.get_slice(name)
                 shape = weight.get_shape()
                 if shape and 0 not in shape:
-                    rows[name] = weight[: math.ceil(FIRST / math.prod(shape[1:]))]
+                    rows[name] = weight[: math.ceil(FIRST_VALUES / math.prod(shape[1:]))]
     return rows

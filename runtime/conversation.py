@@ -12,7 +12,7 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.models.chat import ids_of
 from keepsight.models.decoder import context_of
-from keepsight.models.model_files import adapters_digest
+from keepsight.models.identity import Identity, adapters_digest
 from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, decode, generate
 from keepsight.runtime.rope_length import length_limit
 from keepsight.runtime.state import Checkpoint, State
@@ -46,7 +46,7 @@ class Conversation(CustomGenerate):
         self.ids = torch.empty(1, 0, dtype=torch.long, device=model.device) if state is None else state.tokens
         self._unread = self.ids[:, :0]
         self._answered: Checkpoint | None = None
-        self._adapters: str | None = None
+        self._identity = Identity()  # of the model that answered the last turn
         _require_single(self.ids)
         if state is not None and not state.joins:
             raise UserError(
@@ -116,8 +116,8 @@ class Conversation(CustomGenerate):
         _require_unpadded(request.mask)
         if request.past is not None:
             raise UserError("conversation: it continues from its own cache; leave out past_key_values")
-        if self._adapters not in (None, adapters := adapters_digest(model)):
-            raise UserError("conversation: the model has other active adapters than at the last turn; activate those")
+        identity = Identity(adapters=adapters_digest(model))
+        self._identity.require(identity, "conversation: the last turn was answered")
         state = self._read(request.input_ids, request.chunk)
         reader, eviction = self.method.reader(model), self.method.periodic_eviction(model)
         restart = functools.partial(self.method.restart, model)
@@ -126,7 +126,8 @@ class Conversation(CustomGenerate):
         answered = Checkpoint(state, copies=drops)
         decoded = decode(reader, state, eviction=eviction, restart=restart, **request.decoding)
         self.state, self.ids, self._unread = decoded.state, decoded.ids, decoded.ids[:, -1:]
-        self._adapters, self._answered = adapters, answered
+        self._identity = identity
+        self._answered = answered
         return decoded
 
     def _read(self, prompt: Tensor, chunk: int | None) -> State:

@@ -31,7 +31,7 @@ from typing_extensions import override
 from keepsight.errors import UserError, require_whole
 from keepsight.models.chat import ids_of
 from keepsight.models.decoder import context_of, input_embedding, input_shape, require_supported
-from keepsight.models.model_files import adapters_digest, weights_digest
+from keepsight.models.identity import Identity, adapters_digest, weights_digest
 from keepsight.runtime import registry
 from keepsight.runtime.attention import Reader, StateCache
 from keepsight.runtime.images import IMAGE_INPUTS, Images
@@ -351,17 +351,14 @@ class CustomGenerate(ABC):
             expected = positions_of(real, real.shape[1], real.device)
             if bool((real & (positions.to(real.device) != expected)).any()):
                 raise UserError("custom_generate: position_ids other than 0, 1, 2, ... are not supported")
-        if past.model is not model and weights_digest(past.model) != weights_digest(model):
-            raise UserError(
-                "custom_generate: past_key_values were computed by a model with other weights; continue with that "
-                "model, or leave out past_key_values"
-            )
+        recorded = Identity(adapters=past.adapters)
+        present = Identity(adapters=adapters_digest(model))
+        if past.model is not model:
+            recorded = replace(recorded, model=weights_digest(past.model))
+            present = replace(present, model=weights_digest(model))
+        remedy = "continue with that, or leave out past_key_values"
+        recorded.require(present, "custom_generate: past_key_values were computed", remedy)
         past.state.require_unchanged()
-        if past.adapters != adapters_digest(model):
-            raise UserError(
-                "custom_generate: past_key_values were computed under other adapters of the model; activate those, or "
-                "leave out past_key_values"
-            )
         if past.method != self and not past.state.joins:
             raise UserError(
                 f"custom_generate: past_key_values of {type(past.method).__name__} are stored in its own form; "

@@ -5,7 +5,6 @@ tokens read. Outputs of layers and the scores of trained scorers (KVzap and othe
 unpickled.
 """
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,12 +15,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.files import at_home, atomic_files, from_json
+from keepsight.files import at_home, atomic_files, from_json, json_digest
 from keepsight.models.decoder import (
     cached_kv_heads,
     decoder_of,
@@ -30,7 +29,7 @@ from keepsight.models.decoder import (
     head_width,
     running_devices,
 )
-from keepsight.models.model_files import adapters_digest, tensor_bytes, weights_digest
+from keepsight.models.identity import Identity, adapters_digest, identity_of, tensors_digest
 from keepsight.runtime.attention import Softmax, StateCache, is_bounded
 from keepsight.runtime.generate import CustomGenerate, Decoded, FullCache, GenerateRequest, decode
 from keepsight.runtime.images import Images
@@ -40,8 +39,7 @@ from keepsight.runtime.state import Needs, State, empty_cache, share
 
 FILE = "state.safetensors"
 QUESTIONS = ("seen", "unseen", "multi")
-_KEY, _VERSION = "keepsight_state", 2
-_OTHER_ADAPTERS = "the model has other active adapters than when the state was computed; activate those, or none"
+_KEY = "keepsight_state"
 
 
 @dataclass(frozen=True)
@@ -53,22 +51,20 @@ class SavedState(CustomGenerate):
         question: The part of the prompt that was compressed: `seen`, the whole prompt with its question; `unseen`, the
             context alone; `multi`, the context alone, to be asked several questions.
         target: Name of the model that read it, for information.
-        template_digest: Digest of the chat template that rendered the prompt; empty when there is none.
-        adapters: Digest of the model's own adapters that were active; empty where none was.
+        identity: The model's weights and active adapters, and the tokenizer that rendered the prompt, where it was
+            named.
     """
 
     state: State
     question: str
     target: str
-    template_digest: str
-    adapters: str = ""
+    identity: Identity
     starts_prompts = False
 
     @override
     def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
         """Answer what follows the saved prompt; `self.state` stays unchanged."""
-        if adapters_digest(model) != self.adapters:
-            raise UserError(f"saved state: {_OTHER_ADAPTERS}")
+        self.identity.require(Identity(adapters=adapters_digest(model)), "saved state: it was computed")
         if request.past is not None and request.past.method != self:
             raise UserError(
                 "saved state: past_key_values come from another prompt than this state; continue with the method "
@@ -84,7 +80,12 @@ class SavedState(CustomGenerate):
 
 
 def save_state(
-    state: State, path: str | Path, *, model: PreTrainedModel, question: str = "seen", template_digest: str = ""
+    state: State,
+    path: str | Path,
+    *,
+    model: PreTrainedModel,
+    question: str = "seen",
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Path:
     """Save a state; `path` then holds all of it, or none of it.
 
@@ -97,7 +98,7 @@ def save_state(
         path: A file name that ends in `.safetensors`, or a folder, in which the file is called `state.safetensors`.
         model: The base model that read it.
         question: See `SavedState`.
-        template_digest: See `SavedState`.
+        tokenizer: The tokenizer that rendered the prompt; with it, `load_state` refuses another one.
 
     Returns:
         The file.
@@ -113,47 +114,45 @@ def save_state(
             f"{_file(path)}: a state whose method stores entries in its own form (kivi, specache, specontext, "
             "quest, exact_topk) cannot be saved; save the state that it was made from, and compress that one again"
         )
-    file, tensors = _file(path), _tensors_of(state)
-    if (found := _shape_of_tensors(tensors)) != (expected := _shape_of_model(model)):
-        raise UserError(f"{file}: the state is not of this model: it has {found}, the model {expected}")
+    file = _file(path)
+    tensors = _tensors_of(state)
+    shape = _shape_of_tensors(tensors)
+    model_shape = _shape_of_model(model)
+    if shape != model_shape:
+        raise UserError(f"{file}: the state is not of this model: it has {shape}, the model {model_shape}")
     header = _Header(
-        version=_VERSION,
         question=question,
         target=str(model.config.name_or_path or ""),
-        shape=expected,
-        weights=weights_digest(model),
-        template_digest=template_digest,
+        shape=shape,
+        identity=identity_of(model, tokenizer),
         seen=state.cache.get_seq_length(),
         needs=_Needs(state.needs.window, state.needs.accumulated, state.needs.statistics),
         softmax=[layer.softmax[:2] for layer in state.layers if layer.recorded],
-        tensors=sorted(tensors),
-        adapters=adapters_digest(model),
-        pictured=True if state.images else None,
+        pictured=bool(state.images),
     )
-    header = replace(header, digest=_digest(header, tensors))
+    header_text = json.dumps(asdict(replace(header, digest=_digest(header, tensors))))
     with atomic_files(file.parent, last=file.name) as unfinished:
-        save_file(tensors, unfinished / file.name, metadata={"format": "pt", _KEY: json.dumps(header.values())})
+        save_file(tensors, unfinished / file.name, metadata={"format": "pt", _KEY: header_text})
     return file
 
 
-def load_state(path: str | Path, model: PreTrainedModel, *, template_digest: str = "") -> SavedState:
+def load_state(
+    path: str | Path, model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerBase | None = None
+) -> SavedState:
     """Load a state that `save_state` wrote.
 
-    `model` is the base model: the same weights in the same dtype; its name may differ. `template_digest` is that of the
-    chat template that will render the questions, and compared when both are known. A `UserError` if the file is
-    missing, corrupt, of another format, or of another base model or template.
+    `model` is the base model: the same weights in the same dtype; its name may differ. `tokenizer` is the one that will
+    render the questions, and compared when both are known. A `UserError` if the file is missing, damaged, or of another
+    base model or tokenizer.
     """
     file = _file(path)
     if not file.is_file():
         raise UserError(f"{file}: no such file; save a state with save_state first")
-    adapters = adapters_digest(model)
     try:
         with safe_open(file, framework="pt") as stream:
             header = _header(file, stream.metadata())
-            _check_target(file, header, model, adapters, template_digest)
-            if odd := set(header.tensors) ^ set(stream.keys()):
-                raise UserError(f"{file}: missing or surplus tensor {min(odd)!r}; copy the file again")
-            tensors = {name: stream.get_tensor(name) for name in header.tensors}
+            _check_target(file, header, model, tokenizer)
+            tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file}: not a whole safetensors file ({error}); copy it again") from None
     if _digest(header, tensors) != header.digest:
@@ -161,7 +160,7 @@ def load_state(path: str | Path, model: PreTrainedModel, *, template_digest: str
     needs = Needs(header.needs.window, header.needs.received, statistics=header.needs.queries)
     state = _state_of_tensors(_beside_layers(tensors, model), model, header.seen, needs, header.softmax)
     state = replace(state, images=Images({}) if header.pictured else None)
-    return SavedState(state, header.question, header.target, header.template_digest, adapters)
+    return SavedState(state, header.question, header.target, header.identity)
 
 
 @dataclass(frozen=True)
@@ -177,55 +176,37 @@ class _Needs:
 class _Header:
     """The file's header, JSON in the safetensors metadata."""
 
-    version: int
     question: str
     target: str
     shape: dict[str, Any]
-    weights: str
-    template_digest: str
+    identity: Identity
     seen: int
     needs: _Needs
     softmax: list[tuple[float, float | None]]
-    tensors: list[str]
-    adapters: str | None = None
-    pictured: bool | None = None
+    pictured: bool
     digest: str = ""
-
-    def values(self) -> dict[str, Any]:
-        """Its fields as JSON values; headers of earlier releases have no `adapters` and no `pictured`."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def _header(file: Path, metadata: dict[str, str] | None) -> _Header:
-    if _KEY not in (metadata or {}):
+    if metadata is None or _KEY not in metadata:
         raise UserError(f"{file}: a safetensors file but not a saved state; give one that save_state wrote")
-    text = (metadata or {})[_KEY].encode()
     try:
-        version = from_json(text, dict[str, Any]).get("version")
-        header: _Header | None = from_json(text, _Header) if version == _VERSION else None
+        header: _Header = from_json(metadata[_KEY].encode(), _Header)
     except ValueError as error:
-        raise UserError(f"{file}: the header of this saved state is corrupt ({error}); copy it again") from None
-    if header is None:
-        raise UserError(
-            f"{file}: a saved state of format {version!r}, but this release reads format {_VERSION}; save it again"
-        )
+        raise UserError(f"{file}: the header of this saved state is damaged ({error}); save it again") from None
     return header
 
 
-def _check_target(file: Path, header: _Header, model: PreTrainedModel, adapters: str, template_digest: str) -> None:
-    of = f"{file}: this state is of {header.target or 'a model without a name'!r}"
+def _check_target(
+    file: Path, header: _Header, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    subject = f"{file}: this state is of {header.target or 'a model without a name'!r}"
     for name, value in _shape_of_model(model).items():
         if header.shape.get(name) != value:
-            raise UserError(f"{of} with {name} {header.shape.get(name)}, but the model has {value}; load that model")
-    if weights_digest(model) != header.weights:
-        raise UserError(f"{of}, and the model has the same shape but other weights; load that model")
-    if header.adapters not in (None, adapters):
-        raise UserError(f"{of}, but {_OTHER_ADAPTERS}")
-    if template_digest and header.template_digest not in ("", template_digest):
-        raise UserError(
-            f"{of}, rendered with the chat template {header.template_digest}, but now it is {template_digest}; "
-            "use that template, or compress the prompt again"
-        )
+            raise UserError(
+                f"{subject} with {name} {header.shape.get(name)}, but the model has {value}; load that model"
+            )
+    header.identity.require(identity_of(model, tokenizer), subject)
 
 
 def _file(path: str | Path) -> Path:
@@ -234,11 +215,9 @@ def _file(path: str | Path) -> Path:
 
 
 def _digest(header: _Header, tensors: dict[str, Tensor]) -> str:
-    """Digest of the header without its digest, and of every tensor's bytes in the order of their names."""
-    digest = hashlib.sha256(json.dumps(replace(header, digest="").values(), sort_keys=True).encode())
-    for name in header.tensors:
-        digest.update(tensor_bytes(tensors[name]))
-    return f"sha256:{digest.hexdigest()}"
+    """Digest of the header, but for its own digest, and of all tensors."""
+    fields = asdict(replace(header, digest=""))
+    return json_digest([fields, tensors_digest(sorted(tensors.items()))])
 
 
 def _shape_of_model(model: PreTrainedModel) -> dict[str, Any]:
@@ -370,9 +349,7 @@ def layer_of_tensors(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
     layer = KeptLayer(keys, values, seen, tensors.get("real"))
     if "counts" in tensors:
         counts = tensors["counts"].cpu().numpy()
-        layer = RaggedLayer(tensors["kept_keys"], tensors["kept_values"], counts, seen - keys.shape[2])
-        if keys.shape[2]:  # earlier releases stored tokens read after the eviction separately
-            layer.update(keys, values)
+        layer = RaggedLayer(tensors["kept_keys"], tensors["kept_values"], counts, seen)
     elif "real" not in tensors:
         layer.token_mask = empty.token_mask
     layer.expansion, layer.origin = empty.expansion, empty.origin

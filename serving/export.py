@@ -10,7 +10,6 @@ rotation, M-RoPE and layers without rotation. `turned` compares the next token's
 model whose attention depends on positions in another way is refused.
 """
 
-import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -23,8 +22,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
+from keepsight.files import json_digest
 from keepsight.models.decoder import FULL, decoder_of, has_latents
-from keepsight.models.model_files import weights_digest
+from keepsight.models.identity import Identity, identity_of
 from keepsight.runtime.attention import StateCache, is_bounded
 from keepsight.runtime.layer import KeptLayer, RaggedLayer
 from keepsight.runtime.state import State, read
@@ -159,18 +159,18 @@ def export(
     *,
     page: int = 0,
     before: str = "",
-    template: str = "",
+    identity: Identity | None = None,
     method: str = "",
 ) -> tuple[str, Header]:
     """Write the evicted state of one prompt as a prefix in the folder `root`; returns its digest and header.
 
     `page` is the number of entries of a page of the engine's cache, of which every head keeps a multiple; 0 where all
-    heads keep the same number. `before` is the rendered text before the document (see `Header`), `template` the digest
-    of the chat template, `method` describes the method. A `UserError` if heads keep numbers of entries that cannot be
-    stored so, or the model's keys cannot be rotated.
+    heads keep the same number. `before` is the rendered text before the document (see `Header`), `identity` the
+    `identity_of` the model, by default without its tokenizer, and `method` describes the method. A `UserError` if heads
+    keep numbers of entries that cannot be stored so, or the model's keys cannot be rotated.
     """
     after = turned(model, state, placeholders_of(state, page))
-    about = {"before": before, "template": template, "method": method, "weights": weights_digest(model)}
+    about = {"before": before, "method": method, "identity": identity or identity_of(model)}
     return write_state(model.config, state, after, root, page=page, **about)
 
 
@@ -191,7 +191,7 @@ def write_state(
         page=page,
         model=str(config.name_or_path or ""),
         rope=_plain(getattr(config.get_text_config(decoder=True), "rope_parameters", None)),
-        tokens=hashlib.sha256(json.dumps(state.tokens[0].tolist()).encode()).hexdigest(),
+        tokens=json_digest(state.tokens[0].tolist()),
         **about,
     )
     return write_prefix(root, header, tensors), header

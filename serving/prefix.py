@@ -6,7 +6,6 @@ layer and head). Its placeholder tokens spell the digest in special tokens that 
 file by the tokens alone, and its own prefix cache tells documents apart.
 """
 
-import hashlib
 import json
 import math
 import re
@@ -23,7 +22,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from keepsight.errors import UserError, one_line
-from keepsight.files import at_home, atomic_file, from_json
+from keepsight.files import at_home, atomic_file, from_json, hex_digest
+from keepsight.models.identity import Identity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,8 +60,7 @@ class Header:
         page: Entries of a page where heads keep different numbers; 0 where all keep B.
         before: The rendered text before the document, which a request's own must equal.
         model: Name of the model that read it.
-        weights: Digest of the model's weights and active adapters.
-        template: Digest of the chat template.
+        identity: Of the model, by its weights, and where it is known of its tokenizer.
         rope: The model's parameters of rotary positions.
         method: The method that evicted, with its options.
         tokens: Digest of the tokens read.
@@ -74,8 +73,7 @@ class Header:
     page: NonNegativeInt = 0
     before: str = ""
     model: str = ""
-    weights: str = ""
-    template: str = ""
+    identity: Identity = Identity()
     rope: dict[str, Any] | None = None
     method: str = ""
     tokens: str = ""
@@ -194,7 +192,7 @@ def transfer_config(*roots: str | Path) -> dict[str, Any]:
 
 
 def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).digest()[:DIGEST_BYTES].hex()
+    return hex_digest([data])[: 2 * DIGEST_BYTES]
 
 
 class PrefixStore:

@@ -7,7 +7,6 @@ further. Prompts are read one at a time, in order of arrival; those of the same 
 """
 
 import asyncio
-import hashlib
 import json
 import logging
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from keepsight.errors import UserError, one_line
+from keepsight.files import hex_digest
 from keepsight.models.decoder import context_of, decoder_of
 from keepsight.models.lora import hooked
 from keepsight.models.targets import Target
@@ -280,7 +280,7 @@ async def _send(writer: asyncio.StreamWriter, reply: dict[str, Any]) -> None:
 
 
 def _key_of(ids: list[int], salt: str) -> str:
-    return hashlib.sha256(array("q", ids).tobytes() + salt.encode()).hexdigest()
+    return hex_digest([array("q", ids).tobytes(), salt.encode()])
 
 
 def _failed(ids: list[int], error: Exception) -> dict[str, Any]:

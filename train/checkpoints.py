@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,10 +17,9 @@ from safetensors import SafetensorError
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
-from keepsight.errors import UserError, one_line, require_same
+from keepsight.errors import UserError, one_line
 from keepsight.files import file_digest, read_json, sync, write_json
-from keepsight.models.lookahead_settings import SELECTION
-from keepsight.train.settings import MAY_CHANGE
+from keepsight.models.identity import MadeWith
 
 SETTINGS = "settings.json"
 SEAL = "digests.json"
@@ -100,29 +100,22 @@ def check_seal(checkpoint: Path) -> None:
         )
 
 
-def check_same_settings(work: Path, settings: dict[str, Any]) -> None:
-    """Write the settings of a new training, by recipe key, to `work`; compare them if it is resumed.
+def check_same_settings(work: Path, made_with: MadeWith) -> None:
+    """Write what a new training begins with to `work`, its settings by recipe key; compare it if it is resumed.
 
-    A `UserError` lists all settings that differ from those of the training in `work`. Checkpoints that another program
-    wrote are refused, too.
+    A `UserError` names what differs from the training in `work`. Checkpoints that another program wrote are refused,
+    too.
     """
     path = work / SETTINGS
     if last_checkpoint(work) is None:
         other_checkpoints = _checkpoint_folders(work)
         if other_checkpoints and not path.exists():  # they would be deleted as incomplete
             raise UserError(f"{other_checkpoints[0]}: not a checkpoint of this training; choose another out=")
-        write_json(path, settings)
+        write_json(path, asdict(made_with))
         return
 
-    # Earlier versions also stored settings that may change: the selection was one of them.
-    changeable = {*MAY_CHANGE, *(f"lookahead.{name}" for name in SELECTION)}
-    earlier_settings = {}
-    for key, value in read_json(path, dict[str, Any]).items():
-        name = key.rpartition(".")[2]
-        if key not in changeable and name not in changeable:
-            earlier_settings[key] = value
-    advice = "choose another out=, or delete the folder"
-    require_same(f"{path}: this training began", earlier_settings, settings, advice)
+    began_with: MadeWith = read_json(path, MadeWith)
+    began_with.require(made_with, f"{path}: this training began", "choose another out=, or delete the folder")
 
 
 class NewIntervals(TrainerCallback):

@@ -5,7 +5,6 @@ the question and the end of the chat template. The stored data does not change.
 """
 
 import base64
-import hashlib
 import math
 import random
 from array import array
@@ -23,6 +22,7 @@ from typing_extensions import Self, override
 
 from keepsight.data_gen.store import LazySamples, TrainingSample
 from keepsight.errors import UserError
+from keepsight.files import bytes_digest, hex_digest
 from keepsight.models.chat import chat_text, encode, has_chat_template
 
 PromptDigests = frozenset[bytes]
@@ -250,15 +250,8 @@ def _shares(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def samples_digest(samples: Iterable[TrainingSample]) -> str:
-    """`sha256:` and the digest of all token ids in their order."""
-    digest = hashlib.sha256(b"[")
-    separator = ""
-    for sample in samples:
-        ids = (sample.prompt_ids, sample.answer_ids)
-        digest.update(f"{separator}{ids!r}".encode())
-        separator = ", "
-    digest.update(b"]")
-    return f"sha256:{digest.hexdigest()}"
+    """Digest of all token ids in their order."""
+    return bytes_digest(f"{sample.prompt_ids} {sample.answer_ids}\n".encode() for sample in samples)
 
 
 class GroupedByLength(Sampler[int]):
@@ -319,7 +312,7 @@ def _pad(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor | None]:
 
 def prompt_digest(sample: TrainingSample) -> bytes:
     """A digest that identifies a sample's prompt."""
-    return hashlib.sha256(array("q", sample.prompt_ids).tobytes()).digest()[:_DIGEST_BYTES]
+    return bytes.fromhex(hex_digest([array("q", sample.prompt_ids).tobytes()]))[:_DIGEST_BYTES]
 
 
 def prompt_digests(samples: Iterable[TrainingSample]) -> PromptDigests:

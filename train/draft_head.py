@@ -1,8 +1,7 @@
 """Draft-head training: unrolled over its own outputs, a head learns the base model's next-token distributions."""
 
-import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,11 +17,12 @@ from transformers import LlamaConfig, PreTrainedModel
 from typing_extensions import override
 
 from keepsight.data_gen.store import TrainingSample
-from keepsight.errors import UserError, require_same
-from keepsight.files import atomic_file, file_digest, one_writer, read_json, write_json
+from keepsight.errors import UserError
+from keepsight.files import atomic_file, file_digest, hex_digest, one_writer, read_json, write_json
 from keepsight.models.decoder import decoder_of, logits_of, on_each
 from keepsight.models.distributed import divided, launched
 from keepsight.models.draft_head import DraftHead, default_feature_layers
+from keepsight.models.identity import MadeWith
 from keepsight.progress import progress_bar
 from keepsight.runtime.features import RecordFeatures
 from keepsight.train.dataset import Batch
@@ -103,9 +103,9 @@ _SHARD = 32
 
 @dataclass(frozen=True)
 class _Manifest:
-    """The settings on which stored hidden states depend, and the digests of the complete files, by name."""
+    """What stored hidden states depend on, and the digests of the complete files, by name."""
 
-    made_of: dict[str, Any]
+    made_with: MadeWith
     digests: dict[str, str] = field(default_factory=dict)
 
 
@@ -145,17 +145,17 @@ class StoredStates:
         return HiddenStates(features, hidden)
 
 
-def write_states(folder: Path, teacher: Teacher, texts: Sequence[list[int]], made_of: Mapping[str, Any]) -> None:
+def write_states(folder: Path, teacher: Teacher, texts: Sequence[list[int]], made_with: MadeWith) -> None:
     """Write the hidden states of all texts that are missing from the folder; a killed run can thus resume.
 
-    Several processes of one launch divide the files among themselves. `made_of` are the settings on which the hidden
-    states depend, by name: data, model, layers. A `UserError` if the folder was written with other settings.
+    Several processes of one launch divide the files among themselves. `made_with` has all that the hidden
+    states depend on: model, data, and settings. A `UserError` if the folder was written with others.
     """
-    manifest = _Manifest(dict(made_of))
+    manifest = _Manifest(made_with)
     if (folder / _MANIFEST).exists():
         manifest = read_json(folder / _MANIFEST, _Manifest)
         advice = "choose another features=, or delete the folder"
-        require_same(f"{folder}: these features were made", manifest.made_of, made_of, advice)
+        manifest.made_with.require(made_with, f"{folder}: these features were made", advice)
 
     def write_shard(start: int) -> dict[str, str]:
         """Write the file of the texts from index `start` on; its name and digest."""
@@ -195,7 +195,7 @@ def _shard_name(start: int) -> str:
 
 
 def _key(ids: list[int]) -> str:
-    return hashlib.sha256(str(ids).encode()).hexdigest()[:32]
+    return hex_digest([str(ids).encode()])[:32]
 
 
 _FROM_MODEL = (

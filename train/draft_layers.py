@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from keepsight.errors import UserError
-from keepsight.files import append_lines, text_digest, whole_lines, write_lines
+from keepsight.files import append_lines, json_digest, whole_lines, write_lines
 from keepsight.models.draft_sources import keep_layers
 from keepsight.progress import progress_bar
 from keepsight.train.plots import BLUE, VERMILLION, draw_line, tidy
@@ -161,7 +161,7 @@ def _draw_agreement(panel: Axes, subsets: Sequence[Subset], label: str, colour: 
 def _logged_subsets(log: Path, model: PreTrainedModel, texts: Sequence[Text]) -> list[Subset]:
     """The subsets of an earlier run of the same search; the log's first line says which search it is."""
     text_lengths = [(text.ids.tolist(), len(text.expected)) for text in texts]
-    search = {"target": str(model.config.name_or_path), "texts": text_digest(str(text_lengths))}
+    search = {"target": str(model.config.name_or_path), "texts": json_digest(text_lengths)}
     rows: list[dict[str, str] | Subset] = whole_lines(log, dict[str, str] | Subset)
     if not rows:
         write_lines(log, [search])

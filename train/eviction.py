@@ -139,7 +139,7 @@ class EvictionObjective(ReplayedObjective):
             "finetune.budgets": self.settings.budgets,
             "finetune.temperature": self.settings.temperature,
             "finetune.uniform_share": self.settings.uniform_share,
-            "finetune.unseen": self.settings.unseen or None,  # earlier versions had no such setting
+            "finetune.unseen": self.settings.unseen,
             "selection": "uniform" if self.floor is None else "shared",
             "finetune.head_weights_rate": self.settings.weights_rate,
         }

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import TypeAdapter, ValidationError
-from typing_extensions import override
 
 from keepsight.errors import Positive, Share, UserError, Whole
 from keepsight.files import read_bytes
@@ -146,10 +145,6 @@ class LookaheadTrainSettings(TrainSettings):
     cuts: Annotated[int, Ge(1), Le(64)] = 1
     unseen: Share = 0.0
     gradient_checkpointing: bool = False
-
-    @override
-    def decisive(self) -> dict[str, Any]:
-        return super().decisive() | {"unseen": self.unseen or None}  # earlier versions had no such setting
 
 
 @dataclass

@@ -25,6 +25,7 @@ from keepsight.files import append_lines, one_writer, read_bytes, whole_lines, w
 from keepsight.models.artifacts import check_names_and_shapes, read_tensors
 from keepsight.models.decoder import is_spread
 from keepsight.models.distributed import check_builds
+from keepsight.models.identity import Identity, MadeWith
 from keepsight.train.checkpoints import (
     NewIntervals,
     StopOnInterrupt,
@@ -64,7 +65,8 @@ class TrainingRun:
     Attributes:
         work: Folder for checkpoints, logs and measurements.
         samples: Training and held-out ones.
-        start: Further values that must be the same when the training is resumed, by recipe key.
+        identity: The base model, which must be the same when the training is resumed.
+        start: Further values that must be the same, by recipe key.
         replay: How teacher outputs are kept, where the settings' `replays` is above 1.
         trained: PromptDigests of earlier stages; None where they are not known.
         unseen: Selects the samples that are split before the question; None for none.
@@ -72,6 +74,7 @@ class TrainingRun:
 
     work: Path
     samples: Sequence[TrainingSample]
+    identity: Identity = Identity()
     start: Mapping[str, Any] = field(default_factory=dict)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     trained: PromptDigests | None = frozenset()
@@ -175,7 +178,8 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
             self._check_replay(self._replay)
 
         repeated = len(run.samples) - len(samples) - len(held_out_samples)
-        self._decisive_settings = self._collect_decisive_settings(run, repeated)
+        identity = replace(run.identity, data=samples_digest(run.samples))
+        self._made_with = MadeWith(identity, self._decisive_settings(run, repeated))
         self._trained_prompts = None if run.trained is None else run.trained | prompt_digests(samples.samples)
         self._held_out_digest = samples_digest(held_out_samples.samples)
         self._held_out_text, is_new = held_out_text(held_out_samples.samples, run.trained)
@@ -183,15 +187,13 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
             logger.warning("held-out samples: %s; their fidelity may be too high", self._held_out_text)
         self.callback_handler.callbacks.insert(0, Throughput(objective, settings))  # before callbacks that send logs
 
-    def _collect_decisive_settings(self, run: TrainingRun, repeated: int) -> dict[str, Any]:
+    def _decisive_settings(self, run: TrainingRun, repeated: int) -> dict[str, Any]:
         """What must be the same when the training is resumed, by recipe key; `repeated` samples are left out."""
         values = {f"{self._key}.{name}": value for name, value in self.settings.decisive().items()}
         values |= self.objective.decisive()
         values |= run.start
         values["data.samples"] = len(run.samples)
-        values["data.digest"] = samples_digest(run.samples)
-        if repeated:
-            values["data.repeated"] = repeated  # earlier versions trained on them
+        values["data.repeated"] = repeated
         values["launch.processes"] = self.args.world_size
         if self._replay is not None:
             values["replay.memory"] = self._replay.memory
@@ -245,7 +247,7 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         self.add_callback(TrainingProgress())
         with one_writer(self.work) if self.is_world_process_zero() else nullcontext():
             if self.is_world_process_zero():
-                check_same_settings(self.work, self._decisive_settings)
+                check_same_settings(self.work, self._made_with)
             with stopper.watching(), self._replaying():
                 self._resume(last_checkpoint(self.work))
         gather_weights(self.objective)

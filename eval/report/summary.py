@@ -93,7 +93,7 @@ def _frame_of_rows(rows: Iterable[Row]) -> Frame:
     frame["evicts"] = frame["method"] != FULL
     frame["stratum"] = frame["task"] + ", " + frame["length"].map(str) + " tokens"
     frame["samples"] = frame["sample_digest"].fillna(frame["sample"])
-    context = frame.groupby([*PLACE, "samples"])["context"].transform("first")  # earlier versions wrote none
+    context = frame.groupby([*PLACE, "samples"])["context"].transform("first")
     frame["context"] = context.fillna(frame["samples"])
     frame["same_tokens"] = frame["first_difference"].fillna(frame["answer_tokens"])
     frame["kv_mib"] = frame["kv_bytes"] / 2**20

@@ -1,6 +1,5 @@
 """HELMET (arXiv:2410.02694): recall, RAG, citations, reranking, ICL, long questions and summaries, from its data."""
 
-import hashlib
 import math
 import random
 import re
@@ -16,7 +15,7 @@ from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, file_rows, fill_in, text_field
 from keepsight.eval.tasks.metrics import METRICS, metric, normalise
 from keepsight.eval.tasks.samples import HELMET_JUDGED, RenderedSample, Sample, render
-from keepsight.files import Row, own_yaml, read_json
+from keepsight.files import Row, hex_digest, own_yaml, read_json
 
 _SHOTS = 2
 _SEED = 42
@@ -375,7 +374,7 @@ def _demonstrations(name: str, key: str, rows: Sequence[Row]) -> list[Row]:
 
 
 def _hash(text: str) -> int:
-    return int(hashlib.sha256(text.encode()).hexdigest(), 16)
+    return int(hex_digest([text.encode()]), 16)
 
 
 # Metrics

@@ -6,7 +6,6 @@ images in their places, then the choices. A prompt that does not fit the context
 cuts its beginning.
 """
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from keepsight.errors import UserError, one_line
 from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, text_field, texts_field
 from keepsight.eval.tasks.metrics import METRICS, metric, rouge_l
 from keepsight.eval.tasks.samples import RenderedSample, Sample, bucket
-from keepsight.files import Row, file_digest, read_json, text_digest
+from keepsight.files import Row, file_digest, json_digest, read_json
 from keepsight.models.chat import chat_text
 
 if TYPE_CHECKING:
@@ -195,7 +194,7 @@ class Pictures:
     def digest(self) -> str:
         """Digest of the files' bytes and of the processor's settings; see `keepsight.eval.inputs`."""
         settings = self.processor.image_processor.to_json_string()
-        return text_digest(json.dumps([self.text, *map(file_digest, self.paths), settings]))
+        return json_digest([self.text, *map(file_digest, self.paths), settings])
 
 
 def render_pictured(sample: Sample, parts: list[str | Path], tokenizer: Any, processor: Any) -> RenderedSample:

@@ -4,7 +4,6 @@ Their trained weights, soft tokens and a LoRA, load in both published formats: k
 `restore_embeddings.safetensors`, and the authors' checkpoint, a pickle of tensors.
 """
 
-import hashlib
 import re
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -22,8 +21,8 @@ from keepsight.errors import UserError
 from keepsight.files import read_json
 from keepsight.models.artifacts import as_weights
 from keepsight.models.decoder import input_shape
+from keepsight.models.identity import tensors_digest
 from keepsight.models.lora import FoldedLora, Lora
-from keepsight.models.model_files import tensor_bytes
 from keepsight.models.scorers import published_tensors
 from keepsight.runtime import registry
 from keepsight.runtime.methods.reconstruction import KVzip, ProbedLayer
@@ -59,10 +58,10 @@ class RestoreWeights:
         self.plus = plus
         self._lora = dict(lora)
         self._bound: WeakKeyDictionary[PreTrainedModel, tuple[Tensor, FoldedLora | None]] = WeakKeyDictionary()
-        digest = hashlib.sha256(f"{alpha}".encode() + tensor_bytes(tokens))
-        for (name, part), tensor in sorted(self._lora.items()):
-            digest.update(f"{name}.{part}".encode() + tensor_bytes(tensor))
-        self.digest = f"sha256:{digest.hexdigest()}"
+        named_tensors = [(f"tokens, alpha {alpha}", tokens)]
+        for (name, matrix), tensor in sorted(self._lora.items()):
+            named_tensors.append((f"{name}.{matrix}", tensor))
+        self.digest = tensors_digest(named_tensors)
 
     @classmethod
     def from_pretrained(cls, reference: str | Path) -> Self:

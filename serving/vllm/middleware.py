@@ -33,6 +33,7 @@ from transformers import AutoTokenizer
 
 from keepsight.errors import UserError, one_line
 from keepsight.models.chat import template_roles
+from keepsight.models.identity import Identity
 from keepsight.models.targets import fingerprints
 from keepsight.serving.prefix import (
     EVICT,
@@ -310,8 +311,10 @@ class Rewriter:
     def _header(self, digest: str, request: Mapping[str, Any], served: Served) -> Header:
         require_no_bypass(request)
         header = self.store.header(digest)
-        if self.weights and header.weights and header.weights not in self.weights:
-            raise UserError(f"keepsight: prefix {digest} is of another model, {header.model!r}; make it with this one")
+        if self.weights and header.identity.model not in self.weights:
+            present = Identity(model=min(self.weights))
+            subject = f"keepsight: prefix {digest} was made by {header.model!r}"
+            header.identity.require(present, subject, "make it with this one")
         if served.shape is not None and header.shape != served.shape:
             raise UserError(
                 f"keepsight: prefix {digest} is of another model, whose layers, KV heads and head size are "

@@ -32,6 +32,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 from keepsight.errors import UserError, one_line
 from keepsight.files import read_json, write_json
 from keepsight.models.decoder import FULL, decoder_of, layer_kinds
+from keepsight.models.identity import Identity
 from keepsight.models.targets import fingerprints
 from keepsight.runtime.allocate import Global, Uniform
 from keepsight.runtime.attention import Softmax
@@ -422,7 +423,7 @@ class EvictingConnector(KeepsightConnector):
             page=self.page,
             before=before,
             method=repr(method),
-            weights=self.weights,
+            identity=Identity(model=self.weights or None),
         )
         if part.first:
             self.store.path(prompt_digest).unlink(missing_ok=True)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from keepsight.files import read_json, read_jsonl
-from keepsight.models.chat import template_digest
+from keepsight.models.identity import template_digest
 from keepsight.serving.prefix import PrefixStore
 from tests.commands.commands import DATA, NEEDLES, CommandLine, samples_of
 from tests.tiny import base_tokenizer
@@ -67,8 +67,8 @@ def test_a_template_file_is_recorded_with_results_and_data(keepsight: CommandLin
     digest = template_digest(tokenizer)
     assert read_json(Path("run", "settings.json"))["target"]["template"] == digest
     keepsight("data", *TINY, template, *DATA)
-    assert read_json(Path("data", "manifest.json"))["settings"]["template_digest"] == digest
+    assert read_json(Path("data", "manifest.json"))["settings"]["identity"]["template"] == digest
     said = keepsight.fails("train", *TINY, "data=data", "out=trained", "train.held_out=1")
-    assert "made with another chat template" in said
+    assert "made with another tokenizer or chat template" in said
     file.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     assert "run: measured again: " in keepsight("eval", *TINY, template, *NEEDLES, *given)

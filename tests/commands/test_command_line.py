@@ -23,6 +23,7 @@ from keepsight.errors import UserError, printable
 from keepsight.files import write_json
 from keepsight.models import model_files, targets
 from keepsight.models.card import LICENSES, Provenance
+from keepsight.models.identity import Identity
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import load_target
@@ -479,7 +480,7 @@ def adapter_of(base_model: str, base_version: str, folder: Path) -> None:
     """Save a tiny adapter that names a base model."""
     settings = LookaheadSettings(tokens=2, rank=1)
     model = fresh_model("Llama 3")
-    Lookahead(model, settings).adapter().save(folder, Provenance(base_model, base_version))
+    Lookahead(model, settings).adapter().save(folder, Provenance(base_model, Identity(base_version)))
 
 
 def test_the_base_model_is_the_adapter_s_where_no_model_is_named(tmp_path: Path) -> None:

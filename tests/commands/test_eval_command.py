@@ -192,7 +192,6 @@ def test_a_stopped_evaluation_goes_on(
 
 
 def test_only_settings_that_answers_depend_on_may_not_change(keepsight: CommandLine, here: Path) -> None:
-    """Those of trainings stood in the settings of earlier versions, and a change of them was refused."""
     given = [*NEEDLES, "methods=[oracle,snapkv]", "samples=1"]
     keepsight("eval", *TINY, *given)
     before = {name: (here / "out" / name).read_bytes() for name in tree(here / "out")}
@@ -203,7 +202,6 @@ def test_only_settings_that_answers_depend_on_may_not_change(keepsight: CommandL
         assert {name: (here / "out" / name).read_bytes() for name in tree(here / "out")} == before
     settings = read_json(here / "out" / "settings.json")
     assert not {"head_weights", "finetune", "train", "lookahead", "out", "pages"} & settings.keys()
-    write_json(here / "out" / "settings.json", settings | {"head_weights": {"budgets": [1]}, "finetune": {}})
     keepsight("eval", *TINY, *given, "pages=2", "judge.parallel=2", "judge.key=MY_KEY")
     assert (here / "out" / "results.jsonl").read_bytes() == before["results.jsonl"]
 
@@ -227,7 +225,7 @@ def test_real_samples(keepsight: CommandLine, here: Path) -> None:
     real_samples(here / "real")
     whole_file = (here / "real" / "facts.jsonl").read_bytes()
     (here / "real" / "facts.jsonl").write_bytes(whole_file[:-9])
-    assert "facts.jsonl:3: changed or cut off" in keepsight.fails("eval", *REAL, "skip=0")
+    assert "facts.jsonl:3: not valid JSON" in keepsight.fails("eval", *REAL, "skip=0")
     assert not (here / "out").exists()
     (here / "real" / "facts.jsonl").write_bytes(whole_file)
     printed = keepsight("eval", *REAL)

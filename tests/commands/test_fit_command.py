@@ -290,7 +290,7 @@ def test_two_processes_and_a_killed_one_make_the_module_of_one(keepsight: Comman
     assert result.returncode == 0, result.stderr[-4000:]
     keepsight(*given, "out=one")
     for stage in ("importance", "eviction"):
-        assert read_json(here / f"two/{stage}/training/settings.json")["launch.processes"] == 2
+        assert read_json(here / f"two/{stage}/training/settings.json")["settings"]["launch.processes"] == 2
         one, two = (LookaheadAdapter.load(here / name / stage) for name in ("one", "two"))
         assert_close(two.tokens, one.tokens)
         for name, value in one.lora.items():

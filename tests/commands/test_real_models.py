@@ -51,7 +51,7 @@ def test_a_module_is_trained_and_evaluated(keepsight: CommandLine, recipe: str) 
     keepsight("fit", f"recipe={recipe}", *SMALL, "out=fitted")
     module = LookaheadAdapter.load(Path("fitted/adapter"))
     config = parse(Eval, [f"recipe={recipe}", "out=run"])
-    assert module.provenance.base_version == config.model.packaged_digest
+    assert module.provenance.identity.model == config.model.packaged_digest
     methods = {row["method"] for row in read_jsonl(Path("fitted/eval/results.jsonl"))}
     assert methods == {"full", "lookaheadkv"}
 

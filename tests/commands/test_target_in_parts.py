@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from keepsight import DapQ, Quest, SnapKV, generate
 from keepsight.files import read_jsonl
 from keepsight.models import targets
-from keepsight.models.model_files import weights_digest
+from keepsight.models.identity import weights_digest
 from keepsight.models.targets import load_target
 from keepsight.runtime.generate import Method
 from tests.close import assert_close

@@ -215,8 +215,7 @@ def test_the_manifest_counts_the_samples_and_samples_hold_ids_and_text(whole: Pa
     assert manifest["sources"] == Counter(row.source for row in rows)
     assert manifest["sources"]["rows"] > 9 and len(manifest["sources"]) > 3
     made = manifest["settings"]
-    found = [made[name] for name in ("model", "template_digest", "version", "date")]
-    assert found == [str(folder), target.template_digest, target.version, ""]
+    assert [made[name] for name in ("model", "identity", "date")] == [str(folder), asdict(target.identity), ""]
     for row in rows:
         assert target.tokenizer.decode(row.prompt_ids) == row.prompt
         assert target.tokenizer.decode(row.answer_ids, skip_special_tokens=True) == row.answer

@@ -1,10 +1,6 @@
-"""The data folder: stopped runs resume, damage is found and repaired, earlier data is converted, samples counted."""
+"""The data folder: stopped runs resume, damage is found, samples are counted."""
 
-import gc
-import json
-import shutil
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +21,14 @@ from keepsight.data_gen.store import (
     read_training_samples,
 )
 from keepsight.errors import UserError
-from keepsight.files import read_json, read_jsonl, text_digest, write_json, write_lines
+from keepsight.files import read_json, read_jsonl, write_json, write_lines
+from keepsight.models.identity import Identity
 from keepsight.train.dataset import hold_out, samples_digest, truncated, with_short_prompts
 from tests.train.runs import samples
 
-SETTINGS = DataSettings("ada/tiny", "c0ffee", "sha256:template", {"sources": [{"kind": "needles"}]}, 3, 10, 4, 16)
-MODEL = ("ada/tiny", "sha256:template", 100)
+IDENTITY = Identity(model="c0ffee", template="sha256:template")
+SETTINGS = DataSettings("ada/tiny", IDENTITY, {"sources": [{"kind": "needles"}]}, 3, 10, 4, 16)
+MODEL = ("ada/tiny", IDENTITY, 100)
 AGAIN = "run the same `keepsight data"
 
 
@@ -74,28 +72,6 @@ def shard_of(folder: Path, number: int = 1) -> Path:
     return path
 
 
-def earlier(folder: Path, count: int = 10, signed: bool = True) -> dict[str, Any]:
-    """A finished folder of JSON Lines, as earlier versions wrote it; and its manifest."""
-    folder.mkdir()
-    rows = [asdict(each) for each in expected(count)]
-    names = [f"shard-{number:05d}.jsonl" for number in range(-(-count // 4))]
-    for number, name in enumerate(names):
-        own = rows[4 * number : 4 * number + 4]
-        if signed:
-            write_lines(folder / name, own)
-        else:
-            (folder / name).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in own))
-    settings = asdict(replace(SETTINGS, limit=count))
-    del settings["date"]
-    counts = {"samples": count, "prompt_tokens": 55, "answer_tokens": 55, "sources": {"a": 5, "b": 5}}
-    digest = text_digest("".join((folder / name).read_text() for name in names))
-    manifest = {"complete": True, "settings": settings, **counts, "shards": names, "digest": digest}
-    write_json(folder / "manifest.json", manifest)
-    (folder / ".arrow").mkdir()
-    (folder / ".arrow" / "samples.arrow").write_bytes(b"a copy")
-    return manifest
-
-
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     manifest = run(tmp_path)
     found, read_manifest = read_training_samples(tmp_path, *MODEL)
@@ -120,19 +96,33 @@ def test_a_stopped_run_resumes(tmp_path: Path, stops: list[int]) -> None:
     assert contents(folder) == contents(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("fault", ["torn", "bit", "twice"])
-def test_a_damaged_shard_in_work(tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize(("fault", "missing"), [("torn", [4, 5]), ("twice", [4])])
+def test_a_stopped_shard_in_work_goes_on(tmp_path: Path, fault: str, missing: list[int]) -> None:
     reference = run(tmp_path / "whole")
     stopped(tmp_path / "data", 7)
     partial = tmp_path / "data" / "shard-00001.jsonl.partial"
     assert [row["index"] for row in read_jsonl(partial)] == [7, 6, 5]
-    content = bytearray(partial.read_bytes())
-    content[len(content) // 2] ^= fault == "bit"
-    partial.write_bytes({"torn": content[:-9], "bit": content, "twice": content * 2}[fault])
-    again = {"torn": [4, 5], "bit": [4, 6], "twice": [4]}[fault]
-    assert ShardWriter(tmp_path / "data", SETTINGS).missing(range(4, 8)) == again
+    content = partial.read_bytes()
+    partial.write_bytes({"torn": content[:-9], "twice": content * 2}[fault])
+    assert ShardWriter(tmp_path / "data", SETTINGS).missing(range(4, 8)) == missing
     assert run(tmp_path / "data") == reference
     assert read(tmp_path / "data") == expected()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"), [(b'"index": 6', b'"index" 6', "not valid JSON"), (b'"prompt"', b'"promt"', "prompt")]
+)
+def test_a_damaged_line_of_a_shard_in_work_is_named(tmp_path: Path, old: bytes, new: bytes, message: str) -> None:
+    reference = run(tmp_path / "whole")
+    stopped(tmp_path / "data", 7)
+    partial = tmp_path / "data" / "shard-00001.jsonl.partial"
+    lines = partial.read_bytes().splitlines(keepends=True)
+    lines[1] = lines[1].replace(old, new)
+    partial.write_bytes(b"".join(lines))
+    with pytest.raises(UserError, match=rf"{partial.name}:2: .*{message}.*; delete this file, and {AGAIN}"):
+        run(tmp_path / "data")
+    partial.unlink()
+    assert run(tmp_path / "data") == reference
 
 
 def test_a_kill_between_writing_a_shard_and_removing_its_lines(tmp_path: Path) -> None:
@@ -164,6 +154,8 @@ def test_other_settings_do_not_mix(tmp_path: Path) -> None:
     for name, value in changes.items():
         with pytest.raises(UserError, match=f"made with {name}=.*; choose another out=, or delete the folder"):
             run(tmp_path, replace(SETTINGS, **{name: value}))
+    with pytest.raises(UserError, match=r"made with another base model \(recorded: c0ffee, .*: choose another out="):
+        run(tmp_path, replace(SETTINGS, identity=replace(IDENTITY, model="decaf")))
     assert contents(tmp_path) == before
 
 
@@ -187,11 +179,13 @@ def test_folders_without_usable_data_are_refused(tmp_path: Path) -> None:
         read(tmp_path / "missing")
     manifest = run(tmp_path)
     with pytest.raises(UserError, match=r"answered by 'ada/tiny', not by 'ada/other'; make it again"):
-        read_training_samples(tmp_path, "ada/other", "sha256:template", 100)
-    with pytest.raises(UserError, match="another chat template of 'ada/tiny'"):
-        read_training_samples(tmp_path, "ada/tiny", "sha256:other", 100)
+        read_training_samples(tmp_path, "ada/other", IDENTITY, 100)
+    with pytest.raises(UserError, match=r"made with another tokenizer or chat template .*: make it again"):
+        read_training_samples(tmp_path, "ada/tiny", replace(IDENTITY, template="sha256:other"), 100)
+    later_version = replace(IDENTITY, model="decaf")  # such as a quantised one
+    assert [*read_training_samples(tmp_path, "ada/tiny", later_version, 100)[0]] == expected()
     with pytest.raises(UserError, match="has token 7, but the vocabulary of 'ada/tiny' ends at 6; make the data again"):
-        read_training_samples(tmp_path, "ada/tiny", "sha256:template", 7)
+        read_training_samples(tmp_path, "ada/tiny", IDENTITY, 7)
     write_json(tmp_path / "manifest.json", manifest | {"shards": []})
     with pytest.raises(UserError, match="has no samples"):
         read(tmp_path)
@@ -204,30 +198,28 @@ def test_folders_without_usable_data_are_refused(tmp_path: Path) -> None:
         run(tmp_path, replace(SETTINGS, seed=4))
 
 
-@pytest.mark.parametrize("place", [0.0, 0.4, 0.999])
-def test_a_changed_bit_is_found_named_and_repaired(
-    tmp_path: Path, place: float, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("damage", ["first byte", "bit", "last byte", "cut"])
+def test_a_changed_shard_is_refused_and_made_again_once_it_is_deleted(tmp_path: Path, damage: str) -> None:
     reference = run(tmp_path)
     shard = shard_of(tmp_path)
     whole = shard.read_bytes()
     changed = bytearray(whole)
-    changed[int(place * len(whole))] ^= 1
-    shard.write_bytes(changed)
-    for _ in range(2):  # reading repairs nothing
-        with pytest.raises(UserError, match=rf"{shard.name}: changed .*{AGAIN}") as caught:
-            read(tmp_path)
+    position = {"first byte": 0, "bit": len(whole) // 2, "last byte": len(whole) - 1, "cut": 0}[damage]
+    changed[position] ^= 1
+    shard.write_bytes(whole[:-100] if damage == "cut" else changed)
+    for use in (read, run):
+        with pytest.raises(UserError, match=rf"{shard.name}: changed since .*delete it and {AGAIN}") as caught:
+            use(tmp_path)
         assert "\n" not in str(caught.value)
+    shard.unlink()
     assert run(tmp_path) == reference and shard.read_bytes() == whole
-    (aside,) = tmp_path.glob("*.damaged-*")
-    assert aside.read_bytes() == changed and f"{shard.name}: changed since it was written" in caplog.text
     assert read(tmp_path) == expected()
 
 
-def test_repairing_may_be_killed_and_give_other_answers(tmp_path: Path) -> None:
+def test_samples_that_are_made_again_may_have_other_answers(tmp_path: Path) -> None:
     """As on another GPU: the folder is finished with the new samples, and is not refused."""
     run(tmp_path)
-    shard_of(tmp_path).write_bytes(b"damaged")
+    shard_of(tmp_path).unlink()
     writer = ShardWriter(tmp_path, SETTINGS)
     assert writer.missing(range(4, 8)) == [4, 5, 6, 7]
     writer.append(range(4, 8), [replace(sample(index), answer="other") for index in range(4, 8)])
@@ -256,93 +248,6 @@ def test_a_manifest_of_another_form_is_refused(tmp_path: Path, key: str) -> None
         with pytest.raises(UserError, match=rf"manifest.json: {key}: ") as caught:
             use(tmp_path)
         assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("signed", [True, False], ids=["digests", "no digests"])
-def test_data_of_earlier_versions_is_converted_once(
-    tmp_path: Path, signed: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "data"
-    before = earlier(folder, signed=signed)
-    with ThreadPoolExecutor(4) as pool:
-        found = [each.result() for each in [pool.submit(read, folder) for _ in range(4)]]
-    assert found == [expected()] * 4
-    assert caplog.text.count("converting the samples of an earlier version to Arrow") == 1
-    after = read_json(folder / "manifest.json")
-    assert sorted(after["shards"]) == sorted(path.name for path in folder.glob("shard-*"))
-    assert after["digest"] == before["digest"] and not (folder / ".arrow").exists()
-    assert run(folder, stop_after=0) == after
-    assert after["shards"] == run(tmp_path / "new")["shards"]
-
-
-def test_data_of_earlier_versions_is_resumed_and_repaired(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = tmp_path / "data"
-    before = earlier(folder)
-    assert run(folder, stop_after=0)["digest"] == before["digest"]
-    shutil.rmtree(folder)
-    earlier(folder)
-    text = (folder / "shard-00001.jsonl").read_text()
-    (folder / "shard-00001.jsonl").write_text(text.replace("prompt 5", "prompt 4"))
-    with pytest.raises(UserError, match=rf"shard-00001.jsonl:2: changed or cut off .*{AGAIN}"):
-        read(folder)
-    manifest = run(folder, stop_after=1)
-    assert "shard-00001.jsonl:2: changed" in caplog.text and len([*folder.glob("*.damaged-*")]) == 1
-    assert manifest["shards"] == run(tmp_path / "new")["shards"] and read(folder) == expected()
-    assert not [*folder.glob("*.jsonl*l")] and not (folder / ".arrow").exists()
-
-
-def test_an_unfinished_run_of_an_earlier_version_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = tmp_path / "data"
-    manifest = earlier(folder)
-    write_json(folder / "manifest.json", {"complete": False, "settings": manifest["settings"]})
-    (folder / "shard-00002.jsonl").rename(folder / "shard-00002.jsonl.partial")
-    (folder / "shard-00001.jsonl").unlink()
-    assert run(folder, stop_after=4)["shards"] == run(tmp_path / "new")["shards"]
-    assert caplog.text.count("converting") == 1 and read(folder) == expected()
-
-
-@pytest.mark.parametrize("ids", [[], [-1], [1.5]])
-def test_converting_refuses_malformed_token_ids(tmp_path: Path, ids: Any) -> None:
-    manifest = earlier(tmp_path / "data")
-    shard = tmp_path / "data" / "shard-00001.jsonl"
-    write_lines(shard, [{**row, "answer_ids": ids} if row["index"] == 6 else row for row in [*read_jsonl(shard)]])
-    digest = text_digest("".join((tmp_path / "data" / name).read_text() for name in manifest["shards"]))
-    write_json(tmp_path / "data" / "manifest.json", manifest | {"digest": digest})
-    with pytest.raises(UserError, match=r"shard-00001.jsonl:3: ") as caught:
-        read(tmp_path / "data")
-    assert "\n" not in str(caught.value) and "answer_ids" in str(caught.value)
-
-
-def test_converting_refuses_exchanged_lines(tmp_path: Path) -> None:
-    earlier(tmp_path / "data")
-    shard = tmp_path / "data" / "shard-00001.jsonl"
-    rows = [*read_jsonl(shard)]
-    write_lines(shard, [rows[0] | {"answer_ids": [9]}, *rows[1:]])
-    for use in (read, run):
-        with pytest.raises(UserError, match=r"not the ones that manifest.json names; restore"):
-            use(tmp_path / "data")
-    write_lines(shard, rows[:2] + rows[3:])
-    with pytest.raises(UserError, match=r"shard-00001.jsonl: lacks one of the samples 4 to 7 in order"):
-        read(tmp_path / "data")
-
-
-def test_a_folder_that_cannot_be_written_to_is_converted_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: object, **__: object) -> None:
-        raise OSError(30, "Read-only file system")
-
-    earlier(tmp_path / "data")
-    before, temporary = {path.name for path in (tmp_path / "data").iterdir()}, tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    monkeypatch.setattr("keepsight.data_gen.store.FileLock", refused)
-    found = finished_samples(tmp_path / "data", finished_manifest(tmp_path / "data"))
-    assert [*found] == expected() and len([*temporary.iterdir()]) == 1
-    assert {path.name for path in (tmp_path / "data").iterdir()} == before
-    del found
-    gc.collect()
-    assert not [*temporary.iterdir()]
 
 
 def test_samples_are_a_sequence(tmp_path: Path) -> None:
@@ -381,11 +286,18 @@ def test_reading_takes_no_memory_for_tokens(tmp_path: Path) -> None:
     assert digest == samples_digest(kept)
 
 
-def test_the_digest_of_samples_is_that_of_earlier_versions() -> None:
-    """Or no training that they began could be resumed."""
+def test_the_digest_of_samples_covers_all_ids_in_their_order() -> None:
     rows = samples(3)
-    assert samples_digest(rows) == text_digest(repr([(row.prompt_ids, row.answer_ids) for row in rows]))
-    assert samples_digest([]) == text_digest("[]")
+    digests = {
+        samples_digest(rows),
+        samples_digest(rows[:2]),
+        samples_digest(rows[::-1]),
+        samples_digest([*rows[:2], replace(rows[2], answer_ids=[9])]),
+        samples_digest([replace(row, prompt_ids=row.prompt_ids + row.answer_ids, answer_ids=[2]) for row in rows]),
+        samples_digest([]),
+    }
+    assert len(digests) == 6
+    assert samples_digest(rows) == samples_digest([replace(row, index=7, prompt="", source="x") for row in rows])
 
 
 END, LIMIT = 2, 4
@@ -404,7 +316,7 @@ ROWS = [
 
 def test_the_command_prints_a_table_and_draws_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "data"
-    settings = DataSettings("ada/tiny", "v", "t", {"sources": []}, 0, len(SAMPLES), 3, LIMIT)
+    settings = DataSettings("ada/tiny", Identity(), {"sources": []}, 0, len(SAMPLES), 3, LIMIT)
     writer = ShardWriter(data, settings)
     for shard in settings.shards():
         writer.append(shard, [SAMPLES[index] for index in shard])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from keepsight.files import file_digest, from_json, to_json, write_json
+from keepsight.files import file_digest, from_json, write_json
 
 _OTHER: tuple[Any, ...] = (None, -1, 10**13, 1.5, "text", [], {}, {"a": [1]}, True, "=1+1", "\x1b[2J")
 _NO_JSON = ("", "{", "[" * 100_000, '{"a": ' * 100_000, '"\\ud800"', "\x80\x04N.", "nan", '{"a": 1} {}')
@@ -61,19 +61,19 @@ def a_folder(path: Path, rng: Random) -> None:
 
 
 def other_content(path: Path, rng: Random) -> None:
-    """Something else, JSON or not, without a digest."""
+    """Something else, JSON or not."""
     path.write_text(rng.choice([*map(json.dumps, _OTHER), *_NO_JSON]) + "\n", encoding="utf-8")
 
 
-def signed_again(path: Path, rng: Random) -> bool | None:
-    """JSON in which one value is of another kind or gone, with a digest that fits."""
+def other_value(path: Path, rng: Random) -> bool | None:
+    """JSON in which one value is of another kind or gone."""
     if path.suffix == ".json":
         value = from_json(path.read_bytes())
         write_json(path, _changed(value, rng))
     elif path.suffix == ".jsonl":
         lines = path.read_bytes().splitlines()
         place = rng.randrange(len(lines))
-        lines[place] = to_json(_changed(from_json(lines[place]), rng)).encode()
+        lines[place] = json.dumps(_changed(from_json(lines[place]), rng), ensure_ascii=False).encode()
         path.write_bytes(b"\n".join(lines) + b"\n")
     else:
         return False
@@ -97,9 +97,7 @@ def spoilt_tensor(path: Path, rng: Random) -> bool | None:
     for beside in path.parent.glob("*.json"):
         text = beside.read_text(encoding="utf-8")
         if before in text:
-            made = json.loads(text.replace(before, file_digest(path)))
-            made.pop("_sha256", None)
-            write_json(beside, made)
+            write_json(beside, json.loads(text.replace(before, file_digest(path))))
     return None
 
 
@@ -115,7 +113,7 @@ def _changed(value: Any, rng: Random) -> Any:
     return value
 
 
-FORGED = (signed_again, spoilt_tensor)
+FORGED = (other_value, spoilt_tensor)
 """No digest can show these: what is well-formed is another file."""
 KINDS: tuple[Callable[[Path, Random], bool | None], ...] = (
     *(truncated, emptied, flipped, zeroed, repeated, removed, a_folder, other_content),

@@ -20,6 +20,7 @@ from keepsight.eval.results import Run
 from keepsight.files import read_json, write_csv, write_json
 from keepsight.models.card import CardBasics, Provenance
 from keepsight.models.hub import kind_of
+from keepsight.models.identity import Identity
 from tests.eval.report.results import row
 from tests.faults.texts import Verdict, hostile, judged
 from tests.faults.world import World
@@ -106,9 +107,12 @@ def _card(world: World, folder: Path, rng: Random) -> str:
     artifact = _ARTIFACTS.setdefault(name := rng.choice(("adapter", "head", "retrieval")), None)
     artifact = _ARTIFACTS[name] = artifact or kind_of(world.folder / name).load(world.folder / name)
     texts = [hostile(rng) for _ in range(8)]
-    origin = Provenance(f"ada/x{texts[0]}", texts[1], texts[2], texts[3], {texts[4]: [texts[5]]}, texts[6])
+    identity = Identity(texts[1], texts[2], None, texts[3])
+    origin = Provenance(f"ada/x{texts[0]}", identity, {texts[4]: [texts[5]]}, texts[6])
     card = artifact.card(CardBasics(f"Of {texts[7]}", origin, {texts[4]: 3}, license=rng.choice((None, texts[5]))))
-    plain = artifact.card(CardBasics("Of", Provenance("ada/x", "v", "t", "d", {"a": "b"}, "0"), {"a": 3}))
+    plain = artifact.card(
+        CardBasics("Of", Provenance("ada/x", Identity("v", "t", None, "d"), {"a": "b"}, "0"), {"a": 3})
+    )
     body, expected = (ModelCard(each).text for each in (card, plain))
     _same_lines(body, expected)
     for line, other in zip(body.splitlines(), expected.splitlines(), strict=True):

@@ -184,4 +184,4 @@ def _content(path: Path) -> Any:
 
 
 def _is_of_the_clock(key: str) -> bool:
-    return key == "_sha256" or any(part in key for part in _OF_THE_CLOCK)
+    return any(part in key for part in _OF_THE_CLOCK)

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig
 
-from keepsight.files import read_json
 from keepsight.models.card import Provenance
 from keepsight.models.draft_head import DraftHead
-from keepsight.models.retrieval_head import CONFIG, RetrievalHead
+from keepsight.models.retrieval_head import RetrievalHead
 from tests.tiny import tiny_model
 
 LAYERS = (0, 1, 2)
@@ -90,4 +89,4 @@ def target_for(kv_heads: int, heads: int = 4) -> Any:
 
 def provenance_of(folder: Path) -> Provenance:
     """Where the head in a folder comes from."""
-    return Provenance(**read_json(folder / CONFIG)["provenance"])
+    return RetrievalHead.load(folder).provenance

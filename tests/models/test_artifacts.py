@@ -22,6 +22,7 @@ from keepsight.models.artifacts import Artifact, fetch, read_tensors
 from keepsight.models.card import CardBasics, Provenance, with_evaluation
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.hub import ARTIFACTS, Upload, kind_of, plan_upload, push
+from keepsight.models.identity import Identity
 from keepsight.models.lookahead import LookaheadAdapter
 from tests.models.conftest import PNG, TOKEN
 from tests.models.fake_hub import COMMIT, REPO, FakeHub
@@ -38,7 +39,7 @@ SEALS = {
 }
 WEIGHTS = [(kind, name) for kind, each in KINDS.items() for name in each.files if name.endswith(".safetensors")]
 FILES = LookaheadAdapter.files
-ORIGIN = Provenance("ada/tiny", "v1", "sha256:t", "sha256:d", {"steps": 3}, "0.1.0")
+ORIGIN = Provenance("ada/tiny", Identity("v1", "sha256:t", None, "sha256:d"), {"steps": 3}, "0.1.0")
 
 
 def make(kind: str, folder: Path, seed: int = 7) -> Artifact:
@@ -226,8 +227,9 @@ def test_the_card_describes_the_training_and_escapes_names_from_outside(kind: st
 )
 def test_no_text_from_outside_breaks_a_card(kind: str, hostile: str, tmp_path: Path) -> None:
     """Its metadata are YAML, its tables have their columns, its headings and code are its own."""
-    origin = Provenance(f"ada/x{hostile}", hostile, hostile, hostile, {hostile: hostile}, hostile)
-    made, plain = make(kind, tmp_path), Provenance("ada/x", "v", "t", "d", {"a": "b"}, "0")
+    identity = Identity(hostile, hostile, hostile, hostile)
+    origin = Provenance(f"ada/x{hostile}", identity, {hostile: hostile}, hostile)
+    made, plain = make(kind, tmp_path), Provenance("ada/x", Identity("v", "t", "a", "d"), {"a": "b"}, "0")
     card = made.card(CardBasics(f"Of {hostile}", origin, {hostile: 3}))
     expected = made.card(CardBasics("Of", plain, {"x": 3})).splitlines()
     lines = card.splitlines()

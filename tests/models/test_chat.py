@@ -58,7 +58,7 @@ def test_a_template_from_a_file_is_part_of_the_target(tmp_path: Path) -> None:
     plain = load_target(folder, device="cpu")
     given = load_target(folder, device="cpu", chat_template=file)
     assert chat_text(given.tokenizer, TURNS[1:]) == "[user] Where is it?\n[assistant]"
-    assert given.template_digest != plain.template_digest
+    assert given.identity.template != plain.identity.template
     with pytest.raises(UserError, match=r"has no chat template; set one by model.chat_template=FILE"):
         chat_text(plain.tokenizer, TURNS)
 

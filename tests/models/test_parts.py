@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from keepsight.commands import make_models
 from keepsight.errors import UserError
-from keepsight.files import file_digest, text_digest
+from keepsight.files import bytes_digest, file_digest
 from keepsight.models.model_files import dequantised_folder
 from keepsight.models.parts import is_part, joined_file, part_of
 from keepsight.models.targets import load_target, outline_target
@@ -127,7 +127,9 @@ def test_a_model_is_made_once_and_its_parts_are_deleted(
 
 
 def test_without_room_nothing_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = OmegaConf.create({"model": {"packaged": ["a==1/b"], "packaged_digest": text_digest("")}, "download": 1000})
+    recipe = OmegaConf.create(
+        {"model": {"packaged": ["a==1/b"], "packaged_digest": bytes_digest([])}, "download": 1000}
+    )
     monkeypatch.setattr(make_models, "free_bytes", lambda _: 1999)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded"))
     with pytest.raises(UserError, match=r"the parts and their file take .* are free"):

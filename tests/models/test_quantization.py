@@ -51,7 +51,7 @@ def test_a_module_is_trained_on_a_quantised_target(
     assert 0 < (exact - rounded).norm() / exact.norm() < off  # unrelated logits: 1.4
     write_data(tmp_path / "data", target)
     train.run(config)
-    assert LookaheadAdapter.load(tmp_path / "out").provenance.base_version == target.version
+    assert LookaheadAdapter.load(tmp_path / "out").provenance.identity.model == target.version
     method = LookaheadKV.from_pretrained(str(tmp_path / "out"), budget=60)
     whole: Any = target.model
     full = whole.generate(prompt, max_new_tokens=5, do_sample=False)[:, 40:]

@@ -11,6 +11,7 @@ from keepsight.errors import UserError
 from keepsight.files import read_json, write_json
 from keepsight.models.card import Provenance
 from keepsight.models.decoder import cached_kv_heads
+from keepsight.models.identity import Identity
 from keepsight.models.retrieval_head import CONFIG, RetrievalHead, of_the_token_before
 from tests.close import assert_close
 from tests.models.retrieval_heads import (
@@ -190,7 +191,7 @@ def test_groups_are_split_into_groups_that_select_for_the_same_layers(shape):
             assert split.config.group_of(place, layers) // 2 == head.config.group_of(place, layers)
 
 
-ORIGIN = Provenance("ada/tiny", "v1", "sha256:t", "sha256:d", {"steps": 3}, "0.1.0")
+ORIGIN = Provenance("ada/tiny", Identity("v1", "sha256:t", None, "sha256:d"), {"steps": 3}, "0.1.0")
 
 
 @pytest.fixture

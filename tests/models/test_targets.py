@@ -16,21 +16,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from keepsight.errors import UserError
-from keepsight.files import read_json, text_digest, write_json
+from keepsight.files import read_json, write_json
 from keepsight.models import model_files
 from keepsight.models.card import Provenance
-from keepsight.models.chat import chat_text, template_digest, vocabulary_digest
+from keepsight.models.chat import chat_text
 from keepsight.models.decoder import context_of, require_supported
+from keepsight.models.identity import Identity, folder_version, record_version, template_digest, version_of
 from keepsight.models.lookahead import Lookahead, LookaheadAdapter
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.models.model_files import (
-    dequantised_folder,
-    folder_version,
-    installed_file,
-    located,
-    record_version,
-    version_of,
-)
+from keepsight.models.model_files import dequantised_folder, installed_file, located
 from keepsight.models.targets import load_target
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import LookaheadKV, make_method
@@ -83,7 +77,7 @@ def test_a_folder_is_loaded_frozen_and_pads_on_the_left(tmp_path: Path, family: 
     assert target.model.dtype == (torch.bfloat16 if torch.cuda.is_available() else torch.float32)
     assert target.tokenizer.padding_side == "left"
     assert (target.end_tokens, target.pad_token) == ([2], 0)
-    assert target.template_digest == text_digest(str(tiny_tokenizer().chat_template))
+    assert target.identity == Identity(model=target.version, template=template_digest(tiny_tokenizer()))
 
 
 def test_bent_logits_are_loaded_with_an_attention_that_bends_them(tmp_path: Path) -> None:
@@ -310,8 +304,8 @@ def test_arguments_of_the_chat_template_go_with_the_target(tmp_path: Path) -> No
     turns = [{"role": "user", "content": "Hello"}]
     plain, quiet = load_target(str(folder)), load_target(str(folder), template={"enable_thinking": False})
     assert chat_text(quiet.tokenizer, turns) == "quiet " + chat_text(plain.tokenizer, turns)
-    assert quiet.template_digest != plain.template_digest
-    assert load_target(str(folder), template={}).template_digest == plain.template_digest
+    assert quiet.identity.template != plain.identity.template
+    assert load_target(str(folder), template={}).identity == plain.identity
 
 
 def test_a_version_is_of_the_content(saved, folder):
@@ -335,12 +329,14 @@ def test_a_quantised_model_is_another():
     assert version_of(model) == "sha256:1"
     model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     assert version_of(model) == "sha256:1 quantised by bitsandbytes 4bit"
+    record_version(model, None)
+    assert version_of(model) is None
 
 
 def test_an_adapter_on_other_weights_gets_one_line_that_names_both(folder, tmp_path, caplog):
     target = load_target(str(folder), device="cpu")
     module = Lookahead(target.model, LookaheadSettings(tokens=4, rank=2))
-    module.adapter().save(tmp_path / "adapter", Provenance(target.name, target.version), "# Card\n")
+    module.adapter().save(tmp_path / "adapter", Provenance(target.name, target.identity), "# Card\n")
     artifact = LookaheadAdapter.load(tmp_path / "adapter")
     same = load_target(str(folder), device="cpu").model
     with caplog.at_level(logging.WARNING, "keepsight"), artifact.attached(same):
@@ -353,9 +349,9 @@ def test_an_adapter_on_other_weights_gets_one_line_that_names_both(folder, tmp_p
     for _ in range(2):
         with artifact.attached(changed.model):
             pass
-    (said,) = caplog.messages
-    assert said.startswith(f"{tmp_path / 'adapter'} was trained on {target.name} ({target.version}), and this model is")
-    assert f" {changed.name} ({changed.version}): " in said
+    (message,) = caplog.messages
+    assert message.startswith(f"{tmp_path / 'adapter'} was trained for {target.name} with another base model (")
+    assert f"(recorded: {target.version[:19]}, at hand: {changed.version[:19]}): evaluate it again" in message
 
 
 def with_token(tokenizer):
@@ -363,16 +359,16 @@ def with_token(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("way", "spoil", "said"),
+    ("way", "spoil", "differs"),
     [
-        ("from_pretrained", with_token, "another tokenizer"),
-        ("resources", lambda tokenizer: setattr(tokenizer, "chat_template", "{{ messages }}"), "another chat template"),
-        ("resources", lambda tokenizer: None, None),
+        ("from_pretrained", with_token, True),
+        ("resources", lambda tokenizer: setattr(tokenizer, "chat_template", "{{ messages }}"), True),
+        ("resources", lambda tokenizer: None, False),
     ],
 )
-def test_prompts_made_in_another_way_get_one_line(tmp_path, caplog, spoil, said, way):
+def test_prompts_made_in_another_way_get_one_line(tmp_path, caplog, spoil, differs, way):
     tokenizer = tiny_tokenizer()
-    made = Provenance("ada/tiny", "", template_digest(tokenizer), vocabulary_digest=vocabulary_digest(tokenizer))
+    made = Provenance("ada/tiny", Identity(template=template_digest(tokenizer)))
     folder = tmp_path / "adapter"
     Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2)).adapter().save(folder, made, "# Card\n")
     spoil(tokenizer)
@@ -382,8 +378,8 @@ def test_prompts_made_in_another_way_get_one_line(tmp_path, caplog, spoil, said,
                 LookaheadKV.from_pretrained(folder, budget, tokenizer=tokenizer)
             else:
                 make_method("lookaheadkv", budget, Resources(folder, tokenizer=tokenizer))
-    found = [f"{folder} was trained with {said} (sha256:" in message for message in caplog.messages]
-    assert found == [True] * bool(said)
+    expected = f"{folder} was trained with another tokenizer or chat template (recorded: sha256:"
+    assert [message.startswith(expected) for message in caplog.messages] == [True] * differs
 
 
 SMALL: dict[str, Any] = {

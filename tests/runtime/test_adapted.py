@@ -17,9 +17,9 @@ from peft import (
 from keepsight import Conversation, DapQ, SnapKV, generate, load_state, save_state
 from keepsight.errors import UserError
 from keepsight.models.decoder import embedding_scale, input_embedding, input_shape
+from keepsight.models.identity import adapters_digest, weights_digest
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.models.model_files import adapters_digest, weights_digest
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.methods.drafts import ConstantText, RandomTokens
 from tests.families import fresh_model
@@ -83,16 +83,16 @@ def test_a_state_is_refused_under_other_adapters(adapted: Any, tmp_path: Any) ->
     bare = save_state(SMALL.start(plain, IDS), tmp_path / "bare", model=plain)
     for ask in (lambda: load_state(file, adapted), lambda: generate(adapted, TURN, saved, **GREEDY)):
         adapted.set_adapter("second")
-        with pytest.raises(UserError, match=r"other active adapters[^\n]*$"):
+        with pytest.raises(UserError, match=r"another set of active adapters[^\n]*$"):
             ask()
-        with adapted.disable_adapter(), pytest.raises(UserError, match="other active adapters"):
+        with adapted.disable_adapter(), pytest.raises(UserError, match="another set of active adapters"):
             ask()
         adapted.set_adapter("first")
         ask()
     assert torch.equal(generate(adapted, TURN, saved, **GREEDY), expected)
-    with pytest.raises(UserError, match="other active adapters"):
+    with pytest.raises(UserError, match="another set of active adapters"):
         load_state(file, plain)
-    with pytest.raises(UserError, match="other active adapters"):
+    with pytest.raises(UserError, match="another set of active adapters"):
         load_state(bare, adapted)
     with adapted.disable_adapter():
         load_state(bare, adapted)
@@ -106,9 +106,11 @@ def test_past_key_values_and_conversations_are_refused_under_other_adapters(adap
     talk.say(IDS, **GREEDY)
     expected = generate(adapted, longer, SMALL, **past, **GREEDY)
     adapted.set_adapter("second")
-    with pytest.raises(UserError, match=r"^custom_generate: past_key_values were computed under other adapters[^\n]*$"):
+    with pytest.raises(
+        UserError, match=r"^custom_generate: past_key_values were computed with another set of active adapters[^\n]*$"
+    ):
         generate(adapted, longer, SMALL, **past, **GREEDY)
-    with pytest.raises(UserError, match="conversation: the model has other active adapters"):
+    with pytest.raises(UserError, match="conversation: the last turn was answered with another set of active adapters"):
         talk.say(TURN, **GREEDY)
     adapted.set_adapter("first")
     assert torch.equal(generate(adapted, longer, SMALL, **past, **GREEDY), expected)

@@ -83,7 +83,7 @@ def numbered(rows: list[TrainingSample]) -> list[TrainingSample]:
 def write_data(folder: Path, target: Target, count: int = 14) -> None:
     """A finished data folder of samples that the base model is said to have answered."""
     mixture = {"sources": [{"kind": "hub_dataset", "id": "ada/books", "license": "odc-by", "text": "text"}]}
-    made = DataSettings(target.name, target.version, target.template_digest, mixture, 0, count, 5, 8)
+    made = DataSettings(target.name, target.identity, mixture, 0, count, 5, 8)
     writer, every = ShardWriter(folder, made), numbered(samples(count))
     for shard in writer.settings.shards():
         writer.append(shard, [every[index] for index in shard])

@@ -13,6 +13,7 @@ from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError
 from keepsight.files import file_digest, read_json, write_json
 from keepsight.models.draft_head import DraftHead
+from keepsight.models.identity import Identity, MadeWith
 from keepsight.train.dataset import collate
 from keepsight.train.draft_head import (
     DraftHeadObjective,
@@ -225,7 +226,9 @@ def test_the_teacher_says_what_the_model_says(family: str) -> None:
 def test_hidden_states_that_are_incomplete_are_refused(tmp_path: Path, kind: str) -> None:
     """Whatever their digest says."""
     ids = torch.tensor([3, 5])
-    write_states(tmp_path, lambda ids: HiddenStates(torch.ones(2, 3), torch.ones(2, 2)), [[3, 5]], {})
+    write_states(
+        tmp_path, lambda ids: HiddenStates(torch.ones(2, 3), torch.ones(2, 2)), [[3, 5]], MadeWith(Identity(), {})
+    )
     path, manifest = tmp_path / "readings-00000.safetensors", tmp_path / "manifest.json"
     assert StoredStates(tmp_path)(ids).hidden.shape == (2, 2)
     tensors = load_file(path)

@@ -47,7 +47,7 @@ def test_a_training(name: str, place: Path) -> None:
     needs(name)
     type_in(COMMANDS[name], place, "model.device=cpu", *SHORT)
     processes = 1 if name == "nf4" else 2
-    assert read_json(place / "runs" / name / "training/settings.json")["launch.processes"] == processes
+    assert read_json(place / "runs" / name / "training/settings.json")["settings"]["launch.processes"] == processes
     trained = LookaheadAdapter.load(place / "runs" / name)
     assert trained.provenance.training["steps"] == 2
     assert trained.tokens.shape == (4, 64)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from keepsight.errors import UserError
 from keepsight.files import file_digest, one_writer, read_json, whole_lines, write_json
+from keepsight.models.identity import Identity
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.train.checkpoints import SEAL, last_checkpoint
 from keepsight.train.dataset import hold_out, prompt_digests, samples_digest
@@ -114,10 +115,7 @@ def test_how_often_a_training_is_measured_and_saved_may_change(straight, tmp_pat
     with pytest.raises(RuntimeError, match="power failure"):
         train(disturbed(5, crash), settings(), tmp_path, samples())
     begun = read_json(tmp_path / "settings.json")
-    assert not any("measure_every" in name for name in begun)
-    write_json(
-        tmp_path / "settings.json", begun | {"train.measure_every": 3, "train.save_every": 3}
-    )  # as files of before had them
+    assert not any("measure_every" in name for name in begun["settings"])
     resumed = objective()
     train(resumed, settings(measure_every=5, save_every=1), tmp_path, samples())
     assert same(tensors(resumed), straight[0])
@@ -210,19 +208,21 @@ def test_all_settings_that_differ_are_listed(work):
         *("train.learning_rate=0.01, now it is 0.02", "train.seed=0, now it is 1", str(work / "settings.json")),
         **{"learning_rate": 2e-2, "seed": 1},
     )
-    with pytest.raises(UserError, match=r"data.samples=14, now it is 13"):
+    with pytest.raises(UserError, match=r"this training began with other training data \(recorded: "):
         train(objective(), settings(), work, samples(13))
 
 
 def test_another_target_dtype_or_start_is_refused(tmp_path):
-    def begun(**changes: object) -> ModuleTrainer:
-        start = {"model.version": "a", "model.dtype": "float32", "command.init": None} | changes
-        return ModuleTrainer(objective(), settings(steps=3), TrainingRun(tmp_path, samples(), start))
+    def begun(identity: Identity, **changes: object) -> ModuleTrainer:
+        start = {"model.dtype": "float32", "command.init": None} | changes
+        return ModuleTrainer(objective(), settings(steps=3), TrainingRun(tmp_path, samples(), identity, start))
 
-    begun().fit()
-    for name, other in {"model.version": "b", "model.dtype": "bfloat16", "command.init": "sha256:1"}.items():
+    begun(Identity("a")).fit()
+    for name, other in {"model.dtype": "bfloat16", "command.init": "sha256:1"}.items():
         with pytest.raises(UserError, match=f"{name}=.*, now it is {other!r}"):
-            begun(**{name: other}).fit()
+            begun(Identity("a"), **{name: other}).fit()
+    with pytest.raises(UserError, match=r"with another base model \(recorded: a, at hand: b\): choose another out="):
+        begun(Identity("b")).fit()
 
 
 def test_a_finished_training_is_not_trained_further_and_writes_nothing_elsewhere(tmp_path, monkeypatch):

@@ -110,7 +110,7 @@ def test_two_processes_stop_together_go_on_and_train_what_one_trains(
     assert "resuming from" in result.stdout
     assert "tokens_per_second" in result.stdout
     training = tmp_path / "two/training"
-    assert json.loads((training / "settings.json").read_text())["launch.processes"] == 2
+    assert json.loads((training / "settings.json").read_text())["settings"]["launch.processes"] == 2
     alone = place / ("cuts" if more == CUTS else "one")
     one, two = (LookaheadAdapter.load(folder) for folder in (alone, tmp_path / "two"))
     assert two.provenance.training["samples a step"] == one.provenance.training["samples a step"] == 2
@@ -170,7 +170,7 @@ def test_two_processes_ablate_what_one_trains(more: list[str], place: Path, tmp_
     result = launch(tmp_path, "-m", "keepsight", "train", *(each for each in given if each != "lookahead.tokens=4"))
     assert result.returncode == 0, result.stderr[-4000:]
     one, cell = (LookaheadAdapter.load(folder) for folder in (place / "one", tmp_path / "two/cells/tokens4"))
-    assert json.loads((tmp_path / "two/training/settings.json").read_text())["launch.processes"] == 2
+    assert json.loads((tmp_path / "two/training/settings.json").read_text())["settings"]["launch.processes"] == 2
     assert_close(cell.tokens, one.tokens)
     for name, value in one.lora.items():
         assert_close(cell.lora[name], value)

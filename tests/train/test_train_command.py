@@ -68,8 +68,8 @@ def test_the_command_leaves_an_adapter_that_loads(place, trained):
     with artifact.attached(target.model) as tokens:
         assert tokens.shape == (4, 32)
     provenance, manifest = artifact.provenance, json.loads((place / "data" / "manifest.json").read_text())
-    assert (provenance.base_model, provenance.base_version) == ("target", target.version)
-    assert (provenance.template_digest, provenance.data_digest) == (target.template_digest, manifest["digest"])
+    assert provenance.base_model == "target"
+    assert provenance.identity == replace(target.identity, data=manifest["digest"])
     assert (provenance.training["steps"], provenance.training["samples"]) == (10, 14)
     assert provenance.training["prompt tokens (shortest, median, longest)"] == [12, 20, 31]
     assert same(artifact.lora | {"tokens": artifact.tokens}, _checkpoint(trained, 10))

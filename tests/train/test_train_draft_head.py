@@ -111,7 +111,7 @@ def test_the_command_leaves_a_head_that_loads(place, trained):
     assert isinstance(head, DraftHead)
     assert same(head.state_dict(), load_file(trained / "training" / "checkpoint-6" / "draft_head.safetensors"))
     origin = json.loads((trained / "keepsight.json").read_text())["provenance"]
-    assert (origin["base_model"], origin["base_version"]) == ("target", target.version)
+    assert (origin["base_model"], origin["identity"]["model"]) == ("target", target.version)
     assert origin["training"]["steps"] == 6
     assert head.t2d.sum() == 96
     assert head.t2d[target.end_tokens].all()

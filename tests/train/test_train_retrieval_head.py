@@ -51,8 +51,8 @@ def test_the_command_leaves_a_head_that_loads(place, trained):
     assert load_file(trained / WEIGHTS)["q_proj.weight"].dtype == torch.bfloat16
     assert (head.config.trained, head.config.feature_layers) == (64, LAYERS)
     origin, manifest = provenance_of(trained), json.loads((place / "data" / "manifest.json").read_text())
-    assert (origin.base_model, origin.base_version) == ("target", target.version)
-    assert origin.data_digest == manifest["digest"]
+    assert origin.base_model == "target"
+    assert origin.identity == replace(target.identity, data=manifest["digest"])
     assert origin.training["steps"] == 10
     assert origin.training["pruned from"] == "head"
     assert origin.training["longest sample (tokens)"] == 39

@@ -117,7 +117,7 @@ class World:
         """Compare entries and answers with keepsight's own."""
         for case, each in zip(self.cases, said, strict=True):
             assert each.keys() == {"keepsight", "entries", "seen"} and each["seen"] == len(case.prompt)
-            assert self.made.header(each["keepsight"]).weights in self.weights
+            assert self.made.header(each["keepsight"]).identity.model in self.weights
             made, own = self.made.tensors(each["keepsight"]), self.own.tensors(case.digest)
             assert made.keys() == own.keys()
             for name in own:

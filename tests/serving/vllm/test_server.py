@@ -99,7 +99,7 @@ def bad_requests(library: Library, case: Case, tenant: Path, other: str) -> Iter
         yield PLAIN, {"prompt": f"[[keepsight:{id}]]Why?"}, "prefix"
     for path in tenant.iterdir():  # another tenant's, and a link to it in this one's folder
         yield *chat(f"[[keepsight:{path.stem}]]Why?"), "no prefix"
-    yield *chat(f"[[keepsight:{other}]]Why?"), "another model"
+    yield *chat(f"[[keepsight:{other}]]Why?"), "another base model"
     yield PLAIN, {"prompt": alone}, "of its own"
     yield PLAIN, {"prompt": [*alone[:-1], 40, 41]}, "placeholders"
     yield PLAIN, {"prompt": named}, "no question"
