@@ -1,16 +1,17 @@
 # make setup | setup-dev | demo | models | artifacts | test | test-models | test-slow | test-grid | test-cpus | faults | lint | docs | clean
 # make setup-vllm | test-vllm: creates a separate environment with vLLM; runs the tests that start vLLM's server
 # make test-gpu | bench-gpu [DRY=1] | fit-gpu MODEL=ID [DRY=1]: need a GPU; the first two work without `make setup`
+# make gpu-day [DRY=1] | fit-day: for a GPU that is at hand for minutes; both work without `make setup`
 #
 #   VENV=path         folder of the environment (default .venv)
 #   PYTHON=python3    interpreter to create it with, 3.10 or later
 #   TORCH_INDEX=url   additional package index for torch: on Linux without a GPU, PyTorch's index of CPU wheels, unless
 #                     pip's configuration already has it
 #   TORCH=spec        build of torch to install instead of the default below, such as 'torch==2.13.0+cu126'
-#   WHEELS=folder     wheels of packages that the GPU machine lacks, for test-gpu and bench-gpu
+#   WHEELS=folder     wheels of packages that the GPU machine lacks, for test-gpu, bench-gpu, gpu-day and fit-day
 #   VLLM_VENV=path    folder of vLLM's environment (default .venv-vllm)
 #   VLLM=spec         build of vLLM to install instead of the CPU build, such as 'vllm>=0.32,<0.33'
-#   RESULTS=folder    folder where bench-gpu writes or continues gpu.csv (default results)
+#   RESULTS=folder    folder where bench-gpu writes or continues gpu.csv, and gpu-day gpu_day.csv (default results)
 #   BENCH, FIT=...    further arguments of bench-gpu and fit-gpu, such as BENCH='--only qwen3' and FIT='limit=20000'
 
 VENV ?= .venv
@@ -39,7 +40,7 @@ SETUP_KEY := $(shell (pwd; echo '$(TORCH) $(TORCH_INDEX)'; cat $(SETUP_INPUTS)) 
 STAMP := $(VENV)/keepsight-setup-$(SETUP_KEY)
 
 .DELETE_ON_ERROR:
-.PHONY: setup setup-dev setup-vllm demo models artifacts test test-models test-vllm test-slow test-grid test-cpus test-oldest test-newest test-gpu bench-gpu fit-gpu wheels faults lint mypy pyright docs clean
+.PHONY: setup setup-dev setup-vllm demo models artifacts test test-models test-vllm test-slow test-grid test-cpus test-oldest test-newest test-gpu bench-gpu gpu-day fit-day-data fit-day fit-gpu wheels faults lint mypy pyright docs clean
 
 # What a user needs: keepsight, its server, and the bundled model.
 setup: $(STAMP)
@@ -193,6 +194,10 @@ test-gpu: $(if $(WHEELS),wheels)
 # Time, tokens per second and memory against the roofline. A call ends within ten minutes; the next one continues.
 bench-gpu: $(if $(WHEELS),wheels)
 	$(ON_GPU) -m keepsight.eval.bench.gpu --out $(RESULTS)/gpu.csv $(if $(DRY),--dry) $(BENCH)
+
+# Tests of what is new on a GPU, then speeds beside transformers' own, in order of worth: at most nine minutes a call.
+gpu-day: $(if $(WHEELS),wheels)
+	$(ON_GPU) -m keepsight.eval.bench.gpu_day --out $(RESULTS)/gpu_day.csv $(if $(DRY),--dry) $(BENCH)
 
 wheels:
 	$(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-cache-dir --upgrade --target build/wheels $(WHEELS)/*.whl

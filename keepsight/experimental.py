@@ -13,6 +13,7 @@ PATHS = {
     "kernel": "packed entries are read by a Triton kernel, which unpacks them in registers",
     "flex": "SpecKV's sparse prefill is one FlexAttention",
     "streams": "entries come from CPU memory on a stream of their own, beside the model",
+    "graph": "a decoding step is replayed from a CUDA graph",
     "flash": "model.attention=auto takes flash_attention_2 where flash-attn is installed",
 }
 """Each path by its name, and what it does."""

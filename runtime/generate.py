@@ -37,6 +37,7 @@ from keepsight.runtime.attention import Reader, StateCache
 from keepsight.runtime.images import IMAGE_INPUTS, Images
 from keepsight.runtime.rope_length import length_limit
 from keepsight.runtime.state import Needs, State, must_restart, positions_of, prefill, read
+from keepsight.runtime.static_step import static_step
 
 _READ = IMAGE_INPUTS | {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
 
@@ -97,8 +98,11 @@ def decode(
     streamer: BaseStreamer | None = None,
     eviction: PeriodicEviction | None = None,
     restart: Restart | None = None,
+    static: bool = False,
 ) -> Decoded:
     """Generate an answer for each row.
+
+    On a GPU a step may be a CUDA graph's (`keepsight.runtime.static_step`); the answer is the same.
 
     Args:
         model: What reads the state: the base model without adapters, or the method's reader.
@@ -112,30 +116,57 @@ def decode(
         eviction: Eviction while decoding; None for none.
         restart: Reads everything again where the model drops its cache; see `Method.restart`. None to refuse evicted
             states there.
+        static: Take the graph's step without a graph, on any device.
 
     Raises:
         UserError: the model drops its cache, and entries were evicted.
     """
     ids = prompt_ids if prompt_ids is not None else state.lengths.new_empty(len(state.logits), 0)
-    unfinished = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-    since_eviction = 0
-    while True:
-        scores = logits_processor(ids, state.logits) if logits_processor else state.logits  # type: ignore[arg-type]
-        token = torch.multinomial(scores.softmax(-1), 1)[:, 0] if do_sample else scores.argmax(dim=-1)
-        token = torch.where(unfinished, token, pad_token)
-        ids = torch.cat([ids, token[:, None]], dim=1)
-        if streamer is not None:
-            streamer.put(token.cpu())
-        unfinished = unfinished & ~stopping_criteria(ids, scores)
-        if not unfinished.any():
-            break
-        if eviction is not None and since_eviction == eviction.interval:
-            state, since_eviction = eviction.compress(state), 0
-        if restart is not None and must_restart(model, state, 1):
-            state, since_eviction = restart(state, token[:, None]), 0
-        else:
-            state, _ = read(model, state, token[:, None])
-        since_eviction += 1
+    first = ids.shape[1]
+    steps = static_step(
+        model,
+        state,
+        first,
+        stopping_criteria,
+        logits_processor,
+        do_sample=do_sample,
+        is_streamed=streamer is not None,
+        pad_token=pad_token,
+        without_graph=static,
+    )
+    with nullcontext() if eviction is not None else steps as step:
+        if step is not None and step.choice is not None:
+            answer = step.write(model)
+            return Decoded(torch.cat([ids, answer], dim=1), step.after(state, answer))
+
+        logits = state.logits
+        unfinished = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+        since_eviction = 0
+        while True:
+            scores: Any = logits_processor(ids, logits) if logits_processor else logits  # type: ignore[arg-type]
+            token = torch.multinomial(scores.softmax(-1), 1)[:, 0] if do_sample else scores.argmax(dim=-1)
+            token = torch.where(unfinished, token, pad_token)
+            ids = torch.cat([ids, token[:, None]], dim=1)
+            if streamer is not None:
+                streamer.put(token.cpu())
+            unfinished = unfinished & ~stopping_criteria(ids, scores)
+            if not unfinished.any():
+                break
+            if step is not None:
+                logits = step.read(model, token)
+                continue
+            if eviction is not None and since_eviction == eviction.interval:
+                state = eviction.compress(state)
+                since_eviction = 0
+            if restart is not None and must_restart(model, state, 1):
+                state = restart(state, token[:, None])
+                since_eviction = 0
+            else:
+                state, _ = read(model, state, token[:, None])
+            since_eviction += 1
+            logits = state.logits
+        if step is not None:
+            state = step.after(state, ids[:, first:])
     if streamer is not None:
         streamer.end()
     return Decoded(ids, state)

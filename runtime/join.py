@@ -188,7 +188,7 @@ def _join_ragged(layers: Sequence[KeptLayer], seen: int) -> RaggedLayer:
     all_values = []
     all_counts = []
     for layer in layers:
-        ragged = _as_ragged(layer)
+        ragged = as_ragged(layer)
         keys, values = ragged.packed()
         all_keys.append(keys)
         all_values.append(values)
@@ -197,7 +197,7 @@ def _join_ragged(layers: Sequence[KeptLayer], seen: int) -> RaggedLayer:
     return _of_same_model(layers[0], joined)
 
 
-def _as_ragged(layer: KeptLayer) -> RaggedLayer:
+def as_ragged(layer: KeptLayer) -> RaggedLayer:
     """The layer itself, or the entries of a dense one without its padding."""
     if not isinstance(layer, RaggedLayer):
         sizes = torch.as_tensor(layer.head_sizes()).cpu().numpy()

@@ -18,7 +18,7 @@ from dataclasses import asdict, fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -63,6 +63,7 @@ from keepsight.train.plan import stored_bytes
 STEPS = 16
 TURNS = 3
 MakeMethod = Callable[[PreTrainedModel], CacheMethod]
+Kind = TypeVar("Kind")
 
 
 def _lookahead(model: PreTrainedModel, **settings: Any) -> CacheMethod:
@@ -74,7 +75,7 @@ def _specontext(model: PreTrainedModel, offload: bool) -> CacheMethod:
     return SpeContext(BUDGET, head, offload=model.config.num_hidden_layers if offload else 0)
 
 
-_MAKE: dict[str, MakeMethod] = {
+MAKE_METHOD: dict[str, MakeMethod] = {
     "full": lambda model: FullCache(),
     "full, flash-attn": lambda model: FullCache(),
     "snapkv": lambda model: SnapKV(BUDGET),
@@ -99,38 +100,40 @@ class Bench:
 
     def measure(self, row: Row) -> Figures:
         """The figures of a row; afterwards everything but the model is freed."""
+        attention = "flash_attention_2" if row.method == "full, flash-attn" else "sdpa"
         try:
             if row.kind == "attention":
                 return self._attention(row)
             if row.kind == "train":
-                return self._train(self._model(row), row)
-            return self._generate(self._model(row), row)
+                return self.training_step(self.model(row.model, attention), row)
+            return self._generate(self.model(row.model, attention), row)
         finally:
-            self._free()
+            self.free()
 
-    def _free(self) -> None:
+    def free(self) -> None:
+        """Free what is not used."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _model(self, row: Row) -> Any:
-        attention = "flash_attention_2" if row.method == "full, flash-attn" else "sdpa"
-        name = f"{row.model} {attention}"
+    def model(self, shape: str, attention: str = "sdpa") -> Any:
+        """A model of one of `SHAPES` with random weights in bfloat16."""
+        name = f"{shape} {attention}"
         if self._loaded_name != name:
             self._loaded_name = ""
             self._loaded_model = None
-            self._free()
+            self.free()
             torch.manual_seed(0)
             options: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": attention}
             with self.device:
-                model = AutoModelForCausalLM.from_config(SHAPES[row.model], **options)
+                model = AutoModelForCausalLM.from_config(SHAPES[shape], **options)
             self._loaded_name = name
             self._loaded_model = model.requires_grad_(False).eval()
         return self._loaded_model
 
     @torch.no_grad()
     def _generate(self, model: Any, row: Row) -> Figures:
-        method = _MAKE[row.method](model)
+        method = MAKE_METHOD[row.method](model)
         reader = method.reader(model)
         ids = random_ids(model, 1, row.tokens)
         figures = Figures()
@@ -170,10 +173,11 @@ class Bench:
                 figures.batch_peak_bytes = peak_bytes(decode_batch)
             except torch.OutOfMemoryError:
                 figures.rows -= max(1, figures.rows // 8)
-            self._free()
+            self.free()
         return figures
 
-    def _train(self, model: Any, row: Row) -> Figures:
+    def training_step(self, model: Any, row: Row) -> Figures:
+        """Seconds of a training step of a lookahead module, against a prefill."""
         objective = ImportanceObjective(Lookahead(model, LookaheadSettings()))
         optimizer = torch.optim.AdamW(objective.trained_parameters(), lr=1e-4, weight_decay=0.0, fused=True)
         ids = random_ids(model, 1, row.tokens + ANSWER)
@@ -252,18 +256,24 @@ _ATTEMPTS = 2
 
 
 class Results:
-    """The rows of a CSV, of any card; `write` writes the whole file, atomically."""
+    """The rows of a CSV, of any card; `write` writes the whole file, atomically.
 
-    def __init__(self, path: Path) -> None:
+    A row is a dataclass whose fields are among the columns; it is done once it has a value in the column `done`, or a
+    note.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str] = COLUMNS, done: str = "first_s") -> None:
         self.path = path
+        self.columns = columns
+        self.done = done
         self.lines: list[dict[str, Any]] = []
         if path.is_file():
             with path.open(newline="", encoding="utf-8") as file:
                 self.lines = list(csv.DictReader(file))
-            if any(set(COLUMNS) != line.keys() for line in self.lines):
-                raise UserError(f"{path}: its columns are not {', '.join(COLUMNS)}; name another file with --out")
+            if any(set(columns) != line.keys() for line in self.lines):
+                raise UserError(f"{path}: its columns are not {', '.join(columns)}; name another file with --out")
 
-    def line(self, card: str, row: Row) -> dict[str, Any]:
+    def line(self, card: str, row: Any) -> dict[str, Any]:
         """A row's line, or an empty one that is not in the table yet."""
         key = {"card": card}
         for name, value in asdict(row).items():
@@ -271,20 +281,20 @@ class Results:
         for line in self.lines:
             if key.items() <= line.items():
                 return line
-        return {**dict.fromkeys(COLUMNS, ""), **key}
+        return {**dict.fromkeys(self.columns, ""), **key}
 
-    def missing(self, card: str, rows: Sequence[Row]) -> list[Row]:
+    def missing(self, card: str, rows: Sequence[Kind]) -> list[Kind]:
         """The rows that have neither figures nor a note, in order of the number of attempts so far."""
         missing = []
         for attempts in range(_ATTEMPTS):
             for row in rows:
                 line = self.line(card, row)
-                is_measured = line["first_s"] or line["note"]
+                is_measured = line[self.done] or line["note"]
                 if not is_measured and int(line["attempts"] or 0) == attempts:
                     missing.append(row)
         return missing
 
-    def write(self, card: str, row: Row, **values: Any) -> None:
+    def write(self, card: str, row: Any, **values: Any) -> None:
         """Set columns of a row's line."""
         line = self.line(card, row)
         if not any(line is other for other in self.lines):
@@ -292,7 +302,7 @@ class Results:
         for name, value in values.items():
             line[name] = "" if value is None else str(value)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_csv(self.path, COLUMNS, self.lines)
+        write_csv(self.path, self.columns, self.lines)
 
 
 def run(bench: Bench, results: Results, rows: Sequence[Row], seconds: float) -> int:
@@ -341,11 +351,11 @@ def text_of(row: Row, figures: Figures, least: Figures, note: str | None = None)
     kv_bytes = figures.kv_bytes or least.kv_bytes
     peak = figures.peak_bytes or least.peak_bytes
     cells = (
-        _with_roofline(figures.first_s, least.first_s),
+        with_roofline(figures.first_s, least.first_s),
         "" if figures.share is None else f"{figures.share:.3f}",
-        _with_roofline(_milliseconds(figures.step_s), _milliseconds(least.step_s)),
+        with_roofline(_milliseconds(figures.step_s), _milliseconds(least.step_s)),
         figures.rows or least.rows or "",
-        _with_roofline(_tokens_per_second(figures), _tokens_per_second(least)),
+        with_roofline(_tokens_per_second(figures), _tokens_per_second(least)),
         size_text(kv_bytes) if kv_bytes else "",
         size_text(peak) if peak else "",
     )
@@ -356,7 +366,8 @@ def text_of(row: Row, figures: Figures, least: Figures, note: str | None = None)
     return f"{line}  {note}" if note else line
 
 
-def _with_roofline(value: float | None, floor: float | None) -> str:
+def with_roofline(value: float | None, floor: float | None) -> str:
+    """A figure and its roofline, `value / floor`; empty where there is neither."""
     if value is None and floor is None:
         return ""
     return f"{_number(value)} / {_number(floor)}"

@@ -1,0 +1,493 @@
+"""What a GPU that is at hand for minutes is used for: tests, then speeds beside transformers' own, in order of worth.
+
+    make gpu-day DRY=1                            # the rows, their bytes and rooflines; needs no GPU
+    python -m keepsight.eval.bench.gpu_day        # from a checkout or a bare copy of it; needs no hydra
+
+A model in the shape of Llama-3.1-8B with random weights, in bfloat16. Each row is written to a CSV when it is measured;
+a later call measures the missing rows. Times are medians of five turns after one that warms up.
+"""
+
+import argparse
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import StoppingCriteria, StoppingCriteriaList
+from typing_extensions import override
+
+from keepsight.errors import UserError, one_line
+from keepsight.eval.bench import gpu
+from keepsight.eval.bench.measure import median_seconds, peak_bytes, random_ids, read_greedily, seconds_of
+from keepsight.eval.bench.roofline import BUDGET, CARDS, Card, Row, known_card, measured_card, roofline, rows_that_fit
+from keepsight.files import at_home, size_text
+from keepsight.runtime.attention import Reader
+from keepsight.runtime.generate import stop_after
+from keepsight.runtime.join import can_join, join
+from keepsight.runtime.state import Needs, State, prefill
+from keepsight.runtime.static_step import static_step
+
+MODEL = "llama-3.1-8b"
+TURNS = 5
+STEPS = 16
+BATCH = 8
+ROOM = 8
+"""Steps beyond the timed ones, which warm up or are profiled."""
+TEST_SECONDS = 120
+TESTS = ("test_graph.py", "test_kernels.py", "test_methods.py")
+"""Files of tests/gpu, those of what has never run on a GPU first."""
+TRANSFORMERS = "transformers"
+TRAINED_TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class DayRow:
+    """One measurement.
+
+    Attributes:
+        part: `tests`, `decoding`, `training` or `vllm`.
+        method: The method, or `transformers`.
+        tokens: Tokens of each prompt.
+        decoding: `eager`, `graph`, `static, compiled` or `generate_batch`.
+    """
+
+    part: str
+    method: str = ""
+    tokens: int = 0
+    decoding: str = ""
+
+
+@dataclass
+class DayFigures:
+    """The figures of a row; None where a row has no such figure.
+
+    Attributes:
+        first_s: Seconds to the first token of one prompt; of training, of a prefill; of tests, all seconds.
+        share: Of these seconds, those beyond a plain prefill; of training, prefills that a step takes.
+        step_s: Seconds of a decoding step of one row, or of a training step.
+        busy_s: Seconds of such a step in which the GPU works, by PyTorch's profiler.
+        launches: Kernels of such a step.
+        step8_s: Seconds of a decoding step of `BATCH` rows.
+        rows: Rows of the largest batch.
+        batch_s: Seconds of its decoding step.
+        capture_s: Seconds to load a state of one row and to capture its step.
+        load_s: Seconds to load a state of one row where the graph is there.
+        kv_bytes: Bytes of keys and values of one row.
+        peak_bytes: The most beyond the weights, while the prompt is read.
+    """
+
+    first_s: float | None = None
+    share: float | None = None
+    step_s: float | None = None
+    busy_s: float | None = None
+    launches: int | None = None
+    step8_s: float | None = None
+    rows: int | None = None
+    batch_s: float | None = None
+    capture_s: float | None = None
+    load_s: float | None = None
+    kv_bytes: int | None = None
+    peak_bytes: int | None = None
+
+
+FLOORS = ("first_s", "step_s", "step8_s", "batch_s")
+COLUMNS = (
+    "card",
+    *(column.name for column in fields(DayRow)),
+    *(column.name for column in fields(DayFigures)),
+    *(f"{name}_roofline" for name in FLOORS),
+    *("flops", "bandwidth", "torch", "transformers", "date", "attempts", "note"),
+)
+
+
+def all_rows() -> list[DayRow]:
+    """All measurements, those that are worth most first."""
+    rows = [DayRow("tests")]
+    uniform = "lookaheadkv, uniform"
+    for method in (uniform, "full"):
+        rows += [DayRow("decoding", method, 8192, "eager"), DayRow("decoding", method, 8192, "graph")]
+    rows.append(DayRow("decoding", TRANSFORMERS, 8192, "eager"))
+    for method in ("snapkv", "lookaheadkv, shared"):
+        rows += [DayRow("decoding", method, 8192, "eager"), DayRow("decoding", method, 8192, "graph")]
+    rows += [
+        DayRow("decoding", TRANSFORMERS, 8192, "generate_batch"),
+        DayRow("decoding", TRANSFORMERS, 8192, "static, compiled"),
+    ]
+    for method in (uniform, "full", "snapkv", "lookaheadkv, shared"):
+        rows += [DayRow("decoding", method, 32768, "eager"), DayRow("decoding", method, 32768, "graph")]
+    for method in ("quest", "specontext", "specontext, offloaded", "specache"):
+        rows.append(DayRow("decoding", method, 8192, "eager"))
+    for decoding in ("eager", "generate_batch", "static, compiled"):
+        rows.append(DayRow("decoding", TRANSFORMERS, 32768, decoding))
+    rows += [DayRow("training", "lookahead module", TRAINED_TOKENS), DayRow("vllm", "full", 8192)]
+    return rows
+
+
+def floor_of(row: DayRow, card: Card, rows: int | None = None) -> DayFigures:
+    """Lower bounds of a row's figures on a card, in a largest batch of `rows`."""
+    if row.part == "training":
+        least = roofline(Row("train", MODEL, row.tokens, row.method), card)
+        return DayFigures(
+            least.first_s, least.share, least.step_s, kv_bytes=least.kv_bytes, peak_bytes=least.peak_bytes
+        )
+    if row.part != "decoding":
+        return DayFigures()
+    method = "full" if row.method == TRANSFORMERS else row.method
+    bench_row = Row("generate", MODEL, row.tokens, method)
+    least = roofline(bench_row, card, rows or _largest(row, card))
+    return DayFigures(
+        first_s=least.first_s,
+        step_s=least.step_s,
+        step8_s=roofline(bench_row, card, BATCH).batch_s,
+        rows=least.rows,
+        batch_s=least.batch_s,
+        kv_bytes=least.kv_bytes,
+    )
+
+
+def _largest(row: DayRow, card: Card) -> int:
+    """Rows of the largest batch; a graph has a copy of the entries, which takes half of the free memory at most."""
+    method = "full" if row.method == TRANSFORMERS else row.method
+    rows = rows_that_fit(Row("generate", MODEL, row.tokens, method), card)
+    return max(rows * 3 // 10, 1) if row.decoding == "graph" and method == "full" else rows
+
+
+class DayBench(gpu.Bench):
+    """Measures the rows of a day."""
+
+    def figures(self, row: DayRow) -> tuple[DayFigures, str]:
+        """The figures of a row and a note; afterwards everything but the model is freed."""
+        try:
+            if row.part == "tests":
+                return self._tests()
+            if row.part == "vllm":
+                return DayFigures(), _vllm_note()
+            model = self.model(MODEL)
+            if row.part == "training":
+                least = self.training_step(model, Row("train", MODEL, row.tokens, row.method))
+                return DayFigures(least.first_s, least.share, least.step_s, peak_bytes=least.peak_bytes), ""
+            if row.method == TRANSFORMERS:
+                return self._transformers(model, row), ""
+            return self._decoding(model, row), ""
+        finally:
+            self.free()
+
+    def _tests(self) -> tuple[DayFigures, str]:
+        """Run the tests of what needs a GPU; the note is the last line of their output."""
+        root = Path(__file__).resolve().parents[2]
+        paths = [str(root / "tests" / "gpu" / name) for name in TESTS]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=line", *paths]
+        start = time.perf_counter()
+        with subprocess.Popen(
+            command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=TEST_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                output, _ = process.communicate()
+                output += f"\nstopped after {TEST_SECONDS} s"
+        print(output, flush=True)
+        return DayFigures(first_s=time.perf_counter() - start), summary(output)
+
+    @torch.no_grad()
+    def _decoding(self, model: Any, row: DayRow) -> DayFigures:
+        method = gpu.MAKE_METHOD[row.method](model)
+        reader = method.reader(model)
+        ids = random_ids(model, 1, row.tokens)
+        figures = DayFigures()
+        states: list[State] = []
+
+        def start() -> None:
+            states.clear()
+            states.append(method.start(model, ids))
+
+        if row.decoding == "eager":
+            plain_seconds: list[float] = []
+            method_seconds: list[float] = []
+            for _ in range(TURNS + 1):
+                states.clear()
+                plain_seconds.append(seconds_of(lambda: prefill(model, ids, needs=Needs())))
+                figures.peak_bytes = peak_bytes(lambda: method_seconds.append(seconds_of(start)))
+            ratios = [seconds / plain for seconds, plain in zip(method_seconds, plain_seconds, strict=True)]
+            figures.first_s = statistics.median(method_seconds[1:])
+            figures.share = statistics.median(ratios[1:]) - 1
+        else:
+            start()
+        figures.kv_bytes = states[0].kv_bytes
+        state = states[0].unrecorded()
+        self._time_alone(reader, state, row, figures)
+        if not can_join(states[0]):
+            return figures
+        figures.step8_s = self._step_seconds(reader, join([state] * BATCH), row)
+        figures.rows = _largest(row, self.card)
+        while figures.rows and figures.batch_s is None:
+            self.free()
+            try:
+                figures.batch_s = self._step_seconds(reader, join([state] * figures.rows), row)
+            except torch.OutOfMemoryError:
+                figures.rows -= max(1, figures.rows // 8)
+        return figures
+
+    def _time_alone(self, reader: Reader, state: State, row: DayRow, figures: DayFigures) -> None:
+        """Steps of one row, and the GPU's work in one."""
+        if row.decoding == "graph":
+            seconds = [seconds_of(lambda: self._with_steps(reader, state, lambda advance: None)) for _ in range(3)]
+            figures.capture_s = seconds[0]
+            figures.load_s = statistics.median(seconds[1:])
+        figures.step_s = self._step_seconds(reader, state.copy(), row)
+        if self.device.type == "cuda":
+            self._in_steps(reader, state.copy(), row, partial(_profile, figures))
+
+    def _step_seconds(self, reader: Reader, state: State, row: DayRow) -> float:
+        seconds: list[float] = []
+
+        def time_steps(advance: Callable[[], None]) -> None:
+            seconds.append(median_seconds(lambda: _repeat(advance, STEPS), TURNS) / STEPS)
+
+        self._in_steps(reader, state, row, time_steps)
+        return seconds[0]
+
+    def _in_steps(
+        self, reader: Reader, state: State, row: DayRow, action: Callable[[Callable[[], None]], None]
+    ) -> None:
+        """Call an action with a function that runs one step after a state, whose cache grows."""
+        if row.decoding == "graph":
+            self._with_steps(reader, state, action)
+            return
+        states = [state]
+
+        def advance() -> None:
+            states.append(read_greedily(reader, states.pop(), 1))
+
+        action(advance)
+
+    def _with_steps(self, reader: Reader, state: State, action: Callable[[Callable[[], None]], None]) -> None:
+        """The same with static steps; on a CPU they are not captured.
+
+        Raises:
+            UserError: they cannot be captured.
+        """
+        criteria = stop_after((TURNS + 1) * STEPS + ROOM, None)
+        options: dict[str, Any] = {"do_sample": False, "is_streamed": False, "pad_token": 0}
+        is_gpu = self.device.type == "cuda"
+        with static_step(reader, state, 0, criteria, None, **options, without_graph=not is_gpu) as step:
+            if step is None:
+                raise UserError("decoded without a CUDA graph: the log says why")
+            action(partial(step.advance, reader))
+
+    @torch.no_grad()
+    def _transformers(self, model: PreTrainedModel, row: DayRow) -> DayFigures:
+        """The same by transformers alone: a prompt, then `BATCH` prompts."""
+        figures = DayFigures()
+        answer_of = self._generate_batch if row.decoding == "generate_batch" else partial(_generate, row.decoding)
+        for rows in (1, BATCH):
+            ids = random_ids(model, rows, row.tokens)
+            first = median_seconds(lambda ids=ids: answer_of(model, ids, 1), TURNS)  # type: ignore[misc]
+            longer = median_seconds(lambda ids=ids: answer_of(model, ids, 1 + STEPS), TURNS)  # type: ignore[misc]
+            step_seconds = (longer - first) / STEPS
+            if rows == 1:
+                figures.first_s = first
+                figures.step_s = step_seconds
+            else:
+                figures.step8_s = step_seconds
+        return figures
+
+    def _generate_batch(self, model: Any, ids: Tensor, tokens: int) -> None:
+        """Continuous batching, which captures CUDA graphs."""
+        config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        model.generate_batch(inputs=ids.tolist(), generation_config=config, warmup=False)
+
+
+class _StopAt(StoppingCriteria):
+    """Stops all rows at a length, whatever `max_length` is: a static cache has the size of `max_length`."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    @override
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length, device=input_ids.device)
+
+
+def _generate(decoding: str, model: Any, ids: Tensor, tokens: int) -> None:
+    """An answer by transformers; answers of all lengths have one static cache, so that the model is compiled once."""
+    options: dict[str, Any] = {"cache_implementation": "static"} if decoding == "static, compiled" else {}
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=1 + STEPS,
+        stopping_criteria=StoppingCriteriaList([_StopAt(ids.shape[1] + tokens)]),
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        **options,
+    )
+
+
+def _repeat(action: Callable[[], None], count: int) -> None:
+    for _ in range(count):
+        action()
+
+
+def _profile(figures: DayFigures, advance: Callable[[], None]) -> None:
+    """Set the GPU's busy seconds and kernels of a step."""
+    steps = 4
+    advance()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        _repeat(advance, steps)
+        torch.cuda.synchronize()
+    recorded: Any = profiled.profiler
+    durations: list[int] = []
+    for event in recorded.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA:
+            durations.append(event.duration_ns())
+    figures.busy_s = sum(durations) / 1e9 / steps
+    figures.launches = len(durations) // steps
+
+
+def summary(output: str) -> str:
+    """The last line of pytest's output that counts tests, and whether they were stopped."""
+    counted = [
+        line.strip("= ") for line in output.splitlines() if re.search(r"\d+ (passed|failed|skipped|error)", line)
+    ]
+    stopped = [line for line in output.splitlines() if line.startswith("stopped after")]
+    failed = re.findall(r"^FAILED \S+::(\S+)", output, flags=re.MULTILINE)
+    return "; ".join([*(counted[-1:] or ["no test ended"]), *stopped, *failed])[:400]
+
+
+def _vllm_note() -> str:
+    if find_spec("vllm") is None:
+        return "vllm is not installed; its CUDA wheels are too large to be carried with the tree"
+    return "vllm has a torch of its own: measure it in its environment, keepsight bench vllm"
+
+
+def run(bench: DayBench, results: gpu.Results, rows: Sequence[DayRow], seconds: float) -> int:
+    """Measure the rows that are missing, none begun after `seconds`; returns how many are left."""
+    import transformers
+
+    card = bench.card
+    start = time.monotonic()
+    missing = results.missing(card.name, rows)
+    for index, row in enumerate(missing):
+        if time.monotonic() - start > seconds:
+            return len(missing) - index
+        results.write(card.name, row, attempts=int(results.line(card.name, row)["attempts"] or 0) + 1)
+        figures = DayFigures()
+        try:
+            figures, note = bench.figures(row)
+        except Exception as error:  # another library's, of any kind: the other rows are measured
+            note = one_line(f"{type(error).__name__}: {error}", 200)
+        least = floor_of(row, card, figures.rows)
+        rooflines = {f"{name}_roofline": getattr(least, name) for name in FLOORS}
+        results.write(
+            card.name,
+            row,
+            **asdict(figures),
+            **rooflines,
+            flops=card.flops,
+            bandwidth=card.bandwidth,
+            torch=torch.__version__,
+            transformers=transformers.__version__,
+            date=time.strftime("%Y-%m-%d"),
+            note=note,
+        )
+        print(text_of(row, figures, least, note), flush=True)
+        if note and bench.device.type == "cuda":
+            torch.cuda.synchronize()  # ends the process where an error has left the device unusable
+    return 0
+
+
+WIDTHS = {"first s": 18, "share": 8, "step ms": 18, "GPU ms": 9, f"{BATCH} rows ms": 18, "rows": 6, "tokens/s": 16}
+WIDTHS |= {"KV": 13, "peak": 12}
+HEAD = f"{'part':<10}{'tokens':>7}  {'method':<23}{'decoding':<17}" + "".join(map(str.rjust, WIDTHS, WIDTHS.values()))
+
+
+def text_of(row: DayRow, figures: DayFigures, least: DayFigures, note: str = "") -> str:
+    """A line: each figure, and its roofline behind it."""
+    kv_bytes = figures.kv_bytes or least.kv_bytes
+    peak = figures.peak_bytes or least.peak_bytes
+    cells = (
+        gpu.with_roofline(figures.first_s, least.first_s),
+        "" if figures.share is None else f"{figures.share:.3f}",
+        gpu.with_roofline(_milliseconds(figures.step_s), _milliseconds(least.step_s)),
+        "" if figures.busy_s is None else f"{figures.busy_s * 1000:.4g}",
+        gpu.with_roofline(_milliseconds(figures.step8_s), _milliseconds(least.step8_s)),
+        str(figures.rows or least.rows or ""),
+        gpu.with_roofline(_speed(figures), _speed(least)),
+        size_text(kv_bytes) if kv_bytes else "",
+        size_text(peak) if peak else "",
+    )
+    line = f"{row.part:<10}{row.tokens or '':>7}  {row.method:<23}{row.decoding:<17}"
+    for cell, width in zip(cells, WIDTHS.values(), strict=True):
+        line += f"{cell:>{width}}"
+    return f"{line.rstrip()}  {note}" if note else line.rstrip()
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1000
+
+
+def _speed(figures: DayFigures) -> float | None:
+    return figures.rows / figures.batch_s if figures.rows and figures.batch_s else None
+
+
+def dry_lines(card: Card, missing: Sequence[DayRow]) -> Iterator[str]:
+    """What would be measured: bytes, and the roofline of each figure."""
+    rates = f"{card.flops / 1e12:.0f} TFLOP/s in bfloat16, {card.bandwidth / 1e12:.2f} TB/s"
+    yield f"{card.name}: {rates}, {size_text(card.memory)}; beside it {size_text(card.host)}"
+    yield f"{MODEL}, budget {BUDGET}; {len(missing)} rows to measure; figure / roofline"
+    yield HEAD
+    for row in missing:
+        note = ""
+        if row.part == "tests":
+            note = f"tests/gpu: {', '.join(TESTS)}; {TEST_SECONDS} s at most"
+        elif row.part == "vllm":
+            note = _vllm_note()
+        yield text_of(row, DayFigures(), floor_of(row, card), note)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, or print what would be measured; returns 2 where an argument is refused, else 0."""
+    about = (__doc__ or "").partition(".\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m keepsight.eval.bench.gpu_day", description=about)
+    parser.add_argument("--dry", action="store_true", help="print what would be measured, by the data sheet of --card")
+    parser.add_argument("--card", default="H200", help=f"card of --dry: {', '.join(CARDS)}")
+    parser.add_argument("--out", default="results/gpu_day.csv", help="the CSV (default results/gpu_day.csv)")
+    parser.add_argument("--seconds", type=float, default=480, help="begin no row after these (default 480)")
+    parser.add_argument("--only", default="", help="rows whose line has this text, such as graph")
+    options = parser.parse_args(arguments)
+    try:
+        results = gpu.Results(Path(at_home(options.out)), COLUMNS, done="date")
+        rows = [row for row in all_rows() if options.only in text_of(row, DayFigures(), DayFigures())]
+        if options.dry or not torch.cuda.is_available():
+            card = known_card(options.card)
+            print("a dry run" if options.dry else "a dry run, as torch finds no GPU here")
+            print(*dry_lines(card, results.missing(card.name, rows)), sep="\n")
+            return 0
+        device = torch.device("cuda", 0)
+        bench = DayBench(device, measured_card(device))
+        print(f"{bench.card}\n{HEAD}", flush=True)
+        missing = run(bench, results, rows, options.seconds)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    advice = "; call again for them" if missing else ""
+    print(f"{options.out}: {missing} rows are left{advice}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
