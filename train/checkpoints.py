@@ -4,6 +4,7 @@ import re
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -126,6 +127,42 @@ class NewIntervals(TrainerCallback):
         state.compute_steps(args, state.max_steps)
 
 
+class StopAfterMinutes(TrainerCallback):
+    """Ends a training at the first step that ends after some minutes, with a checkpoint; in all processes alike.
+
+    Args:
+        minutes: Minutes since the training began or was resumed.
+
+    Attributes:
+        has_stopped: Whether it has ended the training.
+    """
+
+    def __init__(self, minutes: float) -> None:
+        self.minutes = minutes
+        self.has_stopped = False
+        self._start = time.monotonic()
+
+    @override
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._start = time.monotonic()
+
+    @override
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        is_over = time.monotonic() - self._start >= 60 * self.minutes
+        if _in_any_process(args, is_over):
+            self.has_stopped = True
+            control.should_save = True
+            control.should_training_stop = True
+
+
+def _in_any_process(args: TrainingArguments, is_so: bool) -> bool:
+    """Whether something is so in any process of a training; all call it after the same step."""
+    if args.world_size == 1:
+        return is_so
+    number: Any = reduce(torch.tensor(float(is_so), device=args.device))
+    return bool(number.item())
+
+
 class StopOnInterrupt(TrainerCallback):
     """The first Ctrl-C finishes the step, saves a checkpoint and ends the training; a second one ends it at once.
 
@@ -152,12 +189,10 @@ class StopOnInterrupt(TrainerCallback):
 
     @override
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        stops = self.interrupted
+        stops_here = self.interrupted
         if args.world_size > 1:
-            stops_here = torch.tensor(float(stops or control.should_training_stop), device=args.device)
-            stopping_processes: Any = reduce(stops_here)
-            stops = bool(stopping_processes.item())
-        if stops:
+            stops_here = stops_here or control.should_training_stop
+        if _in_any_process(args, stops_here):
             control.should_save = True
             control.should_training_stop = True
         if control.should_save:  # a checkpoint does not store the mean since the last log entry

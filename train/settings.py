@@ -17,7 +17,7 @@ TRACKERS = ("tensorboard", "trackio", "wandb")
 LARGEST_BUDGET = 1 << 24
 SHARPEST = 1e-3
 """The lowest temperature of a soft selection, in nats: gradients of sharper ones are 0 almost everywhere."""
-MAY_CHANGE = ("checkpoints", "flops", "gradient_checkpointing", "measure_every", "report_to", "save_every")
+MAY_CHANGE = ("checkpoints", "flops", "gradient_checkpointing", "measure_every", "minutes", "report_to", "save_every")
 """Fields that do not decide what is learned: they may differ when a training is resumed."""
 
 PositiveFloat = Annotated[float, Gt(0), Lt(float("inf"))]
@@ -51,6 +51,8 @@ class TrainSettings:
     Attributes:
         steps: Optimiser steps; 0 for `epochs` passes over the data.
         epochs: Passes over the data when `steps` is 0.
+        minutes: Minutes after which a training ends with a checkpoint, at the end of a step; the same command goes on,
+            for as many minutes. 0 for no limit. The learning rate follows `steps` or `epochs` all the same.
         batch_size: Samples per device and forward pass.
         samples_per_step: Samples per optimiser step over all devices, with gradient accumulation; 0 for one batch per
             device.
@@ -76,6 +78,7 @@ class TrainSettings:
 
     steps: Whole = 0
     epochs: Annotated[float, Gt(0), Le(1e6)] = 1.0
+    minutes: Annotated[float, Ge(0), Le(1e6)] = 0.0
     batch_size: Positive = 1
     samples_per_step: Whole = 0
     learning_rate: Annotated[float, Gt(0), Le(100)] = 1e-3

@@ -28,6 +28,7 @@ from keepsight.models.distributed import check_builds
 from keepsight.models.identity import Identity, MadeWith
 from keepsight.train.checkpoints import (
     NewIntervals,
+    StopAfterMinutes,
     StopOnInterrupt,
     check_same_settings,
     check_seal,
@@ -234,12 +235,15 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         """Train, resuming from the last checkpoint in `work` if there is one; then gather the module's weights.
 
         Returns:
-            Whether the training ran to its end (False after Ctrl-C or SIGTERM).
+            Whether the training ran to its end, or for its `minutes` (False after Ctrl-C or SIGTERM).
 
         Raises:
             UserError: other settings or data than the checkpoint's, a checkpoint that is damaged or cannot be written,
                 another process that trains in `work`, or a loss that is NaN or infinite.
         """
+        time_limit = StopAfterMinutes(self.settings.minutes)
+        if self.settings.minutes:
+            self.add_callback(time_limit)
         stopper = StopOnInterrupt()
         self.add_callback(stopper)
         self.add_callback(NewIntervals())
@@ -251,7 +255,11 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
             with stopper.watching(), self._replaying():
                 self._resume(last_checkpoint(self.work))
         gather_weights(self.objective)
-        return self.state.global_step >= self.state.max_steps
+        is_at_end = self.state.global_step >= self.state.max_steps
+        if time_limit.has_stopped and not is_at_end and self.is_world_process_zero():
+            steps = f"step {self.state.global_step} of {self.state.max_steps}"
+            print(f"stopped at {steps}, after {self._key}.minutes={self.settings.minutes}; the same command goes on")
+        return is_at_end or time_limit.has_stopped
 
     @contextmanager
     def _replaying(self) -> Iterator[None]:

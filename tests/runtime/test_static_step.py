@@ -255,14 +255,21 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.calls.append((str(func), [self._described(each) for each in tree_flatten((args, kwargs))[0]]))
-        before = {self._identity(each) for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)}
+        values = tree_flatten((args, kwargs))[0]
+        if "lift_fresh" in str(func):  # a number has become a tensor outside of all operators
+            self._add(values)
+        self.calls.append((str(func), [self._described(value) for value in values]))
+        before = {self._identity(value) for value in values if isinstance(value, Tensor)}
         result = func(*args, **kwargs)
-        for each in tree_flatten(result)[0]:
-            if isinstance(each, Tensor) and self._identity(each) not in before | self.new.keys():
-                self.new[self._identity(each)] = (len(self.new), each.untyped_storage())
-                self.references.append(StorageWeakRef(each.untyped_storage()))
+        made = [value for value in tree_flatten(result)[0] if isinstance(value, Tensor)]
+        self._add([value for value in made if self._identity(value) not in before])
         return result
+
+    def _add(self, values: list[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor) and self._identity(value) not in self.new:
+                self.new[self._identity(value)] = (len(self.new), value.untyped_storage())
+                self.references.append(StorageWeakRef(value.untyped_storage()))
 
     @staticmethod
     def _identity(tensor: Tensor) -> int:

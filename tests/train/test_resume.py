@@ -1,5 +1,6 @@
 """A training that is stopped, killed or started again ends as if nothing had happened; damaged checkpoints."""
 
+import itertools
 import os
 import resource
 import shutil
@@ -7,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from keepsight.errors import UserError
 from keepsight.files import file_digest, one_writer, read_json, whole_lines, write_json
 from keepsight.models.identity import Identity
 from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.train import checkpoints as checkpoints_module
 from keepsight.train.checkpoints import SEAL, last_checkpoint
 from keepsight.train.dataset import hold_out, prompt_digests, samples_digest
 from keepsight.train.trainer import ModuleTrainer, TrainingRun
@@ -133,6 +136,22 @@ def test_ctrl_c_keeps_a_checkpoint_and_goes_on_as_if_nothing_had_happened(straig
     _, finished = train(resumed, settings(), tmp_path, samples())
     assert finished
     assert same(tensors(resumed), straight[0])
+
+
+def test_minutes_end_with_a_checkpoint_and_the_next_ones_go_on(straight, tmp_path, monkeypatch, capsys):
+    """By a clock that is a second later whenever it is looked at: once before the first step, once after each."""
+    clock = itertools.count()
+    monkeypatch.setattr(checkpoints_module, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    trained = []
+    for minutes, steps in ((3 / 60, 3), (2 / 60, 5), (0, 8)):
+        last = objective()
+        trainer, finished = train(last, settings(minutes=minutes, save_every=100), tmp_path, samples())
+        assert finished and trainer.state.global_step == steps
+        trained.append(tensors(last))
+        assert checkpoints(tmp_path)[-1] == f"checkpoint-{steps}"
+    assert same(trained[-1], straight[0]) and not same(trained[0], trained[1])
+    printed = capsys.readouterr().out
+    assert "stopped at step 3 of 8" in printed and printed.count("stopped at") == 2
 
 
 def test_a_second_ctrl_c_ends_at_once(straight, tmp_path):
