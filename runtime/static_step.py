@@ -241,6 +241,7 @@ class StaticStep:
         chosen_from: [B, V] float32, what the latest token of `taken` was chosen from.
     """
 
+    @torch.inference_mode(False)  # later answers may be decoded outside of it
     def __init__(self, state: State, capacity: Capacity, choice: Choice | None) -> None:
         layer = state.layers[0]
         device = layer.keys.device

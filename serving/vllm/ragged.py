@@ -91,7 +91,8 @@ def shared_by(modules: Mapping[str, Any], kv_caches: dict[str, Tensor]) -> Share
     """Make the `Shared` of the layers with these caches; None if they do not use the backend.
 
     Raises:
-        UserError: the layers' caches are not adjacent parts of one buffer.
+        UserError: the layers' caches are not adjacent parts of one buffer, or have another layout than [blocks, heads,
+            entries, 2 x width].
     """
     impls = [modules[name].impl for name in kv_caches]
     impls = [impl for impl in impls if isinstance(impl, RaggedImpl)]
@@ -101,10 +102,17 @@ def shared_by(modules: Mapping[str, Any], kv_caches: dict[str, Tensor]) -> Share
     caches = [*kv_caches.values()]
     first_cache = caches[0]
     blocks, heads, size, width = first_cache.shape
-    cache_bytes = first_cache.stride(0) * first_cache.element_size() * blocks
+    page = size * width
+    strides = (heads * page, page, width, 1)
+    if any(cache.shape != first_cache.shape or cache.stride() != strides for cache in caches):
+        raise UserError(
+            f"keepsight: the layers' caches have strides {first_cache.stride()} in place of {strides}, so that a "
+            "KV head's entries in a block do not lie side by side; set VLLM_KV_CACHE_LAYOUT=LBHNC, or start without "
+            f"{SWITCH}=1"
+        )
+    cache_bytes = first_cache.element_size() * blocks * heads * page
     offsets = [cache.data_ptr() - first_cache.data_ptr() for cache in caches]
-    adjacent = [index * cache_bytes for index in range(len(caches))]
-    if first_cache.stride(0) != heads * size * width or offsets != adjacent:
+    if offsets != [index * cache_bytes for index in range(len(caches))]:
         raise UserError(f"keepsight: the caches of the layers do not lie in one buffer; start without {SWITCH}=1")
 
     layout = Layout(
@@ -115,7 +123,7 @@ def shared_by(modules: Mapping[str, Any], kv_caches: dict[str, Tensor]) -> Share
         pages=torch.as_strided(
             first_cache,
             (len(caches) * blocks * heads, 1, size, width),
-            (size * width, size * width, width, 1),
+            (page, page, width, 1),
         ),
         layer_indices={name: index for index, name in enumerate(kv_caches)},
     )

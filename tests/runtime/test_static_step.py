@@ -465,6 +465,13 @@ def test_requests_of_one_shape_share_a_graph(captures: Captures) -> None:
     assert not captures.logged
 
 
+def test_a_graph_of_inference_mode_serves_answers_outside_of_it(captures: Captures) -> None:
+    model, ids = tiny_model(), prompt_ids(30)[0]
+    with torch.inference_mode():
+        first = captures.answered(model, ids)
+    assert torch.equal(captures.answered(model, ids), first) and len(captures.steps) == 1
+
+
 def test_a_graph_is_not_used_after_weights_have_moved(captures: Captures) -> None:
     model, ids = tiny_model(), prompt_ids(30)[0]
     captures.answered(model, ids)

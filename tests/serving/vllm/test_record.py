@@ -275,7 +275,7 @@ def test_an_engine_that_would_answer_wrongly_does_not_start(world, monkeypatch, 
     config = copy.copy(worker._vllm_config)
     config.kv_transfer_config = dataclasses.replace(config.kv_transfer_config, **changes)
     if not changes:
-        monkeypatch.setattr("keepsight.serving.vllm.connector.TESTED", ("0.31",))
+        monkeypatch.setattr("keepsight.serving.vllm.connector.ADMITTED", ("0.31",))
     with pytest.raises(UserError, match=why):
         type(worker)(config, KVConnectorRole.SCHEDULER, worker._kv_cache_config)
 
