@@ -62,7 +62,7 @@ _KEPT_SHARE = 1 / 8
 _USED_SHARE = 0.5
 """Of the free memory, the most that the buffers of a step take."""
 _WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
-_SYNCING_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_SYNCING_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
 """Fields of configurations with experts, which a step runs without waiting only as `batched_mm`."""
 
 
@@ -280,7 +280,6 @@ class StaticStep:
             self.is_valid = torch.ones(1, dtype=torch.bool, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._tokens = 0  # that the answer may have
-        self._read_tokens = 0  # given to `read`
 
     @property
     def nbytes(self) -> int:
@@ -311,7 +310,6 @@ class StaticStep:
         self.appended.zero_()
         self.logits.copy_(state.logits)
         self.positions.copy_((state.lengths + state.rope_offset)[:, None])
-        self._read_tokens = 0
         if self.choice is not None:
             self.chosen_from.copy_(state.logits)
             self.taken.zero_()
@@ -325,16 +323,17 @@ class StaticStep:
         Raises:
             RuntimeError: an operator cannot be captured, or memory runs out.
         """
-        stream = torch.cuda.Stream(self.keys.device)
-        stream.wait_stream(torch.cuda.current_stream(self.keys.device))
+        device = self.keys.device
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
         graph = torch.cuda.CUDAGraph()
-        with torch.random.fork_rng([self.keys.device]), torch.cuda.stream(stream):
+        with torch.cuda.device(device), torch.random.fork_rng([device]), torch.cuda.stream(stream):
             for _ in range(2):
                 self._step(model)
             stream.synchronize()
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._step(model)
-        torch.cuda.current_stream(self.keys.device).wait_stream(stream)
+        torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = graph
         self._begin(state)
 
@@ -389,7 +388,6 @@ class StaticStep:
         """Read a token of each row [B] int64; returns the logits [B, V] after it."""
         self.token.copy_(token)
         self.advance(model)
-        self._read_tokens += 1
         return self.logits.clone()
 
     def write(self, model: Reader) -> Tensor:

@@ -466,7 +466,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry", action="store_true", help="print what would be measured, by the data sheet of --card")
     parser.add_argument("--card", default="H200", help=f"card of --dry: {', '.join(CARDS)}")
     parser.add_argument("--out", default="results/gpu_day.csv", help="the CSV (default results/gpu_day.csv)")
-    parser.add_argument("--seconds", type=float, default=480, help="begin no row after these (default 480)")
+    parser.add_argument("--seconds", type=float, default=450, help="begin no row after these (default 450)")
     parser.add_argument("--only", default="", help="rows whose line has this text, such as graph")
     options = parser.parse_args(arguments)
     try:
