@@ -27,12 +27,12 @@ from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest,
 from keepsight.runtime.join import can_join, join, take_rows
 from keepsight.runtime.state import State, must_restart, read
 
-_PROBE = 512
+_PROBE_TOKENS = 512
 """Tokens read at the start, to see whether states of the method can be joined."""
 _UNBOUNDED = 1 << 60
 """A context in which every prompt fits."""
-_WAITS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-_GAPS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+_WAIT_BOUNDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_GAP_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of histograms, in seconds: of waits before the first token, and of times between tokens."""
 
 logger = logging.getLogger(__name__)
@@ -72,13 +72,16 @@ class Job:
     """
 
     def __init__(self, ids: Tensor, *, seed: int | None = None, **options: Any) -> None:
-        self.ids, self.seed, self.options = ids, seed, options
+        self.ids = ids
+        self.seed = seed
+        self.options = options
         self.tokens: list[int] = []
         self.kept = 0.0
         self.reason: str | None = None
         self.error: Exception | None = None
         self.first: float | None = None
-        self.submitted = self.latest = time.perf_counter()
+        self.submitted = time.perf_counter()
+        self.latest = self.submitted
         self.cancelled = False
         self.done = threading.Event()
 
@@ -135,12 +138,12 @@ class Totals:
     decode_steps: int = 0
     decode_seconds: float = 0.0
     prefill_seconds: float = 0.0
-    queue: Histogram = field(default_factory=lambda: Histogram(_WAITS))
-    first_token: Histogram = field(default_factory=lambda: Histogram(_WAITS))
-    between_tokens: Histogram = field(default_factory=lambda: Histogram(_GAPS))
+    queue: Histogram = field(default_factory=lambda: Histogram(_WAIT_BOUNDS))
+    first_token: Histogram = field(default_factory=lambda: Histogram(_WAIT_BOUNDS))
+    between_tokens: Histogram = field(default_factory=lambda: Histogram(_GAP_BOUNDS))
 
 
-class _Asked(CustomGenerate):
+class _OptionsReader(CustomGenerate):
     """Lets transformers turn a request's options into processors and criteria, without an answer."""
 
     request: GenerateRequest
@@ -153,15 +156,15 @@ class _Asked(CustomGenerate):
 
 @dataclass
 class _Row:
-    """A request in the batch; `ids` [1, N + T] are its prompt and its answer so far, `failed` its exception."""
+    """A request in the batch; `ids` [1, N + T] are its prompt and its answer so far, `error` its exception."""
 
     job: Job
     decoding: dict[str, Any]
     ids: Tensor
     generator: torch.Generator | None
-    failed: Exception | None = None
+    error: Exception | None = None
 
-    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def next_token(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The next token [1] for logits [1, V], and whether it ends the answer [1], as `decode` does."""
         try:
             scores: Any = self.decoding["logits_processor"](self.ids, logits)
@@ -172,7 +175,8 @@ class _Row:
             self.ids = torch.cat([self.ids, token[:, None]], dim=1)
             return token, self.decoding["stopping_criteria"](self.ids, scores)
         except Exception as error:  # such as probabilities that are not finite: others in the batch go on
-            self.failed, token = error, logits.argmax(dim=-1)
+            self.error = error
+            token = logits.argmax(dim=-1)
             return token, torch.ones_like(token, dtype=torch.bool)
 
 
@@ -186,19 +190,25 @@ class Engine:
     def __init__(
         self, model: PreTrainedModel, method: Method, *, rows: int = 16, waiting: int = 64, max_prompt_tokens: int = 0
     ) -> None:
-        self.model, self.method, self.rows, self.waiting = model, method, rows, waiting
+        self.model = model
+        self.method = method
+        self.rows = rows
+        self.waiting = waiting
         self.context = context_of(model)
         self.max_prompt_tokens = min(max_prompt_tokens or self.context, self.context)
         self.totals = Totals()
         self._queue: deque[Job] = deque()
         self._batch: list[_Row] = []
-        self._admitting = 0  # 1 while a prompt is read
+        self._is_prefilling = False
         self._state: State | None = None
-        self._wake, self._closed = threading.Condition(), False
+        self._wake = threading.Condition()
+        self._is_closed = False
         self._refusal: str | None = None  # why no more requests are taken
         self._thread: threading.Thread | None = None
-        ends = end_ids(model)
-        self._ends = set(ends if isinstance(ends, list) else [ends])
+        end_tokens = end_ids(model)
+        if not isinstance(end_tokens, list):
+            end_tokens = [] if end_tokens is None else [end_tokens]
+        self._end_tokens = frozenset(end_tokens)
         self._require_joinable()
 
     # For other threads
@@ -234,18 +244,19 @@ class Engine:
     def _require_room(self, preparing: int) -> None:
         if self._refusal is not None:
             raise Closed(self._refusal)
-        if (waiting := len(self._queue) + preparing) >= self.waiting:
+        waiting = len(self._queue) + preparing
+        if waiting >= self.waiting:
             raise Busy(f"{waiting} requests are waiting, the most allowed; try again later")
 
-    def _check_length(self, length: int, more: int) -> None:
+    def _check_length(self, length: int, answer_tokens: int) -> None:
         if not length:
             raise UserError("the prompt has 0 tokens; send at least one")
         if length > self.max_prompt_tokens:
             raise TooLong(self.too_long(f"the prompt has {length} tokens"))
-        if length + more > self.context:
+        if length + answer_tokens > self.context:
             raise TooLong(
-                f"this model's maximum context length is {self.context} tokens; {length} of the prompt and {more} of "
-                "the answer do not fit; shorten the prompt, or lower max_tokens"
+                f"this model's maximum context length is {self.context} tokens; {length} of the prompt and "
+                f"{answer_tokens} of the answer do not fit; shorten the prompt, or lower max_tokens"
             )
         try:
             self.method.check(length, self.context)
@@ -256,13 +267,13 @@ class Engine:
                 f"for those that {type(self.method).__name__} reads after it; shorten the prompt"
             ) from None
 
-    def too_long(self, found: str) -> str:
-        """The message about a prompt that is longer than this engine reads; `found` says how long it is."""
+    def too_long(self, length: str) -> str:
+        """The message about a prompt that is longer than this engine reads; `length` says how long it is."""
         if self.max_prompt_tokens < self.context:
             limit = f"this server's maximum context length is {self.max_prompt_tokens} tokens (max_prompt_tokens=)"
         else:
             limit = f"this model's maximum context length is {self.context} tokens"
-        return f"{limit}; {found}; shorten it"
+        return f"{limit}; {length}; shorten it"
 
     def drain(self) -> None:
         """Take no more requests, and end those that wait as cancelled; running ones go on."""
@@ -271,14 +282,16 @@ class Engine:
 
     def _refuse(self, why: str, error: Exception | None = None) -> None:
         """Take no more requests, and end those that wait; the caller holds the lock."""
-        self._refusal = self._refusal or why
+        if self._refusal is None:
+            self._refusal = why
+        reason = "failed" if error else "cancelled"
         while self._queue:
-            self._end(self._queue.popleft(), "failed" if error else "cancelled", error)
+            self._end(self._queue.popleft(), reason, error)
 
     def close(self) -> None:
         """End all answers as cancelled, within a decoder layer or a decoding step, and the thread."""
         with self._wake:
-            self._closed = True
+            self._is_closed = True
             self._refuse("the server is shutting down")
             self._wake.notify()
 
@@ -291,12 +304,12 @@ class Engine:
     def load(self) -> tuple[int, int]:
         """Numbers of running requests, with the one whose prompt is being read, and of waiting ones."""
         with self._wake:
-            return len(self._batch) + self._admitting, len(self._queue)
+            return len(self._batch) + self._is_prefilling, len(self._queue)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the batch's keys and values, with their padding if there is any."""
-        state = self._state
+        state = self._state  # the engine's thread may set it to None meanwhile
         return 0 if state is None else state.kv_bytes
 
     def __enter__(self) -> "Engine":
@@ -317,21 +330,24 @@ class Engine:
         try:
             while self._wait_for_work():
                 self.step()
-        except BaseException as fault:  # nobody waits for an engine that has ended
-            logger.critical("the engine's thread has ended", exc_info=True)
-            error = fault if isinstance(fault, Exception) else RuntimeError(f"{type(fault).__name__} in the engine")
+        except Exception as fault:  # nobody waits for an engine that has ended
+            error = fault
+        except BaseException as fault:
+            error = RuntimeError(f"{type(fault).__name__} in the engine")
+            error.__cause__ = fault
+        if error is not None:
+            logger.critical("the engine's thread has ended", exc_info=error)
+
         with self._wake:
             self._refuse("the server's engine has ended; restart it", error)
-        for row in self._batch:
-            self._end(row.job, "failed" if error else "cancelled", error)
-        self._batch, self._state = [], None
+        self._end_batch("failed" if error else "cancelled", error)
 
     def _wait_for_work(self) -> bool:
         """Wait until there is something to do; returns False once the engine is closed."""
         with self._wake:
-            while not (self._closed or self._batch or self._queue):
+            while not (self._is_closed or self._batch or self._queue):
                 self._wake.wait()
-            return not self._closed
+            return not self._is_closed
 
     @torch.no_grad()
     def step(self) -> bool:
@@ -341,103 +357,132 @@ class Engine:
         fails all of its requests.
         """
         try:
-            self._keep([place for place, row in enumerate(self._batch) if not row.job.cancelled])
+            self._drop_cancelled_rows()
             self._admit()
             if self._batch:
                 self._decode()
         except Exception as error:
-            for row in self._batch:
-                self._end(row.job, "failed", error)
-            self._batch, self._state = [], None
+            self._end_batch("failed", error)
         return bool(self._batch or self._queue)
 
+    def _end_batch(self, reason: str, error: Exception | None) -> None:
+        for row in self._batch:
+            self._end(row.job, reason, error)
+        self._batch = []
+        self._state = None
+
     def _admit(self) -> None:
+        """Read the prompt of the next request, and let it join the batch."""
         with self._wake:
             self._drop_cancelled()
             if not self._queue or len(self._batch) >= self.rows:
                 return
             job = self._queue.popleft()
-            self._admitting = 1
+            self._is_prefilling = True
         self.totals.queue.observe(time.perf_counter() - job.submitted)
         try:
-            row, state = self._read(job)
-            self._state = join([state] if self._state is None else [self._state, state])
+            row, state = self._prefill(job)
+            if self._state is None:
+                self._state = join([state])
+            else:
+                self._state = join([self._state, state])
             self._batch.append(row)
         except _Cancelled:
             self._end(job, "cancelled")
         except Exception as error:  # such as a lack of memory: the others go on
             self._end(job, "failed", error)
         finally:
-            self._admitting = 0
+            self._is_prefilling = False
 
     def _drop_cancelled(self) -> None:
         """End the requests that were cancelled while they waited; the caller holds the lock."""
-        for job in [each for each in self._queue if each.cancelled]:
-            self._queue.remove(job)
-            self._end(job, "cancelled")
+        for job in [*self._queue]:
+            if job.cancelled:
+                self._queue.remove(job)
+                self._end(job, "cancelled")
 
-    def _read(self, job: Job) -> tuple[_Row, State]:
-        start, ids = time.perf_counter(), job.ids[None].to(self.model.device)
-        asked = _Asked()
-        generate(self.model, ids, asked, **job.options, return_dict_in_generate=False)
+    def _prefill(self, job: Job) -> tuple[_Row, State]:
+        """Read a prompt and evict from it; returns its row of the batch, and its state."""
+        start = time.perf_counter()
+        ids = job.ids[None].to(self.model.device)
+        options = _OptionsReader()
+        generate(self.model, ids, options, **job.options, return_dict_in_generate=False)
         generator = None
         if job.seed is not None:
             generator = torch.Generator(self.model.device).manual_seed(job.seed)
 
         def stop_if_cancelled(*_: Any) -> None:
-            if job.cancelled or self._closed:
+            if job.cancelled or self._is_closed:
                 raise _Cancelled
 
         with hooked((layer, stop_if_cancelled) for layer in decoder_of(self.model).layers):
             state = self.method.start(self.model, ids)
+
         job.kept = state.mean_entries()
-        totals = self.totals
-        totals.prefill_seconds += time.perf_counter() - start
-        totals.prompt_tokens += ids.shape[1]
-        totals.kept_entries += job.kept
-        return _Row(job, asked.request.decoding, ids, generator), state
+        self.totals.prefill_seconds += time.perf_counter() - start
+        self.totals.prompt_tokens += ids.shape[1]
+        self.totals.kept_entries += job.kept
+        return _Row(job, options.request.decoding, ids, generator), state
 
     def _decode(self) -> None:
+        """Choose the next token of every answer, and read the tokens of those that go on."""
         assert self._state is not None
-        start, logits = time.perf_counter(), self._state.logits
-        chosen = [row.choose(logits[place : place + 1]) for place, row in enumerate(self._batch)]
-        tokens = torch.cat([token for token, _ in chosen])
-        known, ends = tokens.tolist(), torch.cat([end for _, end in chosen]).tolist()
-        staying = list[int]()
-        for place, (row, token, ends_here) in enumerate(zip(self._batch, known, ends, strict=True)):
-            enough = row.failed is None and self._give(row, token)
-            if row.failed is not None:
-                self._end(row.job, "failed", row.failed)
-            elif ends_here or enough:
-                self._end(row.job, "stop" if enough or token in self._ends else "length")
+        start = time.perf_counter()
+        row_tokens = []
+        row_ends = []
+        for index, row in enumerate(self._batch):
+            token, is_last = row.next_token(self._state.logits[index : index + 1])
+            row_tokens.append(token)
+            row_ends.append(is_last)
+        next_tokens = torch.cat(row_tokens)
+
+        # Moved to the CPU at once, not row by row.
+        token_ids = next_tokens.tolist()
+        are_last = torch.cat(row_ends).tolist()
+        remaining_rows = []
+        for index, (row, token, is_last) in enumerate(zip(self._batch, token_ids, are_last, strict=True)):
+            has_enough = row.error is None and self._give(row, token)
+            if row.error is not None:
+                self._end(row.job, "failed", row.error)
+            elif has_enough or (is_last and token in self._end_tokens):
+                self._end(row.job, "stop")
+            elif is_last:
+                self._end(row.job, "length")
             else:
-                staying.append(place)
-        self._keep(staying)
+                remaining_rows.append(index)
+
+        self._keep(remaining_rows)
         if self._state is not None:
-            self._state = self._after(self._state, tokens[staying][:, None])
+            self._state = self._read(self._state, next_tokens[remaining_rows][:, None])
             self.totals.decode_steps += 1
             self.totals.decode_seconds += time.perf_counter() - start
 
-    def _after(self, state: State, tokens: Tensor) -> State | None:
+    def _read(self, state: State, tokens: Tensor) -> State | None:
         """The batch after one more token [B, 1] of each row; rows whose cache the model drops are read again alone.
 
         Where that fails, the request fails alone, and leaves the batch. None where none is left.
         """
         if not must_restart(self.model, state, 1):
             return read(self.model, state, tokens)[0]
-        staying, after = list[_Row](), list[State]()
-        for place, row in enumerate(self._batch):
-            alone, token = take_rows(state, [place]), tokens[place : place + 1]
+
+        remaining_rows = []
+        states = []
+        for index, row in enumerate(self._batch):
+            row_state = take_rows(state, [index])
+            token = tokens[index : index + 1]
             try:
-                dropped = must_restart(self.model, alone, 1)
-                read_again = self.method.restart(self.model, alone, token) if dropped else None
+                restarted = None
+                if must_restart(self.model, row_state, 1):
+                    restarted = self.method.restart(self.model, row_state, token)
             except Exception as error:
                 self._end(row.job, "failed", error)
                 continue
-            staying.append(row)
-            after.append(read(self.model, alone, token)[0] if read_again is None else read_again)
-        self._batch = staying
-        return join(after) if after else None
+            if restarted is None:
+                restarted, _ = read(self.model, row_state, token)
+            remaining_rows.append(row)
+            states.append(restarted)
+        self._batch = remaining_rows
+        return join(states) if states else None
 
     def _give(self, row: _Row, token: int) -> bool:
         """Give the job a token; returns whether it wants no more. An error in its text fails the job alone."""
@@ -454,33 +499,45 @@ class Engine:
         try:
             return job.took(token)
         except Exception as error:
-            row.failed = error
+            row.error = error
             return False
 
-    def _keep(self, places: list[int]) -> None:
-        """Keep these rows and remove the others; cancelled ones have not ended yet."""
-        if len(places) == len(self._batch):
-            return
-        for place, row in enumerate(self._batch):
-            if place not in places and row.job.reason is None:
+    def _drop_cancelled_rows(self) -> None:
+        remaining_rows = []
+        for index, row in enumerate(self._batch):
+            if row.job.cancelled:
                 self._end(row.job, "cancelled")
-        self._batch = [self._batch[place] for place in places]
-        self._state = take_rows(self._state, places) if places and self._state is not None else None
+            else:
+                remaining_rows.append(index)
+        self._keep(remaining_rows)
+
+    def _keep(self, rows: list[int]) -> None:
+        """Keep the rows of these indices, and remove the others, whose requests have ended."""
+        if len(rows) == len(self._batch):
+            return
+        self._batch = [self._batch[index] for index in rows]
+        if rows and self._state is not None:
+            self._state = take_rows(self._state, rows)
+        else:
+            self._state = None
 
     def _end(self, job: Job, reason: str, error: Exception | None = None) -> None:
         if job.reason is not None:
             return
-        job.reason, job.error = reason, error
+        job.reason = reason
+        job.error = error
         self.totals.ended[reason] += 1
         job.done.set()
         with suppress(Exception):  # in its text: other requests go on
             job.ended()
 
     def _require_joinable(self) -> None:
-        name, reader = type(self.method).__name__, self.method.reader(self.model)
+        """Read a short prompt, and refuse a method whose states cannot be joined."""
+        name = type(self.method).__name__
         state = None
-        if self.method.periodic_eviction(self.model) is None and reader is self.model:
-            length = min(_PROBE, self.context // 2)
+        reads_alone = self.method.reader(self.model) is not self.model
+        if not reads_alone and self.method.periodic_eviction(self.model) is None:
+            length = min(_PROBE_TOKENS, self.context // 2)
             try:
                 self.method.check(length, self.context)
             except UserError:

@@ -49,15 +49,25 @@ class Rotation:
     inv_freq: Tensor
     interleaved: bool
 
-    def turn(self, keys: Tensor, by: int) -> Tensor:
-        """Rotate keys [..., d], after RoPE, by `by` further positions, in float64; the result has the keys' dtype."""
+    def turn(self, keys: Tensor, positions: int) -> Tensor:
+        """Rotate keys [..., d], after RoPE, by further positions, in float64; the result has the keys' dtype."""
         width = 2 * len(self.inv_freq)
-        angle = by * self.inv_freq.to(keys.device)
-        cos, sin = angle.cos(), angle.sin()
-        part = keys[..., :width].double()
-        first, second = (part[..., ::2], part[..., 1::2]) if self.interleaved else part.chunk(2, dim=-1)
-        pair = first * cos - second * sin, second * cos + first * sin
-        turned = torch.stack(pair, dim=-1).flatten(-2) if self.interleaved else torch.cat(pair, dim=-1)
+        angle = positions * self.inv_freq.to(keys.device)
+        cos = angle.cos()
+        sin = angle.sin()
+        unturned = keys[..., :width].double()
+        if self.interleaved:
+            x = unturned[..., ::2]
+            y = unturned[..., 1::2]
+        else:
+            x, y = unturned.chunk(2, dim=-1)
+
+        turned_x = x * cos - y * sin
+        turned_y = y * cos + x * sin
+        if self.interleaved:
+            turned = torch.stack([turned_x, turned_y], dim=-1).flatten(-2)
+        else:
+            turned = torch.cat([turned_x, turned_y], dim=-1)
         return torch.cat([turned.to(keys.dtype), keys[..., width:]], dim=-1)
 
 
@@ -68,7 +78,8 @@ def rotations_of(model: PreTrainedModel) -> list[Rotation | None]:
         UserError: the model has no rotary positions, scales them by the prompt's length, or has layers whose entries
             cannot be rotated (latents, sliding windows, recurrent states).
     """
-    kind, config = model.config.model_type, model.config.get_text_config(decoder=True)
+    kind = model.config.model_type
+    config = model.config.get_text_config(decoder=True)
     if has_latents(model):
         raise UserError(f"{kind} caches latents, which cannot be rotated yet; serve a model with keys and values")
     decoder = decoder_of(model)
@@ -77,20 +88,23 @@ def rotations_of(model: PreTrainedModel) -> list[Rotation | None]:
         raise UserError(f"{kind} has no rotary positions, so that its evicted entries fit no other position")
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     parameters = parameters.get(FULL) or parameters  # by kind of layer in models that have several
-    if (scaling := parameters.get("rope_type", "default")) not in ROPE_TYPES:
+    scaling = parameters.get("rope_type", "default")
+    if scaling not in ROPE_TYPES:
         raise UserError(
             f"{kind} scales rotary positions by {scaling}, whose frequencies depend on the prompt's length; "
             f"supported are {', '.join(ROPE_TYPES)}"
         )
     by_kind: Tensor | None = getattr(rotary, f"{FULL}_inv_freq", None)
     frequencies: Tensor = rotary.inv_freq if by_kind is None else by_kind
-    found = list[Rotation | None]()
+    rotations: list[Rotation | None] = []
     for layer in decoder.layers:
         attention = layer.self_attn
-        unrotated = getattr(attention, "use_rope", True) in (False, 0)
-        rotation = Rotation(frequencies.detach().double().cpu(), _is_interleaved(attention, len(frequencies)))
-        found.append(None if unrotated else rotation)
-    return found
+        rotation = None
+        if getattr(attention, "use_rope", True) not in (False, 0):
+            interleaved = _is_interleaved(attention, len(frequencies))
+            rotation = Rotation(frequencies.detach().double().cpu(), interleaved)
+        rotations.append(rotation)
+    return rotations
 
 
 def _is_interleaved(attention: Any, pairs: int) -> bool:
@@ -118,16 +132,23 @@ def turned(model: PreTrainedModel, state: State, entries: int) -> State:
     """
     if len(state.lengths) != 1 or not state.joins:
         raise UserError("a prefix is made of one prompt, and of entries that are stored as they are")
-    if bounded := [type(layer).__name__ for layer in state.cache.layers if is_bounded(layer)]:
+    kind = model.config.model_type
+    for layer in state.cache.layers:
+        if is_bounded(layer):
+            raise UserError(
+                f"{kind} has layers with a {type(layer).__name__}, whose window or state is not that of a shorter "
+                "prompt; serve a model whose layers all have full attention"
+            )
+
+    after = turned_by(rotations_of(model), state, entries)
+    token = state.logits.argmax(dim=-1, keepdim=True)
+    _, logits = read(model, state.unrecorded(), token)
+    _, turned_logits = read(model, after.copy(), token)
+    expected = logits.log_softmax(-1)
+    difference = float((expected.exp() * (expected - turned_logits.log_softmax(-1)).abs()).sum())
+    if difference > _TOLERANCE[model.dtype]:
         raise UserError(
-            f"{model.config.model_type} has layers with a {bounded[0]}, whose window or state is not that of a shorter "
-            "prompt; serve a model whose layers all have full attention"
-        )
-    after, token = turned_by(rotations_of(model), state, entries), state.logits.argmax(dim=-1, keepdim=True)
-    expected, found = (read(model, each, token)[1].log_softmax(-1) for each in (state.unrecorded(), after.copy()))
-    if (difference := float((expected.exp() * (expected - found).abs()).sum())) > _TOLERANCE[model.dtype]:
-        raise UserError(
-            f"{model.config.model_type} depends on positions in a way that rotating its keys does not preserve: "
+            f"{kind} depends on positions in a way that rotating its keys does not preserve: "
             f"log-probabilities differ by {difference:.2g}; serve another model"
         )
     return after
@@ -135,21 +156,21 @@ def turned(model: PreTrainedModel, state: State, entries: int) -> State:
 
 def turned_by(rotations: Sequence[Rotation | None], state: State, entries: int) -> State:
     """`turned` by known rotations of the layers, without a comparison of logits."""
-    by = entries - int(state.lengths[0] + state.rope_offset)
-    pairs = zip(state.layers, rotations, strict=True)
-    layers: list[Any] = [_turned(layer, rotation, by, entries) for layer, rotation in pairs]
-    lengths, placeholders = torch.full_like(state.lengths, entries), state.tokens.new_zeros(1, entries)
-    return State(StateCache(layers=layers), state.logits, placeholders, lengths, padded=False)
+    positions = entries - int(state.lengths[0] + state.rope_offset)
+    layers: list[Any] = []
+    for layer, rotation in zip(state.layers, rotations, strict=True):
+        is_ragged = isinstance(layer, RaggedLayer)
+        keys, values = layer.packed() if is_ragged else (layer.keys, layer.values)
+        if rotation is not None:
+            keys = rotation.turn(keys, positions)
+        if is_ragged:
+            layers.append(RaggedLayer(keys, values, layer.head_sizes(), entries))
+        else:
+            layers.append(KeptLayer(keys, values, entries, layer.real))
 
-
-def _turned(layer: KeptLayer, rotation: Rotation | None, by: int, entries: int) -> KeptLayer:
-    def turn(keys: Tensor) -> Tensor:
-        return keys if rotation is None else rotation.turn(keys, by)
-
-    if isinstance(layer, RaggedLayer):
-        keys, values = layer.packed()
-        return RaggedLayer(turn(keys), values, layer.head_sizes(), entries)
-    return KeptLayer(turn(layer.keys), layer.values, entries, layer.real)
+    lengths = torch.full_like(state.lengths, entries)
+    placeholder_tokens = state.tokens.new_zeros(1, entries)
+    return State(StateCache(layers=layers), state.logits, placeholder_tokens, lengths, padded=False)
 
 
 def export(
@@ -169,30 +190,39 @@ def export(
     `identity_of` the model, by default without its tokenizer, and `method` describes the method. A `UserError` if heads
     keep numbers of entries that cannot be stored so, or the model's keys cannot be rotated.
     """
-    after = turned(model, state, placeholders_of(state, page))
-    about = {"before": before, "method": method, "identity": identity or identity_of(model)}
-    return write_state(model.config, state, after, root, page=page, **about)
+    return write_state(
+        model.config,
+        state,
+        turned(model, state, placeholders_of(state, page)),
+        root,
+        page=page,
+        before=before,
+        method=method,
+        identity=identity or identity_of(model),
+    )
 
 
 def write_state(
-    config: Any, state: State, after: State, root: Path, *, page: int = 0, **about: Any
+    config: Any, state: State, after: State, root: Path, *, page: int = 0, **fields: Any
 ) -> tuple[str, Header]:
     """Write a state whose keys were rotated; see `export`.
 
-    `state` and `after` are the state before and after the rotation; `about` are other fields of the header.
+    `state` and `after` are the state before and after the rotation; `fields` are further ones of the header.
     """
     keys, values = _packed(after, ragged=bool(page))
     counts = state.counts()[:, 0].cpu()  # [L, K]
-    tensors = {"keys": keys, "values": values} | ({"pages": counts // page} if page else {})
+    tensors = {"keys": keys, "values": values}
+    if page:
+        tensors["pages"] = counts // page
     header = Header(
         entries=int(after.lengths[0]),
         seen=int(state.lengths[0]),
         shape=(*counts.shape, keys.shape[-1]),
         page=page,
         model=str(config.name_or_path or ""),
-        rope=_plain(getattr(config.get_text_config(decoder=True), "rope_parameters", None)),
+        rope=_rope_parameters(config),
         tokens=json_digest(state.tokens[0].tolist()),
-        **about,
+        **fields,
     )
     return write_prefix(root, header, tensors), header
 
@@ -224,12 +254,23 @@ def placeholders_of(state: State, page: int) -> int:
 
 def _packed(state: State, ragged: bool) -> tuple[Tensor, Tensor]:
     """Keys and values [L, K, B, d], or the real ones of each layer and head after one another, [total, d]."""
-    entries = state.entries()
-    if not ragged:
-        return torch.stack([each.keys[0] for each in entries]), torch.stack([each.values[0] for each in entries])
-    real = [(each, selected[0]) for each, selected in zip(entries, state.select_all(), strict=True)]
-    return torch.cat([each.keys[0][own] for each, own in real]), torch.cat([each.values[0][own] for each, own in real])
+    keys = []
+    values = []
+    for entries in state.entries():
+        layer_keys = entries.keys[0]
+        layer_values = entries.values[0]
+        if ragged:
+            is_real = entries.marks[0]
+            layer_keys = layer_keys[is_real]
+            layer_values = layer_values[is_real]
+        keys.append(layer_keys)
+        values.append(layer_values)
+    if ragged:
+        return torch.cat(keys), torch.cat(values)
+    return torch.stack(keys), torch.stack(values)
 
 
-def _plain(parameters: Any) -> dict[str, Any] | None:
+def _rope_parameters(config: Any) -> dict[str, Any] | None:
+    """A model's parameters of rotary positions, as JSON can store them."""
+    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None)
     return None if parameters is None else json.loads(json.dumps(dict(parameters), default=str))

@@ -44,8 +44,12 @@ class Guard:
         hosts: Sequence[str],
         origins: Sequence[str],
     ) -> None:
-        self.app, self.refuse, self.key, self.open_paths = app, refuse, key, open_paths
-        self.hosts, self.origins = [host.lower() for host in hosts], [origin.lower() for origin in origins]
+        self.app = app
+        self.refuse = refuse
+        self.key = key
+        self.open_paths = open_paths
+        self.hosts = [host.lower() for host in hosts]
+        self.origins = [origin.lower() for origin in origins]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, as ASGI applications do."""

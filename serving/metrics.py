@@ -1,5 +1,6 @@
 """`/metrics`: an engine's counters for Prometheus, and those of the process."""
 
+import itertools
 from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -23,11 +24,13 @@ class EngineMetrics(Collector):
     """Metrics of an engine; `refused` counts refused requests by HTTP status."""
 
     def __init__(self, engine: Engine, refused: Mapping[int, int]) -> None:
-        self.engine, self.refused = engine, refused
+        self.engine = engine
+        self.refused = refused
 
     @override
     def collect(self) -> Iterable[Metric]:
-        totals, (running, waiting) = self.engine.totals, self.engine.load
+        totals = self.engine.totals
+        running, waiting = self.engine.load
         yield GaugeMetricFamily("keepsight_running", "Answers that are decoded.", running)
         yield GaugeMetricFamily("keepsight_waiting", "Requests that wait for their turn.", waiting)
         yield GaugeMetricFamily("keepsight_kv_bytes", "Bytes of the batch's keys and values.", self.engine.kv_bytes)
@@ -41,18 +44,21 @@ class EngineMetrics(Collector):
         yield refused
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(f"keepsight_{name}", text, getattr(totals, name))
-        texts = {
-            "queue_time": "Seconds from a request's arrival to the start of its prefill.",
-            "time_to_first_token": "Seconds from a request's arrival to its first token.",
-            "time_between_tokens": "Seconds between two tokens of an answer.",
-        }
-        values = {
-            "queue_time": totals.queue,
-            "time_to_first_token": totals.first_token,
-            "time_between_tokens": totals.between_tokens,
-        }
-        for name, text in texts.items():
-            yield _histogram(f"keepsight_{name}_seconds", text, values[name])
+        yield _histogram(
+            "keepsight_queue_time_seconds",
+            "Seconds from a request's arrival to the start of its prefill.",
+            totals.queue,
+        )
+        yield _histogram(
+            "keepsight_time_to_first_token_seconds",
+            "Seconds from a request's arrival to its first token.",
+            totals.first_token,
+        )
+        yield _histogram(
+            "keepsight_time_between_tokens_seconds",
+            "Seconds between two tokens of an answer.",
+            totals.between_tokens,
+        )
 
 
 def registry_of(engine: Engine, refused: Mapping[int, int]) -> CollectorRegistry:
@@ -64,6 +70,6 @@ def registry_of(engine: Engine, refused: Mapping[int, int]) -> CollectorRegistry
 
 
 def _histogram(name: str, text: str, values: Histogram) -> HistogramMetricFamily:
-    counts = [sum(values.counts[: place + 1]) for place in range(len(values.counts))]
     bounds = [*map(str, values.bounds), "+Inf"]
-    return HistogramMetricFamily(name, text, buckets=[*zip(bounds, counts, strict=True)], sum_value=values.sum)
+    buckets = [*zip(bounds, itertools.accumulate(values.counts), strict=True)]
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=values.sum)

@@ -37,7 +37,7 @@ def _one_prompt(prompt: Any) -> str | list[int]:
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(prompt) != 1:
             raise ValueError(f"holds {len(prompt)} prompts; this server answers one prompt per request")
-        (prompt,) = prompt
+        prompt = prompt[0]
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return prompt
     if not isinstance(prompt, str):
@@ -85,20 +85,26 @@ class CommonFields(BaseModel):
     user: str | None = None
     metadata: dict[str, Any] | None = None
 
-    def options(self, answer_tokens: int, own_top_k: int | None) -> dict[str, Any]:
+    def options(self, answer_tokens: int, model_top_k: int | None) -> dict[str, Any]:
         """Options of `model.generate`; unset fields are as in the model's generation configuration."""
         options: dict[str, Any] = {"max_new_tokens": answer_tokens}
         if self.temperature is not None:
             options["do_sample"] = self.temperature > 0
         if self.temperature:
-            options |= {"temperature": max(self.temperature, 0.01), "top_k": own_top_k or 0}
-        values = {name: getattr(self, name) for name in ("top_p", "top_k", "repetition_penalty")}
-        return options | {name: value for name, value in values.items() if value is not None}
+            options["temperature"] = max(self.temperature, 0.01)
+            options["top_k"] = model_top_k or 0
+        for name in ("top_p", "top_k", "repetition_penalty"):
+            value = getattr(self, name)
+            if value is not None:
+                options[name] = value
+        return options
 
     @property
     def stops(self) -> list[str]:
         """The texts before which the answer ends."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if isinstance(self.stop, str):
+            return [self.stop]
+        return self.stop or []
 
 
 class CompletionRequest(CommonFields):
@@ -146,8 +152,9 @@ class ToolCall(BaseModel):
                 arguments = None
         if not isinstance(arguments, dict):
             raise UserError(f"messages: the arguments of the tool call {self.function.name!r} must be a JSON object")
-        function = self.function.model_dump() | {"name": name, "arguments": arguments}
-        return self.model_dump() | {"function": function}
+        rendered = self.model_dump()
+        rendered["function"] |= {"name": name, "arguments": arguments}
+        return rendered
 
 
 class Message(BaseModel):
@@ -201,9 +208,9 @@ def prompt_of(messages: Sequence[Message], tokenizer: Any) -> str:
         UserError: the template refuses the messages, or would leave out a tool call or a message of a role that it does
             not know, such as `tool`; a message without tool calls has no content.
     """
-    for number, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if message.content is None and not message.tool_calls:
-            raise UserError(f"messages.{number}.content: must be a text, as the message has no tool_calls")
+            raise UserError(f"messages.{index}.content: must be a text, as the message has no tool_calls")
     _require_rendered(tokenizer, messages)
     return chat_text(tokenizer, [message.turn() for message in messages])
 
@@ -213,28 +220,31 @@ def _require_rendered(tokenizer: Any, messages: Sequence[Message]) -> None:
 
     One rendering has the marks of all messages, of which a request may have thousands.
     """
-    expected = dict[int, int]()
-    for number, message in enumerate(messages):
-        is_unusual = message.role not in _PLAIN_ROLES and bool(message.text.strip())
-        if count := len(message.tool_calls or ()) + is_unusual:
-            expected[number] = count
-    if not expected:
+    expected_marks = []
+    marked_turns = []
+    for index, message in enumerate(messages):
+        has_unusual_text = message.role not in _PLAIN_ROLES and bool(message.text.strip())
+        expected_marks.append(len(message.tool_calls or ()) + has_unusual_text)
+        marked_turns.append(message.turn(f"keepsight_mark_{index}_"))
+    if not any(expected_marks):
         return
-    marked = [message.turn(f"keepsight_mark_{number}_") for number, message in enumerate(messages)]
-    rendered = Counter(re.findall(r"keepsight_mark_(\d+)_", chat_text(tokenizer, marked)))
-    for number, count in expected.items():
-        if rendered[str(number)] < count:
-            message = messages[number]
-            what = "tool_calls" if message.tool_calls else f"role {message.role!r}"
+
+    rendered_marks = Counter(re.findall(r"keepsight_mark_(\d+)_", chat_text(tokenizer, marked_turns)))
+    for index, message in enumerate(messages):
+        if rendered_marks[str(index)] < expected_marks[index]:
+            lost = "tool_calls" if message.tool_calls else f"role {message.role!r}"
             raise UserError(
-                f"messages.{number}: {what} would be lost, as the chat template of {tokenizer.name_or_path!r} does "
+                f"messages.{index}: {lost} would be lost, as the chat template of {tokenizer.name_or_path!r} does "
                 "not render it; leave it out, or write it as text"
             )
 
 
 def first_fault(error: ValidationError) -> str:
     """One line: which field is wrong, and why; of the fault that lies deepest."""
-    fault = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
-    where = ".".join(map(str, fault["loc"]))
-    found = "" if fault["type"] in ("missing", "json_invalid", "value_error") else f", got {fault.get('input')!r:.80}"
-    return f"{where or 'the body'}: {fault['msg'].removeprefix('Value error, ')}{found}"
+    faults = error.errors(include_url=False, include_context=False)
+    deepest = max(faults, key=lambda fault: len(fault["loc"]))
+    field = ".".join(map(str, deepest["loc"])) or "the body"
+    reason = deepest["msg"].removeprefix("Value error, ")
+    if deepest["type"] in ("missing", "json_invalid", "value_error"):
+        return f"{field}: {reason}"
+    return f"{field}: {reason}, got {deepest.get('input')!r:.80}"

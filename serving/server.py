@@ -11,7 +11,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import anyio
@@ -38,6 +38,7 @@ from keepsight.serving.requests import (
     ChatRequest,
     CommonFields,
     CompletionRequest,
+    Message,
     StreamOptions,
     first_fault,
     prompt_of,
@@ -54,7 +55,7 @@ _PING = 15.0
 _COMMENT = ": keepsight\n\n"
 _LONG_TEXT = 1 << 15
 """Characters from which a text is tokenized behind other long ones, in some milliseconds or more."""
-_TOKENIZING = 2
+_TOKENIZED_AT_A_TIME = 2
 """Texts that are tokenized at a time: as many long ones, and as many short ones."""
 
 
@@ -67,7 +68,9 @@ class Streamed(Job):
     def __init__(self, ids: torch.Tensor, answer: AnswerText, seed: int | None, **options: Any) -> None:
         super().__init__(ids, seed=seed, **options)
         self.pieces: asyncio.Queue[str | None] = asyncio.Queue()
-        self._answer, self._loop, self._sent = answer, asyncio.get_running_loop(), 0
+        self._answer = answer
+        self._loop = asyncio.get_running_loop()
+        self._sent = 0
 
     @property
     def text(self) -> str:
@@ -99,9 +102,10 @@ class Streamed(Job):
         except RuntimeError:  # the loop is closed: the server has ended
             self.cancel()
 
-    async def __aiter__(self) -> AsyncIterator[str]:
-        while (piece := await self.pieces.get()) is not None:
-            yield piece
+    async def wait(self) -> None:
+        """Wait until the answer has ended."""
+        while await self.pieces.get() is not None:
+            pass
 
 
 class Service:
@@ -133,16 +137,26 @@ class Service:
         origins: Sequence[str] = (),
         open_metrics: bool = False,
     ) -> None:
-        self.engine, self.target, self.name, self.key = engine, target, name, key
-        self.answer_tokens, self.max_bytes, self.started = answer_tokens, max_bytes, int(time.time())
-        self.read_timeout, self.hosts, self.origins = read_timeout, hosts, origins
-        self.open_paths = (*PROBES, "/metrics") if open_metrics else PROBES
-        self.refused = dict[int, int]()
+        self.engine = engine
+        self.target = target
+        self.name = name
+        self.key = key
+        self.answer_tokens = answer_tokens
+        self.max_bytes = max_bytes
+        self.read_timeout = read_timeout
+        self.hosts = hosts
+        self.origins = origins
+        self.open_paths = PROBES
+        if open_metrics:
+            self.open_paths = (*PROBES, "/metrics")
+        self.started = int(time.time())
+        self.refused: dict[int, int] = {}
         self.registry = registry_of(engine, self.refused)
         self.decoder = copy.deepcopy(target.tokenizer)  # the engine's thread decodes while others encode
         self.most_characters = engine.max_prompt_tokens * max(map(len, target.tokenizer.get_vocab()))
         self.preparing = 0
-        self._short, self._long = CapacityLimiter(_TOKENIZING), CapacityLimiter(_TOKENIZING)
+        self._short_texts = CapacityLimiter(_TOKENIZED_AT_A_TIME)
+        self._long_texts = CapacityLimiter(_TOKENIZED_AT_A_TIME)
 
     def app(self) -> FastAPI:
         """The FastAPI application."""
@@ -188,44 +202,54 @@ class Service:
 
     async def model(self, name: str) -> JSONResponse:
         """`/v1/models/NAME`: the model of that name."""
-        self._require_own(name)
+        self._require_served(name)
         return JSONResponse(self._description())
 
     def _description(self) -> dict[str, Any]:
-        model = {"id": self.name, "object": "model", "created": self.started, "owned_by": "keepsight"}
-        return model | {"max_model_len": self.engine.context}
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "keepsight",
+            "max_model_len": self.engine.context,
+        }
 
-    def _require_own(self, name: str) -> None:
+    def _require_served(self, name: str) -> None:
         if name != self.name:
             raise HTTPException(404, f"the model {name[:200]!r} does not exist; this server has {self.name!r}")
 
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
         asked = await self._read(request, ChatRequest)
-        messages, tokenizer = asked.messages, self.target.tokenizer
+        messages = asked.messages
         if len(messages) > self.engine.max_prompt_tokens:
             raise TooLong(self.engine.too_long(f"there are {len(messages)} messages"))
         characters = sum(len(message.text) for message in messages)
-        ids = await self._encoded(lambda: prompt_of(messages, tokenizer), characters, special=False)
+        ids = await self._encoded(messages, characters)
         return await self._answer(request, asked, ids, asked.max_completion_tokens or asked.max_tokens, chat=True)
 
     async def complete(self, request: Request) -> Response:
         """`/v1/completions`."""
         asked = await self._read(request, CompletionRequest)
-        prompt: Any = asked.prompt
+        prompt: str | list[int] = asked.prompt
         if isinstance(prompt, str):
-            text = prompt
-            prompt = await self._encoded(lambda: text, len(text), special=True)
-        elif len(prompt) > self.engine.max_prompt_tokens:
-            raise TooLong(self.engine.too_long(f"the prompt has {len(prompt)} tokens"))
-        elif wrong := [token for token in prompt if not 0 <= token < self.target.vocabulary]:
-            raise UserError(f"prompt: {wrong[0]} is not a token id; the vocabulary has {self.target.vocabulary}")
-        return await self._answer(
-            request, asked, prompt, asked.max_tokens or min(COMPLETION_TOKENS, self.answer_tokens), chat=False
-        )
+            prompt = await self._encoded(prompt, len(prompt))
+        else:
+            self._check_ids(prompt)
+        answer_tokens = asked.max_tokens or min(COMPLETION_TOKENS, self.answer_tokens)
+        return await self._answer(request, asked, prompt, answer_tokens, chat=False)
 
-    async def _encoded(self, text_of: Callable[[], str], characters: int, special: bool) -> list[int]:
-        """The tokens of a text with at least so many characters; both are made in a thread.
+    def _check_ids(self, ids: list[int]) -> None:
+        """Refuse a prompt of ids that is too long, or holds what is no token."""
+        if len(ids) > self.engine.max_prompt_tokens:
+            raise TooLong(self.engine.too_long(f"the prompt has {len(ids)} tokens"))
+        vocabulary = self.target.vocabulary
+        for token in ids:
+            if not 0 <= token < vocabulary:
+                raise UserError(f"prompt: {token} is not a token id; the vocabulary has {vocabulary}")
+
+    async def _encoded(self, prompt: str | Sequence[Message], characters: int) -> list[int]:
+        """The tokens of a text, or of a chat, with at least so many characters; they are made in a thread.
 
         Raises:
             TooLong: more characters than the tokens of the longest prompt have.
@@ -233,22 +257,25 @@ class Service:
         """
 
         def ids() -> list[int]:
-            text = text_of()
+            tokenizer = self.target.tokenizer
+            is_chat = not isinstance(prompt, str)
+            text = prompt_of(prompt, tokenizer) if is_chat else prompt
             self._check_characters(len(text))
-            return encode(self.target.tokenizer, [text], special=special)[0]
+            return encode(tokenizer, [text], special=not is_chat)[0]
 
         self._check_characters(characters)
         self.engine.require_room(self.preparing)
         self.preparing += 1
         try:
-            return await run_sync(ids, limiter=self._long if characters > _LONG_TEXT else self._short)
+            limiter = self._long_texts if characters > _LONG_TEXT else self._short_texts
+            return await run_sync(ids, limiter=limiter)
         finally:
             self.preparing -= 1
 
     def _check_characters(self, characters: int) -> None:
         if characters > self.most_characters:
-            found = f"the prompt has {characters} characters, more than so many tokens hold"
-            raise TooLong(self.engine.too_long(found))
+            length = f"the prompt has {characters} characters, more than so many tokens hold"
+            raise TooLong(self.engine.too_long(length))
 
     async def _read(self, request: Request, kind: Any) -> Any:
         body = bytearray()
@@ -266,43 +293,45 @@ class Service:
             asked = kind.model_validate_json(bytes(body))
         except ValidationError as error:
             raise UserError(first_fault(error)) from None
-        self._require_own(asked.model)
+        self._require_served(asked.model)
         return asked
 
     async def _answer(
-        self, request: Request, asked: CommonFields, ids: list[int], most: int | None, chat: bool
+        self, request: Request, asked: CommonFields, ids: list[int], max_tokens: int | None, chat: bool
     ) -> Response:
-        if most is not None and most > self.answer_tokens:
+        if max_tokens is None:
+            room = self.engine.context - len(ids)
+            max_tokens = max(min(self.answer_tokens, room), 1)
+        elif max_tokens > self.answer_tokens:
             raise UserError(
-                f"max_tokens is {most}; this server answers with at most {self.answer_tokens}, which its option "
+                f"max_tokens is {max_tokens}; this server answers with at most {self.answer_tokens}, which its option "
                 "max_new_tokens= raises"
             )
-        room = self.engine.context - len(ids)
-        own: Any = self.target.model.generation_config
-        options = asked.options(most or max(min(self.answer_tokens, room), 1), own.top_k)
+        generation_config: Any = self.target.model.generation_config
+        options = asked.options(max_tokens, generation_config.top_k)
         answer = AnswerText(self.decoder, asked.stops, asked.stop_token_ids or [])
         job = Streamed(torch.tensor(ids, dtype=torch.long), answer, asked.seed, **options)
         self.engine.submit(job)
         reply = Reply(self.name, job, chat)
         if asked.stream:
             return Stream(job, self._events(request, reply, asked.stream_options))
-        await self._unless_gone(request, _all(job), job)
+        await self._unless_gone(request, job)
         self._require_sound(job)
-        return JSONResponse(reply.whole())
+        return JSONResponse(reply.completion())
 
-    async def _unless_gone(self, request: Request, result: Any, job: Job) -> Any:
-        """The result; once the client has left, the request is cancelled instead."""
-        waiting, gone = asyncio.ensure_future(result), asyncio.ensure_future(_left(request))
+    async def _unless_gone(self, request: Request, job: Streamed) -> None:
+        """Wait until the answer has ended; once the client has left, the request is cancelled instead."""
+        answered = asyncio.ensure_future(job.wait())
+        gone = asyncio.ensure_future(_disconnected(request))
         try:
-            await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
+            await asyncio.wait({answered, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not answered.done():
                 raise HTTPException(499, "the client has left")
-            return waiting.result()
         except BaseException:
             job.cancel()
             raise
         finally:
-            waiting.cancel()
+            answered.cancel()
             gone.cancel()
 
     async def _events(self, request: Request, reply: "Reply", options: StreamOptions | None) -> AsyncIterator[str]:
@@ -320,7 +349,7 @@ class Service:
         else:
             yield _event(reply.chunk("", job.reason))
             if options is not None and options.include_usage:
-                yield _event({**reply.chunk(""), "choices": [], "usage": reply.usage()})
+                yield _event(reply.usage_chunk())
         yield "data: [DONE]\n\n"
 
     def _require_sound(self, job: Job) -> None:
@@ -335,8 +364,11 @@ class Service:
     async def _refusal(self, request: Request, error: Any) -> JSONResponse:
         """The reply of an error."""
         status = _status_of(error)
-        headers = {"retry-after": "1"} if status in (429, 503) else {}
-        headers |= {"www-authenticate": "Bearer"} if status == 401 else {}
+        headers = {}
+        if status == 401:
+            headers["www-authenticate"] = "Bearer"
+        if status in (429, 503):
+            headers["retry-after"] = "1"
         return JSONResponse(self._error_body(request, error), status, headers)
 
     def _error_body(self, request: Request, error: Any) -> dict[str, Any]:
@@ -350,9 +382,11 @@ class Service:
         else:
             message = f"{type(error).__name__} in the server"
         if status >= 500:
-            asked = printable(f"{request.method} {request.scope['path'][:200]}")
-            logger.error("%s: %d, %s", asked, status, _cause_of(error))
-        kind = STATUS.get(status, "invalid_request_error" if status < 500 else "server_error")
+            endpoint = printable(f"{request.method} {request.scope['path'][:200]}")
+            logger.error("%s: %d, %s", endpoint, status, _cause_of(error))
+        kind = STATUS.get(status)
+        if kind is None:
+            kind = "invalid_request_error" if status < 500 else "server_error"
         code = "context_length_exceeded" if isinstance(error, TooLong) else status
         return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
@@ -383,30 +417,60 @@ class Reply:
     """The bodies of an answer, whole and in chunks."""
 
     def __init__(self, model: str, job: Streamed, chat: bool) -> None:
-        self.job, self.chat = job, chat
-        kind = "chat.completion" if chat else "text_completion"
-        self.head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", "object": kind}
-        self.head |= {"created": int(time.time()), "model": model}  # type: ignore[dict-item]
+        self.model = model
+        self.job = job
+        self.chat = chat
+        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
 
     def usage(self) -> dict[str, Any]:
         """Tokens of prompt and answer, and the entries that a KV head keeps of the prompt."""
-        prompt, answer = len(self.job.ids), len(self.job.tokens)
-        details = {"cached_tokens": 0, "kept_entries": round(self.job.kept)}
-        counts = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
-        return counts | {"prompt_tokens_details": details}
+        prompt_tokens = len(self.job.ids)
+        completion_tokens = len(self.job.tokens)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": 0, "kept_entries": round(self.job.kept)},
+        }
 
-    def whole(self) -> dict[str, Any]:
+    def completion(self) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-        message = {"message": {"role": "assistant", "content": self.job.text}} if self.chat else {"text": self.job.text}
-        choice = {"index": 0, **message, "logprobs": None, "finish_reason": self.job.reason}
-        return {**self.head, "choices": [choice], "usage": self.usage()}
+        choice: dict[str, Any] = {"index": 0}
+        if self.chat:
+            choice["message"] = {"role": "assistant", "content": self.job.text}
+        else:
+            choice["text"] = self.job.text
+        choice["logprobs"] = None
+        choice["finish_reason"] = self.job.reason
+        body = self._body("chat.completion" if self.chat else "text_completion", [choice])
+        body["usage"] = self.usage()
+        return body
 
     def chunk(self, text: str, reason: str | None = None, first: bool = False) -> dict[str, Any]:
         """A chunk of a stream."""
-        delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
-        choice = {"index": 0, **({"delta": delta} if self.chat else {"text": text})}
-        kind = {"object": "chat.completion.chunk"} if self.chat else {}
-        return {**self.head, **kind, "choices": [{**choice, "logprobs": None, "finish_reason": reason}]}
+        choice: dict[str, Any] = {"index": 0}
+        if self.chat:
+            delta = {}
+            if first:
+                delta["role"] = "assistant"
+            if text or first:
+                delta["content"] = text
+            choice["delta"] = delta
+        else:
+            choice["text"] = text
+        choice["logprobs"] = None
+        choice["finish_reason"] = reason
+        return self._body("chat.completion.chunk" if self.chat else "text_completion", [choice])
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """The last chunk of a stream whose client wants to know its usage."""
+        body = self._body("chat.completion.chunk" if self.chat else "text_completion", [])
+        body["usage"] = self.usage()
+        return body
+
+    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
 
 class Stream(StreamingResponse):
@@ -442,11 +506,7 @@ def _event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body)}\n\n"
 
 
-async def _all(job: Streamed) -> None:
-    async for _ in job:
-        pass
-
-
-async def _left(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
+    """Wait until the client has left."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

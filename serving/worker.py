@@ -33,7 +33,8 @@ from keepsight.serving.prefix import CONTEXT_EXCEEDED, alphabet_of, file_of, req
 logger = logging.getLogger(__name__)
 
 _LONGEST_LINE = 2**26
-_CLOSING = {"error": "keepsight: the server is shutting down", "status": 503}
+"""Bytes of the longest request."""
+_SHUTTING_DOWN = {"error": "keepsight: the server is shutting down", "status": 503}
 
 
 class Abandoned(Exception):
@@ -94,10 +95,14 @@ class Worker:
         max_bytes: int = 2**31,
         max_tokens: int = 0,
     ) -> None:
-        self.target, self.method, self.root = target, method, root
-        self.page, self.waiting, self.max_bytes = page, waiting, max_bytes
+        self.target = target
+        self.method = method
+        self.root = root
+        self.page = page
+        self.waiting = waiting
+        self.max_bytes = max_bytes
         self.context = context_of(target.model)
-        self.longest = min(self.context, max_tokens or sys.maxsize)
+        self.max_tokens = min(self.context, max_tokens or sys.maxsize)
         self.alphabet = alphabet_of(target.tokenizer)
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "keepsight-worker")
@@ -136,17 +141,20 @@ class Worker:
         self, ids: list[int], salt: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Reply, and hold the prefix until the connection is closed."""
-        if (refusal := self._refusal_of(ids)) is not None:
+        refusal = self._token_refusal(ids)
+        if refusal is not None:
             await _send(writer, refusal)
             return
         key = _key_of(ids, salt)
         prompt = self._prompts.get(key)
-        is_known = prompt is not None
+        is_new = prompt is None
         if prompt is None:
-            if (refusal := self._refusal()) is not None:
+            refusal = self._queue_refusal()
+            if refusal is not None:
                 await _send(writer, refusal)
                 return
-            prompt = self._prompts[key] = Prompt(salt)
+            prompt = Prompt(salt)
+            self._prompts[key] = prompt
         if prompt.path is not None and not prompt.path.is_file():
             self._remove(prompt)  # such as by a cleaner of temporary folders; it is made again
             prompt.reading = None
@@ -158,27 +166,27 @@ class Worker:
         try:
             await asyncio.wait({prompt.reading, gone}, return_when=asyncio.FIRST_COMPLETED)
             if prompt.reading.done():
-                await _send(writer, prompt.reading.result() | {"known": is_known})
+                await _send(writer, prompt.reading.result() | {"known": not is_new})
                 await gone
         finally:
             gone.cancel()
             self._leave(key, prompt)
 
-    def _refusal_of(self, ids: list[Any]) -> dict[str, Any] | None:
-        """What is wrong with the tokens of a prompt."""
+    def _token_refusal(self, ids: list[Any]) -> dict[str, Any] | None:
+        """The reply to a prompt whose tokens are none of the model's; else None."""
         vocabulary = self.target.vocabulary
-        wrong = [id for id in ids if type(id) is not int or not 0 <= id < vocabulary]
-        if not wrong:
-            return None
-        said = f"keepsight: {str(wrong[0])[:64]!r} is not a token id; the vocabulary has {vocabulary}"
-        return {"error": said, "status": 400}
+        for token in ids:
+            if type(token) is not int or not 0 <= token < vocabulary:
+                error = f"keepsight: {str(token)[:64]!r} is not a token id; the vocabulary has {vocabulary}"
+                return {"error": error, "status": 400}
+        return None
 
-    def _refusal(self) -> dict[str, Any] | None:
-        """Why no further prompt is taken now."""
+    def _queue_refusal(self) -> dict[str, Any] | None:
+        """The reply to a further prompt while none is taken; else None."""
         if self._closed.is_set():
-            return _CLOSING
-        unread = [prompt for prompt in self._prompts.values() if not prompt.is_read]
-        if len(unread) > self.waiting:
+            return _SHUTTING_DOWN
+        unread = sum(not prompt.is_read for prompt in self._prompts.values())
+        if unread > self.waiting:
             return {"error": f"keepsight: {self.waiting} long prompts are waiting; try again later", "status": 429}
         return None
 
@@ -203,17 +211,18 @@ class Worker:
     def _remove(self, prompt: Prompt) -> None:
         if prompt.path is not None:
             prompt.path.unlink(missing_ok=True)
-            prompt.path, prompt.size = None, 0
+            prompt.path = None
+            prompt.size = 0
 
     async def _read(self, prompt: Prompt, ids: list[int]) -> dict[str, Any]:
         """The reply, once the prompt's turn has come."""
         async with self._turn:
             if prompt.left.is_set() or self._closed.is_set():
-                return _CLOSING
+                return _SHUTTING_DOWN
             reply = await asyncio.get_running_loop().run_in_executor(self._thread, self.read, prompt, ids)
             if prompt.left.is_set():  # at the last moment: nobody will use the file
                 self._remove(prompt)
-                return _CLOSING
+                return _SHUTTING_DOWN
         self._remove_oldest()
         return reply
 
@@ -232,7 +241,7 @@ class Worker:
                 state = self.method.start(model, torch.tensor([ids], device=model.device))
             require_spellable(placeholders_of(state, self.page), self.alphabet)
         except Abandoned:
-            return _CLOSING
+            return _SHUTTING_DOWN
         except TooLong as error:
             return {"error": one_line(error), "status": 400, "code": CONTEXT_EXCEEDED}
         except UserError as error:
@@ -247,21 +256,23 @@ class Worker:
             size = path.stat().st_size
         except Exception as error:  # such as a full disk
             return _failed(ids, error)
-        prompt.path, prompt.size = path, size
+        prompt.path = path
+        prompt.size = size
         return {"id": digest, "entries": header.entries}
 
     def _require_room(self, length: int) -> None:
         """Refuse a prompt that the method cannot read; `TooLong` if it is a shorter one that it could."""
         self.method.check(length, sys.maxsize)
-        is_too_long = length >= self.longest  # one more token follows the prefix
+        is_too_long = length >= self.max_tokens  # one more token follows the prefix
         try:
             self.method.check(length, self.context)
         except UserError:
             is_too_long = True
         if is_too_long:
             raise TooLong(
-                f"This model's maximum context length is {self.longest} tokens. However, your prompt has {length + 1} "
-                f"tokens, after which {type(self.method).__name__} may need room too. Please shorten the prompt."
+                f"This model's maximum context length is {self.max_tokens} tokens. However, your prompt has "
+                f"{length + 1} tokens, after which {type(self.method).__name__} may need room too. Please shorten the "
+                "prompt."
             )
 
 
@@ -285,6 +296,7 @@ def _key_of(ids: list[int], salt: str) -> str:
 
 def _failed(ids: list[int], error: Exception) -> dict[str, Any]:
     logger.error("a prompt of %d tokens failed: %s: %s", len(ids), type(error).__name__, one_line(error))
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else ""
-    named = f"{type(error).__name__} ({reason})" if reason else type(error).__name__
-    return {"error": f"keepsight: {named} while the prompt was read", "status": 500}
+    cause = type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        cause = f"{cause} ({error.strerror})"
+    return {"error": f"keepsight: {cause} while the prompt was read", "status": 500}

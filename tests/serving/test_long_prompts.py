@@ -160,7 +160,7 @@ def test_the_longest_prompt_leaves_room_for_what_observes_it(target: Target, tmp
     async def conversation() -> None:
         reply = await asked(socket, (LONG * 20)[:4090])
         assert reply["code"] == "context_length_exceeded" and "maximum context length is 4096" in reply["error"]
-        worker.longest = 300
+        worker.max_tokens = 300
         replies = [await asked(socket, LONG[:length]) for length in (300, 299)]
         assert replies[0]["code"] == "context_length_exceeded" and replies[1]["entries"] == 140
         assert "maximum context length is 300" in replies[0]["error"]
