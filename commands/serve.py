@@ -15,7 +15,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,26 @@ from keepsight.models.decoder import context_of
 from keepsight.models.model_files import located
 from keepsight.models.targets import Target
 from keepsight.serving.engine import Engine
+from keepsight.serving.hosts import ANY, names_of
 from keepsight.serving.prefix import transfer_config
-from keepsight.serving.vllm.access import GRACE, OPEN_METRICS, STOPPING
+from keepsight.serving.vllm.access import GRACE, HOSTS, OPEN_METRICS, ORIGINS, STOPPING
 from keepsight.serving.worker import Worker
 
 _VLLM_KEYS = "page", "min_prompt_tokens", "prefixes", "prefix_bytes", "vllm_options"
 """Keys that have no meaning without vLLM."""
-_OUR_KEYS = "hosts", "origins", "grace", "keep_alive", "read_timeout", "connections", "access_log"
+_OUR_KEYS = "grace", "keep_alive", "read_timeout", "connections", "access_log"
 """Keys of keepsight's own server."""
-_VLLM_OWN = "model", "tokenizer", "served_model_name", "host", "port", "api_key", "middleware", "kv_transfer_config"
+_VLLM_OWN = (
+    "model",
+    "tokenizer",
+    "served_model_name",
+    "host",
+    "port",
+    "api_key",
+    "middleware",
+    "kv_transfer_config",
+    "allowed_origins",
+)
 _VLLM_KEY = "VLLM_API_KEY"
 """vLLM's variable of the API key, which `key=` stands before."""
 _SHUTDOWN = 25
@@ -60,7 +70,6 @@ def run(config: Config) -> None:
         if _is_set(config, name):
             raise UserError(f"{name}= is for vLLM's server; leave it out, or add vllm=true")
     try:
-        from keepsight.serving.guard import ANY
         from keepsight.serving.listener import Listening, server_of
         from keepsight.serving.server import Service
     except ImportError as error:
@@ -70,7 +79,7 @@ def run(config: Config) -> None:
     key_variable = config.key if key else None
     hosts = config.hosts
     if not hosts:
-        hosts = [ANY] if key else _names_of(config.host)
+        hosts = [ANY] if key else names_of(config.host)
     with closing(listening(config.host, config.port)) as listener:
         target = target_of(config)
         method = method_of(config, resources_of(config, target))
@@ -122,15 +131,6 @@ def _key_note(variable: str | None) -> str:
     return f"requests need the key in {variable}" if variable else "requests need no key"
 
 
-def _names_of(host: str) -> list[str]:
-    """Names by which clients may call a server that needs no key, beside localhost and addresses."""
-    try:
-        is_loopback = ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = False
-    return [host] if is_loopback else [host, socket.gethostname()]
-
-
 # Beside vLLM's server
 
 
@@ -172,6 +172,9 @@ def _run_vllm(config: Config) -> None:
         context = context_of(target.model)
         environment = _environment(config, min_prompt_tokens, context, source, tokenizer, named_prefixes, worker_socket)
         environment[STOPPING] = str(stopping)
+        environment[ORIGINS] = json.dumps(config.origins)
+        if config.hosts:
+            environment[HOSTS] = json.dumps(config.hosts)
         shutdown_timeout = _shutdown_timeout(config)
         environment[GRACE] = str(max(shutdown_timeout - 2, 0.5))
         key_variable = None
@@ -277,6 +280,7 @@ def _arguments(config: Config, target: Target, source: str | Path, tokenizer: Pa
         "max_num_seqs": config.rows,
         "override_generation_config": json.dumps({"max_new_tokens": config.max_new_tokens}),
         "middleware": "keepsight.serving.vllm.middleware.Prefixes",
+        "allowed_origins": config.origins,
         "kv_transfer_config": json.dumps(transfer_config(*roots)),
         "enforce_eager": target.model.device.type == "cpu",  # compiling takes minutes there
         "trust_remote_code": config.model.trust_remote_code,

@@ -1,4 +1,4 @@
-"""Who may ask our server: the checks of a request's headers, before anything else reads it.
+"""Who may ask a server, our own or vLLM's: the checks of a request's headers, before anything else reads it.
 
 A web page that somebody opens can send requests to a server on the same machine. It is refused by its `Origin`; a page
 whose own host name was made to point here (DNS rebinding) by `Host`; forms, which send no `Origin` in some browsers, by
@@ -7,8 +7,6 @@ whose own host name was made to point here (DNS rebinding) by `Host`; forms, whi
 
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
-from ipaddress import ip_address
-from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -16,14 +14,16 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from keepsight.errors import printable
+from keepsight.serving.hosts import ANY, is_local, name_in
 
 PROBES = ("/health", "/ready")
 """Paths that need no key."""
-ANY = "*"
 
 
 class Guard:
     """ASGI middleware that refuses requests with 401, 403 or 415.
+
+    A subclass may have another `check_key`.
 
     Args:
         app: The application.
@@ -39,8 +39,8 @@ class Guard:
         app: ASGIApp,
         *,
         refuse: Callable[[Request, HTTPException], Awaitable[Response]],
-        key: str | None,
-        open_paths: Sequence[str],
+        key: str | None = None,
+        open_paths: Sequence[str] = (),
         hosts: Sequence[str],
         origins: Sequence[str],
     ) -> None:
@@ -59,7 +59,7 @@ class Guard:
         try:
             self._check_host(request)
             self._check_origin(request)
-            self._check_key(request)
+            self.check_key(request)
             self._check_content_type(request)
         except HTTPException as error:
             response = await self.refuse(request, error)
@@ -71,8 +71,8 @@ class Guard:
         host = request.headers.get("host")
         if host is None or ANY in self.hosts:  # every browser sends one
             return
-        name = _name_of(host)
-        if not (_is_local(name) or name in self.hosts):
+        name = name_in(host)
+        if not (is_local(name) or name in self.hosts):
             raise HTTPException(403, f"this server does not go by the name {_shown(host)}; add it to hosts=")
 
     def _check_origin(self, request: Request) -> None:
@@ -82,7 +82,8 @@ class Guard:
         if origin.partition("://")[2] != request.headers.get("host", "").lower():
             raise HTTPException(403, f"pages of {_shown(origin)} may not use this server; add it to origins=")
 
-    def _check_key(self, request: Request) -> None:
+    def check_key(self, request: Request) -> None:
+        """Refuse a request that needs a key and lacks it, by an `HTTPException`."""
         if self.key is None or request.scope["path"] in self.open_paths:
             return
         scheme, _, sent = request.headers.get("authorization", "").partition(" ")
@@ -95,25 +96,6 @@ class Guard:
         kind = request.headers.get("content-type", "")
         if kind.partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, f"the body is {_shown(kind)}; send it with Content-Type: application/json")
-
-
-def _name_of(host: str) -> str:
-    """The name or address of a `Host` header, without port and brackets; empty for what is neither."""
-    try:
-        return (urlsplit(f"//{host}").hostname or "").rstrip(".")
-    except ValueError:
-        return ""
-
-
-def _is_local(name: str) -> bool:
-    """Whether no DNS server has a say in where a name points."""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _shown(header: str) -> str:

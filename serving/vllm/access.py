@@ -5,9 +5,13 @@ so that an endpoint of a new version is closed too.
 """
 
 import hmac
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
+
+from keepsight.errors import UserError
+from keepsight.serving.hosts import ANY, names_of
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -26,6 +30,18 @@ STOPPING = "KEEPSIGHT_STOPPING"
 """The variable that names a file; once it exists, the server is told to stop, and answers no further request.
 
 vLLM itself would reply to new requests with 200 and nothing while it waits for the running ones.
+"""
+
+HOSTS = "KEEPSIGHT_HOSTS"
+"""The variable with names by which clients may call the server, as JSON; see `keepsight.serving.guard`.
+
+By default any where the server has a key, else that of its address.
+"""
+
+ORIGINS = "KEEPSIGHT_ORIGINS"
+"""The variable with the origins of web pages that may use the server, as JSON; by default vLLM's `--allowed-origins`.
+
+vLLM's own default, which is any, is not taken: any page that somebody opens could then use a server without a key.
 """
 
 GRACE = "KEEPSIGHT_GRACE"
@@ -64,11 +80,49 @@ def is_preflight(scope: Mapping[str, Any]) -> bool:
     return scope["method"] == "OPTIONS" and {b"origin", b"access-control-request-method"} <= header_names
 
 
+def arguments_of(scope: Mapping[str, Any]) -> Any:
+    """The arguments that the server of a request was started with; None where they are not known."""
+    return getattr(getattr(scope.get("app"), "state", None), "args", None)
+
+
+def hosts_of(scope: Mapping[str, Any]) -> list[str]:
+    """Names by which clients may call the server of a request, beside the local ones."""
+    variable = os.environ.get(HOSTS)
+    if variable:
+        return _list_in(HOSTS, variable)
+    if _keys_of(scope):
+        return [ANY]
+    return names_of(getattr(arguments_of(scope), "host", None) or "0.0.0.0")
+
+
+def origins_of(scope: Mapping[str, Any]) -> list[str]:
+    """Origins of web pages that may use the server of a request."""
+    variable = os.environ.get(ORIGINS)
+    if variable:
+        return _list_in(ORIGINS, variable)
+    allowed = getattr(arguments_of(scope), "allowed_origins", None) or []
+    return [] if allowed == [ANY] else allowed
+
+
+def _list_in(name: str, variable: str) -> list[str]:
+    try:
+        values = json.loads(variable)
+    except ValueError:
+        values = None
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise UserError(f'{name}={variable}: must be a list of texts as JSON, such as ["api.example.com"]')
+    return values
+
+
+def _keys_of(scope: Mapping[str, Any]) -> list[str]:
+    """The API keys of a server."""
+    keys = getattr(arguments_of(scope), "api_key", None) or [os.environ.get("VLLM_API_KEY")]
+    return [key for key in keys if key]
+
+
 def has_key(scope: Mapping[str, Any]) -> bool:
     """Whether a request has a valid API key, or the server has none."""
-    arguments = getattr(getattr(scope.get("app"), "state", None), "args", None)
-    server_keys = getattr(arguments, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
-    server_keys = [key for key in server_keys if key]
+    server_keys = _keys_of(scope)
     if not server_keys:
         return True
 

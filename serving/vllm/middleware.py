@@ -29,12 +29,17 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 from transformers import AutoTokenizer
+from typing_extensions import override
 
 from keepsight.errors import UserError, one_line
 from keepsight.models.chat import template_roles
 from keepsight.models.identity import Identity
 from keepsight.models.targets import fingerprints
+from keepsight.serving.guard import Guard
 from keepsight.serving.prefix import (
     EVICT,
     MARK,
@@ -52,10 +57,12 @@ from keepsight.serving.vllm.access import (
     GRACE,
     PATHS,
     has_key,
+    hosts_of,
     is_listed,
     is_preflight,
     is_stopping,
     needs_key,
+    origins_of,
     path_of,
 )
 from keepsight.serving.vllm.reader import Reader, Refused
@@ -423,6 +430,23 @@ def _variable(name: str, meaning: str) -> str:
     return value
 
 
+class Door(Guard):
+    """The checks of our own server, with vLLM's key, and for the listed endpoints alone."""
+
+    @override
+    def check_key(self, request: Request) -> None:
+        scope = request.scope
+        if is_preflight(scope):
+            return
+        if needs_key(scope) and not has_key(scope):
+            raise HTTPException(401, "keepsight: a key is needed; send Authorization: Bearer KEY")
+        if not is_listed(scope):
+            endpoint = f"{scope['method']} {path_of(scope)}"
+            raise HTTPException(
+                404, f"keepsight: {endpoint} does not read prefixes and is closed; use {' or '.join(PATHS)}"
+            )
+
+
 class Prefixes:
     """The middleware.
 
@@ -451,6 +475,7 @@ class Prefixes:
         self.app = app
         self.rewriter = rewriter
         self.reader = reader
+        self._guard: Door | None = None
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Handle a request, as ASGI applications do."""
@@ -458,15 +483,14 @@ class Prefixes:
             await self.app(scope, receive, send)
         elif scope["type"] != "http":
             await _close(receive, send)
-        elif is_preflight(scope):
-            await self.app(scope, receive, send)
-        elif needs_key(scope) and not has_key(scope):
-            await _refuse(send, 401, "keepsight: a key is needed; send Authorization: Bearer KEY")
-        elif not is_listed(scope):
-            endpoint = f"{scope['method']} {path_of(scope)}"
-            message = f"keepsight: {endpoint} does not read prefixes and is closed; use {' or '.join(PATHS)}"
-            await _refuse(send, 404, message)
-        elif path_of(scope) not in PATHS:
+        else:
+            if self._guard is None:  # the server's arguments are in the scope of requests
+                self._guard = Door(self._handle, refuse=_refusal, hosts=hosts_of(scope), origins=origins_of(scope))
+            await self._guard(scope, receive, send)
+
+    async def _handle(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Handle a request that may reach the server."""
+        if path_of(scope) not in PATHS or is_preflight(scope):
             await self.app(scope, receive, send)
         elif is_stopping():
             await _refuse(send, 503, SHUTTING_DOWN)
@@ -744,21 +768,31 @@ def _again(body: bytes, receive: Receive | None = None) -> Receive:
     return channel
 
 
+async def _refusal(request: Request, error: HTTPException) -> JSONResponse:
+    """The reply to a request that may not reach the server."""
+    return _error(error.status_code, error.detail)
+
+
 async def _refuse(send: Send, status: int, message: str, code: str | None = None) -> None:
+    reply = _error(status, message, code)
+    await send({"type": "http.response.start", "status": status, "headers": reply.raw_headers})
+    await send({"type": "http.response.body", "body": reply.body})
+
+
+def _error(status: int, message: str, code: str | None = None) -> JSONResponse:
+    """An error in OpenAI's format."""
     kind = "server_error"
     if status == 401:
         kind = "authentication_error"
     elif status < 500:
         kind = "invalid_request_error"
-    error = {"message": message, "type": kind, "param": None, "code": code or status}
-    body = json.dumps({"error": error}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers = {}
     if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
+        headers["www-authenticate"] = "Bearer"
     if status in (429, 503):
-        headers.append((b"retry-after", b"1"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+        headers["retry-after"] = "1"
+    error = {"message": message, "type": kind, "param": None, "code": code or status}
+    return JSONResponse({"error": error}, status, headers)
 
 
 async def _close(receive: Receive, send: Send) -> None:

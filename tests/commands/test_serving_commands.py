@@ -141,7 +141,7 @@ def test_values_that_cannot_be_served_end_in_one_line(keepsight: CommandLine) ->
     assert "cannot answer in a batch" in keepsight.fails("serve", *TINY, "method=specache", "port=0")
     assert "host=nowhere.invalid" in keepsight.fails("serve", *TINY, "host=nowhere.invalid")
     assert "page= is for vLLM" in keepsight.fails("serve", *TINY, "page=32")
-    assert "hosts= is for keepsight's own" in keepsight.fails("serve", *TINY, "vllm=true", "hosts=[ships.example]")
+    assert "grace= is for keepsight's own" in keepsight.fails("serve", *TINY, "vllm=true", "grace=5")
 
 
 def test_addresses_are_urls() -> None:

@@ -1,6 +1,7 @@
 """Which requests pass the middleware of vLLM's server: a walk through every route of an application behind it."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,19 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import StreamingResponse
 
-from keepsight.serving.vllm.access import GRACE, METHODS, OPEN_METRICS, PATHS, STATUS_PATHS, STOPPING, TOKENIZER_PATHS
+from keepsight.errors import UserError
+from keepsight.serving.vllm.access import (
+    GRACE,
+    HOSTS,
+    METHODS,
+    OPEN_METRICS,
+    ORIGINS,
+    PATHS,
+    STATUS_PATHS,
+    STOPPING,
+    TOKENIZER_PATHS,
+    hosts_of,
+)
 from keepsight.serving.vllm.middleware import Prefixes, Rewriter
 from tests.tiny import tiny_tokenizer
 
@@ -72,7 +85,8 @@ def asked(engine: Engine, *requests: tuple[str, str], **headers: str) -> list[ht
 
     async def send() -> list[httpx.Response]:
         transport = httpx.ASGITransport(engine.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            headers.setdefault("content-type", "application/json")
             return [await client.request(*each, headers=headers, content=b"{}") for each in requests]
 
     return asyncio.run(send())
@@ -194,11 +208,67 @@ def test_a_root_path_does_not_open_other_paths(engine: Engine):
     assert asked(engine, ("GET", "/health/health"))[0].status_code == 200
 
 
-def test_a_browser_may_ask_first_and_gets_nothing_else(engine: Engine):
-    browser = {"origin": "http://example.org", "access-control-request-method": "POST"}
+PAGE = "http://ui.example"
+
+
+def test_a_browser_may_ask_first_and_gets_nothing_else(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(ORIGINS, json.dumps([PAGE]))
+    browser = {"origin": PAGE, "access-control-request-method": "POST"}
     assert asked(engine, ("OPTIONS", PATHS[0]), **browser)[0].headers["access-control-allow-origin"]
     assert asked(engine, ("OPTIONS", PATHS[0]))[0].status_code == 401
     assert not engine.reached
+
+
+@pytest.fixture
+def unlocked(rewriter: Rewriter, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    engine = Engine()
+    engine.app.state.args.allowed_origins = ["*"]  # vLLM's default
+    engine.app.add_middleware(Prefixes, rewriter=rewriter)
+    return engine
+
+
+ALL = [("POST", path) for path in (*PATHS, *TOKENIZER_PATHS)] + [("GET", path) for path in STATUS_PATHS]
+
+
+def test_hosts_and_pages_of_others_reach_nothing_of_a_server_without_a_key(unlocked: Engine):
+    preflight = {"access-control-request-method": "POST"}
+    for headers in ({"host": "evil.example"}, {"origin": "http://evil.example"}, {"origin": "null"}):
+        replies = asked(unlocked, *ALL, ("OPTIONS", PATHS[0]), **headers, **preflight)
+        assert {reply.status_code for reply in replies} == {403}
+        assert not any("access-control-allow-origin" in reply.headers for reply in replies)
+        assert all(reply.json()["error"]["code"] == 403 for reply in replies)
+    assert not unlocked.reached
+    assert {reply.status_code for reply in asked(unlocked, *ALL, host="127.0.0.1:8000")} == {200}
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_bodies_of_forms_reach_nothing(unlocked: Engine, kind):
+    replies = asked(unlocked, *(route for route in ALL if route[0] == "POST"), **{"content-type": kind})
+    assert {reply.status_code for reply in replies} == {415} and not unlocked.reached
+
+
+def test_hosts_and_pages_that_the_operator_names(unlocked: Engine, monkeypatch: pytest.MonkeyPatch):
+    unlocked.app.state.args.host = "ships.example"
+    unlocked.app.state.args.allowed_origins = [PAGE]
+    headers = {"host": "ships.example", "origin": PAGE}
+    assert {reply.status_code for reply in asked(unlocked, *ALL, **headers)} == {200}
+
+
+def test_names_of_proxies_and_pages_in_variables(unlocked: Engine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(HOSTS, '["api.example"]')
+    monkeypatch.setenv(ORIGINS, '["*"]')
+    headers = {"host": "api.example", "origin": "http://any.example"}
+    assert {reply.status_code for reply in asked(unlocked, *ALL, **headers)} == {200}
+    assert {reply.status_code for reply in asked(unlocked, *ALL, host="ships.example")} == {403}
+    monkeypatch.setenv(HOSTS, "api.example")
+    with pytest.raises(UserError, match=HOSTS):
+        hosts_of({"app": unlocked.app})
+
+
+def test_a_server_with_a_key_goes_by_any_name(engine: Engine):
+    headers = {"host": "api.example", "authorization": f"Bearer {KEY}"}
+    assert {reply.status_code for reply in asked(engine, *ALL, **headers)} == {200}
 
 
 def test_websockets_are_closed(engine: Engine):

@@ -356,7 +356,9 @@ async def replied(app: Prefixes, engine: Engine, path: str, body: Any, key: str 
     async def send(message: Any) -> None:
         replies.append(message)
 
-    headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+    headers = [(b"content-type", b"application/json")]
+    if key:
+        headers.append((b"authorization", f"Bearer {key}".encode()))
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "app": engine}
     await app(scope, receive, send)
     return replies[0]["status"], json.loads(replies[1]["body"])

@@ -69,7 +69,8 @@ def sent(rewriter: Rewriter, path: str, body: bytes, **scope: Any) -> tuple[int,
     async def send(message: Any) -> None:
         seen.append(message.get("status", message.get("body")))
 
-    asked = {"type": "http", "method": "POST", "path": path, "headers": [], **scope}
+    headers = [(b"content-type", b"application/json")]
+    asked = {"type": "http", "method": "POST", "path": path, "headers": headers, **scope}
     asyncio.run(Prefixes(app, rewriter)(asked, receive, send))
     return seen[0], seen[1]
 
@@ -257,7 +258,7 @@ def test_vllm_learns_that_a_client_has_left(rewriter: Rewriter, digest):
         async def receive(messages: list[Any] = messages) -> Any:
             return messages.pop(0)
 
-        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
+        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [(b"content-type", b"application/json")]}
         asyncio.run(Prefixes(app, rewriter)(scope, receive, app))  # type: ignore[arg-type]
         assert seen == ["http.request", "http.disconnect"]
 
