@@ -75,6 +75,7 @@ class Serve(Evicting):
         waiting: Maximum number of waiting requests; further ones get HTTP 429.
         max_prompt_tokens: Longest prompt in tokens; 0 for the model's context.
         max_new_tokens: Longest answer in tokens.
+        max_budget: Largest budget that a request may choose by {"keepsight": {"budget": ...}}; budget by default.
         max_bytes: Largest request body in bytes.
         hosts: Names by which clients may call the server, such as that of a proxy, beside localhost and IP addresses;
             "*" for any. By default host and, unless that is a loopback address, this machine's name; any name where a
@@ -103,6 +104,7 @@ class Serve(Evicting):
     waiting: PositiveInt = 64
     max_prompt_tokens: NonNegativeInt = 0
     max_new_tokens: PositiveInt = 1024
+    max_budget: int | float | None = None
     max_bytes: PositiveInt = 1 << 24
     hosts: list[str] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)

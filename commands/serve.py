@@ -34,7 +34,7 @@ from keepsight.serving.worker import Worker
 
 _VLLM_KEYS = "page", "min_prompt_tokens", "prefixes", "prefix_bytes", "vllm_options"
 """Keys that have no meaning without vLLM."""
-_OUR_KEYS = "grace", "keep_alive", "read_timeout", "connections", "access_log"
+_OUR_KEYS = "max_budget", "grace", "keep_alive", "read_timeout", "connections", "access_log"
 """Keys of keepsight's own server."""
 _VLLM_OWN = (
     "model",
@@ -91,6 +91,8 @@ def run(config: Config) -> None:
             waiting=config.waiting,
             max_prompt_tokens=config.max_prompt_tokens,
         )
+        if config.max_budget is not None:
+            engine.with_budget(config.max_budget)  # refuses what is none
         with engine:
             name = config.name or target.public_name
             service = Service(
@@ -100,6 +102,7 @@ def run(config: Config) -> None:
                 key=key,
                 answer_tokens=config.max_new_tokens,
                 max_bytes=config.max_bytes,
+                max_budget=config.max_budget,
                 read_timeout=config.read_timeout,
                 hosts=hosts,
                 origins=config.origins,

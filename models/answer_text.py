@@ -32,13 +32,16 @@ class AnswerText:
         tokenizer: Any tokenizer of transformers.
         stops: Texts before which the answer ends; none of them is empty.
         stop_tokens: Tokens before which it ends.
+        min_tokens: Number of tokens after which stops are looked for; one that an earlier token ends is none.
 
     Attributes:
         text: The text so far, without special tokens; whole after `finish`.
         has_stopped: Whether a stop has ended it.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), stop_tokens: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, stops: Sequence[str] = (), stop_tokens: Sequence[int] = (), min_tokens: int = 0
+    ) -> None:
         self.text = ""
         self.has_stopped = False
         self._tokenizer = tokenizer
@@ -46,6 +49,8 @@ class AnswerText:
         self._stops = list(stops)
         self._stop_tokens = frozenset(stop_tokens)
         self._longest_stop = max(map(len, self._stops), default=0)
+        self._min_tokens = min_tokens
+        self._tokens = 0  # number of tokens so far
         self._ids: list[int] = []
         self._first = 0  # of the tokens that are decoded with the next one: some decode otherwise at a text's start
         self._decoded = 0  # number of tokens whose text is in `text`
@@ -54,7 +59,8 @@ class AnswerText:
 
     def add(self, token: int) -> bool:
         """Add a token; returns whether the answer ends with it."""
-        if self.has_stopped or token in self._stop_tokens:
+        self._tokens += 1
+        if self.has_stopped or (token in self._stop_tokens and self._tokens > self._min_tokens):
             self.has_stopped = True
             return True
         length_before = len(self.text)
@@ -131,7 +137,7 @@ class AnswerText:
 
     def _stop_from(self, length_before: int) -> None:
         """End the text before the first stop, if one ends after the first `length_before` characters."""
-        if not self._stops:
+        if not self._stops or self._tokens <= self._min_tokens:
             return
         tail = self._with_specials(max(length_before - self._longest_stop, 0))
         starts: list[int] = []
@@ -157,6 +163,19 @@ class AnswerText:
             spans.append((len(text), len(text) + len(special.text)))
             text += special.text
         return _Tail(start, text + self.text[copied:], spans)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def token_text(tokenizer: Any, token: int) -> str:
+    """The text of a token within a text, also of a special one; replacement characters for a part of a character."""
+    if token not in _vocabulary_of(tokenizer).ids:
+        return ""
+    # After another token: some tokenizers leave out the space before a text's first word.
+    before = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    text = str(tokenizer.decode([*before, token], **options))
+    start = str(tokenizer.decode(before, **options))
+    return text.removeprefix(start)
 
 
 @dataclass(frozen=True)

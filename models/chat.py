@@ -224,8 +224,12 @@ def prompt_text(
     return f"{text}{separator}{answer_prefix}"
 
 
-def chat_text(tokenizer: Any, turns: Sequence[dict[str, Any]], chat_template: str | None = None) -> str:
+def chat_text(
+    tokenizer: Any, turns: Sequence[dict[str, Any]], chat_template: str | None = None, **arguments: Any
+) -> str:
     """The turns as text by the chat template (the tokenizer's by default), ending where the model's answer begins.
+
+    `arguments` are further ones of the template, or of `apply_chat_template`.
 
     Raises:
         UserError: the tokenizer has no chat template, or the template refuses these turns.
@@ -236,7 +240,7 @@ def chat_text(tokenizer: Any, turns: Sequence[dict[str, Any]], chat_template: st
             f"model {name!r} has no chat template; set one by model.chat_template=FILE, or ask for the completion of a "
             "plain text"
         )
-    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **arguments}
     if chat_template is not None:
         options["chat_template"] = chat_template
     try:

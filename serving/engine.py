@@ -3,7 +3,8 @@
 A request is read and evicted from alone, between two decoding steps of the others; its state then joins the batch, and
 leaves it when the answer ends or nobody waits for it. A prompt that nobody waits for is read no further than the
 decoder layer it is in. Up to rounding, an answer has the tokens of `generate(model, ids,
-method, **options)`: transformers makes the logits processors and stopping criteria from the options.
+method, **options)`: transformers makes the logits processors and stopping criteria from the options. Several answers to
+one prompt are decoded from one prefill.
 """
 
 import logging
@@ -11,21 +12,25 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.generation import EosTokenCriteria, StoppingCriteriaList
 from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import context_of, decoder_of
 from keepsight.models.lora import hooked
+from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, end_ids, generate
 from keepsight.runtime.join import can_join, join, take_rows
 from keepsight.runtime.state import State, must_restart, read
+from keepsight.serving.sampling import TokenLogprob, token_logprob
 
 _PROBE_TOKENS = 512
 """Tokens read at the start, to see whether states of the method can be joined."""
@@ -60,9 +65,16 @@ class Job:
     Args:
         ids: [N] int64, the prompt.
         seed: Seeds sampling; None for a random one.
+        method: Evicts from the prompt; None for the engine's own. See `Engine.with_budget`.
+        processors: Logits processors that come before those of the options.
+        top_logprobs: Number of most likely tokens to record with each token's log-probability; None to record none.
+        ignore_end: Whether end tokens do not end the answer.
         options: Options of `model.generate`, such as `max_new_tokens` and `temperature`.
 
     Attributes:
+        siblings: Further requests with the same prompt, method and options, which are answered from one prefill with
+            this one. They are not submitted themselves.
+        logprobs: Log-probabilities of the answer's tokens, if they are recorded.
         tokens: The answer so far, with its end token.
         kept: Entries that each KV head keeps of the prompt, on average.
         reason: `stop` (an end token, or `took` asked for it), `length`, `cancelled` or `failed`; None before the end.
@@ -71,11 +83,27 @@ class Job:
         latest: When the latest token was chosen, as `time.perf_counter` tells it.
     """
 
-    def __init__(self, ids: Tensor, *, seed: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        ids: Tensor,
+        *,
+        seed: int | None = None,
+        method: Method | None = None,
+        processors: Sequence[LogitsProcessor] = (),
+        top_logprobs: int | None = None,
+        ignore_end: bool = False,
+        **options: Any,
+    ) -> None:
         self.ids = ids
         self.seed = seed
+        self.method = method
+        self.processors = processors
+        self.top_logprobs = top_logprobs
+        self.ignore_end = ignore_end
         self.options = options
+        self.siblings: Sequence[Job] = ()
         self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
         self.kept = 0.0
         self.reason: str | None = None
         self.error: Exception | None = None
@@ -84,6 +112,11 @@ class Job:
         self.latest = self.submitted
         self.cancelled = False
         self.done = threading.Event()
+
+    @property
+    def group(self) -> tuple["Job", ...]:
+        """This request and its siblings."""
+        return (self, *self.siblings)
 
     def cancel(self) -> None:
         """Cancel the request: it leaves the batch before the next step, and its prompt is read no further."""
@@ -172,6 +205,8 @@ class _Row:
                 token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)[:, 0]
             else:
                 token = scores.argmax(dim=-1)
+            if self.job.top_logprobs is not None:
+                self.job.logprobs.append(token_logprob(logits, token, self.job.top_logprobs))
             self.ids = torch.cat([self.ids, token[:, None]], dim=1)
             return token, self.decoding["stopping_criteria"](self.ids, scores)
         except Exception as error:  # such as probabilities that are not finite: others in the batch go on
@@ -222,11 +257,16 @@ class Engine:
             TooLong: the prompt and the answer do not fit.
             UserError: the prompt has no token, or the method cannot work on it.
         """
-        self._check_length(len(job.ids), int(job.options.get("max_new_tokens") or 1))
+        if len(job.group) > self.rows:
+            raise UserError(
+                f"{len(job.group)} answers to a prompt are too many; at most {self.rows} are decoded at once"
+            )
+        self._check_length(job.method or self.method, len(job.ids), int(job.options.get("max_new_tokens") or 1))
         with self._wake:
             self._drop_cancelled()
             self._require_room(0)
-            job.submitted = time.perf_counter()
+            for member in job.group:
+                member.submitted = time.perf_counter()
             self._queue.append(job)
             self._wake.notify()
 
@@ -248,7 +288,7 @@ class Engine:
         if waiting >= self.waiting:
             raise Busy(f"{waiting} requests are waiting, the most allowed; try again later")
 
-    def _check_length(self, length: int, answer_tokens: int) -> None:
+    def _check_length(self, method: Method, length: int, answer_tokens: int) -> None:
         if not length:
             raise UserError("the prompt has 0 tokens; send at least one")
         if length > self.max_prompt_tokens:
@@ -259,12 +299,12 @@ class Engine:
                 f"{answer_tokens} of the answer do not fit; shorten the prompt, or lower max_tokens"
             )
         try:
-            self.method.check(length, self.context)
+            method.check(length, self.context)
         except UserError:
-            self.method.check(length, _UNBOUNDED)  # raises what is not about the context
+            method.check(length, _UNBOUNDED)  # raises what is not about the context
             raise TooLong(
                 f"this model's maximum context length is {self.context} tokens; a prompt of {length} leaves no room "
-                f"for those that {type(self.method).__name__} reads after it; shorten the prompt"
+                f"for those that {type(method).__name__} reads after it; shorten the prompt"
             ) from None
 
     def too_long(self, length: str) -> str:
@@ -274,6 +314,16 @@ class Engine:
         else:
             limit = f"this model's maximum context length is {self.context} tokens"
         return f"{limit}; {length}; shorten it"
+
+    def with_budget(self, budget: int | float) -> Evict:
+        """The engine's method with another budget, for a `Job`.
+
+        Raises:
+            UserError: the method has no budget, or it cannot be that.
+        """
+        if not isinstance(self.method, Evict):
+            raise UserError(f"{type(self.method).__name__} evicts nothing, so that it has no budget")
+        return replace(self.method, budget=budget)
 
     def drain(self) -> None:
         """Take no more requests, and end those that wait as cancelled; running ones go on."""
@@ -286,7 +336,7 @@ class Engine:
             self._refusal = why
         reason = "failed" if error else "cancelled"
         while self._queue:
-            self._end(self._queue.popleft(), reason, error)
+            self._end_group(self._queue.popleft(), reason, error)
 
     def close(self) -> None:
         """End all answers as cancelled, within a decoder layer or a decoding step, and the thread."""
@@ -375,54 +425,70 @@ class Engine:
         """Read the prompt of the next request, and let it join the batch."""
         with self._wake:
             self._drop_cancelled()
-            if not self._queue or len(self._batch) >= self.rows:
+            if not self._queue or len(self._batch) + len(self._queue[0].group) > self.rows:
                 return
             job = self._queue.popleft()
             self._is_prefilling = True
         self.totals.queue.observe(time.perf_counter() - job.submitted)
         try:
-            row, state = self._prefill(job)
-            if self._state is None:
-                self._state = join([state])
-            else:
-                self._state = join([self._state, state])
-            self._batch.append(row)
+            rows, state = self._prefill(job)
+            states = [state] * len(rows)
+            if self._state is not None:
+                states.insert(0, self._state)
+            self._state = join(states)
+            self._batch += rows
         except _Cancelled:
-            self._end(job, "cancelled")
+            self._end_group(job, "cancelled")
         except Exception as error:  # such as a lack of memory: the others go on
-            self._end(job, "failed", error)
+            self._end_group(job, "failed", error)
         finally:
             self._is_prefilling = False
 
     def _drop_cancelled(self) -> None:
         """End the requests that were cancelled while they waited; the caller holds the lock."""
         for job in [*self._queue]:
-            if job.cancelled:
+            if all(member.cancelled for member in job.group):
                 self._queue.remove(job)
-                self._end(job, "cancelled")
+                self._end_group(job, "cancelled")
 
-    def _prefill(self, job: Job) -> tuple[_Row, State]:
-        """Read a prompt and evict from it; returns its row of the batch, and its state."""
+    def _prefill(self, job: Job) -> tuple[list[_Row], State]:
+        """Read a prompt and evict from it; returns a row of the batch for each answer to it, and its state."""
         start = time.perf_counter()
         ids = job.ids[None].to(self.model.device)
-        options = _OptionsReader()
-        generate(self.model, ids, options, **job.options, return_dict_in_generate=False)
+        rows = [self._row(member, ids) for member in job.group]
+
+        def stop_if_cancelled(*_: Any) -> None:
+            if self._is_closed or all(member.cancelled for member in job.group):
+                raise _Cancelled
+
+        method = job.method or self.method
+        with hooked((layer, stop_if_cancelled) for layer in decoder_of(self.model).layers):
+            state = method.start(self.model, ids)
+
+        kept = state.mean_entries()
+        for member in job.group:
+            member.kept = kept
+        self.totals.prefill_seconds += time.perf_counter() - start
+        self.totals.prompt_tokens += ids.shape[1]
+        self.totals.kept_entries += kept
+        return rows, state
+
+    def _row(self, job: Job, ids: Tensor) -> _Row:
+        """The row of the batch for an answer to a prompt [1, N]."""
+        reader = _OptionsReader()
+        generate(self.model, ids, reader, **job.options, return_dict_in_generate=False)
+        decoding = reader.request.decoding
+        decoding["logits_processor"] = LogitsProcessorList([*job.processors, *decoding["logits_processor"]])
+        if job.ignore_end:
+            criteria = StoppingCriteriaList()
+            for criterion in decoding["stopping_criteria"]:
+                if not isinstance(criterion, EosTokenCriteria):
+                    criteria.append(criterion)
+            decoding["stopping_criteria"] = criteria
         generator = None
         if job.seed is not None:
             generator = torch.Generator(self.model.device).manual_seed(job.seed)
-
-        def stop_if_cancelled(*_: Any) -> None:
-            if job.cancelled or self._is_closed:
-                raise _Cancelled
-
-        with hooked((layer, stop_if_cancelled) for layer in decoder_of(self.model).layers):
-            state = self.method.start(self.model, ids)
-
-        job.kept = state.mean_entries()
-        self.totals.prefill_seconds += time.perf_counter() - start
-        self.totals.prompt_tokens += ids.shape[1]
-        self.totals.kept_entries += job.kept
-        return _Row(job, options.request.decoding, ids, generator), state
+        return _Row(job, decoding, ids, generator)
 
     def _decode(self) -> None:
         """Choose the next token of every answer, and read the tokens of those that go on."""
@@ -444,7 +510,7 @@ class Engine:
             has_enough = row.error is None and self._give(row, token)
             if row.error is not None:
                 self._end(row.job, "failed", row.error)
-            elif has_enough or (is_last and token in self._end_tokens):
+            elif has_enough or (is_last and token in self._end_tokens and not row.job.ignore_end):
                 self._end(row.job, "stop")
             elif is_last:
                 self._end(row.job, "length")
@@ -473,7 +539,7 @@ class Engine:
             try:
                 restarted = None
                 if must_restart(self.model, row_state, 1):
-                    restarted = self.method.restart(self.model, row_state, token)
+                    restarted = (row.job.method or self.method).restart(self.model, row_state, token)
             except Exception as error:
                 self._end(row.job, "failed", error)
                 continue
@@ -520,6 +586,10 @@ class Engine:
             self._state = take_rows(self._state, rows)
         else:
             self._state = None
+
+    def _end_group(self, job: Job, reason: str, error: Exception | None = None) -> None:
+        for member in job.group:
+            self._end(member, reason, error)
 
     def _end(self, job: Job, reason: str, error: Exception | None = None) -> None:
         if job.reason is not None:

@@ -1,9 +1,15 @@
-"""Requests of the OpenAI server: what of their fields can be honoured, and chat messages as templates take them."""
+"""Requests of the OpenAI server: what of their fields can be honoured, and chat messages as templates take them.
 
+Fields are those of OpenAI's protocol and of vLLM's server. Each is supported (a field of a class here), or is refused
+by name unless it has its default (`NOT_SUPPORTED`), or changes no answer and is ignored (`IGNORED`). Unknown fields are
+ignored, and named in the log.
+"""
+
+import inspect
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -13,12 +19,23 @@ from pydantic import (
     ConfigDict,
     Field,
     FiniteFloat,
+    NonNegativeInt,
     PositiveInt,
     ValidationError,
+    model_validator,
 )
+from transformers import LogitsProcessor, MinNewTokensLengthLogitsProcessor, PreTrainedTokenizerBase
+from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models.chat import chat_text
+from keepsight.serving.sampling import AnswerPenalties
+
+MOST_LOGPROBS = 20
+"""Largest number of most likely tokens that a request may ask for, as in OpenAI's protocol."""
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_NOT_OF_TEMPLATES = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+"""Arguments of `apply_chat_template` itself."""
 
 
 def _not_supported(advice: str) -> AfterValidator:
@@ -32,17 +49,16 @@ def _not_supported(advice: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _one_prompt(prompt: Any) -> str | list[int]:
-    """A prompt, alone or in a list."""
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    """The prompts of a completion: texts or token ids, alone or in a list."""
+    prompts = [prompt]
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        if len(prompt) != 1:
-            raise ValueError(f"holds {len(prompt)} prompts; this server answers one prompt per request")
-        prompt = prompt[0]
-    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
-        return prompt
-    if not isinstance(prompt, str):
-        raise ValueError("must be a text or token ids, alone or in a list")
-    return prompt
+        prompts = prompt
+    for text_or_ids in prompts:
+        is_ids = isinstance(text_or_ids, list) and all(type(token) is int for token in text_or_ids)
+        if not is_ids and not isinstance(text_or_ids, str):
+            raise ValueError("must be a text or token ids, or a list of these")
+    return prompts
 
 
 def _text_alone(response_format: dict[str, Any]) -> dict[str, Any]:
@@ -52,6 +68,103 @@ def _text_alone(response_format: dict[str, Any]) -> dict[str, Any]:
     return response_format
 
 
+def _biases(logit_bias: dict[str, float]) -> dict[str, float]:
+    for token, bias in logit_bias.items():
+        if not token.isdecimal():
+            raise ValueError(f"names {token[:64]!r}, which is no token id")
+        if not -100 <= bias <= 100:
+            raise ValueError(f"is {bias} for token {token}; it must be from -100 to 100")
+    return logit_bias
+
+
+IGNORED = frozenset(
+    {
+        "cache_salt",  # no request uses another's cache
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "priority",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "spaces_between_special_tokens",
+        "store",
+        "user",
+    }
+)
+"""Fields that change no answer of this server."""
+
+_TEXT_ALONE = "this server answers with text alone; leave it out"
+_NO_TOOLS = "this server makes no tool calls; leave it out"
+_NO_PROMPT_TOKENS = "an evicted cache does not have the prompt's own tokens; leave it out"
+_NO_CONSTRAINTS = "this server does not constrain answers so; leave it out"
+NOT_SUPPORTED = {
+    "audio": _TEXT_ALONE,
+    "modalities": _TEXT_ALONE,
+    "tools": _NO_TOOLS,
+    "tool_choice": _NO_TOOLS,
+    "functions": _NO_TOOLS,
+    "function_call": _NO_TOOLS,
+    "web_search_options": "this server searches nothing; leave it out",
+    "verbosity": "models of this server have no such setting; leave it out",
+    "echo": _NO_PROMPT_TOKENS,
+    "prompt_logprobs": _NO_PROMPT_TOKENS,
+    "suffix": "this server completes prompts at their end alone; leave it out",
+    "best_of": "this server returns all of the n answers; leave it out",
+    "use_beam_search": "answers are sampled or greedy; leave it out",
+    "length_penalty": "it is for beam search, which is not supported; leave it out",
+    "truncate_prompt_tokens": "prompts are read whole; shorten it",
+    "allowed_token_ids": _NO_CONSTRAINTS,
+    "bad_words": "give logit_bias for single tokens",
+    "structured_outputs": _NO_CONSTRAINTS,
+    "guided_json": _NO_CONSTRAINTS,
+    "guided_regex": _NO_CONSTRAINTS,
+    "guided_choice": _NO_CONSTRAINTS,
+    "guided_grammar": _NO_CONSTRAINTS,
+    "logits_processors": _NO_CONSTRAINTS,
+    "add_special_tokens": "the chat template writes them; leave it out",
+    "chat_template": "the server's own is used; give chat_template_kwargs",
+    "documents": "write them into a message",
+    "mm_processor_kwargs": _TEXT_ALONE,
+    "kv_transfer_params": "it is for vLLM's server; leave it out",
+    "include_stop_str_in_output": "answers end before a stop; leave it out",
+    "skip_special_tokens": "special tokens are no part of an answer; leave it out",
+    "return_tokens_as_token_ids": "tokens have their texts; leave it out",
+    "return_token_ids": "answers are text; ask /tokenize",
+}
+"""Fields that would change the answer: what to do in place of each. They are refused unless they have a default."""
+
+_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "modalities": (["text"],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "verbosity": ("medium",),
+    "best_of": (1,),
+    "length_penalty": (1,),
+    "skip_special_tokens": (True,),
+}
+"""Defaults of fields beside those that say nothing: null, false, and empty texts, lists and objects."""
+
+
+def unknown_fields(fields: Mapping[str, Any] | None) -> list[str]:
+    """The names of fields that this server does not know, among a request's further ones.
+
+    Raises:
+        UserError: a field would change the answer and is not supported.
+    """
+    unknown = []
+    for name, value in (fields or {}).items():
+        says_nothing = value is None or value is False or value in ("", [], {})
+        is_default = says_nothing or value in _DEFAULTS.get(name, ())
+        if name in NOT_SUPPORTED and not is_default:
+            raise UserError(f"{name}: is not supported; {NOT_SUPPORTED[name]}")
+        if name not in NOT_SUPPORTED and name not in IGNORED:
+            unknown.append(name)
+    return unknown
+
+
 _Text = Annotated[str, Field(min_length=1, max_length=256)]
 _Ids = list[Annotated[int, Field(ge=0)]]
 
@@ -59,31 +172,52 @@ _Ids = list[Annotated[int, Field(ge=0)]]
 class StreamOptions(BaseModel):
     """`stream_options` of a request."""
 
-    model_config = ConfigDict(extra="forbid")
-    include_usage: bool = False
+    include_usage: bool | None = None
+
+
+class KeepsightFields(BaseModel):
+    """The field `keepsight`, with options of this server: `extra_body={"keepsight": {"budget": 128}}` in clients.
+
+    `budget` is the number of entries that each KV head keeps of the prompt, or a ratio of the prompt.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    budget: PositiveInt | Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
+    adapter: Annotated[Any, _not_supported("this server has one adapter, leave it out")] = None
+
+    @model_validator(mode="after")
+    def _require_known(self) -> "KeepsightFields":
+        for name, value in (self.model_extra or {}).items():
+            if value is not None:
+                raise ValueError(f"has no field {name[:64]!r}; it has budget")
+        return self
 
 
 class CommonFields(BaseModel):
-    """Fields of both endpoints; fields such as `n` allow only the value that this server supports."""
+    """Fields of both endpoints; further ones are kept for `unknown_fields`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
     model: str
     max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    min_tokens: NonNegativeInt | None = None
+    ignore_eos: bool | None = None
+    n: PositiveInt | None = None
     temperature: Annotated[FiniteFloat, Field(ge=0, le=2)] | None = None
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[FiniteFloat, Field(ge=0.1, le=10)] | None = None
+    presence_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[FiniteFloat, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=1024), AfterValidator(_biases)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: _Text | Annotated[list[_Text], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[_Ids, Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Literal[1] | None = None
-    presence_penalty: Annotated[FiniteFloat, Field(ge=0, le=0)] | None = None
-    frequency_penalty: Annotated[FiniteFloat, Field(ge=0, le=0)] | None = None
-    logit_bias: Annotated[dict[str, float], _not_supported("leave it out")] | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
+    response_format: Annotated[dict[str, Any], AfterValidator(_text_alone)] | None = None
+    keepsight: KeepsightFields | None = None
 
     def options(self, answer_tokens: int, model_top_k: int | None) -> dict[str, Any]:
         """Options of `model.generate`; unset fields are as in the model's generation configuration."""
@@ -93,11 +227,31 @@ class CommonFields(BaseModel):
         if self.temperature:
             options["temperature"] = max(self.temperature, 0.01)
             options["top_k"] = model_top_k or 0
-        for name in ("top_p", "top_k", "repetition_penalty"):
+        for name in ("top_p", "repetition_penalty"):
             value = getattr(self, name)
             if value is not None:
                 options[name] = value
+        if self.top_k is not None:
+            options["top_k"] = max(self.top_k, 0)  # -1 and 0 stand for all tokens
+        if self.min_p:
+            options["min_p"] = self.min_p
+        if self.min_tokens:
+            options["min_new_tokens"] = self.min_tokens
+        if self.logit_bias:
+            options["sequence_bias"] = [[[int(token)], float(bias)] for token, bias in self.logit_bias.items()]
         return options
+
+    def processors(self, prompt_tokens: int, device: str) -> list[LogitsProcessor]:
+        """Logits processors that no option of `model.generate` makes, for a prompt of so many tokens."""
+        processors: list[LogitsProcessor] = []
+        if self.presence_penalty or self.frequency_penalty:
+            penalties = AnswerPenalties(prompt_tokens, self.presence_penalty or 0.0, self.frequency_penalty or 0.0)
+            processors.append(penalties)
+        if self.min_tokens and self.stop_token_ids:
+            processors.append(
+                MinNewTokensLengthLogitsProcessor(prompt_tokens, self.min_tokens, self.stop_token_ids, device)
+            )
+        return processors
 
     @property
     def stops(self) -> list[str]:
@@ -106,22 +260,38 @@ class CommonFields(BaseModel):
             return [self.stop]
         return self.stop or []
 
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """Number of most likely tokens to return with each token's log-probability; None where none are wanted."""
+        raise NotImplementedError
+
 
 class CompletionRequest(CommonFields):
     """A request of `/v1/completions`."""
 
-    prompt: Annotated[str | list[int], BeforeValidator(_one_prompt)]
-    echo: Literal[False] | None = None
-    logprobs: None = None
-    best_of: Literal[1] | None = None
-    suffix: None = None
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | Literal[False] | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    @override
+    def wanted_logprobs(self) -> int | None:
+        return None if self.logprobs is False else self.logprobs
 
 
 class TextPart(BaseModel):
     """A text part of a message."""
 
-    type: Literal["text"]
-    text: str
+    type: str = "text"
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _require_text(self) -> "TextPart":
+        if self.type not in _TEXT_PARTS:
+            raise ValueError(f"is of type {self.type[:64]!r}, which is not supported; this server reads text alone")
+        if self.text is None:
+            raise ValueError("has no text")
+        return self
 
 
 class Function(BaseModel):
@@ -170,7 +340,7 @@ class Message(BaseModel):
     def text(self) -> str:
         """The text of its parts."""
         if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
+            return "".join(part.text or "" for part in self.content)
         return self.content or ""
 
     def turn(self, mark: str | None = None) -> dict[str, Any]:
@@ -188,21 +358,82 @@ _PLAIN_ROLES = ("system", "user", "assistant")
 """Roles that every chat template renders or refuses."""
 
 
-class ChatRequest(CommonFields):
+class TemplateFields(BaseModel):
+    """Fields about how the chat template writes messages."""
+
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    def template_arguments(self) -> dict[str, Any]:
+        """Arguments of the chat template, and of `apply_chat_template`.
+
+        Raises:
+            UserError: they contradict one another, or are none of the template's.
+        """
+        arguments: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            arguments["reasoning_effort"] = self.reasoning_effort
+            arguments["enable_thinking"] = self.reasoning_effort != "none"  # as vLLM does
+        for name, value in (self.chat_template_kwargs or {}).items():
+            if name in _NOT_OF_TEMPLATES:
+                raise UserError(f"chat_template_kwargs.{name}: is not an argument of chat templates; leave it out")
+            arguments[name] = value
+        if self.continue_final_message and self.add_generation_prompt:
+            raise UserError("continue_final_message: leave add_generation_prompt out, which begins another message")
+        if self.continue_final_message:
+            arguments["continue_final_message"] = True
+            arguments["add_generation_prompt"] = False
+        elif self.add_generation_prompt is not None:
+            arguments["add_generation_prompt"] = self.add_generation_prompt
+        return arguments
+
+
+class ChatRequest(CommonFields, TemplateFields):
     """A request of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: PositiveInt | None = None
-    logprobs: Literal[False] | None = None
-    top_logprobs: Literal[0] | None = None
-    tools: Annotated[list[Any], _not_supported("this server makes no tool calls, leave it out")] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
-    response_format: Annotated[dict[str, Any], AfterValidator(_text_alone)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    @property
+    @override
+    def wanted_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise UserError("top_logprobs: needs logprobs to be true")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def prompt_of(messages: Sequence[Message], tokenizer: Any) -> str:
+class TokenizeRequest(TemplateFields):
+    """A request of `/tokenize`, as vLLM's server takes it: of a text, or of a chat."""
+
+    model_config = ConfigDict(strict=True)
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _require_text(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("must have either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(BaseModel):
+    """A request of `/detokenize`."""
+
+    model_config = ConfigDict(strict=True)
+    model: str | None = None
+    tokens: _Ids
+
+
+def prompt_of(messages: Sequence[Message], tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> str:
     """The messages as the chat template writes them, with all of their tool calls.
+
+    `arguments` are those of `ChatRequest.template_arguments`.
 
     Raises:
         UserError: the template refuses the messages, or would leave out a tool call or a message of a role that it does
@@ -212,7 +443,7 @@ def prompt_of(messages: Sequence[Message], tokenizer: Any) -> str:
         if message.content is None and not message.tool_calls:
             raise UserError(f"messages.{index}.content: must be a text, as the message has no tool_calls")
     _require_rendered(tokenizer, messages)
-    return chat_text(tokenizer, [message.turn() for message in messages])
+    return chat_text(tokenizer, [message.turn() for message in messages], **(arguments or {}))
 
 
 def _require_rendered(tokenizer: Any, messages: Sequence[Message]) -> None:

@@ -10,9 +10,9 @@ import copy
 import json
 import logging
 import time
-import uuid
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import anyio
 import torch
@@ -27,21 +27,27 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from typing_extensions import override
 
+from keepsight import __version__
 from keepsight.errors import UserError, one_line, printable
-from keepsight.models.answer_text import AnswerText
+from keepsight.models.answer_text import AnswerText, token_text
 from keepsight.models.chat import encode
 from keepsight.models.targets import Target
+from keepsight.runtime.evict import Evict
 from keepsight.serving.engine import Busy, Closed, Engine, Job, TooLong
 from keepsight.serving.guard import PROBES, Guard
 from keepsight.serving.metrics import registry_of
+from keepsight.serving.replies import Answers, Reply, StreamedJob
 from keepsight.serving.requests import (
     ChatRequest,
     CommonFields,
     CompletionRequest,
+    DetokenizeRequest,
     Message,
     StreamOptions,
+    TokenizeRequest,
     first_fault,
     prompt_of,
+    unknown_fields,
 )
 
 logger = logging.getLogger(__name__)
@@ -57,55 +63,9 @@ _LONG_TEXT = 1 << 15
 """Characters from which a text is tokenized behind other long ones, in some milliseconds or more."""
 _TOKENIZED_AT_A_TIME = 2
 """Texts that are tokenized at a time: as many long ones, and as many short ones."""
-
-
-class Streamed(Job):
-    """A request whose text, of the `answer`, goes to the event loop piece by piece. Text that may begin a stop waits.
-
-    Attributes: `pieces`, the queue of texts to send, with None at the end.
-    """
-
-    def __init__(self, ids: torch.Tensor, answer: AnswerText, seed: int | None, **options: Any) -> None:
-        super().__init__(ids, seed=seed, **options)
-        self.pieces: asyncio.Queue[str | None] = asyncio.Queue()
-        self._answer = answer
-        self._loop = asyncio.get_running_loop()
-        self._sent = 0
-
-    @property
-    def text(self) -> str:
-        """The answer so far."""
-        return self._answer.text
-
-    @override
-    def took(self, token: int) -> bool:
-        has_stopped = self._answer.add(token)
-        self._send(self._answer.settled)
-        return has_stopped
-
-    @override
-    def ended(self) -> None:
-        try:
-            self._answer.finish()
-            self._send(len(self.text))
-        finally:
-            self._put(None)
-
-    def _send(self, stop: int) -> None:
-        if stop > self._sent:
-            self._put(self.text[self._sent : stop])
-            self._sent = stop
-
-    def _put(self, piece: str | None) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
-        except RuntimeError:  # the loop is closed: the server has ended
-            self.cancel()
-
-    async def wait(self) -> None:
-        """Wait until the answer has ended."""
-        while await self.pieces.get() is not None:
-            pass
+_MOST_UNKNOWN = 1000
+"""Names of unknown fields that are logged."""
+_Ids = TypeVar("_Ids", list[int], list[list[int]])
 
 
 class Service:
@@ -117,6 +77,7 @@ class Service:
         name: Name of the model in requests.
         key: The key that requests must send; None where none is needed.
         answer_tokens: Longest answer in tokens.
+        max_budget: Largest budget that a request may choose; None for that of the engine's method.
         max_bytes: Largest body of a request in bytes.
         read_timeout: Seconds in which a body must arrive.
         hosts, origins: See `Guard`. Replies to these origins have CORS headers.
@@ -132,6 +93,7 @@ class Service:
         key: str | None,
         answer_tokens: int,
         max_bytes: int,
+        max_budget: int | float | None = None,
         read_timeout: float = 60,
         hosts: Sequence[str] = (),
         origins: Sequence[str] = (),
@@ -142,6 +104,7 @@ class Service:
         self.name = name
         self.key = key
         self.answer_tokens = answer_tokens
+        self.max_budget = max_budget
         self.max_bytes = max_bytes
         self.read_timeout = read_timeout
         self.hosts = hosts
@@ -151,6 +114,7 @@ class Service:
             self.open_paths = (*PROBES, "/metrics")
         self.started = int(time.time())
         self.refused: dict[int, int] = {}
+        self.unknown_fields: set[str] = set()
         self.registry = registry_of(engine, self.refused)
         self.decoder = copy.deepcopy(target.tokenizer)  # the engine's thread decodes while others encode
         self.most_characters = engine.max_prompt_tokens * max(map(len, target.tokenizer.get_vocab()))
@@ -165,6 +129,9 @@ class Service:
         app.add_api_route("/v1/completions", self.complete, methods=["POST"])
         app.add_api_route("/v1/models", self.models)
         app.add_api_route("/v1/models/{name:path}", self.model)
+        app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
+        app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
+        app.add_api_route("/version", self.version)
         app.add_api_route("/health", self.health, methods=["GET", "HEAD"])
         app.add_api_route("/ready", self.ready, methods=["GET", "HEAD"])
         app.add_api_route("/metrics", self.metrics)
@@ -218,59 +185,103 @@ class Service:
         if name != self.name:
             raise HTTPException(404, f"the model {name[:200]!r} does not exist; this server has {self.name!r}")
 
+    async def version(self) -> JSONResponse:
+        """`/version`: that of keepsight."""
+        return JSONResponse({"version": __version__})
+
+    async def tokenize(self, request: Request) -> JSONResponse:
+        """`/tokenize`: the tokens of a text or a chat."""
+        asked = await self._read(request, TokenizeRequest)
+        if asked.messages is not None:
+            ids = await self._chat_ids(asked.messages, asked.template_arguments())
+        else:
+            (ids,) = await self._text_ids([asked.prompt], special=asked.add_special_tokens is not False)
+        body = {"count": len(ids), "max_model_len": self.engine.context, "tokens": ids}
+        if asked.return_token_strs:
+            body["token_strs"] = [token_text(self.target.tokenizer, token) for token in ids]
+        return JSONResponse(body)
+
+    async def detokenize(self, request: Request) -> JSONResponse:
+        """`/detokenize`: the text of tokens."""
+        asked = await self._read(request, DetokenizeRequest)
+        self._check_ids(asked.tokens, "tokens")
+        tokenizer = self.target.tokenizer
+        return JSONResponse({"prompt": await run_sync(tokenizer.decode, asked.tokens, limiter=self._long_texts)})
+
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
         asked = await self._read(request, ChatRequest)
-        messages = asked.messages
-        if len(messages) > self.engine.max_prompt_tokens:
-            raise TooLong(self.engine.too_long(f"there are {len(messages)} messages"))
-        characters = sum(len(message.text) for message in messages)
-        ids = await self._encoded(messages, characters)
-        return await self._answer(request, asked, ids, asked.max_completion_tokens or asked.max_tokens, chat=True)
+        ids = await self._chat_ids(asked.messages, asked.template_arguments())
+        max_tokens = asked.max_completion_tokens or asked.max_tokens
+        return await self._answer(request, asked, [ids], max_tokens, chat=True)
 
     async def complete(self, request: Request) -> Response:
         """`/v1/completions`."""
         asked = await self._read(request, CompletionRequest)
-        prompt: str | list[int] = asked.prompt
-        if isinstance(prompt, str):
-            prompt = await self._encoded(prompt, len(prompt))
-        else:
-            self._check_ids(prompt)
-        answer_tokens = asked.max_tokens or min(COMPLETION_TOKENS, self.answer_tokens)
-        return await self._answer(request, asked, prompt, answer_tokens, chat=False)
+        if len(asked.prompt) > self.engine.waiting:
+            raise UserError(
+                f"prompt: holds {len(asked.prompt)} prompts; at most {self.engine.waiting} requests wait (waiting=)"
+            )
+        texts = []
+        for prompt in asked.prompt:
+            if isinstance(prompt, str):
+                texts.append(prompt)
+            else:
+                self._check_ids(prompt, "prompt")
+        ids_of_texts = iter(await self._text_ids(texts, special=asked.add_special_tokens is not False))
+        prompts = [next(ids_of_texts) if isinstance(prompt, str) else prompt for prompt in asked.prompt]
+        max_tokens = asked.max_tokens or asked.max_completion_tokens or min(COMPLETION_TOKENS, self.answer_tokens)
+        return await self._answer(request, asked, prompts, max_tokens, chat=False)
 
-    def _check_ids(self, ids: list[int]) -> None:
-        """Refuse a prompt of ids that is too long, or holds what is no token."""
+    def _check_ids(self, ids: list[int], field: str) -> None:
+        """Refuse ids that are too many for a prompt, or no tokens."""
         if len(ids) > self.engine.max_prompt_tokens:
             raise TooLong(self.engine.too_long(f"the prompt has {len(ids)} tokens"))
         vocabulary = self.target.vocabulary
         for token in ids:
             if not 0 <= token < vocabulary:
-                raise UserError(f"prompt: {token} is not a token id; the vocabulary has {vocabulary}")
+                raise UserError(f"{field}: {token} is not a token id; the vocabulary has {vocabulary}")
 
-    async def _encoded(self, prompt: str | Sequence[Message], characters: int) -> list[int]:
-        """The tokens of a text, or of a chat, with at least so many characters; they are made in a thread.
-
-        Raises:
-            TooLong: more characters than the tokens of the longest prompt have.
-            Busy, Closed: the engine would not take the request.
-        """
+    async def _chat_ids(self, messages: Sequence[Message], arguments: dict[str, Any]) -> list[int]:
+        """The tokens of a chat; see `_in_thread`."""
+        if len(messages) > self.engine.max_prompt_tokens:
+            raise TooLong(self.engine.too_long(f"there are {len(messages)} messages"))
 
         def ids() -> list[int]:
-            tokenizer = self.target.tokenizer
-            is_chat = not isinstance(prompt, str)
-            text = prompt_of(prompt, tokenizer) if is_chat else prompt
+            text = prompt_of(messages, self.target.tokenizer, arguments)
             self._check_characters(len(text))
-            return encode(tokenizer, [text], special=not is_chat)[0]
+            return encode(self.target.tokenizer, [text], special=False)[0]
 
-        self._check_characters(characters)
-        self.engine.require_room(self.preparing)
-        self.preparing += 1
+        return await self._in_thread(ids, [len(message.text) for message in messages], prompts=1)
+
+    async def _text_ids(self, texts: list[str], *, special: bool) -> list[list[int]]:
+        """The tokens of texts; see `_in_thread`."""
+        if not texts:
+            return []
+        for text in texts:
+            self._check_characters(len(text))
+
+        def ids() -> list[list[int]]:
+            return [encode(self.target.tokenizer, [text], special=special)[0] for text in texts]
+
+        return await self._in_thread(ids, [len(text) for text in texts], prompts=len(texts))
+
+    async def _in_thread(self, ids: Callable[[], _Ids], characters: Sequence[int], prompts: int) -> _Ids:
+        """The tokens of a request's texts with these numbers of characters, which are made in a thread.
+
+        Raises:
+            TooLong: more characters than the tokens of the longest prompts have.
+            Busy, Closed: the engine would not take the request.
+        """
+        total = sum(characters)
+        self._check_characters(-(-total // prompts))
+        self.engine.require_room(self.preparing + prompts - 1)
+        self.preparing += prompts
         try:
-            limiter = self._long_texts if characters > _LONG_TEXT else self._short_texts
+            limiter = self._long_texts if total > _LONG_TEXT else self._short_texts
             return await run_sync(ids, limiter=limiter)
         finally:
-            self.preparing -= 1
+            self.preparing -= prompts
 
     def _check_characters(self, characters: int) -> None:
         if characters > self.most_characters:
@@ -278,6 +289,12 @@ class Service:
             raise TooLong(self.engine.too_long(length))
 
     async def _read(self, request: Request, kind: Any) -> Any:
+        """The request in a body.
+
+        Raises:
+            HTTPException: the body is too large or too slow, or the client has left; the model is another.
+            UserError: a field cannot be honoured.
+        """
         body = bytearray()
         try:
             with anyio.fail_after(self.read_timeout):
@@ -293,63 +310,137 @@ class Service:
             asked = kind.model_validate_json(bytes(body))
         except ValidationError as error:
             raise UserError(first_fault(error)) from None
-        self._require_served(asked.model)
+        for name in unknown_fields(asked.model_extra):
+            self._note_unknown(name)
+        if asked.model is not None:
+            self._require_served(asked.model)
         return asked
 
+    def _note_unknown(self, name: str) -> None:
+        """Log once that a field is ignored."""
+        if name not in self.unknown_fields and len(self.unknown_fields) < _MOST_UNKNOWN:
+            self.unknown_fields.add(name)
+            logger.warning("requests have a field that this server does not know and ignores: %s", printable(name[:64]))
+
     async def _answer(
-        self, request: Request, asked: CommonFields, ids: list[int], max_tokens: int | None, chat: bool
+        self, request: Request, asked: CommonFields, prompts: list[list[int]], max_tokens: int | None, chat: bool
     ) -> Response:
+        """Answer prompts of token ids, each `n` times."""
         if max_tokens is None:
-            room = self.engine.context - len(ids)
+            room = self.engine.context - len(prompts[0])
             max_tokens = max(min(self.answer_tokens, room), 1)
         elif max_tokens > self.answer_tokens:
             raise UserError(
                 f"max_tokens is {max_tokens}; this server answers with at most {self.answer_tokens}, which its option "
                 "max_new_tokens= raises"
             )
-        generation_config: Any = self.target.model.generation_config
-        options = asked.options(max_tokens, generation_config.top_k)
-        answer = AnswerText(self.decoder, asked.stops, asked.stop_token_ids or [])
-        job = Streamed(torch.tensor(ids, dtype=torch.long), answer, asked.seed, **options)
-        self.engine.submit(job)
-        reply = Reply(self.name, job, chat)
+        if (asked.min_tokens or 0) > max_tokens:
+            raise UserError(f"min_tokens is {asked.min_tokens}, above the {max_tokens} of max_tokens")
+        for token in asked.logit_bias or {}:
+            if int(token) >= self.target.vocabulary:
+                raise UserError(f"logit_bias: {token} is not a token id; the vocabulary has {self.target.vocabulary}")
+
+        answers = Answers()
+        try:
+            for ids in prompts:
+                self.engine.submit(self._job(asked, ids, max_tokens, answers))
+        except Exception:
+            answers.cancel()
+            raise
+        reply = Reply(self.name, answers.jobs, asked.n or 1, chat)
         if asked.stream:
-            return Stream(job, self._events(request, reply, asked.stream_options))
-        await self._unless_gone(request, job)
-        self._require_sound(job)
+            return Stream(answers, self._events(request, answers, reply, asked.stream_options))
+        await self._unless_gone(request, answers)
+        for job in answers.jobs:
+            self._require_sound(job)
         return JSONResponse(reply.completion())
 
-    async def _unless_gone(self, request: Request, job: Streamed) -> None:
-        """Wait until the answer has ended; once the client has left, the request is cancelled instead."""
-        answered = asyncio.ensure_future(job.wait())
+    def _job(self, asked: CommonFields, ids: list[int], max_tokens: int, answers: Answers) -> StreamedJob:
+        """The request to the engine for the `n` answers to a prompt, the first with the others as siblings."""
+        generation_config: Any = self.target.model.generation_config
+        options = asked.options(max_tokens, generation_config.top_k)
+        method = self._method(asked, len(ids))
+        jobs = []
+        for number in range(asked.n or 1):
+            job = StreamedJob(
+                torch.tensor(ids, dtype=torch.long),
+                answers,
+                AnswerText(self.decoder, asked.stops, asked.stop_token_ids or [], asked.min_tokens or 0),
+                partial(token_text, self.decoder),
+                seed=None if asked.seed is None else asked.seed + number,
+                method=method,
+                processors=asked.processors(len(ids), str(self.target.model.device)),
+                top_logprobs=asked.wanted_logprobs,
+                ignore_end=bool(asked.ignore_eos),
+                **options,
+            )
+            jobs.append(job)
+        jobs[0].siblings = jobs[1:]
+        return jobs[0]
+
+    def _method(self, asked: CommonFields, prompt_tokens: int) -> Evict | None:
+        """The method with the budget that a request chooses; None for the engine's own."""
+        if asked.keepsight is None or asked.keepsight.budget is None:
+            return None
+        budget = asked.keepsight.budget
+        try:
+            method = self.engine.with_budget(budget)
+            limit: Any = self.engine.method
+            if self.max_budget is not None:
+                limit = self.engine.with_budget(self.max_budget)
+        except UserError as error:
+            raise UserError(f"keepsight.budget: {error}") from None
+        if method.budget_for(prompt_tokens) > limit.budget_for(prompt_tokens):
+            raise UserError(
+                f"keepsight.budget: {budget} keeps more of this prompt than the {limit.budget} that this server allows "
+                "(max_budget=)"
+            )
+        return method
+
+    async def _unless_gone(self, request: Request, answers: Answers) -> None:
+        """Wait until the answers have ended; once the client has left, they are cancelled instead."""
+        answered = asyncio.ensure_future(answers.wait())
         gone = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait({answered, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not answered.done():
                 raise HTTPException(499, "the client has left")
         except BaseException:
-            job.cancel()
+            answers.cancel()
             raise
         finally:
             answered.cancel()
             gone.cancel()
 
-    async def _events(self, request: Request, reply: "Reply", options: StreamOptions | None) -> AsyncIterator[str]:
-        """The events of a streamed answer; comments keep the connection open while there is no text."""
-        job = reply.job
+    async def _events(
+        self, request: Request, answers: Answers, reply: Reply, options: StreamOptions | None
+    ) -> AsyncIterator[str]:
+        """The events of streamed answers; comments keep the connection open while there is no text."""
         yield _COMMENT
         if reply.chat:
-            yield _event(reply.chunk("", first=True))
-        async for piece in _with_pings(job):
-            yield _COMMENT if piece is None else _event(reply.chunk(piece))
-        try:
-            self._require_sound(job)
-        except (UserError, HTTPException) as error:
+            for job in answers.jobs:
+                yield _event(reply.first_chunk(job))
+
+        error: Exception | None = None
+        async for piece in answers.pieces(_PING):
+            if piece is None:
+                yield _COMMENT
+                continue
+            if piece.text or piece.logprobs:
+                yield _event(reply.text_chunk(piece))
+            if piece.is_last:
+                job = answers.jobs[piece.index]
+                try:
+                    self._require_sound(job)
+                except (UserError, HTTPException) as fault:
+                    error = fault
+                else:
+                    yield _event(reply.last_chunk(job))
+
+        if error is not None:
             yield _event(self._error_body(request, error))
-        else:
-            yield _event(reply.chunk("", job.reason))
-            if options is not None and options.include_usage:
-                yield _event(reply.usage_chunk())
+        elif options is not None and options.include_usage:
+            yield _event(reply.usage_chunk())
         yield "data: [DONE]\n\n"
 
     def _require_sound(self, job: Job) -> None:
@@ -413,93 +504,19 @@ def _cause_of(error: BaseException) -> str:
     return f"{type(cause).__name__}: {one_line(cause, 2000)}"
 
 
-class Reply:
-    """The bodies of an answer, whole and in chunks."""
-
-    def __init__(self, model: str, job: Streamed, chat: bool) -> None:
-        self.model = model
-        self.job = job
-        self.chat = chat
-        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self.created = int(time.time())
-
-    def usage(self) -> dict[str, Any]:
-        """Tokens of prompt and answer, and the entries that a KV head keeps of the prompt."""
-        prompt_tokens = len(self.job.ids)
-        completion_tokens = len(self.job.tokens)
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": 0, "kept_entries": round(self.job.kept)},
-        }
-
-    def completion(self) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
-        choice: dict[str, Any] = {"index": 0}
-        if self.chat:
-            choice["message"] = {"role": "assistant", "content": self.job.text}
-        else:
-            choice["text"] = self.job.text
-        choice["logprobs"] = None
-        choice["finish_reason"] = self.job.reason
-        body = self._body("chat.completion" if self.chat else "text_completion", [choice])
-        body["usage"] = self.usage()
-        return body
-
-    def chunk(self, text: str, reason: str | None = None, first: bool = False) -> dict[str, Any]:
-        """A chunk of a stream."""
-        choice: dict[str, Any] = {"index": 0}
-        if self.chat:
-            delta = {}
-            if first:
-                delta["role"] = "assistant"
-            if text or first:
-                delta["content"] = text
-            choice["delta"] = delta
-        else:
-            choice["text"] = text
-        choice["logprobs"] = None
-        choice["finish_reason"] = reason
-        return self._body("chat.completion.chunk" if self.chat else "text_completion", [choice])
-
-    def usage_chunk(self) -> dict[str, Any]:
-        """The last chunk of a stream whose client wants to know its usage."""
-        body = self._body("chat.completion.chunk" if self.chat else "text_completion", [])
-        body["usage"] = self.usage()
-        return body
-
-    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
-
-
 class Stream(StreamingResponse):
     """Server-sent events; the request is cancelled when the client leaves, even before the first event."""
 
-    def __init__(self, job: Job, events: AsyncIterator[str]) -> None:
+    def __init__(self, answers: Answers, events: AsyncIterator[str]) -> None:
         super().__init__(events, media_type="text/event-stream")
-        self.job = job
+        self.answers = answers
 
     @override
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.job.cancel()
-
-
-async def _with_pings(job: Streamed) -> AsyncIterator[str | None]:
-    """The pieces of an answer, and None for every `_PING` seconds without one."""
-    while True:
-        try:
-            with anyio.fail_after(_PING):
-                piece = await job.pieces.get()
-        except TimeoutError:
-            yield None
-            continue
-        if piece is None:
-            return
-        yield piece
+            self.answers.cancel()
 
 
 def _event(body: dict[str, Any]) -> str:

@@ -163,6 +163,8 @@ class Rewriter:
             return request
         if not isinstance(request.get("kv_transfer_params"), dict | None):
             raise UserError("keepsight: kv_transfer_params must be an object")
+        if request.get("keepsight"):
+            raise UserError("keepsight: the field keepsight is for keepsight's own server; leave it out")
         try:
             if path == CHAT:
                 return self._chat(request, served)

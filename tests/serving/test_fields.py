@@ -1,0 +1,485 @@
+"""Fields that clients send: defaults change nothing, supported ones answer as `generate` does, the rest is named."""
+
+import json
+import logging
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import LogitsProcessor
+
+from keepsight import __version__
+from keepsight.runtime.generate import FullCache, generate
+from keepsight.serving.engine import Engine
+from keepsight.serving.requests import IGNORED, NOT_SUPPORTED
+from keepsight.serving.server import Service
+from tests.serving.loopback import METHOD, running, serving
+from tests.tokenizers import TOOL_TEMPLATE
+
+CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+TEXT = "Nine ships sailed on the sea. " * 8
+TURNS = [{"role": "user", "content": TEXT}]
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def url(target):
+    with serving(target) as (url, _):
+        yield url
+
+
+def post(url: str, path: str, **fields: Any) -> httpx.Response:
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": TOKENS}
+    if path == CHAT:
+        asked["messages"] = TURNS
+    else:
+        asked["prompt"] = TEXT
+    return httpx.post(url + path, json=asked | fields, timeout=60)
+
+
+def answer(url: str, path: str = PLAIN, **fields: Any) -> dict[str, Any]:
+    return dict(post(url, path, **fields).raise_for_status().json())
+
+
+def text_of(body: dict[str, Any], index: int = 0) -> str:
+    choice = body["choices"][index]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def streamed(url: str, path: str = PLAIN, **fields: Any) -> tuple[dict[int, str], list[dict[str, Any]], Any]:
+    """The text of each choice, their chunks' choices, and the usage."""
+    reply = post(url, path, stream=True, stream_options={"include_usage": True}, **fields).raise_for_status()
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    chunks = [json.loads(line) for line in lines]
+    usage = chunks.pop()["usage"]
+    texts: dict[int, str] = defaultdict(str)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    for choice in choices:
+        texts[choice["index"]] += choice["text"] if path == PLAIN else choice["delta"].get("content", "")
+    return dict(texts), choices, usage
+
+
+def alone(target: Any, text: str = TEXT, seed: int | None = None, method: Any = METHOD, **options: Any) -> str:
+    ids = target.tokenizer(text, return_tensors="pt")["input_ids"]
+    if seed is not None:
+        torch.manual_seed(seed)
+    answer = generate(target.model, ids, method, **({"max_new_tokens": TOKENS} | options))[0]
+    return str(target.tokenizer.decode(answer, skip_special_tokens=True))
+
+
+# Defaults, unknown fields, refusals
+
+SHARED_DEFAULTS: dict[str, Any] = {
+    "n": 1,
+    "min_p": 0,
+    "min_tokens": 0,
+    "top_k": -1,
+    "top_p": 1.0,
+    "presence_penalty": 0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": {},
+    "logprobs": None,
+    "stop": [],
+    "stop_token_ids": [],
+    "ignore_eos": False,
+    "stream": False,
+    "stream_options": None,
+    "response_format": {"type": "text"},
+    "store": False,
+    "service_tier": "auto",
+    "user": "me",
+    "metadata": {"a": "b"},
+    "keepsight": {"budget": None},
+    "echo": False,
+    "tools": [],
+    "tool_choice": "none",
+    "modalities": ["text"],
+    "skip_special_tokens": True,
+    "best_of": 1,
+    "length_penalty": 1.0,
+    "use_beam_search": False,
+    "suffix": "",
+}
+CHAT_DEFAULTS = {"logprobs": False, "top_logprobs": 0, "add_generation_prompt": True, "continue_final_message": False}
+
+
+@pytest.mark.parametrize("path", [PLAIN, CHAT])
+def test_defaults_of_all_fields_change_nothing(url, path):
+    expected = answer(url, path, temperature=0)
+    defaults = SHARED_DEFAULTS | (CHAT_DEFAULTS if path == CHAT else {})
+    nulls = dict.fromkeys([*defaults, *IGNORED, *NOT_SUPPORTED, "reasoning_effort", "chat_template_kwargs", "seed"])
+    for fields in (defaults, nulls):
+        body = answer(url, path, **(fields | {"temperature": 0}))
+        assert text_of(body) == text_of(expected) and body["usage"] == expected["usage"]
+        assert len(body["choices"]) == 1 and body["choices"][0]["logprobs"] is None
+
+
+def test_unknown_fields_are_ignored_and_named_once(url, caplog):
+    with caplog.at_level(logging.WARNING, "keepsight.serving.server"):
+        for value in (1, None, {"deep": []}):
+            assert text_of(answer(url, sails_of_3=value)) == text_of(answer(url))
+    assert [record.getMessage() for record in caplog.records if "sails_of_3" in record.getMessage()] == [
+        "requests have a field that this server does not know and ignores: sails_of_3"
+    ]
+
+
+VALUES: dict[str, Any] = {
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "required",
+    "function_call": {"name": "f"},
+    "modalities": ["text", "audio"],
+    "verbosity": "low",
+    "length_penalty": 1.5,
+    "best_of": 4,
+    "skip_special_tokens": "no",
+    "prompt_logprobs": 0,
+}
+
+
+@pytest.mark.parametrize("name", NOT_SUPPORTED)
+def test_what_changes_the_answer_and_is_not_supported_is_named(url, name):
+    if name == "add_special_tokens":
+        replies = [post(url, CHAT, add_special_tokens=True)]
+    else:
+        replies = [post(url, path, **{name: VALUES.get(name, True)}) for path in (PLAIN, CHAT)]
+    for reply in replies:
+        message = reply.json()["error"]["message"]
+        assert reply.status_code == 400 and message.startswith(f"{name}: is not supported; "), message
+
+
+BAD = [
+    (PLAIN, {"n": 0}, "n: "),
+    (PLAIN, {"n": 5}, "at most 4 are decoded"),
+    (PLAIN, {"logit_bias": {"sea": 1}}, "logit_bias: names 'sea'"),
+    (PLAIN, {"logit_bias": {"5": 101}}, "logit_bias: is 101"),
+    (PLAIN, {"logit_bias": {"99999": 1}}, "logit_bias: 99999"),
+    (PLAIN, {"min_tokens": 13}, "min_tokens is 13"),
+    (PLAIN, {"logprobs": 21}, "logprobs"),
+    (PLAIN, {"top_k": -2}, "top_k"),
+    (PLAIN, {"prompt": ["a"] * 65}, "holds 65 prompts"),
+    (CHAT, {"top_logprobs": 3}, "top_logprobs: needs logprobs"),
+    (CHAT, {"response_format": {"type": "json_object"}}, "'json_object' is not supported"),
+    (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+    (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "'image_url'"),
+    (PLAIN, {"keepsight": {"budget": 41}}, "max_budget="),
+    (PLAIN, {"keepsight": {"budget": 0}}, "keepsight.budget"),
+    (PLAIN, {"keepsight": {"budget": 8}}, "keepsight.budget: SnapKV"),
+    (PLAIN, {"keepsight": {"adapter": "other"}}, "keepsight.adapter: is not supported"),
+    (PLAIN, {"keepsight": {"sinks": 4}}, "keepsight: has no field 'sinks'"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "words"), BAD)
+def test_bad_values_are_named(url, path, fields, words):
+    reply = post(url, path, **fields)
+    assert reply.status_code == 400 and words in reply.json()["error"]["message"], reply.text
+
+
+# The choice of tokens
+
+
+class SlowPenalties(LogitsProcessor):
+    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
+        self.prompt, self.presence, self.frequency = prompt, presence, frequency
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        scores = scores.clone()
+        answer = input_ids[0, self.prompt :].tolist()
+        for token in range(scores.shape[1]):
+            if token in answer:
+                scores[0, token] -= self.presence + self.frequency * answer.count(token)
+        return scores
+
+
+@pytest.mark.parametrize(("presence", "frequency"), [(2.0, 0.0), (0.0, 1.5), (-1.0, 0.5)])
+def test_penalties_are_for_tokens_of_the_answer(target, url, presence, frequency):
+    prompt = len(target.tokenizer(TEXT)["input_ids"])
+    expected = alone(target, logits_processor=[SlowPenalties(prompt, presence, frequency)], max_new_tokens=30)
+    body = answer(url, presence_penalty=presence, frequency_penalty=frequency, max_tokens=30)
+    assert text_of(body) == expected
+    assert (presence, frequency) == (-1.0, 0.5) or expected != alone(target, max_new_tokens=30)
+
+
+def test_biases(target, url):
+    ids = target.tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    first, second = generate(target.model, ids, METHOD, max_new_tokens=2)[0].tolist()
+    banned = {str(first): -100, str(second): -100}
+    expected = alone(target, suppress_tokens=[first, second])
+    assert text_of(answer(url, logit_bias=banned)) == expected != alone(target)
+    (sea,) = target.tokenizer("sea", add_special_tokens=False)["input_ids"][-1:]
+    wanted = answer(url, logit_bias={str(sea): 100.0}, max_tokens=3)
+    assert text_of(wanted) == target.tokenizer.decode([sea] * 3)
+
+
+def test_min_p_and_top_k_sample_as_generate_does(target, url):
+    sampled = {"do_sample": True, "temperature": 1.5, "top_p": 1.0}
+    for fields, options in (({"min_p": 0.2}, {"min_p": 0.2, "top_k": 0}), ({"top_k": 3}, {"top_k": 3})):
+        expected = alone(target, seed=5, **sampled, **options)
+        assert text_of(answer(url, seed=5, temperature=1.5, top_p=1.0, **fields)) == expected
+    assert text_of(answer(url, seed=5, temperature=1.5, top_k=-1)) == alone(target, seed=5, **sampled, top_k=0)
+
+
+@pytest.fixture
+def ending(target):
+    """A server whose model ends its answer after five tokens, and these."""
+    ids = target.tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    tokens = generate(target.model, ids, METHOD, max_new_tokens=TOKENS)[0].tolist()
+    config, before = target.model.generation_config, target.model.generation_config.eos_token_id
+    config.eos_token_id = [tokens[4]]
+    try:
+        with serving(target) as (url, _):
+            yield url, tokens
+    finally:
+        config.eos_token_id = before
+
+
+def test_end_tokens_may_be_ignored_or_wait(target, ending):
+    url, tokens = ending
+    length = tokens.index(tokens[4]) + 1
+    body = answer(url)
+    assert body["usage"]["completion_tokens"] == length and body["choices"][0]["finish_reason"] == "stop"
+    body = answer(url, ignore_eos=True)
+    assert text_of(body) == target.tokenizer.decode(tokens)
+    assert body["usage"]["completion_tokens"] == TOKENS and body["choices"][0]["finish_reason"] == "length"
+    body = answer(url, ignore_eos=True, max_tokens=length)
+    assert body["choices"][0]["finish_reason"] == "length", "its last token is an end token by chance"
+    body = answer(url, min_tokens=9)
+    assert text_of(body) == alone(target, min_new_tokens=9) and body["usage"]["completion_tokens"] >= 9
+
+
+def test_stops_wait_for_the_least_number_of_tokens(target, url):
+    ids = target.tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    tokens = generate(target.model, ids, METHOD, max_new_tokens=30)[0].tolist()
+    stop = target.tokenizer.decode(tokens[2:3])
+    text = alone(target, max_new_tokens=30)
+    body = answer(url, stop=stop, max_tokens=30)
+    assert text_of(body) == text[: text.index(stop)]
+    for fields in ({"stop": stop, "min_tokens": 3}, {"stop_token_ids": [tokens[2]], "min_tokens": 3}):
+        body = answer(url, max_tokens=30, **fields)
+        assert body["usage"]["completion_tokens"] > 3 and streamed(url, max_tokens=30, **fields)[0][0] == text_of(body)
+    banned = alone(target, suppress_tokens=[tokens[2]], max_new_tokens=3)
+    assert text_of(body).startswith(banned), "a stop token is not chosen before"
+
+
+# Several answers, several prompts
+
+
+def test_several_answers_to_a_prompt_come_from_one_prefill(target):
+    with serving(target) as (url, engine):
+        prompt = len(target.tokenizer(TEXT)["input_ids"])
+        body = answer(url, n=3)
+        assert [text_of(body, index) for index in range(3)] == [alone(target)] * 3
+        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+        assert body["usage"]["prompt_tokens"] == prompt and body["usage"]["completion_tokens"] == 3 * TOKENS
+        assert body["usage"]["prompt_tokens_details"]["kept_entries"] == 40
+        assert engine.totals.prompt_tokens == prompt and engine.totals.ended["length"] == 3
+
+        fields: dict[str, Any] = {"n": 4, "temperature": 1.5, "seed": 7}
+        options = {"do_sample": True, "temperature": 1.5, "top_k": target.model.generation_config.top_k or 0}
+        expected = [alone(target, seed=7 + number, **options) for number in range(4)]
+        body = answer(url, **fields)
+        assert [text_of(body, index) for index in range(4)] == expected and len({*expected}) > 1
+        texts, choices, usage = streamed(url, **fields)
+        assert [texts[index] for index in range(4)] == expected and usage == body["usage"]
+        assert [choice["finish_reason"] for choice in choices].count("length") == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chats_with_several_answers(url, stream):
+    expected = text_of(answer(url, CHAT))
+    if not stream:
+        body = answer(url, CHAT, n=2)
+        assert [text_of(body, index) for index in range(2)] == [expected] * 2
+        return
+    texts, choices, _ = streamed(url, CHAT, n=2)
+    assert texts == {0: expected, 1: expected}
+    roles = [choice["index"] for choice in choices if choice["delta"].get("role") == "assistant"]
+    assert roles == [0, 1]
+
+
+def test_lists_of_prompts(target, url):
+    texts = [TEXT, "Two ships. " * 30, "One"]
+    ids = target.tokenizer(texts)["input_ids"]
+    expected = [alone(target, text) for text in texts]
+    for prompts in (texts, ids, [ids[0], texts[1], ids[2]]):
+        body = answer(url, prompt=prompts)
+        assert [text_of(body, index) for index in range(3)] == expected
+        assert body["usage"]["prompt_tokens"] == sum(map(len, ids))
+    body = answer(url, prompt=texts, n=2)
+    assert [text_of(body, index) for index in range(6)] == [text for text in expected for _ in range(2)]
+    assert body["usage"]["prompt_tokens"] == sum(map(len, ids))
+    found, _, _ = streamed(url, prompt=texts, n=2)
+    assert [found[index] for index in range(6)] == [text for text in expected for _ in range(2)]
+
+
+def test_a_list_of_prompts_needs_room_for_all(target):
+    with serving(target, waiting=2) as (url, engine):
+        assert post(url, PLAIN, prompt=["a", "b"]).status_code == 200
+        assert "holds 3 prompts" in post(url, PLAIN, prompt=["a", "b", "c"]).json()["error"]["message"]
+        assert post(url, PLAIN, prompt=["a", [99999]]).status_code == 400
+        assert engine.load == (0, 0)
+
+
+# Log-probabilities
+
+
+def reference_logprobs(target: Any, text: str = TEXT) -> tuple[list[int], torch.Tensor]:
+    ids = target.tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    options: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True}
+    output: Any = target.model.generate(ids, custom_generate=METHOD, max_new_tokens=TOKENS, **options)
+    return output.sequences[0, ids.shape[1] :].tolist(), torch.cat(output.logits).log_softmax(-1)
+
+
+def test_logprobs_of_completions(target, url):
+    tokens, logprobs = reference_logprobs(target)
+    body = answer(url, logprobs=3, logit_bias={"5": -1}, temperature=0)
+    found = body["choices"][0]["logprobs"]
+    assert found["tokens"] == [target.tokenizer.decode([token]) for token in tokens]
+    chosen = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert found["token_logprobs"] == pytest.approx(chosen.tolist())
+    assert "".join(found["tokens"]) == text_of(body)
+    for token, top, row, offset in zip(tokens, found["top_logprobs"], logprobs, found["text_offset"], strict=True):
+        values, ids = row.topk(3)
+        names = dict(zip(map(target.tokenizer.decode, ids.tolist()), values.tolist(), strict=True))
+        assert top == pytest.approx(names) and text_of(body)[offset:].startswith(target.tokenizer.decode([token]))
+    assert answer(url, logprobs=0)["choices"][0]["logprobs"]["top_logprobs"] is None
+
+
+def test_logprobs_of_chats(target, url):
+    rendered = target.tokenizer.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True)
+    tokens, logprobs = reference_logprobs(target, rendered)
+    body = answer(url, CHAT, logprobs=True, top_logprobs=2)
+    entries = body["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == [target.tokenizer.decode([token]) for token in tokens]
+    for entry, token, row in zip(entries, tokens, logprobs, strict=True):
+        assert entry["logprob"] == pytest.approx(float(row[token]))
+        assert [each["logprob"] for each in entry["top_logprobs"]] == pytest.approx(row.topk(2).values.tolist())
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+    plain = answer(url, CHAT, logprobs=True)["choices"][0]["logprobs"]["content"]
+    assert all(entry["top_logprobs"] == [] for entry in plain)
+
+
+@pytest.mark.parametrize("path", [PLAIN, CHAT])
+def test_streams_have_the_same_logprobs(url, path):
+    fields = {"logprobs": 2} if path == PLAIN else {"logprobs": True, "top_logprobs": 2}
+    fields |= {"stop": ["never said", "sea"], "n": 2}
+    body = answer(url, path, **fields)
+    texts, choices, _ = streamed(url, path, **fields)
+    for index, expected in enumerate(body["choices"]):
+        assert texts[index] == text_of(body, index)
+        chunks = [choice["logprobs"] for choice in choices if choice["index"] == index and choice["logprobs"]]
+        for name, values in expected["logprobs"].items():
+            if values is not None:
+                assert [value for chunk in chunks for value in chunk[name]] == values
+
+
+# Templates
+
+
+def ids_of_chat(url: str, **fields: Any) -> list[int]:
+    reply = httpx.post(f"{url}/tokenize", json={"model": "tiny", **fields})
+    return list(reply.raise_for_status().json()["tokens"])
+
+
+def test_arguments_of_chat_templates(target, url, monkeypatch):
+    template = target.tokenizer.chat_template
+    template += "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}{{ reasoning_effort }}{{ mood }}"
+    monkeypatch.setattr(target.tokenizer, "chat_template", template)
+    turns = [{"role": "user", "content": "Hello"}]
+
+    def expected(**arguments: Any) -> list[int]:
+        rendered = target.tokenizer.apply_chat_template(turns, **({"add_generation_prompt": True} | arguments))
+        return list(rendered["input_ids"])
+
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}),
+        ({"chat_template_kwargs": {"mood": "calm"}}, {"mood": "calm"}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        ({"reasoning_effort": "high"}, {"reasoning_effort": "high", "enable_thinking": True}),
+        (
+            {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
+            {"reasoning_effort": "high", "enable_thinking": False},
+        ),
+        ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
+    ]
+    for fields, arguments in cases:
+        assert ids_of_chat(url, messages=turns, **fields) == expected(**arguments)
+        asked = {"messages": turns, **fields}
+        assert answer(url, CHAT, **asked)["usage"]["prompt_tokens"] == len(expected(**arguments))
+
+
+def test_an_answer_may_continue_the_last_message(target, url):
+    turns = [*TURNS, {"role": "assistant", "content": "It sailed"}]
+    rendered = target.tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True)
+    assert rendered.endswith("<|assistant|>It sailed")
+    body = answer(url, CHAT, messages=turns, continue_final_message=True)
+    assert text_of(body) == alone(target, rendered)
+
+
+def test_tool_calls_of_earlier_turns_may_be_continued(target, url, monkeypatch):
+    monkeypatch.setattr(target.tokenizer, "chat_template", TOOL_TEMPLATE)
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
+    turns = [
+        {"role": "user", "content": "Hello", "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []},
+        {"role": "tool", "tool_call_id": "c", "content": "9 degrees"},
+    ]
+    text = target.tokenizer.decode(ids_of_chat(url, messages=turns))
+    assert '<call>{"name": "weather", "arguments": {"city": "Ulm"}}</call>' in text and "9 degrees" in text
+
+
+# Tokens, versions, probes
+
+
+def test_tokens_and_texts(target, url):
+    for special in (True, False):
+        asked = {"model": "tiny", "prompt": "Two ships", "add_special_tokens": special, "return_token_strs": True}
+        body = httpx.post(f"{url}/tokenize", json=asked).raise_for_status().json()
+        ids = target.tokenizer("Two ships", add_special_tokens=special)["input_ids"]
+        assert body["tokens"] == ids and body["count"] == len(ids) and body["max_model_len"] == 4096
+        assert "".join(body["token_strs"]) == "Two ships"
+    reply = httpx.post(f"{url}/detokenize", json={"tokens": ids})
+    assert reply.raise_for_status().json() == {"prompt": "Two ships"}
+    for body, words in (({}, "either prompt or messages"), ({"prompt": "a", "messages": TURNS}, "either")):
+        assert words in httpx.post(f"{url}/tokenize", json=body).json()["error"]["message"]
+    assert httpx.post(f"{url}/detokenize", json={"tokens": [99999]}).status_code == 400
+    assert httpx.post(f"{url}/tokenize", json={"model": "other", "prompt": "a"}).status_code == 404
+
+
+def test_the_version_and_probes(url):
+    assert httpx.get(f"{url}/version").json() == {"version": __version__}
+    for path in ("/health", "/ready"):
+        assert httpx.head(url + path).status_code == 200
+
+
+# Budgets
+
+
+def test_a_budget_of_a_request(target):
+    with serving(target, service={"max_budget": 60}) as (url, _), ThreadPoolExecutor(4) as pool:
+        budgets: list[Any] = [None, 20, 60, 0.5]
+        bodies = [*pool.map(lambda budget: answer(url, keepsight={"budget": budget}, max_tokens=40), budgets)]
+        for budget, body in zip(budgets, bodies, strict=True):
+            method = METHOD
+            if budget is not None:
+                method = type(METHOD)(budget, window=8)
+            assert text_of(body) == alone(target, method=method, max_new_tokens=40)
+        kept = [body["usage"]["prompt_tokens_details"]["kept_entries"] for body in bodies]
+        tokens = bodies[0]["usage"]["prompt_tokens"]
+        assert kept == [40, 20, 60, round(0.5 * tokens)] and kept[3] <= 60
+        reply = post(url, PLAIN, prompt=TEXT * 3, keepsight={"budget": 0.5})
+        assert reply.status_code == 400 and "max_budget=" in reply.json()["error"]["message"]
+
+
+def test_a_method_without_a_budget(target):
+    with Engine(target.model, FullCache()) as engine:
+        app = Service(engine, target, name="tiny", key=None, answer_tokens=20, max_bytes=1 << 16).app()
+        with running(app, engine) as (url, _):
+            reply = post(url, PLAIN, keepsight={"budget": 20})
+            assert reply.status_code == 400 and "has no budget" in reply.json()["error"]["message"]
