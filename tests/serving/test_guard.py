@@ -37,7 +37,8 @@ def test_a_key_locks_every_route(target, open_metrics):
     engine = Engine(target.model, METHOD)
     app = service(target, engine, key="secret", open_metrics=open_metrics).app()
     paths = [route.path.replace("{name:path}", "tiny") for route in app.routes]  # type: ignore[attr-defined]
-    assert {CHAT, "/v1/completions", "/v1/models", "/v1/models/tiny", "/metrics", *PROBES} == {*paths}
+    answering = {CHAT, "/v1/completions", "/tokenize", "/detokenize"}
+    assert {*answering, "/v1/models", "/v1/models/tiny", "/version", "/metrics", *PROBES} == {*paths}
     open_paths = {*PROBES, "/metrics"} if open_metrics else {*PROBES}
     wrong = [{}, {"authorization": "Bearer other"}, {"authorization": "Basic secret"}]
     with engine, running(app, engine) as (url, _), httpx.Client(base_url=url) as client:
@@ -49,7 +50,7 @@ def test_a_key_locks_every_route(target, open_metrics):
                     assert (reply.status_code != 401) == is_open, (method, path, headers)
             reply = client.get(path, headers={"authorization": "Bearer secret"}, follow_redirects=True)
             expected = 200 if path.rstrip("/") in paths else 404
-            assert reply.status_code == (405 if "completions" in path else expected)
+            assert reply.status_code == (405 if path in answering else expected)
         assert client.post(CHAT, json=ASKED, headers={"authorization": "bearer secret"}).status_code == 200
 
 
