@@ -65,7 +65,7 @@ _TOKENIZED_AT_A_TIME = 2
 """Texts that are tokenized at a time: as many long ones, and as many short ones."""
 _MOST_UNKNOWN = 1000
 """Names of unknown fields that are logged."""
-_Ids = TypeVar("_Ids", list[int], list[list[int]])
+Ids = TypeVar("Ids", list[int], list[list[int]])
 
 
 class Service:
@@ -198,8 +198,11 @@ class Service:
             (ids,) = await self._text_ids([asked.prompt], special=asked.add_special_tokens is not False)
         body = {"count": len(ids), "max_model_len": self.engine.context, "tokens": ids}
         if asked.return_token_strs:
-            body["token_strs"] = [token_text(self.target.tokenizer, token) for token in ids]
+            body["token_strs"] = await run_sync(self._token_texts, ids, limiter=self._long_texts)
         return JSONResponse(body)
+
+    def _token_texts(self, ids: list[int]) -> list[str]:
+        return [token_text(self.target.tokenizer, token) for token in ids]
 
     async def detokenize(self, request: Request) -> JSONResponse:
         """`/detokenize`: the text of tokens."""
@@ -247,12 +250,15 @@ class Service:
         if len(messages) > self.engine.max_prompt_tokens:
             raise TooLong(self.engine.too_long(f"there are {len(messages)} messages"))
 
+        characters = sum(len(message.text) for message in messages)
+        self._check_characters(characters)
+
         def ids() -> list[int]:
             text = prompt_of(messages, self.target.tokenizer, arguments)
             self._check_characters(len(text))
             return encode(self.target.tokenizer, [text], special=False)[0]
 
-        return await self._in_thread(ids, [len(message.text) for message in messages], prompts=1)
+        return await self._in_thread(ids, characters, prompts=1)
 
     async def _text_ids(self, texts: list[str], *, special: bool) -> list[list[int]]:
         """The tokens of texts; see `_in_thread`."""
@@ -264,21 +270,19 @@ class Service:
         def ids() -> list[list[int]]:
             return [encode(self.target.tokenizer, [text], special=special)[0] for text in texts]
 
-        return await self._in_thread(ids, [len(text) for text in texts], prompts=len(texts))
+        return await self._in_thread(ids, sum(map(len, texts)), prompts=len(texts))
 
-    async def _in_thread(self, ids: Callable[[], _Ids], characters: Sequence[int], prompts: int) -> _Ids:
-        """The tokens of a request's texts with these numbers of characters, which are made in a thread.
+    async def _in_thread(self, ids: Callable[[], Ids], characters: int, prompts: int) -> Ids:
+        """The tokens of a request's prompts, of so many characters in all, which are made in a thread.
 
         Raises:
-            TooLong: more characters than the tokens of the longest prompts have.
+            TooLong: a prompt has more characters than the tokens of the longest have.
             Busy, Closed: the engine would not take the request.
         """
-        total = sum(characters)
-        self._check_characters(-(-total // prompts))
         self.engine.require_room(self.preparing + prompts - 1)
         self.preparing += prompts
         try:
-            limiter = self._long_texts if total > _LONG_TEXT else self._short_texts
+            limiter = self._long_texts if characters > _LONG_TEXT else self._short_texts
             return await run_sync(ids, limiter=limiter)
         finally:
             self.preparing -= prompts
@@ -334,6 +338,8 @@ class Service:
                 f"max_tokens is {max_tokens}; this server answers with at most {self.answer_tokens}, which its option "
                 "max_new_tokens= raises"
             )
+        if (asked.n or 1) > self.engine.rows:
+            raise UserError(f"n is {asked.n}; this server gives at most {self.engine.rows} answers to a prompt (rows=)")
         if (asked.min_tokens or 0) > max_tokens:
             raise UserError(f"min_tokens is {asked.min_tokens}, above the {max_tokens} of max_tokens")
         for token in asked.logit_bias or {}:

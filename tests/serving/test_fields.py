@@ -154,7 +154,8 @@ def test_what_changes_the_answer_and_is_not_supported_is_named(url, name):
 
 BAD = [
     (PLAIN, {"n": 0}, "n: "),
-    (PLAIN, {"n": 5}, "at most 4 are decoded"),
+    (PLAIN, {"n": 5}, "n is 5; this server gives at most 4"),
+    (PLAIN, {"n": 1 << 60}, "at most 4"),
     (PLAIN, {"logit_bias": {"sea": 1}}, "logit_bias: names 'sea'"),
     (PLAIN, {"logit_bias": {"5": 101}}, "logit_bias: is 101"),
     (PLAIN, {"logit_bias": {"99999": 1}}, "logit_bias: 99999"),
