@@ -243,7 +243,7 @@ class Engine:
         end_tokens = end_ids(model)
         if not isinstance(end_tokens, list):
             end_tokens = [] if end_tokens is None else [end_tokens]
-        self._end_tokens = frozenset(end_tokens)
+        self.end_tokens = frozenset(end_tokens)
         self._require_joinable()
 
     # For other threads
@@ -510,7 +510,7 @@ class Engine:
             has_enough = row.error is None and self._give(row, token)
             if row.error is not None:
                 self._end(row.job, "failed", row.error)
-            elif has_enough or (is_last and token in self._end_tokens and not row.job.ignore_end):
+            elif has_enough or (is_last and token in self.end_tokens and not row.job.ignore_end):
                 self._end(row.job, "stop")
             elif is_last:
                 self._end(row.job, "length")

@@ -61,13 +61,6 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     return prompts
 
 
-def _text_alone(response_format: dict[str, Any]) -> dict[str, Any]:
-    kind = response_format.get("type")
-    if kind != "text" or len(response_format) > 1:
-        raise ValueError(f"of type {kind!r} is not supported; answers are plain text, leave response_format out")
-    return response_format
-
-
 def _biases(logit_bias: dict[str, float]) -> dict[str, float]:
     for token, bias in logit_bias.items():
         if not token.isdecimal():
@@ -175,6 +168,34 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
+class JsonSchema(BaseModel):
+    """`json_schema` of a `response_format`; its name and description are for the client."""
+
+    definition: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class ResponseFormat(BaseModel):
+    """`response_format` of a request."""
+
+    type: str
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _require_known(self) -> "ResponseFormat":
+        if self.type not in ("text", "json_object", "json_schema"):
+            raise ValueError(f"of type {self.type[:64]!r} is not supported; take text, json_object or json_schema")
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("must have json_schema for the type json_schema, and for no other")
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None for any text."""
+        if self.type == "text":
+            return None
+        return {"type": "object"} if self.json_schema is None else self.json_schema.definition
+
+
 class KeepsightFields(BaseModel):
     """The field `keepsight`, with options of this server: `extra_body={"keepsight": {"budget": 128}}` in clients.
 
@@ -216,7 +237,7 @@ class CommonFields(BaseModel):
     stop_token_ids: Annotated[_Ids, Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: Annotated[dict[str, Any], AfterValidator(_text_alone)] | None = None
+    response_format: ResponseFormat | None = None
     keepsight: KeepsightFields | None = None
 
     def options(self, answer_tokens: int, model_top_k: int | None) -> dict[str, Any]:

@@ -49,6 +49,7 @@ from keepsight.serving.requests import (
     prompt_of,
     unknown_fields,
 )
+from keepsight.serving.structured import FollowGrammar, JsonGrammars
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,7 @@ class Service:
         self.decoder = copy.deepcopy(target.tokenizer)  # the engine's thread decodes while others encode
         self.most_characters = engine.max_prompt_tokens * max(map(len, target.tokenizer.get_vocab()))
         self.preparing = 0
+        self.grammars = JsonGrammars(target.tokenizer, target.vocabulary, [*engine.end_tokens])
         self._short_texts = CapacityLimiter(_TOKENIZED_AT_A_TIME)
         self._long_texts = CapacityLimiter(_TOKENIZED_AT_A_TIME)
 
@@ -346,10 +348,17 @@ class Service:
             if int(token) >= self.target.vocabulary:
                 raise UserError(f"logit_bias: {token} is not a token id; the vocabulary has {self.target.vocabulary}")
 
+        grammar = None
+        schema = None if asked.response_format is None else asked.response_format.schema_of_answer
+        if schema is not None:
+            if asked.min_tokens:
+                raise UserError("min_tokens: is not supported for JSON, which ends where it is complete; leave it out")
+            grammar = await run_sync(self.grammars.grammar, schema, limiter=self._long_texts)
+
         answers = Answers()
         try:
             for ids in prompts:
-                self.engine.submit(self._job(asked, ids, max_tokens, answers))
+                self.engine.submit(self._job(asked, ids, max_tokens, answers, grammar))
         except Exception:
             answers.cancel()
             raise
@@ -361,13 +370,16 @@ class Service:
             self._require_sound(job)
         return JSONResponse(reply.completion())
 
-    def _job(self, asked: CommonFields, ids: list[int], max_tokens: int, answers: Answers) -> StreamedJob:
+    def _job(self, asked: CommonFields, ids: list[int], max_tokens: int, answers: Answers, grammar: Any) -> StreamedJob:
         """The request to the engine for the `n` answers to a prompt, the first with the others as siblings."""
         generation_config: Any = self.target.model.generation_config
         options = asked.options(max_tokens, generation_config.top_k)
         method = self._method(asked, len(ids))
         jobs = []
         for number in range(asked.n or 1):
+            processors = asked.processors(len(ids), str(self.target.model.device))
+            if grammar is not None:
+                processors.append(FollowGrammar(grammar, len(ids)))
             job = StreamedJob(
                 torch.tensor(ids, dtype=torch.long),
                 answers,
@@ -375,7 +387,7 @@ class Service:
                 partial(token_text, self.decoder),
                 seed=None if asked.seed is None else asked.seed + number,
                 method=method,
-                processors=asked.processors(len(ids), str(self.target.model.device)),
+                processors=processors,
                 top_logprobs=asked.wanted_logprobs,
                 ignore_end=bool(asked.ignore_eos),
                 **options,
