@@ -220,6 +220,11 @@ class Engine:
 
     At most `waiting` requests wait; prompts are no longer than `max_prompt_tokens`, by default the model's context. A
     `UserError` if states of this method cannot be decoded in a batch.
+
+    Attributes:
+        context: The model's context in tokens.
+        end_tokens: Tokens that end an answer.
+        totals: Counters of what was done.
     """
 
     def __init__(

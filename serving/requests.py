@@ -102,7 +102,7 @@ NOT_SUPPORTED = {
     "function_call": _NO_TOOLS,
     "web_search_options": "this server searches nothing; leave it out",
     "verbosity": "models of this server have no such setting; leave it out",
-    "echo": _NO_PROMPT_TOKENS,
+    "echo": "an evicted cache does not have the prompt's own tokens; leave it out (lm-eval: use keepsight-lm-eval)",
     "prompt_logprobs": _NO_PROMPT_TOKENS,
     "suffix": "this server completes prompts at their end alone; leave it out",
     "best_of": "this server returns all of the n answers; leave it out",
