@@ -109,6 +109,20 @@ class AnswerText:
                     settled = min(settled, tail.position_in_answer(len(tail.text) - length))
         return settled
 
+    def marked(self, start: int, stop: int, specials: int) -> tuple[str, int]:
+        """Characters `start` to `stop` with the special tokens between them, and the number of special tokens so far.
+
+        The first `specials` of these are left out, as an earlier call returned them.
+        """
+        text = ""
+        for special in self._specials[specials:]:
+            if special.position > stop:
+                break
+            text += self.text[start : special.position] + special.text
+            start = max(start, special.position)
+            specials += 1
+        return text + self.text[start:stop], specials
+
     def _add_characters(self, characters: str) -> None:
         """Add the tokens of whole characters that byte tokens spell."""
         self._ids += [self._vocabulary.of_byte[byte] for byte in characters.encode()]

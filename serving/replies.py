@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from keepsight.models.answer_text import AnswerText
 from keepsight.serving.engine import Job
+from keepsight.serving.tools import AnswerParser, Parts, ToolCall
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,13 @@ class Piece:
 
     Attributes:
         index: Index of the answer among those to the request.
-        text: Text that no stop can take back any more.
+        parts: Text that no stop can take back any more, and tool calls in it.
         logprobs: Of the tokens chosen since the piece before, if they are wanted.
         is_last: Whether the answer has ended.
     """
 
     index: int
-    text: str
+    parts: Parts
     logprobs: list[NamedLogprob]
     is_last: bool = False
 
@@ -89,7 +90,13 @@ class StreamedJob(Job):
         answers: The answers among which this is the next.
         answer: Makes the text.
         token_text: Makes the text of a single token.
+        parser: Finds tool calls in the text; None for text alone.
         options: See `Job`.
+
+    Attributes:
+        index: Index of the answer among those to the request.
+        parts: The answer's content, reasoning and tool calls so far.
+        named_logprobs: Log-probabilities of its tokens, if they are wanted.
     """
 
     def __init__(
@@ -98,30 +105,33 @@ class StreamedJob(Job):
         answers: Answers,
         answer: AnswerText,
         token_text: Callable[[int], str],
+        parser: AnswerParser | None = None,
         **options: Any,
     ) -> None:
         super().__init__(ids, **options)
         self.index = len(answers.jobs)
+        self.parts = Parts()
         self.named_logprobs: list[NamedLogprob] = []
         answers.jobs.append(self)
         self._answers = answers
         self._answer = answer
         self._token_text = token_text
+        self._parser = parser
         self._sent_characters = 0
+        self._sent_specials = 0
         self._sent_logprobs = 0
 
     @property
-    def text(self) -> str:
-        """The answer so far."""
-        return self._answer.text
+    def finish_reason(self) -> str | None:
+        """`reason`, or `tool_calls` for an answer that ends with some."""
+        return "tool_calls" if self.parts.calls and self.reason == "stop" else self.reason
 
     @override
     def took(self, token: int) -> bool:
         has_stopped = self._answer.add(token)
         if self.top_logprobs is not None:
             self.named_logprobs.append(self._latest_logprob())
-        if self._answer.settled > self._sent_characters:
-            self._send(self._answer.settled)
+        self._send(self._answer.settled)
         return has_stopped
 
     def _latest_logprob(self) -> NamedLogprob:
@@ -134,15 +144,28 @@ class StreamedJob(Job):
         try:
             self._answer.finish()
         finally:
-            self._send(len(self.text), is_last=True)
+            self._send(len(self._answer.text), is_last=True)
 
     def _send(self, stop: int, is_last: bool = False) -> None:
         """Send the text up to a character, with the log-probabilities that were not sent yet."""
-        text = self.text[self._sent_characters : stop]
+        start = self._sent_characters
+        stop = max(stop, start)
+        if self._parser is None:
+            parts = Parts(content=self._answer.text[start:stop])
+        else:
+            text, self._sent_specials = self._answer.marked(start, stop, self._sent_specials)
+            parts = self._parser.feed(text, is_last=is_last)
+        self._sent_characters = stop
+        self.parts.content += parts.content
+        self.parts.reasoning += parts.reasoning
+        self.parts.calls += parts.calls
+
+        is_empty = not (parts.content or parts.reasoning or parts.calls)
+        if is_empty and not is_last:
+            return  # log-probabilities wait for the next text
         logprobs = self.named_logprobs[self._sent_logprobs :]
-        self._sent_characters = max(self._sent_characters, stop)
         self._sent_logprobs = len(self.named_logprobs)
-        self._answers.put(Piece(self.index, text, logprobs, is_last))
+        self._answers.put(Piece(self.index, parts, logprobs, is_last))
 
 
 class Reply:
@@ -163,6 +186,7 @@ class Reply:
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._sent_offsets = [0] * len(jobs)  # characters of the tokens whose log-probabilities were sent
+        self._sent_calls = [0] * len(jobs)
 
     def usage(self) -> dict[str, Any]:
         """Tokens of prompts and answers, and the entries that a KV head keeps of the prompts."""
@@ -183,11 +207,11 @@ class Reply:
         for job in self.jobs:
             choice: dict[str, Any] = {"index": job.index}
             if self.chat:
-                choice["message"] = {"role": "assistant", "content": job.text}
+                choice["message"] = _message(job.parts)
             else:
-                choice["text"] = job.text
+                choice["text"] = job.parts.content
             choice["logprobs"] = self._logprobs(job, job.named_logprobs)
-            choice["finish_reason"] = job.reason
+            choice["finish_reason"] = job.finish_reason
             choices.append(choice)
         body = self._body("chat.completion" if self.chat else "text_completion", choices)
         body["usage"] = self.usage()
@@ -197,15 +221,27 @@ class Reply:
         """The chunk before the text of a chat's answer."""
         return self._chunk({"index": job.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None})
 
-    def text_chunk(self, piece: Piece) -> dict[str, Any]:
-        """The chunk of a piece."""
-        choice: dict[str, Any] = {"index": piece.index}
-        if self.chat:
-            choice["delta"] = {"content": piece.text}
-        else:
-            choice["text"] = piece.text
-        choice["logprobs"] = self._logprobs(self.jobs[piece.index], piece.logprobs)
-        return self._chunk(choice)
+    def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """The chunks of a piece: of its reasoning, its content and its calls, the first with the log-probabilities."""
+        logprobs = self._logprobs(self.jobs[piece.index], piece.logprobs)
+        if not self.chat:
+            if piece.parts.content or piece.logprobs:
+                yield self._chunk({"index": piece.index, "text": piece.parts.content, "logprobs": logprobs})
+            return
+
+        deltas: list[dict[str, Any]] = []
+        if piece.parts.reasoning:
+            deltas.append({"reasoning_content": piece.parts.reasoning})
+        if piece.parts.content:
+            deltas.append({"content": piece.parts.content})
+        for call in piece.parts.calls:
+            deltas.append({"tool_calls": [{"index": self._sent_calls[piece.index], **_call(call)}]})
+            self._sent_calls[piece.index] += 1
+        if piece.logprobs and not deltas:
+            deltas.append({"content": ""})
+        for delta in deltas:
+            yield self._chunk({"index": piece.index, "delta": delta, "logprobs": logprobs})
+            logprobs = None
 
     def last_chunk(self, job: StreamedJob) -> dict[str, Any]:
         """The chunk that says why an answer has ended."""
@@ -215,7 +251,7 @@ class Reply:
         else:
             choice["text"] = ""
         choice["logprobs"] = None
-        return self._chunk(choice, job.reason)
+        return self._chunk(choice, job.finish_reason)
 
     def usage_chunk(self) -> dict[str, Any]:
         """The last chunk of a stream whose client wants to know its usage."""
@@ -250,6 +286,21 @@ class Reply:
             "token_logprobs": [logprob.logprob for logprob in logprobs],
             "top_logprobs": top if job.top_logprobs else None,
         }
+
+
+def _message(parts: Parts) -> dict[str, Any]:
+    """An assistant's message."""
+    message: dict[str, Any] = {"role": "assistant", "content": parts.content}
+    if parts.reasoning:
+        message["reasoning_content"] = parts.reasoning
+    if parts.calls:
+        message["content"] = parts.content or None
+        message["tool_calls"] = [_call(call) for call in parts.calls]
+    return message
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _chat_logprob(logprob: NamedLogprob) -> dict[str, Any]:

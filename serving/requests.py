@@ -90,16 +90,15 @@ IGNORED = frozenset(
 """Fields that change no answer of this server."""
 
 _TEXT_ALONE = "this server answers with text alone; leave it out"
-_NO_TOOLS = "this server makes no tool calls; leave it out"
 _NO_PROMPT_TOKENS = "an evicted cache does not have the prompt's own tokens; leave it out"
 _NO_CONSTRAINTS = "this server does not constrain answers so; leave it out"
 NOT_SUPPORTED = {
     "audio": _TEXT_ALONE,
     "modalities": _TEXT_ALONE,
-    "tools": _NO_TOOLS,
-    "tool_choice": _NO_TOOLS,
-    "functions": _NO_TOOLS,
-    "function_call": _NO_TOOLS,
+    "tools": "completions have none; ask the chat endpoint",
+    "tool_choice": "completions have no tools; ask the chat endpoint",
+    "functions": "give tools",
+    "function_call": "give tools and tool_choice",
     "web_search_options": "this server searches nothing; leave it out",
     "verbosity": "models of this server have no such setting; leave it out",
     "echo": "an evicted cache does not have the prompt's own tokens; leave it out (lm-eval: use keepsight-lm-eval)",
@@ -282,6 +281,11 @@ class CommonFields(BaseModel):
         return self.stop or []
 
     @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The JSON schema that the answer follows; None for any text."""
+        return None if self.response_format is None else self.response_format.schema_of_answer
+
+    @property
     def wanted_logprobs(self) -> int | None:
         """Number of most likely tokens to return with each token's log-probability; None where none are wanted."""
         raise NotImplementedError
@@ -321,6 +325,30 @@ class Function(BaseModel):
     model_config = ConfigDict(extra="allow")
     name: Annotated[str, Field(min_length=1)]
     arguments: str | dict[str, Any] = ""
+
+
+class ToolFunction(BaseModel):
+    """A function that an answer may call; `parameters` is its JSON schema."""
+
+    model_config = ConfigDict(extra="allow")
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """A tool of a chat; other fields go to the chat template as they are."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["function"] = "function"
+    function: ToolFunction
+
+
+def _tool_choice(tool_choice: Any) -> Any:
+    if tool_choice not in (None, "none", "auto"):
+        shown = tool_choice if isinstance(tool_choice, str) else "a certain tool"
+        raise ValueError(f"of {shown[:64]!r} is not supported; take auto or none")
+    return tool_choice
 
 
 class ToolCall(BaseModel):
@@ -415,6 +443,9 @@ class ChatRequest(CommonFields, TemplateFields):
     """A request of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[Tool] | None = None
+    tool_choice: Annotated[Any, AfterValidator(_tool_choice)] = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
@@ -424,6 +455,21 @@ class ChatRequest(CommonFields, TemplateFields):
         if self.top_logprobs and not self.logprobs:
             raise UserError("top_logprobs: needs logprobs to be true")
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that the answer may call, as chat templates take them."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools or []]
+
+    @override
+    def template_arguments(self) -> dict[str, Any]:
+        arguments = super().template_arguments()
+        tools = self.offered_tools
+        if tools:
+            arguments["tools"] = tools
+        return arguments
 
 
 class TokenizeRequest(TemplateFields):
@@ -458,13 +504,21 @@ def prompt_of(messages: Sequence[Message], tokenizer: Any, arguments: Mapping[st
 
     Raises:
         UserError: the template refuses the messages, or would leave out a tool call or a message of a role that it does
-            not know, such as `tool`; a message without tool calls has no content.
+            not know, such as `tool`, or the tools; a message without tool calls has no content.
     """
     for index, message in enumerate(messages):
         if message.content is None and not message.tool_calls:
             raise UserError(f"messages.{index}.content: must be a text, as the message has no tool_calls")
     _require_rendered(tokenizer, messages)
-    return chat_text(tokenizer, [message.turn() for message in messages], **(arguments or {}))
+    turns = [message.turn() for message in messages]
+    arguments = dict(arguments or {})
+    text = chat_text(tokenizer, turns, **arguments)
+    if arguments.pop("tools", None) and chat_text(tokenizer, turns, **arguments) == text:
+        raise UserError(
+            f"tools: would be lost, as the chat template of {tokenizer.name_or_path!r} does not render them; leave "
+            "them out"
+        )
+    return text
 
 
 def _require_rendered(tokenizer: Any, messages: Sequence[Message]) -> None:

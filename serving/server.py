@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -50,6 +51,7 @@ from keepsight.serving.requests import (
     unknown_fields,
 )
 from keepsight.serving.structured import FollowGrammar, JsonGrammars
+from keepsight.serving.tools import AnswerParser, response_template_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +68,28 @@ _TOKENIZED_AT_A_TIME = 2
 """Texts that are tokenized at a time: as many long ones, and as many short ones."""
 _MOST_UNKNOWN = 1000
 """Names of unknown fields that are logged."""
-Ids = TypeVar("Ids", list[int], list[list[int]])
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request whose prompts are tokens.
+
+    Attributes:
+        fields: The request.
+        prompts: Token ids of each prompt.
+        max_tokens: Longest answer.
+        chat: The text of a chat's prompt; None for completions.
+        tools: Tools that the answer may call.
+        most_calls: Number of calls that are given back; None for all.
+    """
+
+    fields: CommonFields
+    prompts: list[list[int]]
+    max_tokens: int
+    chat: str | None = None
+    tools: Sequence[dict[str, Any]] = ()
+    most_calls: int | None = None
 
 
 class Service:
@@ -120,6 +143,7 @@ class Service:
         self.decoder = copy.deepcopy(target.tokenizer)  # the engine's thread decodes while others encode
         self.most_characters = engine.max_prompt_tokens * max(map(len, target.tokenizer.get_vocab()))
         self.preparing = 0
+        self.response_template = response_template_of(target.tokenizer, target.model)
         self.grammars = JsonGrammars(target.tokenizer, target.vocabulary, [*engine.end_tokens])
         self._short_texts = CapacityLimiter(_TOKENIZED_AT_A_TIME)
         self._long_texts = CapacityLimiter(_TOKENIZED_AT_A_TIME)
@@ -195,7 +219,7 @@ class Service:
         """`/tokenize`: the tokens of a text or a chat."""
         asked = await self._read(request, TokenizeRequest)
         if asked.messages is not None:
-            ids = await self._chat_ids(asked.messages, asked.template_arguments())
+            _, ids = await self._chat_prompt(asked.messages, asked.template_arguments())
         else:
             (ids,) = await self._text_ids([asked.prompt], special=asked.add_special_tokens is not False)
         body = {"count": len(ids), "max_model_len": self.engine.context, "tokens": ids}
@@ -216,9 +240,19 @@ class Service:
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
         asked = await self._read(request, ChatRequest)
-        ids = await self._chat_ids(asked.messages, asked.template_arguments())
+        tools = asked.offered_tools
+        if tools and self.response_template is None:
+            kind = self.target.model.config.model_type
+            raise UserError(
+                f"tools: are not supported, as transformers cannot read the calls of {kind}; leave them out"
+            )
+        text, ids = await self._chat_prompt(asked.messages, asked.template_arguments())
         max_tokens = asked.max_completion_tokens or asked.max_tokens
-        return await self._answer(request, asked, [ids], max_tokens, chat=True)
+        if max_tokens is None:
+            room = self.engine.context - len(ids)
+            max_tokens = max(min(self.answer_tokens, room), 1)
+        most_calls = 1 if asked.parallel_tool_calls is False else None
+        return await self._answer(request, Asked(asked, [ids], max_tokens, text, tools, most_calls))
 
     async def complete(self, request: Request) -> Response:
         """`/v1/completions`."""
@@ -236,7 +270,7 @@ class Service:
         ids_of_texts = iter(await self._text_ids(texts, special=asked.add_special_tokens is not False))
         prompts = [next(ids_of_texts) if isinstance(prompt, str) else prompt for prompt in asked.prompt]
         max_tokens = asked.max_tokens or asked.max_completion_tokens or min(COMPLETION_TOKENS, self.answer_tokens)
-        return await self._answer(request, asked, prompts, max_tokens, chat=False)
+        return await self._answer(request, Asked(asked, prompts, max_tokens))
 
     def _check_ids(self, ids: list[int], field: str) -> None:
         """Refuse ids that are too many for a prompt, or no tokens."""
@@ -247,20 +281,20 @@ class Service:
             if not 0 <= token < vocabulary:
                 raise UserError(f"{field}: {token} is not a token id; the vocabulary has {vocabulary}")
 
-    async def _chat_ids(self, messages: Sequence[Message], arguments: dict[str, Any]) -> list[int]:
-        """The tokens of a chat; see `_in_thread`."""
+    async def _chat_prompt(self, messages: Sequence[Message], arguments: dict[str, Any]) -> tuple[str, list[int]]:
+        """The text of a chat and its tokens; see `_in_thread`."""
         if len(messages) > self.engine.max_prompt_tokens:
             raise TooLong(self.engine.too_long(f"there are {len(messages)} messages"))
 
         characters = sum(len(message.text) for message in messages)
         self._check_characters(characters)
 
-        def ids() -> list[int]:
+        def text_and_ids() -> tuple[str, list[int]]:
             text = prompt_of(messages, self.target.tokenizer, arguments)
             self._check_characters(len(text))
-            return encode(self.target.tokenizer, [text], special=False)[0]
+            return text, encode(self.target.tokenizer, [text], special=False)[0]
 
-        return await self._in_thread(ids, characters, prompts=1)
+        return await self._in_thread(text_and_ids, characters, prompts=1)
 
     async def _text_ids(self, texts: list[str], *, special: bool) -> list[list[int]]:
         """The tokens of texts; see `_in_thread`."""
@@ -274,7 +308,7 @@ class Service:
 
         return await self._in_thread(ids, sum(map(len, texts)), prompts=len(texts))
 
-    async def _in_thread(self, ids: Callable[[], Ids], characters: int, prompts: int) -> Ids:
+    async def _in_thread(self, tokenized: Callable[[], Result], characters: int, prompts: int) -> Result:
         """The tokens of a request's prompts, of so many characters in all, which are made in a thread.
 
         Raises:
@@ -285,7 +319,7 @@ class Service:
         self.preparing += prompts
         try:
             limiter = self._long_texts if characters > _LONG_TEXT else self._short_texts
-            return await run_sync(ids, limiter=limiter)
+            return await run_sync(tokenized, limiter=limiter)
         finally:
             self.preparing -= prompts
 
@@ -328,79 +362,86 @@ class Service:
             self.unknown_fields.add(name)
             logger.warning("requests have a field that this server does not know and ignores: %s", printable(name[:64]))
 
-    async def _answer(
-        self, request: Request, asked: CommonFields, prompts: list[list[int]], max_tokens: int | None, chat: bool
-    ) -> Response:
-        """Answer prompts of token ids, each `n` times."""
-        if max_tokens is None:
-            room = self.engine.context - len(prompts[0])
-            max_tokens = max(min(self.answer_tokens, room), 1)
-        elif max_tokens > self.answer_tokens:
-            raise UserError(
-                f"max_tokens is {max_tokens}; this server answers with at most {self.answer_tokens}, which its option "
-                "max_new_tokens= raises"
-            )
-        if (asked.n or 1) > self.engine.rows:
-            raise UserError(f"n is {asked.n}; this server gives at most {self.engine.rows} answers to a prompt (rows=)")
-        if (asked.min_tokens or 0) > max_tokens:
-            raise UserError(f"min_tokens is {asked.min_tokens}, above the {max_tokens} of max_tokens")
-        for token in asked.logit_bias or {}:
-            if int(token) >= self.target.vocabulary:
-                raise UserError(f"logit_bias: {token} is not a token id; the vocabulary has {self.target.vocabulary}")
-
+    async def _answer(self, request: Request, asked: Asked) -> Response:
+        """Answer each prompt `n` times."""
+        self._check_answers(asked)
         grammar = None
-        schema = None if asked.response_format is None else asked.response_format.schema_of_answer
+        schema = asked.fields.schema_of_answer
         if schema is not None:
-            if asked.min_tokens:
-                raise UserError("min_tokens: is not supported for JSON, which ends where it is complete; leave it out")
             grammar = await run_sync(self.grammars.grammar, schema, limiter=self._long_texts)
 
         answers = Answers()
         try:
-            for ids in prompts:
-                self.engine.submit(self._job(asked, ids, max_tokens, answers, grammar))
+            for ids in asked.prompts:
+                self.engine.submit(self._job(asked, ids, answers, grammar))
         except Exception:
             answers.cancel()
             raise
-        reply = Reply(self.name, answers.jobs, asked.n or 1, chat)
-        if asked.stream:
-            return Stream(answers, self._events(request, answers, reply, asked.stream_options))
+        reply = Reply(self.name, answers.jobs, asked.fields.n or 1, chat=asked.chat is not None)
+        if asked.fields.stream:
+            return Stream(answers, self._events(request, answers, reply, asked.fields.stream_options))
         await self._unless_gone(request, answers)
         for job in answers.jobs:
             self._require_sound(job)
         return JSONResponse(reply.completion())
 
-    def _job(self, asked: CommonFields, ids: list[int], max_tokens: int, answers: Answers, grammar: Any) -> StreamedJob:
+    def _check_answers(self, asked: Asked) -> None:
+        """Refuse answers that this server does not give."""
+        fields = asked.fields
+        if asked.max_tokens > self.answer_tokens:
+            raise UserError(
+                f"max_tokens is {asked.max_tokens}; this server answers with at most {self.answer_tokens}, which its "
+                "option max_new_tokens= raises"
+            )
+        if (fields.n or 1) > self.engine.rows:
+            raise UserError(
+                f"n is {fields.n}; this server gives at most {self.engine.rows} answers to a prompt (rows=)"
+            )
+        if (fields.min_tokens or 0) > asked.max_tokens:
+            raise UserError(f"min_tokens is {fields.min_tokens}, above the {asked.max_tokens} of max_tokens")
+        if fields.min_tokens and fields.schema_of_answer is not None:
+            raise UserError("min_tokens: is not supported for JSON, which ends where it is complete; leave it out")
+        vocabulary = self.target.vocabulary
+        for token in fields.logit_bias or {}:
+            if int(token) >= vocabulary:
+                raise UserError(f"logit_bias: {token} is not a token id; the vocabulary has {vocabulary}")
+
+    def _job(self, asked: Asked, ids: list[int], answers: Answers, grammar: Any) -> StreamedJob:
         """The request to the engine for the `n` answers to a prompt, the first with the others as siblings."""
+        fields = asked.fields
         generation_config: Any = self.target.model.generation_config
-        options = asked.options(max_tokens, generation_config.top_k)
-        method = self._method(asked, len(ids))
+        options = fields.options(asked.max_tokens, generation_config.top_k)
+        method = self._method(fields, len(ids))
         jobs = []
-        for number in range(asked.n or 1):
-            processors = asked.processors(len(ids), str(self.target.model.device))
+        for number in range(fields.n or 1):
+            processors = fields.processors(len(ids), str(self.target.model.device))
             if grammar is not None:
                 processors.append(FollowGrammar(grammar, len(ids)))
+            parser = None
+            if asked.tools and asked.chat is not None and self.response_template is not None:
+                parser = AnswerParser(self.response_template, asked.chat, asked.tools, asked.most_calls)
             job = StreamedJob(
                 torch.tensor(ids, dtype=torch.long),
                 answers,
-                AnswerText(self.decoder, asked.stops, asked.stop_token_ids or [], asked.min_tokens or 0),
+                AnswerText(self.decoder, fields.stops, fields.stop_token_ids or [], fields.min_tokens or 0),
                 partial(token_text, self.decoder),
-                seed=None if asked.seed is None else asked.seed + number,
+                parser=parser,
+                seed=None if fields.seed is None else fields.seed + number,
                 method=method,
                 processors=processors,
-                top_logprobs=asked.wanted_logprobs,
-                ignore_end=bool(asked.ignore_eos),
+                top_logprobs=fields.wanted_logprobs,
+                ignore_end=bool(fields.ignore_eos),
                 **options,
             )
             jobs.append(job)
         jobs[0].siblings = jobs[1:]
         return jobs[0]
 
-    def _method(self, asked: CommonFields, prompt_tokens: int) -> Evict | None:
+    def _method(self, fields: CommonFields, prompt_tokens: int) -> Evict | None:
         """The method with the budget that a request chooses; None for the engine's own."""
-        if asked.keepsight is None or asked.keepsight.budget is None:
+        if fields.keepsight is None or fields.keepsight.budget is None:
             return None
-        budget = asked.keepsight.budget
+        budget = fields.keepsight.budget
         try:
             method = self.engine.with_budget(budget)
             limit: Any = self.engine.method
@@ -444,8 +485,8 @@ class Service:
             if piece is None:
                 yield _COMMENT
                 continue
-            if piece.text or piece.logprobs:
-                yield _event(reply.text_chunk(piece))
+            for chunk in reply.chunks(piece):
+                yield _event(chunk)
             if piece.is_last:
                 job = answers.jobs[piece.index]
                 try:

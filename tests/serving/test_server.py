@@ -227,7 +227,7 @@ BAD = [
     (PLAIN, {"model": "other", "prompt": "a"}, 404, "does not exist"),
     (PLAIN, {"model": "tiny", "prompt": "a" * 70000}, 413, "larger than"),
     (CHAT, {"model": "tiny", "messages": []}, 400, "messages"),
-    (CHAT, {"model": "tiny", "messages": USER, "tools": [{"type": "function"}]}, 400, "tools: is not supported"),
+    (CHAT, {"model": "tiny", "messages": USER, "tools": [{"type": "function"}]}, 400, "tools.0.function"),
     (CHAT, {"model": "tiny", "messages": USER, "response_format": {"type": "json_schema"}}, 400, "must have json_sch"),
     (PLAIN, {"model": "tiny", "prompt": [[]]}, 400, "0 tokens"),
     (PLAIN, {"model": "tiny", "prompt": ["a", 7]}, 400, "must be a text or token ids"),
