@@ -143,8 +143,9 @@ class StreamedJob(Job):
     def ended(self) -> None:
         try:
             self._answer.finish()
-        finally:
             self._send(len(self._answer.text), is_last=True)
+        finally:
+            self._answers.put(Piece(self.index, Parts(), [], is_last=True))
 
     def _send(self, stop: int, is_last: bool = False) -> None:
         """Send the text up to a character, with the log-probabilities that were not sent yet."""
@@ -160,12 +161,11 @@ class StreamedJob(Job):
         self.parts.reasoning += parts.reasoning
         self.parts.calls += parts.calls
 
-        is_empty = not (parts.content or parts.reasoning or parts.calls)
-        if is_empty and not is_last:
-            return  # log-probabilities wait for the next text
         logprobs = self.named_logprobs[self._sent_logprobs :]
-        self._sent_logprobs = len(self.named_logprobs)
-        self._answers.put(Piece(self.index, parts, logprobs, is_last))
+        has_text = bool(parts.content or parts.reasoning or parts.calls)
+        if has_text or (is_last and logprobs):  # else log-probabilities wait for the next text
+            self._sent_logprobs = len(self.named_logprobs)
+            self._answers.put(Piece(self.index, parts, logprobs))
 
 
 class Reply:

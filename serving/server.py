@@ -221,7 +221,7 @@ class Service:
         if asked.messages is not None:
             _, ids = await self._chat_prompt(asked.messages, asked.template_arguments())
         else:
-            (ids,) = await self._text_ids([asked.prompt], special=asked.add_special_tokens is not False)
+            (ids,) = await self._prompts([asked.prompt], special=asked.add_special_tokens is not False)
         body = {"count": len(ids), "max_model_len": self.engine.context, "tokens": ids}
         if asked.return_token_strs:
             body["token_strs"] = await run_sync(self._token_texts, ids, limiter=self._long_texts)
@@ -261,14 +261,7 @@ class Service:
             raise UserError(
                 f"prompt: holds {len(asked.prompt)} prompts; at most {self.engine.waiting} requests wait (waiting=)"
             )
-        texts = []
-        for prompt in asked.prompt:
-            if isinstance(prompt, str):
-                texts.append(prompt)
-            else:
-                self._check_ids(prompt, "prompt")
-        ids_of_texts = iter(await self._text_ids(texts, special=asked.add_special_tokens is not False))
-        prompts = [next(ids_of_texts) if isinstance(prompt, str) else prompt for prompt in asked.prompt]
+        prompts = await self._prompts(asked.prompt, special=asked.add_special_tokens is not False)
         max_tokens = asked.max_tokens or asked.max_completion_tokens or min(COMPLETION_TOKENS, self.answer_tokens)
         return await self._answer(request, Asked(asked, prompts, max_tokens))
 
@@ -296,17 +289,25 @@ class Service:
 
         return await self._in_thread(text_and_ids, characters, prompts=1)
 
-    async def _text_ids(self, texts: list[str], *, special: bool) -> list[list[int]]:
-        """The tokens of texts; see `_in_thread`."""
-        if not texts:
-            return []
-        for text in texts:
-            self._check_characters(len(text))
+    async def _prompts(self, prompts: Sequence[str | list[int]], *, special: bool) -> list[list[int]]:
+        """The tokens of prompts, of which some may be tokens already; see `_in_thread`."""
+        characters = 0
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self._check_characters(len(prompt))
+                characters += len(prompt)
+            else:
+                self._check_ids(prompt, "prompt")
 
-        def ids() -> list[list[int]]:
-            return [encode(self.target.tokenizer, [text], special=special)[0] for text in texts]
+        def all_ids() -> list[list[int]]:
+            encoded = []
+            for prompt in prompts:
+                if isinstance(prompt, str):
+                    (prompt,) = encode(self.target.tokenizer, [prompt], special=special)
+                encoded.append(prompt)
+            return encoded
 
-        return await self._in_thread(ids, sum(map(len, texts)), prompts=len(texts))
+        return await self._in_thread(all_ids, characters, prompts=len(prompts))
 
     async def _in_thread(self, tokenized: Callable[[], Result], characters: int, prompts: int) -> Result:
         """The tokens of a request's prompts, of so many characters in all, which are made in a thread.

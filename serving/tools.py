@@ -81,7 +81,7 @@ class AnswerParser:
                 _, events = self._parser.finalize()
                 for event in events:
                     self._add(event, parts)
-        except (KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # templates, which come with models, raise anything
             logger.warning("a tool call cannot be read, and is given as text: %s", one_line(error, 200))
             parts.content += self._unread
             self._parser = None
