@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from keepsight.models.answer_text import AnswerText, answer_text
+from keepsight.models.answer_text import AnswerText, answer_text, token_text
 from tests.tiny import tiny_tokenizer
 from tests.tokenizers import OwnChats, byt5_tokenizer, byte_fallback_tokenizer, tokenizers_of_all_kinds
 
@@ -124,3 +124,41 @@ def test_a_stop_of_characters_that_span_tokens_of_bytes() -> None:
         ids = tokenizer("a\N{SLIGHTLY SMILING FACE}b", add_special_tokens=False)["input_ids"]
         pieces, answer = streamed(tokenizer, ids, stops=["\N{SLIGHTLY SMILING FACE}"])
         assert "".join(pieces) == answer.text == "a" and answer.has_stopped
+
+
+def test_stops_are_looked_for_after_the_least_number_of_tokens() -> None:
+    tokenizer = tiny_tokenizer()
+    ids: list[int] = [tokenizer(letter, add_special_tokens=False)["input_ids"][0] for letter in "abxabxab"]
+    _, answer = streamed(tokenizer, ids, stops=["x"])
+    assert answer.text == "ab"
+    pieces, answer = streamed(tokenizer, ids, stops=["x"], min_tokens=3)
+    assert "".join(pieces) == answer.text == "abxab" and answer.has_stopped
+    _, answer = streamed(tokenizer, ids, stop_tokens=[ids[2]], min_tokens=3)
+    assert answer.text == "abxab" and answer.has_stopped
+    _, answer = streamed(tokenizer, ids, stops=["x"], min_tokens=6)
+    assert answer.text == "abxabxab" and not answer.has_stopped
+
+
+@pytest.mark.parametrize("name", tokenizers_of_all_kinds())
+def test_texts_of_single_tokens_make_the_whole_text(name: str) -> None:
+    tokenizer = tokenizers_of_all_kinds()[name]
+    ids = tokenizer("Hi x. stop a", add_special_tokens=False)["input_ids"]
+    text = "".join(token_text(tokenizer, token) for token in ids)
+    assert text == ("" if text[0] == "H" else " ") + "Hi x. stop a"  # SentencePiece's begin with a space
+    (special,) = tokenizer.convert_tokens_to_ids([tokenizer.eos_token])
+    assert token_text(tokenizer, special).strip() == tokenizer.eos_token
+    assert token_text(tokenizer, len(tokenizer) + 7) == "", "models have rows that no token uses"
+
+
+def test_marked_text_has_each_special_token_once() -> None:
+    tokenizer = tiny_tokenizer()
+    answer = AnswerText(tokenizer, stops=["never"])
+    marked, start, specials = "", 0, 0
+    for token in tokenizer("one<|user|>two n<|system|><|end|>", add_special_tokens=False)["input_ids"]:
+        answer.add(token)
+        text, specials = answer.marked(start, answer.settled, specials)
+        start = answer.settled
+        marked += text
+    answer.finish()
+    text, _ = answer.marked(start, len(answer.text), specials)
+    assert marked + text == "one<|user|>two n<|system|><|end|>"

@@ -99,6 +99,7 @@ def test_a_prefix_is_found_behind_a_root_path(rewriter: Rewriter, digest):
         ({"chat_template": "{{ messages }}"}, "chat_template changes"),
         ({"documents": [{"text": "a"}]}, "documents changes"),
         ({"chat_template_kwargs": 3}, "cannot be read"),
+        ({"keepsight": {"budget": 64}}, "the field keepsight is for keepsight's own server"),
         ({"messages": [{"role": "system", "content": "Rhyme."}]}, "made after other text"),
     ],
 )
