@@ -526,15 +526,17 @@ class Service:
         """The error in OpenAI's format; it is counted, and logged with its cause if it is the server's."""
         status = _status_of(error)
         self.refused[status] = self.refused.get(status, 0) + 1
+        path = printable(request.scope["path"][:200])
         if isinstance(error, UserError):
             message = one_line(error, 2000)
+        elif isinstance(error, HTTPException) and error.detail == "Not Found":  # Starlette's, for unknown paths
+            message = f"this server has no {path}; ask /v1/chat/completions or /v1/completions"
         elif isinstance(error, HTTPException):
             message = str(error.detail)
         else:
             message = f"{type(error).__name__} in the server"
         if status >= 500:
-            endpoint = printable(f"{request.method} {request.scope['path'][:200]}")
-            logger.error("%s: %d, %s", endpoint, status, _cause_of(error))
+            logger.error("%s %s: %d, %s", printable(request.method), path, status, _cause_of(error))
         kind = STATUS.get(status)
         if kind is None:
             kind = "invalid_request_error" if status < 500 else "server_error"

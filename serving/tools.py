@@ -1,7 +1,7 @@
 """Tool calls and reasoning in answers, read by transformers' response parser while the answer grows.
 
 What marks them depends on the model: the tokenizer's `response_template` says so or, for the families that
-`transformers serve` knows, a template of transformers (tried with 5.23).
+`transformers serve` knows, a template of transformers (5.18 to 5.24 have them).
 """
 
 import json

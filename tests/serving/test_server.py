@@ -242,7 +242,7 @@ BAD = [
     (PLAIN, {"model": "tiny", "prompt": "a", "stop_token_ids": ["<|end|>"]}, 400, "stop_token_ids"),
     (CHAT, {"model": "tiny", "messages": [{"role": "user", "content": None}]}, 400, "content"),
     (CHAT, {"messages": USER}, 400, "model"),
-    ("/v1/nothing", {}, 404, "Not Found"),
+    ("/v1/responses", {}, 404, "this server has no /v1/responses"),
 ]
 
 

@@ -4,12 +4,14 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from keepsight.models.targets import Target
+from keepsight.serving.tools import response_template_of
 from tests.serving.loopback import serving
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.tokenizers import TOOL_TEMPLATE, scripted
@@ -145,6 +147,15 @@ def test_tools_go_to_the_template_unless_none_may_be_called():
             )
             assert len(rendered["input_ids"]) == prompt_tokens
         assert "tool_calls" not in without["choices"][0]["message"]
+
+
+def test_transformers_knows_how_some_families_write_calls():
+    """It is asked by a name that is not documented."""
+    for family, is_known in (("qwen2", True), ("qwen3", True), ("gemma4", True), ("llama", False)):
+        model = SimpleNamespace(config=SimpleNamespace(model_type=family))
+        template = response_template_of(tiny_tokenizer(), model)
+        assert (template is not None) == is_known
+        assert template is None or "tool_calls" in template["fields"]
 
 
 @pytest.mark.parametrize(
