@@ -92,7 +92,10 @@ def run(config: Config) -> None:
             max_prompt_tokens=config.max_prompt_tokens,
         )
         if config.max_budget is not None:
-            engine.with_budget(config.max_budget)  # refuses what is none
+            try:
+                engine.with_budget(config.max_budget)
+            except UserError as error:
+                raise UserError(f"max_budget={config.max_budget}: {error}") from None
         with engine:
             name = config.name or target.public_name
             service = Service(

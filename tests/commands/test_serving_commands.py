@@ -140,6 +140,7 @@ def test_values_that_cannot_be_served_end_in_one_line(keepsight: CommandLine) ->
     assert "whole number" in keepsight.fails("serve", *TINY, "budget=12.5")
     assert "cannot answer in a batch" in keepsight.fails("serve", *TINY, "method=specache", "port=0")
     assert "host=nowhere.invalid" in keepsight.fails("serve", *TINY, "host=nowhere.invalid")
+    assert "max_budget=4: SnapKV" in keepsight.fails("serve", *TINY, "method=snapkv", "max_budget=4", "port=0")
     assert "page= is for vLLM" in keepsight.fails("serve", *TINY, "page=32")
     assert "grace= is for keepsight's own" in keepsight.fails("serve", *TINY, "vllm=true", "grace=5")
 
