@@ -385,13 +385,9 @@ class Engine:
         try:
             while self._wait_for_work():
                 self.step()
-        except Exception as fault:  # nobody waits for an engine that has ended
-            error = fault
-        except BaseException as fault:
-            error = RuntimeError(f"{type(fault).__name__} in the engine")
-            error.__cause__ = fault
-        if error is not None:
-            logger.critical("the engine's thread has ended", exc_info=error)
+        except BaseException as fault:  # nobody waits for an engine that has ended
+            logger.critical("the engine's thread has ended", exc_info=True)
+            error = fault if isinstance(fault, Exception) else RuntimeError(f"{type(fault).__name__} in the engine")
 
         with self._wake:
             self._refuse("the server's engine has ended; restart it", error)

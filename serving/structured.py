@@ -13,6 +13,9 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, one_line
 
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+"""White space between the parts of JSON. Without a bound, small models write it until the answer is too long."""
+
 
 class JsonGrammars:
     """Grammars over the tokens of one tokenizer, which is read when the first is asked for.
@@ -50,9 +53,9 @@ class JsonGrammars:
                 self._tokens = llguidance.hf.from_tokenizer(
                     self._tokenizer, n_vocab=self._vocabulary, eos_token=[*self._end_tokens]
                 )
-        matcher = llguidance.LLMatcher(
-            self._tokens, llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema)), log_level=0
-        )
+        options = {"whitespace_pattern": _WHITESPACE}
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), options)
+        matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
             raise UserError(f"response_format: the schema cannot be followed: {one_line(matcher.get_error())}")
         return matcher
