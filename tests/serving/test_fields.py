@@ -220,8 +220,12 @@ def test_biases(target, url):
 
 
 def test_min_p_and_top_k_sample_as_generate_does(target, url):
-    sampled = {"do_sample": True, "temperature": 1.5, "top_p": 1.0}
-    for fields, options in (({"min_p": 0.2}, {"min_p": 0.2, "top_k": 0}), ({"top_k": 3}, {"top_k": 3})):
+    sampled: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "top_p": 1.0}
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"min_p": 0.2}, {"min_p": 0.2, "top_k": 0}),
+        ({"top_k": 3}, {"top_k": 3}),
+    ]
+    for fields, options in cases:
         expected = alone(target, seed=5, **sampled, **options)
         assert text_of(answer(url, seed=5, temperature=1.5, top_p=1.0, **fields)) == expected
     assert text_of(answer(url, seed=5, temperature=1.5, top_k=-1)) == alone(target, seed=5, **sampled, top_k=0)
