@@ -1,5 +1,6 @@
 """Answers that are JSON of a schema: `response_format` of requests, by the grammars of llguidance."""
 
+import importlib
 import json
 import threading
 from collections.abc import Sequence
@@ -40,8 +41,8 @@ class JsonGrammars:
             UserError: llguidance is missing, cannot read the tokenizer, or refuses the schema.
         """
         try:
-            import llguidance
-            import llguidance.hf
+            llguidance: Any = importlib.import_module("llguidance")
+            tokenizers: Any = importlib.import_module("llguidance.hf")
         except ImportError:
             raise UserError("response_format: JSON needs llguidance on the server; ask its operator") from None
         if not self._end_tokens or not isinstance(self._tokenizer, PreTrainedTokenizerFast):
@@ -50,7 +51,7 @@ class JsonGrammars:
             )
         with self._lock:
             if self._tokens is None:
-                self._tokens = llguidance.hf.from_tokenizer(
+                self._tokens = tokenizers.from_tokenizer(
                     self._tokenizer, n_vocab=self._vocabulary, eos_token=[*self._end_tokens]
                 )
         options = {"whitespace_pattern": _WHITESPACE}

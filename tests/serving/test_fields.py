@@ -67,7 +67,8 @@ def alone(target: Any, text: str = TEXT, seed: int | None = None, method: Any = 
     ids = target.tokenizer(text, return_tensors="pt")["input_ids"]
     if seed is not None:
         torch.manual_seed(seed)
-    answer = generate(target.model, ids, method, **({"max_new_tokens": TOKENS} | options))[0]
+    options.setdefault("max_new_tokens", TOKENS)
+    answer = generate(target.model, ids, method, **options)[0]
     return str(target.tokenizer.decode(answer, skip_special_tokens=True))
 
 

@@ -55,9 +55,9 @@ def call(city: str, open_call: str = "<tool_call>", close_call: str = "</tool_ca
 @contextmanager
 def speaking(text: str, template: str = TEMPLATE, response: dict[str, Any] | None = None) -> Iterator[str]:
     """A server whose model answers a text."""
-    tokenizer = tiny_tokenizer()
+    tokenizer: Any = tiny_tokenizer()
     tokenizer.chat_template = template
-    tokenizer.response_template = response  # type: ignore[attr-defined]
+    tokenizer.response_template = response
     model = tiny_model(vocab_size=len(tokenizer), max_position_embeddings=4096, pad_token_id=0)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     with serving(Target(model, tokenizer, "tiny", "1")) as (url, _):
@@ -140,7 +140,7 @@ def test_tools_go_to_the_template_unless_none_may_be_called():
     with speaking(call("Ulm"), response=response_template("<tool_call>", "</tool_call>")) as url:
         usage = httpx.post(url + CHAT, json=asked()).raise_for_status().json()["usage"]
         without = httpx.post(url + CHAT, json=asked(tool_choice="none")).raise_for_status().json()
-        tokenizer = tiny_tokenizer()
+        tokenizer: Any = tiny_tokenizer()
         for tools, prompt_tokens in (([WEATHER], usage["prompt_tokens"]), (None, without["usage"]["prompt_tokens"])):
             rendered = tokenizer.apply_chat_template(
                 TURNS, chat_template=TEMPLATE, tools=tools, add_generation_prompt=True
