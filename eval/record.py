@@ -66,13 +66,11 @@ NO_TIME = Phases(prefill=0.0, draft=0.0, observe=0.0, select=0.0, question=0.0)
 class Row:
     """One variant's answer to one sample: a line of `results.jsonl`.
 
-    Columns with a default are younger than some results, and null or absent in those.
-
     Attributes:
         task: The sample's task.
         length: The prompt length in tokens that was asked for.
         sample: The sample's id.
-        depth: Position of the needle in the context, 0 the beginning and 1 the end.
+        depth: Position of the needle in the context, 0 the beginning and 1 the end; None where there is no needle.
         method: Name of the variant.
         budget: Entries per layer and KV head, or a share of the prompt; None for the full cache.
         score: The task's metric, 0 to 1; NaN until a judge has scored the answer.
@@ -105,29 +103,29 @@ class Row:
     task: str
     length: Count
     sample: str
-    depth: FiniteFloat | None = None
+    depth: FiniteFloat | None
     method: str
     budget: Count | FiniteFloat | None
     score: FiniteFloat
     excess_nll: FiniteFloat
     agreement: FiniteFloat
-    recall: FiniteFloat | None = None
-    mass: FiniteFloat | None = None
-    tau: FiniteFloat | None = None
-    first_difference: Count | None = None
+    recall: FiniteFloat | None
+    mass: FiniteFloat | None
+    tau: FiniteFloat | None
+    first_difference: Count | None
     kept: FiniteFloat
     kv_bytes: FiniteFloat
-    kv_peak_bytes: FiniteFloat | None = None
+    kv_peak_bytes: FiniteFloat | None
     seconds: Phases
     time_to_first_token: FiniteFloat
     tokens_per_second: FiniteFloat | None
     rows: Count
     answer: str
-    answer_tokens: Count | None = None
+    answer_tokens: Count
     references: list[str]
-    asks: str | None = None
+    asks: str
     date: str
-    prompt_tokens: Count | None = None
+    prompt_tokens: Count
     question: str
     sample_digest: Digest | None = None
     context: Digest | None = None

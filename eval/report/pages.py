@@ -588,7 +588,7 @@ def _sample_page(
     facts = {
         "sample": sample.sample,
         "prompt": f"{len(kept.tokens)} tokens",
-        "question": sample.asks or "",
+        "question": sample.asks,
         "expected": " | ".join(sample.references),
     }
     model, subtitle = headline(rows, settings)

@@ -97,8 +97,7 @@ def _frame_of_rows(rows: Iterable[Row]) -> Frame:
     frame["context"] = context.fillna(frame["samples"])
     frame["same_tokens"] = frame["first_difference"].fillna(frame["answer_tokens"])
     frame["kv_mib"] = frame["kv_bytes"] / 2**20
-    tokens = frame["prompt_tokens"].fillna(frame["length"].astype(float))
-    frame["budget_entries"] = frame["order"].mask(are_shares(frame), frame["order"] * tokens)
+    frame["budget_entries"] = frame["order"].mask(are_shares(frame), frame["order"] * frame["prompt_tokens"])
     kept_by_full = frame["kept"].mask(frame["evicts"])
     sample = [frame["task"], frame["length"], frame["sample"]]
     entries_of_sample = kept_by_full.groupby(sample).transform("max")

@@ -25,6 +25,7 @@ def row(method: str, budget: float | None, score: float, **changes: object) -> R
         "agreement": 1.0 if method == "full" else 0.75,
         "kept": budget or 500,
         "kv_bytes": (budget or 500) * 1024,
+        "kv_peak_bytes": None,
         "prompt_tokens": 500,
         "answer": f"{method} says 4711",
         "answer_tokens": 5,
