@@ -215,7 +215,7 @@ def _methods(config: configs.Benched, *tokens: int) -> tuple[Target, dict[str, M
 def _print(lines: Iterable[str]) -> None:
     """Print each line as soon as it is measured."""
     for line in lines:
-        print_above(printable(line))
+        print_above(printable(line), sys.stdout)
         sys.stdout.flush()
 
 

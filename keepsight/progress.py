@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -48,9 +48,9 @@ def progress_bar(
     return tqdm(items, **options)
 
 
-def print_above(line: str) -> None:
-    """Print a line to the standard error, above a bar that is shown there."""
-    tqdm.write(line, file=sys.stderr)
+def print_above(line: str, stream: TextIO | None = None) -> None:
+    """Print a line above a bar that is shown: to the standard error, or to another stream."""
+    tqdm.write(line, file=stream or sys.stderr)
 
 
 def quiet_libraries() -> None:
