@@ -493,15 +493,15 @@ def static_step(
     if tokens is None or not (without_graph or _graphs_are_on(state)):
         yield None
         return
+    base: Any = model
     reason = reason_against(model, state)
     if reason is None and not without_graph:
-        reason = reason_against_graph(model, state)
+        reason = reason_against_graph(base, state)
     if reason is not None:
         _log_once(reason)
         yield None
         return
 
-    base: Any = model
     choice = choice_of(criteria, processors, do_sample, is_streamed)
     capacity = capacity_of(state, tokens)
     end_tokens = end_tokens_of(criteria)

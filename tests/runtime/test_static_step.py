@@ -193,7 +193,7 @@ def test_streamers_and_other_criteria_see_every_token(model: Any) -> None:
     for static in (False, True):
         streamer = Streamed()
         criteria = stop_after(TOKENS, None)
-        criteria.append(StopAtThird())  # type: ignore[arg-type]
+        criteria.append(StopAtThird())
         state = batch_state("ragged").copy()
         answers.append(decode(model, state, criteria, pad_token=0, streamer=streamer, static=static))
         streamed.append(streamer)
