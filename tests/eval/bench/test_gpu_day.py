@@ -64,6 +64,14 @@ def test_make_prints_the_dry_run() -> None:
     assert "keepsight.eval.bench.gpu_day" in done.stdout and "--dry" in done.stdout
 
 
+def test_a_key_given_to_make_takes_the_place_of_the_default() -> None:
+    command = ["make", "-n", "fit-day", f"GPU_PYTHON={sys.executable}", "FIT=train.minutes=2 seed=1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    trained = next(line for line in done.stdout.splitlines() if "keepsight train" in line)
+    assert trained.count("train.minutes=") == 1 and trained.endswith("train.minutes=2 seed=1")
+    assert trained.count("train.epochs=") == 1
+
+
 def test_what_is_worth_most_comes_first() -> None:
     rows = all_rows()
     assert rows[0] == DayRow("tests") and len({*rows}) == len(rows)
