@@ -1,6 +1,7 @@
 """What a request may want of the choice of tokens beyond transformers' options: penalties, log-probabilities."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class AnswerPenalties(LogitsProcessor):
         self.frequency = frequency
 
     @override
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]  # any tensors
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
         answer = input_ids[:, self.prompt_tokens :]
         counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
         return scores - self.frequency * counts - self.presence * (counts > 0)

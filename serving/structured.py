@@ -75,7 +75,7 @@ class FollowGrammar(LogitsProcessor):
         self._tokens_read = prompt_tokens
 
     @override
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]  # any tensors
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
         for token in input_ids[0, self._tokens_read :].tolist():
             self._matcher.consume_token(token)
         self._tokens_read = input_ids.shape[1]
