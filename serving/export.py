@@ -159,11 +159,13 @@ def turned_by(rotations: Sequence[Rotation | None], state: State, entries: int) 
     positions = entries - int(state.lengths[0] + state.rope_offset)
     layers: list[Any] = []
     for layer, rotation in zip(state.layers, rotations, strict=True):
-        is_ragged = isinstance(layer, RaggedLayer)
-        keys, values = layer.packed() if is_ragged else (layer.keys, layer.values)
+        if isinstance(layer, RaggedLayer):
+            keys, values = layer.packed()
+        else:
+            keys, values = layer.keys, layer.values
         if rotation is not None:
             keys = rotation.turn(keys, positions)
-        if is_ragged:
+        if isinstance(layer, RaggedLayer):
             layers.append(RaggedLayer(keys, values, layer.head_sizes(), entries))
         else:
             layers.append(KeptLayer(keys, values, entries, layer.real))

@@ -133,7 +133,7 @@ class Service:
         self.read_timeout = read_timeout
         self.hosts = hosts
         self.origins = origins
-        self.open_paths = PROBES
+        self.open_paths: Sequence[str] = PROBES
         if open_metrics:
             self.open_paths = (*PROBES, "/metrics")
         self.started = int(time.time())

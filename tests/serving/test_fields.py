@@ -122,7 +122,8 @@ def test_defaults_of_all_fields_change_nothing(url, path):
 
 def test_unknown_fields_are_ignored_and_named_once(url, caplog):
     with caplog.at_level(logging.WARNING, "keepsight.serving.server"):
-        for value in (1, None, {"deep": []}):
+        values: list[Any] = [1, None, {"deep": []}]
+        for value in values:
             assert text_of(answer(url, sails_of_3=value)) == text_of(answer(url))
     assert [record.getMessage() for record in caplog.records if "sails_of_3" in record.getMessage()] == [
         "requests have a field that this server does not know and ignores: sails_of_3"
@@ -288,7 +289,11 @@ def test_several_answers_to_a_prompt_come_from_one_prefill(target):
         assert engine.totals.prompt_tokens == prompt and engine.totals.ended["length"] == 3
 
         fields: dict[str, Any] = {"n": 4, "temperature": 1.5, "seed": 7}
-        options = {"do_sample": True, "temperature": 1.5, "top_k": target.model.generation_config.top_k or 0}
+        options: dict[str, Any] = {
+            "do_sample": True,
+            "temperature": 1.5,
+            "top_k": target.model.generation_config.top_k or 0,
+        }
         expected = [alone(target, seed=7 + number, **options) for number in range(4)]
         body = answer(url, **fields)
         assert [text_of(body, index) for index in range(4)] == expected and len({*expected}) > 1
@@ -374,7 +379,7 @@ def test_logprobs_of_chats(target, url):
 
 @pytest.mark.parametrize("path", [PLAIN, CHAT])
 def test_streams_have_the_same_logprobs(url, path):
-    fields = {"logprobs": 2} if path == PLAIN else {"logprobs": True, "top_logprobs": 2}
+    fields: dict[str, Any] = {"logprobs": 2} if path == PLAIN else {"logprobs": True, "top_logprobs": 2}
     fields |= {"stop": ["never said", "sea"], "n": 2}
     body = answer(url, path, **fields)
     texts, choices, _ = streamed(url, path, **fields)
