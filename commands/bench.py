@@ -12,10 +12,8 @@ from keepsight.commands import config_bench as configs
 from keepsight.commands.config_serving import BenchServe
 from keepsight.commands.data import read_mixture
 from keepsight.commands.from_recipe import (
-    draft_named,
     draft_of,
     outline_of,
-    resources_later,
     resources_of,
     target_of,
     without_weights,
@@ -117,12 +115,12 @@ def speculate(config: configs.BenchSpeculate) -> None:
     """Measure speculative decoding."""
     if config.draft.head is None:
         raise UserError("bench speculate measures a draft head; name it: draft.head=FOLDER_OR_HUB_ID draft.layers=null")
-    draft_named(config)
-    prompts = _prompts(config, without_weights(config))
-    target = target_of(config)
-    draft = draft_of(config, target)
+    outline = without_weights(config)
+    draft = draft_of(config, outline)
     assert isinstance(draft, DraftHeadSource)
-    _print(bench_speculate(target, draft.head, prompts, config.answer_tokens, config.draft_tokens))
+    prompts = _prompts(config, outline)
+    target = target_of(config)
+    _print(bench_speculate(target, draft.of(target.model), prompts, config.answer_tokens, config.draft_tokens))
 
 
 def _prompts(config: configs.BenchSpeculate | configs.BenchQueries, target: Target) -> list[list[int]]:
@@ -191,25 +189,24 @@ def _pruned_draft(config: configs.BenchRetrieve, target: Target) -> DraftHead | 
     if config.draft.head is None:
         return None
     draft = draft_of(config, target)
-    if isinstance(draft, DraftHeadSource) and isinstance(draft.head, DraftHead):
-        return draft.head
-    return None
+    assert isinstance(draft, DraftHeadSource)
+    head = draft.of(target.model)
+    return head if isinstance(head, DraftHead) else None
 
 
 def _methods(config: configs.Benched, *tokens: int) -> tuple[Target, dict[str, Method]]:
     """The base model, and every method at every budget by `LABEL BUDGET`, all for prompts of so many tokens."""
     # bad values are refused before anything loads
-    variants_of(config.methods, config.budgets, [], resources_later(config))
-    require_room(outline_of(config), max(tokens))
-    target = target_of(config)
-    variants = variants_of(config.methods, config.budgets, [], resources_of(config, target))
+    outline = without_weights(config)
+    variants = variants_of(config.methods, config.budgets, [], resources_of(config, outline))
+    require_room(outline.model, max(tokens))
     for length, variant in product(tokens, variants):
-        variant.method.check(length, context_of(target.model))
+        variant.method.check(length, context_of(outline.model))
     methods = {}
     for variant in variants:
         label = variant.name if variant.budget is None else f"{variant.name} {variant.budget}"
         methods[label] = variant.method
-    return target, methods
+    return target_of(config), methods
 
 
 def _print(lines: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ import pandas as pd
 
 from keepsight.commands.config_bench import BenchHits as Config
 from keepsight.commands.eval import check, print_notes, samples_of
-from keepsight.commands.from_recipe import resources_later, resources_of, target_of, without_weights
+from keepsight.commands.from_recipe import resources_of, target_of, without_weights
 from keepsight.commands.variants import variants_of
 from keepsight.errors import UserError
 from keepsight.eval.hits import SHARED, Hits, answering, best_shared, choices, compare
@@ -57,12 +57,13 @@ def run(config: Config) -> None:
     check(config)
     if config.question != "seen":
         raise UserError(f"question={config.question}: hit rates are measured with the question seen; leave it out")
-    for variant in variants_of(config.methods, config.budgets, config.bits, resources_later(config)):
+    outline = without_weights(config)
+    variants = variants_of(config.methods, config.budgets, config.bits, resources_of(config, outline))
+    for variant in variants:
         if not variant.method.selects_each_step:
             raise UserError(f"methods= names {variant.name!r}, which does not select entries at each step; see --help")
-    samples, notes = samples_of(config, without_weights(config))
+    samples, notes = samples_of(config, outline)
     target = target_of(config)
-    variants = variants_of(config.methods, config.budgets, config.bits, resources_of(config, target))
     variants += _further_heads(config, target, variants)
     check_samples(target, samples, variants)
 

@@ -106,7 +106,7 @@ class Train(shared.CardKeys):
 
 
 @dataclass
-class Finetune(shared.Training, shared.UsesMethods):
+class Finetune(shared.Training, shared.Plugins, shared.UsesMethods):
     """keepsight finetune: fine-tune a lookahead module on the loss that evicting with it causes in answers.
 
         keepsight finetune recipe=smollm2-135m adapter=runs/adapter data=runs/data out=runs/finetuned
@@ -281,7 +281,7 @@ class Compare:
 
 
 @dataclass
-class Inspect(shared.UsesMethods):
+class Inspect(shared.Plugins, shared.UsesMethods):
     """keepsight inspect: show on an HTML page the prompt tokens that a method keeps in each layer, and its answer.
 
         keepsight inspect prompt=@file.txt method=lookaheadkv budget=64 out=runs/kept.html

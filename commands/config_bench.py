@@ -122,7 +122,7 @@ class Lengths:
 
 
 @dataclass
-class Benched(shared.OfTable, shared.UsesMethods):
+class Benched(shared.OfTable, shared.Plugins, shared.UsesMethods):
     """Keys of benchmarks of methods.
 
     Attributes:

@@ -6,13 +6,13 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from keepsight.commands.config_bench import Benched
-from keepsight.commands.config_shared import Counts, UsesMethods
+from keepsight.commands.config_shared import Counts, Plugins, UsesMethods
 
 _METHOD = "model.id", "adapter", "method", "budget", "options"
 
 
 @dataclass
-class Evicting(UsesMethods):
+class Evicting(Plugins, UsesMethods):
     """Keys of commands that serve one method.
 
     Attributes:

@@ -138,6 +138,18 @@ class UsesMethods(UsesModel):
 
 
 @dataclass
+class Plugins:
+    """Key of every command that takes methods by their names.
+
+    Attributes:
+        plugins: Your own modules, or entry points of the group keepsight, to import first. The methods that they
+            register can then be named.
+    """
+
+    plugins: list[str] = field(default_factory=list)
+
+
+@dataclass
 class OfTable:
     """Key of every command that measures a table of a paper.
 
@@ -179,7 +191,7 @@ class DataKeys(UsesModel):
 
 
 @dataclass
-class EvalKeys:
+class EvalKeys(Plugins):
     """Which methods are evaluated on which tasks.
 
     Attributes:
@@ -210,8 +222,6 @@ class TaskKeys(Benchmarks, EvalKeys, UsesMethods):
         max_new_tokens: Longest answer in tokens; 0 for each task's own limit.
         question: Whether methods see the question: seen, unseen or multi. unseen compresses only the text before the
             question. multi does so once per context and asks all its questions.
-        plugins: Your own modules, or entry points of the group keepsight, to import first. Methods that they add to
-            METHODS can be used in `methods`.
         skip: Maximum of bad rows and of answers without a verdict of the judge to skip; null for no limit, 0 ends the
             run at the first.
     """
@@ -225,7 +235,6 @@ class TaskKeys(Benchmarks, EvalKeys, UsesMethods):
     max_new_tokens: NonNegativeInt = 0
     judge: Judge = field(default_factory=Judge)
     question: Annotated[str, one_of("seen", "unseen", "multi")] = "seen"
-    plugins: list[str] = field(default_factory=list)
     skip: NonNegativeInt | None = None
 
 

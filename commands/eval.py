@@ -19,9 +19,9 @@ from accelerate import PartialState
 from keepsight import __version__
 from keepsight.commands.config import Eval as Config
 from keepsight.commands.config_shared import ModelConfig, TaskKeys, check_sampling
-from keepsight.commands.from_recipe import resources_later, resources_of, target_of, without_weights
+from keepsight.commands.from_recipe import resources_of, target_of, without_weights
 from keepsight.commands.recipe import table_of
-from keepsight.commands.variants import ALL, import_plugins, variants_of
+from keepsight.commands.variants import ALL, variants_of
 from keepsight.errors import BadRow, UserError, printable
 from keepsight.eval.answers import Sampling, default_batch_tokens
 from keepsight.eval.kept_tokens import KeptTokens, first_of_each
@@ -52,14 +52,14 @@ def run(config: Config) -> str:
     check_sampling(config.temperature, config.top_p)
     out = Path(config.out)
     processes = PartialState(cpu=not torch.cuda.is_available())
-    variants = variants_of(config.methods, config.budgets, config.bits, resources_later(config))
-    samples, notes = samples_of(config, without_weights(config))
+    outline = without_weights(config)
+    variants = variants_of(config.methods, config.budgets, config.bits, resources_of(config, outline))
+    samples, notes = samples_of(config, outline)
     rows_before = rows_so_far(out)
     require_same_run(out, rows_before, _keys_of(config), _planned(samples, variants))
     reused = rows_to_reuse(config.reuse)
 
     target = target_of(config)
-    variants = variants_of(config.methods, config.budgets, config.bits, resources_of(config, target))
     settings = {**settings_of(config, target, variants), "notes": notes}
     require_same_run(out, rows_before, settings, _planned(samples, variants))
     settings["planned_samples"] = len(samples)
@@ -122,8 +122,7 @@ def _sampling(config: Config) -> Sampling:
 
 
 def check(config: TaskKeys) -> None:
-    """Import the plugins; UserError where a task is unknown or lacks its files or judge, or `out` is not writable."""
-    import_plugins(config.plugins)
+    """UserError where a task is unknown or lacks its files or judge, or `out` is not writable."""
     for name in config.tasks:
         for benchmark, task in tasks_of(config, name, protocol_named(config.protocol)):
             benchmark.require(task, config.judge.name)

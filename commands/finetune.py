@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from transformers import set_seed
 
 from keepsight.commands.config import Finetune as Config
-from keepsight.commands.from_recipe import next_command, resources_later, resources_of
+from keepsight.commands.from_recipe import next_command, resources_of, without_weights
 from keepsight.commands.train import placed_target
 from keepsight.commands.training import check_inputs, ending, read_samples, require_finished, run_of
 from keepsight.commands.variants import require_evict
@@ -24,7 +24,7 @@ from keepsight.models.lookahead import CONFIG, LookaheadAdapter
 from keepsight.models.lookahead_settings import SELECTION, SELECTIONS, HeadWeights
 from keepsight.runtime.allocate import Global, Uniform
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.methods import Resources, make_method
+from keepsight.runtime.methods import make_method
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, adapter_fields
 from keepsight.train.dataset import UnseenQuestions, digests_as_text
 from keepsight.train.eviction import EvictionObjective
@@ -47,7 +47,7 @@ def run(config: Config, selected: Mapping[str, Any] | None = None) -> str:
     if selected is None:
         selected = SELECTIONS.get(config.selection or "", {})
     artifact = _adapter(config, selected) if config.method == METHOD else None
-    method = _method(config, artifact, resources_later(config))
+    method = _method(config, artifact)
     longest = max(len(sample.prompt_ids) for sample in samples)
     if longest <= min(settings.budgets):
         raise UserError(f"finetune.budgets={settings.budgets}: the longest prompt has {longest} tokens; lower them")
@@ -58,7 +58,6 @@ def run(config: Config, selected: Mapping[str, Any] | None = None) -> str:
     lookahead = None
     if artifact is None:
         settings = replace(settings, freeze_module=True)
-        method = _method(config, None, resources_of(config, target))
     elif not settings.freeze_module:
         lookahead = artifact.module(target.model)
     allocate = method.allocate
@@ -86,7 +85,7 @@ def run(config: Config, selected: Mapping[str, Any] | None = None) -> str:
     return next_command(config, following)
 
 
-def _method(config: Config, artifact: LookaheadAdapter | None, resources: Resources) -> Evict:
+def _method(config: Config, artifact: LookaheadAdapter | None) -> Evict:
     """The method to train, at the smallest budget; UserError if it cannot have head weights."""
     budget = min(config.finetune.budgets)
     key = f"method={config.method}"
@@ -97,6 +96,7 @@ def _method(config: Config, artifact: LookaheadAdapter | None, resources: Resour
 
     if config.selection is not None:
         raise UserError(f"{key}: selection= is for a lookahead module; give options=")
+    resources = resources_of(config, without_weights(config))
     any_method = make_method(config.method, budget, resources, **config.options)
     method = require_evict(any_method, f"{key} scores no entries of the cache, so there is nothing to weight")
     if method.observer.signed is not False:

@@ -21,7 +21,7 @@ from keepsight.commands import config as configs
 from keepsight.commands import data, finetune, train, train_heads
 from keepsight.commands import eval as evaluation
 from keepsight.commands.config_shared import Benchmarks, CardKeys, DataKeys, EvalKeys, Training, UsesMethods
-from keepsight.commands.from_recipe import outline_of, resources_later, without_weights
+from keepsight.commands.from_recipe import outline_of, resources_of, without_weights
 from keepsight.commands.parse import compose_config, keys_of
 from keepsight.commands.training import origins_of
 from keepsight.commands.variants import variants_of
@@ -307,7 +307,9 @@ def check(config: configs.Fit, stages: Sequence[str], answers: Mapping[str, conf
             )
     evaluation.check(tests)
     stand_in = replace(tests, **_STAND_IN[config.module])
-    variants_of(tests.methods, tests.budgets, tests.bits, resources_later(stand_in))
+    # The stand-in is of another base model, with which nothing is compared.
+    resources = replace(resources_of(stand_in, without_weights(tests)), target=None)
+    variants_of(tests.methods, tests.budgets, tests.bits, resources)
 
 
 def _check_held_out(config: configs.Fit, stages: Sequence[str]) -> None:

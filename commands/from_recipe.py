@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from keepsight.commands.config_shared import ModelConfig, UsesMethods, UsesModel
+from keepsight.commands.config_shared import ModelConfig, Plugins, UsesMethods, UsesModel
+from keepsight.commands.variants import import_plugins
 from keepsight.errors import UserError
 from keepsight.models.artifacts import fetch
-from keepsight.models.draft_sources import DraftHeadSource, DraftSource, LayerSubset, load_draft, load_head
-from keepsight.models.model_files import located, packaged_of
+from keepsight.models.draft_sources import DraftHeadSource, DraftSource, LayerSubset, named_draft, named_head
 from keepsight.models.targets import Target, load_target, outline_model, outline_target
-from keepsight.runtime.methods.make import Later, Resources, ResourcesLater
+from keepsight.runtime.methods import Resources
 
 
 def target_of(config: UsesModel, device_map: Mapping[str, str] | None = None) -> Target:
@@ -57,9 +57,22 @@ def outline_of(config: UsesModel) -> PreTrainedModel:
 
 
 def without_weights(config: UsesModel) -> Target:
-    """The base model without its weights: for checks, or if another process generates the answers."""
+    """The base model without its weights: to build methods, for checks, or if another process generates the answers."""
     model = config.model
-    return outline_target(**_files_of(model), template=model.template, chat_template=model.chat_template)
+    return outline_target(
+        **_files_of(model),
+        dtype=_loaded_dtype(model),
+        template=model.template,
+        chat_template=model.chat_template,
+    )
+
+
+def _loaded_dtype(model: ModelConfig) -> str:
+    """The dtype in which `target_of` loads the base model."""
+    if model.dtype != "auto":
+        return model.dtype
+    on_cpu = model.device == "cpu" or (model.device == "auto" and not torch.cuda.is_available())
+    return "float32" if on_cpu else "bfloat16"
 
 
 def _files_of(model: ModelConfig) -> dict[str, Any]:
@@ -73,10 +86,10 @@ def _files_of(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def draft_named(config: UsesMethods) -> Later | None:
-    """A placeholder for the draft until the base model is loaded, its files located; None if no draft is named.
+def draft_of(config: UsesMethods, target: Target) -> DraftSource | DraftHeadSource | None:
+    """The draft for a base model, which may be on the meta device; None if none is named.
 
-    UserError if several kinds of draft are named, or its files cannot be found.
+    UserError if several kinds of draft are named, its files cannot be found, or it does not fit the base model.
     """
     draft = config.draft
     values = {"draft.layers": draft.layers, "draft.id": draft.id, "draft.head": draft.head}
@@ -87,25 +100,12 @@ def draft_named(config: UsesMethods) -> Later | None:
         raise UserError(
             f"{keys[0]} and {keys[1]}={values[keys[1]]} name two drafts; add {keys[0]}=null or {keys[1]}=null"
         )
-    if draft.head is not None:
-        fetch(draft.head, draft.revision)
-    if draft.id is not None:
-        located(draft.id, draft.revision, **packaged_of(draft.id))
-    if draft.layers is not None:
-        LayerSubset(tuple(draft.layers))
-    return Later("draft")
 
-
-def draft_of(config: UsesMethods, target: Target) -> DraftSource | DraftHeadSource | None:
-    """The draft, None if none is named; UserError as in `draft_named`, or if it does not fit the base model."""
-    if draft_named(config) is None:
-        return None
-    draft = config.draft
     model = config.model
     if draft.head is not None:
-        return load_head(draft.head, fetch(draft.head, draft.revision), target.model)
+        return named_head(draft.head, fetch(draft.head, draft.revision), target.model)
     if draft.id is not None:
-        return load_draft(
+        return named_draft(
             draft.id,
             target,
             revision=draft.revision,
@@ -119,15 +119,15 @@ def draft_of(config: UsesMethods, target: Target) -> DraftSource | DraftHeadSour
 
 
 def resources_of(config: UsesMethods, target: Target) -> Resources:
-    """The resources of methods: adapter, draft and retrieval head, and the base model's tokenizer."""
+    """The resources of methods: adapter, draft and retrieval head, and the base model's tokenizer.
+
+    The base model need not have its weights yet: methods are built and checked with `without_weights`. The command's
+    plugins are imported first.
+    """
+    if isinstance(config, Plugins):
+        import_plugins(config.plugins)
     draft = functools.cache(lambda: draft_of(config, target))
     return Resources(config.adapter, draft, target.tokenizer, config.retrieval, target.model)
-
-
-def resources_later(config: UsesMethods) -> Resources:
-    """`resources_of` before the base model is loaded, to check methods."""
-    draft = functools.cache(lambda: draft_named(config))
-    return ResourcesLater(config.adapter, draft, Later("tokenizer"), config.retrieval)
 
 
 def next_command(config: UsesModel, following: str) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from keepsight.commands.config import Inspect as Config
-from keepsight.commands.from_recipe import resources_later, resources_of, target_of
+from keepsight.commands.from_recipe import resources_of, target_of, without_weights
 from keepsight.commands.variants import require_evict
 from keepsight.errors import UserError, printable
 from keepsight.eval.record import FULL
@@ -31,19 +31,16 @@ def run(config: Config) -> str:
     require_writable(out, folder=False)
     if out.is_file() and not out.read_bytes().startswith(b"<!DOCTYPE html>"):
         raise UserError(f"out={out} is a file but not a page; choose another out=")
-    method_names = (config.method, config.compare)
-    for name in method_names:
-        _method(name, config, resources_later(config))
+    resources = resources_of(config, without_weights(config))
+    methods = {name: _method(name, config, resources) for name in (config.method, config.compare)}
     text = read_text(config.prompt)  # bad values are refused before anything loads
 
     target = target_of(config)
-    resources = resources_of(config, target)
     ids = torch.tensor([_ids(text, config.template, target)], device=target.model.device)
     full_state = prefill(target.model, ids)
     answers = {FULL: _answer(FullCache(), target, full_state.copy(), config.max_new_tokens)}
     kept_entries = {}
-    for name in method_names:
-        method = _method(name, config, resources)
+    for name, method in methods.items():
         kept_entries[name], state = _evicted(method, target, ids)
         answers[name] = _answer(method, target, state, config.max_new_tokens)
 

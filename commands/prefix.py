@@ -10,7 +10,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from keepsight.commands.config_serving import Prefix as Config
-from keepsight.commands.from_recipe import resources_later, resources_of, target_of
+from keepsight.commands.from_recipe import resources_of, target_of, without_weights
 from keepsight.commands.inspect import read_text
 from keepsight.commands.variants import letters_for, prefix_method
 from keepsight.errors import BadRow, UserError, printable
@@ -50,9 +50,9 @@ def run(config: Config) -> None:
         raise UserError("give prompt=TEXT, prompt=@FILE or documents=FILE, one of them")
     documents = [*_documents(config)]  # bad values are refused before anything loads
     require_writable(Path(config.out))
-    prefix_method(config, resources_later(config))
+    method = prefix_method(config, resources_of(config, without_weights(config)))
     target = target_of(config)
-    writer = Writer(config, target, prefix_method(config, resources_of(config, target)))
+    writer = Writer(config, target, method)
 
     run = _Run(config, writer)
     busy = list[Document]()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from keepsight.commands.config_serving import Serve as Config
-from keepsight.commands.from_recipe import resources_later, resources_of, target_of
+from keepsight.commands.from_recipe import resources_of, target_of, without_weights
 from keepsight.commands.variants import letters_for, method_of, prefix_method
 from keepsight.errors import UserError, printable
 from keepsight.files import read_bytes, require_writable
@@ -74,7 +74,7 @@ def run(config: Config) -> None:
         from keepsight.serving.server import Service
     except ImportError as error:
         raise UserError(f"keepsight serve needs {error.name}; run `pip install -e '.[serving]'` in the clone") from None
-    method_of(config, resources_later(config))  # bad values end here, before anything loads
+    method = method_of(config, resources_of(config, without_weights(config)))  # bad values end here
     key = os.environ.get(config.key) or None
     key_variable = config.key if key else None
     hosts = config.hosts
@@ -82,7 +82,6 @@ def run(config: Config) -> None:
         hosts = [ANY] if key else names_of(config.host)
     with closing(listening(config.host, config.port)) as listener:
         target = target_of(config)
-        method = method_of(config, resources_of(config, target))
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         engine = Engine(
             target.model,
@@ -145,9 +144,8 @@ def _run_vllm(config: Config) -> None:
     _check_vllm(config)
     from keepsight.serving.vllm.folder import server_folder  # where there are Unix sockets
 
-    prefix_method(config, resources_later(config))  # bad values end here, before anything loads
+    method = prefix_method(config, resources_of(config, without_weights(config)))  # bad values end here
     target = target_of(config)
-    method = prefix_method(config, resources_of(config, target))
     min_prompt_tokens = _min_prompt_tokens(config, target)
     with server_folder() as folder:
         # Clients name prefixes of the first folder alone; those of the second are made and removed by this server.

@@ -10,7 +10,7 @@ from typing import Any
 
 from keepsight.commands.config_serving import Evicting
 from keepsight.commands.recipe import say_once
-from keepsight.errors import Budget, UserError, one_line, require_kind
+from keepsight.errors import Budget, UnfitModel, UserError, one_line, require_kind
 from keepsight.eval.record import FULL
 from keepsight.eval.sweep import Variant
 from keepsight.models.targets import Target
@@ -18,7 +18,7 @@ from keepsight.runtime.allocate import Global, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
 from keepsight.runtime.methods import METHODS, Resources, make_method
-from keepsight.runtime.methods.make import has_field
+from keepsight.runtime.registry import has_field
 from keepsight.serving.prefix import alphabet_of, letters_of_id
 
 
@@ -43,7 +43,7 @@ def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resourc
                 try:
                     variants.append(Variant(label, make_method(name, budget, resources, **options)))
                 except UserError as error:
-                    if is_named or options:
+                    if is_named or (options and not isinstance(error, UnfitModel)):
                         raise
                     left_out.append((label, budget, error))
     if left_out:

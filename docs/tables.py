@@ -1,12 +1,16 @@
-"""Makes the tables of README, RESULTS.md, `results/*.md`, guides and cards from `results/*.csv`, and README's plot.
+"""Makes the tables of README, RESULTS.md, `results/*.md`, guides and cards: of `results/*.csv`, and of the registry.
 
     python docs/tables.py
 
-A line added to a file appears in the tables at the next run; its command goes to `results/runs.csv`. A page marks the
-place of a table with `<!-- table: NAME -->`; the text between it and `<!-- end -->` is replaced.
+A line added to a file of `results/` appears in the tables at the next run; its command goes to `results/runs.csv`. A
+page marks the place of a table with `<!-- table: NAME -->`; the text between it and `<!-- end -->` is replaced. A new
+method appears in docs/methods.md, in docs/api/methods.md and in `runtime/methods/__init__.pyi`, which type checkers
+read; a new family of tests/families.py in docs/models.md. The plot of README is drawn anew.
 """
 
+import inspect
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +21,16 @@ from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 from keepsight.eval.report.figures import STYLES, look
 from keepsight.files import size_text, write_text
-from keepsight.runtime.registry import Style
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.generate import SECTIONS
+from keepsight.runtime.registry import LABELS, METHODS, Style
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "RESULTS.md"]
 PAGES += [ROOT / "docs" / name for name in ("excess_nll.md", "performance.md", "which_method.md")]
 PAGES += sorted((ROOT / "results").glob("*.md")) + sorted((ROOT / "checkpoints").glob("*/README.md"))
+PAGES += [ROOT / "docs" / "methods.md", ROOT / "docs" / "api" / "methods.md", ROOT / "docs" / "models.md"]
+STUB = ROOT / "runtime" / "methods" / "__init__.pyi"
 PLACE = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 EXCESS = "{excess_nll} ({low} to {high})"
 OURS = "LookaheadKV (shipped)"
@@ -663,7 +671,73 @@ def gpu_table() -> str:
     return "\n".join(parts)
 
 
+def registered(section: str) -> list[str]:
+    """The methods of a section of docs/methods.md, by their names."""
+    return sorted(name for name, kind in METHODS.items() if kind.section == section and not kind.is_full_cache)
+
+
+def method_rows(section: str) -> str:
+    """A line for each method of a section: name, label, paper, and the first sentence of its docstring."""
+    rows = []
+    for name in registered(section):
+        kind = METHODS[name]
+        sentence = " ".join(str(inspect.getdoc(kind)).partition("\n\n")[0].split())
+        sentence = re.sub(r" ?\((?=[^()]*(?:arXiv|section|algorithm|PR \d|after CPC))[^()]*\)", "", sentence)
+        rows.append((f"`{name}`", LABELS.get(name, kind.__name__), paper_of(kind), sentence.replace("|", "\\|")))
+    return markdown(pd.DataFrame(rows, columns=["name", "method", "paper", "what it does"]))
+
+
+def paper_of(kind: type) -> str:
+    """A link to the paper that a method's docstring names, or that of the method that it is a variant of."""
+    for base in kind.__mro__:
+        if base is Evict:  # whose docstring names papers of its options
+            return ""
+        if base not in METHODS.values():
+            continue
+        named = re.search(r"arXiv (\d{4}\.\d{4,5})|https://openreview\.net/forum\?id=(\w+)", base.__doc__ or "")
+        if named and named[1]:
+            return f"[{named[1]}](https://arxiv.org/abs/{named[1]})"
+        if named:
+            return f"[OpenReview]({named[0]})"
+    return ""
+
+
+def method_classes() -> str:
+    """The reference of each method's class, for mkdocstrings."""
+    names = ["full", *(name for section in SECTIONS for name in registered(section))]
+    return "\n".join(f"\n::: {METHODS[name].__module__}.{METHODS[name].__qualname__}" for name in names) + "\n\n"
+
+
+def stub() -> str:
+    """The types of `keepsight.runtime.methods`, which exports the classes of the registry."""
+    lines = [
+        "# Made by python docs/tables.py: the classes of all registered methods, for type checkers.",
+        "# ruff: noqa: I001",
+    ]
+    names = {
+        "keepsight.runtime.generate": ["make_method"],
+        "keepsight.runtime.registry": ["DRAFTERS", "METHODS", "OBSERVERS"],
+        "keepsight.runtime.resources": ["Resources"],
+    }
+    for kind in METHODS.values():
+        names.setdefault(kind.__module__, []).append(kind.__name__)
+    for module in sorted(names):
+        lines += [f"from {module} import {name} as {name}" for name in sorted(names[module])]
+    return "\n".join(lines) + "\n"
+
+
+def families_table() -> str:
+    """The families of models that the tests run, and the methods that each refuses."""
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
+    from tests.runtime.family_methods import table
+
+    return f"{table()}\n"
+
+
 OWN = {
+    "method-classes": method_classes,
+    "families": families_table,
     "time": time_table,
     "front": front_table,
     "methods": methods_table,
@@ -687,6 +761,8 @@ OWN = {
 
 def made(name: str) -> str:
     """A table by its name."""
+    if name in SECTIONS:
+        return method_rows(name)
     return OWN[name]() if name in OWN else TABLES[name].text()
 
 
@@ -730,4 +806,5 @@ def draw() -> Figure:
 if __name__ == "__main__":
     for page in PAGES:
         write_text(page, with_tables(page.read_text("utf-8")))
+    write_text(STUB, stub())
     draw().savefig(ROOT / "docs" / "images" / "excess_nll.png", facecolor="white")

@@ -25,7 +25,7 @@ from keepsight.eval.answers import score
 from keepsight.models.answer_text import AnswerText
 from keepsight.models.chat import chat_text, encode
 from keepsight.models.decoder import context_of
-from keepsight.models.draft_sources import DraftSource, LayerSubset, load_draft
+from keepsight.models.draft_sources import DraftSource, LayerSubset, named_draft
 from keepsight.models.model_files import packaged_of
 from keepsight.models.targets import load_target
 from keepsight.progress import progress_bar
@@ -104,7 +104,7 @@ class HarnessModel(TemplateLM):
             layers = str(draft).split("+")
             if all(layer.isdigit() for layer in layers):
                 return LayerSubset(tuple(map(int, layers)))
-            return load_draft(draft, self.target, **loading)
+            return named_draft(draft, self.target, **loading)
 
         resources = Resources(adapter, find_draft, self.tokenizer, retrieval, self.model)
         self.method = make_method(method, budget, resources, **options)

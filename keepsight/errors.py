@@ -31,6 +31,10 @@ class UserError(ValueError):
     """
 
 
+class UnfitModel(UserError):
+    """A model that a method, with these options, cannot run on; `methods=all` leaves the method out."""
+
+
 class BadRow(UserError):
     """A row of data, or an answer to it, that cannot be used; the run continues without it."""
 
@@ -91,15 +95,17 @@ def as_options(kind: Kind) -> Kind:
     """Let a dataclass of options take scalars of numpy and torch, check them, and show what differs from its defaults.
 
     Values of fields whose type is bool, a range such as `Whole`, or `Annotated` with the `Literal` of its choices, here
-    or in a base class, are checked before `__post_init__`, and refused with a `UserError`. Where `budget` is the first
-    field, `compression_ratio=r` stands for a budget that keeps 1 - r of the prompt's entries, as in kvpress.
+    or in a base class, are checked before `__post_init__`, and refused with a `UserError`; so are unknown options.
+    Where `budget` is the first field, `compression_ratio=r` stands for a budget that keeps 1 - r of the prompt's
+    entries, as in kvpress.
     """
     if not hasattr(kind, "__dataclass_fields__"):
         return kind
     options_class: Any = kind
     init = options_class.__init__
     signature = inspect.signature(init)
-    takes_ratio = [*signature.parameters][1:2] == ["budget"]
+    taken = [*signature.parameters][1:]
+    takes_ratio = taken[:1] == ["budget"]
     checked_types = dict(getattr(kind, "_checked_types", {}))
     for field in dataclasses.fields(kind):
         if _expected(field.type):
@@ -112,6 +118,9 @@ def as_options(kind: Kind) -> Kind:
             if args or "budget" in options:
                 raise UserError(f"{kind.__name__}: give a budget or a compression_ratio, not both")
             options["budget"] = _kept_share(kind.__name__, options.pop("compression_ratio"))
+        unknown = sorted(options.keys() - set(taken))
+        if unknown:
+            raise UserError(f"{kind.__name__}: there is no option {unknown[0]!r}; it takes {', '.join(taken)}")
         bound = signature.bind(self, *args, **options)
         for name, value in bound.arguments.items():
             if getattr(value, "ndim", None) == 0:

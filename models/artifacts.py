@@ -314,9 +314,9 @@ def load_weights(
 ) -> None:
     """Verify the tensors of a file and move them into a module that is on the meta device.
 
-    The module is then in evaluation mode, on the model's device and in its dtype; without a model on the CPU, in the
-    dtype of the tensor `main`. Tensors named in `exact` keep theirs. A `UserError` if a tensor is missing, surplus, of
-    another shape or dtype, or not finite.
+    The module is then in evaluation mode, in the model's dtype and on its device; on the CPU where the model is on the
+    meta device. Without a model it is on the CPU, in the dtype of the tensor `main`. Tensors named in `exact` keep
+    theirs. A `UserError` if a tensor is missing, surplus, of another shape or dtype, or not finite.
     """
     check_names_and_shapes(path, tensors, module.state_dict())
     weights = {name: tensor for name, tensor in tensors.items() if name not in exact}
@@ -325,6 +325,6 @@ def load_weights(
         device = torch.device("cpu")
     else:
         dtype = model.dtype
-        device = model.device
+        device = torch.device("cpu") if model.device.type == "meta" else model.device
     module.load_state_dict({**tensors, **as_weights(path, weights, dtype)}, assign=True)
     module.to(device).eval()

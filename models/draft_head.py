@@ -215,16 +215,17 @@ class EagleHead(nn.Module, Artifact):
         """Read a head: an EAGLE-3 one (`midlayer.*`, or `layers.0.*` with a `hidden_norm`), or an EAGLE-1 or -2 one.
 
         See `Artifact.load`. With a model the head keeps an embedding of its own where the file's differs from the
-        model's; without one it has none, and a `FeatureHead` has no logits.
+        model's; without one, or with one on the meta device, it has none, and a `FeatureHead` has no logits.
         """
         folder = Path(at_home(folder))
         if not (folder / PICKLE).is_file() or (folder / WEIGHTS).exists():
             cls._require_files(folder)
         config = read_config(folder / CONFIG)
         origin: Origin | None = read_json(folder / ORIGIN, Origin) if (folder / ORIGIN).is_file() else None
+        has_values = model is not None and not input_embedding(model).is_meta
         if model is not None:
             check_model(folder, config, model)
-            if origin is not None:
+            if origin is not None and has_values:
                 origin.provenance.warn_of_another_model(folder, model)
         path, tensors = read_weights(folder, origin)
         embedding = tensors.pop(EMBEDDING, None)
@@ -234,7 +235,7 @@ class EagleHead(nn.Module, Artifact):
         if isinstance(head, DraftHead):
             tensors = _complete_vocabulary(path, head, tensors)
         load_weights(head, path, tensors, model, "fc.weight", exact=_VOCABULARY)
-        if model is not None and embedding is not None:
+        if model is not None and has_values and embedding is not None:
             head.own_embedding = own_embedding(path, embedding, model)
         if origin is not None:
             head.provenance = origin.provenance

@@ -7,8 +7,9 @@ own: it continues from the base model's features.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -18,10 +19,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
+from keepsight.files import file_digest
 from keepsight.models.decoder import decoder_of
-from keepsight.models.draft_head import EagleHead
+from keepsight.models.draft_head import PICKLE, WEIGHTS, EagleHead
 from keepsight.models.model_files import packaged_of
-from keepsight.models.targets import Target, load_target
+from keepsight.models.targets import Target, load_target, outline_target
 
 _DRAFTS: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], PreTrainedModel]] = WeakKeyDictionary()
 """For each base model, the drafts made of its layers; nothing is stored on the model itself."""
@@ -95,7 +97,7 @@ class LayerSubset:
 
 @dataclass(frozen=True)
 class LoadedDraft:
-    """Another model with the base model's vocabulary; `load_draft` makes it.
+    """Another model with the base model's vocabulary, loaded already.
 
     Attributes:
         name: Hub id or folder.
@@ -108,43 +110,104 @@ class LoadedDraft:
     model: PreTrainedModel = field(compare=False, repr=False)
 
     def of(self, target: PreTrainedModel) -> PreTrainedModel:
-        """The loaded model, for any base model: `load_draft` has compared the vocabularies."""
+        """The loaded model, for any base model."""
+        return self.model
+
+
+@dataclass(frozen=True)
+class NamedDraft:
+    """Another model with the base model's vocabulary, which is loaded when it is first used; `named_draft` makes it.
+
+    Attributes:
+        name: Hub id or folder.
+        version: Revision or digest of its weights, as `Target.version`.
+        options: Arguments of `load_target`.
+    """
+
+    name: str
+    version: str
+    options: Mapping[str, Any] = field(compare=False, repr=False)
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The model, in evaluation mode; a `UserError` if it cannot be loaded."""
+        return load_target(self.name, **self.options).model
+
+    def of(self, target: PreTrainedModel) -> PreTrainedModel:
+        """The model, for any base model: `named_draft` has compared the vocabularies."""
         return self.model
 
 
 @dataclass(frozen=True)
 class DraftHeadSource:
-    """A draft head on the base model's device and in its dtype, and the layers whose outputs it reads.
+    """A draft head, and the layers of the base model whose outputs it reads.
 
-    `load_head` makes it; its name is a Hub id or folder.
+    Attributes:
+        name: Hub id or folder.
+        layers: The layers.
+        head: The head, on the base model's device and in its dtype; None for one that is loaded when it is first used.
+        folder: The folder that it is loaded from.
+        digest: `sha256:...` of its weights, by which results are told apart; empty where `head` itself does.
     """
 
     name: str
     layers: tuple[int, ...]
-    head: EagleHead = field(repr=False)
+    head: EagleHead | None = field(default=None, repr=False)
+    folder: Path | None = field(default=None, compare=False, repr=False)
+    digest: str = ""
+
+    def of(self, target: PreTrainedModel) -> EagleHead:
+        """The head for its base model, the same one at every call; a `UserError` if its weights cannot be loaded."""
+        if self.head is not None:
+            return self.head
+        assert self.folder is not None
+        heads = _HEADS.setdefault(target, {})
+        if self not in heads:
+            heads[self] = EagleHead.load(self.folder, target)
+        return heads[self]
 
 
-def load_head(name: str, folder: Path, target: PreTrainedModel) -> DraftHeadSource:
-    """Load a draft head from a folder, for its base model.
+_HEADS: WeakKeyDictionary[PreTrainedModel, dict[DraftHeadSource, EagleHead]] = WeakKeyDictionary()
+"""For each base model, its draft heads that were loaded from folders."""
+
+
+def named_head(name: str, folder: Path, target: PreTrainedModel) -> DraftHeadSource:
+    """A draft head in a folder, which is loaded again, for its base model, when it is first used.
+
+    Args:
+        name: Hub id or folder.
+        folder: The folder.
+        target: The base model, which may be on the meta device.
 
     Raises:
         UserError: the folder holds no head, or one of another base model.
     """
     head = EagleHead.load(folder, target)
-    return DraftHeadSource(name, head.layers_of(target), head)
+    weights = folder / WEIGHTS
+    if not weights.is_file():
+        weights = folder / PICKLE
+    source = DraftHeadSource(name, head.layers_of(target), folder=folder, digest=file_digest(weights))
+    if target.device.type != "meta":
+        _HEADS.setdefault(target, {})[source] = head
+    return source
 
 
-def load_draft(model_id: str, target: Target, *, revision: str | None = None, **options: Any) -> LoadedDraft:
-    """Load a draft model for a base model; `options` are the `dtype`, `device` and `attention` of `load_target`.
+def named_draft(model_id: str, target: Target, *, revision: str | None = None, **options: Any) -> NamedDraft:
+    """A draft model for a base model, which is loaded when it is first used.
 
-    If a recipe names a packaged file of the draft, it is used as for a base model.
+    Args:
+        model_id: Hub id or folder. If a recipe names a packaged file of the draft, it is used as for a base model.
+        target: The base model, which may be on the meta device.
+        revision: Branch, tag or commit on the Hub.
+        options: The `dtype`, `device` and `attention` of `load_target`.
 
     Raises:
-        UserError: the model cannot be loaded, or its tokenizer has another vocabulary than the base model's.
+        UserError: its configuration or tokenizer cannot be read, or has another vocabulary than the base model's.
     """
-    loaded = load_target(model_id, revision=revision, **packaged_of(model_id), **options)
-    _check_vocabulary(loaded, target)
-    return LoadedDraft(loaded.name, loaded.version, loaded.model)
+    files = {"revision": revision, **packaged_of(model_id)}
+    outline = outline_target(model_id, **files)
+    _check_vocabulary(outline, target)
+    return NamedDraft(outline.name, outline.version, {**files, **options})
 
 
 def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:

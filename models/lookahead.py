@@ -214,26 +214,31 @@ class LookaheadAdapter(Artifact):
         Raises:
             UserError: the adapter was trained for another model.
         """
+        self.require_base(model)
+        vocabulary, _ = input_shape(model)
+        if self.invocation < vocabulary:
+            logger.warning(
+                "%s: plain PEFT would apply this LoRA where token %d occurs, which this model has; save it again",
+                self.folder,
+                self.invocation,
+            )
+        self.provenance.warn_of_another_model(self.folder, model)
+
+    def require_base(self, model: PreTrainedModel) -> None:
+        """Refuse (`UserError`) a model, loaded or on the meta device, that the adapter was not trained for."""
         folder = self.folder
         base_model = self.provenance.base_model
         model_name = str(model.config.name_or_path or "")
         is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", model_name) and not Path(model_name).exists()
         if is_hub_id and base_model and model_name != base_model:
             raise UserError(f"{folder}: this adapter is for {base_model!r}, but the model is {model_name!r}")
-        vocabulary, hidden_size = input_shape(model)
+        _, hidden_size = input_shape(model)
         adapter_size = self.tokens.shape[1]
         if adapter_size != hidden_size:
             raise UserError(
                 f"{folder}: this adapter is for {base_model!r} with hidden size {adapter_size}, but the model's is "
                 f"{hidden_size}"
             )
-        if self.invocation < vocabulary:
-            logger.warning(
-                "%s: plain PEFT would apply this LoRA where token %d occurs, which this model has; save it again",
-                folder,
-                self.invocation,
-            )
-        self.provenance.warn_of_another_model(folder, model)
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Warn, once, if the tokenizer or its chat template is not that of the training prompts."""

@@ -364,12 +364,13 @@ def outline_model(
 def outline_target(
     model_id: str,
     *,
+    dtype: str = "bfloat16",
     template: Mapping[str, Any] | None = None,
     chat_template: str | Path | None = None,
     trust_remote_code: bool = False,
     **files: Any,
 ) -> Target:
-    """A base model without weights (tokenizer, configuration, version), for answers from a server.
+    """A base model without weights: tokenizer, configuration, version, and a model on the meta device.
 
     The arguments are those of `load_target`; `files` are its `revision`, `packaged` and `packaged_digest`. A
     `UserError` if its configuration, tokenizer or version cannot be read.
@@ -377,7 +378,7 @@ def outline_target(
     model_id = at_home(model_id)
     source, version, hub_options = located(model_id, **files)
     options = {**hub_options, "trust_remote_code": trust_remote_code}
-    model = _on_meta(model_id, source, options, torch.bfloat16)
+    model = _on_meta(model_id, source, options, _dtype(dtype, "meta"))
     with _reading(model_id, "tokenizer or generation_config.json"):
         tokenizer = _tokenizer(source, options, template, chat_template)
         model.generation_config = GenerationConfig.from_pretrained(source, **hub_options)

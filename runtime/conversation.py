@@ -42,10 +42,15 @@ class Conversation(CustomGenerate):
     """
 
     def __init__(self, model: PreTrainedModel, method: Method, state: State | None = None) -> None:
-        self.model, self.method, self.state = model, method, state
-        self.ids = torch.empty(1, 0, dtype=torch.long, device=model.device) if state is None else state.tokens
+        self.model = model
+        self.method = method
+        self.state = state
+        if state is None:
+            self.ids = torch.empty(1, 0, dtype=torch.long, device=model.device)
+        else:
+            self.ids = state.tokens
         self._unread = self.ids[:, :0]
-        self._answered: Checkpoint | None = None
+        self._before_answer: Checkpoint | None = None
         self._identity = Identity()  # of the model that answered the last turn
         _require_single(self.ids)
         if state is not None and not state.joins:
@@ -118,16 +123,25 @@ class Conversation(CustomGenerate):
             raise UserError("conversation: it continues from its own cache; leave out past_key_values")
         identity = Identity(adapters=adapters_digest(model))
         self._identity.require(identity, "conversation: the last turn was answered")
+
         state = self._read(request.input_ids, request.chunk)
-        reader, eviction = self.method.reader(model), self.method.periodic_eviction(model)
-        restart = functools.partial(self.method.restart, model)
+        eviction = self.method.periodic_eviction(model)
         # Where the model drops its cache, the state after the answer does not hold the entries of before.
-        drops = eviction is not None or length_limit(model.config) is not None
-        answered = Checkpoint(state, copies=drops)
-        decoded = decode(reader, state, eviction=eviction, restart=restart, **request.decoding)
-        self.state, self.ids, self._unread = decoded.state, decoded.ids, decoded.ids[:, -1:]
+        drops_entries = eviction is not None or length_limit(model.config) is not None
+        before_answer = Checkpoint(state, copies=drops_entries)
+        decoded = decode(
+            self.method.reader(model),
+            state,
+            eviction=eviction,
+            restart=functools.partial(self.method.restart, model),
+            **request.decoding,
+        )
+
+        self.state = decoded.state
+        self.ids = decoded.ids
+        self._unread = decoded.ids[:, -1:]
         self._identity = identity
-        self._answered = answered
+        self._before_answer = before_answer
         return decoded
 
     def _read(self, prompt: Tensor, chunk: int | None) -> State:
@@ -152,18 +166,19 @@ class Conversation(CustomGenerate):
 
     def _cropped(self, state: State, read: int, common: int) -> tuple[State, int]:
         """The state after at most the first `common` of the `read` tokens, and how many of them it has read."""
-        if self._answered is not None:
-            read -= state.tokens.shape[1] - self._answered.length
-            state = self._answered.restored(state)
+        if self._before_answer is not None:
+            read -= state.tokens.shape[1] - self._before_answer.length
+            state = self._before_answer.restored(state)
         if common >= read:
             return state, read
         if length_limit(self.model.config) is not None:
             raise UserError("this model's RoPE depends on the length of the text")
         if state.images or not torch.equal(state.tokens, self.ids[:, :read]):
             raise UserError("the prompt held images, or its method has shortened it")
-        whole = min((layer.croppable for layer in state.layers), default=0)
-        again = max(min(state.needs.window, whole - (read - common), common - 1), 0)  # so that enough tokens observe
-        return state.without_last(read - common + again), common - again
+        croppable = min((layer.croppable for layer in state.layers), default=0)
+        # Some common tokens are read again, so that enough tokens observe.
+        reread = max(min(state.needs.window, croppable - (read - common), common - 1), 0)
+        return state.without_last(read - common + reread), common - reread
 
 
 def _common(first: Tensor, second: Tensor) -> int:

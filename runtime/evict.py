@@ -125,6 +125,10 @@ class Evict(CacheMethod):
     def adapter_digest(self) -> str | None:
         return self.observer.adapter_digest
 
+    @override
+    def check_model(self, model: PreTrainedModel) -> None:
+        self.observer.check_model(model)
+
     @final
     @override
     def needs(self) -> Needs:

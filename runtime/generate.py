@@ -26,15 +26,16 @@ from transformers.generation import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
-from typing_extensions import override
+from typing_extensions import Self, final, override
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import UnfitModel, UserError, require_whole
 from keepsight.models.chat import ids_of
 from keepsight.models.decoder import context_of, input_embedding, input_shape, require_supported
 from keepsight.models.identity import Identity, adapters_digest, weights_digest
 from keepsight.runtime import registry
 from keepsight.runtime.attention import Reader, StateCache
 from keepsight.runtime.images import IMAGE_INPUTS, Images
+from keepsight.runtime.resources import MODULES, Resources
 from keepsight.runtime.rope_length import length_limit
 from keepsight.runtime.state import Needs, State, must_restart, positions_of, prefill, read
 from keepsight.runtime.static_step import static_step
@@ -73,8 +74,10 @@ def end_ids(model: PreTrainedModel) -> int | list[int] | None:
 
 def up_to_end(ids: list[int], end_tokens: Sequence[int]) -> list[int]:
     """The ids up to and including the first end token; those after it are padding."""
-    ends = (place for place, token in enumerate(ids) if token in end_tokens)
-    return ids[: next(ends, len(ids)) + 1]
+    for index, token in enumerate(ids):
+        if token in end_tokens:
+            return ids[: index + 1]
+    return ids
 
 
 def stop_after(max_new_tokens: int, end_tokens: list[int] | int | None) -> StoppingCriteriaList:
@@ -294,28 +297,37 @@ class CustomGenerate(ABC):
         require_supported(model)
         embedding = input_embedding(model)
         if not embedding.is_meta:  # as it is where accelerate offloads it
-            input_ids, place = input_ids.to(embedding.device), embedding.device
-            model_kwargs = {
-                name: value.to(place) if isinstance(value, Tensor) else value for name, value in model_kwargs.items()
-            }
+            input_ids = input_ids.to(embedding.device)
+            for name, value in model_kwargs.items():
+                if isinstance(value, Tensor):
+                    model_kwargs[name] = value.to(embedding.device)
+
         options = _locals_of("generate")
+        user_options = options.get("kwargs", {})
         if "cache" in model_kwargs:  # its name since transformers 5.24
             model_kwargs["past_key_values"] = model_kwargs.pop("cache")
-        if (chunk := generation_config.prefill_chunk_size) is not None:
+        chunk = generation_config.prefill_chunk_size
+        if chunk is not None:
             require_whole("custom_generate", 1, prefill_chunk_size=chunk)
         images = None
         if IMAGE_INPUTS & model_kwargs.keys():
-            raw = {name: value for name, value in options.get("kwargs", {}).items() if name in IMAGE_INPUTS}
+            raw = {name: value for name, value in user_options.items() if name in IMAGE_INPUTS}
             images = Images.among(model_kwargs, raw, generation_config.num_return_sequences or 1, len(input_ids))
         _require_honoured(generation_config, options, model_kwargs, input_ids, images)
-        mask, past = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
-        past = past if isinstance(past, Past) else None  # transformers gives an empty cache
+
+        past = model_kwargs.get("past_key_values")
+        if not isinstance(past, Past):
+            past = None  # transformers gives an empty cache
         if past is not None:
-            self._require_continued(model, past, input_ids, options.get("kwargs", {}))
+            self._require_continued(model, past, input_ids, user_options)
         if images:
             self._require_images(past)
-        logits, scores = _Recorder(), _Recorder()
-        processors = [*logits_processor, *([scores] if generation_config.output_scores else [])]
+
+        logits = _Recorder()
+        scores = _Recorder()
+        processors = list(logits_processor)
+        if generation_config.output_scores:
+            processors.append(scores)
         if generation_config.output_logits:
             processors.insert(0, logits)
         decoding = {
@@ -327,20 +339,31 @@ class CustomGenerate(ABC):
             "streamer": options.get("streamer"),
         }
         returns_past = bool(generation_config.return_dict_in_generate)
-        new, marks = input_ids, mask
-        if past is not None:
-            new, mask, marks = input_ids[:, past.ids.shape[1] :], None, past.marks
-        request = GenerateRequest(input_ids, mask, past, new, chunk, images, returns_past, decoding)
-        size, _ = input_shape(model)
-        if not images and (wrong := new[(new < 0) | (new >= size)]).numel():  # images have ids of their own
-            raise UserError(f"token id {int(wrong[0])} is not in the vocabulary of {size}; take the model's tokenizer")
+
+        mask = model_kwargs.get("attention_mask")
+        if past is None:
+            unread = input_ids
+            past_mask = mask
+        else:
+            unread = input_ids[:, past.ids.shape[1] :]
+            past_mask = past.marks
+            mask = None
+        vocabulary, _ = input_shape(model)
+        if not images:  # images have ids of their own
+            unknown = unread[(unread < 0) | (unread >= vocabulary)]
+            if unknown.numel():
+                raise UserError(
+                    f"token id {int(unknown[0])} is not in the vocabulary of {vocabulary}; take the model's tokenizer"
+                )
+
+        request = GenerateRequest(input_ids, mask, past, unread, chunk, images, returns_past, decoding)
         elsewhere = torch.get_default_device().type not in ("cpu", model.device.type)  # such as meta
         with torch.device("cpu") if elsewhere else nullcontext():
             decoded = self.answer(model, request)
         if not returns_past:
             return decoded.ids
         output: dict[str, Any] = {"sequences": decoded.ids, "scores": scores.recorded, "logits": logits.recorded}
-        return GenerateDecoderOnlyOutput(**output, past_key_values=Past(self, decoded, marks, model))
+        return GenerateDecoderOnlyOutput(**output, past_key_values=Past(self, decoded, past_mask, model))
 
     def _require_images(self, past: Past | None) -> None:
         if past is not None:
@@ -352,11 +375,11 @@ class CustomGenerate(ABC):
             )
 
     def _require_continued(
-        self, model: PreTrainedModel, past: Past, input_ids: Tensor, given: Mapping[str, Any]
+        self, model: PreTrainedModel, past: Past, input_ids: Tensor, user_options: Mapping[str, Any]
     ) -> None:
         """Refuse ids, a mask or positions that do not continue what was read, and a past that this method cannot use.
 
-        `given` are the options of `model.generate` as the caller gave them.
+        `user_options` are those of `model.generate` as the caller passed them.
         """
         if len(input_ids) != 1:
             raise UserError("custom_generate: past_key_values continue one sequence at a time; give [1, n] ids")
@@ -367,8 +390,8 @@ class CustomGenerate(ABC):
                 "as output.sequences does, and continue with the next turn"
             )
         real = functional.pad(past.marks, (0, input_ids.shape[1] - read), value=True)
-        mask = given.get("attention_mask")
-        positions = None if past.state.images else given.get("position_ids")
+        mask = user_options.get("attention_mask")
+        positions = None if past.state.images else user_options.get("position_ids")
         for name, value in (("attention_mask", mask), ("position_ids", positions)):
             if value is not None and value.shape != input_ids.shape:
                 shape = list(value.shape)
@@ -414,7 +437,8 @@ def _locals_of(name: str) -> dict[str, Any]:
     transformers (5.18 to 5.24) does not pass the streamer on to a `custom_generate`, and silently drops an assistant
     model. Only the frame of `generate` has both.
     """
-    code, frame = inspect.unwrap(vars(GenerationMixin)[name]).__code__, inspect.currentframe()
+    code = inspect.unwrap(vars(GenerationMixin)[name]).__code__
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return {} if frame is None else frame.f_locals
@@ -449,11 +473,13 @@ def _require_honoured(
             "custom_generate: past_key_values must be those of a keepsight answer with "
             f"return_dict_in_generate=True, not a {type(past).__name__} of another origin"
         )
-    mask, width = inputs.get("attention_mask"), input_ids.shape[1]
+
+    width = input_ids.shape[1]
+    mask = inputs.get("attention_mask")
     positions = None if images else inputs.get("position_ids")
-    for name, each in (("attention_mask", mask), ("position_ids", positions)):
-        if each is not None and each.shape[-1] != width:
-            raise UserError(f"custom_generate: {name} are for {each.shape[-1]} tokens, not for {width}")
+    for name, value in (("attention_mask", mask), ("position_ids", positions)):
+        if value is not None and value.shape[-1] != width:
+            raise UserError(f"custom_generate: {name} are for {value.shape[-1]} tokens, not for {width}")
     if mask is not None and bool((mask[:, :-1] > mask[:, 1:]).any()):
         raise UserError(
             "custom_generate: the attention_mask hides tokens after a prompt's first; pad on the left, and give an "
@@ -477,6 +503,17 @@ def _asked(name: str, config: GenerationConfig, options: dict[str, Any]) -> Any:
     return None if value == default else value
 
 
+SECTIONS = {
+    "answer": "Evict by predicting the answer",
+    "prompt": "Evict by the prompt alone",
+    "weights": "Evict with published weights",
+    "shorten": "Shorten the prompt",
+    "quantize": "Quantize the cache",
+    "read": "Keep all entries, read a few per token",
+}
+"""The tables of docs/methods.md, which `python docs/tables.py` makes of the registry and docstrings."""
+
+
 class Method(CustomGenerate):
     """A method: it reads a prompt and returns the state that the answer is decoded from.
 
@@ -485,10 +522,76 @@ class Method(CustomGenerate):
         selects_each_step: Whether it keeps every entry and selects at each step which of them are read.
         uses_retrieval_head: Whether a retrieval head selects what is read.
         every: Eviction interval: number of generated tokens between two evictions while decoding; 0 for none.
+        section: Which table of docs/methods.md its row is in, one of `SECTIONS`.
     """
 
-    is_full_cache = selects_each_step = uses_retrieval_head = False
+    section: str = "prompt"
+    is_full_cache = False
+    selects_each_step = False
+    uses_retrieval_head = False
     every: int = 0
+
+    @final
+    @classmethod
+    def build(cls, resources: Resources | None = None, budget: int | float | None = None, /, **options: Any) -> Self:
+        """The method from plain values, as YAML and the command line give them.
+
+        Args:
+            resources: Adapter, retrieval head, draft and tokenizer, for the methods that need them. With their base
+                model, loaded or on the meta device, the method is compared.
+            budget: Entries per layer and KV head, or a ratio; unused by methods that keep all entries.
+            options: Other fields of the method, as values or as plain text and mappings; `adapter`, `retrieval` or
+                `scorer`, a folder or Hub id, in place of that of the resources.
+
+        Raises:
+            UserError: an unknown option, a value out of range, or a resource that is missing.
+            UnfitModel: the method cannot run on the model.
+        """
+        name = registry.name_of(cls)
+        modules: dict[str, str] = {}
+        for option in MODULES:
+            if options.get(option) is not None:
+                modules[option] = str(options.pop(option))
+        resources = (resources or Resources()).with_modules(**modules)
+        takes_budget = "budget" in registry.field_names(cls)
+        if takes_budget and budget is None:
+            raise UserError(f"method {name!r} needs a budget, in entries per layer and KV head")
+
+        try:
+            defaults = cls.fields_from(resources, options)
+            fields = registry.fields_of(cls, options, resources, defaults, already_set=("budget",))
+            if takes_budget:
+                fields["budget"] = budget
+            constructor: Any = cls
+            method: Self = constructor(**fields)
+        except UserError as error:
+            raise UserError(_with_method(cls, error)) from None
+        if resources.target is not None:
+            try:
+                method.check_model(resources.target)
+            except UserError as error:
+                raise UnfitModel(_with_method(cls, error)) from None
+
+        for option in modules:
+            if option not in method.modules:
+                raise UserError(f"method {name!r}: there is no option {option!r}, it uses none")
+        return method
+
+    @classmethod
+    def fields_from(cls, resources: Resources, options: dict[str, Any]) -> dict[str, Any]:
+        """The fields that depend on trained modules, a draft or the tokenizer: what `build` takes as their defaults.
+
+        Options that are no fields are taken out of `options`. A `UserError` if a resource is missing.
+        """
+        return {}
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """Which trained modules it uses, of `keepsight.runtime.resources.MODULES`."""
+        return frozenset() if self.adapter_digest is None else frozenset({"adapter"})
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Refuse (`UserError`) a model, loaded or on the meta device, that this method cannot run on."""
 
     @abstractmethod
     def start(
@@ -518,11 +621,14 @@ class Method(CustomGenerate):
         """
         if must_restart(model, state, tokens.shape[1]):
             return self.restart(model, state, tokens)
-        reader, state = model if state.joins else self.turn_reader(model), state.copy()
+        reader = model if state.joins else self.turn_reader(model)
+        state = state.copy()
         unread = tokens.shape[1]
-        for part in tokens.split(chunk or unread, dim=1) if unread else ():
-            unread -= part.shape[1]
-            state, _ = read(reader, state, part, logits_to_keep=1, more=unread)
+        if not unread:
+            return state
+        for tokens_of_pass in tokens.split(chunk or unread, dim=1):
+            unread -= tokens_of_pass.shape[1]
+            state, _ = read(reader, state, tokens_of_pass, logits_to_keep=1, more=unread)
         return state
 
     def restart(self, model: PreTrainedModel, state: State, tokens: Tensor) -> State:
@@ -559,7 +665,9 @@ class Method(CustomGenerate):
         A ratio is rounded, and gives at least 1. Room for the tokens of an eviction interval is taken off.
         """
         budget = getattr(self, "budget", length)
-        return (max(round(budget * length), 1) if isinstance(budget, float) else int(budget)) - self.every
+        if isinstance(budget, float):
+            budget = max(round(budget * length), 1)
+        return int(budget) - self.every
 
     def budgets(self, state: State) -> list[int]:
         """The budget of each row, for its own number of tokens."""
@@ -599,14 +707,17 @@ class Method(CustomGenerate):
         if request.past is not None:
             state = self.resume(model, request.past.state, request.unread, chunk=request.chunk)
         else:
-            ids, mask, context = request.input_ids, request.mask, context_of(model)
+            ids = request.input_ids
+            mask = request.mask
             if not ids.numel():
                 raise UserError("the prompt has no tokens; give at least one")
-            for length in {ids.shape[1]} if mask is None else {*mask.sum(dim=1).tolist()}:
+            lengths = {ids.shape[1]} if mask is None else set(mask.sum(dim=1).tolist())
+            for length in lengths:
                 if not length:
                     raise UserError("a prompt has no tokens: its row of attention_mask is all 0; leave that row out")
-                self.check(length, context)
+                self.check(length, context_of(model))
             state = self.start(model, ids, mask, chunk=request.chunk, images=request.images)
+
         eviction = self.periodic_eviction(model) if self.every else None
         if eviction is None and not request.goes_on and state.needs != Needs():
             state = replace(state, needs=Needs(), features=())  # unread recordings would slow every step
@@ -625,8 +736,9 @@ class CacheMethod(Method):
     def restart(self, model: PreTrainedModel, state: State, tokens: Tensor) -> State:
         if state.images:
             raise self._no_restart(model, "a prompt with images")
-        mask, count = state.tokens_mask, tokens.shape[1]
-        mask = None if mask is None else functional.pad(mask, (0, count), value=True)
+        mask = state.tokens_mask
+        if mask is not None:
+            mask = functional.pad(mask, (0, tokens.shape[1]), value=True)
         return self.start(model, torch.cat([state.tokens, tokens], dim=1), mask)
 
     @override
@@ -648,7 +760,8 @@ class CacheMethod(Method):
 class FullCache(CacheMethod):
     """Evicts nothing: the reference that every other method is compared with."""
 
-    is_full_cache = reads_images = True
+    is_full_cache = True
+    reads_images = True
 
     @override
     def restart(self, model: PreTrainedModel, state: State, tokens: Tensor) -> State:
@@ -657,6 +770,18 @@ class FullCache(CacheMethod):
     @override
     def compress_state(self, model: PreTrainedModel, state: State) -> State:
         return state.copy()
+
+
+def _with_method(kind: type[Method], error: UserError) -> str:
+    """The message of an error, with the method's name."""
+    message = str(error)
+    return message if message.startswith(f"{kind.__name__}:") else f"method {registry.name_of(kind)!r}: {message}"
+
+
+def make_method(name: str, budget: int | float | None, resources: Resources | None = None, /, **options: Any) -> Method:
+    """A method by its name, such as `snapkv`; see `Method.build`. A `UserError` if there is none of this name."""
+    method: Method = registry.method_class(name).build(resources, budget, **options)
+    return method
 
 
 def generate(

@@ -6,7 +6,6 @@ without padding (`RaggedLayer`), except in batches that `keepsight.runtime.join`
 """
 
 import copy
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -108,6 +107,16 @@ class Recorded:
         queries = self.queries[:, :, :end]
         return replace(self, queries=queries, query_mask=query_mask, ahead=ahead, observed=None)
 
+    def keep(self, mask: Tensor, counts: Counts) -> "Recorded":
+        """The same for the entries alone that `mask` [B, K, C] bool marks, `counts` [B, K] of each head."""
+        accumulated = self.accumulated
+        if accumulated is not None:
+            accumulated = _kept_columns(accumulated, mask, counts)
+        scores = {}
+        for scorer, entry_scores in self.scores.items():
+            scores[scorer] = _kept_columns(entry_scores, mask, counts)
+        return replace(self, accumulated=accumulated, scores=scores, observed=None)
+
 
 def spare(count: int, least: int = ROOM) -> int:
     """Entries to make room for beyond `count`: a share of them, so that they are not copied again and again."""
@@ -160,8 +169,10 @@ class KeptLayer(DynamicLayer):
         super().__init__()
         if keys is not None and values is not None:
             self.lazy_initialization(keys, values)
-            self.keys, self.values = keys, values
-        self.seen, self.real = seen, real
+            self.keys = keys
+            self.values = values
+        self.seen = seen
+        self.real = real
         self._room: tuple[Tensor, Tensor] | None = None
         self._real_room: Tensor | None = None
         self._shared = 0  # number of first entries that other layers may hold too
@@ -177,22 +188,29 @@ class KeptLayer(DynamicLayer):
         self.seen += key_states.shape[-2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self.keys, self.values = key_states.contiguous(), value_states.contiguous()
+            self.keys = key_states.contiguous()
+            self.values = value_states.contiguous()
             return self.keys, self.values
-        before, after = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
+
+        before = self.keys.shape[2]
+        after = before + key_states.shape[2]
         if self._room is None or after > self._room[0].shape[2]:
-            grown = 0, 0, 0, after + spare(after) - before
-            keys_room = functional.pad(self.keys, grown)
+            added_room = after + spare(after) - before
+            keys_room = functional.pad(self.keys, (0, 0, 0, added_room))
             if self.values.shape[3]:
-                values_room = functional.pad(self.values, grown)
+                values_room = functional.pad(self.values, (0, 0, 0, added_room))
             else:  # a retrieval head's, which torch 2.7 cannot pad
                 values_room = self.values.new_empty(*keys_room.shape[:3], 0)
-            self._room, self._shared = (keys_room, values_room), 0
+            self._room = (keys_room, values_room)
+            self._shared = 0
             if self.real is not None:
-                self._real_room = functional.pad(self.real, grown[2:], value=True)
-        for room, new in zip(self._room, (key_states, value_states), strict=True):
-            room[:, :, before:after] = new
-        self.keys, self.values = self._room[0][:, :, :after], self._room[1][:, :, :after]
+                self._real_room = functional.pad(self.real, (0, added_room), value=True)
+
+        keys_room, values_room = self._room
+        keys_room[:, :, before:after] = key_states
+        values_room[:, :, before:after] = value_states
+        self.keys = keys_room[:, :, :after]
+        self.values = values_room[:, :, :after]
         if self._real_room is not None:
             self.real = self._real_room[..., :after]
         return self.keys, self.values
@@ -255,7 +273,8 @@ class KeptLayer(DynamicLayer):
             twin.crop(-count)
             scores = {}
             if recorded is not None:
-                scores = {scorer: each[..., : each.shape[-1] - count] for scorer, each in recorded.scores.items()}
+                for scorer, entry_scores in recorded.scores.items():
+                    scores[scorer] = entry_scores[..., : entry_scores.shape[-1] - count]
         twin.recorded = recorded and replace(recorded, scores=scores)
         return twin
 
@@ -268,8 +287,8 @@ class KeptLayer(DynamicLayer):
         remembered = self.recent.shape[2] - before
         dropped = self.croppable + self.recent[..., remembered:].sum(dim=-1)
         marks = self.entries().marks
-        places = torch.arange(marks.shape[2], device=marks.device)
-        marks &= places < marks.shape[2] - dropped[..., None]
+        entry_indices = torch.arange(marks.shape[2], device=marks.device)
+        marks &= entry_indices < marks.shape[2] - dropped[..., None]
         counts = marks.sum(dim=-1).cpu().numpy()
         twin = self.keep(marks, counts, ragged=True)  # no mask of the model's fits layers of other lengths
         twin.seen = self.seen - count
@@ -278,8 +297,9 @@ class KeptLayer(DynamicLayer):
 
     def entries(self) -> LayerEntries:
         """All entries, as they are stored."""
-        real, count = self.real, self.keys.shape[2]
+        real = self.real
         if real is None and self.token_mask is not None:
+            count = self.keys.shape[2]
             real = self.token_mask[:, None, :count].to(self.keys.device)
             real = functional.pad(real, (0, count - real.shape[2]), value=True)
         return LayerEntries(self.keys, self.values, real)
@@ -289,8 +309,11 @@ class KeptLayer(DynamicLayer):
 
         Expanded entries take far more memory.
         """
-        keys, values, real = self.entries() if stored is None else stored
-        return LayerEntries(*((keys, values) if self.expansion is None else self.expansion(keys, values)), real)
+        entries = self.entries() if stored is None else stored
+        if self.expansion is None:
+            return entries
+        keys, values = self.expansion(entries.keys, entries.values)
+        return LayerEntries(keys, values, entries.real)
 
     @property
     def kv_heads(self) -> int:
@@ -317,14 +340,18 @@ class KeptLayer(DynamicLayer):
         if not self.is_initialized:
             return 0
         count = self.keys.shape[2]
-        room = room_after(count, count if self._room is None else self._room[0].shape[2], appended)
-        marks = 0 if self.real is None else self.real.shape[0] * self.real.shape[1] * self.real.element_size()
-        return room * (_entry_bytes(self.keys) + _entry_bytes(self.values) + marks)
+        room = count if self._room is None else self._room[0].shape[2]
+        entry_bytes = _entry_bytes(self.keys) + _entry_bytes(self.values)
+        if self.real is not None:
+            entry_bytes += self.real.shape[0] * self.real.shape[1] * self.real.element_size()
+        return room_after(count, room, appended) * entry_bytes
 
     def share(self) -> Self:
         """An independent layer over the same tensors."""
-        self._shared, twin = self.keys.shape[2], copy.copy(self)
-        twin._room = twin._real_room = None
+        self._shared = self.keys.shape[2]
+        twin = copy.copy(self)
+        twin._room = None
+        twin._real_room = None
         return twin
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -352,17 +379,13 @@ class KeptLayer(DynamicLayer):
             shape = *mask.shape[:2], count
             real = mask.new_ones(shape) if marked else None
             kept = KeptLayer(keys.view(*shape, -1), values.view(*shape, -1), self.seen, real)
-        recorded = self.recorded and self.recorded.last(window)
-        if recorded and recorded.observed is not None:
-            recorded = replace(recorded, observed=None)
-        if recorded and recorded.accumulated is not None:
-            recorded = replace(recorded, accumulated=_at(recorded.accumulated, mask, counts))
-        if recorded and recorded.scores:
-            scores = {scorer: _at(each, mask, counts) for scorer, each in recorded.scores.items()}
-            recorded = replace(recorded, scores=scores)
+
+        if self.recorded is not None:
+            kept.recorded = self.recorded.last(window).keep(mask, counts)
         tokens = min(self.croppable, RECENT)
         kept.recent = mask[..., mask.shape[2] - tokens :].clone()  # a slice would keep the whole mask alive
-        kept.recorded, kept.expansion, kept.origin = recorded, self.expansion, self.origin
+        kept.expansion = self.expansion
+        kept.origin = self.origin
         return kept
 
 
@@ -380,7 +403,8 @@ class RaggedLayer(OwnAttention, KeptLayer):
 
     def __init__(self, keys: Tensor, values: Tensor, counts: Counts, seen: int) -> None:
         super().__init__(keys[None, None], values[None, None], seen)
-        self.counts, self.appended = counts, 0
+        self.counts = counts
+        self.appended = 0
         self._kept = _one_after_another(counts, 0)
         self._writable = 0  # how many tokens each head's room takes; 0 while the memory is another layer's
         self._starts: Tensor | None = None  # [B x K] int64: where each head's entries begin
@@ -407,7 +431,8 @@ class RaggedLayer(OwnAttention, KeptLayer):
     def packed(self) -> tuple[Tensor, Tensor]:
         """Keys and values [total, d] without room."""
         spans = self._spans()
-        keys, values = (torch.cat([each[0, 0].narrow(0, *span) for span in spans]) for each in (self.keys, self.values))
+        keys = torch.cat([self.keys[0, 0].narrow(0, *span) for span in spans])
+        values = torch.cat([self.values[0, 0].narrow(0, *span) for span in spans])
         return keys, values
 
     @property
@@ -421,37 +446,51 @@ class RaggedLayer(OwnAttention, KeptLayer):
 
     @override
     def memory_bytes(self, appended: Iterable[int]) -> int:
-        entries, heads = int(self.counts.sum()), self.counts.size
+        entries = int(self.counts.sum())
+        heads = self.counts.size
         mean = entries // heads
         room = room_after(mean + self.appended, mean + max(self._writable, self.appended), appended) - mean
-        return (entries + heads * room) * self._row_bytes + (16 * heads if room else 0)
+        bytes_of_entries = (entries + heads * room) * self._row_bytes
+        if not room:
+            return bytes_of_entries
+        return bytes_of_entries + 16 * heads  # _starts and _ends
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        rows, after = key_states.shape[2], self.appended + key_states.shape[2]
+        tokens = key_states.shape[2]
+        after = self.appended + tokens
         if after > self._writable:
             self._make_room(after + spare(int(self.counts.mean()) + after))
         assert self._ends is not None
-        places = self._ends + self.appended
-        if rows > 1:
-            places = (places[:, None] + torch.arange(rows, device=places.device)).flatten()
-        self.keys.index_copy_(2, places, key_states.reshape(1, 1, -1, key_states.shape[3]))
-        self.values.index_copy_(2, places, value_states.reshape(1, 1, -1, value_states.shape[3]))
-        self.appended, self.seen = after, self.seen + rows
+        positions = self._ends + self.appended
+        if tokens > 1:
+            positions = (positions[:, None] + torch.arange(tokens, device=positions.device)).flatten()
+        self.keys.index_copy_(2, positions, key_states.reshape(1, 1, -1, key_states.shape[3]))
+        self.values.index_copy_(2, positions, value_states.reshape(1, 1, -1, value_states.shape[3]))
+        self.appended = after
+        self.seen += tokens
         return key_states, value_states
 
     def _make_room(self, room: int) -> None:
         """Copy all entries to new memory with room for `room` tokens after each head's."""
-        places, spans = _one_after_another(self.counts, room), self._spans()
-        entries, grown = int(self.counts.sum()) + room * self.counts.size, list[Tensor]()
-        for tensor in (self.keys, self.values):
-            grown.append(tensor.new_empty(1, 1, entries, tensor.shape[3]))
-            for (to, _), span in zip(places, spans, strict=True):
-                grown[-1].narrow(2, to, span[1]).copy_(tensor.narrow(2, *span))
-        self.keys, self.values = grown
-        self._kept, self._writable, self._shared = places, room, 0
-        bounds = torch.tensor([[first for first, _ in places], [sum(each) for each in places]])
-        self._starts, self._ends = bounds.to(self.keys.device, non_blocking=True).unbind()
+        old_spans = self._spans()
+        new_spans = _one_after_another(self.counts, room)
+        total = int(self.counts.sum()) + room * self.counts.size
+        keys = self.keys.new_empty(1, 1, total, self.keys.shape[3])
+        values = self.values.new_empty(1, 1, total, self.values.shape[3])
+        for (start, _), (old_start, count) in zip(new_spans, old_spans, strict=True):
+            keys.narrow(2, start, count).copy_(self.keys.narrow(2, old_start, count))
+            values.narrow(2, start, count).copy_(self.values.narrow(2, old_start, count))
+
+        self.keys = keys
+        self.values = values
+        self._kept = new_spans
+        self._writable = room
+        self._shared = 0
+        starts = [start for start, _ in new_spans]
+        ends = [start + count for start, count in new_spans]
+        bounds = torch.tensor([starts, ends]).to(self.keys.device, non_blocking=True)
+        self._starts, self._ends = bounds.unbind()
 
     @property
     def in_kernel(self) -> bool:
@@ -461,22 +500,30 @@ class RaggedLayer(OwnAttention, KeptLayer):
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """See `OwnAttention`; the new keys and values have been appended."""
-        batch, heads, rows, width = query.shape
+        batch, heads, queries, width = query.shape
         if self.in_kernel:
             assert self._starts is not None and self._ends is not None
-            entries, ends = (self.keys[0, 0], self.values[0, 0]), self._ends + self.appended
-            return ragged_kernel.attend_ragged(query, *entries, self._starts, ends, self.longest, softmax)
-        groups, outputs = query.reshape(self.counts.size, 1, -1, rows, width).unbind(), []
-        for index, (group, span) in enumerate(zip(groups, self._spans(), strict=True)):
-            keys, values = self.keys.narrow(2, *span), self.values.narrow(2, *span)
+            ends = self._ends + self.appended
+            return ragged_kernel.attend_ragged(
+                query, self.keys[0, 0], self.values[0, 0], self._starts, ends, self.longest, softmax
+            )
+
+        outputs = []
+        groups = query.reshape(self.counts.size, 1, -1, queries, width).unbind()
+        for index, (group, (start, count)) in enumerate(zip(groups, self._spans(), strict=True)):
+            keys = self.keys.narrow(2, start, count)
+            values = self.values.narrow(2, start, count)
             if self.expansion is not None:
                 keys, values = self.expansion(keys, values)
             else:  # query heads are divided over threads
-                keys, values = (each.expand(-1, group.shape[1], -1, -1) for each in (keys, values))
-            mask = None if rows == 1 else visible(rows, keys.new_ones(1, 1, span[1], dtype=torch.bool))
-            of_head = softmax.of_head(index % self.kv_heads, self.kv_heads)
-            outputs.append(attend_grouped(group, keys, values, mask, of_head))
-        return torch.cat(outputs).view(batch, heads, rows, -1).transpose(1, 2).contiguous()
+                keys = keys.expand(-1, group.shape[1], -1, -1)
+                values = values.expand(-1, group.shape[1], -1, -1)
+            mask = None
+            if queries > 1:
+                mask = visible(queries, keys.new_ones(1, 1, count, dtype=torch.bool))
+            head_softmax = softmax.of_head(index % self.kv_heads, self.kv_heads)
+            outputs.append(attend_grouped(group, keys, values, mask, head_softmax))
+        return torch.cat(outputs).view(batch, heads, queries, -1).transpose(1, 2).contiguous()
 
     @override
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -487,9 +534,10 @@ class RaggedLayer(OwnAttention, KeptLayer):
         """All entries, copied and padded on the left to the longest head."""
         device = self.keys.device
         marks = np.arange(self.longest) >= int(self.counts.max()) - self.counts[..., None]
-        places = torch.from_numpy(np.flatnonzero(marks)).to(device, non_blocking=True)
-        keys, values = (_unpack(each, places, marks.shape) for each in self.packed())
-        return LayerEntries(keys, values, torch.from_numpy(marks).to(device, non_blocking=True))
+        rows = torch.from_numpy(np.flatnonzero(marks)).to(device, non_blocking=True)
+        real = torch.from_numpy(marks).to(device, non_blocking=True)
+        keys, values = self.packed()
+        return LayerEntries(_unpack(keys, rows, marks.shape), _unpack(values, rows, marks.shape), real)
 
     @property
     @override
@@ -506,34 +554,42 @@ class RaggedLayer(OwnAttention, KeptLayer):
 
     @override
     def share(self) -> Self:
-        self._shared, twin = self.appended, copy.copy(self)
+        self._shared = self.appended
+        twin = copy.copy(self)
         twin._writable = 0
         return twin
 
 
 def _one_after_another(counts: Counts, room: int) -> list[tuple[int, int]]:
-    """Where each head's entries begin, with `room` places after each head's, and how many there are."""
-    numbers = counts.ravel().tolist()
-    return [*zip(itertools.accumulate((each + room for each in numbers), initial=0), numbers, strict=False)]
+    """Where each head's entries begin, with room for `room` more after each head's, and how many there are."""
+    spans = []
+    start = 0
+    for count in counts.ravel().tolist():
+        spans.append((start, count))
+        start += count + room
+    return spans
 
 
 def _entry_bytes(entries: Tensor) -> int:
-    """Bytes of one place of entries [B, K, C, d], in all rows and KV heads."""
+    """Bytes of one column of entries [B, K, C, d], in all rows and KV heads."""
     return entries.shape[0] * entries.shape[1] * entries.shape[3] * entries.element_size()
 
 
-def _unpack(packed: Tensor, places: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Rows [total, d] at `places` [total] int64 of B x K x C rows, the others zero: [B, K, C, d], `shape` [B, K, C]."""
+def _unpack(packed: Tensor, rows: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Entries [total, d] as the `rows` [total] int64 of B x K x C, the others zero: [B, K, C, d], `shape` [B, K, C]."""
     padded = packed.new_zeros(math.prod(shape), packed.shape[1])
-    return padded.index_copy_(0, places, packed).view(*shape, packed.shape[1])
+    return padded.index_copy_(0, rows, packed).view(*shape, packed.shape[1])
 
 
-def _at(recorded: Tensor, mask: Tensor, counts: Counts) -> Tensor:
+def _kept_columns(recorded: Tensor, mask: Tensor, counts: Counts) -> Tensor:
     """The columns of [B, H, C] that each query head's KV head keeps ([B, K, C] bool), left-padded if heads differ."""
-    group, length = recorded.shape[1] // mask.shape[1], mask.shape[2]
+    group = recorded.shape[1] // mask.shape[1]
     if counts.min() == counts.max():
-        places = torch.nonzero_static(mask, size=int(counts.sum()))[:, -1].view(*counts.shape, -1)
-        return recorded.gather(2, places.repeat_interleave(group, dim=1))
-    places = (mask * torch.arange(1, length + 1, device=mask.device)).topk(int(counts.max()), dim=-1).values.flip(-1)
-    places = places.repeat_interleave(group, dim=1)  # from 1 on; 0 where a head keeps fewer than others
-    return recorded.gather(2, (places - 1).clamp(min=0)).masked_fill(places == 0, 0.0)
+        columns = torch.nonzero_static(mask, size=int(counts.sum()))[:, -1].view(*counts.shape, -1)
+        return recorded.gather(2, columns.repeat_interleave(group, dim=1))
+
+    # Columns are counted from 1; 0 fills where a head keeps fewer than others.
+    numbered = mask * torch.arange(1, mask.shape[2] + 1, device=mask.device)
+    columns = numbered.topk(int(counts.max()), dim=-1).values.flip(-1)
+    columns = columns.repeat_interleave(group, dim=1)
+    return recorded.gather(2, (columns - 1).clamp(min=0)).masked_fill(columns == 0, 0.0)

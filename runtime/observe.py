@@ -89,6 +89,9 @@ class Observer(ABC):
         """
         return None
 
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Refuse (`UserError`) a model, loaded or on the meta device, that this observer cannot score for."""
+
     @property
     def adapter_digest(self) -> str | None:
         """Digest of the lookahead adapter that it observes with; None without one."""

@@ -70,7 +70,8 @@ class SavedState(CustomGenerate):
                 "saved state: past_key_values come from another prompt than this state; continue with the method "
                 "that computed them, or leave them out"
             )
-        state = (self.state if request.past is None else request.past.state).unrecorded()
+        state = self.state if request.past is None else request.past.state
+        state = state.unrecorded()
         if len(request.unread) != len(state.tokens) or request.mask is not None:
             raise UserError(
                 f"saved state: {len(request.unread)} questions for {len(state.tokens)} prompts, or padded ones; "
@@ -116,14 +117,15 @@ def save_state(
         )
     file = _file(path)
     tensors = _tensors_of(state)
-    shape = _shape_of_tensors(tensors)
+    state_shape = _shape_of_tensors(tensors)
     model_shape = _shape_of_model(model)
-    if shape != model_shape:
-        raise UserError(f"{file}: the state is not of this model: it has {shape}, the model {model_shape}")
+    if state_shape != model_shape:
+        raise UserError(f"{file}: the state is not of this model: it has {state_shape}, the model {model_shape}")
+
     header = _Header(
         question=question,
         target=str(model.config.name_or_path or ""),
-        shape=shape,
+        shape=model_shape,
         identity=identity_of(model, tokenizer),
         seen=state.cache.get_seq_length(),
         needs=_Needs(state.needs.window, state.needs.accumulated, state.needs.statistics),
@@ -249,7 +251,7 @@ def _tensors_of(state: State) -> dict[str, Tensor]:
     layers = state.layers
     recorded = [layer.recorded for layer in layers if layer.recorded]
     unevicted = any(layer.token_mask is not None for layer in layers)
-    found: dict[str, Tensor | None] = {
+    tensors: dict[str, Tensor | None] = {
         "tokens": state.tokens,
         "lengths": state.lengths,
         "logits": state.logits,
@@ -259,44 +261,57 @@ def _tensors_of(state: State) -> dict[str, Tensor]:
         "trace.ahead": recorded[0].ahead if recorded else None,
     }
     for index, layer in enumerate(share(state.cache).layers):
-        found |= {f"layers.{index}.{name}": tensor for name, tensor in layer_tensors(layer).items()}
-    for index, each in enumerate(recorded):
-        found[f"trace.sinks.{index}"] = each.softmax.sinks
-        found[f"trace.window.{index}"] = each.queries
-        found[f"trace.received.{index}"] = each.accumulated
-        if each.statistics is not None:
-            found |= {f"trace.queries.{index}.{name}": part for name, part in each.statistics._asdict().items()}
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items() if tensor is not None}
+        for name, tensor in layer_tensors(layer).items():
+            tensors[f"layers.{index}.{name}"] = tensor
+
+    for index, recording in enumerate(recorded):
+        tensors[f"trace.sinks.{index}"] = recording.softmax.sinks
+        tensors[f"trace.window.{index}"] = recording.queries
+        tensors[f"trace.received.{index}"] = recording.accumulated
+        if recording.statistics is not None:
+            for name, tensor in recording.statistics._asdict().items():
+                tensors[f"trace.queries.{index}.{name}"] = tensor
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
 
 
 def layer_tensors(layer: Any) -> dict[str, Tensor | None]:
     """The tensors of a layer by their names."""
-    if not isinstance(layer, DynamicLayer):
-        states = ("conv", layer.conv_states), ("recurrent", layer.recurrent_states)
-        return {f"{kind}.{place}": tensor for kind, by_place in states for place, tensor in by_place.items()}
-    if isinstance(layer, RaggedLayer):
+    tensors: dict[str, Tensor | None] = {}
+    if not isinstance(layer, DynamicLayer):  # of a recurrent state
+        for state_index, tensor in layer.conv_states.items():
+            tensors[f"conv.{state_index}"] = tensor
+        for state_index, tensor in layer.recurrent_states.items():
+            tensors[f"recurrent.{state_index}"] = tensor
+    elif isinstance(layer, RaggedLayer):
         keys, values = layer.packed()
-        none = (each.new_empty(*layer.counts.shape, 0, each.shape[1]) for each in (keys, values))
-        of_layer = dict[str, Tensor | None](zip(("keys", "values"), none, strict=True))
-        return of_layer | {"kept_keys": keys, "kept_values": values, "counts": torch.from_numpy(layer.head_sizes())}
-    of_layer = {"keys": layer.keys, "values": layer.values}
-    if isinstance(layer, KeptLayer):
-        of_layer |= {"real": layer.real}
-    return of_layer
+        tensors["keys"] = keys.new_empty(*layer.counts.shape, 0, keys.shape[1])
+        tensors["values"] = values.new_empty(*layer.counts.shape, 0, values.shape[1])
+        tensors["kept_keys"] = keys
+        tensors["kept_values"] = values
+        tensors["counts"] = torch.from_numpy(layer.head_sizes())
+    else:
+        tensors["keys"] = layer.keys
+        tensors["values"] = layer.values
+        if isinstance(layer, KeptLayer):
+            tensors["real"] = layer.real
+    return tensors
 
 
 def _beside_layers(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
     """The tensors of a state on the model's devices: a layer's tensors are where that layer runs."""
-    scored = full_attention_layers(model.config)
-    devices = [running_devices(layer)[0] for layer in decoder_of(model).layers]
+    attention_layers = full_attention_layers(model.config)
+    layer_devices = [running_devices(layer)[0] for layer in decoder_of(model).layers]
 
-    def device(name: str) -> torch.device:
-        kind, *rest = name.split(".")
-        if kind == "layers":
-            return devices[int(rest[0])]
-        return devices[scored[int(rest[1])]] if kind == "trace" and len(rest) > 1 else model.device
-
-    return {name: tensor.to(device(name)) for name, tensor in tensors.items()}
+    moved = {}
+    for name, tensor in tensors.items():
+        names = name.split(".")
+        device = model.device
+        if names[0] == "layers":  # layers.INDEX.NAME
+            device = layer_devices[int(names[1])]
+        elif names[0] == "trace" and len(names) > 2:  # trace.NAME.INDEX: of a layer with full attention
+            device = layer_devices[attention_layers[int(names[2])]]
+        moved[name] = tensor.to(device)
+    return moved
 
 
 def _state_of_tensors(
@@ -308,28 +323,32 @@ def _state_of_tensors(
 ) -> State:
     """The state of tensors named as `_tensors_of` does, after `seen` tokens, of which `needs` was recorded."""
     cache = empty_cache(model, tensors.get("mask"))
-    layers = [
-        layer_of_tensors(empty, _named(tensors, f"layers.{index}."), seen) for index, empty in enumerate(cache.layers)
-    ]
-    cache, tokens, lengths = StateCache(layers=layers), tensors["tokens"], tensors["lengths"]
-    state = State(cache, tensors["logits"], tokens, lengths, needs)
+    layers = []
+    for index, empty in enumerate(cache.layers):
+        layers.append(layer_of_tensors(empty, _named(tensors, f"layers.{index}."), seen))
+    state = State(StateCache(layers=layers), tensors["logits"], tensors["tokens"], tensors["lengths"], needs)
     state = replace(state, rope_offset=tensors.get("shift", 0), batch_offset=tensors.get("batch_shift", 0))
-    mask, ahead = state.tokens_mask, tensors.get("trace.ahead")
-    for index, (layer, each) in enumerate(zip(state.layers, softmax, strict=False)):
+
+    tokens_mask = state.tokens_mask
+    tokens_ahead = tensors.get("trace.ahead")
+    for index, (layer, scaling_and_softcap) in enumerate(zip(state.layers, softmax, strict=False)):
         queries = tensors.get(f"trace.window.{index}")
-        width = 0 if queries is None else queries.shape[2]
-        device = layer.keys.device
+        window = 0 if queries is None else queries.shape[2]
         statistics = _named(tensors, f"trace.queries.{index}.")
-        masks = [None if part is None else part[:, part.shape[1] - width :].to(device) for part in (mask, ahead)]
         layer.recorded = Recorded(
-            Softmax(*each, tensors.get(f"trace.sinks.{index}")),
+            Softmax(*scaling_and_softcap, tensors.get(f"trace.sinks.{index}")),
             queries,
-            query_mask=masks[0],
-            ahead=masks[1],
+            query_mask=_last_columns(tokens_mask, window, layer.keys.device),
+            ahead=_last_columns(tokens_ahead, window, layer.keys.device),
             accumulated=tensors.get(f"trace.received.{index}"),
             statistics=QueryStatistics(**statistics) if statistics else None,
         )
     return state
+
+
+def _last_columns(marks: Tensor | None, count: int, device: torch.device) -> Tensor | None:
+    """The last `count` columns of marks [B, N], on a device; None for none."""
+    return None if marks is None else marks[:, marks.shape[1] - count :].to(device)
 
 
 def layer_of_tensors(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
@@ -337,26 +356,30 @@ def layer_of_tensors(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
     layer: Any = empty
     if not isinstance(layer, DynamicLayer):  # of a recurrent state
         for name, tensor in tensors.items():
-            kind, place = name.split(".")
-            fill = layer.update_conv_state if kind == "conv" else layer.update_recurrent_state
-            fill(tensor, state_idx=int(place))
+            kind, state_index = name.split(".")
+            update_state = layer.update_conv_state if kind == "conv" else layer.update_recurrent_state
+            update_state(tensor, state_idx=int(state_index))
         return layer
-    keys, values = tensors["keys"], tensors["values"]
+
+    keys = tensors["keys"]
+    values = tensors["values"]
     if is_bounded(layer):
         layer.update(keys, values)
         layer.cumulative_length = seen
         return layer
+
     layer = KeptLayer(keys, values, seen, tensors.get("real"))
     if "counts" in tensors:
         counts = tensors["counts"].cpu().numpy()
         layer = RaggedLayer(tensors["kept_keys"], tensors["kept_values"], counts, seen)
     elif "real" not in tensors:
         layer.token_mask = empty.token_mask
-    layer.expansion, layer.origin = empty.expansion, empty.origin
+    layer.expansion = empty.expansion
+    layer.origin = empty.origin
     return layer
 
 
 def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The tensors under a prefix by the rest of their names, numbers in numerical order."""
-    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))
+    with_prefix = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return dict(sorted(with_prefix.items(), key=lambda item: (len(item[0]), item[0])))

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from keepsight.errors import UserError, require_whole
+from keepsight.files import size_text
 from keepsight.models.decoder import FULL, has_latents, layer_kinds, require_supported
 from keepsight.models.scorers import Scorer
 from keepsight.runtime.attention import Reader, Softmax, StateCache, expansions, is_bounded, run
@@ -101,6 +102,13 @@ class State:
     padded: bool | None = None
     seconds: float = 0.0
     images: Images | None = None
+
+    def __repr__(self) -> str:
+        """One line; `entries` are those of the longest KV head, `kv` the size of all of them."""
+        rows, tokens = self.tokens.shape
+        return (
+            f"{type(self).__name__}(rows={rows}, tokens={tokens}, entries={self.length}, kv={size_text(self.kv_bytes)})"
+        )
 
     @property
     def layers(self) -> list[KeptLayer]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from typing_extensions import override
 
-from keepsight.errors import Positive, UserError, as_options
+from keepsight.errors import Positive, UserError
 from keepsight.experimental import is_on
 from keepsight.models.decoder import context_of, has_latents
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
@@ -31,6 +31,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import Pool, Reduce, attention_weights, observed_attention, top_indices
 from keepsight.runtime.layer import KeptLayer, Recorded
+from keepsight.runtime.resources import Resources
 from keepsight.runtime.rope_length import length_limit
 from keepsight.runtime.state import (
     Needs,
@@ -209,7 +210,7 @@ class SparsePattern(ABC):
         return state, [layer.importance for layer in layers]
 
 
-@as_options
+@registry.part("sparse", "vertical_slash")
 @dataclass(frozen=True)
 class SparsePrefill(SparsePattern):
     """Columns that SpecKV finds important, and a band (SpecKV, section 4.2 and table 8).
@@ -236,7 +237,7 @@ class SparsePrefill(SparsePattern):
         return sparse_attention(query, key, value, ascending, self.band, softmax)
 
 
-@as_options
+@registry.part("sparse", "minference")
 @dataclass(frozen=True)
 class MInference(SparsePattern):
     """MInference's vertical-slash pattern (arXiv 2407.02490, section 3), the same for all heads.
@@ -451,6 +452,7 @@ class SpecKV(Evict):
             applies to `start` alone: the prompt of `compress_state` has been read already.
     """
 
+    section = "answer"
     reduce: Reduce = Reduce("max", "max")
     pool: Pool = Pool("max", 7)
     window: int = 33
@@ -479,6 +481,11 @@ class SpecKV(Evict):
     ) -> "SpecKV":
         """The method with a draft; `parts` are other fields."""
         return cls(budget, DraftObserver(ModelDrafter(draft, lookahead), window=None), **parts)
+
+    @classmethod
+    @override
+    def fields_from(cls, resources: Resources, options: dict[str, Any]) -> dict[str, Any]:
+        return {"observer": DraftObserver(ModelDrafter(resources.find("draft")), window=None)}
 
     @override
     def shares_prefill(self, length: int) -> bool:

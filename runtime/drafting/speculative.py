@@ -313,7 +313,7 @@ def head_answer(
         is that of token t + 1), and one for each token of the draft but the last.
     """
     first = state.logits.argmax(dim=-1, keepdim=True)
-    chain = ChainDrafter(drafting.head, model, state.tokens_mask, window + lookahead - 1)
+    chain = ChainDrafter(drafting.of(model), model, state.tokens_mask, window + lookahead - 1)
     features, tokens = _recorded_rows(state, drafting.layers, first)
     if lookahead == 1:
         chain.read(features[:, :-1], tokens[:, :-1])

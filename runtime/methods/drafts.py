@@ -44,6 +44,7 @@ class OwnAnswer(Drafter):
 class Oracle(Evict):
     """Keeps what the full cache's own answer attends to."""
 
+    section = "answer"
     observer: Observer = DraftObserver(OwnAnswer())
 
 
@@ -152,5 +153,6 @@ class DapQ(Evict):
     is off and the mean is taken unless told otherwise.
     """
 
+    section = "answer"
     observer: Observer = DraftObserver(PromptEnds())
     pool: Pool = NO_POOL

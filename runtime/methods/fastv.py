@@ -25,19 +25,31 @@ from keepsight.runtime.state import Needs, State, prefill
 @registry.method("fastv", label="FastV")
 @dataclass(frozen=True)
 class FastV(Method):
-    """Leaves out, from a layer on, the tokens of images that the prompt's last token attends to least (section 4.1).
+    """Leaves out, from a layer on, the tokens of images that the prompt's last token attends to least.
 
-    Their hidden states go no further, so that the layers from there on compute less and hold fewer entries; earlier
-    layers keep all. Tokens stay at their positions. Only those of images are chosen from, once (the form with a cache).
+    FastV (arXiv 2403.06764), section 4.1. Their hidden states go no further, so that the layers from there on compute
+    less and hold fewer entries; earlier layers keep all. Tokens stay at their positions. Only those of images are
+    chosen from, once (the form with a cache).
 
     Attributes:
         budget: Tokens of the prompt's images that stay, or their share, 1 - R in the paper.
         layer: K: the number of layers that read all tokens; the last of them ranks tokens by its attention.
     """
 
+    section = "shorten"
     budget: Budget
     layer: Positive = 2
     reads_images = True
+
+    @override
+    def check_model(self, model: PreTrainedModel) -> None:
+        kinds = layer_kinds(model.config)
+        if {*kinds} != {FULL}:
+            raise UserError(f"FastV: {model.config.model_type} has layers with a bounded cache; take SnapKV")
+        if self.layer >= len(kinds):
+            raise UserError(f"FastV: layer {self.layer} must be below the model's {len(kinds)} layers")
+        if getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None):
+            raise UserError(f"FastV: {model.config.model_type} reads its images in several layers; take SnapKV")
 
     @override
     def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
@@ -48,13 +60,7 @@ class FastV(Method):
             raise UserError("FastV: each prompt keeps different tokens; give one prompt at a time")
         if mask is not None and not bool(mask.all()):
             raise UserError("FastV: the prompt is padded; give it without padding")
-        kinds = layer_kinds(model.config)
-        if {*kinds} != {FULL}:
-            raise UserError(f"FastV: {model.config.model_type} has layers with a bounded cache; take SnapKV")
-        if self.layer >= len(kinds):
-            raise UserError(f"FastV: layer {self.layer} must be below the model's {len(kinds)} layers")
-        if getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None):
-            raise UserError(f"FastV: {model.config.model_type} reads its images in several layers; take SnapKV")
+        self.check_model(model)
 
         is_image_token = images.places_in(model, input_ids)[0]
         image_tokens = int(is_image_token.sum())

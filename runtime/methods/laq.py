@@ -165,6 +165,7 @@ class LAQ(Evict):
     budget of its own, one observation serves all budgets.
     """
 
+    section = "answer"
     observer: Observer = QueryCache()
 
 

@@ -17,6 +17,7 @@ from keepsight.runtime.allocate import Adaptive, Allocation, Global, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce
 from keepsight.runtime.observe import Observer, look_back
+from keepsight.runtime.resources import Resources
 from keepsight.runtime.state import State
 from keepsight.runtime.tail import Tail
 
@@ -58,6 +59,10 @@ class SoftTokens(Observer):
     def positions(self) -> int:
         return self.artifact.settings.tokens
 
+    @override
+    def check_model(self, model: PreTrainedModel) -> None:
+        self.artifact.require_base(model)
+
     @property
     @override
     def adapter_digest(self) -> str | None:
@@ -68,6 +73,8 @@ class SoftTokens(Observer):
 @dataclass(frozen=True)
 class LookaheadKV(Evict):
     """Keeps what a lookahead module expects the answer to attend to, and no window (arXiv 2603.10899, appendix F)."""
+
+    section = "answer"
 
     @classmethod
     def from_pretrained(
@@ -96,6 +103,11 @@ class LookaheadKV(Evict):
         if budget is not None:
             fields["budget"] = budget
         return cls(**fields)
+
+    @classmethod
+    @override
+    def fields_from(cls, resources: Resources, options: dict[str, Any]) -> dict[str, Any]:
+        return adapter_fields(resources.artifact, options.pop("selection", None))
 
 
 def adapter_fields(artifact: LookaheadAdapter, selection: str | None = None) -> dict[str, Any]:

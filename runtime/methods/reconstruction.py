@@ -31,6 +31,7 @@ from keepsight.runtime.importance import NO_POOL, Pool, Reduce, observed_attenti
 from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.methods.geometry import output_norms
 from keepsight.runtime.observe import Observer, ViewedLayer, read_with
+from keepsight.runtime.resources import Resources
 from keepsight.runtime.state import State, full_layers, with_observers
 
 _FIRST_INSTRUCTION = "\n\nRepeat the previous context exactly."
@@ -370,6 +371,11 @@ class KVzip(Evict):
         """The observer of the paper."""
         return Reconstruction(tokenizer)
 
+    @classmethod
+    @override
+    def fields_from(cls, resources: Resources, options: dict[str, Any]) -> dict[str, Any]:
+        return {"observer": cls.observer_of(resources.find("tokenizer"))}
+
     @override
     def check(self, length: int, context: int) -> None:
         super().check(length, context)
@@ -400,7 +406,8 @@ class KVzipPlus(KVzip):
 class KVgrad(KVzip):
     """KVzip by each entry's effect on the last layer's outputs (KVgrad, kvpress PR 279): gradients, no training.
 
-    Takes a backward pass through the base model for each chunk.
+    The paper is https://openreview.net/forum?id=cg1wTCJjjk. Takes a backward pass through the base model for each
+    chunk.
     """
 
     @staticmethod

@@ -25,8 +25,9 @@ from keepsight.models.identity import tensors_digest
 from keepsight.models.lora import FoldedLora, Lora
 from keepsight.models.scorers import published_tensors
 from keepsight.runtime import registry
-from keepsight.runtime.methods.reconstruction import KVzip, ProbedLayer
+from keepsight.runtime.methods.reconstruction import KVzip, KVzipPlus, ProbedLayer
 from keepsight.runtime.observe import read_with
+from keepsight.runtime.resources import Resources
 from keepsight.runtime.state import State, require_same_frequencies
 
 _TOKENS_NAME = re.compile(r"(.*\.)?(restore_)?embeddings")
@@ -170,6 +171,7 @@ class RestoreKV(KVzip):
         weights: The trained weights; in a recipe `scorer` names them: a file, a folder or a Hub id.
     """
 
+    section = "weights"
     weights: RestoreWeights | None = None
     waits = True
 
@@ -189,6 +191,18 @@ class RestoreKV(KVzip):
                     "entries and the protected ones (sinks + window)"
                 )
         super().__post_init__()
+
+    @classmethod
+    @override
+    def fields_from(cls, resources: Resources, options: dict[str, Any]) -> dict[str, Any]:
+        weights = resources.scorer_of(RestoreWeights)
+        scores = KVzipPlus if weights.plus else KVzip
+        return {"observer": scores.observer_of(resources.find("tokenizer")), "weights": weights}
+
+    @property
+    @override
+    def modules(self) -> frozenset[str]:
+        return super().modules | {"scorer"}
 
     @property
     def added_entries(self) -> int:

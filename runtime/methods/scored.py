@@ -18,6 +18,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.observe import LayerObserver
+from keepsight.runtime.resources import Resources
 from keepsight.runtime.state import Needs
 
 
@@ -65,6 +66,7 @@ class ScoredEvict(Evict):
         scorer: The kind of scorer.
     """
 
+    section = "weights"
     scorer: ClassVar[type[Scorer]]
     pool: Pool = NO_POOL
 
@@ -76,6 +78,16 @@ class ScoredEvict(Evict):
             UserError: they cannot be loaded, are for another method, or an option is out of range.
         """
         return cls(budget, TrainedScores(cls.scorer.from_pretrained(weights)), **options)
+
+    @classmethod
+    @override
+    def fields_from(cls, resources: Resources, options: dict[str, Any]) -> dict[str, Any]:
+        return {"observer": TrainedScores(resources.scorer_of(cls.scorer))}
+
+    @property
+    @override
+    def modules(self) -> frozenset[str]:
+        return super().modules | {"scorer"}
 
 
 @registry.method("kvzap", label="KVzap")

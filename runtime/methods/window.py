@@ -46,10 +46,10 @@ class AdaKV(SnapKV):
 @registry.method("tova")
 @dataclass(frozen=True)
 class TOVA(Evict):
-    """Keeps what the last token attends to, averaged over a layer's heads, and that token (TOVA, section 4).
+    """Keeps what the last token attends to, averaged over a layer's heads, and that token.
 
-    The heads of a layer keep the same entries. Evicts once after the prompt; `every=1` evicts at every token, as the
-    paper does.
+    TOVA (arXiv 2401.06104), section 4. The heads of a layer keep the same entries. Evicts once after the prompt;
+    `every=1` evicts at every token, as the paper does.
     """
 
     observer: Observer = PromptWindow(1)

@@ -17,8 +17,10 @@ from keepsight.errors import Positive, UserError, one_line
 from keepsight.files import at_home
 from keepsight.models.model_files import LOADING
 from keepsight.models.scorers import published_tensors
+from keepsight.runtime import registry
 
 
+@registry.part("similarity", "contextual")
 @dataclass(frozen=True)
 class Contextual:
     """Cosine similarity of sentences in their context to the question (CPC, arXiv 2409.01227, section 3).

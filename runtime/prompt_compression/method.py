@@ -33,6 +33,7 @@ class ShortenPrompt(Method):
         window: Number of last tokens that are always kept; they count towards the budget.
     """
 
+    section = "shorten"
     budget: Budget
     window: Whole = 0
 

@@ -55,6 +55,7 @@ Relevance = Callable[[str, list[str]], list[ChunkAttention]]
 """Reads chunks to answer a question."""
 
 
+@registry.part("relevance", "fusion")
 @dataclass(frozen=True)
 class Fusion:
     """Fusion-in-Decoder (arXiv 2007.01282): T5 encodes each chunk with the question, its decoder attends to them all.
@@ -140,14 +141,15 @@ def _loaded(model: str) -> Any:
 @registry.method("r2c", label="R2C")
 @dataclass(frozen=True)
 class R2C(ShortenText):
-    """Keeps the window, and the chunks and sentences before it that a reader attends to (R2C, sections 3.3 and 3.4).
+    """Keeps the window, and the chunks and sentences before it that a reader attends to.
 
-    The window's text is the question. Chunks are lines, packed up to `chunk` tokens; longer ones are divided evenly.
-    Whole chunks make up 1 - `sentences` of the dropped tokens; sentences of the other chunks make up the rest, more of
-    them in chunks of a low score. Lengths are counted in the base model's tokens, where R2C counts another model's; its
-    special rules for demonstrations and titles are left out, and that which joins a block of more than 64 words to a
-    long line after it. Sentences end at punctuation, where R2C takes nltk's. A chunk beyond the reader's 512 tokens has
-    sentences that were not read, which are dropped last; R2C drops them only with their chunk.
+    R2C (arXiv 2410.04139), sections 3.3 and 3.4. The window's text is the question. Chunks are lines, packed up to
+    `chunk` tokens; longer ones are divided evenly. Whole chunks make up 1 - `sentences` of the dropped tokens;
+    sentences of the other chunks make up the rest, more of them in chunks of a low score. Lengths are counted in the
+    base model's tokens, where R2C counts another model's; its special rules for demonstrations and titles are left out,
+    and that which joins a block of more than 64 words to a long line after it. Sentences end at punctuation, where R2C
+    takes nltk's. A chunk beyond the reader's 512 tokens has sentences that were not read, which are dropped last; R2C
+    drops them only with their chunk.
 
     Attributes:
         relevance: Reads chunks to answer a question: `Fusion(FOLDER)`.

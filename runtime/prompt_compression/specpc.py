@@ -69,7 +69,9 @@ def _nearest_first(neighbors: int) -> Tensor:
 @registry.method("specpc")
 @dataclass(frozen=True)
 class SpecPC(ShortenPrompt):
-    """Keeps the tokens that a draft model attends to as it begins to answer, and their neighbours (algorithm 2).
+    """Keeps the tokens that a draft model attends to as it begins to answer, and their neighbours.
+
+    SpecPC (arXiv 2506.08373), algorithm 2.
 
     Attributes:
         draft: Source of the draft model, or a draft head.
@@ -257,6 +259,7 @@ class SpecKVPC(Method):
         allocate: Divides the budget over layers and KV heads.
     """
 
+    section = "shorten"
     budget: Budget
     draft: DraftSource | DraftHeadSource = field(kw_only=True)
     prompt_budget: Positive = 2048

@@ -87,6 +87,7 @@ LabelledWords = list[tuple[str, bool]]
 """The words of a text in their order, and whether each is kept."""
 
 
+@registry.part("label", "package")
 @dataclass(frozen=True)
 class Package:
     """Word labels from the `llmlingua` package with its own defaults.
@@ -216,6 +217,7 @@ def _same_random_numbers() -> Iterator[None]:
 _SENTENCE = re.compile(r".+?(?:[.!?]+[\"')\]]*(?=\s|\Z)|\n|\Z)", re.DOTALL)
 
 
+@registry.part("similarity", "cosine")
 @dataclass(frozen=True)
 class Cosine:
     """Cosine similarity of sentence embeddings.

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from typing_extensions import Self, override
 
 from keepsight.errors import UserError, Whole
-from keepsight.models.decoder import has_latents
+from keepsight.models.decoder import full_attention_layers, has_latents, head_width
 from keepsight.runtime import registry
 from keepsight.runtime.attention import OwnAttention, Softmax, run
 from keepsight.runtime.evict import Evict
@@ -154,6 +154,7 @@ class PackedMethod(CacheMethod):
         one_bit: Levels at 1 bit; see `Quantizer`.
     """
 
+    section = "quantize"
     bits: Bits = 2
     group: Group = 32
     residual: Whole = 128
@@ -180,19 +181,25 @@ class PackedMethod(CacheMethod):
         `traffic` counts what moves between CPU and device, for all layers of a state.
         """
 
-    def check_model(self, model: PreTrainedModel, tokens: Tensor) -> None:
-        """Refuse a model or prompts [B, N] that cannot be packed."""
+    @override
+    def check_model(self, model: PreTrainedModel) -> None:
         if has_latents(model):
             raise UserError(
                 f"{model.config.model_type} has layers of latent attention; the cache can only be packed where it "
                 "holds keys and values of each head"
             )
+        if full_attention_layers(model.config):
+            self.quantizer.check_head(head_width(model.config.get_text_config(decoder=True)))
+
+    def check_prompts(self, model: PreTrainedModel, tokens: Tensor) -> None:
+        """Refuse a model, or prompts [B, N], that cannot be packed."""
+        self.check_model(model)
 
     @override
     @torch.no_grad()
     def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
         """Read prompts of one length; only one layer at a time is in full precision on the device."""
-        self.check_model(model, input_ids)
+        self.check_prompts(model, input_ids)
         _require_unpadded(mask)
         batch, length = input_ids.shape
         cache = empty_cache(model)
@@ -220,7 +227,7 @@ class PackedMethod(CacheMethod):
     @override
     def compress_state(self, model: PreTrainedModel, state: State) -> State:
         """A packed copy of a state; nothing is recorded for observers from here on."""
-        self.check_model(model, state.tokens)
+        self.check_prompts(model, state.tokens)
         _require_unpadded(state.tokens_mask)
         seen = state.cache.get_seq_length()
         traffic = Traffic()
@@ -263,6 +270,12 @@ class Kivi(PackedMethod):
             raise UserError(f"inner: {_RAGGED}")
 
     @override
+    def check_model(self, model: PreTrainedModel) -> None:
+        super().check_model(model)
+        if self.inner is not None:
+            self.inner.check_model(model)
+
+    @override
     def needs(self) -> Needs:
         return Needs() if self.inner is None else self.inner.needs()
 
@@ -275,7 +288,7 @@ class Kivi(PackedMethod):
     def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
         if self.inner is None:
             return super().start(model, input_ids, mask, **options)
-        self.check_model(model, input_ids)
+        self.check_prompts(model, input_ids)
         _require_unpadded(mask)
         return super().compress_state(model, self.inner.start(model, input_ids, mask, **options))
 

@@ -214,8 +214,8 @@ class SpeCache(PackedMethod):
         return TurnReader(model)
 
     @override
-    def check_model(self, model: PreTrainedModel, tokens: Tensor) -> None:
-        super().check_model(model, tokens)
+    def check_prompts(self, model: PreTrainedModel, tokens: Tensor) -> None:
+        super().check_prompts(model, tokens)
         config = model.config.get_text_config()
         rows, length = tokens.shape
         require_memory(

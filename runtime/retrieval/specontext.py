@@ -138,7 +138,7 @@ class RetrievalCache(StateCache):
                 layer.crop(length - layer.seen)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RetrievalState(SelectedState):
     """A state whose entries a retrieval head selects; its cache is a `RetrievalCache`."""
 
@@ -277,6 +277,11 @@ class SpeContext(SparseRead):
         """
         return cls(budget, RetrievalHead.from_pretrained(head, revision=revision), **options)
 
+    @property
+    @override
+    def modules(self) -> frozenset[str]:
+        return super().modules | {"retrieval"}
+
     @override
     def smallest_budget(self) -> tuple[int, str]:
         return self.sinks + self.window + 1, "sinks + window + one entry to choose"
@@ -299,7 +304,7 @@ class SpeContext(SparseRead):
 
     @override
     def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
-        self._check_model(model)
+        self.check_model(model)
         rows, length = input_ids.shape
         self._placement(model, rows, length).on_cpu(rows, length)  # refuses what can never fit
         needs = _needs(self.head.layers_of(model))
@@ -308,7 +313,7 @@ class SpeContext(SparseRead):
     @override
     @torch.no_grad()
     def compress_state(self, model: PreTrainedModel, state: State) -> State:
-        self._check_model(model)
+        self.check_model(model)
         layers = with_full_layers(state.cache, self.layers_for(model, state)).layers
         rows, length = state.tokens.shape
         placement = self._placement(model, rows, length)
@@ -325,7 +330,8 @@ class SpeContext(SparseRead):
             layers.append(layer)
         return layers
 
-    def _check_model(self, model: PreTrainedModel) -> None:
+    @override
+    def check_model(self, model: PreTrainedModel) -> None:
         self.head.check_model(model)
         if self.offload or self.memory_limit is not None:
             require_one_device(model)

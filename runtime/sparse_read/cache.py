@@ -241,6 +241,7 @@ class SparseRead(CacheMethod):
         budget: Entries per KV head and step, or a ratio.
     """
 
+    section = "read"
     budget: Budget
     selects_each_step = True
 

@@ -274,7 +274,7 @@ class ShadowLayer(SelectedLayer):
 @registry.method("shadowkv", colour="#661100", marker="d")
 @dataclass(frozen=True)
 class ShadowKV(SparseRead):
-    """Reads chunks of the prompt, by the means of their keys; see the module (ShadowKV, arXiv 2410.21465, section 4).
+    """Reads chunks of the prompt, by the means of their keys (ShadowKV, arXiv 2410.21465, section 4).
 
     A step reads the chosen chunks, the outliers, and the local part, all within the budget (the paper's counts the
     chosen ones alone); tokens since the prompt, which are kept exactly, come on top. Keys of prompts within the budget

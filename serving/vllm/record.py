@@ -39,8 +39,8 @@ from keepsight.runtime.attention import Softmax
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Reduce, observed_attention, reduce_group
 from keepsight.runtime.layer import KeptLayer
+from keepsight.runtime.methods import make_method
 from keepsight.runtime.methods.lookaheadkv import SoftTokens
-from keepsight.runtime.methods.make import make_method
 from keepsight.runtime.observe import LayerObserver
 from keepsight.runtime.state import Needs, Recorder, State
 from keepsight.serving.export import Rotation, placeholders_of, rotations_of, turned_by, write_state

@@ -19,7 +19,7 @@ import pytest
 from keepsight.commands import eval as evaluation
 from keepsight.commands import variants
 from keepsight.commands.cli import main
-from keepsight.commands.from_recipe import resources_later
+from keepsight.commands.from_recipe import resources_of, without_weights
 from keepsight.commands.parse import parse
 from keepsight.commands.recipe import say_once
 from keepsight.errors import UserError
@@ -86,7 +86,7 @@ def test_every_method_and_budget_has_a_row_and_a_mean(evaluated: Any, whole: Any
         assert mean["method"] in printed
     html = (out / "report.html").read_text("utf-8")
     named = [(name, budget) for name in METHODS[1:] for budget in (40, 0.25)]
-    assert made == 2 * named, "before the model is loaded, which checks them, and with it"
+    assert made == named, "once, before the model is loaded"
     assert all(name in html for name in METHODS) and "adapter" in html
     plots = [name for name in RUN_FILES if name.endswith("png")]
     first = whole[0]
@@ -140,17 +140,31 @@ def test_all_methods_are_made_at_the_budgets_that_they_can_take(capsys: pytest.C
     """SpecPC always keeps 64 tokens; the budget of 64 is left out, and the other is not."""
     say_once.cache_clear()
     config = parse(evaluation.Config, [*TINY, "draft.layers=[0,2]", "methods=all", "budgets=[64,128]"])
-    made = variants.variants_of(config.methods, config.budgets, config.bits, resources_later(config))
+    made = variants.variants_of(
+        config.methods, config.budgets, config.bits, resources_of(config, without_weights(config))
+    )
     assert [each.budget for each in made if each.name == "specpc"] == [128]
     assert [each.budget for each in made if each.name == "snapkv"] == [64, 128]
     said = capsys.readouterr().err
     assert "specpc at budget 64: budget 64 must be above the window of 64 tokens" in said
 
 
+def test_methods_that_the_model_does_not_fit_are_left_out_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its heads of 8 numbers have no groups of 32, which `kivi` has by default; named, it is refused."""
+    say_once.cache_clear()
+    config = parse(evaluation.Config, [*TINY, "draft.layers=[0,2]", "methods=all", "bits=[2]", "budgets=[40]"])
+    resources = resources_of(config, without_weights(config))
+    made = variants.variants_of(config.methods, config.budgets, config.bits, resources)
+    assert "snapkv" in {each.name for each in made} and not any(each.name.startswith("kivi") for each in made)
+    assert "kivi bits=2, specache bits=2: group 32 does not divide the head dimension 8" in capsys.readouterr().err
+    with pytest.raises(UserError, match="method 'kivi': group 32 does not divide the head dimension 8"):
+        variants.variants_of(["kivi"], config.budgets, config.bits, resources)
+
+
 def test_wrong_bits_are_refused_with_all_methods() -> None:
     config = parse(evaluation.Config, [*TINY, "draft.layers=[0,2]", "methods=all", "bits=[2,3]"])
     with pytest.raises(UserError, match="bits 3 is unknown"):
-        variants.variants_of(config.methods, config.budgets, config.bits, resources_later(config))
+        variants.variants_of(config.methods, config.budgets, config.bits, resources_of(config, without_weights(config)))
 
 
 def test_a_stopped_evaluation_goes_on(

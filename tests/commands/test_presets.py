@@ -9,7 +9,7 @@ import yaml
 
 from keepsight import recipes
 from keepsight.commands.config import COMMANDS
-from keepsight.commands.from_recipe import resources_later
+from keepsight.commands.from_recipe import resources_of, without_weights
 from keepsight.commands.parse import parse
 from keepsight.commands.recipe import Preset, presets, table_of
 from keepsight.commands.variants import variants_of
@@ -42,7 +42,7 @@ def test_every_table_names_what_is_there(name: str) -> None:
     preset, config = parsed(name)
     assert table_of(config) == preset.table == yaml.safe_load(FILES[name].read_text("utf-8"))["table"]
     bits = getattr(config, "bits", [])
-    variants = variants_of(config.methods, config.budgets, bits, resources_later(config))
+    variants = variants_of(config.methods, config.budgets, bits, resources_of(config, without_weights(config)))
     assert len({each.cell for each in variants}) == len(variants) > 0
     assert {each.budget for each in variants} <= {None, *config.budgets}
     if preset.command == "eval":

@@ -11,7 +11,7 @@ from keepsight.commands.config_shared import UsesMethods
 from keepsight.commands.from_recipe import resources_of, target_of
 from keepsight.commands.parse import parse
 from keepsight.runtime.generate import generate
-from keepsight.runtime.methods.make import make_method
+from keepsight.runtime.methods import make_method
 from tests.commands.commands import CommandLine
 from tests.families import fresh_model
 from tests.tiny import prompt_ids, tiny_tokenizer

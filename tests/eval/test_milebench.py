@@ -17,7 +17,7 @@ from keepsight.eval.tasks.milebench import MileBench
 from keepsight.eval.tasks.registry import Benchmarks, make_all
 from keepsight.eval.tasks.samples import RenderedSample, render_apart
 from keepsight.models.card import Provenance
-from keepsight.models.draft_sources import load_draft
+from keepsight.models.draft_sources import named_draft
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import Target, load_target, processor_of
@@ -105,7 +105,7 @@ def variants(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[V
     adapter, draft = tmp_path_factory.mktemp("adapter"), save_pictured_target(tmp_path_factory.mktemp("draft"), seed=7)
     module = Lookahead(load_target(target.name, device="cpu").model, LookaheadSettings(tokens=4, rank=2))
     module.adapter().save(adapter, Provenance(target.name), "# Card\n")
-    source = load_draft(str(draft), target, dtype="float32", device="cpu")
+    source = named_draft(str(draft), target, dtype="float32", device="cpu")
     return [
         Variant("snapkv", SnapKV(24, window=8)),
         Variant("lookaheadkv", LookaheadKV.from_pretrained(adapter, 24)),

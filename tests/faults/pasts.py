@@ -16,7 +16,7 @@ from keepsight.models.draft_sources import LayerSubset
 from keepsight.models.targets import load_target
 from keepsight.runtime.conversation import Conversation
 from keepsight.runtime.generate import Past, generate
-from keepsight.runtime.methods.make import Resources, make_method
+from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.saved import load_state, save_state
 from tests.families import family_model
 from tests.faults.texts import Verdict, accepted, judged

@@ -12,7 +12,7 @@ from typing import Any
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.models.targets import load_target
 from keepsight.runtime.generate import generate
-from keepsight.runtime.methods.make import Resources, make_method
+from keepsight.runtime.methods import Resources, make_method
 from tests.faults.texts import Verdict, accepted, judged
 from tests.faults.world import World
 from tests.tiny import prompt_ids, tiny_model

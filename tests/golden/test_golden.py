@@ -18,8 +18,8 @@ from torch import Tensor
 
 from keepsight.models.draft_sources import LoadedDraft
 from keepsight.runtime.generate import generate
-from keepsight.runtime.methods import METHODS
-from keepsight.runtime.methods.make import Resources, has_field, make_method
+from keepsight.runtime.methods import METHODS, Resources, make_method
+from keepsight.runtime.registry import has_field
 from keepsight.runtime.state import prefill
 from tests.models.modules import SHAPE, random_on, save
 from tests.models.retrieval_heads import tiny_retrieval_head

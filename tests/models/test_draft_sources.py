@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 from keepsight.commands.config_shared import DraftConfig, ModelConfig, UsesMethods
 from keepsight.commands.from_recipe import draft_of
 from keepsight.errors import UserError
-from keepsight.models.draft_sources import LayerSubset, LoadedDraft, load_draft
+from keepsight.models.draft_sources import LayerSubset, NamedDraft, named_draft
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import Target, load_target
@@ -132,11 +132,11 @@ def loaded(folder: Path) -> Target:
 
 def test_another_model_with_the_same_vocabulary(tmp_path: Path, loaded: Target) -> None:
     path = str(save_tiny_target(tmp_path / "small", "qwen3"))
-    draft = load_draft(path, loaded, device="cpu")
+    draft = named_draft(path, loaded, device="cpu")
     model = draft.of(loaded.model)
     assert model.config.model_type == "qwen3" and model is draft.of(deep())
-    assert len({draft, load_draft(path, loaded, device="cpu")}) == 1
-    assert draft != LoadedDraft(path, "another version", model)
+    assert len({draft, named_draft(path, loaded, device="cpu")}) == 1
+    assert draft != NamedDraft(path, "another version", {})
 
 
 def test_vocabularies_are_compared_token_by_token(folder: Path, loaded: Target) -> None:
@@ -144,7 +144,7 @@ def test_vocabularies_are_compared_token_by_token(folder: Path, loaded: Target) 
     tokenizer.add_tokens(["<|think|>"], special_tokens=True)
     other = replace(loaded, tokenizer=tokenizer, name="big")
     with pytest.raises(UserError) as caught:
-        load_draft(str(folder), other, device="cpu")
+        named_draft(str(folder), other, device="cpu")
     assert str(caught.value) == (
         f"draft {str(folder)!r} has another vocabulary than the base model 'big': token '<|think|>' is missing "
         f"there and id {size} in the base model; choose a draft of its family"
@@ -157,6 +157,6 @@ def test_the_draft_of_a_recipe(folder: Path, loaded: Target) -> None:
     subset = draft_of(replace(recipe, draft=DraftConfig(layers=[0, 2])), loaded)
     assert subset == LayerSubset((0, 2))
     other = draft_of(replace(recipe, draft=DraftConfig(id=str(folder))), loaded)
-    assert isinstance(other, LoadedDraft) and other.model.dtype == torch.bfloat16
+    assert isinstance(other, NamedDraft) and other.model.dtype == torch.bfloat16
     with pytest.raises(UserError, match=r"draft.layers and draft.id=.* name two drafts; add draft.layers=null or"):
         draft_of(replace(recipe, draft=DraftConfig(layers=[0], id=str(folder))), loaded)

@@ -27,9 +27,8 @@ from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.model_files import dequantised_folder, installed_file, located
 from keepsight.models.targets import load_target
 from keepsight.runtime.generate import generate
-from keepsight.runtime.methods import LookaheadKV, make_method
+from keepsight.runtime.methods import LookaheadKV, Resources, make_method
 from keepsight.runtime.methods.drafts import DapQ
-from keepsight.runtime.methods.make import Resources
 from keepsight.runtime.methods.window import SnapKV
 from keepsight.runtime.prompt_compression.text import Truncation
 from tests.families import fresh_model
@@ -377,7 +376,7 @@ def test_prompts_made_in_another_way_get_one_line(tmp_path, caplog, spoil, diffe
             if way == "from_pretrained":
                 LookaheadKV.from_pretrained(folder, budget, tokenizer=tokenizer)
             else:
-                make_method("lookaheadkv", budget, Resources(folder, tokenizer=tokenizer))
+                make_method("lookaheadkv", budget, Resources(folder, tokenizer=tokenizer, target=tiny_model()))
     expected = f"{folder} was trained with another tokenizer or chat template (recorded: sha256:"
     assert [message.startswith(expected) for message in caplog.messages] == [True] * differs
 

@@ -25,13 +25,11 @@ from tests.runtime.family_methods import (
     grid,
     kv_heads_of,
     method_of,
-    table,
 )
 from tests.runtime.scoring import observed_by_query_head
 from tests.runtime.slow_families import below_top, hiding, slow_pass, soft_token_attention
 from tests.tiny import prompt_ids
 
-MODELS = Path(__file__).parent.parent.parent / "docs" / "models.md"
 ANSWER = prompt_ids(6, seed=1)[0]
 
 
@@ -109,7 +107,3 @@ def _slow_scores(name: str, model: Any, method: Evict) -> list[Tensor]:
     rows = {"snapkv": slice(LENGTH - 8, LENGTH), "h2o": slice(None), "dapq": slice(LENGTH, None)}[name]
     weights = [each[0, :, rows, :LENGTH] for each in slow_pass(model, input_ids=seen)[0]]
     return [each.sum(dim=1) if name == "h2o" else each.mean(dim=1) for each in weights]
-
-
-def test_the_page_of_models_holds_the_table() -> None:
-    assert table() in MODELS.read_text("utf-8"), f"docs/models.md must hold this table:\n{table()}"

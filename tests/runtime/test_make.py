@@ -13,6 +13,8 @@ from keepsight.models.card import Provenance
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.models.retrieval_head import RetrievalHead
+from keepsight.models.targets import load_target, outline_target
 from keepsight.runtime.allocate import Adaptive, Pyramid, Uniform
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.drafting.speckv import MInference, ModelDrafter, SparsePrefill
@@ -41,14 +43,13 @@ from keepsight.runtime.methods import (
 from keepsight.runtime.methods.drafts import PromptEnds
 from keepsight.runtime.methods.laq import QueryCache
 from keepsight.runtime.methods.lookaheadkv import SoftTokens
-from keepsight.runtime.methods.make import Later, ResourcesLater
 from keepsight.runtime.methods.restore import RestoreKV
 from keepsight.runtime.methods.scored import ScoredEvict
 from keepsight.runtime.methods.window import PromptWindow
 from keepsight.runtime.state import Needs
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.models.scorers import save_restore, tiny_tensors
-from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer
+from tests.tiny import prompt_ids, save_tiny_target, tiny_model, tiny_tokenizer
 
 DRAFT = LayerSubset((0, 2))
 TOKENIZER = tiny_tokenizer()
@@ -243,31 +244,72 @@ def test_bad_values_are_named(name: str, budget: Any, options: dict[str, Any], s
     assert "\n" not in str(error.value) and name.split("+")[0] in str(error.value).lower()
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny base model."""
+    return save_tiny_target(tmp_path_factory.mktemp("base"))
+
+
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_is_checked_before_what_it_needs_is_loaded(name: str, tmp_path: Path) -> None:
+def test_a_method_is_built_once_before_the_base_model_has_weights(name: str, base: Path, tmp_path: Path) -> None:
+    """Built with the model on the meta device, it answers with the loaded one."""
+    outline = outline_target(str(base), dtype="float32")
     Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2)).adapter().save(tmp_path, Provenance("tiny"), "# Card")
-    tiny_retrieval_head().save(tmp_path, Provenance("tiny"), "# Card\n")
-    later = ResourcesLater(tmp_path, lambda: Later("draft"), Later("tokenizer"), tmp_path)
+    RetrievalHead.untrained(load_target(str(base), device="cpu").model, "none", 64).save(
+        tmp_path, Provenance("tiny"), "# Card"
+    )
+    resources = Resources(tmp_path, DRAFT, outline.tokenizer, tmp_path, outline.model)
     options: dict[str, Any] = {
         "evict": {"observer": {"name": "draft_tokens", "drafter": "draft_model"}},
         "r2c": {"relevance": {"name": "fusion", "model": "t5"}},
+        "kivi": {"group": 8, "residual": 8},
+        "specache": {"group": 8, "residual": 8},
     }.get(name, {})
-    if issubclass(kind := METHODS[name], ScoredEvict):
+    kind = METHODS[name]
+    if issubclass(kind, ScoredEvict):
         save_file(tiny_tensors(kind.scorer, tiny_model()), tmp_path / "scorer.safetensors")
         options["scorer"] = tmp_path / "scorer.safetensors"
     if kind is RestoreKV:
         options["scorer"] = save_restore(tmp_path / "restore", tiny_model())
-    assert type(make_method(name, 96, later, **options)) is METHODS[name]
+    method = make_method(name, 96, resources, **options)
+    assert type(method) is kind
+    if name in ("lookaheadkv", "specontext", "speckv", "kivi", "snapkv"):
+        ids, _ = prompt_ids(120)
+        answer = generate(load_target(str(base), device="cpu").model, ids, method, max_new_tokens=2, do_sample=False)
+        assert answer.shape == (1, 2)
 
 
-def test_what_is_missing_or_wrong_is_named_early(tmp_path: Path) -> None:
+UNFIT: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "a draft's layer": ("speckv", {}, {"draft": lambda: LayerSubset((0, 9)).of(tiny_model())}, "draft layer 9 is out"),
+    "a head's sizes": ("specontext", {}, {"retrieval": "head"}, "is for another model than .*vocabulary"),
+    "an adapter's size": ("lookaheadkv", {}, {"adapter": "adapter"}, "hidden size"),
+    "a group of numbers": ("kivi", {"group": 64}, {}, "group"),
+    "a layer for images": ("fastv", {"layer": 30}, {}, "layer 30 must be below"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_a_model_that_does_not_fit_is_refused_before_it_has_weights(case: str, base: Path, tmp_path: Path) -> None:
+    name, options, needed, message = UNFIT[case]
+    other = tiny_model(hidden_size=64, vocab_size=128)
+    Lookahead(other, LookaheadSettings(tokens=4, rank=2)).adapter().save(
+        tmp_path / "adapter", Provenance("tiny"), "# Card"
+    )
+    RetrievalHead.untrained(other, "none", 64).save(tmp_path / "head", Provenance("tiny"), "# Card\n")
+    outline = outline_target(str(base), dtype="float32")
+    resources = Resources(tokenizer=outline.tokenizer, target=outline.model)
+    for key, value in needed.items():
+        resources = dataclasses.replace(resources, **{key: tmp_path / value if isinstance(value, str) else value})
+    with pytest.raises(UserError, match=message) as error:
+        make_method(name, 96, resources, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_missing_is_named_early(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="method 'speckv': needs a draft"):
-        make_method("speckv", 64, ResourcesLater())
+        make_method("speckv", 64, Resources())
     with pytest.raises(UserError, match=r"retrieval_head\.safetensors is missing"):
-        make_method("specontext", 64, ResourcesLater(retrieval=tmp_path))
-    tiny_retrieval_head().save(tmp_path, Provenance("tiny"), "# Card\n")
-    made = make_method("specontext", 64, ResourcesLater(retrieval=tmp_path), sinks=2)
-    assert isinstance(made, SpeContext) and made.head == Later("head")
+        make_method("specontext", 64, Resources(retrieval=tmp_path))
 
 
 def test_methods_may_name_adapters_and_heads_of_their_own(tmp_path: Path) -> None:

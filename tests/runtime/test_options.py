@@ -17,7 +17,7 @@ from keepsight.models.draft_sources import LayerSubset
 from keepsight.runtime.allocate import Adaptive, Global
 from keepsight.runtime.drafting.speckv import MInference, SparsePrefill
 from keepsight.runtime.drafting.speculative import Speculative
-from keepsight.runtime.importance import Pool
+from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.methods import KeyNorm, Kivi, Truncation
 from keepsight.runtime.methods.positions import Earliness, RandomScores
 from keepsight.runtime.observe import Observer
@@ -224,3 +224,27 @@ def test_value_norms_of_a_float64_model() -> None:
 def test_a_prompt_beyond_the_context_is_named(method: Any) -> None:
     with pytest.raises(UserError, match="the prompt has 300 tokens, more than the context of 256; shorten it"):
         generate(tiny_model(), prompt_ids(300)[0], method, **GREEDY)
+
+
+def test_parts_may_be_named_in_python() -> None:
+    """As on the command line: a name, a mapping with a name, or options that change the method's own part."""
+    made: Any = SnapKV
+    expected = SnapKV(40, allocate=Adaptive(0.5), pool=Pool("max", 5), window=8)
+    assert made(40, allocate={"name": "adakv", "floor": 0.5}, pool={"kernel": 5}, window=8) == expected
+    assert made(40, allocate="adakv", pool="none") == SnapKV(40, allocate=Adaptive(), pool=NO_POOL)
+    kivi: Any = Kivi
+    assert kivi(inner={"name": "snapkv", "budget": 40, "pool": "none"}) == Kivi(inner=SnapKV(40, pool=NO_POOL))
+    for options, message in (
+        ({"ratio": 0.5}, "there is no option 'ratio'; it takes budget, observer, reduce, pool"),
+        ({"allocate": "ada"}, "allocate: 'ada' is unknown; choose one of adakv"),
+        ({"pool": {"size": 3}}, "pool: there is no option 'size'; it takes kind, kernel"),
+    ):
+        with pytest.raises(UserError, match=f"^SnapKV: {message}"):
+            made(40, **options)
+
+
+def test_reprs_are_one_short_line(tmp_path: Path) -> None:
+    state = SnapKV(40, window=8).start(tiny_model(), IDS)
+    assert repr(state) == "State(rows=1, tokens=60, entries=40, kv=0.01 MiB)"
+    method = LookaheadKV.from_pretrained(save(random_module(), tmp_path), 40)
+    assert len(repr(method)) < 300 and "\n" not in repr(method) and str(tmp_path) in repr(method)

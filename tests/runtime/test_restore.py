@@ -10,8 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from keepsight.errors import UserError
-from keepsight.runtime.methods import Reconstruction, RestoreKV, make_method
-from keepsight.runtime.methods.make import Resources
+from keepsight.runtime.methods import Reconstruction, Resources, RestoreKV, make_method
 from keepsight.runtime.methods.restore import RestoreWeights
 from keepsight.runtime.state import Needs, prefill, read
 from tests.close import assert_close

@@ -10,7 +10,7 @@ import torch
 
 from keepsight.models.draft_sources import LoadedDraft
 from keepsight.runtime.generate import generate
-from keepsight.runtime.methods.make import Resources, make_method
+from keepsight.runtime.methods import Resources, make_method
 from tests.models.modules import SHAPE, random_on, save
 from tests.tiny import SmallVocabulary, prompt_ids, tiny_model
 

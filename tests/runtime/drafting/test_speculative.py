@@ -24,7 +24,7 @@ from keepsight.runtime.drafting.speculative import (
     decode_speculatively,
 )
 from keepsight.runtime.generate import FullCache, decode, stop_after
-from keepsight.runtime.methods.make import Resources, make_method
+from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.state import Needs, prefill
 from tests.close import assert_close
 from tests.families import WINDOW, family_model

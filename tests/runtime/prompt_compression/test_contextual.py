@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModel, BertConfig, BertModel
 
 from keepsight.errors import UserError
-from keepsight.runtime.methods import make_method
-from keepsight.runtime.methods.make import Resources
+from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.prompt_compression.contextual import Contextual, pack_sentences
 from keepsight.runtime.prompt_compression.text import SentenceSimilarity
 from tests.close import assert_close
