@@ -138,7 +138,8 @@ def test_a_server_with_few_descriptors_serves_beside_idle_connections_and_ends_a
 def test_values_that_cannot_be_served_end_in_one_line(keepsight: CommandLine) -> None:
     assert "key=UNSET_KEY: this variable is not set" in keepsight.fails("serve", *TINY, "key=UNSET_KEY")
     assert "whole number" in keepsight.fails("serve", *TINY, "budget=12.5")
-    assert "cannot answer in a batch" in keepsight.fails("serve", *TINY, "method=specache", "port=0")
+    packed = ("method=specache", "options={group: 8, residual: 8}")
+    assert "cannot answer in a batch" in keepsight.fails("serve", *TINY, *packed, "port=0")
     assert "host=nowhere.invalid" in keepsight.fails("serve", *TINY, "host=nowhere.invalid")
     assert "max_budget=4: SnapKV" in keepsight.fails("serve", *TINY, "method=snapkv", "max_budget=4", "port=0")
     assert "page= is for vLLM" in keepsight.fails("serve", *TINY, "page=32")
