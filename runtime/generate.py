@@ -8,7 +8,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -784,10 +784,32 @@ def make_method(name: str, budget: int | float | None, resources: Resources | No
     return method
 
 
+@dataclass(frozen=True)
+class AnswersFrom(CustomGenerate):
+    """Answers what follows a state, any number of times; the state stays unchanged, and nothing more is evicted.
+
+    Attributes:
+        method: The method that made the state.
+        state: What it read, of one prompt.
+    """
+
+    method: Method
+    state: State = field(repr=False)
+    starts_prompts = False
+
+    @override
+    def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
+        if request.past is not None or request.mask is not None or request.images is not None:
+            raise UserError("a question to a state is one row of ids without padding, images or past_key_values")
+        # The general `resume`: those of methods that evict would evict again, with the question in view.
+        state = Method.resume(self.method, model, self.state, request.input_ids, chunk=request.chunk)
+        return decode(self.method.reader(model), state, **request.decoding)
+
+
 def generate(
     model: PreTrainedModel,
     input_ids: Tensor | Mapping[str, Any] | str | list[str],
-    method: CustomGenerate | None = None,
+    method: CustomGenerate | State | Past | None = None,
     *,
     attention_mask: Tensor | None = None,
     **options: Any,
@@ -798,8 +820,9 @@ def generate(
         model: Any causal language model of transformers with full attention.
         input_ids: [B, N] int64, padded on the left; or all that a tokenizer or processor returned; or the prompts as
             text, which is tokenized as it is, without a chat template.
-        method: The method, such as `SnapKV(budget=128)`; the full cache by default. Or what `load_state` returns,
-            whose prompt the ids follow.
+        method: The method, such as `SnapKV(budget=128)`; the full cache by default. Or what `load_state`,
+            `method.compress` or `method.start` returns, whose prompt the ids follow: they are read, and nothing more is
+            evicted.
         attention_mask: [B, N], 0 for padding; needed when a row is padded.
         options: Options of `model.generate`: `max_new_tokens`, `do_sample`, `temperature`, `streamer`, ... With
             `stop_strings`, or text, also `tokenizer`; by default the one beside the model.
@@ -809,15 +832,24 @@ def generate(
         the output of `model.generate` as it is, whose `sequences` begin with the prompts.
 
     Raises:
-        UserError: `method` is something else, such as a state, or an option of `model.generate` is not supported.
+        UserError: `method` is something else, or an option of `model.generate` is not supported.
     """
-    method = FullCache() if method is None else method
+    if method is None:
+        method = FullCache()
+    elif isinstance(method, Past):
+        if not isinstance(method.method, Method):
+            raise UserError("generate: these past_key_values are a conversation's; go on with its say()")
+        method = AnswersFrom(method.method, method.state)
+    elif isinstance(method, State):
+        if not method.joins:
+            raise UserError(
+                "generate: this state stores entries in its method's own form; pass the past_key_values that "
+                "method.compress returns, or call Conversation(model, method, state).say(input_ids)"
+            )
+        method = AnswersFrom(FullCache(), method)
     if not isinstance(method, CustomGenerate):  # transformers ignores what it cannot call
         name = method.__name__ if isinstance(method, type) else type(method).__name__
-        raise UserError(
-            f"generate: {name} is not a method such as SnapKV(budget=128); to answer from a state, pass what "
-            "load_state returns, or call Conversation(model, method, state).say(input_ids)"
-        )
+        raise UserError(f"generate: {name} is not a method such as SnapKV(budget=128)")
     input_ids = ids_of(model, input_ids, options, method.starts_prompts)
     own_mask = options.pop("attention_mask", None)
     attention_mask = own_mask if attention_mask is None else attention_mask

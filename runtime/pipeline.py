@@ -10,42 +10,17 @@ nothing is evicted for it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models.chat import encode, has_chat_template, prompt_text
 from keepsight.models.decoder import context_of
 from keepsight.models.targets import load_target
-from keepsight.runtime.generate import CustomGenerate, Decoded, FullCache, GenerateRequest, Method, decode, generate
-from keepsight.runtime.state import State
-
-
-@dataclass(frozen=True)
-class AnswersFrom(CustomGenerate):
-    """Answers what follows a state, any number of times; the state stays unchanged, and nothing more is evicted.
-
-    Attributes:
-        method: The method that made the state.
-        state: What it read, of one prompt.
-    """
-
-    method: Method
-    state: State = field(repr=False)
-    starts_prompts = False
-
-    @override
-    def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
-        if request.past is not None or request.mask is not None or request.images is not None:
-            raise UserError("a question to a state is one row of ids without padding, images or past_key_values")
-        # The general `resume`: those of methods that evict would evict again, with the question in view.
-        state = Method.resume(self.method, model, self.state, request.input_ids, chunk=request.chunk)
-        return decode(self.method.reader(model), state, **request.decoding)
+from keepsight.runtime.generate import AnswersFrom, FullCache, Method, generate
 
 
 class Pipeline:

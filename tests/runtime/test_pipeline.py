@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from keepsight import SnapKV, generate, pipeline
+from keepsight import Conversation, Kivi, SnapKV, generate, pipeline
 from keepsight.errors import UserError
 from keepsight.runtime.generate import FullCache
 from keepsight.runtime.pipeline import Pipeline
@@ -76,3 +76,30 @@ def test_no_questions_have_no_answers(pipe: Pipeline) -> None:
 def test_a_loaded_model_needs_its_tokenizer() -> None:
     with pytest.raises(UserError, match="give tokenizer="):
         pipeline(tiny_model())
+
+
+def test_a_state_and_what_compress_returns_answer_questions(pipe: Pipeline) -> None:
+    method = SnapKV(budget=24, window=8)
+    expected = pipe(CONTEXT, QUESTIONS, method, max_new_tokens=6)
+    context_ids, _ = pipe._ids(CONTEXT, QUESTIONS[0], "")
+    state = method.start(pipe.model, context_ids)
+    past = method.compress(pipe.model, input_ids=context_ids)
+    for source in (state, past):
+        answers = []
+        for question in QUESTIONS:
+            _, question_ids = pipe._ids(CONTEXT, question, "")
+            ids = generate(pipe.model, question_ids, source, max_new_tokens=6)
+            answers.append(pipe.tokenizer.decode(ids[0], skip_special_tokens=True))
+        assert answers == expected
+
+
+def test_states_that_need_their_method_are_refused(pipe: Pipeline) -> None:
+    context_ids, question_ids = pipe._ids(CONTEXT, QUESTIONS[0], "")
+    packed = Kivi(bits=2, group=8).start(pipe.model, context_ids)
+    with pytest.raises(UserError, match="in its method's own form"):
+        generate(pipe.model, question_ids, packed)
+
+    conversation = Conversation(pipe.model, SnapKV(budget=24, window=8))
+    output = conversation.say(context_ids, max_new_tokens=2, return_dict_in_generate=True)
+    with pytest.raises(UserError, match="a conversation's"):
+        generate(pipe.model, question_ids, output.past_key_values)
