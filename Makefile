@@ -158,7 +158,7 @@ test-vllm:
 test-models: models setup-dev
 	OMP_NUM_THREADS=$$(getconf _NPROCESSORS_ONLN) $(BIN)/python -m pytest -m models tests/commands/test_real_models.py
 
-# Every method with every model family: run it after changes to attention, cache layers or the version of transformers.
+# Every method with every model family, and every model type of transformers (15 minutes): run it after changes to attention, cache layers or the version of transformers.
 test-grid: setup-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m grid $(PYTEST_FLAGS)
 

@@ -17,7 +17,7 @@ from keepsight.errors import UserError
 from keepsight.eval.bench.roofline import CARDS, known_card, measured_on, table_lines
 from keepsight.eval.report.figures import GRID, STYLES, look
 from keepsight.files import read_bytes, require_writable, size_text, write_png
-from keepsight.models.decoder import context_of, decoder_of
+from keepsight.models.decoder import context_of, decoder_layers
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import QUANTIZE
@@ -143,7 +143,7 @@ def run_ttft(config: PlanTtft) -> None:
     elif config.draft.layers is not None:
         draft = outline_of(config)
         draft.config.get_text_config(decoder=True).num_hidden_layers = len(config.draft.layers)
-        layers = decoder_of(draft).layers
+        layers = decoder_layers(draft)
         del layers[len(config.draft.layers) :]
     lines = table_lines(model, draft, known_card(config.card), config.lengths, config.budget, measured)
     print("\n".join(lines))

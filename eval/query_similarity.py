@@ -19,7 +19,7 @@ from keepsight.runtime.attention import Softmax
 from keepsight.runtime.drafting.observer import greedy_draft
 from keepsight.runtime.observe import ObservedLayer, read_with
 from keepsight.runtime.rotary import Rotary
-from keepsight.runtime.state import full_layers, prefill
+from keepsight.runtime.state import full_layers, has_bounded, prefill
 
 POSITIONS = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Where the tokens stand, as shares of the prompt's length; 1 is the answer's place."""
@@ -50,7 +50,7 @@ def query_similarity(
     vocabulary, _ = input_shape(model)
     for prompt in prompts:
         state = prefill(model, torch.tensor([list(prompt)], device=model.device))
-        if len(state.layers) < len(state.cache.layers):
+        if has_bounded(state.cache):
             raise UserError("bench queries compares layers with full attention, and this model has others too")
         draft = greedy_draft(model, state.copy(), answer_tokens)
         ids = draft.ids if draft.mask is None else draft.ids[:, draft.mask[0]]

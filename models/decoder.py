@@ -15,19 +15,33 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.pytorch_utils import Conv1D
 
 from keepsight.errors import UserError
 from keepsight.models.distributed import whole_shape
 
 FULL = "full_attention"
+HYBRID = "hybrid"
+"""Full attention beside a recurrent state, in one layer."""
+SCORED = (FULL, HYBRID)
+"""Kinds of layers that keep an entry for every token."""
 CHUNKED = "chunked_attention"
 RECURRENT = ("linear_attention", "conv")
-BOUNDED = ("sliding_attention", CHUNKED, *RECURRENT)
-"""Kinds of layers whose cache does not grow with the prompt; the last ones keep a recurrent state."""
+WITHOUT_CACHE = ("moe", "mlp")
+BOUNDED = ("sliding_attention", CHUNKED, *RECURRENT, "hybrid_sliding", *WITHOUT_CACHE)
+"""Kinds of layers whose cache does not grow with the prompt."""
 _OTHER_HEADS = ("diffllama", "jetmoe")
 _OTHER_MASKS = ("doge",)
-_OTHER_CACHES = ("minimax", "recurrent_gemma")
-_OUTPUTS = ("o_proj", "out_proj", "dense")
+_DIFFUSION = ("diffusion_gemma",)
+_OTHER_POSITIONS = ("kosmos-2.5",)
+_OTHER_CACHES = ("minimax", "recurrent_gemma", "zaya")
+RESTARTS = ("jamba",)
+"""Models whose recurrent layers forget their state where they read several tokens at once."""
+_SHARED_BLOCKS = ("zamba", "zamba2")
+_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
+_STACKS = ("layers", "h")
+"""Names of the decoder layers."""
+_CROSS_ATTENTION = ("encoder_attn", "crossattention")
 _MAY_BE_INFINITE = "time_step_limit"  # of state-space layers
 
 
@@ -39,9 +53,32 @@ _SUPPORTED: WeakKeyDictionary[PreTrainedModel, torch.device] = WeakKeyDictionary
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
-    """The stack of decoder layers, without lm_head and vision tower; its `layers` are the decoder layers."""
+    """The stack of decoder layers, without lm_head and vision tower; see `decoder_layers`."""
     decoder: Any = model.get_decoder()
-    return decoder if hasattr(decoder, "layers") else getattr(decoder, "model", decoder)
+    return decoder if _stack_of(decoder) is not None else getattr(decoder, "model", decoder)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of a model, in order.
+
+    Raises:
+        UserError: they have no name that is known.
+    """
+    stack = _stack_of(decoder_of(model))
+    if stack is None:
+        raise UserError(
+            f"the layers of {model.config.model_type} are not known; load another model, such as Llama, Qwen, Mistral "
+            "or Gemma"
+        )
+    return stack
+
+
+def _stack_of(decoder: Any) -> nn.ModuleList | None:
+    for name in _STACKS:
+        stack = getattr(decoder, name, None)
+        if isinstance(stack, nn.ModuleList):
+            return stack
+    return None
 
 
 def layer_kinds(config: Any) -> list[str]:
@@ -60,7 +97,40 @@ def layer_kinds(config: Any) -> list[str]:
 
 def full_attention_layers(config: Any) -> list[int]:
     """Indices of the layers that keep a key and a value for every token; only these are scored and evicted from."""
-    return [index for index, kind in enumerate(layer_kinds(config)) if kind == FULL]
+    kinds = layer_kinds(config)
+    owners = entry_owners(config)
+    return [index for index, kind in enumerate(kinds) if kind in SCORED and owners[index] == index]
+
+
+def entry_owners(config: Any) -> list[int]:
+    """For each decoder layer, the one whose KV entries it reads: itself, or an earlier one that shares them.
+
+    In Gemma 3n and small Gemma 4 models the last layers read the entries of the last layer of their kind before them.
+    """
+    kinds = layer_kinds(config)
+    modes = getattr(config.get_text_config(decoder=True), "kv_sharing_modes", None) or [None] * len(kinds)
+    last_of_kind: dict[str, int] = {}
+    owners = []
+    for index, (kind, mode) in enumerate(zip(kinds, modes, strict=True)):
+        if mode == "reuse" and kind in last_of_kind:
+            owners.append(last_of_kind[kind])
+        else:
+            last_of_kind[kind] = index
+            owners.append(index)
+    return owners
+
+
+def cached_layers(config: Any) -> int:
+    """Number of decoder layers that keep something of what they have read."""
+    owners = entry_owners(config)
+    kinds = layer_kinds(config)
+    return sum(owners[index] == index and kind not in WITHOUT_CACHE for index, kind in enumerate(kinds))
+
+
+def last_scored_layer(config: Any) -> int:
+    """Index of the last layer that reads entries which are scored; -1 for none."""
+    scored = set(full_attention_layers(config))
+    return max((index for index, owner in enumerate(entry_owners(config)) if owner in scored), default=-1)
 
 
 def context_of(model: PreTrainedModel) -> int:
@@ -122,6 +192,30 @@ def embedding_scale(model: PreTrainedModel) -> float:
     return float(getattr(module, "embed_scale", 1.0))
 
 
+def embedded_inputs(model: PreTrainedModel, embeddings: Tensor) -> dict[str, Any]:
+    """What the decoder takes for input embeddings [B, n, hidden], of tokens or of soft tokens.
+
+    Gemma 3n and small Gemma 4 models have a second embedding of each token, for all layers. Soft tokens get that of
+    padding, as the tokens of an image do in these models.
+    """
+    decoder = decoder_of(model)
+    inputs = {"inputs_embeds": embeddings.clone()}  # CTRL scales them in place
+    if getattr(decoder.config, "hidden_size_per_layer_input", 0):
+        with torch.no_grad():
+            inputs["per_layer_inputs"] = decoder.get_per_layer_inputs(_tokens_of(model, embeddings))
+    return inputs
+
+
+def _tokens_of(model: PreTrainedModel, embeddings: Tensor) -> Tensor:
+    """The ids [B, n] of the tokens that have these input embeddings [B, n, hidden]; that of padding for others."""
+    padding = model.config.get_text_config(decoder=True).pad_token_id or 0
+    compared = 8  # numbers of a row; all of them would take the memory of [B, n, vocabulary, hidden]
+    table = input_embedding(model)[:, :compared]
+    table = table * table.new_tensor(embedding_scale(model))
+    matches = (embeddings[..., None, :compared] == table).all(dim=-1)
+    return matches.int().argmax(dim=-1).where(matches.any(dim=-1), padding)
+
+
 def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """The logits [..., V] of a decoder's outputs [..., hidden], with the model's scaling and soft-capping."""
     config: Any = model.config.get_text_config(decoder=True)
@@ -139,8 +233,9 @@ def attention_of(model: PreTrainedModel, index: int) -> nn.Module:
     Raises:
         UserError: none is known in that layer.
     """
-    for module in decoder_of(model).layers[index].modules():
-        if hasattr(module, "layer_idx") and any(hasattr(module, name) for name in _OUTPUTS):
+    for module in decoder_layers(model)[index].modules():
+        is_recurrent = hasattr(module, "conv1d")  # Mamba's has an output projection too
+        if hasattr(module, "layer_idx") and not is_recurrent and any(hasattr(module, name) for name in _OUTPUTS):
             return module
     raise UserError(f"{model.config.model_type}: the attention of layer {index} has no known output projection")
 
@@ -165,6 +260,8 @@ def output_weight(model: PreTrainedModel, index: int) -> Tensor:
     weight = getattr(projection, "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dtype.itemsize < 2 or weight.is_meta:
         raise UserError(f"the output projection of layer {index} is not a plain matrix; load the model unquantized")
+    if isinstance(projection, Conv1D):  # GPT-2's, which is stored the other way round
+        weight = weight.T
     return weight.detach()
 
 
@@ -189,10 +286,15 @@ def require_supported(model: PreTrainedModel) -> None:
     require_supported_config(model.config)
     kind = model.config.model_type
     decoder = decoder_of(model)
-    if not (hasattr(decoder, "layers") and decoder._can_set_attn_implementation()):
+    stack = _stack_of(decoder)
+    if stack is None or not decoder._can_set_attn_implementation():
         raise UserError(
             f"{kind} does not compute attention by transformers' AttentionInterface, so that no query can be read; "
             "load a model that does, such as Llama, Qwen, Mistral or Gemma"
+        )
+    if any(hasattr(layer, name) for layer in stack for name in _CROSS_ATTENTION):
+        raise UserError(
+            f"the layers of {kind} attend to an encoder too, which this model lacks; load a decoder-only model"
         )
     if has_latents(model) and any(hasattr(module, "indexer") for module in decoder.modules()):
         raise UserError(
@@ -211,30 +313,31 @@ def require_supported_config(config: Any) -> None:
         UserError: see `require_supported`; or a value is NaN or infinite.
     """
     kind = config.model_type
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder or type(config).is_encoder_decoder:  # a decoder's own configuration says no
         raise UserError(f"{kind} is an encoder-decoder model; load a decoder-only model")
+    if not hasattr(config.get_text_config(decoder=True), "num_hidden_layers"):
+        raise UserError(f"{kind} is made of several stacks of layers; load a model with one decoder")
     if kind in _OTHER_HEADS:
         raise UserError(f"{kind} shares its KV heads among query heads in its own way; load a model with grouped heads")
     if kind in _OTHER_MASKS:
         raise UserError(f"{kind} computes the mask of each head from the values of all entries; load another model")
+    if kind in _DIFFUSION:
+        raise UserError(f"{kind} denoises many tokens at once; load a model that answers token by token")
+    if kind in _OTHER_POSITIONS:
+        raise UserError(f"{kind} numbers its tokens in its own way; load a model that takes position_ids")
     if kind in _OTHER_CACHES:
         raise UserError(f"{kind} has its own kind of cache; load a model that takes transformers' DynamicCache")
-    if _shares_entries(config.get_text_config(decoder=True)):
-        raise UserError(f"{kind} has layers that read the KV entries of others; load a model without such layers")
-    unsupported = sorted(set(layer_kinds(config)) - {FULL, *BOUNDED})
+    if kind in _SHARED_BLOCKS:
+        raise UserError(f"{kind} runs one attention block in several layers; load a model whose layers have their own")
+    unsupported = sorted(set(layer_kinds(config)) - {*SCORED, *BOUNDED})
     if unsupported:
-        raise UserError(f"{kind} has layers of {', '.join(unsupported)}; supported are {', '.join((FULL, *BOUNDED))}")
+        supported = ", ".join((*SCORED, *BOUNDED))
+        raise UserError(f"{kind} has layers of {', '.join(unsupported)}; supported are {supported}")
     if not any(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=config).layers):
         raise UserError(f"{kind} has no attention, and so no KV entries; use it without keepsight")
     for name, value in floats_of(config.to_dict()):
         if not math.isfinite(value) and _MAY_BE_INFINITE not in name:
             raise UserError(f"{kind}: {name}={value} in its configuration is not finite; copy the model again")
-
-
-def _shares_entries(config: Any) -> bool:
-    """Whether some layers attend to the keys and values of earlier ones, as in Gemma 3n and small Gemma 4 models."""
-    modes = getattr(config, "kv_sharing_modes", None) or ()
-    return bool(getattr(config, "num_kv_shared_layers", 0)) or "reuse" in modes
 
 
 def floats_of(value: Any, name: str = "") -> Iterator[tuple[str, float]]:

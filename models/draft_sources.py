@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.files import file_digest
-from keepsight.models.decoder import decoder_of
+from keepsight.models.decoder import decoder_layers, entry_owners
 from keepsight.models.draft_head import PICKLE, WEIGHTS, EagleHead
 from keepsight.models.model_files import packaged_of
 from keepsight.models.targets import Target, load_target, outline_target
@@ -216,12 +216,21 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
     It has its own modules and configuration: its layers are numbered from 0 in its caches, and its attention function
     can be switched independently. Adapters attached to the model are left out. The tensors must not be moved or cast on
     one of the two alone.
+
+    Raises:
+        UserError: layers of the model read the entries of others, or its configuration derives the kinds of its layers.
     """
+    kind = model.config.model_type
+    config = model.config.get_text_config()
+    if entry_owners(model.config) != list(range(config.num_hidden_layers)):
+        raise UserError(f"draft.layers: layers of {kind} read the entries of others, so that none can be left out")
+    if isinstance(getattr(type(config), config.attribute_map.get("layer_types", "layer_types"), None), property):
+        raise UserError(f"draft.layers: {kind} derives the kinds of its layers from their places; take another draft")
     memo: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             memo[id(module)] = copy.deepcopy(module.get_base_layer(), memo)
-    stack: Any = decoder_of(model).layers
+    stack: Any = decoder_layers(model)
     kept = [copy.deepcopy(stack[layer], memo) for layer in layers]
     memo[id(stack)] = nn.ModuleList(kept)
     plain = copy.copy(model)  # without the record of its adapters

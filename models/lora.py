@@ -21,7 +21,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
-from keepsight.models.decoder import RECURRENT, decoder_of, full_attention_layers, layer_kinds
+from keepsight.models.decoder import RECURRENT, decoder_layers, last_scored_layer, layer_kinds
 
 PREFIX = "base_model.model."  # what PEFT puts before the names of a saved adapter's tensors
 
@@ -253,19 +253,21 @@ def lora_targets(model: PreTrainedModel) -> dict[str, nn.Module]:
     projections of queries and keys count, and nothing after it. Experts are left out, and layers with a recurrent
     state.
     """
-    decoder = decoder_of(model)
+    stack = decoder_layers(model)
     kinds = layer_kinds(model.config)
-    decoder_name = next(name for name, module in model.named_modules() if module is decoder)
-    last_layer = max(full_attention_layers(model.config), default=-1)
+    stack_name = next(name for name, module in model.named_modules() if module is stack)
+    last_layer = last_scored_layer(model.config)
     targets = {}
-    for index, layer in enumerate(decoder.layers[: last_layer + 1]):
+    for index, layer in enumerate(stack[: last_layer + 1]):
         if kinds[index] in RECURRENT:
             continue
+        recurrent = [name for name, module in layer.named_modules() if hasattr(module, "conv1d")]
         for name, linear in linears(layer):
+            if any(name.startswith(f"{mixer}.") for mixer in recurrent):
+                continue
             is_scored = index < last_layer or _SCORED.search(name)
             if is_scored and not _LEFT_OUT.search(name):
-                prefix = f"{decoder_name}." if decoder_name else ""
-                targets[f"{prefix}layers.{index}.{name}"] = linear
+                targets[f"{stack_name}.{index}.{name}"] = linear
     return targets
 
 

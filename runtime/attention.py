@@ -19,7 +19,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -28,11 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, LinearAttentionLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.models.decoder import RESTARTS
 from keepsight.runtime.rope_length import counted_lengths
 
 
@@ -123,7 +125,13 @@ implementation that was loaded. The queries are those of the last q of the S pos
 
 
 class OwnAttention(ABC):
-    """A cache layer that computes the attention itself, from the new keys and values as they are."""
+    """A cache layer that computes the attention itself, from the new keys and values as they are.
+
+    Attributes:
+        can_be_shared: Whether `attend` changes nothing, so that several decoder layers can attend to the entries.
+    """
+
+    can_be_shared = False
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
         """See transformers' `CacheLayerMixin`; by default nothing is appended before `attend`."""
@@ -134,9 +142,23 @@ class OwnAttention(ABC):
         """Queries [B, H, q, d], keys and values [B, K, q, d] of q new tokens, after RoPE -> [B, q, H, d]."""
 
 
+class SharedEntries(DummyLayer):
+    """The place in a cache of a decoder layer that reads the entries of an earlier one, `owner`, and has none."""
+
+    def __init__(self, owner: int) -> None:
+        super().__init__()
+        self.owner = owner
+
+
 def is_bounded(layer: Any) -> bool:
-    """Whether a cache layer is bounded: it has a sliding window, or a recurrent state in place of entries."""
+    """Whether a cache layer is bounded: it has a sliding window, or a recurrent state in place of entries, or none."""
     return not isinstance(layer, DynamicLayer) or bool(layer.is_sliding)
+
+
+def recurrent_of(layer: Any) -> LinearAttentionLayer | None:
+    """The recurrent state that a cache layer keeps beside its entries; None for none."""
+    recurrent: LinearAttentionLayer | None = getattr(layer, "recurrent", None)
+    return recurrent
 
 
 _NAME = "keepsight:"
@@ -145,8 +167,41 @@ _PLAIN = ("sdpa", "eager", "flex_attention")
 _LOCK = threading.Lock()
 _PASSES: Counter[int] = Counter()
 """How many passes are under way, by the id of the model's text configuration."""
+_CURRENT = threading.local()
+"""The passes under way in a thread, by the id of the model's text configuration: `recorder` and `entries` of each."""
 _EAGER = list[AbstractContextManager[Any]]()
 """A context for each pass under way; the first one lets compiled code run eagerly."""
+
+
+class OpenCache(Cache):
+    """Cache layers as a model reads and extends them: what it asks of a recurrent state goes to the layer's own."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        super().__init__(layers=layers)
+        states = list[Any]()
+        for layer in layers:
+            states.append(recurrent_of(layer) or layer)
+        self._states = Cache(layers=states)
+
+    @override
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        return self._states.get_conv_state(*args, **kwargs)
+
+    @override
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._states.update_conv_state(*args, **kwargs)
+
+    @override
+    def get_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        return self._states.get_recurrent_state(*args, **kwargs)
+
+    @override
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._states.update_recurrent_state(*args, **kwargs)
+
+    @override
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        return self._states.has_previous_state(*args, **kwargs)
 
 
 class StateCache(Cache):
@@ -158,7 +213,7 @@ class StateCache(Cache):
 
     def opened(self) -> Cache:
         """The same layers as a model reads and extends them."""
-        return Cache(layers=self.layers)
+        return OpenCache(self.layers)
 
     def refuse(self, *args: object, **kwargs: object) -> Any:
         """Stands in place of what reads or changes entries."""
@@ -191,8 +246,104 @@ def run(
                 )
     if isinstance(cache, StateCache) and isinstance(uncompiled, nn.Module):  # readers open it themselves
         cache = cache.opened()
-    with recording(model), _uncompiled(), counted_lengths(uncompiled, rope_lengths):
+    kind = model.config.model_type
+    if kind in RESTARTS and _tokens_in(inputs) > 1 and cache.get_seq_length() > 0:
+        raise UserError(
+            f"the recurrent layers of {kind} in transformers read several tokens at once at the start alone; take "
+            "snapkv or another method that observes with the prompt's own tokens, and no prefill_chunk_size"
+        )
+    if any(isinstance(layer, SharedEntries) for layer in cache.layers):
+        if recorder is not None:
+            recorder = _OncePerEntries(recorder, cache)
+        _ask_for_all_queries(inputs, recorder is not None)
+    with (
+        recording(model),
+        _uncompiled(),
+        counted_lengths(uncompiled, rope_lengths),
+        _current(model.config.get_text_config(decoder=True), recorder, cache),
+    ):
         return uncompiled(past_key_values=cache, use_cache=True, entries=cache, recorder=recorder, **inputs)
+
+
+@contextmanager
+def _current(config: Any, recorder: Recorder | None, entries: Cache) -> Iterator[None]:
+    """Within the block, attention that its model hands no keywords (StableLM, Nemotron) has those of this pass."""
+    passes: dict[int, tuple[Recorder | None, Cache]] = vars(_CURRENT)
+    before = passes.get(id(config))
+    passes[id(config)] = recorder, entries
+    try:
+        yield
+    finally:
+        del passes[id(config)]
+        if before is not None:
+            passes[id(config)] = before
+
+
+def same_passes() -> AbstractContextManager[None]:
+    """A context in which the passes that are under way now in this thread are so again, as for a recomputation."""
+    under_way = dict(vars(_CURRENT))
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        before = dict(vars(_CURRENT))
+        vars(_CURRENT).update(under_way)
+        try:
+            yield
+        finally:
+            vars(_CURRENT).clear()
+            vars(_CURRENT).update(before)
+
+    return again()
+
+
+class _OncePerEntries:
+    """Calls a recorder once for each set of entries, when the last of the decoder layers that read it attends.
+
+    Its queries are those of all these layers, as further query heads of each KV head: what reduces scores over the
+    query heads of a KV head reduces them over the layers too.
+    """
+
+    def __init__(self, recorder: Recorder, cache: Cache) -> None:
+        self._recorder = recorder
+        self._cache = cache
+        self._queries: dict[int, list[Tensor]] = {}
+
+    def __call__(
+        self, index: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any
+    ) -> None:
+        queries = self._queries.setdefault(index, [])
+        queries.append(query)
+        if len(queries) == getattr(self._cache.layers[index], "readers", 1):
+            merged = heads_of_layers(queries, key.shape[1])
+            self._recorder(index, merged, key, softmax, real, mask)
+            queries.clear()
+
+
+def heads_of_layers(parts: Sequence[Tensor], kv_heads: int) -> Tensor:
+    """Tensors [B, H, ...] of R layers that read the same entries -> [B, R x H, ...], side by side by KV head."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([part.unflatten(1, (kv_heads, -1)) for part in parts], dim=2).flatten(1, 2)
+
+
+def _ask_for_all_queries(inputs: dict[str, Any], recorded: bool) -> None:
+    """Replace a number of logits to keep by a slice, for which models compute all tokens in every layer.
+
+    Given a number, Gemma 4 computes layers that read the entries of others for the last tokens alone: too few queries
+    for a recorder, and under a causal mask that is not given for more than one token, the wrong entries.
+    """
+    count = inputs.get("logits_to_keep")
+    if isinstance(count, int) and count > 0 and (recorded or count > 1):
+        length = _tokens_in(inputs)
+        inputs["logits_to_keep"] = slice(max(length - count, 0), length)
+
+
+def _tokens_in(inputs: dict[str, Any]) -> int:
+    """Number of tokens of a pass, from the arguments of a model."""
+    tokens: Tensor | None = inputs.get("input_ids")
+    if tokens is None:
+        tokens = inputs["inputs_embeds"]
+    return tokens.shape[1]
 
 
 @contextmanager
@@ -263,12 +414,23 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as transformers asks for it, with what a pass of `run` adds: `recorder` and `entries`."""
+    if entries is None and recorder is None:
+        recorder, entries = vars(_CURRENT).get(id(module.config), (None, None))
     if entries is not None or recorder is not None:
         index: int = module.layer_idx  # type: ignore[assignment]
-        layer = None if entries is None else entries.layers[index]
+        layer: Any = None if entries is None else entries.layers[index]
+        if isinstance(layer, SharedEntries) and entries is not None:
+            index = layer.owner
+            layer = entries.layers[index]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         softcap = None if loaded == "sdpa" else options.get("softcap")  # transformers' sdpa leaves it out
         softmax = Softmax(scale, softcap, options.get("s_aux"))
+        if options.get("position_bias") is not None:
+            kind = module.config.model_type  # type: ignore[union-attr]
+            raise UserError(
+                f"{kind} adds a bias of the distance to its attention, which scores would leave out; load a model "
+                "without, such as Llama, Qwen, Mistral or Gemma"
+            )
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
             raise UserError(
                 f"{module.config.model_type} has a mask of its own for each head, so that its entries cannot be "  # type: ignore[union-attr]
@@ -285,7 +447,7 @@ def _attention(
 
         # Under a mask transformers repeats keys and values for every query head; grouping the queries copies none.
         has_few_queries = query.shape[1] * query.shape[2] <= key.shape[2]
-        is_plain = not (options.get("dropout") or softmax.softcap or options.get("position_bias"))
+        is_plain = not (options.get("dropout") or softmax.softcap)
         if loaded == "sdpa" and attention_mask is not None and has_few_queries and is_plain:
             return grouped_attention(query, key, value, attention_mask, Softmax(scale)), None
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from keepsight.errors import UserError
-from keepsight.models.decoder import attention_of, decoder_of, full_attention_layers
+from keepsight.models.decoder import attention_of, decoder_layers, decoder_of, full_attention_layers
 from keepsight.models.lora import hooked
 from keepsight.runtime.attention import Reader
 
@@ -31,7 +31,7 @@ class RecordFeatures(ExitStack):
         base_model: Any = model  # only models are asked for features
         decoder: Any = decoder_of(base_model)
         self._device = base_model.device
-        modules = [*decoder.layers, decoder]
+        modules = [*decoder_layers(base_model), decoder]
         for layer in layers:
             if not 0 <= layer < len(modules):
                 raise UserError(

@@ -850,6 +850,7 @@ def generate(
     if not isinstance(method, CustomGenerate):  # transformers ignores what it cannot call
         name = method.__name__ if isinstance(method, type) else type(method).__name__
         raise UserError(f"generate: {name} is not a method such as SnapKV(budget=128)")
+    require_supported(model)  # some models have a `generate` of their own, which would not ask
     input_ids = ids_of(model, input_ids, options, method.starts_prompts)
     own_mask = options.pop("attention_mask", None)
     attention_mask = own_mask if attention_mask is None else attention_mask

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.cache_utils import DummyLayer
 
 from keepsight.runtime.attention import StateCache, is_bounded
 from keepsight.runtime.images import Images
@@ -43,7 +44,9 @@ def join(states: Sequence[State]) -> State:
     unpadded = any(map(joins_unpadded, states))
     layers: list[Any] = []
     for state_layers in zip(*(state.cache.layers for state in states), strict=True):
-        if is_bounded(state_layers[0]):
+        if isinstance(state_layers[0], DummyLayer):  # it holds nothing
+            layers.append(state_layers[0])
+        elif is_bounded(state_layers[0]):
             layers.append(_join_bounded(state_layers, tokens_seen))
         elif unpadded:
             layers.append(_join_ragged(state_layers, tokens_seen))
@@ -100,7 +103,9 @@ def take_rows(state: State, rows: Sequence[int]) -> State:
     cache_layers: list[Any] = state.cache.layers
     layers: list[Any] = []
     for layer in cache_layers:
-        if is_bounded(layer):
+        if isinstance(layer, DummyLayer):
+            layers.append(layer)
+        elif is_bounded(layer):
             layers.append(_take_bounded(layer, index, tokens_seen))
         elif isinstance(layer, RaggedLayer):
             layers.append(_take_ragged(layer, rows, tokens_seen))
@@ -208,8 +213,7 @@ def as_ragged(layer: KeptLayer) -> RaggedLayer:
 
 def _of_same_model(layer: KeptLayer, new_layer: Layer) -> Layer:
     """The new layer, which belongs to the decoder layer of the other."""
-    new_layer.expansion = layer.expansion
-    new_layer.origin = layer.origin
+    new_layer.is_of(layer)
     return new_layer
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 from typing_extensions import Self, override
 
 from keepsight.errors import UserError
@@ -152,6 +152,8 @@ class KeptLayer(DynamicLayer):
         recent: [B, K, r] bool, which entries of the last r tokens before the last eviction each head kept; None where
             nothing was evicted, or it is not known.
         added: Number of entries after the last eviction that are no tokens, such as learned ones.
+        recurrent: The recurrent state that the layer keeps beside its entries; None for none.
+        readers: Number of decoder layers that attend to the entries: 1, but for entries that later layers share.
     """
 
     keys: Tensor
@@ -162,6 +164,8 @@ class KeptLayer(DynamicLayer):
     recorded: Recorded | None = None
     recent: Tensor | None = None
     added: int = 0
+    recurrent: LinearAttentionLayer | None = None
+    readers: int = 1
 
     def __init__(
         self, keys: Tensor | None = None, values: Tensor | None = None, seen: int = 0, real: Tensor | None = None
@@ -384,9 +388,15 @@ class KeptLayer(DynamicLayer):
             kept.recorded = self.recorded.last(window).keep(mask, counts)
         tokens = min(self.croppable, RECENT)
         kept.recent = mask[..., mask.shape[2] - tokens :].clone()  # a slice would keep the whole mask alive
-        kept.expansion = self.expansion
-        kept.origin = self.origin
+        kept.is_of(self)
         return kept
+
+    def is_of(self, layer: "KeptLayer") -> None:
+        """Take over from another layer what does not depend on its entries."""
+        self.expansion = layer.expansion
+        self.origin = layer.origin
+        self.recurrent = layer.recurrent
+        self.readers = layer.readers
 
 
 class RaggedLayer(OwnAttention, KeptLayer):
@@ -400,6 +410,8 @@ class RaggedLayer(OwnAttention, KeptLayer):
     [1, 1, total, d]; the first update makes room after each head. `counts` [B, K] is the number of entries per head
     before any token was appended.
     """
+
+    can_be_shared = True
 
     def __init__(self, keys: Tensor, values: Tensor, counts: Counts, seen: int) -> None:
         super().__init__(keys[None, None], values[None, None], seen)

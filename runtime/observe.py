@@ -23,9 +23,9 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 from typing_extensions import override
 
 from keepsight.errors import Positive, UserError
-from keepsight.models.decoder import decoder_of
+from keepsight.models.decoder import decoder_of, embedded_inputs
 from keepsight.runtime import registry
-from keepsight.runtime.attention import OwnAttention, Softmax, later, run
+from keepsight.runtime.attention import OpenCache, OwnAttention, Softmax, heads_of_layers, later, recurrent_of, run
 from keepsight.runtime.importance import (
     ROWS_AT_ONCE,
     Reduce,
@@ -35,7 +35,7 @@ from keepsight.runtime.importance import (
     reduce_group,
 )
 from keepsight.runtime.layer import KeptLayer, LayerEntries
-from keepsight.runtime.state import Needs, State, full_layers, with_full_layers, with_observers
+from keepsight.runtime.state import Needs, State, full_layers, has_bounded, with_full_layers, with_observers
 from keepsight.runtime.tail import Tail
 
 RECOMPUTED = 2**24
@@ -223,7 +223,7 @@ def look_back(
 def _before(state: State, start: int) -> State:
     """A copy of a state as it was `-start` tokens ago, or as it is where `start` is not below 0."""
     width = state.tokens.shape[1]
-    if len(state.layers) < len(state.cache.layers) or any(layer.keys.shape[2] != width for layer in state.layers):
+    if has_bounded(state.cache) or any(layer.keys.shape[2] != width for layer in state.layers):
         raise UserError(
             f"draft tokens: start {start} needs full attention in all layers and a prompt from which nothing was "
             "evicted yet; leave it at 0"
@@ -300,14 +300,13 @@ def read_with(
     `mask` and `rope_lengths` are as in `observe`.
     """
     observers = embeddings.shape[1]
-    has_bounded_layers = len(layers) < len(cache.layers)
     attention_mask = None  # layers with full attention know their padding
-    if mask is not None and has_bounded_layers:
+    if mask is not None and has_bounded(cache):
         attention_mask = functional.pad(mask, (0, observers), value=True)
     run(
         decoder_of(model),
         as_observed(cache, layers),
-        inputs_embeds=embeddings,
+        **embedded_inputs(model, embeddings),
         position_ids=first[:, None] + torch.arange(observers, device=embeddings.device),
         attention_mask=attention_mask,
         rope_lengths=rope_lengths,
@@ -318,10 +317,13 @@ def as_observed(cache: Cache, layers: Any) -> Cache:
     """A cache with other layers in place of those with full attention; observers change no recurrent state of it."""
     observed_layers = []
     for layer in with_full_layers(cache, layers).layers:
+        recurrent = recurrent_of(layer)
+        if recurrent is not None:
+            layer.recurrent = ObservedRecurrence(recurrent)
         if isinstance(layer, LinearAttentionLayer):
             layer = ObservedRecurrence(layer)
         observed_layers.append(layer)
-    return Cache(layers=observed_layers)
+    return OpenCache(observed_layers)
 
 
 class ObservedRecurrence(LinearAttentionLayer):
@@ -358,6 +360,7 @@ class ViewedLayer(OwnAttention, DynamicLayer):
 
     keys: Tensor
     values: Tensor
+    can_be_shared = True
 
     def __init__(self, layer: KeptLayer | LayerEntries, mask: Tensor | None = None) -> None:
         super().__init__()
@@ -413,6 +416,8 @@ class ObservedLayer(ViewedLayer):
         self.observer_mask = observer_mask
         self.reduction = reduction
         self.layer_scores = layer_scores
+        self.readers = layer.readers if isinstance(layer, KeptLayer) else 1
+        self._attention = list[Tensor]()  # of the layers that have read the entries so far
 
     def take_scores(self) -> Tensor:
         """The scores, which the layer no longer holds afterwards.
@@ -434,6 +439,12 @@ class ObservedLayer(ViewedLayer):
             )
         else:
             attention, output = self._attend(query, key, value, softmax)
+
+        self._attention.append(attention)
+        if len(self._attention) < self.readers:
+            return output
+        attention = heads_of_layers(self._attention, self.keys.shape[1])
+        self._attention.clear()
 
         # Also when the layer is recomputed: autograd must save the same tensors.
         scores = attention if self.layer_scores is None else self.layer_scores(attention)

@@ -10,7 +10,15 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from typing_extensions import override
 
-from keepsight.runtime.attention import OwnAttention, Reader, Softmax, grouped_attention, visible
+from keepsight.runtime.attention import (
+    OpenCache,
+    OwnAttention,
+    Reader,
+    Softmax,
+    grouped_attention,
+    recurrent_of,
+    visible,
+)
 
 
 class TokenReader(ABC):
@@ -65,6 +73,7 @@ class TurnLayer(DynamicLayer, OwnAttention):
     def __init__(self, layer: Any) -> None:
         super().__init__()
         self.layer = layer
+        self.recurrent = recurrent_of(layer)
         self.is_initialized = True
 
     @override
@@ -105,6 +114,6 @@ class TurnReader:
             if hasattr(layer, "read_turn"):
                 layer = TurnLayer(layer)
             layers.append(layer)
-        turn_cache = Cache(layers=layers)
+        turn_cache = OpenCache(layers)
         options["entries"] = turn_cache
         return self._model(past_key_values=turn_cache, **options)

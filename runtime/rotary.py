@@ -1,5 +1,6 @@
 """RoPE of a base model, inverted and applied again; statistics of a layer's queries without their positions."""
 
+import inspect
 import sys
 from typing import Any, NamedTuple
 
@@ -33,6 +34,10 @@ class Rotary:
         if hasattr(self._embedding, "layer_types"):
             self._layer_kind.append(layer_kinds(model.config)[index])
         self._apply: Any = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+        # Gemma 3n's and 4's rotates queries or keys, others both in one call.
+        self._turns_one = self._apply is not None and "k" not in inspect.signature(self._apply).parameters
+        # StableLM's and Phi's attention hands it the first dimensions alone, others all of them.
+        self._rotated_first: int | None = getattr(attention, "rotary_ndims", None)
         self._latent = has_latents(model)
 
         parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
@@ -93,8 +98,15 @@ class Rotary:
         fixed_width = heads.shape[-1] - cos.shape[-1] if self._latent else 0
         fixed = heads[..., :fixed_width]
         to_rotate = heads[..., fixed_width:]
-        rotated = self._apply(to_rotate, to_rotate[:, :0], cos, sin)[0]
-        return torch.cat([fixed, rotated], dim=-1)
+        without = to_rotate[..., :0]
+        if self._rotated_first is not None:
+            without = to_rotate[..., self._rotated_first :]
+            to_rotate = to_rotate[..., : self._rotated_first]
+        if self._turns_one:
+            rotated = self._apply(to_rotate, cos, sin)
+        else:
+            rotated = self._apply(to_rotate, to_rotate[:, :0], cos, sin)[0]
+        return torch.cat([fixed, rotated, without], dim=-1)
 
 
 class QueryStatistics(NamedTuple):

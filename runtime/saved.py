@@ -5,6 +5,7 @@ tokens read. Outputs of layers and the scores of trained scorers (KVzap and othe
 unpickled.
 """
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,21 +17,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DummyLayer, DynamicLayer
 from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.files import at_home, atomic_files, from_json, json_digest
 from keepsight.models.decoder import (
     cached_kv_heads,
-    decoder_of,
+    cached_layers,
+    decoder_layers,
     full_attention_layers,
     has_latents,
     head_width,
     running_devices,
 )
 from keepsight.models.identity import Identity, adapters_digest, identity_of, tensors_digest
-from keepsight.runtime.attention import Softmax, StateCache, is_bounded
+from keepsight.runtime.attention import Softmax, StateCache, is_bounded, recurrent_of
 from keepsight.runtime.generate import CustomGenerate, Decoded, FullCache, GenerateRequest, decode
 from keepsight.runtime.images import Images
 from keepsight.runtime.layer import KeptLayer, RaggedLayer, Recorded
@@ -226,7 +228,7 @@ def _shape_of_model(model: PreTrainedModel) -> dict[str, Any]:
     """The shape that a state must have."""
     config = model.config.get_text_config()
     return {
-        "layers": config.num_hidden_layers,
+        "layers": cached_layers(model.config),
         "kv_heads": 1 if has_latents(model) else cached_kv_heads(model),
         "head_dim": config.kv_lora_rank if has_latents(model) else head_width(config),
         "vocabulary": config.vocab_size,
@@ -276,6 +278,13 @@ def _tensors_of(state: State) -> dict[str, Tensor]:
 
 def layer_tensors(layer: Any) -> dict[str, Tensor | None]:
     """The tensors of a layer by their names."""
+    if isinstance(layer, DummyLayer):
+        return {}
+    recurrent = recurrent_of(layer)
+    if recurrent is not None:
+        of_entries = copy.copy(layer)
+        of_entries.recurrent = None
+        return layer_tensors(of_entries) | layer_tensors(recurrent)
     tensors: dict[str, Tensor | None] = {}
     if not isinstance(layer, DynamicLayer):  # of a recurrent state
         for state_index, tensor in layer.conv_states.items():
@@ -300,7 +309,7 @@ def layer_tensors(layer: Any) -> dict[str, Tensor | None]:
 def _beside_layers(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
     """The tensors of a state on the model's devices: a layer's tensors are where that layer runs."""
     attention_layers = full_attention_layers(model.config)
-    layer_devices = [running_devices(layer)[0] for layer in decoder_of(model).layers]
+    layer_devices = [running_devices(layer)[0] for layer in decoder_layers(model)]
 
     moved = {}
     for name, tensor in tensors.items():
@@ -354,6 +363,13 @@ def _last_columns(marks: Tensor | None, count: int, device: torch.device) -> Ten
 def layer_of_tensors(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
     """A layer from its tensors; `empty` is the layer of an empty cache of the model."""
     layer: Any = empty
+    if isinstance(layer, DummyLayer):
+        return layer
+    recurrent = recurrent_of(layer)
+    if recurrent is not None:
+        states = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0] in ("conv", "recurrent")}
+        layer_of_tensors(recurrent, states, seen)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in states}
     if not isinstance(layer, DynamicLayer):  # of a recurrent state
         for name, tensor in tensors.items():
             kind, state_index = name.split(".")
@@ -374,8 +390,7 @@ def layer_of_tensors(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
         layer = RaggedLayer(tensors["kept_keys"], tensors["kept_values"], counts, seen)
     elif "real" not in tensors:
         layer.token_mask = empty.token_mask
-    layer.expansion = empty.expansion
-    layer.origin = empty.origin
+    layer.is_of(empty)
     return layer
 
 

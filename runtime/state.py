@@ -10,6 +10,7 @@ state) keep the cache that transformers gives them: they are copied with the oth
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -19,13 +20,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from keepsight.errors import UserError, require_whole
 from keepsight.files import size_text
-from keepsight.models.decoder import FULL, has_latents, layer_kinds, require_supported
+from keepsight.models.decoder import FULL, entry_owners, has_latents, layer_kinds, require_supported
 from keepsight.models.scorers import Scorer
-from keepsight.runtime.attention import Reader, Softmax, StateCache, expansions, is_bounded, run
+from keepsight.runtime.attention import (
+    OwnAttention,
+    Reader,
+    SharedEntries,
+    Softmax,
+    StateCache,
+    expansions,
+    is_bounded,
+    recurrent_of,
+    run,
+)
 from keepsight.runtime.features import RecordFeatures, WatchInputs
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import observed_attention, seen_ahead
@@ -139,6 +160,8 @@ class State:
         for layer in self.cache.layers:
             if isinstance(layer, KeptLayer):
                 peak_bytes += layer.memory_bytes(appended)
+                if layer.recurrent is not None:
+                    peak_bytes += _bytes(layer.recurrent)
             else:
                 peak_bytes += _bounded_bytes(layer, sum(appended))
         return peak_bytes
@@ -236,7 +259,7 @@ class State:
         """
         if not self.joins:
             raise UserError("crop: entries in a form of their own cannot be cropped; keep a copy of the state instead")
-        if len(self.layers) < len(self.cache.layers):
+        if has_bounded(self.cache):
             raise UserError("crop: layers with a window or a recurrent state cannot be cropped; keep a copy instead")
         self.require_unchanged()
         layers = [layer.without_last(count) for layer in self.layers]
@@ -812,15 +835,34 @@ def empty_cache(model: PreTrainedModel, mask: Tensor | None = None) -> Cache:
     require_supported(model)
     layers = list[Any]()
     for index, layer in enumerate(DynamicCache(config=model.config).layers):
-        if type(layer) is DynamicLayer:
+        recurrent = None
+        if isinstance(layer, LinearAttentionCacheLayerMixin) and isinstance(layer, DynamicLayer):
+            recurrent = LinearAttentionLayer(number_of_states=layer.number_of_states)
+        if isinstance(layer, LinearAttentionAndSlidingWindowAttentionLayer):
+            layer = DynamicSlidingWindowLayer(sliding_window=layer.sliding_window)
+        elif type(layer) is DynamicLayer or isinstance(layer, LinearAttentionAndFullAttentionLayer):
             layer = KeptLayer()
             layer.token_mask = mask
             layer.origin = (model, index)
+        if recurrent is not None:
+            layer.recurrent = recurrent
         layers.append(layer)
+    _share_entries(model, layers)
     if has_latents(model):
         for layer, expansion in zip(full_layers(Cache(layers=layers)), expansions(model), strict=True):
             layer.expansion = expansion
     return StateCache(layers=layers)
+
+
+def _share_entries(model: PreTrainedModel, layers: list[Any]) -> None:
+    """Let the layers that read the entries of others name them, and these know how many read them."""
+    owners = entry_owners(model.config)
+    for index, owner in enumerate(owners):
+        if owner != index:
+            layers[index] = SharedEntries(owner)
+    for owner, readers in Counter(owners).items():
+        if isinstance(layers[owner], KeptLayer):
+            layers[owner].readers = readers
 
 
 def full_layers(cache: Cache) -> list[Any]:
@@ -833,13 +875,32 @@ def with_full_layers(cache: Cache, layers: Iterable[Any]) -> Cache:
     replacements = iter(layers)
     new_layers = list[Any]()
     for layer in cache.layers:
+        recurrent = recurrent_of(layer)
         if not is_bounded(layer):
-            new_layers.append(next(replacements))
+            new_layer = next(replacements)
+            if new_layer is layer and recurrent is not None:
+                new_layer = copy.copy(layer)
+            readers = getattr(layer, "readers", 1)
+            if readers > 1:
+                _require_shareable(new_layer, readers)
+                new_layer.readers = readers
         elif isinstance(layer, DynamicLayer):
-            new_layers.append(copy.copy(layer))  # a window's tensors are replaced when it slides
+            new_layer = copy.copy(layer)  # a window's tensors are replaced when it slides
         else:
-            new_layers.append(copy.deepcopy(layer))  # a recurrent state is written in place
+            new_layer = copy.deepcopy(layer)  # a recurrent state is written in place
+        if recurrent is not None:
+            new_layer.recurrent = copy.deepcopy(recurrent)
+        new_layers.append(new_layer)
     return StateCache(layers=new_layers)
+
+
+def _require_shareable(layer: Any, readers: int) -> None:
+    """Refuse (`UserError`) a layer that one decoder layer alone can attend to in place of one that several read."""
+    if isinstance(layer, OwnAttention) and not layer.can_be_shared:
+        raise UserError(
+            f"{readers} layers of this model read the same entries, which this method stores or reads in its own way; "
+            "take one that evicts, such as snapkv"
+        )
 
 
 def share(cache: Cache) -> Cache:
@@ -849,7 +910,14 @@ def share(cache: Cache) -> Cache:
 
 def has_recurrent(cache: Cache) -> bool:
     """Whether a layer has a recurrent state, which cannot be rolled back."""
-    return not all(isinstance(layer, DynamicLayer) for layer in cache.layers)
+    return any(
+        isinstance(layer, LinearAttentionCacheLayerMixin) or recurrent_of(layer) is not None for layer in cache.layers
+    )
+
+
+def has_bounded(cache: Cache) -> bool:
+    """Whether a layer keeps more than the entries of tokens, or fewer: a window, or a recurrent state."""
+    return has_recurrent(cache) or any(isinstance(layer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
 
 def record_past(cache: Cache) -> None:
@@ -858,9 +926,8 @@ def record_past(cache: Cache) -> None:
     Raises:
         UserError: one of them has a recurrent state, which cannot be rolled back.
     """
-    for layer in cache.layers:
-        if not isinstance(layer, DynamicLayer):
-            raise UserError(f"a {type(layer).__name__} cannot forget tokens; use a method that reads no token twice")
+    if has_recurrent(cache):
+        raise UserError("a recurrent state cannot forget tokens; use a method that reads no token twice")
     cache.activate_past_recording()
 
 
@@ -891,10 +958,14 @@ def _bounded_bytes(layer: Any, appended: int) -> int:
 
 
 def _bytes(layer: Any) -> int:
+    recurrent = recurrent_of(layer)
+    beside = 0 if recurrent is None else _bytes(recurrent)
+    if isinstance(layer, DummyLayer):
+        return 0
     if isinstance(layer, KeptLayer):
-        return layer.nbytes
+        return layer.nbytes + beside
     if isinstance(layer, DynamicLayer):
         tensors = [layer.keys, layer.values]
     else:
         tensors = [*layer.conv_states.values(), *layer.recurrent_states.values()]
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    return beside + sum(tensor.nbytes for tensor in tensors if tensor is not None)

@@ -24,7 +24,7 @@ from transformers.generation import EosTokenCriteria, StoppingCriteriaList
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.models.decoder import context_of, decoder_of
+from keepsight.models.decoder import context_of, decoder_layers
 from keepsight.models.lora import hooked
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, end_ids, generate
@@ -463,7 +463,7 @@ class Engine:
                 raise _Cancelled
 
         method = job.method or self.method
-        with hooked((layer, stop_if_cancelled) for layer in decoder_of(self.model).layers):
+        with hooked((layer, stop_if_cancelled) for layer in decoder_layers(self.model)):
             state = method.start(self.model, ids)
 
         kept = state.mean_entries()

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.files import json_digest
-from keepsight.models.decoder import FULL, decoder_of, has_latents
+from keepsight.models.decoder import FULL, decoder_layers, decoder_of, has_latents
 from keepsight.models.identity import Identity, identity_of
 from keepsight.runtime.attention import StateCache, is_bounded
 from keepsight.runtime.layer import KeptLayer, RaggedLayer
@@ -97,7 +97,7 @@ def rotations_of(model: PreTrainedModel) -> list[Rotation | None]:
     by_kind: Tensor | None = getattr(rotary, f"{FULL}_inv_freq", None)
     frequencies: Tensor = rotary.inv_freq if by_kind is None else by_kind
     rotations: list[Rotation | None] = []
-    for layer in decoder.layers:
+    for layer in decoder_layers(model):
         attention = layer.self_attn
         rotation = None
         if getattr(attention, "use_rope", True) not in (False, 0):

@@ -23,7 +23,7 @@ import torch
 
 from keepsight.errors import UserError, one_line
 from keepsight.files import hex_digest
-from keepsight.models.decoder import context_of, decoder_of
+from keepsight.models.decoder import context_of, decoder_layers
 from keepsight.models.lora import hooked
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
@@ -237,7 +237,7 @@ class Worker:
 
         try:
             self._require_room(len(ids))
-            with hooked((layer, stop_if_left) for layer in decoder_of(model).layers):
+            with hooked((layer, stop_if_left) for layer in decoder_layers(model)):
                 state = self.method.start(model, torch.tensor([ids], device=model.device))
             require_spellable(placeholders_of(state, self.page), self.alphabet)
         except Abandoned:

@@ -24,6 +24,7 @@ SMALL: dict[str, Any] = {
 WINDOW = 12
 _MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 16, "ssm_state_size": 8}
 _MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
 
 # Name -> (model type of transformers, changes of the configuration).
@@ -103,6 +104,38 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "Nemotron-H": (
+        "nemotron_h",
+        _MAMBA
+        | {
+            "initializer_range": 0.1,  # recurrent states add up rounding
+            "layers_block_type": ["linear_attention", "full_attention", "moe", "full_attention"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 24,
+        },
+    ),
+    "Falcon-H1": ("falcon_h1", _MAMBA | {"mamba_d_ssm": 64}),
+    "Bamba": ("bamba", _MAMBA | {"attn_layer_indices": [1, 3]}),
+    "Jamba": (
+        "jamba",
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 4},
+    ),
+    "Gemma 4 E2B, E4B": (
+        "gemma4_text",
+        _MIXED
+        | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
+        | {"global_head_dim": 8},
+    ),
+    "GPT-2": ("gpt2", {"num_key_value_heads": 4, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
+    "StableLM": ("stablelm", {"partial_rotary_factor": 0.5}),
+    "Nemotron": ("nemotron", {"partial_rotary_factor": 0.5}),
+}
+"""Further families, which only `tests/runtime/test_families.py` and `test_hybrid.py` run."""
 _VISION = {
     "gemma3": {
         "text_config": SMALL | FAMILIES["Gemma 3 (text)"][1],
@@ -148,7 +181,7 @@ _TEXT = {*SMALL, "layer_types"}
 
 def fresh_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A random 4-layer model of a family in float32; the same one for the same seed."""
-    kind, special = FAMILIES[family]
+    kind, special = (FAMILIES | MORE)[family]
     torch.manual_seed(seed)
     if kind in _VISION:
         whole: dict[str, Any] = _VISION[kind]

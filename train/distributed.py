@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
-from keepsight.models.decoder import decoder_of, full_attention_layers
+from keepsight.models.decoder import decoder_layers, full_attention_layers
 from keepsight.models.distributed import launched, whole_shape
 
 DIVIDED = "fsdp2"
@@ -72,7 +72,7 @@ def divide_layers(model: PreTrainedModel) -> None:
     weights = model.state_dict()
     device = processes.device
     mesh = init_device_mesh(device.type, (processes.num_processes,))
-    for layer in decoder_of(model).layers:
+    for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
 
     def on_device(tensor: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def gather_for_gradients(model: PreTrainedModel, predicted: list[Tensor]) -> Non
     def unshard(layer: FSDPModule, gradient: Tensor) -> None:
         layer.unshard()
 
-    layers = decoder_of(model).layers
+    layers = decoder_layers(model)
     for index, importance in zip(full_attention_layers(model.config), predicted, strict=True):
         layer = layers[index]
         if importance.requires_grad and isinstance(layer, FSDPModule):

@@ -38,7 +38,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Reduce, select_top, top_mask
 from keepsight.runtime.layer import LayerEntries
 from keepsight.runtime.observe import Observer, ViewedLayer, as_observed, look_back
-from keepsight.runtime.state import State, full_layers, prefill
+from keepsight.runtime.state import State, full_layers, has_bounded, prefill
 from keepsight.train.dataset import Batch
 from keepsight.train.distributed import gather_for_gradients
 from keepsight.train.importance import load_module_weights, module_weights, text_lengths
@@ -340,8 +340,7 @@ class EvictionObjective(ReplayedObjective):
             layers.append(GatedLayer(layer.keys, layer.values, gate.to(layer.keys.device)))
         ids = batch.answer_ids[:, :-1]
         attention_mask = None
-        has_bounded_layers = len(layers) < len(cache.layers)  # in the others the gates hide padding
-        if batch.prompt_mask is not None and has_bounded_layers:
+        if batch.prompt_mask is not None and has_bounded(cache):  # in other layers the gates hide padding
             attention_mask = functional.pad(batch.prompt_mask, (0, ids.shape[1]), value=True)
         prompt_lengths = torch.tensor(batch.prompt_lengths(), device=ids.device)
         positions = prompt_lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)

@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from typing_extensions import Self, override
 
-from keepsight.models.decoder import decoder_of, full_attention_layers
-from keepsight.runtime.attention import recording
+from keepsight.errors import UserError
+from keepsight.models.decoder import decoder_layers, decoder_of, entry_owners, full_attention_layers
+from keepsight.runtime.attention import recording, same_passes
 from keepsight.train.dataset import Batch
 from keepsight.train.replay import ReplayBuffer, TeacherOutputs
 from keepsight.train.settings import TrainSettings
@@ -184,21 +185,30 @@ def recomputed(
     transformers' own gradient checkpointing works only without a cache; these layers read one and do not write to it.
     Hooks around a layer (FSDP2's, which gather its weights) are not run again, hooks inside it are. The pass and each
     recomputation run `under` a context, such as an enabled adapter. Without gradients the block changes nothing.
+
+    Raises:
+        UserError: several layers of the model read the same entries.
     """
     if not (asked and torch.is_grad_enabled()):
         yield
         return
+    if entry_owners(model.config) != list(range(len(decoder_layers(model)))):
+        raise UserError(
+            f"gradient_checkpointing: layers of {model.config.model_type} read the entries of others, so that none can "
+            "be recomputed alone; set it to false"
+        )
     decoder = decoder_of(model)
-    layers = [decoder.layers[index] for index in full_attention_layers(model.config)]
+    stack = decoder_layers(model)
+    layers = [stack[index] for index in full_attention_layers(model.config)]
 
     @contextmanager
-    def recomputation() -> Iterator[None]:
-        with under(), recording(decoder):
+    def recomputation(under_way: AbstractContextManager[None]) -> Iterator[None]:
+        with under(), recording(decoder), under_way:
             yield
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For the pass itself, and for the recomputation."""
-        return nullcontext(), recomputation()
+        return nullcontext(), recomputation(same_passes())
 
     earlier_forwards = [vars(layer).get("forward") for layer in layers]
     try:

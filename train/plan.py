@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typing_extensions import override
 
-from keepsight.models.decoder import decoder_of
+from keepsight.models.decoder import decoder_layers
 from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.attention import later
 from keepsight.runtime.state import prefill
@@ -87,7 +87,7 @@ def plan_step(
     with _fake_tensors():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
         weights = stored_bytes(model, quantize)
-        layers = [_bytes_of(layer) for layer in decoder_of(model).layers]
+        layers = [_bytes_of(layer) for layer in decoder_layers(model)]
         unsharded = weights - sum(layers) if layers_alone else 0
         gathered = 0 if shards == 1 else 2 * max(layers)
         unpacked = 0 if quantize is None else max(weight.nbytes for weight in _linear_weights(model))
@@ -129,7 +129,7 @@ def stored_bytes(model: PreTrainedModel, quantize: str | None = None) -> int:
 
 
 def _linear_weights(model: PreTrainedModel) -> Iterator[Tensor]:
-    for layer in decoder_of(model).layers:
+    for layer in decoder_layers(model):
         for module in layer.modules():
             if isinstance(module, nn.Linear):
                 yield module.weight

@@ -23,7 +23,7 @@ from transformers import (
 )
 from typing_extensions import override
 
-from keepsight.models.decoder import decoder_of, full_attention_layers, head_width
+from keepsight.models.decoder import decoder_layers, full_attention_layers, head_width
 from keepsight.models.distributed import whole_shape
 from keepsight.models.lora import linears
 from keepsight.progress import print_above, progress_bar
@@ -196,7 +196,7 @@ def weights_per_token(model: PreTrainedModel) -> float:
             routed_share = config.num_experts_per_tok / experts
             break
 
-    layers = decoder_of(model).layers
+    layers = decoder_layers(model)
     linear_weights = 0.0
     for name, linear in linears(layers):
         share = routed_share if _EXPERTS.search(name) else 1

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from typing_extensions import override
 
 from keepsight.errors import Budget, Positive, UserError
-from keepsight.models.decoder import FULL, decoder_of, layer_kinds
+from keepsight.models.decoder import FULL, decoder_layers, layer_kinds
 from keepsight.runtime import registry
 from keepsight.runtime.features import in_this_thread
 from keepsight.runtime.generate import Method
@@ -95,7 +95,7 @@ class _Pruning:
     def attached(self, model: PreTrainedModel) -> ExitStack:
         """Hooks that cut the inputs of the layers from the first pruned one on; they are removed on exit."""
         hooks = ExitStack()
-        for index, layer in enumerate(decoder_of(model).layers):
+        for index, layer in enumerate(decoder_layers(model)):
             if index >= self._first_pruned:
                 hook = _PruneInputs(self, cuts_hidden=index == self._first_pruned)
                 hooks.callback(layer.register_forward_pre_hook(in_this_thread(hook), with_kwargs=True).remove)

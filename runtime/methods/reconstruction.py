@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from keepsight.errors import Positive, UserError
 from keepsight.models.chat import chat_text, encode, has_chat_template
-from keepsight.models.decoder import decoder_of, full_attention_layers, output_projection
+from keepsight.models.decoder import decoder_layers, full_attention_layers, output_projection
 from keepsight.models.lora import hooked
 from keepsight.runtime import registry
 from keepsight.runtime.allocate import Allocation, Global
@@ -331,7 +331,7 @@ class Attribution(Reconstruction):
     def _read_probe(
         self, model: PreTrainedModel, state: State, probe: Probe, rope_lengths: Tensor
     ) -> Iterator[ProbeQueries]:
-        last_layer = len(decoder_of(model).layers) - 1
+        last_layer = len(decoder_layers(model)) - 1
         attention_outputs = list[Tensor]()
 
         def record(module: nn.Module, inputs: Any, output: Tensor) -> None:

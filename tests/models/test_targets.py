@@ -390,19 +390,14 @@ SMALL: dict[str, Any] = {
     "num_hidden_layers": 2,
 }
 INTERFACE = "does not compute attention by transformers' AttentionInterface"
-OWN_WAY = "has its own kind of attention or cache"
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "bert": ({"is_decoder": True}, INTERFACE),
     "falcon": ({}, INTERFACE),
     "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 2}, INTERFACE),
-    "stablelm": ({}, OWN_WAY),
+    "bart": ({"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4}, "is an encoder-decoder model"),
     "recurrent_gemma": ({"head_dim": 8, "lru_width": 32, "attention_window_size": 16}, "has its own kind of cache"),
     "diffllama": ({}, "shares its KV heads among query heads in its own way"),
     "jetmoe": ({"num_local_experts": 2, "num_experts_per_tok": 2, "kv_channels": 8}, "in its own way"),
-    "gemma3n_text": (
-        {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2, "vocab_size_per_layer_input": 128},
-        "has layers that read the KV entries of others",
-    ),
     "doge": ({}, "computes the mask of each head from the values"),
     "mamba": ({}, "has no attention, and so no KV entries"),
     "minimax": ({"num_local_experts": 2, "head_dim": 8, "block_size": 8}, "has its own kind of cache"),

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from keepsight.models.decoder import has_latents, layer_kinds
+from keepsight.models.decoder import entry_owners, has_latents, layer_kinds
 from keepsight.models.draft_sources import LoadedDraft
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.runtime.methods import METHODS, Resources, make_method
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, adapter_fields
 from keepsight.runtime.methods.scored import ScoredEvict, TrainedScores
 from keepsight.runtime.retrieval.specontext import SpeContext
-from tests.families import FAMILIES, family_model, fresh_model
+from tests.families import FAMILIES, MORE, family_model, fresh_model
 from tests.models.modules import SHAPE, random_on, save
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.models.scorers import tiny_scorer
@@ -56,14 +56,26 @@ OTHERS = {"evict", "fastv", "restorekv", "llmlingua2", "r2c", "sentence_similari
 """Compositions; what reads nothing but images; what adds entries; what shortens a prompt with another package or
 reader."""
 NAMES = [name for name in METHODS if name not in OTHERS]
-REFUSED = dict.fromkeys(
-    [("DeepSeek-V3", "kivi"), ("DeepSeek-V3", "specache")],
-    "has layers of latent attention; the cache can only be packed",
-) | {
-    ("DeepSeek-V3", "locret"): "has no q_proj, k_proj and v_proj",
-    ("DeepSeek-V3", "shadowkv"): "positions in cached keys of deepseek_v3 cannot be undone",
-    ("DeepSeek-V3", "infllm"): "positions in cached keys of deepseek_v3 cannot be undone",
-}
+REFUSED = (
+    dict.fromkeys(
+        [("DeepSeek-V3", "kivi"), ("DeepSeek-V3", "specache")],
+        "has layers of latent attention; the cache can only be packed",
+    )
+    | {
+        ("Gemma 4 E2B, E4B", name): "read the same entries"
+        for name in ("kivi", "specache", "exact_topk", "quest", "specontext", "clusterkv", "infllm", "shadowkv")
+    }
+    | {
+        ("Jamba", name): "read several tokens at once at the start alone"
+        for name in ("oracle", "speckv", "dapq", "lookaheadkv", "kvzip", "kvzip+", "kvgrad")
+    }
+    | {
+        ("GPT-2", "locret"): "has no q_proj, k_proj and v_proj",
+        ("DeepSeek-V3", "locret"): "has no q_proj, k_proj and v_proj",
+        ("DeepSeek-V3", "shadowkv"): "positions in cached keys of deepseek_v3 cannot be undone",
+        ("DeepSeek-V3", "infllm"): "positions in cached keys of deepseek_v3 cannot be undone",
+    }
+)
 """What is refused, by family and method, and the words of the line that says so."""
 WITH_IMAGE = {
     "Qwen2.5-VL (text)": "Qwen2.5-VL with an image",
@@ -138,7 +150,9 @@ def family_kinds(family: str) -> set[str]:
         "latents": has_latents(model),
         "sinks": any(name.endswith("sinks") for name, _ in model.named_parameters()),
         "softcap": getattr(config, "attn_logit_softcapping", None) is not None,
-        "M-RoPE": "mrope_section" in str(config.rope_parameters),
+        "M-RoPE": "mrope_section" in str(getattr(config, "rope_parameters", None)),
+        "learned positions": getattr(config, "rope_parameters", None) is None,
+        "shared entries": len({*entry_owners(model.config)}) < config.num_hidden_layers,
         "Mamba": "mamba" in model.config.model_type or "hybrid" in model.config.model_type,
     }
     return kinds | {kind for kind, holds in found.items() if holds}
@@ -197,7 +211,7 @@ def method_of(name: str, family: str, folder: Path) -> Any:
 def table() -> str:
     """The table of docs/models.md: what is evicted from and what is refused, for each family."""
     lines = ["| family | layers | methods |", "| --- | --- | --- |"]
-    for family in FAMILIES:
+    for family in [*FAMILIES, *MORE]:
         lines.append(_row(family, family, [name for name in sorted(NAMES) if (family, name) in REFUSED]))
     for family, called in WITH_IMAGE.items():
         lines.append(_row(family, called, [name for name in sorted(NAMES) if not reads_images(family, name)]))
@@ -217,6 +231,8 @@ _KINDS = {
     "sliding_attention": "sliding",
     "chunked_attention": "chunked",
     "linear_attention": "linear",
+    "hybrid": "full with a recurrent state",
+    "moe": "none",
 }
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from keepsight.models.decoder import full_attention_layers
+from keepsight.models.decoder import embedded_inputs, entry_owners, full_attention_layers
 from keepsight.models.lookahead import Lookahead
 
 Hide = Callable[[int, Tensor], Tensor]
@@ -21,10 +21,13 @@ def slow_pass(model: Any, hide: Hide | None = None, **inputs: Any) -> tuple[list
     """One pass without cache and without keepsight.
 
     Returns:
-        Attention weights [B, H, S, S] of each layer with full attention, and logits [B, S, V].
+        Attention weights [B, H, S, S] of each layer with full attention, with those of layers that share its entries
+        as further heads, and logits [B, S, V].
     """
-    places = {layer: place for place, layer in enumerate(full_attention_layers(model.config))}
-    weights: dict[int, Tensor] = {}
+    full_layers = full_attention_layers(model.config)
+    owners = entry_owners(model.config)
+    places = {layer: full_layers.index(owner) for layer, owner in enumerate(owners) if owner in full_layers}
+    weights: dict[int, list[Tensor]] = {}
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
         place, eager = places.get(module.layer_idx), sys.modules[type(module).__module__].eager_attention_forward
@@ -34,8 +37,13 @@ def slow_pass(model: Any, hide: Hide | None = None, **inputs: Any) -> tuple[list
                 hidden, torch.finfo(query.dtype).min
             )
         output, paid = eager(module, query, key, value, attention_mask, **options)
-        if place is not None:
-            weights[place] = paid
+        sinks = options.get("s_aux")
+        if sinks is not None and torch.allclose(paid.sum(dim=-1), torch.ones(())):  # Granite returns them without
+            repeated = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+            logits = query @ repeated.mT * options["scaling"] + attention_mask
+            paid = paid * (logits.logsumexp(dim=-1) - sinks[:, None]).sigmoid()[..., None]
+        if place is not None:  # layers that read the same entries: side by side by KV head
+            weights.setdefault(place, []).append(paid.unflatten(1, (key.shape[1], -1)))
         return output, paid
 
     AttentionInterface.register("test_slow", attend)
@@ -48,7 +56,7 @@ def slow_pass(model: Any, hide: Hide | None = None, **inputs: Any) -> tuple[list
             logits = model(use_cache=False, **inputs).logits
     finally:
         config._attn_implementation = {"": loaded}
-    return [weights[place] for place in sorted(weights)], logits
+    return [torch.cat(weights[place], dim=2).flatten(1, 2) for place in sorted(weights)], logits
 
 
 def hiding(kept: list[Tensor]) -> Hide:
@@ -100,7 +108,7 @@ def soft_token_attention(
 
         hooks.append(linear.register_forward_hook(add))
     embeddings = torch.cat([embedded, lookahead.observers(1)], dim=1)
-    weights, _ = slow_pass(model, inputs_embeds=embeddings, **inputs)
+    weights, _ = slow_pass(model, **embedded_inputs(model, embeddings), **inputs)
     for hook in hooks:
         hook.remove()
     seen = [each[0, :, length:, :length] for each in weights]
