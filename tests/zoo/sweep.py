@@ -1,4 +1,4 @@
-"""Tries every model type of the installed transformers, and makes the table of docs/models.md.
+"""Tries every model type of the installed transformers, and makes the table of docs/model_types.md.
 
     python -m tests.zoo.sweep [--again] [--out FILE] [TYPE ...]
 
@@ -28,7 +28,7 @@ from tests.zoo.configs import MODEL_TYPES
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "model_types.csv"
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "model_types.md"
 PLACE = re.compile(r"(?<=<!-- model types -->\n).*?(?=<!-- end -->)", re.DOTALL)
 LIMIT = 90
 """Seconds of processor time that a type may take."""
@@ -118,7 +118,7 @@ def write_rows(file: Path, rows: dict[str, Row]) -> None:
 
 
 def table(rows: dict[str, Row]) -> str:
-    """The table of docs/models.md."""
+    """The table of docs/model_types.md."""
     versions = sorted({row["transformers"] for row in rows.values()})
     by_outcome: dict[str, list[Row]] = {WORKS: [], REFUSED: [], NOT_TRIED: [], FAILS: []}
     for model_type in sorted(rows):
