@@ -52,7 +52,7 @@ class ToyMethod(Evict):
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Any]]:
     """The class of a method in a file of the working folder, as `plugins=` finds it; it is forgotten afterwards."""
-    tables = [registry.METHODS, registry.OBSERVERS, registry.LABELS]
+    tables: list[dict[str, Any]] = [registry.METHODS, registry.OBSERVERS, registry.LABELS]
     before = [dict(table) for table in tables]
     (tmp_path / "toy_of_a_test.py").write_text(TOY, "utf-8")
     monkeypatch.chdir(tmp_path)
@@ -70,7 +70,8 @@ def test_a_module_is_all_that_a_method_needs(toy: type[Any], tmp_path: Path) -> 
     by_name = {variant.name: variant.method for variant in variants_of(["all"], [40], [], resources)}
     assert by_name["toy"] == make_method("toy", 40, resources) == toy(40)
     assert keepsight.ToyMethod is methods.ToyMethod is toy  # type: ignore[attr-defined]
-    assert "ToyMethod" in keepsight.__all__ and "ToyMethod" in dir(keepsight)
+    exports: Any = keepsight.__all__
+    assert "ToyMethod" in exports and "ToyMethod" in dir(keepsight)
 
     ids, _ = prompt_ids(90)
     method = make_method("toy", 40, resources, window=6, pool="none")

@@ -10,6 +10,7 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,8 +129,9 @@ def test_type_checkers_see_every_module() -> None:
 
 
 def test_exports_exist() -> None:
-    assert all(callable(getattr(keepsight, name)) and name in dir(keepsight) for name in keepsight.__all__)
-    assert {kind.__name__ for kind in METHODS.values()} <= {*keepsight.__all__}
+    exports: Any = keepsight.__all__
+    assert all(callable(getattr(keepsight, name)) and name in dir(keepsight) for name in exports)
+    assert {kind.__name__ for kind in METHODS.values()} <= {*exports}
     with pytest.raises(AttributeError, match="no attribute 'Snapkv'"):
         keepsight.Snapkv  # noqa: B018
 

@@ -76,7 +76,11 @@ class _Served:
 def _serve(model: PreTrainedModel, method: Method, prompts: torch.Tensor, answer_tokens: int, rows: int) -> _Served:
     """Serve all prompts, which arrive at once."""
     engine = Engine(model, method, rows=rows, waiting=len(prompts))
-    options = {"max_new_tokens": answer_tokens, "min_new_tokens": answer_tokens, "do_sample": False}
+    options: dict[str, Any] = {
+        "max_new_tokens": answer_tokens,
+        "min_new_tokens": answer_tokens,
+        "do_sample": False,
+    }
     served = _Served(engine)
     for ids in prompts:
         served.jobs.append(Job(ids, **options))

@@ -1,4 +1,4 @@
-"""Every model type of transformers, tried as docs/model_types.md says: a sample here, all of them by `make test-grid`."""
+"""Every model type of transformers, as docs/model_types.md says: a sample here, all of them by `make test-grid`."""
 
 import subprocess
 import sys

@@ -259,12 +259,13 @@ def test_a_method_is_built_once_before_the_base_model_has_weights(name: str, bas
         tmp_path, Provenance("tiny"), "# Card"
     )
     resources = Resources(tmp_path, DRAFT, outline.tokenizer, tmp_path, outline.model)
-    options: dict[str, Any] = {
+    options_of_methods: dict[str, dict[str, Any]] = {
         "evict": {"observer": {"name": "draft_tokens", "drafter": "draft_model"}},
         "r2c": {"relevance": {"name": "fusion", "model": "t5"}},
         "kivi": {"group": 8, "residual": 8},
         "specache": {"group": 8, "residual": 8},
-    }.get(name, {})
+    }
+    options = options_of_methods.get(name, {})
     kind = METHODS[name]
     if issubclass(kind, ScoredEvict):
         save_file(tiny_tensors(kind.scorer, tiny_model()), tmp_path / "scorer.safetensors")
@@ -299,7 +300,9 @@ def test_a_model_that_does_not_fit_is_refused_before_it_has_weights(case: str, b
     outline = outline_target(str(base), dtype="float32")
     resources = Resources(tokenizer=outline.tokenizer, target=outline.model)
     for key, value in needed.items():
-        resources = dataclasses.replace(resources, **{key: tmp_path / value if isinstance(value, str) else value})
+        resource: Any = tmp_path / value if isinstance(value, str) else value
+        changes: dict[str, Any] = {key: resource}
+        resources = dataclasses.replace(resources, **changes)
     with pytest.raises(UserError, match=message) as error:
         make_method(name, 96, resources, **options)
     assert "\n" not in str(error.value)

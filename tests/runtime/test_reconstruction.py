@@ -10,8 +10,8 @@ from keepsight.errors import UserError
 from keepsight.runtime.attention import recording
 from keepsight.runtime.conversation import Conversation
 from keepsight.runtime.generate import generate
-from keepsight.runtime.methods import KVgrad, KVzip, KVzipPlus, Reconstruction, Resources, make_method
-from keepsight.runtime.methods.reconstruction import Attribution
+from keepsight.runtime.methods import KVgrad, KVzip, KVzipPlus, Resources, make_method
+from keepsight.runtime.methods.reconstruction import Attribution, Reconstruction
 from tests.runtime.scoring import kept_entries
 from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer
 

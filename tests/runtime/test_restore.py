@@ -10,7 +10,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from keepsight.errors import UserError
-from keepsight.runtime.methods import Reconstruction, Resources, RestoreKV, make_method
+from keepsight.runtime.methods import Resources, RestoreKV, make_method
+from keepsight.runtime.methods.reconstruction import Reconstruction
 from keepsight.runtime.methods.restore import RestoreWeights
 from keepsight.runtime.state import Needs, prefill, read
 from tests.close import assert_close

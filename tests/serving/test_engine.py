@@ -11,7 +11,8 @@ from keepsight.errors import UserError
 from keepsight.runtime import join
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.generate import FullCache, generate
-from keepsight.runtime.methods import Reconstruction, SpeCache
+from keepsight.runtime.methods import SpeCache
+from keepsight.runtime.methods.reconstruction import Reconstruction
 from keepsight.serving import engine as engines
 from keepsight.serving.engine import Busy, Closed, Engine, Job, TooLong
 from tests.families import family_model
