@@ -90,10 +90,10 @@ def execute(name: str, arguments: Sequence[str]) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     table = table_of(config)
-    if table:
-        print(f"table: {table}")
     if following:
         print(printable(f"next: {following}"))
+    if table:
+        print(f"table: {table}")
     if seconds > 5:
         duration = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
         print(f"keepsight {name} took {duration}", file=sys.stderr)
@@ -241,11 +241,11 @@ def _help(name: str, arguments: list[str], all_keys: bool) -> str:
         lines += _entry(f"{key}={_written(value)}", note, width)
     if hidden:
         lines += textwrap.wrap(f"--help all shows these too: {', '.join(hidden)}", width, subsequent_indent="  ")
+    if "recipe" in shown:
+        lines += ["The first word after the command can be a recipe or a model.", "keepsight help recipes lists them."]
     if "preset" in notes:
         presets = ", ".join(presets_of(schema)) or "none for this command"
         lines += textwrap.wrap(f"presets: {presets}", width, subsequent_indent="  ", break_on_hyphens=False)
-    if "recipe" in shown:
-        lines += ["The first word after the command can be a recipe or a model.", "keepsight help recipes lists them."]
     return "\n".join(lines)
 
 

@@ -350,7 +350,8 @@ def _reason(error: ValidationError) -> str:
     """What pydantic found, in words that suit any key."""
     (first, *_) = error.errors()
     if first["type"] == "too_short":
-        return "must not be empty"
+        least = first["ctx"]["min_length"]
+        return "must not be empty" if least == 1 else f"must have at least {least} values"
     if first["type"] == "too_long":
         return f"must have at most {first['ctx']['max_length']} values"
     message = first["msg"].removeprefix("Value error, ")

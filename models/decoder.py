@@ -199,7 +199,9 @@ def embedded_inputs(model: PreTrainedModel, embeddings: Tensor) -> dict[str, Any
     padding, as the tokens of an image do in these models.
     """
     decoder = decoder_of(model)
-    inputs = {"inputs_embeds": embeddings.clone()}  # CTRL scales them in place
+    if decoder.config.model_type == "ctrl":
+        embeddings = embeddings.clone()  # it scales them in place
+    inputs = {"inputs_embeds": embeddings}
     if getattr(decoder.config, "hidden_size_per_layer_input", 0):
         with torch.no_grad():
             inputs["per_layer_inputs"] = decoder.get_per_layer_inputs(_tokens_of(model, embeddings))

@@ -176,12 +176,10 @@ _EAGER = list[AbstractContextManager[Any]]()
 class OpenCache(Cache):
     """Cache layers as a model reads and extends them: what it asks of a recurrent state goes to the layer's own."""
 
-    def __init__(self, layers: list[Any]) -> None:
-        super().__init__(layers=layers)
-        states = list[Any]()
-        for layer in layers:
-            states.append(recurrent_of(layer) or layer)
-        self._states = Cache(layers=states)
+    @property
+    def _states(self) -> Cache:
+        """The recurrent states; no layer is held on to, since one that is evicted from replaces the one that was read."""
+        return Cache(layers=[recurrent_of(layer) or layer for layer in self.layers])
 
     @override
     def get_conv_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -213,7 +211,7 @@ class StateCache(Cache):
 
     def opened(self) -> Cache:
         """The same layers as a model reads and extends them."""
-        return OpenCache(self.layers)
+        return OpenCache(layers=self.layers)
 
     def refuse(self, *args: object, **kwargs: object) -> Any:
         """Stands in place of what reads or changes entries."""

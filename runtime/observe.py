@@ -323,7 +323,7 @@ def as_observed(cache: Cache, layers: Any) -> Cache:
         if isinstance(layer, LinearAttentionLayer):
             layer = ObservedRecurrence(layer)
         observed_layers.append(layer)
-    return OpenCache(observed_layers)
+    return OpenCache(layers=observed_layers)
 
 
 class ObservedRecurrence(LinearAttentionLayer):

@@ -114,6 +114,6 @@ class TurnReader:
             if hasattr(layer, "read_turn"):
                 layer = TurnLayer(layer)
             layers.append(layer)
-        turn_cache = OpenCache(layers)
+        turn_cache = OpenCache(layers=layers)
         options["entries"] = turn_cache
         return self._model(past_key_values=turn_cache, **options)

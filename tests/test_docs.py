@@ -12,8 +12,10 @@ import pytest
 import yaml
 
 from keepsight.commands import cli, parse
+from keepsight.eval.record import Phases
 from keepsight.files import write_json, write_lines
 from keepsight.runtime.methods import METHODS
+from tests.eval.report.results import row
 from tests.test_readme import names as names
 from tests.test_readme import run
 from tests.typed import ROOT, command_of, lines, text_of
@@ -117,7 +119,6 @@ def test_a_page_holds_the_tables_of_the_files(page: Path) -> None:
 def test_the_table_of_all_methods_is_made_of_an_evaluation(tmp_path: Path) -> None:
     """Two samples of one method: means, the cost against the full cache's prefill, kvpress's rows beside them."""
     script = runpy.run_path(str(ROOT / "docs" / "method_results.py"))
-    phases = dict.fromkeys(("prefill", "draft", "observe", "select", "question"), 0.0)
     rest = {"task": "a", "length": 99, "score": 1.0, "agreement": 1.0, "kept": 9, "rows": 1, "references": ["b"]}
     rest |= {
         "time_to_first_token": 1.0,
@@ -126,12 +127,13 @@ def test_the_table_of_all_methods_is_made_of_an_evaluation(tmp_path: Path) -> No
         "question": "seen",
         "date": "2026-01-02",
     }
-    rows = [
-        {**rest, "sample": sample, "method": method, "budget": budget, "kv_bytes": 2**20, "excess_nll": excess}
-        | {"seconds": phases | {"prefill": 2.0, "select": taken, "question": 5.0}}
-        for sample in "cd"
-        for method, budget, excess, taken in (("full", None, 0.0, 0.0), ("keydiff", 9, 0.25 * (sample == "c"), 0.1))
-    ]
+    rows = []
+    for sample in "cd":
+        variants = (("full", None, 0.0, 0.0), ("keydiff", 9, 0.25 * (sample == "c"), 0.1))
+        for method, budget, excess, taken in variants:
+            seconds = Phases(prefill=2.0, draft=0.0, observe=0.0, select=taken, question=5.0)
+            values = {**rest, "sample": sample, "kv_bytes": 2**20, "excess_nll": excess, "seconds": seconds}
+            rows.append(row(method, budget, **values).columns())
     write_lines(tmp_path / "results.jsonl", rows)
     write_json(tmp_path / "settings.json", {"target": {"dtype": "float32"}})
     (tmp_path / "kvpress").mkdir()

@@ -32,7 +32,7 @@ def test_bad_rows_are_counted_at_the_end(keepsight: CommandLine, here: Path) -> 
     (here / "wandering_plugin.py").write_text("import os\nos.chdir('/')\n")
     printed = keepsight("eval", *keys)
     fault = "real/facts.jsonl:2: field 'context' must be a text, got 'None'"
-    assert printed.rstrip().endswith(f"rows skipped: 2, such as {fault}; skip=0 makes it an error")
+    assert f"\nrows skipped: 2, such as {fault}; skip=0 makes it an error\nnext: " in printed
     assert {row["sample"] for row in read_jsonl(here / "out" / "results.jsonl")} == {"1"}
     assert read_json(here / "out" / "settings.json")["notes"]["rows skipped"].startswith("2, such as real/facts")
     keepsight("eval", *keys, "skip=2")  # no other results

@@ -156,7 +156,7 @@ WRONG = {
     "evict methods=[full]": "methods= and budgets= must name at least one method that evicts, and one budget",
     "specache tokens=60 bits=[1]": "group 32 does not divide the head dimension 8; choose a group of 8",
     "train lengths=[64]": "'lengths' is no key of this command",
-    "retrieve lengths=[]": "lengths=[] must have at least 1 item after validation, not 0",
+    "retrieve lengths=[]": "lengths=[] must not be empty",
     "retrieve retrieval=none/": "'none/' is neither a folder nor a Hub id",
     "speculate": "bench speculate measures a draft head; name it: draft.head=FOLDER_OR_HUB_ID draft.layers=null",
     "speculate draft.head=tiny draft.layers=[0,1]": "draft.layers and draft.head=tiny name two drafts; ",

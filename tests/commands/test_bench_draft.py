@@ -56,7 +56,7 @@ def test_texts_of_a_data_folder(keepsight: CommandLine, here: Path) -> None:
 
 WRONG = {
     "keep=[3]": "keep=[3]: expected sizes from 1 to 2, the model has 3 layers",
-    "prompt_tokens=[100]": "prompt_tokens=[100] must have at least 2 items",
+    "prompt_tokens=[100]": "prompt_tokens=[100] must have at least 2 values",
     "data=none": "none: no manifest.json; make the data with `keepsight data out=none`",
 }
 

@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from keepsight import LookaheadKV, __version__, recipes
-from keepsight.commands import from_recipe
 from keepsight.commands.cli import configuration, main
 from keepsight.commands.config import COMMANDS, Data, Eval, Fit, Inspect, Push, Train
 from keepsight.commands.config_bench import Plan
@@ -267,10 +266,6 @@ WRONG = {
     "inspect prompt=Hello method=snapkv out=mixture.yaml": "out=mixture.yaml is a file but not a page; choose another ",
     "inspect prompt=Hello method=snapkv out=out": "budget=64 keeps all 7 prompt tokens; lower it",
 }
-EARLY = [
-    line for line in WRONG if re.match(r"eval|inspect .*method=full", line) and not re.search("tasks=|length", line)
-]
-"""Found before the model is loaded."""
 
 
 @pytest.mark.parametrize("line", WRONG)
@@ -278,8 +273,6 @@ def test_bad_input_ends_in_one_line(keepsight: CommandLine, line: str, here: Pat
     before = tree(here)
     command, *given = line.split(" ")
     tiny = [key for key in TINY if command in WITH_MODEL and key.partition("=")[0] not in line]
-    if line in EARLY:
-        tiny[:1] = ["model.id=nowhere/"]
     assert keepsight.fails(command, *given, *tiny).startswith(WRONG[line])
     assert tree(here) == before
 
@@ -326,7 +319,7 @@ def test_keys_files_and_folders_are_checked_before_weights_are_read(
 ) -> None:
     write_data(here / "answered", load_target("tiny", device="cpu"), count=20)
     before = tree(here)
-    for module in (from_recipe, model_files, targets):
+    for module in (model_files, targets):
         monkeypatch.setattr(module, "located", lambda *_: pytest.fail("the model is located"))
     for line, expected in BEFORE_WEIGHTS.items():
         tiny = [key for key in TINY if "stats" not in line and key.partition("=")[0] not in line]

@@ -58,7 +58,7 @@ def test_arguments_are_above_the_preset_and_it_above_the_recipe() -> None:
 
 
 def test_help_lists_those_of_a_command(keepsight: CommandLine) -> None:
-    listed = keepsight("eval", "--help").partition("presets: ")[2].partition("recipes: ")[0]
+    listed = keepsight("eval", "--help").partition("presets: ")[2]
     own = [name for name, each in presets().items() if each.command == "eval"]
     assert listed.replace(",", "").split() == own
     names = "dapq-throughput, specache-throughput, specontext-request, specontext-throughput"

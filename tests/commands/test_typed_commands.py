@@ -58,6 +58,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clone")
     for script in ROOT.glob("train_*.py"):
         (folder / script.name).symlink_to(script)
+    (folder / "checkpoints").symlink_to(ROOT / "checkpoints")
     for settings in ROOT.glob("recipes/accelerate/*.yaml"):
         text = re.sub("num_processes: .*", "num_processes: 2", settings.read_text("utf-8"))
         write_text(folder / "recipes/accelerate" / settings.name, text)

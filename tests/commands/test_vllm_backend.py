@@ -122,7 +122,7 @@ def test_a_packaged_target_is_read_from_its_folder(
     keepsight("data", *packaged, *DATA, "backend=vllm", "out=vllm")
     assert [each["model"] for each in engine.made] == [str(here / "tiny")]
     settings = read_json(here / "vllm" / "manifest.json")["settings"]
-    assert (settings["model"], settings["version"]) == ("ada/tiny", "sha256:packed")
+    assert (settings["model"], settings["identity"]["model"]) == ("ada/tiny", "sha256:packed")
 
 
 @pytest.mark.parametrize("fails_at", [-1, 1])

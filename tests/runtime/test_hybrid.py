@@ -13,9 +13,8 @@ from keepsight.models.lora import lora_targets
 from keepsight.runtime.attention import heads_of_layers
 from keepsight.runtime.drafting.observer import greedy_draft
 from keepsight.runtime.join import can_join, join, take_rows
-from keepsight.runtime.methods import LookaheadKV, SnapKV
+from keepsight.runtime.methods import LookaheadKV, SnapKV, make_method
 from keepsight.runtime.methods.lookaheadkv import adapter_fields
-from keepsight.runtime.methods.make import make_method
 from keepsight.runtime.saved import layer_tensors, load_state, save_state
 from keepsight.runtime.state import prefill, read
 from tests.close import assert_close

@@ -110,7 +110,7 @@ def test_several_threads_continue_from_one_past() -> None:
 def test_a_past_of_another_model_or_another_state_is_refused(tmp_path: Path) -> None:
     model = tiny_model()
     past = SMALL.compress(model, input_ids=PROMPT)
-    with pytest.raises(UserError, match=r"^custom_generate: past_key_values were computed by a model with other w"):
+    with pytest.raises(UserError, match=r"^custom_generate: past_key_values were computed with another base model"):
         generate(tiny_model(seed=1), LONGER, SMALL, past_key_values=past, **GREEDY)
     expected = generate(model, LONGER, SMALL, past_key_values=past, **GREEDY)
     assert torch.equal(generate(tiny_model(), LONGER, SMALL, past_key_values=past, **GREEDY), expected)
