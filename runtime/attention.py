@@ -178,7 +178,7 @@ class OpenCache(Cache):
 
     @property
     def _states(self) -> Cache:
-        """The recurrent states; no layer is held on to, since one that is evicted from replaces the one that was read."""
+        """The recurrent states. No layer is held on to: eviction while reading replaces the one that was read."""
         return Cache(layers=[recurrent_of(layer) or layer for layer in self.layers])
 
     @override

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from keepsight import LookaheadKV, __version__, recipes
+from keepsight.commands import from_recipe
 from keepsight.commands.cli import configuration, main
 from keepsight.commands.config import COMMANDS, Data, Eval, Fit, Inspect, Push, Train
 from keepsight.commands.config_bench import Plan
@@ -20,7 +21,7 @@ from keepsight.commands.parse import compose_config, keys_of, overrides_of, pars
 from keepsight.commands.recipe import say_once
 from keepsight.errors import UserError, printable
 from keepsight.files import write_json
-from keepsight.models import model_files, targets
+from keepsight.models import model_files
 from keepsight.models.card import LICENSES, Provenance
 from keepsight.models.identity import Identity
 from keepsight.models.lookahead import Lookahead
@@ -319,8 +320,7 @@ def test_keys_files_and_folders_are_checked_before_weights_are_read(
 ) -> None:
     write_data(here / "answered", load_target("tiny", device="cpu"), count=20)
     before = tree(here)
-    for module in (model_files, targets):
-        monkeypatch.setattr(module, "located", lambda *_: pytest.fail("the model is located"))
+    monkeypatch.setattr(from_recipe, "load_target", lambda *_, **__: pytest.fail("the weights are read"))
     for line, expected in BEFORE_WEIGHTS.items():
         tiny = [key for key in TINY if "stats" not in line and key.partition("=")[0] not in line]
         assert keepsight.fails(*shlex.split(line), *tiny).startswith(expected), line

@@ -62,7 +62,7 @@ def test_help_lists_those_of_a_command(keepsight: CommandLine) -> None:
     own = [name for name, each in presets().items() if each.command == "eval"]
     assert listed.replace(",", "").split() == own
     names = "dapq-throughput, specache-throughput, specontext-request, specontext-throughput"
-    assert f"presets: {names} " in " ".join(keepsight("bench", "decode", "--help").split())
+    assert f"presets: {names}" in " ".join(keepsight("bench", "decode", "--help").split())
     shown = keepsight("eval", "--help", "preset=dapq-niah")
     assert "\n  tasks=[niah_depth] " in shown and "\n  preset=dapq-niah " in shown
 
