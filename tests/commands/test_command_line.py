@@ -21,7 +21,7 @@ from keepsight.commands.parse import compose_config, keys_of, overrides_of, pars
 from keepsight.commands.recipe import say_once
 from keepsight.errors import UserError, printable
 from keepsight.files import write_json
-from keepsight.models import model_files
+from keepsight.models import model_files, targets
 from keepsight.models.card import LICENSES, Provenance
 from keepsight.models.identity import Identity
 from keepsight.models.lookahead import Lookahead
