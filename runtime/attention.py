@@ -167,8 +167,16 @@ _PLAIN = ("sdpa", "eager", "flex_attention")
 _LOCK = threading.Lock()
 _PASSES: Counter[int] = Counter()
 """How many passes are under way, by the id of the model's text configuration."""
-_CURRENT = threading.local()
-"""The passes under way in a thread, by the id of the model's text configuration: `recorder` and `entries` of each."""
+
+
+class _Current(threading.local):
+    """The passes under way in a thread, by the id of the model's text configuration: `recorder` and `entries`."""
+
+    def __init__(self) -> None:
+        self.passes: dict[int, tuple[Any, Any]] = {}
+
+
+_CURRENT = _Current()
 _EAGER = list[AbstractContextManager[Any]]()
 """A context for each pass under way; the first one lets compiled code run eagerly."""
 
@@ -266,7 +274,7 @@ def run(
 @contextmanager
 def _current(config: Any, recorder: Recorder | None, entries: Cache) -> Iterator[None]:
     """Within the block, attention that its model hands no keywords (StableLM, Nemotron) has those of this pass."""
-    passes: dict[int, tuple[Recorder | None, Cache]] = vars(_CURRENT)
+    passes = _CURRENT.passes
     before = passes.get(id(config))
     passes[id(config)] = recorder, entries
     try:
@@ -279,17 +287,17 @@ def _current(config: Any, recorder: Recorder | None, entries: Cache) -> Iterator
 
 def same_passes() -> AbstractContextManager[None]:
     """A context in which the passes that are under way now in this thread are so again, as for a recomputation."""
-    under_way = dict(vars(_CURRENT))
+    under_way = dict(_CURRENT.passes)
 
     @contextmanager
     def again() -> Iterator[None]:
-        before = dict(vars(_CURRENT))
-        vars(_CURRENT).update(under_way)
+        before = dict(_CURRENT.passes)
+        _CURRENT.passes.update(under_way)
         try:
             yield
         finally:
-            vars(_CURRENT).clear()
-            vars(_CURRENT).update(before)
+            _CURRENT.passes.clear()
+            _CURRENT.passes.update(before)
 
     return again()
 
@@ -413,7 +421,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as transformers asks for it, with what a pass of `run` adds: `recorder` and `entries`."""
     if entries is None and recorder is None:
-        recorder, entries = vars(_CURRENT).get(id(module.config), (None, None))
+        recorder, entries = _CURRENT.passes.get(id(module.config), (None, None))
     if entries is not None or recorder is not None:
         index: int = module.layer_idx  # type: ignore[assignment]
         layer: Any = None if entries is None else entries.layers[index]

@@ -316,7 +316,8 @@ def read_with(
 def as_observed(cache: Cache, layers: Any) -> Cache:
     """A cache with other layers in place of those with full attention; observers change no recurrent state of it."""
     observed_layers = []
-    for layer in with_full_layers(cache, layers).layers:
+    layers_of_cache: list[Any] = with_full_layers(cache, layers).layers
+    for layer in layers_of_cache:
         recurrent = recurrent_of(layer)
         if recurrent is not None:
             layer.recurrent = ObservedRecurrence(recurrent)

@@ -132,7 +132,13 @@ def test_the_table_of_all_methods_is_made_of_an_evaluation(tmp_path: Path) -> No
         variants = (("full", None, 0.0, 0.0), ("keydiff", 9, 0.25 * (sample == "c"), 0.1))
         for method, budget, excess, taken in variants:
             seconds = Phases(prefill=2.0, draft=0.0, observe=0.0, select=taken, question=5.0)
-            values = {**rest, "sample": sample, "kv_bytes": 2**20, "excess_nll": excess, "seconds": seconds}
+            values: dict[str, Any] = {
+                **rest,
+                "sample": sample,
+                "kv_bytes": 2**20,
+                "excess_nll": excess,
+                "seconds": seconds,
+            }
             rows.append(row(method, budget, **values).columns())
     write_lines(tmp_path / "results.jsonl", rows)
     write_json(tmp_path / "settings.json", {"target": {"dtype": "float32"}})

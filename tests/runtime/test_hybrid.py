@@ -88,7 +88,8 @@ def test_layers_that_share_entries_name_their_owner() -> None:
     assert last_scored_layer(model.config) == 3
     state = prefill(model, PROMPT)
     assert [layer.readers for layer in state.layers] == [2]
-    assert state.layers[0].recorded.queries.shape[1] == 2 * model.config.num_attention_heads
+    recorded: Any = state.layers[0].recorded
+    assert recorded.queries.shape[1] == 2 * model.config.num_attention_heads
 
 
 def test_heads_of_layers_stand_side_by_side_by_kv_head() -> None:

@@ -100,6 +100,6 @@ def test_states_that_need_their_method_are_refused(pipe: Pipeline) -> None:
         generate(pipe.model, question_ids, packed)
 
     conversation = Conversation(pipe.model, SnapKV(budget=24, window=8))
-    output = conversation.say(context_ids, max_new_tokens=2, return_dict_in_generate=True)
+    output: Any = conversation.say(context_ids, max_new_tokens=2, return_dict_in_generate=True)
     with pytest.raises(UserError, match="a conversation's"):
         generate(pipe.model, question_ids, output.past_key_values)

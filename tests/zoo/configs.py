@@ -71,7 +71,7 @@ _GEMMA_3N = _GEMMA_4 | {
     "intermediate_size": [48] * LAYERS,
     "activation_sparsity_pattern": [0.0] * LAYERS,
 }
-_BY_KIND = {"layer_types": _WINDOWS}
+_BY_KIND: dict[str, Any] = {"layer_types": _WINDOWS}
 _BY_KIND["rope_parameters"] = {
     kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")
 }
