@@ -346,10 +346,11 @@ def _ask_for_all_queries(inputs: dict[str, Any], recorded: bool) -> None:
 
 def _tokens_in(inputs: dict[str, Any]) -> int:
     """Number of tokens of a pass, from the arguments of a model."""
-    tokens: Tensor | None = inputs.get("input_ids")
-    if tokens is None:
-        tokens = inputs["inputs_embeds"]
-    return tokens.shape[1]
+    ids: Tensor | None = inputs.get("input_ids")
+    if ids is not None:
+        return ids.shape[1]
+    embeddings: Tensor = inputs["inputs_embeds"]
+    return embeddings.shape[1]
 
 
 @contextmanager

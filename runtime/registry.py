@@ -73,12 +73,12 @@ def _into(table: dict[str, type[Any]], name: str) -> Callable[[Registered], Regi
 
 def _taking_parts_by_name(kind: Registered) -> Registered:
     """Let a dataclass take parts as YAML names them: `SnapKV(128, allocate="adakv", pool={"kernel": 5})`."""
-    if not dataclasses.is_dataclass(kind):
-        return kind
     options_class: Any = kind
+    if not dataclasses.is_dataclass(options_class):
+        return kind
     init = options_class.__init__
     names = [*inspect.signature(init).parameters][1:]
-    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    defaults = {field.name: field.default for field in dataclasses.fields(options_class)}
 
     def read(name: str, value: Any) -> Any:
         if name not in defaults or not isinstance(value, str | Mapping):

@@ -834,7 +834,8 @@ def empty_cache(model: PreTrainedModel, mask: Tensor | None = None) -> Cache:
     """
     require_supported(model)
     layers = list[Any]()
-    for index, layer in enumerate(DynamicCache(config=model.config).layers):
+    layers_of_model: list[Any] = DynamicCache(config=model.config).layers
+    for index, layer in enumerate(layers_of_model):
         recurrent = None
         if isinstance(layer, LinearAttentionCacheLayerMixin) and isinstance(layer, DynamicLayer):
             recurrent = LinearAttentionLayer(number_of_states=layer.number_of_states)
@@ -874,7 +875,8 @@ def with_full_layers(cache: Cache, layers: Iterable[Any]) -> Cache:
     """A cache with other layers in place of those with full attention, and copies of the bounded ones."""
     replacements = iter(layers)
     new_layers = list[Any]()
-    for layer in cache.layers:
+    cache_layers: list[Any] = cache.layers
+    for layer in cache_layers:
         recurrent = recurrent_of(layer)
         if not is_bounded(layer):
             new_layer = next(replacements)
