@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from keepsight.errors import UserError, as_options
 from keepsight.files import at_home, read_json
@@ -73,9 +73,9 @@ def _into(table: dict[str, type[Any]], name: str) -> Callable[[Registered], Regi
 
 def _taking_parts_by_name(kind: Registered) -> Registered:
     """Let a dataclass take parts as YAML names them: `SnapKV(128, allocate="adakv", pool={"kernel": 5})`."""
-    options_class: Any = kind
-    if not dataclasses.is_dataclass(options_class):
+    if not dataclasses.is_dataclass(cast(Any, kind)):
         return kind
+    options_class: Any = kind
     init = options_class.__init__
     names = [*inspect.signature(init).parameters][1:]
     defaults = {field.name: field.default for field in dataclasses.fields(options_class)}

@@ -846,7 +846,7 @@ def empty_cache(model: PreTrainedModel, mask: Tensor | None = None) -> Cache:
             layer.token_mask = mask
             layer.origin = (model, index)
         if recurrent is not None:
-            layer.recurrent = recurrent
+            _keep_beside(layer, recurrent)
         layers.append(layer)
     _share_entries(model, layers)
     if has_latents(model):
@@ -891,9 +891,14 @@ def with_full_layers(cache: Cache, layers: Iterable[Any]) -> Cache:
         else:
             new_layer = copy.deepcopy(layer)  # a recurrent state is written in place
         if recurrent is not None:
-            new_layer.recurrent = copy.deepcopy(recurrent)
+            _keep_beside(new_layer, copy.deepcopy(recurrent))
         new_layers.append(new_layer)
     return StateCache(layers=new_layers)
+
+
+def _keep_beside(layer: Any, recurrent: LinearAttentionLayer) -> None:
+    """Let a layer, also a bounded one of transformers' own, keep a recurrent state beside its entries."""
+    layer.recurrent = recurrent
 
 
 def _require_shareable(layer: Any, readers: int) -> None:
