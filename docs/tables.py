@@ -178,6 +178,9 @@ TABLES = {
         rows=alike(*ORACLE, OURS) | VARIANTS | BASELINES | REST,
         head="{} entries",
     ),
+    "coder": Table(
+        "coder", "budget", "{score} / {excess_nll}", head="{} entries", columns=("samples", "date", "processor", "run")
+    ),
     "card": Table(
         "real_prompts",
         "budget",
