@@ -29,7 +29,7 @@ from keepsight.commands.recipe import (
     recipe_values,
     say_once,
 )
-from keepsight.errors import UserError
+from keepsight.errors import UserError, reason_of
 from keepsight.files import at_home
 from keepsight.models.lookahead_settings import SELECTIONS
 
@@ -343,16 +343,4 @@ def _check(key: Key, value: Any) -> None:
     try:
         TypeAdapter(key.checked).validate_python(value)
     except ValidationError as error:
-        raise UserError(f"{key.name}={value} {_reason(error)}") from None
-
-
-def _reason(error: ValidationError) -> str:
-    """What pydantic found, in words that suit any key."""
-    (first, *_) = error.errors()
-    if first["type"] == "too_short":
-        least = first["ctx"]["min_length"]
-        return "must not be empty" if least == 1 else f"must have at least {least} values"
-    if first["type"] == "too_long":
-        return f"must have at most {first['ctx']['max_length']} values"
-    message = first["msg"].removeprefix("Value error, ")
-    return re.sub("^(Input|List|Value) should", "must", message)
+        raise UserError(f"{key.name}={value} {reason_of(error)}") from None

@@ -206,7 +206,8 @@ def _check(config: PlanTrain) -> None:
     if quantize not in (None, *QUANTIZE):
         raise UserError(f"model.quantize={quantize} is unknown; choose one of {', '.join(QUANTIZE)}, or null")
     if settings.batch_size > 1:
-        raise UserError(f"{section}.batch_size={settings.batch_size}: a plan is for one sample a GPU at a time")
+        value = f"{section}.batch_size={settings.batch_size}"
+        raise UserError(f"{value}: keepsight plan assumes one sample per GPU; set {section}.batch_size=1")
     if device_map == "auto":
         raise UserError("model.device_map=auto: where layers go is decided when the model is loaded; leave it out")
     if device_map not in (None, DIVIDED):

@@ -30,7 +30,7 @@ def report(config: Report) -> str:
 
 
 def compare(config: Compare) -> str:
-    """Print a table for each measure, and write the page; returns what to do next."""
+    """Print one table per measure and write the comparison page; returns what to do next."""
     if len(config.runs) < 2:
         raise UserError(f"runs={config.runs}: name at least two evaluations, such as keepsight compare runs/a runs/b")
     if len(set(config.runs)) < len(config.runs):

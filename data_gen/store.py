@@ -361,7 +361,7 @@ def _shard_name(number: int) -> str:
 
 
 def _require_unchanged(path: Path, folder: Path) -> None:
-    """Refuse a shard whose bytes are not those that its name was made of."""
+    """Refuse (`UserError`) a shard whose contents no longer match the digest in its name."""
     if file_digest(path)[7:23] != path.stem.rpartition("-")[2]:
         raise UserError(
             f"{path}: changed since it was written; restore the file, or delete it and {_run_again(folder)}"

@@ -42,7 +42,7 @@ def cell(text: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Called by mkdocs for each page: fills it, and turns links between folders into links within the site."""
+    """Hook that mkdocs calls for every page: fills in generated parts, and rewrites links between folders."""
     if "<!-- keys -->" in markdown:
         return markdown.replace("<!-- keys -->", keys_page())
     if page.file.src_uri == "results.md":

@@ -58,15 +58,15 @@ class Table:
 
     def text(self) -> str:
         """The table in Markdown."""
-        found = read(self.file)
-        found = found[found.isin(self.where)[[*self.where]].all(axis=1)]
-        if found.empty:
+        results = read(self.file)
+        results = results[results.isin(self.where)[[*self.where]].all(axis=1)]
+        if results.empty:
             return "Not measured.\n"
-        found = found.assign(cell=found.apply(lambda row: filled(self.cell, row), axis=1))
-        cells = found.pivot(index=self.by, columns=self.across, values="cell").fillna("–")
-        cells = cells[found[self.across].unique()].rename(columns=self.heading)
-        lines = cells.join(found.groupby(self.by)[[*self.columns]].agg(joined))
-        shown = self.rows or alike(*found[self.by].unique())
+        results = results.assign(cell=results.apply(lambda row: filled(self.cell, row), axis=1))
+        cells = results.pivot(index=self.by, columns=self.across, values="cell").fillna("–")
+        cells = cells[results[self.across].unique()].rename(columns=self.heading)
+        lines = cells.join(results.groupby(self.by)[[*self.columns]].agg(joined))
+        shown = self.rows or alike(*results[self.by].unique())
         lines = lines.loc[[*shown]].rename(lambda name: marked(name, shown[name]))
         return markdown(lines.rename_axis(self.title or self.by).reset_index())
 
@@ -356,11 +356,13 @@ PADDED = "2026-11-24"
 
 def time_table() -> str:
     """The table of times: the rows of the most informative runs, without AdaKV and the parts of a time."""
-    found = read("time")
-    found = found[found["run"].isin(["evict", "decode2048", "train8x4", "sweep"]) & (found["processor"] != SLOW)]
-    found = found.query("what != 'decoding step' or date > @PADDED")
-    found = found[~found["what"].isin(["observing", "selecting", "prefill"]) & (found["method"] != "AdaKV")]
-    return markdown(found[["what", "method", "setting", "values", "unit", "date", "processor", "run"]])
+    results = read("time")
+    results = results[
+        results["run"].isin(["evict", "decode2048", "train8x4", "sweep"]) & (results["processor"] != SLOW)
+    ]
+    results = results.query("what != 'decoding step' or date > @PADDED")
+    results = results[~results["what"].isin(["observing", "selecting", "prefill"]) & (results["method"] != "AdaKV")]
+    return markdown(results[["what", "method", "setting", "values", "unit", "date", "processor", "run"]])
 
 
 SEEN, UNSEEN = ("64", "128", "256"), ("0.5", "0.25", "0.1")
@@ -416,9 +418,9 @@ OTHER_TASKS = {
 
 def other_tasks_table() -> str:
     """Tasks of other kinds than the eleven data sets: a line per method, excess NLL at four budgets for each run."""
-    found = read("other_tasks")
-    means = found.groupby(["method", "run"], sort=False)["excess_nll"].agg(" / ".join).unstack().fillna("–")
-    counts = dict(zip(found["run"], found["samples"], strict=True))
+    results = read("other_tasks")
+    means = results.groupby(["method", "run"], sort=False)["excess_nll"].agg(" / ".join).unstack().fillna("–")
+    counts = dict(zip(results["run"], results["samples"], strict=True))
     lines = [(marked(name, name), *means.loc[name, [*OTHER_TASKS]]) for name in means.index]
     titles = [f"{kind} ({counts[run]} prompts)" for run, kind in OTHER_TASKS.items()]
     return markdown(pd.DataFrame(lines, columns=["method", *titles]))
@@ -433,11 +435,14 @@ UNSEEN_RIVALS = ("KVgrad", "KVzip", "SnapKV, mean over 3")
 
 def sources_table(rivals: tuple[str, ...] = UNSEEN_RIVALS, budgets: tuple[str, ...] = SEEN) -> str:
     """Excess NLL with the question unseen on the data sets that training used, and on the others."""
-    found = read("by_file").query("run == 'unseen110'")
-    found = found.assign(excess_nll=found["excess_nll"].astype(float))
-    others = found["file"].isin(SOURCES_NOT_TRAINED_ON)
+    results = read("by_file").query("run == 'unseen110'")
+    results = results.assign(excess_nll=results["excess_nll"].astype(float))
+    others = results["file"].isin(SOURCES_NOT_TRAINED_ON)
     lines = []
-    for label, rows in (("the eight sources of training", found[~others]), ("lcc, multi_news, trec", found[others])):
+    for label, rows in (
+        ("the eight sources of training", results[~others]),
+        ("lcc, multi_news, trec", results[others]),
+    ):
         means = rows.groupby(["method", "budget"])["excess_nll"].mean()
         cells = []
         for name in (OURS, *rivals):
@@ -453,11 +458,11 @@ def short_sources_table() -> str:
 
 def of_methods(run: str, names: dict[str, str], column: str, budgets: tuple[str, ...]) -> pd.DataFrame:
     """Methods of a run of `methods.csv` as rows, budgets as columns; a method without budgets has its value in each."""
-    found = read("methods").replace({"run": CONTINUED}).query("run == @run").set_index(["method", "budget"])[column]
+    results = read("methods").replace({"run": CONTINUED}).query("run == @run").set_index(["method", "budget"])[column]
     lines = []
     for name, label in names.items():
-        alone = (name, "") in found.index
-        lines.append((marked(name, label), *(found[name, "" if alone else budget] for budget in budgets)))
+        alone = (name, "") in results.index
+        lines.append((marked(name, label), *(results[name, "" if alone else budget] for budget in budgets)))
     return pd.DataFrame(lines, columns=["method", *budgets])
 
 
@@ -507,13 +512,15 @@ def gaps_table() -> str:
     """
     lines = []
     for (file, selected, question), prompts in GAPS.items():
-        found = read(file)
+        results = read(file)
         if file == "other_tasks":
-            found = found[found["run"] == selected]
+            results = results[results["run"] == selected]
         elif file == "question":
-            found = found[(found["question"] == question) & (found["samples"] == selected)]
-        count = found["samples"].iloc[0]
-        means = found.drop_duplicates(["method", "budget"]).pivot(index="budget", columns="method", values="excess_nll")
+            results = results[(results["question"] == question) & (results["samples"] == selected)]
+        count = results["samples"].iloc[0]
+        means = results.drop_duplicates(["method", "budget"]).pivot(
+            index="budget", columns="method", values="excess_nll"
+        )
         means = means.apply(pd.to_numeric)
         worst = means[[name for name in (MEAN_SNAPKV, MAX_SNAPKV) if name in means]].min(axis=1)
         shares = 100 * (worst - means[OURS]) / (worst - means[MEAN_ORACLE])
@@ -541,13 +548,13 @@ def short_kvpress_table() -> str:
 
 def kvpress_table(pairs: dict[str, str] = KVPRESS_PAIRS) -> str:
     """The largest differences from kvpress over all budgets: of a mean, and of a single prompt."""
-    found = read("methods_differences")
-    found = found[found["minus"].str.startswith("kvpress ")]
+    results = read("methods_differences")
+    results = results[results["minus"].str.startswith("kvpress ")]
     lines = []
     for label, name in pairs.items():
         cells = []
         for question in ("seen", "unseen"):
-            rows = found[(found["method"] == name) & (found["question"] == question)]
+            rows = results[(results["method"] == name) & (results["question"] == question)]
             mean, single = (rows[column].astype(float).abs().max() for column in ("difference", "largest"))
             cells.append(f"{mean:.4f} / {single:.4f}")
         lines.append((label, *cells))
@@ -556,15 +563,15 @@ def kvpress_table(pairs: dict[str, str] = KVPRESS_PAIRS) -> str:
 
 def short_time_table() -> str:
     """RESULTS.md's times: observing and selecting, and a decoding step."""
-    found = read("time")
-    found = found[
-        found["run"].isin(["evict", "decode2048"]) & (found["processor"] != SLOW) & (found["method"] != "AdaKV")
+    results = read("time")
+    results = results[
+        results["run"].isin(["evict", "decode2048"]) & (results["processor"] != SLOW) & (results["method"] != "AdaKV")
     ]
-    found = found.query("what != 'decoding step' or method != 'SnapKV'")
-    found = found[~found["what"].isin(["observing", "selecting", "prefill"])]
-    found = found.query("what != 'decoding step' or date > @PADDED")
+    results = results.query("what != 'decoding step' or method != 'SnapKV'")
+    results = results[~results["what"].isin(["observing", "selecting", "prefill"])]
+    results = results.query("what != 'decoding step' or date > @PADDED")
     names = {"observing and selecting, share of the prefill": "choosing, % of a prefill", "decoding step": "a step, ms"}
-    return markdown(found.assign(what=found["what"].map(names))[["what", "method", "values"]])
+    return markdown(results.assign(what=results["what"].map(names))[["what", "method", "values"]])
 
 
 SHOWN_STATEMENTS = ("with", "raise", "import", "assert")
@@ -573,10 +580,10 @@ SHOWN_STATEMENTS = ("with", "raise", "import", "assert")
 
 def nats_table() -> str:
     """Answers from the full cache and from two smaller ones, with their excess NLL."""
-    found = read("nats")
+    results = read("nats")
     lines = []
     for statement in SHOWN_STATEMENTS:
-        for _, row in found[found["statement"] == statement].iterrows():
+        for _, row in results[results["statement"] == statement].iterrows():
             label = row["method"]
             if row["budget"]:
                 label = f"{marked(label, label)}, {row['budget']} entries"
@@ -605,9 +612,9 @@ def short_methods_table() -> str:
 
 def short_gpu_table() -> str:
     """RESULTS.md's lines of the table of GPUs: 8,192 tokens."""
-    found = read("gpu").query("kind == 'generate' and batch_s != '' and tokens == '8192'")
+    results = read("gpu").query("kind == 'generate' and batch_s != '' and tokens == '8192'")
     lines = []
-    for _, row in found[found["method"].isin(["full", "snapkv", "lookaheadkv, shared"])].iterrows():
+    for _, row in results[results["method"].isin(["full", "snapkv", "lookaheadkv, shared"])].iterrows():
         speed = f"{int(row['rows']) / float(row['batch_s']):,.0f}"
         lines.append((row["method"], f"{float(row['first_s']):.2f}", speed, size_text(int(row["kv_bytes"]))))
     return markdown(pd.DataFrame(lines, columns=["method", "first token, s", "tokens/s", "KV of a row"]))
@@ -619,11 +626,11 @@ def methods_table() -> str:
     Methods whose means on the eleven prompts are all equal share a line: keepsight's first, then kvpress's. Their means
     on the 110 prompts, cost and MiB are keepsight's.
     """
-    found = read("methods").replace({"run": CONTINUED}).set_index(["method", "run", "budget"])
+    results = read("methods").replace({"run": CONTINUED}).set_index(["method", "run", "budget"])
 
     def cell(method: str, column: str, run: str, *budgets: str) -> str:
-        alone = (method, run, "") in found.index  # a method without budgets
-        values = [found[column].get((method, run, budget), "") or "–" for budget in ("",) * alone or budgets]
+        alone = (method, run, "") in results.index  # a method without budgets
+        values = [results[column].get((method, run, budget), "") or "–" for budget in ("",) * alone or budgets]
         return " / ".join(values) if {*values} != {"–"} else "–"
 
     def line(name: str) -> tuple[str, ...]:
@@ -638,10 +645,10 @@ def methods_table() -> str:
             cell(name, "kv_mib", "all_seen", SEEN[1]),
         )
 
-    means = found.xs("all_seen", level="run")["excess_nll"].astype(float).to_dict()
+    means = results.xs("all_seen", level="run")["excess_nll"].astype(float).to_dict()
     highest = float("inf")
     methods = sorted(
-        {*found.index.unique("method")},
+        {*results.index.unique("method")},
         key=lambda name: (
             means.get((name, SEEN[1]), means.get((name, ""), highest)),
             name.startswith("kvpress "),
@@ -657,7 +664,7 @@ def methods_table() -> str:
 
 def gpu_table() -> str:
     """What methods cost on GPUs: a table per card and model, a line per generation that was measured to its end."""
-    found = read("gpu").query("kind == 'generate' and batch_s != ''")
+    results = read("gpu").query("kind == 'generate' and batch_s != ''")
 
     def line(row: pd.Series) -> tuple[str, ...]:
         first, share, step, batch = (float(row[name]) for name in ("first_s", "share", "step_s", "batch_s"))
@@ -668,7 +675,7 @@ def gpu_table() -> str:
 
     names = ["tokens", "method", "first token, s", "beyond a prefill", "step, ms", "tokens/s", "KV", "peak"]
     parts = []
-    for (card, model), rows in found.groupby(["card", "model"], sort=False):
+    for (card, model), rows in results.groupby(["card", "model"], sort=False):
         lines = markdown(pd.DataFrame([line(row) for _, row in rows.iterrows()], columns=names))
         parts.append(f"{card}, {model}:\n\n{lines}")
     return "\n".join(parts)
@@ -791,9 +798,9 @@ BUDGETS = [64, 128, 256]
 def draw() -> Figure:
     """Excess NLL against the budget."""
     figure = Figure(figsize=(8, 4), dpi=150, layout="constrained")
-    axes, found = figure.subplots(), read("real_prompts").set_index("method")
+    axes, results = figure.subplots(), read("real_prompts").set_index("method")
     for place, (name, (label, style)) in enumerate(PLOTTED.items()):
-        means, low, high = found.loc[name, ["excess_nll", "low", "high"]].to_numpy(float).T
+        means, low, high = results.loc[name, ["excess_nll", "low", "high"]].to_numpy(float).T
         budgets = [budget * 2 ** (0.03 * (place - 4)) for budget in BUDGETS]  # so that intervals stay apart
         axes.vlines(budgets, low, high, style.colour, linewidth=1, alpha=0.5)
         width = 2.4 if label == "LookaheadKV" else 1.4

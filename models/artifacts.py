@@ -232,7 +232,7 @@ def unpickled(path: Path) -> dict[str, Tensor]:
     file names (safe from torch 2.6 on, CVE-2025-32434; keepsight requires 2.7). A `UserError` if the file is damaged,
     holds objects of other kinds, or tensors far larger than itself.
     """
-    try:  # some published weights exist in no other form; `weights_only` runs nothing that the file names
+    try:  # the only form in which some authors publish their weights
         content = torch.load(path, map_location="cpu", weights_only=True)
         tensors = dict(_tensors_in(content, ""))
     except (OSError, MemoryError):  # it cannot be opened, or does not fit into memory: no fault of its contents

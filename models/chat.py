@@ -68,7 +68,7 @@ def encode(tokenizer: Any, texts: Sequence[str], *, special: bool) -> list[list[
         tokenizer: Any tokenizer of transformers.
         texts: The texts.
         special: Whether the tokenizer adds its special tokens, as around a text that no chat template has rendered. A
-            text that begins with those that it adds, such as a rendered chat with BOS, gets none.
+            text that already begins with them, such as a rendered chat with BOS, gets none.
     """
     if not special:
         return _encode_rendered(tokenizer, texts)

@@ -64,8 +64,8 @@ class Conversation(CustomGenerate):
 
         Args:
             input_ids: [1, n] int64, n >= 1: the tokens after the last answer, whose end token belongs to the answer. Or
-                as for `generate`. A chat that is rendered again with each turn goes to `say_rendered`: its tokens need
-                not be those that were read, so that it cannot be cut by their number.
+                as for `generate`. A chat that is rendered again with each turn goes to `say_rendered`: its tokens may
+                differ from the ones in the cache, so it must not be sliced by length.
             options: Options of `model.generate`: `max_new_tokens`, `do_sample`, `temperature`, `streamer`, ...
                 Penalties and streamers see the whole conversation as the prompt.
 

@@ -8,6 +8,7 @@ ignored, and named in the log.
 import inspect
 import json
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -213,7 +214,7 @@ class KeepsightFields(BaseModel):
         return self
 
 
-class CommonFields(BaseModel):
+class CommonFields(BaseModel, ABC):
     """Fields of both endpoints; further ones are kept for `unknown_fields`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -286,9 +287,9 @@ class CommonFields(BaseModel):
         return None if self.response_format is None else self.response_format.schema_of_answer
 
     @property
+    @abstractmethod
     def wanted_logprobs(self) -> int | None:
         """Number of most likely tokens to return with each token's log-probability; None where none are wanted."""
-        raise NotImplementedError
 
 
 class CompletionRequest(CommonFields):

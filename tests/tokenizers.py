@@ -78,7 +78,7 @@ class OwnChats(PreTrainedTokenizerBase):
         return vocabulary[tokens] if isinstance(tokens, str) else [vocabulary[token] for token in tokens]
 
     def added_tokens_decoder(self) -> Any:  # type: ignore[override]  # mistral-common's is no property
-        raise NotImplementedError
+        raise NotImplementedError("as in mistral-common's class: whoever calls it uses more than its public methods")
 
     def __call__(self, text: Any, add_special_tokens: bool = True, **_: Any) -> Any:
         if not isinstance(text, str):

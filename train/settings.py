@@ -1,7 +1,6 @@
 """Settings of every training. Nothing heavy is imported: configurations read this file."""
 
 import math
-import re
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from typing import Annotated, Any
@@ -9,7 +8,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import TypeAdapter, ValidationError
 
-from keepsight.errors import Positive, Share, UserError, Whole
+from keepsight.errors import Positive, Share, UserError, Whole, reason_of
 from keepsight.files import read_bytes
 
 PRECISIONS = ("no", "bf16", "fp16")
@@ -34,8 +33,7 @@ def check_ranges(settings: object, key: str) -> None:
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
-        limit = re.sub("^(Input|List|Value) should", "must", first["msg"])
-        raise UserError(f"{key}.{name}={getattr(settings, name)} {limit}") from None
+        raise UserError(f"{key}.{name}={getattr(settings, name)} {reason_of(error)}") from None
 
 
 def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:

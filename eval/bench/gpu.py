@@ -400,15 +400,21 @@ def dry_lines(card: Card, missing: Sequence[Row]) -> Iterator[str]:
         yield text_of(row, Figures(), roofline(row, card), row.note)
 
 
+def new_parser(module: str, docstring: str | None, *, card: str, out: str, seconds: float) -> argparse.ArgumentParser:
+    """The options of a benchmark of GPUs that measures the rows of a CSV; `card`, `out` and `seconds` are defaults."""
+    about = (docstring or "").partition(".\n")[0]
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
+    parser.add_argument("--dry", action="store_true", help="print what would be measured, by the data sheet of --card")
+    parser.add_argument("--card", default=card, help=f"card of --dry: {', '.join(CARDS)}")
+    parser.add_argument("--out", default=out, help=f"the CSV (default {out})")
+    parser.add_argument("--seconds", type=float, default=seconds, help=f"begin no row after these (default {seconds})")
+    parser.add_argument("--only", default="", help="rows whose line has this text, such as snapkv")
+    return parser
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, or print what would be measured; returns 2 where an argument is refused, else 0."""
-    about = (__doc__ or "").partition(".\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m keepsight.eval.bench.gpu", description=about)
-    parser.add_argument("--dry", action="store_true", help="print what would be measured, by the data sheet of --card")
-    parser.add_argument("--card", default="H100", help=f"card of --dry: {', '.join(CARDS)}")
-    parser.add_argument("--out", default="results/gpu.csv", help="the CSV (default results/gpu.csv)")
-    parser.add_argument("--seconds", type=float, default=420, help="begin no row after these (default 420)")
-    parser.add_argument("--only", default="", help="rows whose line has this text, such as snapkv")
+    parser = new_parser("keepsight.eval.bench.gpu", __doc__, card="H100", out="results/gpu.csv", seconds=420)
     options = parser.parse_args(arguments)
     try:
         results = Results(Path(at_home(options.out)))

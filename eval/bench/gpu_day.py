@@ -7,7 +7,6 @@ A model in the shape of Llama-3.1-8B with random weights, in bfloat16. Each row 
 a later call measures the missing rows. Times are medians of five turns after one that warms up.
 """
 
-import argparse
 import re
 import statistics
 import subprocess
@@ -30,7 +29,7 @@ from typing_extensions import override
 from keepsight.errors import UserError, one_line
 from keepsight.eval.bench import gpu
 from keepsight.eval.bench.measure import median_seconds, peak_bytes, random_ids, read_greedily, seconds_of
-from keepsight.eval.bench.roofline import BUDGET, CARDS, Card, Row, known_card, measured_card, roofline, rows_that_fit
+from keepsight.eval.bench.roofline import BUDGET, Card, Row, known_card, measured_card, roofline, rows_that_fit
 from keepsight.files import at_home, size_text
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.generate import stop_after
@@ -112,7 +111,7 @@ COLUMNS = (
 
 
 def all_rows() -> list[DayRow]:
-    """All measurements, those that are worth most first."""
+    """All measurements, the most valuable first."""
     rows = [DayRow("tests")]
     uniform = "lookaheadkv, uniform"
     for method in (uniform, "full"):
@@ -461,13 +460,9 @@ def dry_lines(card: Card, missing: Sequence[DayRow]) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, or print what would be measured; returns 2 where an argument is refused, else 0."""
-    about = (__doc__ or "").partition(".\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m keepsight.eval.bench.gpu_day", description=about)
-    parser.add_argument("--dry", action="store_true", help="print what would be measured, by the data sheet of --card")
-    parser.add_argument("--card", default="H200", help=f"card of --dry: {', '.join(CARDS)}")
-    parser.add_argument("--out", default="results/gpu_day.csv", help="the CSV (default results/gpu_day.csv)")
-    parser.add_argument("--seconds", type=float, default=450, help="begin no row after these (default 450)")
-    parser.add_argument("--only", default="", help="rows whose line has this text, such as graph")
+    parser = gpu.new_parser(
+        "keepsight.eval.bench.gpu_day", __doc__, card="H200", out="results/gpu_day.csv", seconds=450
+    )
     options = parser.parse_args(arguments)
     try:
         results = gpu.Results(Path(at_home(options.out)), COLUMNS, done="date")
