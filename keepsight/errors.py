@@ -183,10 +183,11 @@ def _changed_options(options: Any) -> str:
 def reason_of(error: ValidationError) -> str:
     """What pydantic found, in words that suit any key."""
     (first, *_) = error.errors()
+    limits = first.get("ctx", {})
     if first["type"] == "too_short":
-        least = first["ctx"]["min_length"]
+        least = limits["min_length"]
         return "must not be empty" if least == 1 else f"must have at least {least} values"
     if first["type"] == "too_long":
-        return f"must have at most {first['ctx']['max_length']} values"
+        return f"must have at most {limits['max_length']} values"
     message = first["msg"].removeprefix("Value error, ")
     return re.sub("^(Input|List|Value) should", "must", message)

@@ -42,9 +42,12 @@ def progress_bar(
     if unit == "B":
         options["unit_scale"] = True
     if not sys.stderr.isatty():
-        seconds = _SECONDS_OF_LOG
-        options |= {"file": _LogLines(), "bar_format": _LINE, "mininterval": seconds, "maxinterval": seconds}
-        options |= {"delay": seconds}
+        options["file"] = _LogLines()
+        options["bar_format"] = _LINE
+        options["delay"] = _SECONDS_OF_LOG
+        options["mininterval"] = _SECONDS_OF_LOG
+        # Looked at after each item: tqdm's own thread, which adjusts this number, prints lines twice.
+        options["miniters"] = 1
     return tqdm(items, **options)
 
 
