@@ -42,6 +42,10 @@ def _dispatch(words: list[str]) -> None:
         print(f"keepsight {__version__}")
     elif not words or words[0] in _HELP:
         print(_overview(bench=False))
+    elif words[0] == "methods":
+        if words[1:] and words[1] not in _HELP:
+            raise UserError(f"keepsight methods: {words[1]!r} is not a key; the command takes none")
+        print(_list_of_methods())
     elif words[0] == "help":
         print(_help_on(words[1:]))
     elif words[0] == "bench" and (len(words) == 1 or words[1] in _HELP):
@@ -70,7 +74,7 @@ def command_of(words: Sequence[str]) -> tuple[str, list[str]]:
     if words[0] == "bench":
         benchmarks = [name.removeprefix("bench ") for name in COMMANDS if name.startswith("bench ")]
         raise UserError(f"{words[1]!r} is not a benchmark; choose one of {', '.join(benchmarks)}")
-    commands = [name for name in COMMANDS if not name.startswith("bench ")]
+    commands = [name for name in COMMANDS if not name.startswith("bench ")] + ["bench", "demo", "methods", "help"]
     raise UserError(f"{words[0]!r} is not a command; choose one of {', '.join(commands)}")
 
 
@@ -156,11 +160,13 @@ def _fail(message: str) -> int:
 
 
 def _help_on(words: Sequence[str]) -> str:
-    """What `keepsight help` prints: the commands; the help of the command that follows; or the recipes."""
+    """What `keepsight help` prints: the commands; the help of the command that follows; the recipes; or the methods."""
     if not words:
         return _overview(bench=False)
     if list(words) == ["recipes"]:
         return _list_of_recipes()
+    if list(words) == ["methods"]:
+        return _list_of_methods()
     if list(words) == ["bench"]:
         return _overview(bench=True)
     name, arguments = command_of(words)
@@ -177,6 +183,31 @@ def _list_of_recipes() -> str:
     return f"recipes: models with settings of their own\n\n{table}\n\nusage: keepsight COMMAND recipe=NAME"
 
 
+def _list_of_methods() -> str:
+    """Every method: its name, what it does, what it costs, and its paper."""
+    from keepsight.runtime.catalogue import describe, descriptions
+    from keepsight.runtime.generate import SECTIONS
+
+    importlib.import_module("keepsight.runtime.methods")  # registers them
+    width = min(shutil.get_terminal_size().columns, 110)
+    lines = ["methods: what each does, what it costs beyond a prefill, and its paper", ""]
+    for section, title in SECTIONS.items():
+        methods = descriptions(section)
+        if section == "prompt":
+            methods = [describe("full"), *methods]
+        lines.append(title)
+        for method in methods:
+            name = f"  {method.name:<20} "
+            margin = " " * len(name)
+            lines += textwrap.wrap(method.summary, width, initial_indent=name, subsequent_indent=margin)
+            lines.append(f"{margin}cost: {method.cost}")
+            if method.paper:
+                lines.append(margin + method.paper)
+        lines.append("")
+    lines.append("usage: keepsight eval methods=NAME,NAME; in Python: keepsight.make_method(NAME, budget)")
+    return "\n".join(lines)
+
+
 def _overview(bench: bool) -> str:
     """The commands, or the benchmarks, each with the first line of its docstring."""
     from keepsight.commands.config import COMMANDS
@@ -191,6 +222,7 @@ def _overview(bench: bool) -> str:
         usage = "keepsight COMMAND"
         rows["bench"] = "measure speed and memory; keepsight bench --help lists the benchmarks."
         rows["demo"] = "generate data, train and evaluate a small model: keepsight fit recipe=demo."
+        rows["methods"] = "list all methods: what they do, what they cost, their papers."
         rows["help"] = "this page; keepsight help COMMAND; keepsight help recipes lists the models with settings."
     about = "keepsight predicts which KV entries a language model's answer will need, and evicts the rest."
     width = max(map(len, rows))

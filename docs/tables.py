@@ -8,7 +8,6 @@ method appears in docs/methods.md, in docs/api/methods.md and in `runtime/method
 read; a new family of tests/families.py in docs/models.md. The plot of README is drawn anew.
 """
 
-import inspect
 import re
 import sys
 from collections.abc import Iterable
@@ -21,9 +20,9 @@ from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 from keepsight.eval.report.figures import STYLES, look
 from keepsight.files import size_text, write_text
-from keepsight.runtime.evict import Evict
+from keepsight.runtime.catalogue import descriptions
 from keepsight.runtime.generate import SECTIONS
-from keepsight.runtime.registry import LABELS, METHODS, Style
+from keepsight.runtime.registry import METHODS, Style
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "RESULTS.md"]
@@ -681,40 +680,21 @@ def gpu_table() -> str:
     return "\n".join(parts)
 
 
-def registered(section: str) -> list[str]:
-    """The methods of a section of docs/methods.md, by their names."""
-    return sorted(name for name, kind in METHODS.items() if kind.section == section and not kind.is_full_cache)
-
-
 def method_rows(section: str) -> str:
     """A line for each method of a section: name, label, paper, and the first sentence of its docstring."""
     rows = []
-    for name in registered(section):
-        kind = METHODS[name]
-        sentence = " ".join(str(inspect.getdoc(kind)).partition("\n\n")[0].split())
-        sentence = re.sub(r" ?\((?=[^()]*(?:arXiv|section|algorithm|PR \d|after CPC))[^()]*\)", "", sentence)
-        rows.append((f"`{name}`", LABELS.get(name, kind.__name__), paper_of(kind), sentence.replace("|", "\\|")))
+    for method in descriptions(section):
+        source = method.paper.rpartition("/")[2] if "arxiv" in method.paper else "OpenReview"
+        paper = f"[{source}]({method.paper})" if method.paper else ""
+        rows.append((f"`{method.name}`", method.label, paper, method.summary.replace("|", "\\|")))
     return markdown(pd.DataFrame(rows, columns=["name", "method", "paper", "what it does"]))
-
-
-def paper_of(kind: type) -> str:
-    """A link to the paper that a method's docstring names, or that of the method that it is a variant of."""
-    for base in kind.__mro__:
-        if base is Evict:  # whose docstring names papers of its options
-            return ""
-        if base not in METHODS.values():
-            continue
-        named = re.search(r"arXiv (\d{4}\.\d{4,5})|https://openreview\.net/forum\?id=(\w+)", base.__doc__ or "")
-        if named and named[1]:
-            return f"[{named[1]}](https://arxiv.org/abs/{named[1]})"
-        if named:
-            return f"[OpenReview]({named[0]})"
-    return ""
 
 
 def method_classes() -> str:
     """The reference of each method's class, for mkdocstrings."""
-    names = ["full", *(name for section in SECTIONS for name in registered(section))]
+    names = ["full"]
+    for section in SECTIONS:
+        names += [method.name for method in descriptions(section)]
     return "\n".join(f"\n::: {METHODS[name].__module__}.{METHODS[name].__qualname__}" for name in names) + "\n\n"
 
 

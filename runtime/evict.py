@@ -135,12 +135,17 @@ class Evict(CacheMethod):
         return self.bound_observer.needs()
 
     @override
+    def least_budget(self) -> int:
+        protected = self.sinks + self.window
+        return protected + 1 if protected else 1
+
+    @override
     def check(self, length: int, context: int) -> None:
         budget = self.budget_for(length)
         if length <= budget:
             return
         if isinstance(self.budget, float):
-            self._check_room([budget])
+            self._check_allocation([budget])
 
         name = type(self).__name__
         observer = self.bound_observer
@@ -156,17 +161,10 @@ class Evict(CacheMethod):
                 "shorten the draft (lookahead) or the prompt"
             )
 
-    def _check_room(self, budgets: list[int]) -> None:
-        """Refuse budgets of too few entries: a ratio becomes a number only where a prompt is known."""
-        protected = self.sinks + self.window
-        budget = min(budgets)
-        if not protected:
-            self.allocate.check(budget)
-        elif budget <= protected:
-            raise UserError(
-                f"{type(self).__name__}: budget {self.budget} leaves {budget} entries, which must be above the "
-                f"{protected} protected ones (sinks + window)"
-            )
+    def _check_allocation(self, budgets: list[int]) -> None:
+        """Refuse budgets that the allocation cannot share: a ratio becomes a number only where a prompt is known."""
+        if not self.sinks + self.window:
+            self.allocate.check(min(budgets))
 
     @override
     @torch.no_grad()
@@ -177,7 +175,7 @@ class Evict(CacheMethod):
         budgets = [self.budget_for(length) for length in lengths]
         evicts = any(length > budget for length, budget in zip(lengths, budgets, strict=True))
         if evicts and isinstance(self.budget, float):
-            self._check_room(budgets)
+            self._check_allocation(budgets)
 
         tail = None
         if evicts and not options.get("images") and can_read_tail(model, observer.needs()):
@@ -311,7 +309,7 @@ class Evict(CacheMethod):
         """[L, B, K]: how many entries each head keeps."""
         budgets = self.budgets(state)
         if isinstance(self.budget, float):
-            self._check_room(budgets)
+            self._check_allocation(budgets)
         return self.allocate(self._sizes(state), budgets, importance)
 
     def keep(self, model: PreTrainedModel, state: State, selected: list[Tensor]) -> State:

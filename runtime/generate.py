@@ -5,6 +5,7 @@ A method is also a `custom_generate` of transformers: `model.generate(**inputs, 
 
 import functools
 import inspect
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -39,6 +40,8 @@ from keepsight.runtime.resources import MODULES, Resources
 from keepsight.runtime.rope_length import length_limit
 from keepsight.runtime.state import Needs, State, must_restart, positions_of, prefill, read
 from keepsight.runtime.static_step import static_step
+
+logger = logging.getLogger("keepsight")
 
 _READ = IMAGE_INPUTS | {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
 
@@ -523,9 +526,11 @@ class Method(CustomGenerate):
         uses_retrieval_head: Whether a retrieval head selects what is read.
         every: Eviction interval: number of generated tokens between two evictions while decoding; 0 for none.
         section: Which table of docs/methods.md its row is in, one of `SECTIONS`.
+        cost: What it takes beyond a prefill, in a few words.
     """
 
     section: str = "prompt"
+    cost: str = "scores in the prefill"
     is_full_cache = False
     selects_each_step = False
     uses_retrieval_head = False
@@ -662,12 +667,23 @@ class Method(CustomGenerate):
     def budget_for(self, length: int) -> int:
         """The budget for a prompt of `length` tokens, in entries per layer and KV head; `length` without a budget.
 
-        A ratio is rounded, and gives at least 1. Room for the tokens of an eviction interval is taken off.
+        A ratio is rounded, and raised to `least_budget` where it gives less, which is said once. Room for the tokens
+        of an eviction interval is taken off.
         """
         budget = getattr(self, "budget", length)
         if isinstance(budget, float):
-            budget = max(round(budget * length), 1)
+            entries = round(budget * length)
+            least = self.least_budget()
+            if entries < least:
+                if least > 1:
+                    _say_raised(type(self).__name__, budget, least)
+                entries = least
+            return entries - self.every
         return int(budget) - self.every
+
+    def least_budget(self) -> int:
+        """The fewest entries that a ratio stands for, however short the prompt is."""
+        return 1
 
     def budgets(self, state: State) -> list[int]:
         """The budget of each row, for its own number of tokens."""
@@ -760,6 +776,7 @@ class CacheMethod(Method):
 class FullCache(CacheMethod):
     """Evicts nothing: the reference that every other method is compared with."""
 
+    cost = "none"
     is_full_cache = True
     reads_images = True
 
@@ -770,6 +787,14 @@ class FullCache(CacheMethod):
     @override
     def compress_state(self, model: PreTrainedModel, state: State) -> State:
         return state.copy()
+
+
+@functools.cache
+def _say_raised(name: str, ratio: float, least: int) -> None:
+    """Say once that a ratio of short prompts leaves fewer entries than a method needs."""
+    logger.warning(
+        "%s: the ratio %s leaves fewer entries of some prompts than it needs; it keeps %d", name, ratio, least
+    )
 
 
 def _with_method(kind: type[Method], error: UserError) -> str:

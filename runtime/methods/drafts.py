@@ -45,6 +45,7 @@ class Oracle(Evict):
     """Keeps what the full cache's own answer attends to."""
 
     section = "answer"
+    cost = "the full cache's own answer"
     observer: Observer = DraftObserver(OwnAnswer())
 
 
@@ -154,5 +155,6 @@ class DapQ(Evict):
     """
 
     section = "answer"
+    cost = "32 tokens in the prefill"
     observer: Observer = DraftObserver(PromptEnds())
     pool: Pool = NO_POOL

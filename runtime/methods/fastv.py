@@ -37,6 +37,7 @@ class FastV(Method):
     """
 
     section = "shorten"
+    cost = "none; later layers read fewer tokens"
     budget: Budget
     layer: Positive = 2
     reads_images = True

@@ -166,6 +166,7 @@ class LAQ(Evict):
     """
 
     section = "answer"
+    cost = "a draft of 8 tokens by the model itself"
     observer: Observer = QueryCache()
 
 

@@ -75,6 +75,7 @@ class LookaheadKV(Evict):
     """Keeps what a lookahead module expects the answer to attend to, and no window (arXiv 2603.10899, appendix F)."""
 
     section = "answer"
+    cost = "soft tokens in the prefill; a trained module"
 
     @classmethod
     def from_pretrained(

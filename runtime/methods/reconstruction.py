@@ -360,6 +360,7 @@ class KVzip(Evict):
     `KVzip(64, Reconstruction(tokenizer))`; by name, the tokenizer is the base model's.
     """
 
+    cost = "another two prefills"
     reduce: Reduce = Reduce("max", "max")
     pool: Pool = NO_POOL
     allocate: Allocation = Global(floor=0)
@@ -409,6 +410,8 @@ class KVgrad(KVzip):
     The paper is https://openreview.net/forum?id=cg1wTCJjjk. Takes a backward pass through the base model for each
     chunk.
     """
+
+    cost = "another four prefills: a backward pass for each chunk"
 
     @staticmethod
     @override

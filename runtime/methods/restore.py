@@ -172,6 +172,7 @@ class RestoreKV(KVzip):
     """
 
     section = "weights"
+    cost = "two more passes over the prompt; published weights"
     weights: RestoreWeights | None = None
     waits = True
 
@@ -208,6 +209,10 @@ class RestoreKV(KVzip):
     def added_entries(self) -> int:
         """Number of learned entries: part of the budget, not of `budget_for`."""
         return 0 if self.weights is None else len(self.weights.tokens)
+
+    @override
+    def least_budget(self) -> int:
+        return super().least_budget() + self.added_entries
 
     @override
     def budget_for(self, length: int) -> int:

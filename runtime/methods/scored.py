@@ -67,6 +67,7 @@ class ScoredEvict(Evict):
     """
 
     section = "weights"
+    cost = "a small network in the prefill; published weights"
     scorer: ClassVar[type[Scorer]]
     pool: Pool = NO_POOL
 

@@ -34,12 +34,17 @@ class ShortenPrompt(Method):
     """
 
     section = "shorten"
+    cost = "a text model that reads the prompt first; a shorter prefill"
     budget: Budget
     window: Whole = 0
 
     def __post_init__(self) -> None:
-        if self.window and isinstance(self.budget, int):
-            self._require_choice(self.budget)
+        # A window that fills the budget would make every method keep the end of the prompt alone.
+        if isinstance(self.budget, int) and 0 < self.budget <= self.window:
+            raise UserError(
+                f"{type(self).__name__}: budget {self.budget} must be above the window of {self.window} tokens that "
+                "are always kept; raise the budget, lower the window, or use truncation"
+            )
 
     @abstractmethod
     def select(self, model: PreTrainedModel, input_ids: Tensor, images: Images | None = None) -> Tensor:
@@ -54,23 +59,15 @@ class ShortenPrompt(Method):
         return min(super().budget_for(length), length)
 
     @override
+    def least_budget(self) -> int:
+        return self.window + 1
+
+    @override
     def check(self, length: int, context: int) -> None:
         if length < self.window:
             raise UserError(
                 f"{type(self).__name__}: a prompt of {length} tokens is shorter than the window of {self.window}; "
                 "give a longer prompt or a smaller window"
-            )
-        budget = self.budget_for(length)
-        if budget < length and self.window:
-            self._require_choice(budget)
-
-    def _require_choice(self, tokens: int) -> None:
-        """Refuse a budget, in tokens, that the window fills: every method would keep the end of the prompt alone."""
-        if tokens <= self.window:
-            here = "" if tokens == self.budget else f" (here {tokens} tokens)"
-            raise UserError(
-                f"{type(self).__name__}: budget {self.budget}{here} must be above the window of {self.window} tokens "
-                "that are always kept; raise the budget, lower the window, or use truncation"
             )
 
     @override

@@ -260,6 +260,7 @@ class SpecKVPC(Method):
     """
 
     section = "shorten"
+    cost = "a draft model that reads the prompt first; a shorter prefill"
     budget: Budget
     draft: DraftSource | DraftHeadSource = field(kw_only=True)
     prompt_budget: Positive = 2048

@@ -155,6 +155,7 @@ class PackedMethod(CacheMethod):
     """
 
     section = "quantize"
+    cost = "packing after the prefill"
     bits: Bits = 2
     group: Group = 32
     residual: Whole = 128

@@ -242,25 +242,31 @@ class SparseRead(CacheMethod):
     """
 
     section = "read"
+    cost = "all entries stay; a selection at each step"
     budget: Budget
     selects_each_step = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.budget, int):
-            self._check_budget(self.budget)
+        smallest, reason = self.smallest_budget()
+        if isinstance(self.budget, int) and self.budget < smallest:
+            raise UserError(
+                f"{type(self).__name__}: budget {self.budget} is below {smallest} ({reason}); give a larger budget"
+            )
 
     def smallest_budget(self) -> tuple[int, str]:
         """The smallest budget that leaves something to select, and why."""
         return 1, "one entry to choose"
 
     @override
+    def least_budget(self) -> int:
+        smallest, _ = self.smallest_budget()
+        return smallest
+
+    @override
     def check(self, length: int, context: int) -> None:
         if length > context:
             name = type(self).__name__
             raise UserError(f"{name}: a prompt of {length} tokens does not fit the context of {context}; shorten it")
-        budget = self.budget_for(length)
-        if budget < length:
-            self._check_budget(budget)
 
     @override
     @torch.no_grad()
@@ -276,12 +282,3 @@ class SparseRead(CacheMethod):
     @abstractmethod
     def layers_for(self, model: PreTrainedModel, state: State) -> Sequence[KeptLayer]:
         """A layer for each of a state's layers with full attention."""
-
-    def _check_budget(self, budget: int) -> None:
-        smallest, reason = self.smallest_budget()
-        if budget >= smallest:
-            return
-        text = f"{type(self).__name__}: budget {self.budget}"
-        if budget != self.budget:  # a ratio
-            text += f" leaves {budget} entries, which"
-        raise UserError(f"{text} is below {smallest} ({reason}); give a larger budget")

@@ -238,7 +238,7 @@ class InfLLM(SparseRead):
 
     @override
     def check(self, length: int, context: int) -> None:
-        self._check_budget(self.budget_for(length))
+        """Prompts of any length: most of one lies outside the model's window."""
 
     @override
     def shares_prefill(self, length: int) -> bool:
@@ -254,7 +254,6 @@ class InfLLM(SparseRead):
         if mask is not None and not bool(mask.bool().all()):
             raise UserError("InfLLM reads prompts without padding; give prompts one by one")
         batch, length = input_ids.shape
-        self._check_budget(self.budget_for(length))
         sizes = self.sizes(length)
         layers = [MemoryLayer(sizes, Rotary(model, index)) for index in full_attention_layers(model.config)]
         cache = with_full_layers(empty_cache(model), layers)

@@ -27,6 +27,7 @@ from keepsight.models.identity import Identity
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import load_target
+from keepsight.runtime.methods import METHODS
 from tests.commands.commands import DATA, NEEDLES, WITH_MODEL, CommandLine, tree
 from tests.families import fresh_model
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -66,6 +67,14 @@ def test_help_explains_every_key_and_fits_a_screen(
     assert ("recipe" in shown) == ("model.id" in notes) == ("keepsight help recipes lists them." in short)
     behind = short.partition("--help all shows these too: ")[2].replace("\n", " ")
     assert all(name in shown or name.split(".")[0] in behind for name in notes)
+
+
+def test_methods_are_listed_with_their_papers_and_costs(keepsight: CommandLine) -> None:
+    text = keepsight("methods")
+    assert sorted(re.findall(r"^  (\S+) ", text, flags=re.MULTILINE)) == sorted(METHODS)
+    assert "https://arxiv.org/abs/2404.14469" in text and "cost: soft tokens in the prefill; a trained module" in text
+    assert keepsight("help", "methods") == text
+    assert "is not a key" in keepsight.fails("methods", "snapkv")
 
 
 def test_help_shows_the_values_that_the_command_would_use(keepsight: CommandLine) -> None:

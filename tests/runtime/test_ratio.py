@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import LogCaptureFixture
 
-from keepsight import generate
-from keepsight.errors import UserError
 from keepsight.runtime.methods import LaCache, SnapKV, StreamingLLM
+from keepsight.runtime.sparse_read.infllm import InfLLM
 from keepsight.runtime.sparse_read.selection import ExactTopK
 from keepsight.runtime.state import read
 from tests.close import assert_close
@@ -48,10 +48,17 @@ def test_the_cascade_counts_the_whole_prompt() -> None:
     assert OTHERS["cascade"].start(tiny_model(), *prompt_ids(*LENGTHS)).counts()[0, :, 0].tolist() == [15, 5, 10]
 
 
-def test_a_row_whose_share_is_too_small_is_refused_beside_a_long_one() -> None:
+def test_a_share_that_is_too_small_is_raised_to_what_the_method_needs(caplog: LogCaptureFixture) -> None:
     model, (ids, mask) = tiny_model(), prompt_ids(60, 8)
-    for method in (SnapKV(0.5, window=4), StreamingLLM(0.5), LaCache(0.5)):
-        with pytest.raises(UserError, match="leaves 4 entries, which must be above the 4 protected"):
-            generate(model, ids, method, attention_mask=mask, max_new_tokens=2)
-    with pytest.raises(UserError, match=r"budget 0\.5 leaves 4 entries, which is below 5"):
-        generate(model, ids, ExactTopK(0.5, sinks=4), attention_mask=mask, max_new_tokens=2)
+    for method, least in ((SnapKV(0.5, window=4), 5), (StreamingLLM(0.5), 5), (LaCache(0.3), 5)):
+        state = method.start(model, ids, mask)
+        mean_entries = state.counts().double().mean(dim=(0, 2))
+        assert mean_entries.tolist() == [method.budget_for(60), least]
+    assert ExactTopK(0.5, sinks=4).budget_for(8) == 5
+    assert InfLLM(0.01).budget_for(100) == 49
+    snapkv: Any = SnapKV  # as_options adds compression_ratio
+    assert snapkv(compression_ratio=0.5).budget_for(60) == 33
+    lines = len(caplog.records)
+    assert snapkv(compression_ratio=0.5).budget_for(50) == 33
+    assert len(caplog.records) == lines, "said once"
+    assert "SnapKV: the ratio 0.5 leaves fewer entries of some prompts than it needs; it keeps 33" in caplog.text

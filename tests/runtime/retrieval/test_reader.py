@@ -149,7 +149,6 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (lambda: Quest(20), "Quest: budget 20 is below 31"),
     (lambda: Quest(64, page=0), "Quest: page 0 must be a whole number of at least 1"),
-    (lambda: ExactTopK(0.1, sinks=4).check(40, 256), "ExactTopK: budget 0.1 leaves 4 entries, which is below 5"),
     (lambda: Quest(64).check(300, 256), "Quest: a prompt of 300 tokens does not fit the context of 256"),
 ]
 

@@ -159,7 +159,6 @@ def test_what_cannot_be_is_refused() -> None:
         r"InfLLM: budget 48 is below 49 \(a 49th of it is a block\)": lambda: InfLLM(48),
         r"InfLLM: budget 60 is below 68 \(sinks, window and one block to choose\)": lambda: InfLLM(60, block=2),
         "InfLLM: step 5 is above window 4": lambda: InfLLM(64, window=4, step=5),
-        "InfLLM: budget 0.5 leaves 20 entries, which is below 49": lambda: InfLLM(0.5).start(model, ids),
         "InfLLM reads prompts without padding": lambda: METHOD.start(model, ids, mask),
         "InfLLM makes its blocks while it reads": lambda: METHOD.compress_state(model, prefill(model, ids)),
         "positions in cached keys of deepseek_v3": lambda: METHOD.start(tiny_deepseek(), ids),
