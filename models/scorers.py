@@ -4,12 +4,14 @@ A file is read as it was published: safetensors, or a pickle whose tensors are r
 runs nothing that the file names. B batch, q tokens, D hidden size, H query heads, K KV heads, d head dimension.
 """
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from huggingface_hub import snapshot_download
@@ -18,7 +20,7 @@ from torch.nn import functional
 from typing_extensions import Self, override
 
 from keepsight.errors import UserError, one_line
-from keepsight.files import at_home
+from keepsight.files import at_home, read_json
 from keepsight.models.artifacts import as_weights, check_repo_id, hub_errors, read_tensors, unpickled
 from keepsight.models.identity import tensors_digest
 
@@ -26,6 +28,8 @@ _SAFE = ("*.safetensors",)
 _PICKLED = ("*.pt", "*.pth", "*.bin")
 _GATES = 16
 """Width of FastKVzip's queries and keys."""
+_BESIDE = ("adapter_config.json", "config.json", "dms_metadata.json")
+"""Settings that are fetched with weights, where they are there."""
 
 Weights = Mapping[str, Tensor]
 
@@ -111,6 +115,13 @@ class Scorer(ABC):
     def score(self, weights: Weights, attention: nn.Module, hidden: Tensor, start: int) -> Tensor:
         """As `__call__`, with the layer's tensors by name."""
 
+    def joined(self, before: Tensor | None, scores: Tensor) -> Tensor:
+        """The scores [B, K x numbers, C + q] of all entries of a layer, from those of C earlier ones and of a pass.
+
+        `before` is None where there are no earlier ones.
+        """
+        return scores if before is None else torch.cat([before, scores], dim=-1)
+
 
 class KVzapScorer(Scorer):
     """KVzap (arXiv 2601.07891, section 3.2): the logarithm of KVzip+'s score, by one linear map or an MLP with GELU."""
@@ -188,6 +199,122 @@ class LocretScorer(Scorer):
         return functional.linear(inner, weights["fc2.weight"]).mT
 
 
+@dataclass(frozen=True)
+class DMSSettings:
+    """What a DMS decision depends on beside its weights, as `config.json` or `dms_metadata.json` names it.
+
+    Attributes:
+        scale: Factor of the neuron or projection (`dms_alpha_scale`).
+        offset: What is then taken off (`dms_initial_alpha_offset`, in FastDMS's metadata `alpha_offset`): a neuron at
+            0 keeps its entry.
+        per: Whether each KV head decides (`head`), or the first one for its `layer` (`dms_alpha_per`).
+    """
+
+    scale: float = 100.0
+    offset: float = 5.0
+    per: Literal["head", "layer"] = "head"
+
+    @classmethod
+    def beside(cls, weights: Path) -> "DMSSettings":
+        """The settings of a file of weights; those of the published model where no file beside it names them.
+
+        Raises:
+            UserError: a setting has another form.
+        """
+        for file in (weights.parent / "dms_metadata.json", weights.parent / "config.json"):
+            if not file.is_file():
+                continue
+            content = read_json(file, dict[str, Any])
+            scale = _first_of(content, "dms_alpha_scale", "alpha_scale")
+            if scale is None:
+                continue
+            offset = _first_of(content, "dms_initial_alpha_offset", "dms_alpha_offset", "alpha_offset")
+            per = content.get("dms_alpha_per", cls.per)
+            numbers = (scale, cls.offset if offset is None else offset)
+            if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+                raise UserError(f"{file}: dms_alpha_scale and dms_initial_alpha_offset are {numbers}, expected numbers")
+            if per not in ("head", "layer"):
+                raise UserError(f"{file}: dms_alpha_per is {per!r}, expected 'head' or 'layer'; fetch it again")
+            return cls(float(numbers[0]), float(numbers[1]), per)
+        return cls()
+
+
+class DMSScorer(Scorer):
+    """DMS (arXiv 2506.05345): how far a trained decision is from evicting an entry; evicted where it is below 0.
+
+    Published in two forms. `nvidia/Qwen3-8B-DMS-8x` and FastDMS's checkpoints read the last channel of the first query
+    head of each KV head, before RoPE, after the norm of queries where there is one. Adapters that NVIDIA's
+    Model-Optimizer trains (`experimental/dms`, `dms_separate_alpha`) project the layer's input, under a norm of their
+    own; it is found again from the attention's input, divided by the weight of the norm before it.
+
+    The decision about an entry is read at the token after it, as in NVIDIA's programs; the newest entry has none yet,
+    and its score is infinite.
+    """
+
+    names = (
+        r"(?:model\.)?layers\.(\d+)\.(input_layernorm\.weight|"
+        r"self_attn\.(?:q_proj|q_norm|dms_proj_alpha|dms_proj_alpha_norm)\.(?:weight|bias))"
+    )
+
+    def __init__(self, source: Path | str, tensors: Mapping[str, Tensor], settings: DMSSettings | None = None) -> None:
+        super().__init__(source, tensors)
+        self.settings = settings or DMSSettings.beside(Path(source))
+        if not any(name.startswith("self_attn.") for layer in self._layers.values() for name in layer):
+            raise UserError(f"{source}: holds no queries or decisions of DMS; name the file that was published")
+
+    @cached_property
+    @override
+    def digest(self) -> str:
+        settings = torch.tensor([self.settings.scale, self.settings.offset, float(self.settings.per == "layer")])
+        return tensors_digest([(super().digest, settings)])
+
+    @override
+    def score(self, weights: Weights, attention: nn.Module, hidden: Tensor, start: int) -> Tensor:
+        is_adapter = "self_attn.dms_proj_alpha.weight" in weights
+        values = _projected(weights, attention, hidden) if is_adapter else _neurons(weights, attention, hidden)
+        kept_by = self.settings.offset - values.float() * self.settings.scale
+        if self.settings.per == "layer":
+            kept_by = kept_by[..., :1].expand_as(kept_by)
+        return kept_by.mT
+
+    @override
+    def joined(self, before: Tensor | None, scores: Tensor) -> Tensor:
+        of_entries = functional.pad(scores[..., 1:], (0, 1), value=torch.inf)
+        if before is None:
+            return of_entries
+        return torch.cat([before[..., :-1], scores[..., :1], of_entries], dim=-1)
+
+
+def _neurons(weights: Weights, attention: Any, hidden: Tensor) -> Tensor:
+    """[B, q, K]: the last channel of the first query head of each KV head, before RoPE."""
+    queries = functional.linear(hidden, weights["self_attn.q_proj.weight"], weights.get("self_attn.q_proj.bias"))
+    heads = int(attention.config.num_attention_heads)
+    first_heads = queries.unflatten(-1, (heads, -1))[..., :: heads // kv_heads_of(attention), :]
+    norm = weights.get("self_attn.q_norm.weight")
+    if norm is not None:
+        width = first_heads.shape[-1]
+        first_heads = functional.rms_norm(first_heads.float(), (width,), norm.float(), _norm_epsilon(attention))
+    return first_heads[..., -1]
+
+
+def _projected(weights: Weights, attention: Any, hidden: Tensor) -> Tensor:
+    """[B, q, K]: the projection of a layer's input under a norm of its own."""
+    norm = weights["input_layernorm.weight"].float()
+    normalised = torch.where(norm == 0, 0.0, hidden.float() / norm)
+    states = (normalised * weights["self_attn.dms_proj_alpha_norm.weight"].float()).to(hidden.dtype)
+    bias = weights.get("self_attn.dms_proj_alpha.bias")
+    return functional.linear(states, weights["self_attn.dms_proj_alpha.weight"], bias)
+
+
+def _norm_epsilon(attention: Any) -> float:
+    return float(getattr(attention.config, "rms_norm_eps", 1e-6))
+
+
+def _first_of(content: Mapping[str, Any], *names: str) -> Any:
+    """The value of the first of some names that a mapping has; None for none."""
+    return next((content[name] for name in names if content.get(name) is not None), None)
+
+
 def kv_heads_of(attention: Any) -> int:
     """KV heads of an attention module's cache."""
     return int(attention.config.num_attention_heads) // int(getattr(attention, "num_key_value_groups", 1))
@@ -236,7 +363,7 @@ def published_files(reference: str) -> list[Path]:
         subfolder = "/".join(reference.split("/")[2:])
         check_repo_id(repo)
         prefix = f"{subfolder}/" if subfolder else ""
-        patterns = [prefix + pattern for pattern in (*_SAFE, *_PICKLED, "adapter_config.json")]
+        patterns = [prefix + pattern for pattern in (*_SAFE, *_PICKLED, *_BESIDE)]
         with hub_errors(f"{reference!r} is no file or folder here and cannot be fetched from the Hub"):
             path = Path(snapshot_download(repo, allow_patterns=patterns)) / subfolder
     for file_patterns in (_SAFE, _PICKLED):

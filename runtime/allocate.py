@@ -5,6 +5,7 @@ the device and fetch nothing but the counts, for all layers at once.
 """
 
 import heapq
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -47,10 +48,12 @@ class Allocation(ABC):
         reads_scores: Whether it depends on the entries' importance, and not on their number alone.
         across_layers: Whether it compares importance across layers, so that no layer can be evicted from before all are
             read.
+        fills: Whether the budget is met exactly, and a prompt within it is left as it is.
     """
 
     reads_scores = True
     across_layers = False
+    fills = True
 
     @abstractmethod
     def __call__(self, sizes: HeadSizes, budgets: list[int], importance: list[Tensor]) -> Counts:
@@ -65,8 +68,8 @@ class Allocation(ABC):
 
         Returns:
             [L, B, K]: entries to keep. In every row they sum to L x K x budget, or to all real entries if these are
-            fewer; no head gets more than it has, or fewer than it protects. Where a head of an evicted cache has fewer
-            than its share, others get the rest.
+            fewer (to no more than that, unless the allocation `fills`); no head gets more than it has, or fewer than
+            it protects. Where a head of an evicted cache has fewer than its share, others get the rest.
         """
 
     def check(self, budget: int) -> None:
@@ -307,6 +310,38 @@ class Global(Allocation):
         if shape != expected:
             raise UserError(f"global: weights has shape {shape}, this model's layers and KV heads are {expected}")
         return weights
+
+
+@registry.allocation("threshold")
+@dataclass(frozen=True)
+class Threshold(Allocation):
+    """Heads keep the entries of at least some importance: how many decides the prompt, and the budget is the most.
+
+    For scores with a level of their own: DMS evicts below 0 (arXiv 2506.05345), KVzap below its tau (arXiv 2601.07891,
+    section 3.3). Where more than the budget are left, the most important ones of all heads and layers stay.
+
+    Attributes:
+        least: The least importance that stays.
+    """
+
+    across_layers = True
+    fills = False
+    least: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.least):
+            raise UserError(f"threshold: least {self.least!r} must be a finite number")
+
+    @override
+    def check(self, budget: int) -> None:
+        raise UserError("threshold: can leave a head without entries; protect sinks or a window")
+
+    @override
+    def __call__(self, sizes: HeadSizes, budgets: list[int], importance: list[Tensor]) -> Counts:
+        head_counts = [(layer_importance >= self.least).sum(dim=-1) for layer_importance in importance]
+        device = head_counts[0].device
+        important = np.array(torch.stack([counts.to(device) for counts in head_counts]).tolist())
+        return np.minimum(important, Global(floor=0.0)(sizes, budgets, importance))
 
 
 def _count_top(ranked: Tensor, free: Counts) -> Counts:

@@ -35,6 +35,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import RESTARTS
+from keepsight.runtime.decision_channels import decisions_left_out, holds_decisions, without_decisions
 from keepsight.runtime.rope_length import counted_lengths
 
 
@@ -266,6 +267,7 @@ def run(
         recording(model),
         _uncompiled(),
         counted_lengths(uncompiled, rope_lengths),
+        decisions_left_out(uncompiled) if isinstance(uncompiled, nn.Module) else nullcontext(),
         _current(model.config.get_text_config(decoder=True), recorder, cache),
     ):
         return uncompiled(past_key_values=cache, use_cache=True, entries=cache, recorder=recorder, **inputs)
@@ -444,6 +446,8 @@ def _attention(
                 "scored; load a model without, such as Llama, Qwen, Mistral or Gemma"
             )
         real = getattr(layer, "real", None)
+        if holds_decisions(module.config):
+            query = without_decisions(query, key.shape[1])
         if recorder is not None:
             recorder(index, query, key, softmax, real, attention_mask)
 

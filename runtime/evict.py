@@ -228,7 +228,9 @@ class Evict(CacheMethod):
     def fits(self, state: State) -> bool:
         """Whether the state is within the budget, or has no layer to evict from."""
         real = self._sizes(state).real
-        return not real.size or bool((real.mean(axis=(0, 2)) <= self.budgets(state)).all())
+        if not real.size:
+            return True
+        return self.allocate.fills and bool((real.mean(axis=(0, 2)) <= self.budgets(state)).all())
 
     @torch.no_grad()
     def importance(self, model: PreTrainedModel, state: State, scores: list[Tensor] | None = None) -> list[Tensor]:

@@ -365,9 +365,7 @@ class Recorder:
         self._scores = {}
         for scorer in self.needs.scorers:
             scores = scorer(index, self.layers_read, attention, hidden, layer.seen)
-            if scorer in before:
-                scores = torch.cat([before[scorer], scores], dim=-1)
-            self._scores[scorer] = scores
+            self._scores[scorer] = scorer.joined(before.get(scorer), scores)
 
     def __call__(
         self, index: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any

@@ -4,6 +4,7 @@ from keepsight.runtime.drafting.speckv import SpecKV as SpecKV
 from keepsight.runtime.evict import Evict as Evict
 from keepsight.runtime.generate import FullCache as FullCache
 from keepsight.runtime.generate import make_method as make_method
+from keepsight.runtime.methods.dms import DMS as DMS
 from keepsight.runtime.methods.drafts import DapQ as DapQ
 from keepsight.runtime.methods.drafts import Oracle as Oracle
 from keepsight.runtime.methods.expected import ExpectedAdaKV as ExpectedAdaKV

@@ -97,8 +97,8 @@ class KVzap(ScoredEvict):
     """Keeps what the repetition of the prompt would attend to, as a network predicts it (KVzap, arXiv 2601.07891).
 
     The paper evicts entries that score below a threshold, tau, except for the last 128 tokens (section 3.3). One budget
-    for the heads of all layers equals a threshold that keeps that many entries; tau itself cannot be given. A window of
-    32 leaves room in small budgets.
+    for the heads of all layers equals a threshold that keeps that many entries; `allocate=Threshold(tau)` takes tau
+    itself. A window of 32 leaves room in small budgets.
     """
 
     scorer = KVzapScorer

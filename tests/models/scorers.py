@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from keepsight.models.decoder import attention_of, cached_kv_heads, full_attention_layers
-from keepsight.models.scorers import FastKVzipScorer, KVzapScorer, LocretScorer, Scorer, TrimKVScorer
+from keepsight.models.scorers import DMSScorer, FastKVzipScorer, KVzapScorer, LocretScorer, Scorer, TrimKVScorer
 from keepsight.runtime.methods.restore import RestoreWeights
 
 WIDE = 6
@@ -20,7 +20,10 @@ def tiny_scorer(kind: type[Scorer], model: Any) -> Scorer:
 
 
 def tiny_tensors(kind: type[Scorer], model: Any, *, deep: bool = False) -> dict[str, Tensor]:
-    """Of every layer with full attention; `deep` for KVzap's MLP, and for TRIM-KV's gate of three layers."""
+    """Of every layer with full attention.
+
+    `deep` for KVzap's MLP, for TRIM-KV's gate of three layers, and for DMS's projections of their own.
+    """
     generator, tensors = torch.Generator().manual_seed(3), {}
     for place, index in enumerate(full_attention_layers(model.config) or [0]):
         shapes = _shapes(kind, model, index, deep)
@@ -29,6 +32,7 @@ def tiny_tensors(kind: type[Scorer], model: Any, *, deep: bool = False) -> dict[
             FastKVzipScorer: f"module.{place}",
             TrimKVScorer: f"model.layers.{index}.self_attn.retention_gate",
             LocretScorer: f"model.layers.{index}.self_attn",
+            DMSScorer: f"model.layers.{index}",
         }[kind]
         for name, shape in shapes.items():
             tensors[f"{prefix}.{name}"] = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
@@ -73,6 +77,12 @@ def _shapes(kind: type[Scorer], model: Any, index: int, deep: bool) -> dict[str,
         if deep:
             return first | {"linear2.weight": (WIDE, WIDE), "linear2.bias": (WIDE,), "linear3.weight": (heads, WIDE)}
         return first | {"linear2.weight": (heads, WIDE)}
+    if kind is DMSScorer and deep:
+        norms = {"input_layernorm.weight": (width,), "self_attn.dms_proj_alpha_norm.weight": (width,)}
+        return norms | {"self_attn.dms_proj_alpha.weight": (heads, width)}
+    if kind is DMSScorer:
+        head_width = getattr(config, "head_dim", None) or width // queries
+        return {"self_attn.q_proj.weight": (queries * head_width, width), "self_attn.q_norm.weight": (head_width,)}
     attention = attention_of(model, index)
     parts = [getattr(attention, name, None) for name in ("qkv_proj", "q_proj", "k_proj", "v_proj")]
     states = sum(part.weight.shape[0] for part in parts if part is not None)
