@@ -114,7 +114,11 @@ def specache(config: configs.BenchSpeCache) -> None:
 def speculate(config: configs.BenchSpeculate) -> None:
     """Measure speculative decoding."""
     if config.draft.head is None:
-        raise UserError("bench speculate measures a draft head; name it: draft.head=FOLDER_OR_HUB_ID draft.layers=null")
+        raise UserError(
+            "bench speculate measures a draft head; name it: draft.head=FOLDER_OR_HUB_ID draft.layers=null",
+            field="draft.head",
+            code="missing",
+        )
     outline = without_weights(config)
     draft = draft_of(config, outline)
     assert isinstance(draft, DraftHeadSource)
@@ -134,7 +138,9 @@ def _prompts(config: configs.BenchSpeculate | configs.BenchQueries, target: Targ
     if len(prompts) < config.samples:
         raise UserError(
             f"data={config.data}: {len(prompts)} prompts have at most {config.tokens} tokens, samples= needs "
-            f"{config.samples}; lower it, or raise tokens="
+            f"{config.samples}; lower it, or raise tokens=",
+            field="samples",
+            code="range",
         )
     return prompts[-config.samples :]
 
@@ -227,7 +233,11 @@ def draft(config: configs.BenchDraft) -> None:
     model = target.model
     layers = model.config.get_text_config().num_hidden_layers
     if max(config.keep) >= layers:
-        raise UserError(f"keep={config.keep}: expected sizes from 1 to {layers - 1}, the model has {layers} layers")
+        raise UserError(
+            f"keep={config.keep}: expected sizes from 1 to {layers - 1}, the model has {layers} layers",
+            field="keep",
+            code="range",
+        )
     samples, digest = _samples(config, target)
     texts = _texts(target, samples[: config.samples], config.answer_tokens)
     searched = search(model, texts, min(config.keep), out / "search.jsonl")
@@ -281,7 +291,9 @@ def _samples(config: configs.BenchDraft, target: Target) -> tuple[Sequence[Train
     if len(samples) < needed:
         raise UserError(
             f"data={folder}: {len(samples)} samples have at most {longest} prompt tokens, samples= and held_out= need "
-            f"{needed}; lower them, or raise prompt_tokens="
+            f"{needed}; lower them, or raise prompt_tokens=",
+            field="samples",
+            code="range",
         )
     return samples[:needed], manifest["digest"]
 

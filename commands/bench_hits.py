@@ -56,12 +56,20 @@ def run(config: Config) -> None:
     """Measure, print the table and write it with its plot."""
     check(config)
     if config.question != "seen":
-        raise UserError(f"question={config.question}: hit rates are measured with the question seen; leave it out")
+        raise UserError(
+            f"question={config.question}: hit rates are measured with the question seen; leave it out",
+            field="question",
+            code="conflict",
+        )
     outline = without_weights(config)
     variants = variants_of(config.methods, config.budgets, config.bits, resources_of(config, outline))
     for variant in variants:
         if not variant.method.selects_each_step:
-            raise UserError(f"methods= names {variant.name!r}, which does not select entries at each step; see --help")
+            raise UserError(
+                f"methods= names {variant.name!r}, which does not select entries at each step; see --help",
+                field="methods",
+                code="model",
+            )
     samples, notes = samples_of(config, outline)
     target = target_of(config)
     variants += _further_heads(config, target, variants)
@@ -79,7 +87,11 @@ def run(config: Config) -> None:
 
         rows = whole_lines(path, _Row)
         if not rows:
-            raise UserError(f"budgets={config.budgets}: no step has more entries than the smallest; lower it")
+            raise UserError(
+                f"budgets={config.budgets}: no step has more entries than the smallest; lower it",
+                field="budgets",
+                code="range",
+            )
         summary = _summary(rows)
         table = Table.of("hits", "Top-k hit rates: means over steps, layers and KV heads.", _COLUMNS, summary)
         write_csv(out / "hits.csv", *table.csv_rows())
@@ -92,7 +104,9 @@ def _further_heads(config: Config, target: Target, variants: list[Variant]) -> l
     variant_names = {variant.name for variant in variants}
     for name in sorted(config.heads):
         if name in variant_names or name.startswith(SHARED):
-            raise UserError(f"heads= names {name!r}, which is another row's name; choose another")
+            raise UserError(
+                f"heads= names {name!r}, which is another row's name; choose another", field="heads", code="conflict"
+            )
     head_variants = []
     for name, reference in config.heads.items():
         head = _head(reference, target)

@@ -33,7 +33,11 @@ def shared_selection() -> LookaheadSettings:
 def check_sampling(temperature: float, top_p: float) -> None:
     """Raise a UserError for nucleus sampling without sampling."""
     if top_p < 1 and not temperature:
-        raise UserError(f"top_p={top_p} has no effect with temperature=0: give a temperature, or leave out top_p=")
+        raise UserError(
+            f"top_p={top_p} has no effect with temperature=0: give a temperature, or leave out top_p=",
+            field="top_p",
+            code="conflict",
+        )
 
 
 def _packaged(value: Any) -> Any:
@@ -95,7 +99,11 @@ class ModelConfig:
     def check(self) -> None:
         """Raise a UserError for parts without the digest of the file that they make up."""
         if isinstance(self.packaged, list) and self.packaged_digest is None:
-            raise UserError("model.packaged= is a list of parts, which needs the file's digest; give packaged_digest=")
+            raise UserError(
+                "model.packaged= is a list of parts, which needs the file's digest; give packaged_digest=",
+                field="model.packaged_digest",
+                code="missing",
+            )
 
 
 @dataclass

@@ -176,15 +176,19 @@ def read_mixture(name: str, rows: str | None = None, key: str = "mixture") -> di
     mixtures = own_mixtures()
     path = mixtures.get(name) or Path(at_home(name))
     if not path.is_file():
-        raise UserError(f"{key}={name} is neither a file nor one of {', '.join(mixtures)}")
+        raise UserError(f"{key}={name} is neither a file nor one of {', '.join(mixtures)}", field=key, code="unknown")
     text = read_yaml(path)
     try:
         mixture = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)  # without the environment
         values = from_json(json.dumps(mixture, ensure_ascii=False).encode())  # as the manifest will store them
     except (YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: not a YAML file ({' '.join(str(error).split())})") from None
+        raise UserError(
+            f"{path}: not a YAML file ({' '.join(str(error).split())})", field="mixture", code="file"
+        ) from None
     if not isinstance(values, dict):
-        raise UserError(f"{path}: expected keys such as min_tokens, max_tokens and sources")
+        raise UserError(
+            f"{path}: expected keys such as min_tokens, max_tokens and sources", field="mixture", code="type"
+        )
     sources = values.get("sources")
     if isinstance(sources, list):
         rows_folder = Path(rows) if rows else None

@@ -107,7 +107,7 @@ def run(config: Config) -> str:
         message = f"{name} at budget {budget} was left out: {error}; the rows of the other methods are in {out}"
         if len(refused) > 1:
             message += f", {len(refused)} variants were left out"
-        raise UserError(message)
+        raise error.reworded(message)
     return f"open the report in a browser, or keepsight compare {shlex.quote(str(out))} OTHER_EVALUATION"
 
 
@@ -216,9 +216,11 @@ def samples_of(config: TaskKeys, target: Target) -> tuple[list[RenderedSample], 
     )
     samples = make_all(config, config.tasks, request)
     if not samples:
-        raise UserError("tasks= and samples= leave no sample to evaluate")
+        raise UserError("tasks= and samples= leave no sample to evaluate", field="tasks", code="range")
     if len({sample.key for sample in samples}) < len(samples):
-        raise UserError("tasks=, lengths= and jsonl.files= name some samples twice; name each once")
+        raise UserError(
+            "tasks=, lengths= and jsonl.files= name some samples twice; name each once", field="tasks", code="conflict"
+        )
     if config.max_new_tokens:
         limit = config.max_new_tokens
         samples = [replace(sample, max_new_tokens=min(limit, sample.max_new_tokens)) for sample in samples]

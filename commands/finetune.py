@@ -50,7 +50,11 @@ def run(config: Config, selected: Mapping[str, Any] | None = None) -> str:
     method = _method(config, artifact)
     longest = max(len(sample.prompt_ids) for sample in samples)
     if longest <= min(settings.budgets):
-        raise UserError(f"finetune.budgets={settings.budgets}: the longest prompt has {longest} tokens; lower them")
+        raise UserError(
+            f"finetune.budgets={settings.budgets}: the longest prompt has {longest} tokens; lower them",
+            field="finetune.budgets",
+            code="range",
+        )
 
     target = placed_target(config)
     samples, manifest = read_samples(config, target)
@@ -91,28 +95,42 @@ def _method(config: Config, artifact: LookaheadAdapter | None) -> Evict:
     key = f"method={config.method}"
     if artifact is not None:
         if config.options:
-            raise UserError(f"{key}: options= is for other methods; give selection=")
+            raise UserError(f"{key}: options= is for other methods; give selection=", field="options", code="conflict")
         return LookaheadKV(budget, **adapter_fields(artifact))
 
     if config.selection is not None:
-        raise UserError(f"{key}: selection= is for a lookahead module; give options=")
+        raise UserError(
+            f"{key}: selection= is for a lookahead module; give options=", field="selection", code="conflict"
+        )
     resources = resources_of(config, without_weights(config))
     any_method = make_method(config.method, budget, resources, **config.options)
     method = require_evict(any_method, f"{key} scores no entries of the cache, so there is nothing to weight")
     if method.observer.signed is not False:
-        raise UserError(f"{key}: its scores can be negative, which weights cannot multiply; use another method")
+        raise UserError(
+            f"{key}: its scores can be negative, which weights cannot multiply; use another method",
+            field="method",
+            code="model",
+        )
     if not isinstance(method.allocate, Global):
-        raise UserError(f"{key}: its heads share no budget; give options={{allocate: {{name: global, floor: 0.2}}}}")
+        raise UserError(
+            f"{key}: its heads share no budget; give options={{allocate: {{name: global, floor: 0.2}}}}",
+            field="allocate",
+            code="conflict",
+        )
     return method
 
 
 def _adapter(config: Config, selected: Mapping[str, Any]) -> LookaheadAdapter:
     """The adapter to start from, with these fields of its selection; UserError if there is none, or if it is `out`."""
     if config.adapter is None:
-        raise UserError("adapter= is required: the lookahead adapter to start from")
+        raise UserError("adapter= is required: the lookahead adapter to start from", field="adapter", code="missing")
     artifact = LookaheadAdapter.from_pretrained(config.adapter)
     if Path(config.out).resolve() == artifact.folder.resolve():
-        raise UserError(f"out={config.out} is the folder of the adapter that the training starts from; choose another")
+        raise UserError(
+            f"out={config.out} is the folder of the adapter that the training starts from; choose another",
+            field="out",
+            code="conflict",
+        )
     settings = replace(artifact.settings, **selected)
     if settings.floor is not None and settings.sharing == "layer":
         settings = replace(settings, sharing="model")

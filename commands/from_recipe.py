@@ -98,7 +98,9 @@ def draft_of(config: UsesMethods, target: Target) -> DraftSource | DraftHeadSour
         return None
     if len(keys) > 1:
         raise UserError(
-            f"{keys[0]} and {keys[1]}={values[keys[1]]} name two drafts; add {keys[0]}=null or {keys[1]}=null"
+            f"{keys[0]} and {keys[1]}={values[keys[1]]} name two drafts; add {keys[0]}=null or {keys[1]}=null",
+            field=keys[0],
+            code="conflict",
         )
 
     model = config.model

@@ -30,7 +30,7 @@ def run(config: Config) -> str:
     out = Path(config.out)
     require_writable(out, folder=False)
     if out.is_file() and not out.read_bytes().startswith(b"<!DOCTYPE html>"):
-        raise UserError(f"out={out} is a file but not a page; choose another out=")
+        raise UserError(f"out={out} is a file but not a page; choose another out=", field="out", code="file")
     resources = resources_of(config, without_weights(config))
     methods = {name: _method(name, config, resources) for name in (config.method, config.compare)}
     text = read_text(config.prompt)  # bad values are refused before anything loads
@@ -75,7 +75,9 @@ def read_text(prompt: str) -> str:
     try:
         return regular(Path(at_home(prompt[1:]))).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"prompt={prompt}: cannot be read as UTF-8 text ({error})") from None
+        raise UserError(
+            f"prompt={prompt}: cannot be read as UTF-8 text ({error})", field="prompt", code="file"
+        ) from None
 
 
 def _ids(text: str, template: bool, target: Target) -> list[int]:
@@ -85,7 +87,9 @@ def _ids(text: str, template: bool, target: Target) -> list[int]:
     (ids,) = encode(target.tokenizer, [text], special=special)
     context = context_of(target.model)
     if not 0 < len(ids) <= context:
-        raise UserError(f"the prompt has {len(ids)} tokens; this model takes 1 to {context}")
+        raise UserError(
+            f"the prompt has {len(ids)} tokens; this model takes 1 to {context}", field="prompt", code="range"
+        )
     return ids
 
 
@@ -94,7 +98,9 @@ def _evicted(method: Evict, target: Target, ids: torch.Tensor) -> tuple[np.ndarr
     method.check(ids.shape[1], context_of(target.model))
     state: State = prefill(target.model, ids, needs=method.needs())
     if method.fits(state):
-        raise UserError(f"budget={method.budget} keeps all {state.length} prompt tokens; lower it")
+        raise UserError(
+            f"budget={method.budget} keeps all {state.length} prompt tokens; lower it", field="budget", code="range"
+        )
     evicted_state, kept_entries = method.evict(target.model, state)
     return torch.cat(kept_entries).cpu().numpy(), evicted_state
 

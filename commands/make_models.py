@@ -28,7 +28,11 @@ def run(names: list[str]) -> None:
     recipes_in_parts = in_parts()
     for name in names:
         if name not in recipes_in_parts:
-            raise UserError(f"{name!r} is no recipe with weights to make; choose from {', '.join(recipes_in_parts)}")
+            raise UserError(
+                f"{name!r} is no recipe with weights to make; choose from {', '.join(recipes_in_parts)}",
+                field="recipe",
+                code="unknown",
+            )
     missing = {}
     for name, recipe in recipes_in_parts.items():
         folder = dequantised_folder(recipe.model.packaged_digest)
@@ -58,7 +62,9 @@ def make(name: str, recipe: Any) -> None:
     if free < 2 * size:
         raise UserError(
             f"{folder}: the parts and their file take {size_text(2 * size)}, and {size_text(free)} are free; free some "
-            "space, or name another folder by KEEPSIGHT_CACHE="
+            "space, or name another folder by KEEPSIGHT_CACHE=",
+            field="KEEPSIGHT_CACHE",
+            code="memory",
         )
     folder.mkdir(parents=True, exist_ok=True)
     with one_writer(folder.parent):

@@ -29,7 +29,7 @@ from keepsight.commands.recipe import (
     recipe_values,
     say_once,
 )
-from keepsight.errors import UserError, reason_of
+from keepsight.errors import UserError, code_of, reason_of
 from keepsight.files import at_home
 from keepsight.models.lookahead_settings import SELECTIONS
 
@@ -79,7 +79,7 @@ def overrides_of(schema: type, keys: Sequence[Key], arguments: Sequence[str]) ->
             elif not equals:
                 value = next(remaining, "")
                 if not value:
-                    raise UserError(f"{argument} needs a value; write {name}=VALUE")
+                    raise UserError(f"{argument} needs a value; write {name}=VALUE", field=name, code="missing")
             overrides.append(f"{name}={value}")
         elif "=" in argument:
             overrides.append(argument)
@@ -88,7 +88,11 @@ def overrides_of(schema: type, keys: Sequence[Key], arguments: Sequence[str]) ->
         else:
             key = next(positional_keys, None)
             if key is None:
-                raise UserError(f"{argument!r} is not understood; arguments are written key=value, see --help")
+                raise UserError(
+                    f"{argument!r} is not understood; arguments are written key=value, see --help",
+                    field="arguments",
+                    code="unknown",
+                )
             overrides.append(f"{key}={argument}")
     if list_values:
         overrides.append(f"{list_key}=[{','.join(list_values)}]")
@@ -118,7 +122,9 @@ def _texts_by_key(overrides: Sequence[str]) -> dict[str, str]:
     for override in overrides:
         key, _, text = override.partition("=")
         if key in texts:
-            raise UserError(f"{key}= is set twice: {texts[key]!r} and {text!r}; set it once")
+            raise UserError(
+                f"{key}= is set twice: {texts[key]!r} and {text!r}; set it once", field=key, code="conflict"
+            )
         texts[key] = text
     return texts
 
@@ -133,16 +139,18 @@ def _unknown_key(name: str, keys: Iterable[str]) -> UserError:
         hint = f"did you mean {similar_keys[0]!r}?"
     else:
         hint = "see --help"
-    return UserError(f"{name!r} is no key of this command; {hint}")
+    return UserError(f"{name!r} is no key of this command; {hint}", field=name, code="unknown")
 
 
 def value_of(name: str, kind: Any, text: str) -> Any:
     """Parse a key's value. If the key's type is a text it is taken literally, and a list needs no brackets."""
     types = _types(kind)
     if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise UserError(f"{name}= is not UTF-8 text: {text!r}")
+        raise UserError(f"{name}= is not UTF-8 text: {text!r}", field=name, code="type")
     if bool in types and text.lower() not in ("true", "false", "null"):
-        raise UserError(f"{name}={text} must be true or false")  # OmegaConf takes any number for one of them
+        raise UserError(
+            f"{name}={text} must be true or false", field=name, code="type"
+        )  # OmegaConf takes any number for one of them
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
     is_list = list in (*types, *map(get_origin, types))
     if str in types and not is_list and dict not in types and text != "null" and not is_quoted:
@@ -157,9 +165,9 @@ def value_of(name: str, kind: Any, text: str) -> Any:
         override = OverridesParser.create().parse_override(f"{name}={expression}")
     except HydraException:
         advice = "write key=value, a list as key=[a,b], text with symbols in quotes"
-        raise UserError(f"{f'{name}={text}'!r} cannot be read; {advice}") from None
+        raise UserError(f"{f'{name}={text}'!r} cannot be read; {advice}", field=name, code="type") from None
     if override.is_sweep_override():
-        raise UserError(f"{name}={text}: this key takes one value")
+        raise UserError(f"{name}={text}: this key takes one value", field=name, code="type")
     return _at_home(name, override.value())
 
 
@@ -196,7 +204,7 @@ def parse(schema: type[Command], overrides: Sequence[str]) -> Command:
     missing = OmegaConf.missing_keys(composed)
     for key in keys:
         if key.name in missing or (key.name == "out" and OmegaConf.select(composed, "out") == ""):
-            raise UserError(f"{key.name}= is required; see --help")
+            raise UserError(f"{key.name}= is required; see --help", field=key.name, code="missing")
 
     config = OmegaConf.to_object(composed)
     for key in keys:
@@ -244,7 +252,7 @@ def parse_cells(schema: type[Command], overrides: Sequence[str]) -> dict[str, tu
         name = "-".join(words)
         if name in cells:
             arguments = ", ".join(f"{key}={texts[key]}" for key in varied_keys)
-            raise UserError(f"{arguments} names a value twice")
+            raise UserError(f"{arguments} names a value twice", field=varied_keys[0], code="conflict")
         cell_overrides = [f"{key}={value}" for key, value in values_by_key.items()]
         cells[name] = values_by_key, parse(schema, [*shared_overrides, *cell_overrides])
     return cells
@@ -295,7 +303,7 @@ def compose_config(schema: type, overrides: Sequence[str]) -> tuple[DictConfig, 
             OmegaConf.update(composed, name, value_of(name, kinds[name], text))
         except OmegaConfBaseException as error:
             reason = str(error).partition("\n")[0]
-            raise UserError(f"{name}={text}: {reason}") from None
+            raise UserError(f"{name}={text}: {reason}", field=name, code="type") from None
     return composed, choice
 
 
@@ -339,8 +347,11 @@ def _check(key: Key, value: Any) -> None:
         elements = value
     for element in elements:
         if type(element) is int and abs(element) > _LARGEST:
-            raise UserError(f"{key.name}: {element} is too large; the limit is {_LARGEST}")
+            raise UserError(
+                f"{key.name}: {element} is too large; the limit is {_LARGEST}", field=key.name, code="range"
+            )
     try:
         TypeAdapter(key.checked).validate_python(value)
     except ValidationError as error:
-        raise UserError(f"{key.name}={value} {reason_of(error)}") from None
+        message = f"{key.name}={value} {reason_of(error)}"
+        raise UserError(message, field=key.name, code=code_of(error)) from None

@@ -59,7 +59,11 @@ def _memory(size: str | None) -> int:
     if size is not None:
         return read_bytes(size)
     if not torch.cuda.is_available():
-        raise UserError("memory= is required, as this machine has no GPU; give the GPU's memory, such as memory=24GiB")
+        raise UserError(
+            "memory= is required, as this machine has no GPU; give the GPU's memory, such as memory=24GiB",
+            field="memory",
+            code="missing",
+        )
     return torch.cuda.get_device_properties(0).total_memory
 
 
@@ -131,7 +135,9 @@ def _figure(plan: MemoryPlan, name: str, context: int) -> Figure:
 def run_ttft(config: PlanTtft) -> None:
     """Print the table."""
     if config.card not in CARDS:
-        raise UserError(f"card={config.card} is unknown; choose one of {', '.join(CARDS)}")
+        raise UserError(
+            f"card={config.card} is unknown; choose one of {', '.join(CARDS)}", field="card", code="unknown"
+        )
     measured = {}
     if config.measured:
         measured = measured_on(Path(config.measured), config.card, config.model.id)
@@ -159,7 +165,9 @@ def run_training(config: PlanTrain) -> None:
     context = context_of(model)
     tokens = config.tokens or min(16384, context)
     if tokens > context:
-        raise UserError(f"tokens={tokens} is more than the model's context of {context}; lower it")
+        raise UserError(
+            f"tokens={tokens} is more than the model's context of {context}; lower it", field="tokens", code="range"
+        )
 
     by_layer = config.model.device_map == DIVIDED
     shards = config.gpus if config.shard or by_layer else 1
@@ -202,26 +210,58 @@ def _check(config: PlanTrain) -> None:
     device_map = config.model.device_map
     quantize = config.model.quantize
     if config.stage == "eviction" and config.finetune.freeze_module:
-        raise UserError("finetune.freeze_module=true: a plan is for a module in training; leave it out")
+        raise UserError(
+            "finetune.freeze_module=true: a plan is for a module in training; leave it out",
+            field="finetune.freeze_module",
+            code="conflict",
+        )
     if quantize not in (None, *QUANTIZE):
-        raise UserError(f"model.quantize={quantize} is unknown; choose one of {', '.join(QUANTIZE)}, or null")
+        raise UserError(
+            f"model.quantize={quantize} is unknown; choose one of {', '.join(QUANTIZE)}, or null",
+            field="model.quantize",
+            code="unknown",
+        )
     if settings.batch_size > 1:
         value = f"{section}.batch_size={settings.batch_size}"
-        raise UserError(f"{value}: keepsight plan assumes one sample per GPU; set {section}.batch_size=1")
+        raise UserError(
+            f"{value}: keepsight plan assumes one sample per GPU; set {section}.batch_size=1",
+            field=f"{section}.batch_size",
+            code="conflict",
+        )
     if device_map == "auto":
-        raise UserError("model.device_map=auto: where layers go is decided when the model is loaded; leave it out")
+        raise UserError(
+            "model.device_map=auto: where layers go is decided when the model is loaded; leave it out",
+            field="model.device_map",
+            code="conflict",
+        )
     if device_map not in (None, DIVIDED):
-        raise UserError(f"model.device_map={device_map} is unknown here; choose {DIVIDED}, or null for the whole model")
+        raise UserError(
+            f"model.device_map={device_map} is unknown here; choose {DIVIDED}, or null for the whole model",
+            field="model.device_map",
+            code="unknown",
+        )
     if device_map and config.shard:
-        raise UserError(f"shard=true is ZeRO-3, model.device_map={device_map} is FSDP2: give one of them")
+        raise UserError(
+            f"shard=true is ZeRO-3, model.device_map={device_map} is FSDP2: give one of them",
+            field="shard",
+            code="conflict",
+        )
     if not device_map and not config.shard:
         return
 
     if settings.replays > 1:
-        raise UserError(f"{section}.replays={settings.replays}: with ZeRO-3 or FSDP2 use 1")
+        raise UserError(
+            f"{section}.replays={settings.replays}: with ZeRO-3 or FSDP2 use 1",
+            field=f"{section}.replays",
+            code="conflict",
+        )
     if quantize:
         key = f"model.device_map={device_map}" if device_map else "shard=true"
-        raise UserError(f"{key}: quantised weights cannot be divided; leave out model.quantize")
+        raise UserError(
+            f"{key}: quantised weights cannot be divided; leave out model.quantize",
+            field="model.quantize",
+            code="conflict",
+        )
 
 
 def _training_memory(plan: StepPlan, memory: int, config: PlanTrain) -> list[str]:

@@ -47,7 +47,9 @@ class Document:
 def run(config: Config) -> None:
     """Write the prefixes, and print the messages that ask about them."""
     if (config.prompt is None) == (config.documents is None):
-        raise UserError("give prompt=TEXT, prompt=@FILE or documents=FILE, one of them")
+        raise UserError(
+            "give prompt=TEXT, prompt=@FILE or documents=FILE, one of them", field="prompt", code="conflict"
+        )
     documents = [*_documents(config)]  # bad values are refused before anything loads
     require_writable(Path(config.out))
     method = prefix_method(config, resources_of(config, without_weights(config)))
@@ -65,7 +67,9 @@ def run(config: Config) -> None:
         run.write(document, wait=True)
 
     if not run.written:
-        raise UserError(f"{config.documents}: none of its {run.skipped} rows could be read")
+        raise UserError(
+            f"{config.documents}: none of its {run.skipped} rows could be read", field="documents", code="data"
+        )
     summary = f"{run.written} prefixes in {config.out}"
     if run.skipped:
         summary += f", {run.skipped} rows skipped"
@@ -123,7 +127,11 @@ class Writer:
             messages.insert(0, {"role": "system", "content": config.system})
         around = split_at_mark(prompt_text(target.tokenizer, messages))
         if around is None:
-            raise UserError(f"the chat template of {target.name!r} does not render a message's text once, as it is")
+            raise UserError(
+                f"the chat template of {target.name!r} does not render a message's text once, as it is",
+                field="model.id",
+                code="model",
+            )
         self.before, _ = around
         self.identity = identity_of(target.model, target.tokenizer)
         settings = {
@@ -187,13 +195,21 @@ class Writer:
         (ids,) = encode(tokenizer, [self.before + document.text], special=special)
         context = context_of(model)
         if len(ids) > context:
-            raise UserError(f"the document has {len(ids)} tokens, and the model's context is {context}")
+            raise UserError(
+                f"the document has {len(ids)} tokens, and the model's context is {context}",
+                field="documents",
+                code="range",
+            )
         self.method.check(len(ids), context)
 
         state = self.method.start(model, torch.tensor([ids], device=model.device))
         entries = placeholders_of(state, self.page)
         if entries < self.letters:
-            raise UserError(f"{entries} entries cannot spell an id of {self.letters} letters; send it as it is")
+            raise UserError(
+                f"{entries} entries cannot spell an id of {self.letters} letters; send it as it is",
+                field="documents",
+                code="range",
+            )
         digest, header = export(
             model,
             state,
@@ -219,13 +235,13 @@ def _documents(config: Config) -> Iterator[Document | BadRow]:
         return
     path = Path(config.documents)
     if not path.is_file():
-        raise UserError(f"documents={path}: no such file")
+        raise UserError(f"documents={path}: no such file", field="documents", code="missing")
     for number, line in text_lines(path):
         try:
             row = from_json(line, Row)
             text = row.get("text")
             if not isinstance(text, str) or not text.strip():
-                raise ValueError(f"expected a text in 'text', got the fields {sorted(row)}")
+                raise UserError(f"expected a text in 'text', got the fields {sorted(row)}", field="text", code="type")
             yield Document(f"{path}:{number}", text)
-        except ValueError as error:
-            yield BadRow(f"line {number}: {error}")
+        except UserError as error:
+            yield BadRow(f"line {number}: {error}", field=error.field, code=error.code)

@@ -84,7 +84,9 @@ def model_of_adapter(reference: str) -> dict[str, str]:
     if "/" not in model_id:
         raise UserError(
             f"adapter={reference}: its base model {model_id!r} was a folder, whose path is not recorded; "
-            "give the folder as model.id="
+            "give the folder as model.id=",
+            field="model.id",
+            code="missing",
         )
     keys = {"model.id": model_id}
     version, _, quantisation = (provenance.identity.model or "").partition(" quantised by ")
@@ -102,7 +104,9 @@ def recipe_values(choice: RecipeChoice) -> DictConfig:
         return OmegaConf.create()
     names = recipe_files("recipe")
     if choice.name not in names:
-        raise UserError(f"recipe={choice.name} is unknown; choose one of {', '.join(names)}")
+        raise UserError(
+            f"recipe={choice.name} is unknown; choose one of {', '.join(names)}", field="recipe", code="unknown"
+        )
     GlobalHydra.instance().clear()
     with initialize_config_module("keepsight.recipes", version_base="1.3"):
         return OmegaConf.masked_copy(compose(f"recipe/{choice.name}"), list(choice.sections))
@@ -142,7 +146,9 @@ def preset_values(schema: type, name: str | None) -> dict[str, Any]:
     if name not in presets_here:
         elsewhere = f"; keepsight {presets()[name].command} has it" if name in presets() else ""
         names = ", ".join(presets_here) or "no preset"
-        raise UserError(f"preset={name} is unknown here{elsewhere}; choose one of {names}")
+        raise UserError(
+            f"preset={name} is unknown here{elsewhere}; choose one of {names}", field="preset", code="unknown"
+        )
     return presets_here[name].values
 
 

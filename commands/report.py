@@ -32,9 +32,13 @@ def report(config: Report) -> str:
 def compare(config: Compare) -> str:
     """Print one table per measure and write the comparison page; returns what to do next."""
     if len(config.runs) < 2:
-        raise UserError(f"runs={config.runs}: name at least two evaluations, such as keepsight compare runs/a runs/b")
+        raise UserError(
+            f"runs={config.runs}: name at least two evaluations, such as keepsight compare runs/a runs/b",
+            field="runs",
+            code="range",
+        )
     if len(set(config.runs)) < len(config.runs):
-        raise UserError(f"runs={config.runs}: a folder is named twice")
+        raise UserError(f"runs={config.runs}: a folder is named twice", field="runs", code="conflict")
     runs = comparable([read_run(folder) for folder in config.runs], config.allow)
     tables = write_comparison(runs, Path(config.out))
     for table in tables:

@@ -61,19 +61,27 @@ def run(config: Config) -> None:
     """Serve until interrupted."""
     if config.key != Config.key and not os.environ.get(config.key):
         raise UserError(
-            f"key={config.key}: this variable is not set, so that anybody could ask; set it, or leave key= out"
+            f"key={config.key}: this variable is not set, so that anybody could ask; set it, or leave key= out",
+            field="key",
+            code="missing",
         )
     if config.vllm:
         _run_vllm(config)
         return
     for name in _VLLM_KEYS:
         if _is_set(config, name):
-            raise UserError(f"{name}= is for vLLM's server; leave it out, or add vllm=true")
+            raise UserError(
+                f"{name}= is for vLLM's server; leave it out, or add vllm=true", field=name, code="conflict"
+            )
     try:
         from keepsight.serving.listener import Listening, server_of
         from keepsight.serving.server import Service
     except ImportError as error:
-        raise UserError(f"keepsight serve needs {error.name}; run `pip install -e '.[serving]'` in the clone") from None
+        raise UserError(
+            f"keepsight serve needs {error.name}; run `pip install -e '.[serving]'` in the clone",
+            field=error.name,
+            code="missing",
+        ) from None
     method = method_of(config, resources_of(config, without_weights(config)))  # bad values end here
     key = os.environ.get(config.key) or None
     key_variable = config.key if key else None
@@ -94,7 +102,7 @@ def run(config: Config) -> None:
             try:
                 engine.with_budget(config.max_budget)
             except UserError as error:
-                raise UserError(f"max_budget={config.max_budget}: {error}") from None
+                raise error.reworded(f"max_budget={config.max_budget}: {error}") from None
         with engine:
             name = config.name or target.public_name
             service = Service(
@@ -165,7 +173,11 @@ def _run_vllm(config: Config) -> None:
         )
         worker_socket = Path(folder, "worker.sock")
         if len(os.fsencode(worker_socket)) > _LONGEST_SOCKET:
-            raise UserError(f"{folder}: too long for the path of a socket; set TMPDIR to a shorter folder")
+            raise UserError(
+                f"{folder}: too long for the path of a socket; set TMPDIR to a shorter folder",
+                field="TMPDIR",
+                code="file",
+            )
         threading.Thread(target=asyncio.run, args=(worker.serve(worker_socket),), name="worker", daemon=True).start()
 
         port = _port_of(config)
@@ -197,7 +209,11 @@ def _run_vllm(config: Config) -> None:
                 )
                 print(printable(f"vLLM serves {name} at {url} with {method_text}; {_key_note(key_variable)}"))
                 print(printable(f"next: {request_line(url, name, key_variable)}"), flush=True)
-                raise UserError(f"vLLM's server ended with status {child.wait()}; its last lines say why")
+                raise UserError(
+                    f"vLLM's server ended with status {child.wait()}; its last lines say why",
+                    field="vllm",
+                    code="service",
+                )
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
         finally:
@@ -231,19 +247,37 @@ def _check_vllm(config: Config) -> None:
     """UserError for values that vLLM's server cannot have, before anything loads."""
     for name in _OUR_KEYS:
         if _is_set(config, name):
-            raise UserError(f"{name}= is for keepsight's own server; leave it out, or leave out vllm=true")
+            raise UserError(
+                f"{name}= is for keepsight's own server; leave it out, or leave out vllm=true",
+                field=name,
+                code="conflict",
+            )
     if importlib.util.find_spec("vllm") is None:
-        raise UserError("vllm=true needs vLLM; run `make setup-vllm`, then `. .venv-vllm/bin/activate`")
+        raise UserError(
+            "vllm=true needs vLLM; run `make setup-vllm`, then `. .venv-vllm/bin/activate`",
+            field="vllm",
+            code="missing",
+        )
     if config.model.quantize:
-        raise UserError(f"model.quantize={config.model.quantize}: vLLM serves the model's own weights; leave it out")
+        raise UserError(
+            f"model.quantize={config.model.quantize}: vLLM serves the model's own weights; leave it out",
+            field="model.quantize",
+            code="conflict",
+        )
     _shutdown_timeout(config)
     for name in config.vllm_options:
         if name.replace("-", "_") in _VLLM_OWN:
-            raise UserError(f"vllm_options={{{name}: ...}} is set by keepsight itself; leave it out")
+            raise UserError(
+                f"vllm_options={{{name}: ...}} is set by keepsight itself; leave it out",
+                field="vllm_options",
+                code="conflict",
+            )
     if config.page and isinstance(config.budget, int) and 0 < config.min_prompt_tokens <= config.budget:
         raise UserError(
             f"min_prompt_tokens={config.min_prompt_tokens}: with page={config.page} it must be above the budget, "
-            f"{config.budget}"
+            f"{config.budget}",
+            field="min_prompt_tokens",
+            code="range",
         )
     if config.prefixes is not None and not Path(config.prefixes).is_dir():
         require_writable(Path(config.prefixes), key="prefixes")
@@ -266,7 +300,9 @@ def _min_prompt_tokens(config: Config, target: Target) -> int:
     if config.min_prompt_tokens < fewest_tokens:
         raise UserError(
             f"min_prompt_tokens={config.min_prompt_tokens}: what budget={budget} keeps of so few cannot spell an id of "
-            f"{letters} letters; give at least {fewest_tokens}"
+            f"{letters} letters; give at least {fewest_tokens}",
+            field="min_prompt_tokens",
+            code="range",
         )
     return config.min_prompt_tokens
 
@@ -349,7 +385,11 @@ def _shutdown_timeout(config: Config) -> float:
     """Seconds that vLLM lets running answers take once it is told to stop."""
     seconds = _vllm_options(config).get("shutdown_timeout", _SHUTDOWN)
     if isinstance(seconds, bool) or not isinstance(seconds, int) or seconds < 0:
-        raise UserError(f"vllm_options={{shutdown_timeout: {seconds}}}: give a whole number of seconds")
+        raise UserError(
+            f"vllm_options={{shutdown_timeout: {seconds}}}: give a whole number of seconds",
+            field="vllm_options",
+            code="type",
+        )
     return seconds
 
 
@@ -383,7 +423,11 @@ def _wait_for(child: "subprocess.Popen[bytes]", host: str, port: int) -> None:
         except OSError:
             status = child.poll()
             if status is not None:
-                raise UserError(f"vLLM's server ended with status {status} at once; its last lines say why") from None
+                raise UserError(
+                    f"vLLM's server ended with status {status} at once; its last lines say why",
+                    field="vllm",
+                    code="service",
+                ) from None
             time.sleep(0.2)
 
 
@@ -399,4 +443,4 @@ def listening(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
-        raise UserError(f"host={host} port={port}: {error}; choose others") from None
+        raise UserError(f"host={host} port={port}: {error}; choose others", field="port", code="service") from None

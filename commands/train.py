@@ -118,7 +118,9 @@ def placed_target(config: UsesModel) -> Target:
             if config.model.quantize and is_deepspeed_zero3_enabled():
                 advice = "start with recipes/accelerate/ddp.yaml or zero2.yaml, which hold them on each GPU"
                 raise UserError(
-                    f"model.quantize={config.model.quantize}: ZeRO-3 cannot shard quantised weights; {advice}"
+                    f"model.quantize={config.model.quantize}: ZeRO-3 cannot shard quantised weights; {advice}",
+                    field="model.quantize",
+                    code="conflict",
                 )
             target = training_target(config)
         keep_gradients(target.model)
@@ -126,7 +128,11 @@ def placed_target(config: UsesModel) -> Target:
 
     processes = launched()
     if processes.num_processes == 1:
-        raise UserError(f"model.device_map={DIVIDED}: there is one process; start with recipes/accelerate/fsdp2.yaml")
+        raise UserError(
+            f"model.device_map={DIVIDED}: there is one process; start with recipes/accelerate/fsdp2.yaml",
+            field="model.device_map",
+            code="conflict",
+        )
     on_cpu = replace(config, model=replace(config.model, device="cpu", device_map=None, dtype=dtype))
     device = "cpu" if processes.is_main_process else "meta"
     target = training_target(on_cpu, {"": device})

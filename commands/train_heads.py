@@ -80,7 +80,7 @@ def _named_draft_head(name: str, model: PreTrainedModel | None = None) -> DraftH
     try:
         return DraftHead.from_pretrained(name, model=model)
     except UserError as error:
-        raise UserError(f"init={name}: {error}") from None
+        raise error.reworded(f"init={name}: {error}") from None
 
 
 def _teacher(
@@ -160,7 +160,7 @@ def _first_head(
         head = head.grouped(settings.groups)
         head.check_model(target.model)
     except UserError as error:
-        raise UserError(f"head={config.head}: {error}") from None
+        raise error.reworded(f"head={config.head}: {error}") from None
     return head.to(target.model.device), origin
 
 
@@ -173,10 +173,14 @@ def _initial(name: str, config: TrainRetrievalHead) -> RetrievalHead | DraftHead
         head = RetrievalHead.load(folder)
         features = head.config.features
         if features != config.retrieval_head.features:
-            raise UserError(f"it was distilled with features {features}; give retrieval_head.features={features}")
+            raise UserError(
+                f"it was distilled with features {features}; give retrieval_head.features={features}",
+                field="retrieval_head.features",
+                code="conflict",
+            )
         return head
     except UserError as error:
-        raise UserError(f"head={name}: {error}") from None
+        raise error.reworded(f"head={name}: {error}") from None
 
 
 def _write(

@@ -42,7 +42,9 @@ def check_inputs(config: Training, key: str, settings: TrainSettings) -> Sequenc
     model_of_data = manifest.settings.model
     if model_of_data != config.model.id:
         raise UserError(
-            f"{config.data}: this data was answered by {model_of_data!r}, not by {config.model.id!r}; make it again"
+            f"{config.data}: this data was answered by {model_of_data!r}, not by {config.model.id!r}; make it again",
+            field="data",
+            code="conflict",
         )
     samples = _short_enough(config, finished_samples(Path(config.data), manifest))
     require_training_samples(samples, settings.held_out, key)
@@ -61,7 +63,11 @@ def _short_enough(config: Training, samples: Sequence[TrainingSample]) -> Sequen
     if longest:
         samples = with_short_prompts(samples, longest)
     if not samples:
-        raise UserError(f"max_prompt_tokens={longest} leaves no sample of {config.data}; raise it")
+        raise UserError(
+            f"max_prompt_tokens={longest} leaves no sample of {config.data}; raise it",
+            field="max_prompt_tokens",
+            code="range",
+        )
     return samples
 
 
@@ -196,4 +202,4 @@ def require_finished(finished: bool, config: Training, trainer: ModuleTrainer[An
     if not finished:
         trainer.accelerator.wait_for_everyone()  # a launcher ends all processes when the first has failed
         advice = f"the checkpoint and the weights so far are in {config.out}: run the same command again to resume"
-        raise UserError(f"interrupted at step {trainer.state.global_step}; {advice}")
+        raise UserError(f"interrupted at step {trainer.state.global_step}; {advice}", field="step", code="conflict")

@@ -39,7 +39,11 @@ def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resourc
             budgets_of_method = budgets if has_field(name, "budget") else [None]
             for budget in budgets_of_method:
                 if any((variant.name, variant.budget) == (label, budget) for variant in variants):
-                    raise UserError(f"methods= and budgets= name {label!r} at budget {budget} twice; name it once")
+                    raise UserError(
+                        f"methods= and budgets= name {label!r} at budget {budget} twice; name it once",
+                        field="methods",
+                        code="conflict",
+                    )
                 try:
                     variants.append(Variant(label, make_method(name, budget, resources, **options)))
                 except UserError as error:
@@ -49,7 +53,11 @@ def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resourc
     if left_out:
         say_once(f"methods=all leaves out {_reasons(left_out, [variant.name for variant in variants])}")
     if not variants:
-        raise UserError("methods= and budgets= must name at least one method that evicts, and one budget")
+        raise UserError(
+            "methods= and budgets= must name at least one method that evicts, and one budget",
+            field="methods",
+            code="range",
+        )
     return variants
 
 
@@ -95,19 +103,27 @@ def import_plugins(names: Iterable[str]) -> None:
                 importlib.import_module(name)
         except (Exception, SystemExit) as error:  # whatever that code raises
             reason = one_line(f"{type(error).__name__}: {error}")
-            raise UserError(f"plugins={name} cannot be imported ({reason}); name a module or an entry point") from error
+            raise UserError(
+                f"plugins={name} cannot be imported ({reason}); name a module or an entry point",
+                field="plugins",
+                code="missing",
+            ) from error
         finally:
             os.chdir(working_folder)  # paths of other keys are relative to it
             sys.path.remove(working_folder)
         for key, kind in METHODS.items():
             if not (isinstance(kind, type) and issubclass(kind, Method) and is_dataclass(kind)):
-                raise UserError(f"plugins={name}: METHODS[{key!r}] must be a dataclass of Method's, got {kind!r:.60}")
+                raise UserError(
+                    f"plugins={name}: METHODS[{key!r}] must be a dataclass of Method's, got {kind!r:.60}",
+                    field="plugins",
+                    code="type",
+                )
 
 
 def require_evict(method: Method, refusal: str) -> Evict:
     """The method, if it evicts entries from the cache; else a UserError with the message `refusal`."""
     if not isinstance(method, Evict):
-        raise UserError(refusal)
+        raise UserError(refusal, field="method", code="model")
     return method
 
 
@@ -129,14 +145,26 @@ def _read_method(method: Any) -> tuple[str, str, dict[str, Any]]:
     elif isinstance(method, dict):
         options = {str(key): value for key, value in method.items()}
     else:
-        raise UserError(f"methods={method!r}: expected a method's name, or {{name: NAME, option: value}}")
+        raise UserError(
+            f"methods={method!r}: expected a method's name, or {{name: NAME, option: value}}",
+            field="methods",
+            code="type",
+        )
     name = str(options.pop("name", ""))
     default_label = " ".join([name, *_option_texts(options)])
     label = str(options.pop("label", default_label))
     if FULL in (name, label):
-        raise UserError(f"methods={method!r}: {FULL!r} is the full cache, which takes no options; give another label")
+        raise UserError(
+            f"methods={method!r}: {FULL!r} is the full cache, which takes no options; give another label",
+            field="methods",
+            code="conflict",
+        )
     if "budget" in options:
-        raise UserError(f"methods={method!r}: there is no option 'budget'; budgets= is for all methods")
+        raise UserError(
+            f"methods={method!r}: there is no option 'budget'; budgets= is for all methods",
+            field="methods",
+            code="conflict",
+        )
     return name, label, options
 
 
@@ -168,7 +196,11 @@ def letters_for(target: Target, budget: int | float) -> int:
     """Number of tokens that encode a prefix's id; UserError if the budget or the tokenizer has too few."""
     letters = letters_of_id(len(alphabet_of(target.tokenizer)))
     if isinstance(budget, int) and budget < letters:
-        raise UserError(f"budget={budget} entries cannot spell an id of {letters} letters; raise budget=")
+        raise UserError(
+            f"budget={budget} entries cannot spell an id of {letters} letters; raise budget=",
+            field="budget",
+            code="range",
+        )
     return letters
 
 
@@ -187,7 +219,11 @@ def prefix_method(config: Evicting, resources: Resources) -> Evict:
     elif not isinstance(method.allocate, Uniform):
         kind = type(method.allocate).__name__
         advice = "give page=32 for vLLM with KEEPSIGHT_RAGGED=1, or options={allocate: uniform}"
-        raise UserError(f"method={config.method} lets heads keep different numbers of entries ({kind}); {advice}")
+        raise UserError(
+            f"method={config.method} lets heads keep different numbers of entries ({kind}); {advice}",
+            field="method",
+            code="conflict",
+        )
     if method.every:
-        raise UserError("a prefix is evicted from once: leave out the option every")
+        raise UserError("a prefix is evicted from once: leave out the option every", field="every", code="conflict")
     return method

@@ -212,13 +212,15 @@ class Server:
                 return error
             except EndpointError as error:
                 if error.is_filter:
-                    return BadRow(f"prompt {prompt.index} ({prompt.source}): {error}")
+                    return BadRow(f"prompt {prompt.index} ({prompt.source}): {error}", field="answer", code="data")
                 refusal = error
                 if error.status not in _UNKNOWN_FORM:
                     break
         advice = f"once this is fixed, {_AGAIN}" if refusal.status else _AGAIN
         raise UserError(
-            f"{self._name}: no answer to prompt {prompt.index} ({refusal}); finished answers are kept: {advice}"
+            f"{self._name}: no answer to prompt {prompt.index} ({refusal}); finished answers are kept: {advice}",
+            field="server.url",
+            code="service",
         )
 
     def _post(self, prompt: Rendered, decoding: Decoding, prompt_form: dict[str, Any], endpoint: Endpoint) -> list[int]:
@@ -234,7 +236,9 @@ class Server:
         prompt_tokens = usage.get("prompt_tokens")
         if prompt_tokens not in (None, len(prompt.ids)):
             raise UserError(
-                f"{self._name}: it read {name} as {prompt_tokens} tokens, not as {len(prompt.ids)}; {must_serve}"
+                f"{self._name}: it read {name} as {prompt_tokens} tokens, not as {len(prompt.ids)}; {must_serve}",
+                field="server.url",
+                code="model",
             )
         reason = (choice.get("finish_reason") or "").lower()
         longest = decoding.max_new_tokens
@@ -242,13 +246,19 @@ class Server:
         if reason in _FULL and answer_tokens < longest:
             raise UserError(
                 f"{self._name}: {name} has {len(prompt.ids)} tokens, which leaves no room for {longest} more; "
-                "serve it with a longer context"
+                "serve it with a longer context",
+                field="server.url",
+                code="range",
             )
         answer_ids = choice.get("token_ids") or self._tokenize(choice["text"], reason)
         if not answer_ids:
-            raise BadRow(f"{name}: {self._name}: its answer is empty")
+            raise BadRow(f"{name}: {self._name}: its answer is empty", field="answer", code="data")
         if max(answer_ids) >= self._target.vocabulary:
-            raise UserError(f"{self._name}: its answer to {name} has tokens outside the vocabulary; {must_serve}")
+            raise UserError(
+                f"{self._name}: its answer to {name} has tokens outside the vocabulary; {must_serve}",
+                field="server.url",
+                code="model",
+            )
         return answer_ids[:longest]
 
     def _tokenize(self, text: str, reason: str) -> list[int]:
@@ -278,7 +288,9 @@ class Server:
                 return {"prompt": text}
         raise BadRow(
             f"{self._name}: it takes no token ids, and no text has exactly the ids of prompt {prompt.index}; "
-            "use a server that takes ids, such as vLLM's"
+            "use a server that takes ids, such as vLLM's",
+            field="prompt",
+            code="data",
         )
 
 
@@ -304,7 +316,9 @@ class VllmEngine:
         if launched().num_processes > 1:
             raise UserError(
                 "backend=vllm uses all GPUs from one process; start keepsight data without accelerate launch or "
-                "torchrun"
+                "torchrun",
+                field="backend",
+                code="conflict",
             )
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # commands print their results to stdout
         try:
@@ -312,7 +326,9 @@ class VllmEngine:
         except ImportError:
             raise UserError(
                 "backend=vllm needs the package vllm (pip install vllm); or start a server with it elsewhere and use "
-                "backend=server server.url="
+                "backend=server server.url=",
+                field="vllm",
+                code="missing",
             ) from None
         self._target = target
         self._options = options
@@ -338,7 +354,9 @@ class VllmEngine:
             replies = self._engine.generate(requests, sampling_params, use_tqdm=False)
         except Exception as error:  # vLLM's errors have no common class
             reason = one_line(error)
-            raise UserError(f"backend=vllm: no answer ({reason}); finished answers are kept: {_AGAIN}") from error
+            raise UserError(
+                f"backend=vllm: no answer ({reason}); finished answers are kept: {_AGAIN}", field="vllm", code="service"
+            ) from error
 
         answers: Answers = []
         for prompt, reply in zip(prompts, replies, strict=True):
@@ -346,7 +364,9 @@ class VllmEngine:
             if output.finish_reason == "length" and len(output.token_ids) < decoding.max_new_tokens:
                 raise UserError(
                     f"backend=vllm: prompt {prompt.index} has {len(prompt.ids)} tokens, which leaves no room for "
-                    f"{decoding.max_new_tokens} more; raise max_model_len in vllm="
+                    f"{decoding.max_new_tokens} more; raise max_model_len in vllm=",
+                    field="vllm",
+                    code="range",
                 )
             answers.append((prompt, up_to_end(list(output.token_ids), end_tokens)))
         yield answers
@@ -365,5 +385,7 @@ class VllmEngine:
         except Exception as error:  # whatever its workers raise
             raise UserError(
                 f"backend=vllm: the engine does not start ({one_line(error)}); see vLLM's messages above; "
-                "with 'vllm={gpu_memory_utilization:0.5,max_model_len:4096}' it takes less memory"
+                "with 'vllm={gpu_memory_utilization:0.5,max_model_len:4096}' it takes less memory",
+                field="vllm",
+                code="service",
             ) from error

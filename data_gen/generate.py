@@ -100,7 +100,7 @@ def generate_data(
         example = printable(f"such as {skipped[0]['index']}: {skipped[0]['reason']}")
         logger.warning("%s: %d of %d samples were skipped, %s; see manifest.json", out, len(skipped), limit, example)
         if not manifest["samples"]:
-            raise UserError(f"{out}: no sample could be made, {example}")
+            raise UserError(f"{out}: no sample could be made, {example}", field="limit", code="data")
     return dict(manifest)
 
 
@@ -179,7 +179,11 @@ class _Run:
                 if question:
                     complete[asked.index] = prompts[asked.index].with_question(question)
                 else:
-                    bad[asked.index] = BadRow(f"prompt {asked.index} ({asked.source}): the model wrote no question")
+                    bad[asked.index] = BadRow(
+                        f"prompt {asked.index} ({asked.source}): the model wrote no question",
+                        field="question",
+                        code="data",
+                    )
         return complete, bad
 
     def _render(self, prompts: dict[int, Prompt], longest_answer: int) -> tuple[list[Rendered], BadRows]:
@@ -200,7 +204,9 @@ class _Run:
         if len(prompt.ids) + longest_answer > context:
             raise BadRow(
                 f"prompt {prompt.index} ({prompt.source}) has {len(prompt.ids)} tokens, with {longest_answer} for the "
-                f"answer more than the context of {context}; lower the mixture's max_tokens"
+                f"answer more than the context of {context}; lower the mixture's max_tokens",
+                field="prompt",
+                code="range",
             )
 
     def _text(self, ids: list[int]) -> str:
@@ -215,7 +221,8 @@ class _Run:
     def _skipped(self, index: int, error: BadRow) -> Skipped:
         self.skipped += 1
         if self.skip is not None and self.skipped > self.skip:
-            raise UserError(f"{error}; fix it, or raise skip={self.skip}")
+            message = f"{error}; fix it, or raise skip={self.skip}"
+            raise UserError(message, field=error.field, code=error.code)  # a BadRow would be skipped
         return Skipped(index, " ".join(str(error).split()))
 
 
@@ -247,13 +254,13 @@ def render_prompt(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase
         try:
             text = prompt_text(tokenizer, prompt.messages, prompt.answer_prefix, dated_template)
         except UserError as error:
-            raise BadRow(f"{name}: {error}") from None
+            raise BadRow(f"{name}: {error}", field=error.field, code=error.code) from None
     else:
         text = prompt.messages[0]["content"] + prompt.answer_prefix
     special = not prompt.template or not has_chat_template(tokenizer)
     (ids,) = encode(tokenizer, [text], special=special)
     if not ids:
-        raise BadRow(f"{name}: it has no tokens")
+        raise BadRow(f"{name}: it has no tokens", field="prompt", code="data")
 
     if prompt.response is None:
         return Rendered(index, prompt.source, ids, None)
@@ -261,7 +268,7 @@ def render_prompt(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase
     if tokenizer.eos_token_id is not None:
         response_ids.append(tokenizer.eos_token_id)
     if not response_ids:
-        raise BadRow(f"{name}: its response has no tokens")
+        raise BadRow(f"{name}: its response has no tokens", field="response", code="data")
     return Rendered(index, prompt.source, ids, response_ids)
 
 
@@ -291,7 +298,9 @@ def check_sizes(model: PreTrainedModel, mixture: Mixture, out: Path, limit: int,
         if longest_prompt + max_new_tokens > context:
             raise UserError(
                 f"{entry.kind}: prompts of {longest_prompt} tokens with max_new_tokens={max_new_tokens} are more than "
-                f"the context of {context}; lower the mixture's max_tokens, or max_new_tokens="
+                f"the context of {context}; lower the mixture's max_tokens, or max_new_tokens=",
+                field="max_new_tokens",
+                code="range",
             )
 
     weighted_tokens = 0.0
@@ -305,5 +314,7 @@ def check_sizes(model: PreTrainedModel, mixture: Mixture, out: Path, limit: int,
     if bytes_needed > bytes_left + bytes_of_shards:
         raise UserError(
             f"limit={limit}: that many samples take more than {bytes_needed / 1e9:.0f} GB, and {out} has "
-            f"{bytes_left / 1e9:.0f} GB left; lower limit="
+            f"{bytes_left / 1e9:.0f} GB left; lower limit=",
+            field="limit",
+            code="memory",
         )

@@ -54,7 +54,11 @@ class Lengths:
 
     def __post_init__(self) -> None:
         if self.min_tokens > self.max_tokens:
-            raise UserError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+            raise UserError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}",
+                field="min_tokens",
+                code="range",
+            )
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,11 @@ class Mixture:
         _check_names("mixture", "key", bounds, ("min_tokens", "max_tokens", "sources"))
         sources = bounds.pop("sources", None)
         if not isinstance(sources, list) or not sources:
-            raise UserError("mixture: sources must be a list of at least one {kind: ..., weight: ...}")
+            raise UserError(
+                "mixture: sources must be a list of at least one {kind: ..., weight: ...}",
+                field="sources",
+                code="range",
+            )
 
         entries = []
         for index, source in enumerate(sources):
@@ -122,7 +130,9 @@ def _draw_prompt(entry: Entry, rng: random.Random, count_tokens: CountTokens, se
         tokens = round(math.exp(rng.uniform(math.log(lowest), math.log(highest))))
         with suppress(DoesNotFit):
             return entry.source.sample(Request(rng, tokens, highest, count_tokens, seed, number))
-    raise UserError(f"mixture: no prompt of {entry.kind} fits {highest} tokens; raise max_tokens")
+    raise UserError(
+        f"mixture: no prompt of {entry.kind} fits {highest} tokens; raise max_tokens", field="max_tokens", code="range"
+    )
 
 
 @lru_cache(maxsize=16)
@@ -138,7 +148,7 @@ def _schedule(weights: tuple[float, ...], seed: int) -> tuple[int, ...]:
 
 def _entry(where: str, values: Any, bounds: dict[str, Any]) -> Entry:
     if not isinstance(values, dict):
-        raise UserError(f"{where}: expected {{kind: ..., weight: ...}}, got {values!r}")
+        raise UserError(f"{where}: expected {{kind: ..., weight: ...}}, got {values!r}", field="sources", code="type")
     options = {**bounds, **values}
     kind = str(options.pop("kind", None))
     _check_names(where, "kind", [kind], SOURCES)
@@ -157,8 +167,10 @@ def _typed(where: str, values: dict[str, Any], kind: type[Any]) -> Any:
     """Plain values as a dataclass, without type conversion."""
     try:
         return from_json(json.dumps(values).encode(), kind)
+    except UserError as error:
+        raise error.reworded(f"{where}: {error}") from None
     except (ValueError, TypeError) as error:
-        raise UserError(f"{where}: {error}") from None
+        raise UserError(f"{where}: {error}", field="sources", code="type") from None
 
 
 def _check_names(where: str, what: str, names: Iterable[Any], allowed: Iterable[str]) -> None:
@@ -168,4 +180,8 @@ def _check_names(where: str, what: str, names: Iterable[Any], allowed: Iterable[
             continue
         similar = difflib.get_close_matches(str(name), allowed_names, n=1)
         hint = f"; did you mean {similar[0]}?" if similar else ""
-        raise UserError(f"{where}: unknown {what} {name!r}{hint} (known: {', '.join(allowed_names) or 'none'})")
+        raise UserError(
+            f"{where}: unknown {what} {name!r}{hint} (known: {', '.join(allowed_names) or 'none'})",
+            field=str(name),
+            code="unknown",
+        )

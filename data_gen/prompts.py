@@ -127,7 +127,9 @@ def fit_text(build: Callable[[int], str], request: Request) -> str:
                 break
         characters = _next_filling(attempt, fitting, too_long, _AIM * wanted)
     if not best:
-        raise DoesNotFit(f"a mixture's prompt does not fit {wanted} tokens; raise its min_tokens")
+        raise DoesNotFit(
+            f"a mixture's prompt does not fit {wanted} tokens; raise its min_tokens", field="min_tokens", code="range"
+        )
     return best
 
 

@@ -123,7 +123,7 @@ class StoredSamples(LazySamples):
 
         rows = concatenate_datasets([Dataset.from_file(str(path)) for path in paths])
         if len(rows) < count or rows.features != _features():
-            raise UserError(_EXCHANGED)
+            raise UserError(_EXCHANGED, field="shard", code="file")
         self.rows: Any = rows.select(range(count))
 
     def __len__(self) -> int:
@@ -151,7 +151,11 @@ class ShardWriter:
         path = folder / "manifest.json"
         has_shards = any(folder.glob("shard-*"))
         if has_shards and not path.exists():
-            raise UserError(f"{folder}: manifest.json is missing; restore it, or delete the folder")
+            raise UserError(
+                f"{folder}: manifest.json is missing; restore it, or delete the folder",
+                field="manifest.json",
+                code="missing",
+            )
 
         earlier: Manifest | None = read_json(path, Manifest) if path.exists() else None
         if earlier:
@@ -206,7 +210,11 @@ class ShardWriter:
         lacking = [index for index in shard if index not in rows]
         if lacking:
             count = len(shard) - len(lacking)
-            raise UserError(f"{journal}: {count} of {len(shard)} samples are there; run the same command again")
+            raise UserError(
+                f"{journal}: {count} of {len(shard)} samples are there; run the same command again",
+                field="shard",
+                code="missing",
+            )
 
         start = self._number(shard) * self.settings.shard_size
         shard_rows = []
@@ -222,14 +230,18 @@ class ShardWriter:
         for shard in self.settings.shards():
             arrow_file = self._arrow_file(shard)
             if arrow_file is None:
-                raise UserError(f"{self.folder}: shards are missing; run the same command again")
+                raise UserError(
+                    f"{self.folder}: shards are missing; run the same command again", field="shard", code="missing"
+                )
             shards[arrow_file] = shard
 
         manifest = _manifest_of(self.settings, shards)
         path = self.folder / "manifest.json"
         earlier: Manifest = read_json(path, Manifest)
         if earlier.complete and earlier.shards != manifest.shards:  # though no process has changed a shard
-            raise UserError(f"{self.folder}: {_EXCHANGED}; restore its files, or delete the folder")
+            raise UserError(
+                f"{self.folder}: {_EXCHANGED}; restore its files, or delete the folder", field="shard", code="file"
+            )
         write_json(path, asdict(manifest))
         return asdict(manifest)
 
@@ -243,7 +255,11 @@ class ShardWriter:
         """The Arrow file of a finished shard, if it is there; UserError if it was changed, or there are two."""
         paths = sorted(self.folder.glob(f"{_shard_name(self._number(shard))}-*.arrow"))
         if len(paths) > 1:
-            raise UserError(f"{paths[1]}: a second file of this shard; delete the one that is not of this run")
+            raise UserError(
+                f"{paths[1]}: a second file of this shard; delete the one that is not of this run",
+                field="shard",
+                code="conflict",
+            )
         if not paths:
             return None
         _require_unchanged(paths[0], self.folder)
@@ -256,7 +272,7 @@ class ShardWriter:
             for row in read_jsonl(journal, TrainingSample | Skipped):
                 rows.setdefault(row.index, row)
         except UserError as error:
-            raise UserError(f"{error}; delete this file, and {_run_again(self.folder)}") from None
+            raise error.reworded(f"{error}; delete this file, and {_run_again(self.folder)}") from None
         return rows
 
     def _number(self, shard: range) -> int:
@@ -279,7 +295,11 @@ def read_training_samples(
     manifest = finished_manifest(folder)
     settings = manifest.settings
     if settings.model != model:
-        raise UserError(f"{folder}: this data was answered by {settings.model!r}, not by {model!r}; make it again")
+        raise UserError(
+            f"{folder}: this data was answered by {settings.model!r}, not by {model!r}; make it again",
+            field="model",
+            code="conflict",
+        )
     tokenizer = Identity(template=identity.template)  # any version of the model may be trained on its answers
     settings.identity.require(tokenizer, f"{folder}: this data was made", "make it again")
     samples = finished_samples(folder, manifest)
@@ -290,7 +310,9 @@ def read_training_samples(
         if lowest_id < 0 or highest_id >= vocabulary or shortest == 0:
             raise UserError(
                 f"{folder}: {name} has token {highest_id}, but the vocabulary of {model!r} ends at {vocabulary - 1}; "
-                "make the data again"
+                "make the data again",
+                field=name,
+                code="model",
             )
     return samples, asdict(manifest)
 
@@ -304,10 +326,16 @@ def earlier_settings(folder: Path) -> DataSettings | None:
 def finished_manifest(folder: Path) -> Manifest:
     """The manifest of a finished data folder; UserError if it is missing or unfinished."""
     if not (folder / "manifest.json").exists():
-        raise UserError(f"{folder}: no manifest.json; make the data with `keepsight data out={folder}`")
+        raise UserError(
+            f"{folder}: no manifest.json; make the data with `keepsight data out={folder}`",
+            field="manifest.json",
+            code="missing",
+        )
     manifest: Manifest = read_json(folder / "manifest.json", Manifest)
     if not manifest.complete:
-        raise UserError(f"{folder}: this data is unfinished; {_run_again(folder)} to finish it")
+        raise UserError(
+            f"{folder}: this data is unfinished; {_run_again(folder)} to finish it", field="data", code="missing"
+        )
     return manifest
 
 
@@ -315,16 +343,16 @@ def finished_samples(folder: Path, manifest: Manifest) -> StoredSamples:
     """Samples of a finished data folder, in order; UserError if there are none, or a file is missing or changed."""
     if not manifest.shards or not manifest.samples:
         cause = f"all were skipped, such as {manifest.skipped[0]}" if manifest.skipped else "raise limit="
-        raise UserError(f"{folder}: this data folder has no samples; {cause}")
+        raise UserError(f"{folder}: this data folder has no samples; {cause}", field="data", code="range")
     paths = [folder / Path(name).name for name in manifest.shards]
     for path in paths:
         if not path.is_file():
-            raise UserError(f"{path}: no such file; {_run_again(folder)}")
+            raise UserError(f"{path}: no such file; {_run_again(folder)}", field="shard", code="missing")
         _require_unchanged(path, folder)
     try:
         return StoredSamples(paths, manifest.samples)
     except UserError as error:
-        raise UserError(f"{folder}: {error}; restore its files, or make the data again") from None
+        raise error.reworded(f"{folder}: {error}; restore its files, or make the data again") from None
 
 
 def _manifest_of(settings: DataSettings, shards: dict[Path, range]) -> Manifest:
@@ -364,7 +392,9 @@ def _require_unchanged(path: Path, folder: Path) -> None:
     """Refuse (`UserError`) a shard whose contents no longer match the digest in its name."""
     if file_digest(path)[7:23] != path.stem.rpartition("-")[2]:
         raise UserError(
-            f"{path}: changed since it was written; restore the file, or delete it and {_run_again(folder)}"
+            f"{path}: changed since it was written; restore the file, or delete it and {_run_again(folder)}",
+            field="shard",
+            code="file",
         )
 
 

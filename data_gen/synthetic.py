@@ -102,7 +102,9 @@ class Needles:
 
 def _check_weights(option: str, weights: Weights, names: tuple[str, ...]) -> None:
     if len(weights) != len(names) or sum(weights) <= 0:
-        raise UserError(f"{option} needs {len(names)} weights ({', '.join(names)}), got {list(weights)}")
+        raise UserError(
+            f"{option} needs {len(names)} weights ({', '.join(names)}), got {list(weights)}", field=option, code="range"
+        )
 
 
 def make_quiz(form: str, rng: random.Random) -> Quiz:

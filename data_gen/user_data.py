@@ -84,9 +84,15 @@ class LocalJsonl:
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", at_home(self.path))
         if not Path(self.path).is_file():
-            raise UserError(f"{self.path}: no such file; a mixture's local_jsonl names it")
+            raise UserError(
+                f"{self.path}: no such file; a mixture's local_jsonl names it", field="path", code="missing"
+            )
         if self.ask_itself and not self.template:
-            raise UserError(f"{self.path}: ask_itself needs the chat template; leave out template: false")
+            raise UserError(
+                f"{self.path}: ask_itself needs the chat template; leave out template: false",
+                field="ask_itself",
+                code="conflict",
+            )
 
     def sample(self, request: Request) -> Prompt:
         """The next of the rows shuffled by `request.seed`, or the next question about one of them; see `Source`."""
@@ -106,8 +112,8 @@ class LocalJsonl:
                 row = from_json(line, Row)
                 if not self._is_left_out(row):
                     yield self._prompt(row)
-            except ValueError as error:
-                yield BadRow(f"{self.path}:{number}: {error}")
+            except UserError as error:
+                yield BadRow(f"{self.path}:{number}: {error}", field=error.field, code=error.code)
 
     def _is_left_out(self, row: Row) -> bool:
         source = str(row.get("source"))
@@ -117,19 +123,33 @@ class LocalJsonl:
         source = str(row.get("source") or Path(self.path).stem)
         response = row.get(self.response_field)
         if response is not None and not isinstance(response, str):
-            raise BadRow(f"{self.response_field} must be a string, got {type(response).__name__}")
+            raise BadRow(
+                f"{self.response_field} must be a string, got {type(response).__name__}",
+                field=self.response_field,
+                code="type",
+            )
 
         if row.get("messages") is not None:
             if self.ask_itself:
-                raise BadRow("ask_itself needs a text in prompt, this row has messages")
+                raise BadRow(
+                    "ask_itself needs a text in prompt, this row has messages", field="ask_itself", code="conflict"
+                )
             turns = _turns(row["messages"])
             if turns[-1]["role"] != "user":
-                raise BadRow(f"messages must end with the user's turn, not with the {turns[-1]['role']}'s")
+                raise BadRow(
+                    f"messages must end with the user's turn, not with the {turns[-1]['role']}'s",
+                    field="messages",
+                    code="data",
+                )
             return Prompt(source, turns, response)
 
         text = row.get("prompt")
         if not isinstance(text, str) or not text.strip():
-            raise BadRow(f"expected a text in prompt, or a list in messages; got the fields {sorted(row)}")
+            raise BadRow(
+                f"expected a text in prompt, or a list in messages; got the fields {sorted(row)}",
+                field="prompt",
+                code="missing",
+            )
         return replace(user_prompt(source, text, template=self.template), response=response)
 
 
@@ -151,16 +171,21 @@ def _with_instruction(prompt: Prompt, instruction: str | None) -> Prompt:
 def _turns(value: Any) -> tuple[dict[str, str], ...]:
     """A conversation as `role` and `content`, also from `from` and `value`, and from lists of text parts."""
     if not isinstance(value, list) or not value:
-        raise BadRow(_NO_TURNS)
+        raise BadRow(_NO_TURNS, field="messages", code="type")
     return tuple({"role": _role(turn), "content": _content(turn)} for turn in value)
 
 
 def _role(turn: Any) -> str:
     if not isinstance(turn, dict):
-        raise BadRow(f"each of messages must be a turn with role and content, got {type(turn).__name__}")
+        raise BadRow(
+            f"each of messages must be a turn with role and content, got {type(turn).__name__}",
+            field="messages",
+            code="type",
+        )
     role = turn.get("role") or turn.get("from")
     if not isinstance(role, str) or role not in _ROLES:
-        raise _OtherTurns(f"each of messages needs a role ({', '.join(_ROLES)}), got {role!r}")
+        message = f"each of messages needs a role ({', '.join(_ROLES)}), got {role!r}"
+        raise _OtherTurns(message, field="role", code="unknown")
     return _ROLES[role]
 
 
@@ -172,7 +197,8 @@ def _content(turn: dict[str, Any]) -> str:
         content = _joined_text_parts(content)
     if not isinstance(content, str):
         cause = "tool calls" if turn.get("tool_calls") else type(content).__name__
-        raise _OtherTurns(f"each of messages needs a text in content, the {_role(turn)}'s has {cause}")
+        message = f"each of messages needs a text in content, the {_role(turn)}'s has {cause}"
+        raise _OtherTurns(message, field="content", code="type")
     return content
 
 
@@ -202,18 +228,18 @@ def _fitting_local_rows(source: LocalJsonl, limit: int, count_tokens: CountToken
 
     if len(bad_rows) == len(fitting_rows):
         if bad_rows:
-            raise UserError(bad_rows[0])
-        if is_empty:
-            raise UserError(_none_fits(source.path, source, 0))
-        raise UserError(_none_fits(source.path, source, limit))
+            first = bad_rows[0]
+            raise UserError(str(first), field=first.field, code=first.code)
+        raise _none_fits(source.path, source, 0 if is_empty else limit)
     return tuple(fitting_rows)
 
 
-def _none_fits(name: str, source: "LocalJsonl | HubDataset", limit: int) -> str:
-    """The message that no row has at most `limit` tokens, or with `limit` 0 that there are none."""
+def _none_fits(name: str, source: "LocalJsonl | HubDataset", limit: int) -> UserError:
+    """The error that no row has at most `limit` tokens, or with `limit` 0 that there are none."""
     if not limit:
-        return f"{name}: no rows"
-    return f"{name}: no row has {source.shortest} to {limit} tokens; raise the mixture's max_tokens"
+        return UserError(f"{name}: no rows", field="rows", code="missing")
+    message = f"{name}: no row has {source.shortest} to {limit} tokens; raise the mixture's max_tokens"
+    return UserError(message, field="max_tokens", code="range")
 
 
 def _fits(source: "LocalJsonl | HubDataset", prompt: Prompt, limit: int, count_tokens: CountTokens) -> bool:
@@ -280,16 +306,36 @@ class HubDataset:
         object.__setattr__(self, "id", at_home(self.id))
         named_columns = [name for name in _COLUMNS if getattr(self, name)]
         if len(named_columns) != 1:
-            raise UserError(f"{self.id}: a mixture's hub_dataset names one column, as one of {', '.join(_COLUMNS)}")
+            raise UserError(
+                f"{self.id}: a mixture's hub_dataset names one column, as one of {', '.join(_COLUMNS)}",
+                field="prompt",
+                code="missing",
+            )
         if self.text and self.response:
-            raise UserError(f"{self.id}: documents of text are cut and continued, and have no response")
+            raise UserError(
+                f"{self.id}: documents of text are cut and continued, and have no response",
+                field="response",
+                code="conflict",
+            )
         if (self.question or self.ask) and not self.prompt:
-            raise UserError(f"{self.id}: question and ask are appended to the texts of prompt; name their column so")
+            raise UserError(
+                f"{self.id}: question and ask are appended to the texts of prompt; name their column so",
+                field="question",
+                code="conflict",
+            )
         ways_to_ask = [bool(self.question), bool(self.ask), bool(self.ask_itself)]
         if sum(ways_to_ask) > 1:
-            raise UserError(f"{self.id}: give only one of question, ask and ask_itself; each appends questions")
+            raise UserError(
+                f"{self.id}: give only one of question, ask and ask_itself; each appends questions",
+                field="question",
+                code="conflict",
+            )
         if self.ask_itself and not (self.prompt and self.template and not self.response):
-            raise UserError(f"{self.id}: ask_itself needs texts of prompt, the chat template, and no response")
+            raise UserError(
+                f"{self.id}: ask_itself needs texts of prompt, the chat template, and no response",
+                field="ask_itself",
+                code="conflict",
+            )
 
     @property
     def column(self) -> str:
@@ -358,7 +404,7 @@ class HubDataset:
     def _conversation(self, value: Any, row: Row) -> Prompt | None:
         """The turns up to the user's last one, with the answer to it if that is the response; None if one lacks."""
         if not isinstance(value, list):
-            raise BadRow(_NO_TURNS)
+            raise BadRow(_NO_TURNS, field="messages", code="type")
         unread_turns = list(value)
         answer_turn = None
         while unread_turns and _role(unread_turns[-1]) == "assistant":
@@ -382,7 +428,11 @@ class HubDataset:
         if isinstance(value, list) and len(value) == 1:
             value = value[0]
         if not isinstance(value, str):
-            raise BadRow(f"response {self.response!r}: expected a text, got {type(value).__name__}")
+            raise BadRow(
+                f"response {self.response!r}: expected a text, got {type(value).__name__}",
+                field=str(self.response),
+                code="type",
+            )
         return value
 
 
@@ -391,7 +441,7 @@ def _value(row: Row, column: str) -> Any:
     value: Any = row
     for name in column.split("."):
         if not isinstance(value, dict) or name not in value:
-            raise BadRow(f"{column!r} has no field {name!r}")
+            raise BadRow(f"{column!r} has no field {name!r}", field=name, code="missing")
         value = value[name]
     return value
 
@@ -401,12 +451,12 @@ def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise BadRow(f"expected a text, got {type(value).__name__}")
+        raise BadRow(f"expected a text, got {type(value).__name__}", field="text", code="type")
     paragraphs = []
     for paragraph in value:
         texts = [paragraph] if isinstance(paragraph, str) else paragraph
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise BadRow("expected a text or a list of texts, got a list of other values")
+            raise BadRow("expected a text or a list of texts, got a list of other values", field="text", code="type")
         paragraphs.append(" ".join(text.strip() for text in texts))
     return "\n\n".join(paragraphs)
 
@@ -424,7 +474,7 @@ class _FittingHubRows:
         self._untried = _shuffled(f"{self._order_name}:0", len(self._rows))[::-1]
         self._drawn: list[int] = []  # rows that fit, and bad ones
         self._good_rows = 0
-        self._first_fault = ""
+        self._first_fault: BadRow | None = None
 
     def prompt(self, number: int) -> Prompt:
         """Prompt `number`; when all rows were drawn they come again in another order."""
@@ -433,7 +483,10 @@ class _FittingHubRows:
         gives_up = len(self._drawn) >= _TRIES or not self._untried
         if not self._drawn or (not self._good_rows and gives_up):
             limit = self._limit if len(self._rows) else 0
-            raise UserError(self._first_fault or _none_fits(self._source.id, self._source, limit))
+            if self._first_fault is not None:
+                first = self._first_fault
+                raise UserError(str(first), field=first.field, code=first.code)
+            raise _none_fits(self._source.id, self._source, limit)
 
         epoch, position = divmod(number, len(self._drawn))
         if epoch:
@@ -447,7 +500,7 @@ class _FittingHubRows:
         try:
             prompt = self._read(row)
         except BadRow as error:
-            self._first_fault = self._first_fault or str(error)
+            self._first_fault = self._first_fault or error
             if not isinstance(error, _OtherTurns):
                 self._drawn.append(row)
             return
@@ -484,7 +537,9 @@ def _reading(source: HubDataset) -> Iterator[None]:
             advice += "; accept its terms on the Hub and log in with `hf auth login`"
         if _UNREACHED.search(reason):
             advice += "; without access to the Hub use rows=DIR or mixture=offline"
-        raise UserError(f"data set {source.id!r} cannot be read: {reason}{advice}") from None
+        raise UserError(
+            f"data set {source.id!r} cannot be read: {reason}{advice}", field="id", code="service"
+        ) from None
 
 
 @lru_cache(maxsize=_SOURCES)
@@ -496,7 +551,7 @@ def _builder(source: HubDataset) -> Any:
         builder = load_dataset_builder(**_options(source), data_files=list(source.files) or None)
         kind = type(builder).__module__.split(".")[2]
         if kind not in _FORMATS:
-            raise UserError(f"it is read by {kind}, which is none of {', '.join(_FORMATS)}")
+            raise UserError(f"it is read by {kind}, which is none of {', '.join(_FORMATS)}", field="id", code="unknown")
         return builder
 
 
@@ -516,7 +571,9 @@ def _loaded(source: HubDataset) -> Any:
     for column in source.columns:
         if column not in rows.column_names:
             names = ", ".join(rows.column_names)
-            raise UserError(f"data set {source.id!r} has no column {column!r}; it has {names}")
+            raise UserError(
+                f"data set {source.id!r} has no column {column!r}; it has {names}", field=column, code="unknown"
+            )
     return rows.select_columns([*source.columns])
 
 
@@ -541,7 +598,11 @@ def use_local_rows(sources: list[Any], folder: Path | None) -> list[Any]:
     if there is no such folder, or a data set has no `local`.
     """
     if folder is not None and not folder.is_dir():
-        raise UserError(f"rows={folder}: no such folder; it holds the files that the mixture's `local` entries name")
+        raise UserError(
+            f"rows={folder}: no such folder; it holds the files that the mixture's `local` entries name",
+            field="rows",
+            code="missing",
+        )
     replaced = []
     for source in sources:
         if isinstance(source, dict):
@@ -559,7 +620,11 @@ def _local_rows_of(source: dict[str, Any], folder: Path | None) -> dict[str, Any
         return {key: value for key, value in source.items() if key != "local"}
     local = source.get("local")
     if not isinstance(local, dict) or not isinstance(local.get("path"), str):
-        raise UserError(f"rows={folder}: {source.get('id')} of the mixture needs `local: {{path: FILE}}`; add it")
+        raise UserError(
+            f"rows={folder}: {source.get('id')} of the mixture needs `local: {{path: FILE}}`; add it",
+            field="local",
+            code="missing",
+        )
     values: dict[str, Any] = {"kind": "local_jsonl"}
     for key in ("weight", "min_tokens", "max_tokens"):
         if key in source:
@@ -609,7 +674,11 @@ def _pin_digest(source: dict[str, Any], earlier_sources: list[dict[str, Any]]) -
             break
     expected = source.get("digest") or expected
     if expected != digest:
-        raise UserError(f"{path}: the file has {digest}, expected {expected}; restore it, or choose another out=")
+        raise UserError(
+            f"{path}: the file has {digest}, expected {expected}; restore it, or choose another out=",
+            field="rows",
+            code="file",
+        )
     return {**source, "digest": digest}
 
 

@@ -191,7 +191,7 @@ class SharedPrompt:
             if not scores.is_floating_point():
                 scores = scores.float()
             if scores.isnan().any():
-                raise UserError(f"{type(observer).__name__} returned scores that are NaN")
+                raise UserError(f"{type(observer).__name__} returned scores that are NaN", field="scores", code="data")
             scores_of_layers.append(scores)
         observing = since(start)
         if observer.needs().accumulated:

@@ -85,7 +85,11 @@ class HarnessModel(TemplateLM):
     ) -> None:
         super().__init__()
         if str(batch_size) not in ("1", "auto"):
-            raise UserError(f"batch_size={batch_size} must be 1: contexts are compressed one at a time")
+            raise UserError(
+                f"batch_size={batch_size} must be 1: contexts are compressed one at a time",
+                field="batch_size",
+                code="conflict",
+            )
         if str(device).startswith("cuda") and not torch.cuda.is_available():  # the harness's own default is cuda:0
             print(f"device={device}: this machine has no GPU that torch can use; running on the CPU", file=sys.stderr)
             device = "cpu"
@@ -93,7 +97,7 @@ class HarnessModel(TemplateLM):
         try:
             self.target = load_target(pretrained, revision=revision, **packaged_of(pretrained), **loading)
         except UserError as error:  # which names the key of keepsight's own commands
-            raise UserError(str(error).replace("model.id=", "pretrained=")) from None
+            raise error.reworded(str(error).replace("model.id=", "pretrained=")) from None
         self.model = self.target.model
         self.tokenizer: Any = self.target.tokenizer
         self._device = self.model.device
@@ -141,7 +145,9 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         raise UserError(
             "the task asks for the likelihood of whole texts, before which there is nothing to compress: "
-            "choose one that has a context and an answer"
+            "choose one that has a context and an answer",
+            field="task",
+            code="conflict",
         )
 
     @override
@@ -176,7 +182,11 @@ class HarnessModel(TemplateLM):
         """[1, N] int64: the end of the context that fits before the answer; of an empty one the prefix token."""
         room = self.max_length - answer_tokens
         if room < 1:
-            raise UserError(f"an answer of {answer_tokens} tokens leaves no room in max_length={self.max_length}")
+            raise UserError(
+                f"an answer of {answer_tokens} tokens leaves no room in max_length={self.max_length}",
+                field="max_length",
+                code="range",
+            )
         ids = torch.tensor([(context or [self.prefix_token_id])[-room:]], device=self.device)
         self.method.check(ids.shape[1], self.max_length)
         return ids
@@ -218,5 +228,7 @@ def _stops_of(until: list[Any]) -> list[str]:
     """The stops of a task; empty ones are left out, as the harness does. UserError for one that is no text."""
     stops = [stop for stop in until if stop]
     if wrong := [stop for stop in stops if not isinstance(stop, str)]:
-        raise UserError(f"until: {wrong[0]!r} is no text; give generation_kwargs texts to stop at")
+        raise UserError(
+            f"until: {wrong[0]!r} is no text; give generation_kwargs texts to stop at", field="until", code="type"
+        )
     return stops

@@ -79,9 +79,13 @@ class Judge:
     def check(self) -> None:
         """UserError if a value is out of range or not a URL."""
         if self.mode not in MODES:
-            raise UserError(f"judge.mode={self.mode} is unknown; choose one of {', '.join(MODES)}")
+            raise UserError(
+                f"judge.mode={self.mode} is unknown; choose one of {', '.join(MODES)}",
+                field="judge.mode",
+                code="unknown",
+            )
         if self.parallel < 1:
-            raise UserError(f"judge.parallel={self.parallel} must be at least 1")
+            raise UserError(f"judge.parallel={self.parallel} must be at least 1", field="judge.parallel", code="range")
         if self.url:
             check_url("judge.url", self.url)
 
@@ -168,7 +172,9 @@ class Judge:
             temperature = 0.5
         raise BadRow(
             f"judge.model={self.model}: no verdict on {sample.task}/{sample.id} in {_TRIES} tries, the last said "
-            f"{words[-80:]!r}; choose another judge, or let it write more: judge.options={{max_tokens: 8192}}"
+            f"{words[-80:]!r}; choose another judge, or let it write more: judge.options={{max_tokens: 8192}}",
+            field="judge.model",
+            code="data",
         )
 
     def _complete(self, body: Mapping[str, Any], subject: str) -> str:
@@ -179,12 +185,18 @@ class Judge:
                 return self._endpoint.post("chat/completions", body, _words)
             except EndpointError as error:
                 if error.is_filter or (error.status and _TOO_LONG.search(error.body)):
-                    raise BadRow(f"judge.url={self.url}: no judgment of {subject} ({error})") from None
+                    raise BadRow(
+                        f"judge.url={self.url}: no judgment of {subject} ({error})", field="judge.url", code="service"
+                    ) from None
                 accepted = body
                 if error.status in (400, 422):
                     accepted = self._without_refused(body, error.body)
                 if accepted == body:
-                    raise UserError(f"judge.url={self.url}: no judgment ({error}); run the command again") from None
+                    raise UserError(
+                        f"judge.url={self.url}: no judgment ({error}); run the command again",
+                        field="judge.url",
+                        code="service",
+                    ) from None
                 body = accepted
 
     @functools.cached_property

@@ -51,7 +51,11 @@ def query_similarity(
     for prompt in prompts:
         state = prefill(model, torch.tensor([list(prompt)], device=model.device))
         if has_bounded(state.cache):
-            raise UserError("bench queries compares layers with full attention, and this model has others too")
+            raise UserError(
+                "bench queries compares layers with full attention, and this model has others too",
+                field="model",
+                code="model",
+            )
         draft = greedy_draft(model, state.copy(), answer_tokens)
         ids = draft.ids if draft.mask is None else draft.ids[:, draft.mask[0]]
         random_ids = torch.randint(vocabulary, ids.shape, generator=generator).to(ids.device)

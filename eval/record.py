@@ -234,7 +234,11 @@ def rows_to_reuse(folders: Iterable[str | Path]) -> list[Row]:
     for folder in folders:
         path = Path(at_home(folder)) / RESULTS
         if not path.is_file():
-            raise UserError(f"reuse={folder}: no {RESULTS} there; name folders that keepsight eval has written")
+            raise UserError(
+                f"reuse={folder}: no {RESULTS} there; name folders that keepsight eval has written",
+                field="reuse",
+                code="missing",
+            )
         rows += read_jsonl(path, Row)
     return rows
 

@@ -63,7 +63,7 @@ def require_same_run(
         cells = cells_text(left_out)
         task, length, sample = left_out[0].key
         subject = f"{len(left_out)} of these results are left out: {cells}, such as {task}, {length} tokens, {sample}"
-        raise UserError(f"{folder}: {subject}; name them too, or {advice}")
+        raise UserError(f"{folder}: {subject}; name them too, or {advice}", field="methods", code="conflict")
 
 
 def _was_not_given(value: Any) -> bool:
@@ -113,7 +113,11 @@ def read_run(folder: str | Path) -> Run:
     path = folder / RESULTS
     rows = latest_rows(read_jsonl(path, Row, skip_torn=True)) if path.is_file() else []
     if not rows:
-        raise UserError(f"{folder}: no {RESULTS} with results; name folders that keepsight eval has written")
+        raise UserError(
+            f"{folder}: no {RESULTS} with results; name folders that keepsight eval has written",
+            field="runs",
+            code="missing",
+        )
     return Run(folder, rows, read_json(folder / SETTINGS, MadeWith))
 
 
@@ -185,7 +189,9 @@ def parts_of_one(runs: Sequence[Run]) -> list[Run]:
     for run in runs:
         if run.target != runs[0].target:
             models = f"its model is {run.target}, that of {runs[0].folder} is {runs[0].target}"
-            raise UserError(f"{run.folder}: {models}; keepsight compare sets them side by side")
+            raise UserError(
+                f"{run.folder}: {models}; keepsight compare sets them side by side", field="runs", code="conflict"
+            )
         rows = []
         for row in run.rows:
             same = rows_of_all.setdefault((row.key, row.cell), row)
@@ -195,7 +201,9 @@ def parts_of_one(runs: Sequence[Run]) -> list[Run]:
                 raise UserError(
                     f"{run.folder}: {row.task}, {row.length} tokens, sample {row.sample}: {row.method} at budget "
                     f"{row.budget} is in another of the runs, measured on other inputs; keepsight compare sets them "
-                    "side by side"
+                    "side by side",
+                    field="runs",
+                    code="conflict",
                 )
         parts.append(replace(run, rows=rows))
     return parts
@@ -215,7 +223,9 @@ def comparable(runs: Sequence[Run], allow: Collection[str] = ()) -> list[Run]:
     for run in runs[1:]:
         if "targets" not in allow and run.target != first.target:
             models = f"its model is {run.target}, that of {first.folder} is {first.target}"
-            raise UserError(f"{run.folder}: {models}; allow=[targets] compares them anyway")
+            raise UserError(
+                f"{run.folder}: {models}; allow=[targets] compares them anyway", field="runs", code="conflict"
+            )
 
     samples_of_runs = [set(map(_sample_identity, run.rows)) for run in runs]
     common = set.intersection(*samples_of_runs)
@@ -223,7 +233,7 @@ def comparable(runs: Sequence[Run], allow: Collection[str] = ()) -> list[Run]:
         if "samples" not in allow and samples != common:
             few = f"{len(samples - common)} of its {len(samples)} samples are not in every other run"
             advice = "allow=[samples] compares the others, or, where there are none, the means"
-            raise UserError(f"{run.folder}: {few}; {advice}")
+            raise UserError(f"{run.folder}: {few}; {advice}", field="runs", code="range")
     if not common:
         return list(runs)
     common_keys = {key for key, _ in common}

@@ -185,7 +185,11 @@ def _check_finite(row: Row, target: Target, *, is_judged: bool) -> None:
         cause = f"logits that are not finite in {dtype}; leave the method out, or choose model.dtype=float32"
     else:
         cause = f"{infinite[0]}={getattr(row, infinite[0])}"
-    raise UserError(f"sample {row.task}/{row.sample}: {row.method} at budget {row.budget} gives {cause}")
+    raise UserError(
+        f"sample {row.task}/{row.sample}: {row.method} at budget {row.budget} gives {cause}",
+        field="sample",
+        code="data",
+    )
 
 
 # The rows of samples that share a prefill
@@ -204,12 +208,18 @@ def check_samples(
         if tokens + sample.max_new_tokens > context:
             raise UserError(
                 f"sample {sample.task}/{sample.id} has {tokens} tokens, with {sample.max_new_tokens} for the answer "
-                f"more than the context of {context}; lower lengths= or max_tokens="
+                f"more than the context of {context}; lower lengths= or max_tokens=",
+                field="lengths",
+                code="range",
             )
         for variant in variants:
             try:
                 if sample.pictures and not variant.method.reads_images:
-                    raise UserError(f"methods= names {variant.name!r}, which reads no images; {sample.task} has some")
+                    raise UserError(
+                        f"methods= names {variant.name!r}, which reads no images; {sample.task} has some",
+                        field="methods",
+                        code="model",
+                    )
                 variant.method.check(len(sample.prompt_ids), context)
             except UserError as error:
                 if refused is None:
@@ -618,7 +628,8 @@ def sweep(
             yield _rows_of_sample(group, position, columns, by_cell, question)
         if refused and len(refused) == evictions:
             (name, budget), error = next(iter(refused.items()))
-            raise UserError(f"{name} at budget {budget}: {error}")
+            message = f"{name} at budget {budget}: {error}"
+            raise UserError(message, field=error.field, code=error.code)
 
 
 def _full_cache_differs(found: Sequence[Mapping[Cell, Row]], measured: Sequence[Sequence[Row]]) -> bool:

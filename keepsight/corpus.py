@@ -72,7 +72,11 @@ def source_documents(part: Part) -> tuple[Document, ...]:
         if _is_library(name) and document_part(name) == part:
             documents.append(Document(name, path.read_text(encoding="utf-8", errors="replace")))
     if not documents:
-        raise UserError(f"{library}: no .py files of the standard library; use a Python that keeps its sources")
+        raise UserError(
+            f"{library}: no .py files of the standard library; use a Python that keeps its sources",
+            field="library",
+            code="missing",
+        )
     return tuple(documents)
 
 

@@ -190,7 +190,9 @@ class ServerSettings:
     def check(self) -> None:
         """UserError if a value is missing or out of range."""
         if self.url is None:
-            raise UserError("backend=server needs server.url=, such as http://localhost:8000/v1")
+            raise UserError(
+                "backend=server needs server.url=, such as http://localhost:8000/v1", field="server.url", code="missing"
+            )
         check_url("server.url", self.url)
         require_whole("server", 1, parallel=self.parallel, tries=self.tries)
 
@@ -201,7 +203,9 @@ def check_url(key: str, url: str) -> None:
         return
     shown = " ".join(re.sub(r"[^/@]*@|[?#][\s\S]*", "", url).split())
     form = "must be a URL such as http://localhost:8000/v1, with no query, password or space"
-    raise UserError(f"{key}={shown} {form}; an API key is read from {key.removesuffix('url')}key=VARIABLE")
+    raise UserError(
+        f"{key}={shown} {form}; an API key is read from {key.removesuffix('url')}key=VARIABLE", field=key, code="type"
+    )
 
 
 def _is_endpoint_url(url: str) -> bool:

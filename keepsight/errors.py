@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing_extensions import Self
 
 Kind = TypeVar("Kind", bound="type[Any]")
 Whole = Annotated[int, Ge(0), "a whole number of at least 0"]
@@ -21,14 +22,54 @@ Share = Annotated[float, Ge(0), Le(1), "between 0 and 1"]
 Budget = Annotated[Positive | Annotated[float, Gt(0), Le(1)], "a whole number of at least 1, or a ratio in (0, 1]"]
 """Types of options; `as_options` refuses other values with the text at their end."""
 
+_BOUNDS = {
+    "finite_number",
+    "greater_than",
+    "greater_than_equal",
+    "less_than",
+    "less_than_equal",
+    "too_long",
+    "too_short",
+}
+"""What pydantic calls values of the right type that are out of bounds."""
 _STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+Code = Literal["missing", "unknown", "type", "range", "conflict", "model", "file", "data", "memory", "state", "service"]
+"""What can be wrong with a field; `UserError` says what each means."""
 
 
 class UserError(ValueError):
     """Bad input: the message is one line that names the file, field or value, what was expected, and what to do.
 
-    The command line prints the message without a traceback and ends with exit code 2.
+    The command line prints the message without a traceback and ends with exit code 2. Messages may be worded anew at
+    any time; `field` and `code` stay.
+
+    Attributes:
+        field: The key, option, argument, tensor or file that the error is about, as users write it, such as `budget`
+            or `model.id`; empty where it is about none.
+        code: What is wrong with it; empty where nobody has asked yet.
+            missing: a value, file, folder or package that is needed is not there.
+            unknown: a name that is none of those there are.
+            type: a value of another type or form, such as a text that cannot be parsed.
+            range: a value outside its bounds, a text too long or too short, or nothing left to work on.
+            conflict: settings that exclude each other, do not apply here, or differ from those the work began with.
+            model: a model, tokenizer or method that cannot do this, or a module that is for another one.
+            file: a file or folder that cannot be read or written, or whose contents are damaged or no such file's.
+            data: a row, message, answer or number that cannot be used.
+            memory: something does not fit into memory or onto the disk.
+            state: a cache or saved state that cannot be continued, cropped, joined or read so.
+            service: a server, the Hub or another program that fails.
     """
+
+    def __init__(self, message: str, *, field: str = "", code: Code | Literal[""] = "") -> None:
+        super().__init__(message)
+        self.field = field
+        self.code = code
+
+    def reworded(self, message: str) -> Self:
+        """The same error with another message, such as this one behind the name of a file."""
+        return type(self)(message, field=self.field, code=self.code)
 
 
 class UnfitModel(UserError):
@@ -42,26 +83,37 @@ class BadRow(UserError):
 def require_whole(name: str, least: int = 0, **values: object) -> None:
     """UserError, which begins with `name`, for the first value that is not a whole number of at least `least`."""
     for field, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-            raise UserError(f"{name}: {field} {value!r} must be a whole number of at least {least}")
+        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+        if not is_whole or value < least:
+            message = f"{name}: {field} {value!r} must be a whole number of at least {least}"
+            code: Code = "range" if is_whole else "type"
+            raise UserError(message, field=field, code=code)
 
 
 def require_kind(kind: Any, name: str, value: object) -> None:
-    """UserError for a value outside a type such as `Whole`; the message begins with `name`."""
+    """UserError for a value outside a type such as `Whole`.
+
+    The message begins with `name`, whose last word is the field, such as `SnapKV: budget`.
+    """
     try:
         _adapter(kind).validate_python(value)
-    except ValidationError:
-        raise UserError(f"{name} {value!r} {_expected(kind)}") from None
+    except ValidationError as error:
+        message = f"{name} {value!r} {_expected(kind)}"
+        raise UserError(message, field=name.rpartition(" ")[2], code=code_of(error)) from None
 
 
 def require_same(subject: str, before: Mapping[str, object], now: Mapping[str, object], advice: str) -> None:
-    """UserError with every difference from the settings that `subject` began with (`runs/data: this data was made`)."""
-    differences = []
+    """UserError with every difference from the settings that `subject` began with (`runs/data: this data was made`).
+
+    Its `field` is the first setting that differs.
+    """
+    differences = {}
     for name in {**before, **now}:
         if before.get(name) != now.get(name):
-            differences.append(f"{name}={before.get(name)!r}, now it is {now.get(name)!r}")
+            differences[name] = f"{name}={before.get(name)!r}, now it is {now.get(name)!r}"
     if differences:
-        raise UserError(f"{subject} with {'; '.join(differences)}; {advice}")
+        message = f"{subject} with {'; '.join(differences.values())}; {advice}"
+        raise UserError(message, field=next(iter(differences)), code="conflict")
 
 
 def printable(text: str, lines: bool = False) -> str:
@@ -116,11 +168,13 @@ def as_options(kind: Kind) -> Kind:
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         if takes_ratio and "compression_ratio" in options:
             if args or "budget" in options:
-                raise UserError(f"{kind.__name__}: give a budget or a compression_ratio, not both")
+                message = f"{kind.__name__}: give a budget or a compression_ratio, not both"
+                raise UserError(message, field="compression_ratio", code="conflict")
             options["budget"] = _kept_share(kind.__name__, options.pop("compression_ratio"))
         unknown = sorted(options.keys() - set(taken))
         if unknown:
-            raise UserError(f"{kind.__name__}: there is no option {unknown[0]!r}; it takes {', '.join(taken)}")
+            message = f"{kind.__name__}: there is no option {unknown[0]!r}; it takes {', '.join(taken)}"
+            raise UserError(message, field=unknown[0], code="unknown")
         bound = signature.bind(self, *args, **options)
         for name, value in bound.arguments.items():
             if getattr(value, "ndim", None) == 0:
@@ -162,8 +216,11 @@ def _expected(kind: Any) -> str:
 def _kept_share(name: str, ratio: Any) -> float:
     if getattr(ratio, "ndim", None) == 0:
         ratio = ratio.item()
-    if type(ratio) not in (int, float) or not 0 <= ratio < 1:
-        raise UserError(f"{name}: compression_ratio {ratio!r} must be a number from 0 to below 1, the evicted share")
+    is_number = type(ratio) in (int, float)
+    if not is_number or not 0 <= ratio < 1:
+        message = f"{name}: compression_ratio {ratio!r} must be a number from 0 to below 1, the evicted share"
+        code: Code = "range" if is_number else "type"
+        raise UserError(message, field="compression_ratio", code=code)
     return round(1.0 - ratio, 12)  # without the noise of 1 - 0.9
 
 
@@ -178,6 +235,16 @@ def _changed_options(options: Any) -> str:
                 text = f"{type(value).__name__}(...)"
             changed.append(f"{field.name}={text}")
     return f"{type(options).__name__}({', '.join(changed)})"
+
+
+def code_of(error: ValidationError) -> Code:
+    """The code of what pydantic found: of a union of types, `range` where one of them is only out of bounds."""
+    kinds = {fault["type"] for fault in error.errors()}
+    if kinds & _BOUNDS:
+        return "range"
+    if "missing" in kinds:
+        return "missing"
+    return "unknown" if kinds & {"literal_error", "enum"} else "type"
 
 
 def reason_of(error: ValidationError) -> str:

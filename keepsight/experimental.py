@@ -24,5 +24,9 @@ def is_on(path: str) -> bool:
     names = set(filter(None, os.environ.get(VARIABLE, "").replace(" ", "").split(",")))
     unknown = names - {*PATHS, "all"}
     if unknown:
-        raise UserError(f"{VARIABLE}: {min(unknown)!r} is unknown; choose from {', '.join(PATHS)}, or all")
+        raise UserError(
+            f"{VARIABLE}: {min(unknown)!r} is unknown; choose from {', '.join(PATHS)}, or all",
+            field=VARIABLE,
+            code="unknown",
+        )
     return path in names or "all" in names

@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import is_typeddict
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, code_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,7 +62,9 @@ def at_home(path: str | Path) -> str:
     """
     expanded = os.path.expanduser(path)
     if expanded.split("/", 1)[0] == "~":
-        raise UserError(f"{path}: the home folder is not known; set HOME, or write the folder out")
+        raise UserError(
+            f"{path}: the home folder is not known; set HOME, or write the folder out", field="HOME", code="missing"
+        )
     return str(expanded)
 
 
@@ -73,7 +75,9 @@ def require_writable(out: Path, folder: bool = True, key: str = "out") -> None:
     """
     for path in (out, *out.parents):
         if path.is_symlink() and not path.exists():
-            raise UserError(f"{key}={out}: {path} is a broken link; remove it, or choose another {key}=")
+            raise UserError(
+                f"{key}={out}: {path} is a broken link; remove it, or choose another {key}=", field=key, code="file"
+            )
     if out.exists():
         expected = "folder" if folder else "file"
         if out.is_dir():
@@ -83,12 +87,14 @@ def require_writable(out: Path, folder: bool = True, key: str = "out") -> None:
         else:
             kind = "device or pipe"
         if kind != expected:
-            raise UserError(f"{key}={out} is a {kind}; name a {expected}")
+            raise UserError(f"{key}={out} is a {kind}; name a {expected}", field=key, code="file")
     nearest = _nearest_existing(out) if folder else _nearest_existing(out.parent)
     if not nearest.is_dir():
-        raise UserError(f"{key}={out} lies in {nearest}, which is a file; choose another {key}=")
+        raise UserError(
+            f"{key}={out} lies in {nearest}, which is a file; choose another {key}=", field=key, code="file"
+        )
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise UserError(f"{key}={out}: {nearest} cannot be written to; choose another {key}=")
+        raise UserError(f"{key}={out}: {nearest} cannot be written to; choose another {key}=", field=key, code="file")
 
 
 def free_bytes(path: Path) -> int:
@@ -157,7 +163,7 @@ def regular(path: Path, *others: Path) -> Path:
     """The path; UserError if it or one of the others is a device, a pipe or a socket."""
     for checked in (path, *others):
         if checked.exists() and not (checked.is_file() or checked.is_dir()):
-            raise UserError(f"{checked}: not a regular file; choose another path")
+            raise UserError(f"{checked}: not a regular file; choose another path", field="path", code="file")
     return path
 
 
@@ -179,7 +185,9 @@ def _unfinished(folder: Path) -> Iterator[Path]:
     except FileNotFoundError:
         if is_nested or temporary.exists():
             raise
-        raise UserError(f"{folder}: removed while it was being written; run the same command again") from None
+        raise UserError(
+            f"{folder}: removed while it was being written; run the same command again", field="out", code="file"
+        ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -219,12 +227,18 @@ def one_writer(folder: Path) -> Iterator[None]:
     except Timeout:
         holder = path.read_text(encoding="utf-8") if path.exists() else ""
         holder = holder or "another process"
-        raise UserError(f"{folder}: {holder} is writing here; wait for it to end, or choose another out=") from None
+        raise UserError(
+            f"{folder}: {holder} is writing here; wait for it to end, or choose another out=",
+            field="out",
+            code="conflict",
+        ) from None
     try:
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M},")
         yield
         if not path.exists():
-            raise UserError(f"{folder}: removed while it was being written; run the same command again")
+            raise UserError(
+                f"{folder}: removed while it was being written; run the same command again", field="out", code="file"
+            )
     finally:
         path.unlink(missing_ok=True)
         lock.release()
@@ -266,19 +280,20 @@ def _cell(value: object) -> object:
 
 
 def from_json(text: bytes, kind: Any = Any) -> Any:
-    """The value of JSON in UTF-8; ValueError (one line) if malformed or of another type.
+    """The value of JSON in UTF-8; UserError (one line, with the field) if malformed or of another type.
 
     `kind` is the value's type, such as a dataclass. Nothing is converted, and no field may be missing or unknown; only
     a TypedDict may have others.
     """
     if text.startswith(_UTF_16):
-        raise ValueError("UTF-16; save it as UTF-8")
+        raise UserError("UTF-16; save it as UTF-8", code="file")
     text = text.strip().removeprefix(codecs.BOM_UTF8)
     extra: Literal["allow", "forbid"] = "allow" if is_typeddict(kind) else "forbid"
     try:
         return _adapter(kind).validate_json(text, strict=True, extra=extra)
     except ValidationError as error:
-        raise ValueError(_first_fault(error)) from None
+        message, field = _first_fault(error)
+        raise UserError(message, field=field, code=code_of(error)) from None
 
 
 @cache
@@ -286,19 +301,19 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def _first_fault(error: ValidationError) -> str:
-    """The first of pydantic's errors on one line: the field, what is wrong, and the value."""
+def _first_fault(error: ValidationError) -> tuple[str, str]:
+    """The first of pydantic's errors on one line: the field, what is wrong, and the value; and the field alone."""
     fault = error.errors(include_url=False)[0]
     value = fault["input"]
     message = " ".join(fault["msg"].removeprefix("Value error, ").split())
     if fault["type"] == "json_invalid":
-        return f"not valid JSON ({message.removeprefix('Invalid JSON: ')}); is it cut off?"
+        return f"not valid JSON ({message.removeprefix('Invalid JSON: ')}); is it cut off?", ""
     field = ".".join(map(str, fault["loc"]))
     prefix = f"{field}: " if field else ""
     if fault["type"] == "value_error" and isinstance(value, dict):  # by a check over several fields
-        return prefix + message
+        return prefix + message, field
     shown = type(value).__name__ if isinstance(value, dict | list) else repr(value)[:60]
-    return f"{prefix}{message.replace('Input should be', 'expected')}, got {shown}"
+    return f"{prefix}{message.replace('Input should be', 'expected')}, got {shown}", field
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -312,9 +327,9 @@ def read_json(path: Path, kind: Any = Any) -> Any:
     try:
         return from_json(path.read_bytes(), kind)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
+        raise UserError(f"{path}: no such file", field="path", code="missing") from None
     except ValueError as error:
-        raise UserError(f"{path}: {error}; restore the file or make it again") from None
+        raise UserError(f"{path}: {error}; restore the file or make it again", field="path", code="file") from None
 
 
 def own_yaml(package: str, name: str) -> dict[str, Any]:
@@ -328,16 +343,20 @@ def read_yaml(path: Path) -> str:
     with path.open("rb") as stream:
         content = stream.read(_YAML_BYTES + 1)
     if len(content) > _YAML_BYTES:
-        raise UserError(f"{path}: larger than {size_text(_YAML_BYTES)}, too large for a configuration")
+        raise UserError(
+            f"{path}: larger than {size_text(_YAML_BYTES)}, too large for a configuration", field="path", code="memory"
+        )
     try:
         encoding = "utf-16" if content.startswith(_UTF_16) else "utf-8-sig"
         text = content.decode(encoding)
         root = yaml.compose(text, yaml.SafeLoader)
         values = _count_values(root, {}) if root else 0
     except (yaml.YAMLError, UnicodeError, RecursionError) as error:
-        raise UserError(f"{path}: not a YAML file ({' '.join(str(error).split())})") from None
+        raise UserError(
+            f"{path}: not a YAML file ({' '.join(str(error).split())})", field="path", code="file"
+        ) from None
     if values > _YAML_VALUES:
-        raise UserError(f"{path}: with its aliases written out it is too large")
+        raise UserError(f"{path}: with its aliases written out it is too large", field="path", code="memory")
     return text
 
 
@@ -373,7 +392,7 @@ def read_jsonl(path: Path, kind: Any = Row, *, skip_torn: bool = False) -> Itera
             except ValueError as error:
                 if skip_torn and not line.endswith(b"\n"):
                     return
-                raise UserError(f"{path}:{number}: {error}") from None
+                raise UserError(f"{path}:{number}: {error}", field="path", code="file") from None
             yield value
 
 
@@ -386,7 +405,7 @@ def text_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         if data.startswith(_UTF_16):
             data = data.decode("utf-16").encode()
     except (OSError, EOFError, zlib.error, UnicodeError) as error:
-        raise UserError(f"{path}: neither text nor gzipped text ({error})") from None
+        raise UserError(f"{path}: neither text nor gzipped text ({error})", field="path", code="file") from None
     for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if line.strip():
             yield number, line
@@ -461,7 +480,11 @@ def read_bytes(text: str) -> int:
         number, unit = match.groups()
         size = int(float(number) * _UNITS[unit])
     if size == 0:
-        raise UserError(f"{text!r} is not an amount of memory; write it as 24GiB, 24GB or a number of bytes")
+        raise UserError(
+            f"{text!r} is not an amount of memory; write it as 24GiB, 24GB or a number of bytes",
+            field="memory",
+            code="type",
+        )
     return size
 
 

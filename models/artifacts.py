@@ -132,7 +132,11 @@ class Artifact(ModelHubMixin, ABC):
     def _require_files(cls, folder: Path) -> None:
         for name in cls.files:
             if not (folder / name).is_file():
-                raise UserError(f"{folder}: {name} is missing; a {cls.kind} needs {', '.join(cls.files)}")
+                raise UserError(
+                    f"{folder}: {name} is missing; a {cls.kind} needs {', '.join(cls.files)}",
+                    field=name,
+                    code="missing",
+                )
 
 
 # Fetching
@@ -151,12 +155,16 @@ def fetch(reference: str, revision: str | None = None) -> Path:
         folders = {path.parent.name: path.parent for path in cards}
         name = reference.removeprefix(SHIPPED)
         if name not in folders:
-            raise UserError(f"{reference}: keepsight ships no such artifact; it ships {', '.join(sorted(folders))}")
+            raise UserError(
+                f"{reference}: keepsight ships no such artifact; it ships {', '.join(sorted(folders))}",
+                field="artifact",
+                code="unknown",
+            )
         return folders[name]
     if Path(reference).is_dir():
         return _folder_of_fit(Path(reference))
     if Path(reference).exists():
-        raise UserError(f"{reference} is a file; name the folder of an artifact")
+        raise UserError(f"{reference} is a file; name the folder of an artifact", field="artifact", code="file")
     check_repo_id(reference)
     with hub_errors(f"{reference!r} is not a folder here and cannot be fetched from the Hub"):
         folder = Path(snapshot_download(reference, revision=revision, allow_patterns=[*sorted(_FETCHED), CARD]))
@@ -184,7 +192,11 @@ def check_repo_id(repo_id: str) -> None:
     else:
         valid = repo_id.count("/") == 1
     if not valid:
-        raise UserError(f"{repo_id!r} is neither a folder nor a Hub id; a Hub id looks like user/name")
+        raise UserError(
+            f"{repo_id!r} is neither a folder nor a Hub id; a Hub id looks like user/name",
+            field="artifact",
+            code="unknown",
+        )
 
 
 @contextmanager
@@ -195,7 +207,9 @@ def hub_errors(what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{what}: {one_line(error, 400) or type(error).__name__}") from error
+        raise UserError(
+            f"{what}: {one_line(error, 400) or type(error).__name__}", field="artifact", code="service"
+        ) from error
 
 
 # Tensors
@@ -205,7 +219,11 @@ def check_digest(path: Path, expected: str, source: str) -> None:
     """Check a file against the digest recorded in the file named `source`; a `UserError` if it differs."""
     digest = file_digest(path)
     if digest != expected:
-        raise UserError(f"{path}: its digest is {digest}, {source} says {expected}; fetch it again, or train it again")
+        raise UserError(
+            f"{path}: its digest is {digest}, {source} says {expected}; fetch it again, or train it again",
+            field="digest",
+            code="file",
+        )
 
 
 def read_tensors(path: Path, names: str = ".*") -> dict[str, Tensor]:
@@ -222,7 +240,9 @@ def read_tensors(path: Path, names: str = ".*") -> dict[str, Tensor]:
         raise
     except Exception as error:  # dtypes and shapes that torch does not have raise anything
         reason = one_line(error, 200)
-        raise UserError(f"{path}: not a safetensors file ({reason}); fetch it again, or train it again") from None
+        raise UserError(
+            f"{path}: not a safetensors file ({reason}); fetch it again, or train it again", field="path", code="file"
+        ) from None
 
 
 def unpickled(path: Path) -> dict[str, Tensor]:
@@ -238,13 +258,19 @@ def unpickled(path: Path) -> dict[str, Tensor]:
     except (OSError, MemoryError):  # it cannot be opened, or does not fit into memory: no fault of its contents
         raise
     except Exception as error:  # damaged pickles raise anything; the reason is in the message
-        raise UserError(f"{path}: not a pickle of tensors alone ({one_line(error, 200)}); it was not read") from None
+        raise UserError(
+            f"{path}: not a pickle of tensors alone ({one_line(error, 200)}); it was not read",
+            field="path",
+            code="file",
+        ) from None
     file_bytes = path.stat().st_size
     tensor_bytes = sum(tensor.nbytes for tensor in tensors.values())
     if tensor_bytes > 4 * file_bytes:  # a view may stand for any size
         raise UserError(
             f"{path}: not a pickle of tensors alone (tensors of {tensor_bytes:,} bytes in a file of {file_bytes:,}); "
-            "it was not read"
+            "it was not read",
+            field="path",
+            code="file",
         )
     return {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
 
@@ -282,13 +308,19 @@ def check_names_and_shapes(path: Path, tensors: Mapping[str, Tensor], expected: 
     for names, fault in ((missing, "missing"), (surplus, "surplus")):
         if names:
             more = f", and {len(names) - 1} more" if len(names) > 1 else ""
-            raise UserError(f"{path}: tensor {names[0]!r} is {fault}{more}; the configuration beside it differs")
+            raise UserError(
+                f"{path}: tensor {names[0]!r} is {fault}{more}; the configuration beside it differs",
+                field=names[0],
+                code="file",
+            )
     for name, tensor in tensors.items():
         shape = list(tensor.shape)
         expected_shape = list(expected[name].shape)
         if shape != expected_shape:
             raise UserError(
-                f"{path}: tensor {name!r} has shape {shape}, the configuration beside it needs {expected_shape}"
+                f"{path}: tensor {name!r} has shape {shape}, the configuration beside it needs {expected_shape}",
+                field=name,
+                code="file",
             )
 
 
@@ -297,10 +329,16 @@ def as_weights(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) ->
     weights = {}
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
-            raise UserError(f"{path}: tensor {name!r} is {tensor.dtype}; expected float32, bfloat16 or float16")
+            raise UserError(
+                f"{path}: tensor {name!r} is {tensor.dtype}; expected float32, bfloat16 or float16",
+                field=name,
+                code="file",
+            )
         weights[name] = tensor.to(dtype)
         if not weights[name].isfinite().all():
-            raise UserError(f"{path}: tensor {name!r} holds NaN or infinity in {dtype}; fetch it again")
+            raise UserError(
+                f"{path}: tensor {name!r} holds NaN or infinity in {dtype}; fetch it again", field=name, code="file"
+            )
     return weights
 
 

@@ -57,7 +57,9 @@ def _require_readable_chats(tokenizer: "PreTrainedTokenizerBase") -> None:
         if encode(tokenizer, [chat_text(tokenizer, turns)], special=False) != [list(ids)]:
             raise UserError(
                 f"its tokenizer ({name}) renders chats that cannot be read as text; give a folder with tokenizer.json "
-                "and a chat template, and uninstall the package that the class comes from (mistral-common)"
+                "and a chat template, and uninstall the package that the class comes from (mistral-common)",
+                field="tokenizer",
+                code="model",
             )
 
 
@@ -164,7 +166,9 @@ def ids_of(model: "PreTrainedModel", prompts: Any, options: dict[str, Any], spec
         options.pop("token_type_ids", None)  # many tokenizers return them, of no use to a decoder
     if not isinstance(prompts, Tensor) or prompts.dim() != 2 or prompts.dtype not in (int64, int32):
         raise UserError(
-            "input_ids must be a tensor [B, N] of int64, text, or what a tokenizer makes with return_tensors='pt'"
+            "input_ids must be a tensor [B, N] of int64, text, or what a tokenizer makes with return_tensors='pt'",
+            field="input_ids",
+            code="type",
         )
     if stop_strings:
         options |= {"tokenizer": tokenizer, "stop_strings": stop_strings}
@@ -178,7 +182,9 @@ def _require_no_start(tokenizer: Any, rows: list[list[int]]) -> None:
     if start and any(ids[: len(start)] == start for ids in rows):
         raise UserError(
             f"the text begins with {tokenizer.decode(start)!r}, as a new prompt does, but it continues one; give what "
-            "follows alone, or a chat that was rendered again to Conversation.say_rendered"
+            "follows alone, or a chat that was rendered again to Conversation.say_rendered",
+            field="input_ids",
+            code="conflict",
         )
 
 
@@ -199,7 +205,11 @@ def _tokenizer_of(model: "PreTrainedModel") -> Any:
     try:
         return load_tokenizer(model.config.name_or_path or "")
     except Exception as error:  # whatever the Hub's client raises
-        raise UserError(f"give tokenizer=; there is none beside the model ({type(error).__name__})") from None
+        raise UserError(
+            f"give tokenizer=; there is none beside the model ({type(error).__name__})",
+            field="tokenizer",
+            code="missing",
+        ) from None
 
 
 def prompt_text(
@@ -238,7 +248,9 @@ def chat_text(
     if not has_chat_template(tokenizer):
         raise UserError(
             f"model {name!r} has no chat template; set one by model.chat_template=FILE, or ask for the completion of a "
-            "plain text"
+            "plain text",
+            field="model.chat_template",
+            code="missing",
         )
     options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **arguments}
     if chat_template is not None:
@@ -247,7 +259,9 @@ def chat_text(
         return str(tokenizer.apply_chat_template(list(turns), **options))
     except Exception as error:  # templates, which come with models, raise anything
         roles = ", ".join(str(turn.get("role")) for turn in turns)
-        raise UserError(f"the chat template of {name!r} refuses the turns {roles}: {one_line(error)}") from None
+        raise UserError(
+            f"the chat template of {name!r} refuses the turns {roles}: {one_line(error)}", field="messages", code="data"
+        ) from None
 
 
 USUAL_ROLES = frozenset({"system", "user", "assistant"})
@@ -274,13 +288,21 @@ def with_arguments(template: Any, arguments: Mapping[str, Any]) -> str:
         UserError: there is no single template, or an argument is not a value that can be written there.
     """
     if not isinstance(template, str):
-        raise UserError(f"model.template={dict(arguments)}: the model has no single chat template to set this in")
+        raise UserError(
+            f"model.template={dict(arguments)}: the model has no single chat template to set this in",
+            field="model.template",
+            code="model",
+        )
     assignments = []
     for name, value in arguments.items():
         is_number = isinstance(value, int | float) and math.isfinite(value)
         is_text = isinstance(value, str) and not re.search("[\ud800-\udfff]", value)  # a lone surrogate has no UTF-8
         if not name.isidentifier() or not (is_number or is_text):
-            raise UserError(f"model.template: {name}={value!a} must be a name with a text, a number, true or false")
+            raise UserError(
+                f"model.template: {name}={value!a} must be a name with a text, a number, true or false",
+                field="model.template",
+                code="type",
+            )
         assignments.append(f"{{% set {name} = {json.dumps(value)} %}}")
     return "".join(assignments) + template
 
@@ -316,14 +338,24 @@ def set_chat_template(tokenizer: "PreTrainedTokenizerBase", path: str | Path) ->
     source = f"model.chat_template={path}"
     message = "a user's message"
     if not tokenizer.chat_template and has_chat_template(tokenizer):
-        raise UserError(f"{source}: {type(tokenizer).__name__} renders chats by code of its own; leave it out")
+        raise UserError(
+            f"{source}: {type(tokenizer).__name__} renders chats by code of its own; leave it out",
+            field="model.chat_template",
+            code="model",
+        )
     try:
         tokenizer.chat_template = regular(Path(at_home(path))).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{source}: cannot be read as UTF-8 text ({one_line(error)})") from None
+        raise UserError(
+            f"{source}: cannot be read as UTF-8 text ({one_line(error)})", field="model.chat_template", code="file"
+        ) from None
     try:
         text = chat_text(tokenizer, [{"role": "user", "content": message}])
     except UserError as error:
-        raise UserError(f"{source}: {error}; expected a Jinja template") from None
+        raise error.reworded(f"{source}: {error}; expected a Jinja template") from None
     if message not in text:
-        raise UserError(f"{source}: expected a Jinja template that writes each message's content; it leaves it out")
+        raise UserError(
+            f"{source}: expected a Jinja template that writes each message's content; it leaves it out",
+            field="model.chat_template",
+            code="file",
+        )

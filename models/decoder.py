@@ -68,7 +68,9 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     if stack is None:
         raise UserError(
             f"the layers of {model.config.model_type} are not known; load another model, such as Llama, Qwen, Mistral "
-            "or Gemma"
+            "or Gemma",
+            field="model",
+            code="model",
         )
     return stack
 
@@ -239,7 +241,11 @@ def attention_of(model: PreTrainedModel, index: int) -> nn.Module:
         is_recurrent = hasattr(module, "conv1d")  # Mamba's has an output projection too
         if hasattr(module, "layer_idx") and not is_recurrent and any(hasattr(module, name) for name in _OUTPUTS):
             return module
-    raise UserError(f"{model.config.model_type}: the attention of layer {index} has no known output projection")
+    raise UserError(
+        f"{model.config.model_type}: the attention of layer {index} has no known output projection",
+        field="model",
+        code="model",
+    )
 
 
 def output_projection(model: PreTrainedModel, index: int) -> nn.Module:
@@ -261,7 +267,11 @@ def output_weight(model: PreTrainedModel, index: int) -> Tensor:
     projection = output_projection(model, index)
     weight = getattr(projection, "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dtype.itemsize < 2 or weight.is_meta:
-        raise UserError(f"the output projection of layer {index} is not a plain matrix; load the model unquantized")
+        raise UserError(
+            f"the output projection of layer {index} is not a plain matrix; load the model unquantized",
+            field="model",
+            code="model",
+        )
     if isinstance(projection, Conv1D):  # GPT-2's, which is stored the other way round
         weight = weight.T
     return weight.detach()
@@ -281,7 +291,9 @@ def require_supported(model: PreTrainedModel) -> None:
         if config is not None and config.is_prompt_learning:
             raise UserError(
                 f"the virtual tokens of {config.peft_type.value.lower()} are not supported; disable that adapter, "
-                "or call generate without a method"
+                "or call generate without a method",
+                field="peft_type",
+                code="model",
             )
     if model in _SUPPORTED and _SUPPORTED[model] == model.device:
         return
@@ -292,16 +304,22 @@ def require_supported(model: PreTrainedModel) -> None:
     if stack is None or not decoder._can_set_attn_implementation():
         raise UserError(
             f"{kind} does not compute attention by transformers' AttentionInterface, so that no query can be read; "
-            "load a model that does, such as Llama, Qwen, Mistral or Gemma"
+            "load a model that does, such as Llama, Qwen, Mistral or Gemma",
+            field="model",
+            code="model",
         )
     if any(hasattr(layer, name) for layer in stack for name in _CROSS_ATTENTION):
         raise UserError(
-            f"the layers of {kind} attend to an encoder too, which this model lacks; load a decoder-only model"
+            f"the layers of {kind} attend to an encoder too, which this model lacks; load a decoder-only model",
+            field="model",
+            code="model",
         )
     if has_latents(model) and any(hasattr(module, "indexer") for module in decoder.modules()):
         raise UserError(
             f"{kind} selects the entries that its latent attention reads; load a model with full attention, such as "
-            "DeepSeek-V3"
+            "DeepSeek-V3",
+            field="model",
+            code="model",
         )
     if not hasattr(model, "hf_device_map"):  # no hook moves activations between devices
         require_one_device(model)
@@ -316,30 +334,64 @@ def require_supported_config(config: Any) -> None:
     """
     kind = config.model_type
     if config.is_encoder_decoder or type(config).is_encoder_decoder:  # a decoder's own configuration says no
-        raise UserError(f"{kind} is an encoder-decoder model; load a decoder-only model")
+        raise UserError(f"{kind} is an encoder-decoder model; load a decoder-only model", field="model", code="model")
     if not hasattr(config.get_text_config(decoder=True), "num_hidden_layers"):
-        raise UserError(f"{kind} is made of several stacks of layers; load a model with one decoder")
+        raise UserError(
+            f"{kind} is made of several stacks of layers; load a model with one decoder", field="model", code="model"
+        )
     if kind in _OTHER_HEADS:
-        raise UserError(f"{kind} shares its KV heads among query heads in its own way; load a model with grouped heads")
+        raise UserError(
+            f"{kind} shares its KV heads among query heads in its own way; load a model with grouped heads",
+            field="model",
+            code="model",
+        )
     if kind in _OTHER_MASKS:
-        raise UserError(f"{kind} computes the mask of each head from the values of all entries; load another model")
+        raise UserError(
+            f"{kind} computes the mask of each head from the values of all entries; load another model",
+            field="model",
+            code="model",
+        )
     if kind in _DIFFUSION:
-        raise UserError(f"{kind} denoises many tokens at once; load a model that answers token by token")
+        raise UserError(
+            f"{kind} denoises many tokens at once; load a model that answers token by token",
+            field="model",
+            code="model",
+        )
     if kind in _OTHER_POSITIONS:
-        raise UserError(f"{kind} numbers its tokens in its own way; load a model that takes position_ids")
+        raise UserError(
+            f"{kind} numbers its tokens in its own way; load a model that takes position_ids",
+            field="model",
+            code="model",
+        )
     if kind in _OTHER_CACHES:
-        raise UserError(f"{kind} has its own kind of cache; load a model that takes transformers' DynamicCache")
+        raise UserError(
+            f"{kind} has its own kind of cache; load a model that takes transformers' DynamicCache",
+            field="model",
+            code="model",
+        )
     if kind in _SHARED_BLOCKS:
-        raise UserError(f"{kind} runs one attention block in several layers; load a model whose layers have their own")
+        raise UserError(
+            f"{kind} runs one attention block in several layers; load a model whose layers have their own",
+            field="model",
+            code="model",
+        )
     unsupported = sorted(set(layer_kinds(config)) - {*SCORED, *BOUNDED})
     if unsupported:
         supported = ", ".join((*SCORED, *BOUNDED))
-        raise UserError(f"{kind} has layers of {', '.join(unsupported)}; supported are {supported}")
+        raise UserError(
+            f"{kind} has layers of {', '.join(unsupported)}; supported are {supported}", field="model", code="model"
+        )
     if not any(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=config).layers):
-        raise UserError(f"{kind} has no attention, and so no KV entries; use it without keepsight")
+        raise UserError(
+            f"{kind} has no attention, and so no KV entries; use it without keepsight", field="model", code="model"
+        )
     for name, value in floats_of(config.to_dict()):
         if not math.isfinite(value) and _MAY_BE_INFINITE not in name:
-            raise UserError(f"{kind}: {name}={value} in its configuration is not finite; copy the model again")
+            raise UserError(
+                f"{kind}: {name}={value} in its configuration is not finite; copy the model again",
+                field=name,
+                code="data",
+            )
 
 
 def floats_of(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
@@ -359,7 +411,11 @@ def require_one_device(model: PreTrainedModel) -> None:
     devices = sorted(map(str, running_devices(decoder_of(model))))
     if len(devices) > 1:
         kind = model.config.model_type
-        raise UserError(f"the layers of {kind} lie on {', '.join(devices)}; load the model on one device")
+        raise UserError(
+            f"the layers of {kind} lie on {', '.join(devices)}; load the model on one device",
+            field="model.device_map",
+            code="model",
+        )
 
 
 def require_full_attention(model: PreTrainedModel) -> None:
@@ -371,7 +427,9 @@ def require_full_attention(model: PreTrainedModel) -> None:
     if not full_attention_layers(model.config):
         raise UserError(
             f"{model.config.model_type} has no layer with full attention, so that there is nothing to choose from; "
-            "use it without a trained module"
+            "use it without a trained module",
+            field="model",
+            code="model",
         )
 
 

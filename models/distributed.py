@@ -53,7 +53,11 @@ def check_builds() -> None:
             working_folders.add(Path(process.info["cwd"]))
     for lock in old_locks:
         if lock.parent not in working_folders:
-            raise UserError(f"{lock}: left by a build of DeepSpeed that was killed; delete this file and start again")
+            raise UserError(
+                f"{lock}: left by a build of DeepSpeed that was killed; delete this file and start again",
+                field="lock",
+                code="file",
+            )
 
 
 def divided(work: Callable[[Part], Result], parts: Iterable[Part]) -> list[Result]:

@@ -93,7 +93,11 @@ def default_feature_layers(layers: int) -> tuple[int, int, int]:
     middle = layers // 2 - 1
     high = layers - 4
     if not low < middle < high:
-        raise UserError(f"a model of {layers} layers is too shallow for an EAGLE-3 head; name its feature layers")
+        raise UserError(
+            f"a model of {layers} layers is too shallow for an EAGLE-3 head; name its feature layers",
+            field="layers",
+            code="model",
+        )
     return low, middle, high
 
 
@@ -231,7 +235,11 @@ class EagleHead(nn.Module, Artifact):
         embedding = tensors.pop(EMBEDDING, None)
         head = _empty_head(folder / CONFIG, path, config, tensors, model)
         if not isinstance(head, cls):
-            raise UserError(f"{folder}: an EAGLE-1 or EAGLE-2 head; only EAGLE-3 heads can be used here")
+            raise UserError(
+                f"{folder}: an EAGLE-1 or EAGLE-2 head; only EAGLE-3 heads can be used here",
+                field="draft.head",
+                code="model",
+            )
         if isinstance(head, DraftHead):
             tensors = _complete_vocabulary(path, head, tensors)
         load_weights(head, path, tensors, model, "fc.weight", exact=_VOCABULARY)
@@ -255,11 +263,11 @@ class EagleHead(nn.Module, Artifact):
         Raises:
             UserError: the head is of a version that can only be loaded.
         """
-        raise UserError("only EAGLE-3 heads can be saved")
+        raise UserError("only EAGLE-3 heads can be saved", field="draft.head", code="model")
 
     def card(self, basics: CardBasics, measured: Any = "") -> str:
         """See `Artifact.card`; a `UserError` for versions that can only be loaded."""
-        raise UserError("only EAGLE-3 heads can be saved")
+        raise UserError("only EAGLE-3 heads can be saved", field="draft.head", code="model")
 
     @abstractmethod
     def layers_of(self, model: PreTrainedModel) -> tuple[int, ...]:
@@ -442,7 +450,11 @@ class FeatureHead(EagleHead):
         """
         lm_head = self._lm_head[0]
         if lm_head is None:
-            raise UserError("an EAGLE-1 or EAGLE-2 head has no lm_head of its own; load it with its model")
+            raise UserError(
+                "an EAGLE-1 or EAGLE-2 head has no lm_head of its own; load it with its model",
+                field="lm_head",
+                code="model",
+            )
         return lm_head(hidden)
 
 
@@ -462,26 +474,42 @@ def read_config(path: Path) -> LlamaConfig:
     values: dict[str, Any] = read_json(path, dict[str, Any])
     eps = values.get("rms_norm_eps", 1e-6)
     if type(eps) is not float or not 0 < eps < 1:
-        raise UserError(f"{path}: rms_norm_eps={eps} must be above 0 and below 1; fetch it again")
+        raise UserError(
+            f"{path}: rms_norm_eps={eps} must be above 0 and below 1; fetch it again",
+            field="rms_norm_eps",
+            code="range",
+        )
     for name in SIZES:
         size = values.get(name)
         if type(size) is not int or not 0 < size <= LARGEST_SIZE:
-            raise UserError(f"{path}: {name} is missing or not a size; this configures no EAGLE head")
+            raise UserError(
+                f"{path}: {name} is missing or not a size; this configures no EAGLE head", field=name, code="type"
+            )
     layers = values.get("num_hidden_layers", 1)
     if layers != 1:
-        raise UserError(f"{path}: num_hidden_layers is {layers}; an EAGLE head has 1, this is another model")
+        raise UserError(
+            f"{path}: num_hidden_layers is {layers}; an EAGLE head has 1, this is another model",
+            field="num_hidden_layers",
+            code="range",
+        )
     for name in _UNKNOWN_NORMS:
         if values.get(name):
-            raise UserError(f"{path}: {name}={values[name]} is not supported; choose another head")
+            raise UserError(
+                f"{path}: {name}={values[name]} is not supported; choose another head", field=name, code="unknown"
+            )
     if not _names_three_layers(values.get("eagle_config")):
         raise UserError(
             f"{path}: eagle_config={values['eagle_config']!r}: expected three whole numbers in "
-            "eagle_aux_hidden_state_layer_ids, the model's layers that the head reads"
+            "eagle_aux_hidden_state_layer_ids, the model's layers that the head reads",
+            field="eagle_config",
+            code="type",
         )
     try:
         return LlamaConfig.from_dict(values)
     except (StrictDataclassError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: not a Llama layer's configuration ({one_line(error, 200)})") from None
+        raise UserError(
+            f"{path}: not a Llama layer's configuration ({one_line(error, 200)})", field="config.json", code="file"
+        ) from None
 
 
 def _names_three_layers(eagle_config: Any) -> bool:
@@ -507,7 +535,9 @@ def check_model(folder: Path, config: LlamaConfig, model: PreTrainedModel) -> No
         if head_size != model_size:
             raise UserError(
                 f"{folder}: this draft head is for a model with {name} {head_size}, but that of "
-                f"{model.config.name_or_path or type(model).__name__} is {model_size}; choose the model's own head"
+                f"{model.config.name_or_path or type(model).__name__} is {model_size}; choose the model's own head",
+                field=name,
+                code="model",
             )
 
 
@@ -531,7 +561,11 @@ def own_embedding(path: Path, embedding: Tensor, model: PreTrainedModel) -> Tens
     """A head's embedding on the model's device and in its dtype, if it differs from the model's."""
     base = input_embedding(model)
     if embedding.shape != base.shape:
-        raise UserError(f"{path}: {EMBEDDING!r} has shape {list(embedding.shape)}, the model's is {list(base.shape)}")
+        raise UserError(
+            f"{path}: {EMBEDDING!r} has shape {list(embedding.shape)}, the model's is {list(base.shape)}",
+            field=EMBEDDING,
+            code="model",
+        )
     head_embedding = as_weights(path, {EMBEDDING: embedding}, model.dtype)[EMBEDDING]
     for head_rows, base_rows in zip(head_embedding.split(_ROWS_AT_ONCE), base.split(_ROWS_AT_ONCE), strict=True):
         if not torch.allclose(head_rows.float(), base_rows.float().cpu(), _RELATIVE, _ABSOLUTE):
@@ -551,10 +585,14 @@ def _empty_head(
                 lm_head = None if model is None else model.get_output_embeddings()
                 return FeatureHead(config, lm_head)
     except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"{config_path}: no layer can be made of it ({one_line(error, 200)})") from None
+        raise UserError(
+            f"{config_path}: no layer can be made of it ({one_line(error, 200)})", field="config.json", code="file"
+        ) from None
     raise UserError(
         f"{path}: no EAGLE head, which has tensors called midlayer.* or layers.0.*; "
-        f"the first here is {min(tensors, default='missing')!r}"
+        f"the first here is {min(tensors, default='missing')!r}",
+        field="draft.head",
+        code="file",
     )
 
 
@@ -574,5 +612,5 @@ def _complete_vocabulary(path: Path, head: DraftHead, tensors: dict[str, Tensor]
     is_drafted = tensors["t2d"].bool()
     ids = offsets + torch.arange(draft_size)
     if not torch.equal(ids.sort().values, is_drafted.nonzero().flatten()):
-        raise UserError(f"{path}: d2t and t2d name different tokens; fetch it again")
+        raise UserError(f"{path}: d2t and t2d name different tokens; fetch it again", field="d2t", code="file")
     return {**tensors, "d2t": offsets, "t2d": is_drafted}

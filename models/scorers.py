@@ -60,7 +60,11 @@ class Scorer(ABC):
                 layer = int(match[1])
                 self._layers.setdefault(layer, {})[match[2]] = tensor
         if not self._layers:
-            raise UserError(f"{source}: holds no tensor of a {type(self).__name__}; name the file that was published")
+            raise UserError(
+                f"{source}: holds no tensor of a {type(self).__name__}; name the file that was published",
+                field="scorer",
+                code="file",
+            )
         self._weights: dict[tuple[int, torch.dtype, torch.device], dict[str, Tensor]] = {}
 
     @cached_property
@@ -91,7 +95,11 @@ class Scorer(ABC):
         """
         layer = place if self.by_place else index
         if layer not in self._layers:
-            raise UserError(f"{self.source}: holds nothing for layer {layer}; take weights trained for this model")
+            raise UserError(
+                f"{self.source}: holds nothing for layer {layer}; take weights trained for this model",
+                field="scorer",
+                code="model",
+            )
         key = layer, hidden.dtype, hidden.device
         if key not in self._weights:
             weights = as_weights(Path(self.source), self._layers[layer], hidden.dtype)
@@ -102,12 +110,16 @@ class Scorer(ABC):
         except (KeyError, RuntimeError) as error:
             reason = f"lacks {error}" if isinstance(error, KeyError) else one_line(error, 120)
             raise UserError(
-                f"{self.source}: layer {layer} does not fit this model ({reason}); take weights trained for it"
+                f"{self.source}: layer {layer} does not fit this model ({reason}); take weights trained for it",
+                field="scorer",
+                code="model",
             ) from None
         if scores.shape[1] != kv_heads * self.numbers:
             scored_heads = scores.shape[1] // self.numbers
             raise UserError(
-                f"{self.source}: scores {scored_heads} KV heads, and layer {index} of this model has {kv_heads}"
+                f"{self.source}: scores {scored_heads} KV heads, and layer {index} of this model has {kv_heads}",
+                field="scorer",
+                code="model",
             )
         return scores.float()
 
@@ -193,7 +205,11 @@ class LocretScorer(Scorer):
     def score(self, weights: Weights, attention: nn.Module, hidden: Tensor, start: int) -> Tensor:
         projections = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
         if not all(hasattr(attention, name) for name in projections):
-            raise UserError(f"{type(attention).__name__} has no q_proj, k_proj and v_proj, which Locret reads")
+            raise UserError(
+                f"{type(attention).__name__} has no q_proj, k_proj and v_proj, which Locret reads",
+                field="model",
+                code="model",
+            )
         states = torch.cat([getattr(attention, name)(hidden) for name in projections], dim=-1)
         inner = functional.silu(functional.linear(states, weights["fc1.weight"]))
         return functional.linear(inner, weights["fc2.weight"]).mT
@@ -341,7 +357,9 @@ def published_tensors(reference: str, names: str = ".*") -> tuple[Path, dict[str
             if name in holders:
                 raise UserError(
                     f"{reference}: {holders[name].name} and {file.name} both hold {name}; name the one file whose "
-                    "weights you want"
+                    "weights you want",
+                    field="scorer",
+                    code="conflict",
                 )
             tensors[name] = tensor
             holders[name] = file
@@ -372,4 +390,8 @@ def published_files(reference: str) -> list[Path]:
             files += path.glob(pattern)
         if files:
             return sorted(files)
-    raise UserError(f"{reference}: no {', '.join((*_SAFE, *_PICKLED))} is there; name the scorer's file or folder")
+    raise UserError(
+        f"{reference}: no {', '.join((*_SAFE, *_PICKLED))} is there; name the scorer's file or folder",
+        field="scorer",
+        code="missing",
+    )

@@ -173,7 +173,11 @@ def load_target(
     target = _target(model_id, model.requires_grad_(False).eval(), tokenizer, source, version)
     end_tokens = target.end_tokens
     if not end_tokens or not all(isinstance(token, int) and token >= 0 for token in end_tokens):
-        raise UserError(f"model {model_id!r}: eos_token_id is {end_tokens}, expected token ids; copy the model again")
+        raise UserError(
+            f"model {model_id!r}: eos_token_id is {end_tokens}, expected token ids; copy the model again",
+            field="eos_token_id",
+            code="type",
+        )
     return target
 
 
@@ -244,12 +248,18 @@ def _require_finite(model_id: str, model: PreTrainedModel) -> None:
             for name, parameter in module.named_parameters(module_name, recurse=False):
                 weight = values_of(model, name, parameter)
                 if not weight.is_meta and not weight.isfinite().all():
-                    raise UserError(f"model {model_id!r}: weight {name!r} is not finite; copy or download it again")
+                    raise UserError(
+                        f"model {model_id!r}: weight {name!r} is not finite; copy or download it again",
+                        field=name,
+                        code="data",
+                    )
 
 
 def _dtype(name: str, device: str) -> torch.dtype:
     if name != "auto" and name not in DTYPES:
-        raise UserError(f"dtype {name!r} is unknown; choose auto or one of {', '.join(DTYPES)}")
+        raise UserError(
+            f"dtype {name!r} is unknown; choose auto or one of {', '.join(DTYPES)}", field="model.dtype", code="unknown"
+        )
     if name != "auto":
         return DTYPES[name]
     return torch.float32 if device == "cpu" else torch.bfloat16
@@ -258,9 +268,17 @@ def _dtype(name: str, device: str) -> torch.dtype:
 def _attention(name: str, device: str) -> str | None:
     """None leaves it to transformers, which takes sdpa where the architecture has it, else eager."""
     if name not in ("auto", *ATTENTION):
-        raise UserError(f"attention {name!r} is unknown; choose auto or one of {', '.join(ATTENTION)}")
+        raise UserError(
+            f"attention {name!r} is unknown; choose auto or one of {', '.join(ATTENTION)}",
+            field="model.attention",
+            code="unknown",
+        )
     if name in FLASH and (device == "cpu" or not FLASH[name]()):
-        raise UserError(f"attention {name!r} needs a GPU and its package of flash-attn; choose auto")
+        raise UserError(
+            f"attention {name!r} needs a GPU and its package of flash-attn; choose auto",
+            field="model.attention",
+            code="missing",
+        )
     if name != "auto":
         return name
     if device != "cpu" and is_flash_attn_2_available() and is_on("flash"):
@@ -279,9 +297,15 @@ def _devices(name: str) -> list[str]:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # the second when torch was built without that device
-        raise UserError(f"device {name!r} cannot be used ({str(error).partition('. ')[0]}); choose auto") from None
+        raise UserError(
+            f"device {name!r} cannot be used ({str(error).partition('. ')[0]}); choose auto",
+            field="model.device",
+            code="unknown",
+        ) from None
     if torch.device(name).type == "meta":
-        raise UserError(f"device {name!r} cannot be used (it holds no values); choose auto")
+        raise UserError(
+            f"device {name!r} cannot be used (it holds no values); choose auto", field="model.device", code="unknown"
+        )
     return [name]
 
 
@@ -298,13 +322,25 @@ def placement(
     `UserError` if a value is unknown, or bitsandbytes is not installed.
     """
     if isinstance(device_map, str) and device_map != "auto":
-        raise UserError(f"model.device_map={device_map} is unknown here; choose auto, or null for model.device alone")
+        raise UserError(
+            f"model.device_map={device_map} is unknown here; choose auto, or null for model.device alone",
+            field="model.device_map",
+            code="unknown",
+        )
     if quantize is None:
         return _spread(device_map, devices) if device_map else {}
     if quantize not in QUANTIZE:
-        raise UserError(f"model.quantize={quantize} is unknown; choose one of {', '.join(QUANTIZE)}, or null")
+        raise UserError(
+            f"model.quantize={quantize} is unknown; choose one of {', '.join(QUANTIZE)}, or null",
+            field="model.quantize",
+            code="unknown",
+        )
     if find_spec("bitsandbytes") is None:
-        raise UserError(f"model.quantize={quantize} needs the package bitsandbytes; run `pip install bitsandbytes`")
+        raise UserError(
+            f"model.quantize={quantize} needs the package bitsandbytes; run `pip install bitsandbytes`",
+            field="model.quantize",
+            code="missing",
+        )
     if quantize == "nf4":
         quantization = BitsAndBytesConfig(
             load_in_4bit=True,
@@ -401,7 +437,7 @@ def _reading(model_id: str, what: str = "") -> Iterator[None]:
         raise
     except Exception as error:  # damaged files and values of another shape raise anything, tokenizers' have no type
         fault = f": its {what} cannot be read" if what else " cannot be loaded"
-        raise UserError(f"model {model_id!r}{fault}: {one_line(error)}") from error
+        raise UserError(f"model {model_id!r}{fault}: {one_line(error)}", field="model.id", code="file") from error
 
 
 # Images
@@ -416,7 +452,9 @@ def processor_of(target: Target) -> Any:
     config = target.model.config
     if "pixel_values" not in inspect.signature(target.model.forward).parameters:
         raise UserError(
-            f"model {target.name!r} ({config.model_type}) reads no images; choose one that does, such as Qwen2.5-VL"
+            f"model {target.name!r} ({config.model_type}) reads no images; choose one that does, such as Qwen2.5-VL",
+            field="model.id",
+            code="model",
         )
     hub_options: dict[str, Any] = {}
     if not Path(target.name).is_dir():
@@ -426,10 +464,16 @@ def processor_of(target: Target) -> Any:
     except Exception as error:  # damaged files raise anything
         remedy = "install what it names" if isinstance(error, ImportError) else "fetch the model again"
         raise UserError(
-            f"{target.name!r}: its processor of images cannot be loaded ({one_line(error, 200)}); {remedy}"
+            f"{target.name!r}: its processor of images cannot be loaded ({one_line(error, 200)}); {remedy}",
+            field="model.id",
+            code="file",
         ) from error
     if not hasattr(processor, "image_processor"):
-        raise UserError(f"model {target.name!r} comes without a preprocessor_config.json; download it again")
+        raise UserError(
+            f"model {target.name!r} comes without a preprocessor_config.json; download it again",
+            field="preprocessor_config.json",
+            code="missing",
+        )
     return processor
 
 

@@ -112,7 +112,9 @@ class Pyramid(Allocation):
         if budget < self.beta:
             raise UserError(
                 f"pyramidkv: budget {budget} with beta {self.beta} leaves the last layer without entries; "
-                f"give a budget of at least {self.beta}, or protect a window"
+                f"give a budget of at least {self.beta}, or protect a window",
+                field="budget",
+                code="range",
             )
 
     @override
@@ -295,7 +297,11 @@ class Global(Allocation):
         least_pages = (-(-protected // self.page)).clip(min=1)
         most_pages = real // self.page
         if (most_pages < least_pages).any():
-            raise UserError(f"global: a page of {self.page} entries is longer than what a head has; lower it")
+            raise UserError(
+                f"global: a page of {self.page} entries is longer than what a head has; lower it",
+                field="page",
+                code="range",
+            )
 
         ideal = counts / self.page - least_pages
         limits = most_pages - least_pages
@@ -308,7 +314,11 @@ class Global(Allocation):
         shape = [*weights.shape]
         expected = [*real.shape[::2]]
         if shape != expected:
-            raise UserError(f"global: weights has shape {shape}, this model's layers and KV heads are {expected}")
+            raise UserError(
+                f"global: weights has shape {shape}, this model's layers and KV heads are {expected}",
+                field="weights",
+                code="model",
+            )
         return weights
 
 
@@ -398,7 +408,9 @@ def _check_promise(name: str, budget: int, floor: float) -> None:
     if int(budget * floor) < 1:
         raise UserError(
             f"{name}: budget {budget} with floor {floor} can leave a head without entries; "
-            "raise the floor or the budget, or protect a window"
+            "raise the floor or the budget, or protect a window",
+            field="budget",
+            code="range",
         )
 
 

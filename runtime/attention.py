@@ -226,7 +226,10 @@ class StateCache(Cache):
         """Stands in place of what reads or changes entries."""
         raise UserError(
             "past_key_values: a plain model call would misread or change a cache of keepsight; call "
-            "model.generate(..., custom_generate=method) or keepsight.generate(model, ids, method, past_key_values=...)"
+            "model.generate(..., custom_generate=method) or keepsight.generate(model, ids, method, "
+            "past_key_values=...)",
+            field="past_key_values",
+            code="state",
         )
 
     get_mask_sizes = update = update_conv_state = update_recurrent_state = update_indexer = refuse
@@ -249,7 +252,9 @@ def run(
         for module in uncompiled.modules():
             if getattr(module, "gradient_checkpointing", False):
                 raise UserError(
-                    "gradient checkpointing drops the cache of a model in training mode; call model.eval() first"
+                    "gradient checkpointing drops the cache of a model in training mode; call model.eval() first",
+                    field="gradient_checkpointing",
+                    code="conflict",
                 )
     if isinstance(cache, StateCache) and isinstance(uncompiled, nn.Module):  # readers open it themselves
         cache = cache.opened()
@@ -257,7 +262,9 @@ def run(
     if kind in RESTARTS and _tokens_in(inputs) > 1 and cache.get_seq_length() > 0:
         raise UserError(
             f"the recurrent layers of {kind} in transformers read several tokens at once at the start alone; take "
-            "snapkv or another method that observes with the prompt's own tokens, and no prefill_chunk_size"
+            "snapkv or another method that observes with the prompt's own tokens, and no prefill_chunk_size",
+            field="model",
+            code="model",
         )
     if any(isinstance(layer, SharedEntries) for layer in cache.layers):
         if recorder is not None:
@@ -438,12 +445,16 @@ def _attention(
             kind = module.config.model_type  # type: ignore[union-attr]
             raise UserError(
                 f"{kind} adds a bias of the distance to its attention, which scores would leave out; load a model "
-                "without, such as Llama, Qwen, Mistral or Gemma"
+                "without, such as Llama, Qwen, Mistral or Gemma",
+                field="model",
+                code="model",
             )
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
             raise UserError(
                 f"{module.config.model_type} has a mask of its own for each head, so that its entries cannot be "  # type: ignore[union-attr]
-                "scored; load a model without, such as Llama, Qwen, Mistral or Gemma"
+                "scored; load a model without, such as Llama, Qwen, Mistral or Gemma",
+                field="model",
+                code="model",
             )
         real = getattr(layer, "real", None)
         if holds_decisions(module.config):
@@ -489,7 +500,9 @@ def _eager_of(attention: type[nn.Module]) -> Callable[..., Any]:
             return function
     raise UserError(
         f"{attention.__name__} has an eager attention that cannot be delegated to; load the model with "
-        "attn_implementation='sdpa'"
+        "attn_implementation='sdpa'",
+        field="attn_implementation",
+        code="model",
     )
 
 
@@ -566,7 +579,9 @@ class Expansion:
         if not isinstance(projection, nn.Linear) or projection.bias is not None or weight.dtype.itemsize < 2:
             raise UserError(
                 f"kv_b_proj of layer {attention.layer_idx} is a {type(projection).__name__} of {weight.dtype}; latents "
-                "are expanded by head with a plain matrix of 16 or 32 bit floats: load the model unquantized"
+                "are expanded by head with a plain matrix of 16 or 32 bit floats: load the model unquantized",
+                field="kv_b_proj",
+                code="model",
             )
         rows = attention.qk_nope_head_dim + attention.v_head_dim
         return cls(weight.unflatten(0, (-1, rows)), attention.qk_nope_head_dim)

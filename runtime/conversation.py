@@ -56,7 +56,9 @@ class Conversation(CustomGenerate):
         if state is not None and not state.joins:
             raise UserError(
                 "conversation: the state's method stores entries in its own form (kivi, specache, specontext, quest, "
-                "exact_topk); give the state that it was made from"
+                "exact_topk); give the state that it was made from",
+                field="state",
+                code="state",
             )
 
     def say(self, input_ids: Tensor | Mapping[str, Any] | str, **options: Any) -> Tensor:
@@ -111,7 +113,11 @@ class Conversation(CustomGenerate):
         _require_single(ids)
         _require_unpadded(mask)
         if not ids.shape[1]:
-            raise UserError("conversation: the turn has no tokens; give at least one, such as the user's next message")
+            raise UserError(
+                "conversation: the turn has no tokens; give at least one, such as the user's next message",
+                field="ids",
+                code="range",
+            )
         return ids
 
     @override
@@ -120,7 +126,11 @@ class Conversation(CustomGenerate):
         _require_single(request.input_ids)
         _require_unpadded(request.mask)
         if request.past is not None:
-            raise UserError("conversation: it continues from its own cache; leave out past_key_values")
+            raise UserError(
+                "conversation: it continues from its own cache; leave out past_key_values",
+                field="past_key_values",
+                code="conflict",
+            )
         identity = Identity(adapters=adapters_digest(model))
         self._identity.require(identity, "conversation: the last turn was answered")
 
@@ -151,14 +161,18 @@ class Conversation(CustomGenerate):
             return self.method.start(self.model, prompt, chunk=chunk)
         read = self.ids.shape[1] - self._unread.shape[1]
         if prompt[0, 0] != self.ids[0, 0]:
-            raise UserError("conversation: the chat begins with another token than what was read; start a new one")
+            raise UserError(
+                "conversation: the chat begins with another token than what was read; start a new one",
+                field="ids",
+                code="conflict",
+            )
         common = min(_common(prompt, self.ids), prompt.shape[1] - 1, read)
         state = self.state
         if common < read:
             try:
                 state, common = self._cropped(state, read, common)
             except UserError as error:
-                raise UserError(
+                raise error.reworded(
                     f"conversation: the chat differs from token {common} on from what was read; start a new "
                     f"Conversation with the whole chat ({error})"
                 ) from None
@@ -172,9 +186,9 @@ class Conversation(CustomGenerate):
         if common >= read:
             return state, read
         if length_limit(self.model.config) is not None:
-            raise UserError("this model's RoPE depends on the length of the text")
+            raise UserError("this model's RoPE depends on the length of the text", field="model", code="model")
         if state.images or not torch.equal(state.tokens, self.ids[:, :read]):
-            raise UserError("the prompt held images, or its method has shortened it")
+            raise UserError("the prompt held images, or its method has shortened it", field="prompt", code="state")
         croppable = min((layer.croppable for layer in state.layers), default=0)
         # Some common tokens are read again, so that enough tokens observe.
         reread = max(min(state.needs.window, croppable - (read - common), common - 1), 0)
@@ -190,12 +204,18 @@ def _common(first: Tensor, second: Tensor) -> int:
 
 def _require_unpadded(mask: Tensor | None) -> None:
     if mask is not None and not bool(mask.bool().all()):
-        raise UserError("conversation: the attention_mask hides tokens; give the turn without padding")
+        raise UserError(
+            "conversation: the attention_mask hides tokens; give the turn without padding",
+            field="attention_mask",
+            code="data",
+        )
 
 
 def _require_single(ids: Tensor) -> None:
     if ids.dim() != 2 or len(ids) != 1:
         raise UserError(
             f"conversation: ids of shape {list(ids.shape)} are not one sequence [1, n]; "
-            "use one conversation per row, and give neither beams nor num_return_sequences"
+            "use one conversation per row, and give neither beams nor num_return_sequences",
+            field="ids",
+            code="type",
         )

@@ -77,18 +77,26 @@ class Evict(CacheMethod):
         if self.during_prefill and not (isinstance(self.observer, LayerObserver) or self.observer.joins_prefill):
             raise UserError(
                 f"{name}: during_prefill needs an observer that scores each layer as it is read; "
-                f"{type(self.observer).__name__} looks back at the whole prompt: leave it out"
+                f"{type(self.observer).__name__} looks back at the whole prompt: leave it out",
+                field="during_prefill",
+                code="conflict",
             )
         if self.observer.signed:
             self._require_unweighted()
         if self.during_prefill and self.allocate.across_layers:
             raise UserError(
                 f"{name}: during_prefill evicts from each layer as it is read, and {type(self.allocate).__name__} "
-                "shares the budget between all layers: leave it out, or choose another allocation"
+                "shares the budget between all layers: leave it out, or choose another allocation",
+                field="during_prefill",
+                code="conflict",
             )
         if isinstance(self.budget, float):
             if self.every:
-                raise UserError(f"{name}: every {self.every} needs a budget in entries, not the ratio {self.budget}")
+                raise UserError(
+                    f"{name}: every {self.every} needs a budget in entries, not the ratio {self.budget}",
+                    field="every",
+                    code="conflict",
+                )
             return
 
         protected = self.sinks + self.window
@@ -96,7 +104,9 @@ class Evict(CacheMethod):
             interval = f" plus every={self.every}" if self.every else ""
             raise UserError(
                 f"{name}: budget {self.budget} must be above the {protected} protected entries "
-                f"(sinks + window){interval}"
+                f"(sinks + window){interval}",
+                field="budget",
+                code="range",
             )
         if not protected:
             self.allocate.check(self.budget - self.every)
@@ -107,7 +117,9 @@ class Evict(CacheMethod):
         if self.value_norm or getattr(self.allocate, "weights", None) is not None:
             raise UserError(
                 f"{type(self).__name__}: {weighted} multiplies scores, and those of {type(self.observer).__name__} "
-                "can be negative; leave it out, or take an observer that scores by attention"
+                "can be negative; leave it out, or take an observer that scores by attention",
+                field=weighted.split()[0],
+                code="conflict",
             )
 
     @functools.cached_property
@@ -151,14 +163,24 @@ class Evict(CacheMethod):
         observer = self.bound_observer
         window = observer.needs().window
         if window > length:
-            raise UserError(f"{name}: a prompt of {length} tokens is shorter than the {window} that observe it")
+            raise UserError(
+                f"{name}: a prompt of {length} tokens is shorter than the {window} that observe it",
+                field="prompt",
+                code="range",
+            )
         positions = 0 if isinstance(observer, LayerObserver) else observer.positions()
         if length > context:
-            raise UserError(f"{name}: the prompt has {length} tokens, more than the context of {context}; shorten it")
+            raise UserError(
+                f"{name}: the prompt has {length} tokens, more than the context of {context}; shorten it",
+                field="prompt",
+                code="range",
+            )
         if positions + length > context:
             raise UserError(
                 f"{name}: {positions} observing tokens after a prompt of {length} do not fit the context of {context}; "
-                "shorten the draft (lookahead) or the prompt"
+                "shorten the draft (lookahead) or the prompt",
+                field="prompt",
+                code="range",
             )
 
     def _check_allocation(self, budgets: list[int]) -> None:
@@ -252,7 +274,9 @@ class Evict(CacheMethod):
             scores = observer(model, state, self.reduce)
         if len(scores) != len(layers):
             name = type(self.observer).__name__
-            raise UserError(f"{name} returned scores for {len(scores)} layers; there are {len(layers)}")
+            raise UserError(
+                f"{name} returned scores for {len(scores)} layers; there are {len(layers)}", field="scores", code="data"
+            )
         for layer_scores, layer in zip(scores, layers, strict=True):
             importance.append(self.layer_importance(layer_scores, layer))
         return importance
@@ -269,7 +293,9 @@ class Evict(CacheMethod):
         if len(shape) != 3 or shape[::2] != [batch, length] or not shape[1] or shape[1] % kv_heads:
             raise UserError(
                 f"{type(self.observer).__name__} returned scores of shape {shape} for a layer; expected "
-                f"[{batch}, {kv_heads}, {length}] by KV head, or a multiple of {kv_heads} by query head"
+                f"[{batch}, {kv_heads}, {length}] by KV head, or a multiple of {kv_heads} by query head",
+                field="scores",
+                code="data",
             )
         scores = scores if scores.is_floating_point() else scores.float()
 

@@ -36,7 +36,9 @@ class RecordFeatures(ExitStack):
             if not 0 <= layer < len(modules):
                 raise UserError(
                     f"feature layer {layer} is out of range: the base model's layers are 0 to {len(modules) - 2}, "
-                    f"and {len(modules) - 1} is what its final norm gives"
+                    f"and {len(modules) - 1} is what its final norm gives",
+                    field="features",
+                    code="range",
                 )
         hooks = [(modules[layer], functools.partial(self._keep, index)) for index, layer in enumerate(layers)]
         self.enter_context(hooked(hooks))

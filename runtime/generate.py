@@ -356,7 +356,9 @@ class CustomGenerate(ABC):
             unknown = unread[(unread < 0) | (unread >= vocabulary)]
             if unknown.numel():
                 raise UserError(
-                    f"token id {int(unknown[0])} is not in the vocabulary of {vocabulary}; take the model's tokenizer"
+                    f"token id {int(unknown[0])} is not in the vocabulary of {vocabulary}; take the model's tokenizer",
+                    field="input_ids",
+                    code="range",
                 )
 
         request = GenerateRequest(input_ids, mask, past, unread, chunk, images, returns_past, decoding)
@@ -370,11 +372,17 @@ class CustomGenerate(ABC):
 
     def _require_images(self, past: Past | None) -> None:
         if past is not None:
-            raise UserError("custom_generate: only the first turn may hold images; leave out pixel_values afterwards")
+            raise UserError(
+                "custom_generate: only the first turn may hold images; leave out pixel_values afterwards",
+                field="pixel_values",
+                code="conflict",
+            )
         if not self.reads_images:
             raise UserError(
                 f"custom_generate: {type(self).__name__} reads no images (pixel_values); take SpecPC, or a "
-                "method that evicts from the cache, such as SnapKV or LookaheadKV"
+                "method that evicts from the cache, such as SnapKV or LookaheadKV",
+                field="pixel_values",
+                code="model",
             )
 
     def _require_continued(
@@ -385,12 +393,18 @@ class CustomGenerate(ABC):
         `user_options` are those of `model.generate` as the caller passed them.
         """
         if len(input_ids) != 1:
-            raise UserError("custom_generate: past_key_values continue one sequence at a time; give [1, n] ids")
+            raise UserError(
+                "custom_generate: past_key_values continue one sequence at a time; give [1, n] ids",
+                field="input_ids",
+                code="range",
+            )
         read = past.ids.shape[1]
         if not torch.equal(input_ids[:, :read], past.ids):
             raise UserError(
                 f"custom_generate: with past_key_values the input_ids must begin with the {read} tokens already read, "
-                "as output.sequences does, and continue with the next turn"
+                "as output.sequences does, and continue with the next turn",
+                field="input_ids",
+                code="conflict",
             )
         real = functional.pad(past.marks, (0, input_ids.shape[1] - read), value=True)
         mask = user_options.get("attention_mask")
@@ -398,16 +412,26 @@ class CustomGenerate(ABC):
         for name, value in (("attention_mask", mask), ("position_ids", positions)):
             if value is not None and value.shape != input_ids.shape:
                 shape = list(value.shape)
-                raise UserError(f"custom_generate: {name} of shape {shape} are not for the {real.shape[1]} input_ids")
+                raise UserError(
+                    f"custom_generate: {name} of shape {shape} are not for the {real.shape[1]} input_ids",
+                    field=name,
+                    code="data",
+                )
         if mask is not None and bool((mask.to(real.device) != real).any()):
             raise UserError(
                 "custom_generate: the attention_mask hides other tokens than when past_key_values were computed; give "
-                "that mask and a 1 for each further token, or leave it out"
+                "that mask and a 1 for each further token, or leave it out",
+                field="attention_mask",
+                code="conflict",
             )
         if positions is not None:
             expected = positions_of(real, real.shape[1], real.device)
             if bool((real & (positions.to(real.device) != expected)).any()):
-                raise UserError("custom_generate: position_ids other than 0, 1, 2, ... are not supported")
+                raise UserError(
+                    "custom_generate: position_ids other than 0, 1, 2, ... are not supported",
+                    field="position_ids",
+                    code="data",
+                )
         recorded = Identity(adapters=past.adapters)
         present = Identity(adapters=adapters_digest(model))
         if past.model is not model:
@@ -419,7 +443,9 @@ class CustomGenerate(ABC):
         if past.method != self and not past.state.joins:
             raise UserError(
                 f"custom_generate: past_key_values of {type(past.method).__name__} are stored in its own form; "
-                "continue with the same method"
+                "continue with the same method",
+                field="past_key_values",
+                code="state",
             )
 
 
@@ -455,7 +481,9 @@ def _require_honoured(
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise UserError(
             f"custom_generate: {mode.replace('_', ' ')} (num_beams={config.num_beams}) is not possible with a "
-            "compressed cache; decode greedily or sample, and leave out num_beams and assistants"
+            "compressed cache; decode greedily or sample, and leave out num_beams and assistants",
+            field="num_beams",
+            code="conflict",
         )
     asked = {
         **inputs,
@@ -467,14 +495,20 @@ def _require_honoured(
     }
     for name in sorted(asked.keys() - _READ):
         if asked[name] is not None and asked[name] != {}:
-            raise UserError(f"custom_generate: {name} is not supported; leave it out, or generate without a method")
+            raise UserError(
+                f"custom_generate: {name} is not supported; leave it out, or generate without a method",
+                field=name,
+                code="conflict",
+            )
     past = inputs.get("past_key_values")
     if isinstance(past, Past):
         return
     if past is not None and (past.get_seq_length() or getattr(past, "_is_user_defined", False)):
         raise UserError(
             "custom_generate: past_key_values must be those of a keepsight answer with "
-            f"return_dict_in_generate=True, not a {type(past).__name__} of another origin"
+            f"return_dict_in_generate=True, not a {type(past).__name__} of another origin",
+            field="past_key_values",
+            code="state",
         )
 
     width = input_ids.shape[1]
@@ -482,11 +516,15 @@ def _require_honoured(
     positions = None if images else inputs.get("position_ids")
     for name, value in (("attention_mask", mask), ("position_ids", positions)):
         if value is not None and value.shape[-1] != width:
-            raise UserError(f"custom_generate: {name} are for {value.shape[-1]} tokens, not for {width}")
+            raise UserError(
+                f"custom_generate: {name} are for {value.shape[-1]} tokens, not for {width}", field=name, code="data"
+            )
     if mask is not None and bool((mask[:, :-1] > mask[:, 1:]).any()):
         raise UserError(
             "custom_generate: the attention_mask hides tokens after a prompt's first; pad on the left, and give an "
-            "attention_mask where prompts hold the pad token"
+            "attention_mask where prompts hold the pad token",
+            field="attention_mask",
+            code="data",
         )
     differing = torch.zeros(1, dtype=torch.bool)
     if positions is not None:
@@ -494,7 +532,11 @@ def _require_honoured(
         if mask is not None:
             differing = differing & mask.bool()  # no token sees padding: transformers has 1 there
     if bool(differing.any()):
-        raise UserError("custom_generate: position_ids other than 0, 1, 2, ... are not supported; leave them out")
+        raise UserError(
+            "custom_generate: position_ids other than 0, 1, 2, ... are not supported; leave them out",
+            field="position_ids",
+            code="data",
+        )
 
 
 def _asked(name: str, config: GenerationConfig, options: dict[str, Any]) -> Any:
@@ -560,7 +602,9 @@ class Method(CustomGenerate):
         resources = (resources or Resources()).with_modules(**modules)
         takes_budget = "budget" in registry.field_names(cls)
         if takes_budget and budget is None:
-            raise UserError(f"method {name!r} needs a budget, in entries per layer and KV head")
+            raise UserError(
+                f"method {name!r} needs a budget, in entries per layer and KV head", field="budget", code="missing"
+            )
 
         try:
             defaults = cls.fields_from(resources, options)
@@ -570,16 +614,18 @@ class Method(CustomGenerate):
             constructor: Any = cls
             method: Self = constructor(**fields)
         except UserError as error:
-            raise UserError(_with_method(cls, error)) from None
+            raise error.reworded(_with_method(cls, error)) from None
         if resources.target is not None:
             try:
                 method.check_model(resources.target)
             except UserError as error:
-                raise UnfitModel(_with_method(cls, error)) from None
+                raise UnfitModel(_with_method(cls, error), field=error.field, code=error.code) from None
 
         for option in modules:
             if option not in method.modules:
-                raise UserError(f"method {name!r}: there is no option {option!r}, it uses none")
+                raise UserError(
+                    f"method {name!r}: there is no option {option!r}, it uses none", field=option, code="unknown"
+                )
         return method
 
     @classmethod
@@ -726,11 +772,15 @@ class Method(CustomGenerate):
             ids = request.input_ids
             mask = request.mask
             if not ids.numel():
-                raise UserError("the prompt has no tokens; give at least one")
+                raise UserError("the prompt has no tokens; give at least one", field="input_ids", code="range")
             lengths = {ids.shape[1]} if mask is None else set(mask.sum(dim=1).tolist())
             for length in lengths:
                 if not length:
-                    raise UserError("a prompt has no tokens: its row of attention_mask is all 0; leave that row out")
+                    raise UserError(
+                        "a prompt has no tokens: its row of attention_mask is all 0; leave that row out",
+                        field="attention_mask",
+                        code="range",
+                    )
                 self.check(length, context_of(model))
             state = self.start(model, ids, mask, chunk=request.chunk, images=request.images)
 
@@ -825,7 +875,11 @@ class AnswersFrom(CustomGenerate):
     @override
     def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
         if request.past is not None or request.mask is not None or request.images is not None:
-            raise UserError("a question to a state is one row of ids without padding, images or past_key_values")
+            raise UserError(
+                "a question to a state is one row of ids without padding, images or past_key_values",
+                field="question",
+                code="data",
+            )
         # The general `resume`: those of methods that evict would evict again, with the question in view.
         state = Method.resume(self.method, model, self.state, request.input_ids, chunk=request.chunk)
         return decode(self.method.reader(model), state, **request.decoding)
@@ -863,18 +917,24 @@ def generate(
         method = FullCache()
     elif isinstance(method, Past):
         if not isinstance(method.method, Method):
-            raise UserError("generate: these past_key_values are a conversation's; go on with its say()")
+            raise UserError(
+                "generate: these past_key_values are a conversation's; go on with its say()",
+                field="past_key_values",
+                code="state",
+            )
         method = AnswersFrom(method.method, method.state)
     elif isinstance(method, State):
         if not method.joins:
             raise UserError(
                 "generate: this state stores entries in its method's own form; pass the past_key_values that "
-                "method.compress returns, or call Conversation(model, method, state).say(input_ids)"
+                "method.compress returns, or call Conversation(model, method, state).say(input_ids)",
+                field="past_key_values",
+                code="state",
             )
         method = AnswersFrom(FullCache(), method)
     if not isinstance(method, CustomGenerate):  # transformers ignores what it cannot call
         name = method.__name__ if isinstance(method, type) else type(method).__name__
-        raise UserError(f"generate: {name} is not a method such as SnapKV(budget=128)")
+        raise UserError(f"generate: {name} is not a method such as SnapKV(budget=128)", field="method", code="type")
     require_supported(model)  # some models have a `generate` of their own, which would not ask
     input_ids = ids_of(model, input_ids, options, method.starts_prompts)
     own_mask = options.pop("attention_mask", None)

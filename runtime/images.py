@@ -73,7 +73,9 @@ class Images:
             raise UserError(
                 "a draft model has to read the images again, which are not kept in saved states, batches or shortened "
                 "prompts, and with num_return_sequences it reads the images of one prompt alone; give the prompts one "
-                "by one"
+                "by one",
+                field="pixel_values",
+                code="conflict",
             )
         inputs = {}
         for name, tensor in self.processed.items():
@@ -92,7 +94,9 @@ class Images:
         if "token_type_ids" in self.inputs:
             raise UserError(
                 f"the tokens of an image see one another in {model.config.model_type}, so that none can be left out; "
-                "take a method that evicts from the cache, such as LookaheadKV"
+                "take a method that evicts from the cache, such as LookaheadKV",
+                field="pixel_values",
+                code="model",
             )
         positions = self.positions_in(model, input_ids, None)
         if positions is not None:
@@ -110,7 +114,7 @@ class Images:
         if self.positions is not None or not hasattr(inner, "get_rope_index"):
             return self.positions
         if "mm_token_type_ids" not in self.inputs:
-            raise UserError(_NO_KINDS)
+            raise UserError(_NO_KINDS, field="mm_token_type_ids", code="missing")
         options = {name: value for name, value in self.inputs.items() if name not in PIXELS}
         positions: Tensor = inner.get_rope_index(input_ids, attention_mask=mask, **options)[0]
         return positions
@@ -127,7 +131,7 @@ class Images:
                 return kinds.bool()
         image_token = getattr(model.config, "image_token_id", None)
         if image_token is None:
-            raise UserError(_NO_KINDS)
+            raise UserError(_NO_KINDS, field="mm_token_type_ids", code="missing")
         return input_ids == image_token
 
     def require_read_by(self, model: PreTrainedModel) -> None:
@@ -140,7 +144,9 @@ class Images:
             model_type = model.config.model_type
             raise UserError(
                 f"pixel_values is not supported by {model_type}, which reads no images; leave it out, or take one that "
-                "does"
+                "does",
+                field="pixel_values",
+                code="model",
             )
 
 
@@ -179,7 +185,9 @@ def _input_embeddings(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tens
     if any("deepstack" in name and value is not None for name, value in options.items()):
         raise UserError(
             f"{model.config.model_type} reads its images in several layers, so that none of their tokens can be left "
-            "out; take a method that evicts from the cache, such as LookaheadKV"
+            "out; take a method that evicts from the cache, such as LookaheadKV",
+            field="pixel_values",
+            code="model",
         )
     embeddings: Tensor = options["inputs_embeds"]
     return embeddings

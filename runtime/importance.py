@@ -57,7 +57,7 @@ class Pool:
     def __post_init__(self) -> None:
         if type(self.kernel) is not int or not 1 <= self.kernel < 4096 or self.kernel % 2 == 0:
             expected = "odd and at least 1, or entries and scores shift, and below 4096"
-            raise UserError(f"pool: kernel {self.kernel!r} must be {expected}")
+            raise UserError(f"pool: kernel {self.kernel!r} must be {expected}", field="kernel", code="range")
 
 
 NO_POOL = Pool(kernel=1)
@@ -197,7 +197,9 @@ def recorded_queries(layer: KeptLayer, window: int) -> Any:
     if recorded is None or recorded.queries is None or not recorded.queries.shape[2]:
         raise UserError(
             f"no query is left of the {window} that should observe: prefill with needs=method.needs(), and where an "
-            "evicted cache is evicted again, let the method keep its window"
+            "evicted cache is evicted again, let the method keep its window",
+            field="window",
+            code="state",
         )
     return recorded.last(window)
 

@@ -98,7 +98,11 @@ class Recorded:
             UserError: attention or statistics were summed over all queries.
         """
         if self.accumulated is not None or self.statistics is not None:
-            raise UserError("crop: attention was summed over all tokens, and the last ones cannot be taken off again")
+            raise UserError(
+                "crop: attention was summed over all tokens, and the last ones cannot be taken off again",
+                field="crop",
+                code="state",
+            )
         if self.queries is None:
             return replace(self, observed=None)
         end = max(self.queries.shape[2] - count, 0)
@@ -227,7 +231,11 @@ class KeptLayer(DynamicLayer):
             UserError: nothing was recorded when its entries were read.
         """
         if self.recorded is None:
-            raise UserError("nothing was recorded of the tokens read: prefill with needs=method.needs()")
+            raise UserError(
+                "nothing was recorded of the tokens read: prefill with needs=method.needs()",
+                field="needs",
+                code="state",
+            )
         return self.recorded.softmax
 
     @override
@@ -259,7 +267,9 @@ class KeptLayer(DynamicLayer):
         if count > self.croppable:
             raise UserError(
                 f"crop: cannot remove {count} tokens, only the {self.croppable} that were read since the last "
-                "eviction; keep a copy of the state from before instead"
+                "eviction; keep a copy of the state from before instead",
+                field="crop",
+                code="state",
             )
 
     def without_last(self, count: int) -> "KeptLayer":

@@ -226,10 +226,16 @@ def _before(state: State, start: int) -> State:
     if has_bounded(state.cache) or any(layer.keys.shape[2] != width for layer in state.layers):
         raise UserError(
             f"draft tokens: start {start} needs full attention in all layers and a prompt from which nothing was "
-            "evicted yet; leave it at 0"
+            "evicted yet; leave it at 0",
+            field="start",
+            code="state",
         )
     if -start >= int(state.lengths.min()):
-        raise UserError(f"draft tokens: start {start} is before a prompt of {int(state.lengths.min())} tokens")
+        raise UserError(
+            f"draft tokens: start {start} is before a prompt of {int(state.lengths.min())} tokens",
+            field="start",
+            code="range",
+        )
     return state.copy().crop(max(-start, 0), state.logits)
 
 

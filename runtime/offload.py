@@ -256,5 +256,7 @@ def require_memory(rows: int, tokens: int, layers: int, kv_heads: int, width: in
         raise UserError(
             f"the full cache does not fit into the CPU's memory: {rows} rows x {tokens} tokens x {layers} layers x "
             f"{kv_heads} KV heads x {width} dimensions x 2 (keys, values) x {item} bytes = {needed / 1e9:.1f} GB, and "
-            f"{free / 1e9:.1f} GB are free; give fewer rows or shorter prompts"
+            f"{free / 1e9:.1f} GB are free; give fewer rows or shorter prompts",
+            field="full",
+            code="memory",
         )

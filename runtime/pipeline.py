@@ -65,7 +65,7 @@ class Pipeline:
         method = FullCache() if method is None else method
         asked = [questions] if isinstance(questions, str) else list(questions)
         if not context.strip() or not all(question.strip() for question in asked):
-            raise UserError("pipeline: the context and every question need some text")
+            raise UserError("pipeline: the context and every question need some text", field="question", code="range")
         if not asked:
             return []
 
@@ -89,7 +89,11 @@ class Pipeline:
         text = prompt_text(self.tokenizer, [turn], answer_prefix)
         end = text.find(context) + len(context)
         if end < len(context):
-            raise UserError("pipeline: the chat template changes the context, so that its end cannot be found")
+            raise UserError(
+                "pipeline: the chat template changes the context, so that its end cannot be found",
+                field="context",
+                code="model",
+            )
         has_special_tokens = has_chat_template(self.tokenizer)  # a template writes its own
         (context_ids,) = encode(self.tokenizer, [text[:end]], special=not has_special_tokens)
         (question_ids,) = encode(self.tokenizer, [text[end:]], special=False)
@@ -112,7 +116,11 @@ def pipeline(model: str | PreTrainedModel, tokenizer: Any = None, **options: Any
         target = load_target(model, **options)
         return Pipeline(target.model, target.tokenizer)
     if tokenizer is None:
-        raise UserError("pipeline: give tokenizer= with a loaded model")
+        raise UserError("pipeline: give tokenizer= with a loaded model", field="tokenizer", code="missing")
     if options:
-        raise UserError(f"pipeline: {next(iter(options))}= is for a model that is loaded here; leave it out")
+        raise UserError(
+            f"pipeline: {next(iter(options))}= is for a model that is loaded here; leave it out",
+            field=next(iter(options)),
+            code="conflict",
+        )
     return Pipeline(model, tokenizer)

@@ -86,7 +86,7 @@ def _taking_parts_by_name(kind: Registered) -> Registered:
         try:
             return _field_value(name, value, defaults[name], Resources())
         except UserError as error:
-            raise UserError(f"{kind.__name__}: {error}") from None
+            raise error.reworded(f"{kind.__name__}: {error}") from None
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **options: Any) -> None:
@@ -124,7 +124,9 @@ def method_class(name: str) -> type[Any]:
         return METHODS[name]
     similar = difflib.get_close_matches(name, METHODS, n=1)
     hint = f"; did you mean {similar[0]!r}?" if similar else ""
-    raise UserError(f"method {name!r} is unknown; choose one of {', '.join(sorted(METHODS))}{hint}")
+    raise UserError(
+        f"method {name!r} is unknown; choose one of {', '.join(sorted(METHODS))}{hint}", field="method", code="unknown"
+    )
 
 
 def name_of(kind: type) -> str:
@@ -166,7 +168,11 @@ def fields_of(
     default_of = {field.name: field.default for field in kind_fields if field.name not in _RESOURCE_FIELDS}
     unknown = sorted(set(options) - set(default_of), key=str)
     if unknown:
-        raise UserError(f"there is no option {unknown[0]!r}; it takes {', '.join(default_of) or 'none'}")
+        raise UserError(
+            f"there is no option {unknown[0]!r}; it takes {', '.join(default_of) or 'none'}",
+            field=str(unknown[0]),
+            code="unknown",
+        )
 
     values = dict(defaults or {})
     for name, value in options.items():
@@ -180,9 +186,11 @@ def fields_of(
         if field.name in _RESOURCE_FIELDS:
             values[field.name] = resources.find(field.name)
         elif field.name == "observer":
-            raise UserError(f"option 'observer' is missing, one of {', '.join(sorted(OBSERVERS))}")
+            raise UserError(
+                f"option 'observer' is missing, one of {', '.join(sorted(OBSERVERS))}", field="observer", code="missing"
+            )
         else:
-            raise UserError(f"option {field.name!r} is missing")
+            raise UserError(f"option {field.name!r} is missing", field=field.name, code="missing")
     return values
 
 
@@ -211,7 +219,9 @@ def _part(role: str, value: Any, default: Any, resources: Resources) -> Any:
         UserError: an unknown name or option, or a value out of range.
     """
     if value is not default and isinstance(value, int | float | list | None):
-        raise UserError(f"{role}: {value!r} must be a name, or a mapping with a name and options")
+        raise UserError(
+            f"{role}: {value!r} must be a name, or a mapping with a name and options", field=role, code="type"
+        )
     if not isinstance(value, str | Mapping):
         return value
 
@@ -222,14 +232,16 @@ def _part(role: str, value: Any, default: Any, resources: Resources) -> Any:
     kind: Any
     if name is not None:
         if not isinstance(name, str) or name not in classes:
-            raise UserError(f"{role}: {name!r} is unknown; choose one of {', '.join(sorted(classes))}")
+            raise UserError(
+                f"{role}: {name!r} is unknown; choose one of {', '.join(sorted(classes))}", field=role, code="unknown"
+            )
         kind = classes[name]
     elif dataclasses.is_dataclass(default):
         kind = type(default)
         for field in dataclasses.fields(kind):
             default_options[field.name] = getattr(default, field.name)
     else:
-        raise UserError(f"{role}: give it a name, one of {', '.join(sorted(classes))}")
+        raise UserError(f"{role}: give it a name, one of {', '.join(sorted(classes))}", field=role, code="missing")
 
     try:
         return kind(**fields_of(kind, options, resources, default_options))
@@ -237,4 +249,4 @@ def _part(role: str, value: Any, default: Any, resources: Resources) -> Any:
         message = str(error)
         if role not in message:
             message = f"{role}: {message}"
-        raise UserError(message) from None
+        raise error.reworded(message) from None

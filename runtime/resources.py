@@ -59,7 +59,9 @@ class Resources:
     def artifact(self) -> LookaheadAdapter:
         """The adapter, loaded; a `UserError` if there is none, or it cannot be loaded."""
         if self.adapter is None:
-            raise UserError("needs adapter=FOLDER_OR_HUB_ID; train one with train_lookahead.py")
+            raise UserError(
+                "needs adapter=FOLDER_OR_HUB_ID; train one with train_lookahead.py", field="adapter", code="missing"
+            )
         artifact = LookaheadAdapter.from_pretrained(self.adapter)
         if self.target is not None and self.tokenizer is not None:
             artifact.check_tokenizer(self.tokenizer)
@@ -73,7 +75,11 @@ class Resources:
             UserError: there is none, it cannot be loaded, or it is for another base model.
         """
         if self.retrieval is None:
-            raise UserError("needs retrieval=FOLDER_OR_HUB_ID; train one with train_retrieval_head.py")
+            raise UserError(
+                "needs retrieval=FOLDER_OR_HUB_ID; train one with train_retrieval_head.py",
+                field="retrieval",
+                code="missing",
+            )
         head = RetrievalHead.from_pretrained(self.retrieval, model=self.target)
         if self.target is not None:
             feature_layers = head.layers_of(self.target) or None
@@ -87,7 +93,7 @@ class Resources:
             UserError: there is none, it cannot be loaded, or it is for another method.
         """
         if self.scorer is None:
-            raise UserError("needs scorer=FILE_FOLDER_OR_HUB_ID, its published weights")
+            raise UserError("needs scorer=FILE_FOLDER_OR_HUB_ID, its published weights", field="scorer", code="missing")
         if kind not in self._scorers:
             self._scorers[kind] = kind.from_pretrained(self.scorer)
         return self._scorers[kind]
@@ -117,6 +123,8 @@ class Resources:
         if name == "draft":
             raise UserError(
                 "needs a draft: set draft.layers=[...] (keepsight bench draft finds good ones), draft.id= or "
-                "draft.head="
+                "draft.head=",
+                field="draft",
+                code="missing",
             )
-        raise UserError("needs the base model's tokenizer")
+        raise UserError("needs the base model's tokenizer", field="tokenizer", code="missing")

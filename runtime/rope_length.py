@@ -66,7 +66,9 @@ class LengthLimit:
         return UserError(
             f"{self.model_type} has other RoPE frequencies ({self.rope_type}) for texts of more than {self.tokens} "
             f"tokens ({name}), and {reason}; keep prompt and answer within {self.tokens} tokens, give a prompt that is "
-            "longer by itself, or use the full cache"
+            "longer by itself, or use the full cache",
+            field="prompt",
+            code="range",
         )
 
 

@@ -49,7 +49,9 @@ class Rotary:
                 reason = f"its rope_type is {rope_type}"
             raise UserError(
                 f"positions in cached keys of {config.model_type} cannot be undone: {reason}; take a method that "
-                "reads keys as they are, such as quest"
+                "reads keys as they are, such as quest",
+                field="model",
+                code="model",
             )
 
     def turned(self, heads: Tensor, positions: Tensor) -> Tensor:

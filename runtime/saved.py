@@ -70,14 +70,18 @@ class SavedState(CustomGenerate):
         if request.past is not None and request.past.method != self:
             raise UserError(
                 "saved state: past_key_values come from another prompt than this state; continue with the method "
-                "that computed them, or leave them out"
+                "that computed them, or leave them out",
+                field="past_key_values",
+                code="state",
             )
         state = self.state if request.past is None else request.past.state
         state = state.unrecorded()
         if len(request.unread) != len(state.tokens) or request.mask is not None:
             raise UserError(
                 f"saved state: {len(request.unread)} questions for {len(state.tokens)} prompts, or padded ones; "
-                "ask one for each prompt, without padding"
+                "ask one for each prompt, without padding",
+                field="question",
+                code="conflict",
             )
         return decode(model, FullCache().resume(model, state, request.unread, chunk=request.chunk), **request.decoding)
 
@@ -111,18 +115,26 @@ def save_state(
             model.
     """
     if question not in QUESTIONS:
-        raise UserError(f"question {question!r} is unknown; choose one of {', '.join(QUESTIONS)}")
+        raise UserError(
+            f"question {question!r} is unknown; choose one of {', '.join(QUESTIONS)}", field="question", code="unknown"
+        )
     if not state.joins:
         raise UserError(
             f"{_file(path)}: a state whose method stores entries in its own form (kivi, specache, specontext, "
-            "quest, exact_topk) cannot be saved; save the state that it was made from, and compress that one again"
+            "quest, exact_topk) cannot be saved; save the state that it was made from, and compress that one again",
+            field="state",
+            code="state",
         )
     file = _file(path)
     tensors = _tensors_of(state)
     state_shape = _shape_of_tensors(tensors)
     model_shape = _shape_of_model(model)
     if state_shape != model_shape:
-        raise UserError(f"{file}: the state is not of this model: it has {state_shape}, the model {model_shape}")
+        raise UserError(
+            f"{file}: the state is not of this model: it has {state_shape}, the model {model_shape}",
+            field="state",
+            code="model",
+        )
 
     header = _Header(
         question=question,
@@ -151,16 +163,20 @@ def load_state(
     """
     file = _file(path)
     if not file.is_file():
-        raise UserError(f"{file}: no such file; save a state with save_state first")
+        raise UserError(f"{file}: no such file; save a state with save_state first", field="path", code="missing")
     try:
         with safe_open(file, framework="pt") as stream:
             header = _header(file, stream.metadata())
             _check_target(file, header, model, tokenizer)
             tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: not a whole safetensors file ({error}); copy it again") from None
+        raise UserError(
+            f"{file}: not a whole safetensors file ({error}); copy it again", field="path", code="file"
+        ) from None
     if _digest(header, tensors) != header.digest:
-        raise UserError(f"{file}: its contents differ from the digest in its header; copy it again")
+        raise UserError(
+            f"{file}: its contents differ from the digest in its header; copy it again", field="digest", code="file"
+        )
     needs = Needs(header.needs.window, header.needs.received, statistics=header.needs.queries)
     state = _state_of_tensors(_beside_layers(tensors, model), model, header.seen, needs, header.softmax)
     state = replace(state, images=Images({}) if header.pictured else None)
@@ -193,11 +209,17 @@ class _Header:
 
 def _header(file: Path, metadata: dict[str, str] | None) -> _Header:
     if metadata is None or _KEY not in metadata:
-        raise UserError(f"{file}: a safetensors file but not a saved state; give one that save_state wrote")
+        raise UserError(
+            f"{file}: a safetensors file but not a saved state; give one that save_state wrote",
+            field="path",
+            code="file",
+        )
     try:
         header: _Header = from_json(metadata[_KEY].encode(), _Header)
     except ValueError as error:
-        raise UserError(f"{file}: the header of this saved state is damaged ({error}); save it again") from None
+        raise UserError(
+            f"{file}: the header of this saved state is damaged ({error}); save it again", field="path", code="file"
+        ) from None
     return header
 
 
@@ -208,7 +230,9 @@ def _check_target(
     for name, value in _shape_of_model(model).items():
         if header.shape.get(name) != value:
             raise UserError(
-                f"{subject} with {name} {header.shape.get(name)}, but the model has {value}; load that model"
+                f"{subject} with {name} {header.shape.get(name)}, but the model has {value}; load that model",
+                field=name,
+                code="model",
             )
     header.identity.require(identity_of(model, tokenizer), subject)
 

@@ -227,7 +227,9 @@ class State:
             if layer.seen != width:
                 raise UserError(
                     f"the cache of this state has {layer.seen} tokens, and the state itself {width}: another call has "
-                    "changed it; continue from the state that this call returned, or work on a state.copy()"
+                    "changed it; continue from the state that this call returned, or work on a state.copy()",
+                    field="state",
+                    code="state",
                 )
 
     def unrecorded(self, needs: Needs = Needs()) -> "State":
@@ -258,9 +260,17 @@ class State:
             UserError: they cannot be taken off: entries before them were evicted, or a layer is bounded.
         """
         if not self.joins:
-            raise UserError("crop: entries in a form of their own cannot be cropped; keep a copy of the state instead")
+            raise UserError(
+                "crop: entries in a form of their own cannot be cropped; keep a copy of the state instead",
+                field="crop",
+                code="state",
+            )
         if has_bounded(self.cache):
-            raise UserError("crop: layers with a window or a recurrent state cannot be cropped; keep a copy instead")
+            raise UserError(
+                "crop: layers with a window or a recurrent state cannot be cropped; keep a copy instead",
+                field="crop",
+                code="state",
+            )
         self.require_unchanged()
         layers = [layer.without_last(count) for layer in self.layers]
         return self._shortened(count, self.logits, with_full_layers(self.cache, layers))
@@ -323,7 +333,7 @@ class Checkpoint:
         if self.copy is not None:
             return self.copy.copy()
         if self.bounded is None:
-            raise UserError("crop: entries in a form of their own cannot be cropped")
+            raise UserError("crop: entries in a form of their own cannot be cropped", field="crop", code="state")
         after.require_unchanged()
         count = after.tokens.shape[1] - self.length
         layers = [layer.share() for layer in after.layers]
@@ -534,7 +544,11 @@ def _prefill(
     if chunk is not None:
         require_whole("prefill", 1, prefill_chunk_size=chunk)
         if images is not None:
-            raise UserError("a prompt with images is read in one pass; leave out prefill_chunk_size")
+            raise UserError(
+                "a prompt with images is read in one pass; leave out prefill_chunk_size",
+                field="prefill_chunk_size",
+                code="conflict",
+            )
     batch, length = input_ids.shape
     mask = None
     lengths = torch.full((batch,), length, device=input_ids.device)
@@ -583,7 +597,9 @@ def _prefill(
         if recorder.layers_read != len(layers) or any(layer.seen != end for layer in layers):
             raise UserError(
                 f"{model.config.model_type} has its own kind of attention or cache, so that queries or entries cannot "
-                "be recorded; load another model, such as Llama, Qwen, Mistral or Gemma"
+                "be recorded; load another model, such as Llama, Qwen, Mistral or Gemma",
+                field="model",
+                code="model",
             )
 
     logits = output.logits.float()
@@ -904,7 +920,9 @@ def _require_shareable(layer: Any, readers: int) -> None:
     if isinstance(layer, OwnAttention) and not layer.can_be_shared:
         raise UserError(
             f"{readers} layers of this model read the same entries, which this method stores or reads in its own way; "
-            "take one that evicts, such as snapkv"
+            "take one that evicts, such as snapkv",
+            field="model",
+            code="model",
         )
 
 
@@ -932,7 +950,11 @@ def record_past(cache: Cache) -> None:
         UserError: one of them has a recurrent state, which cannot be rolled back.
     """
     if has_recurrent(cache):
-        raise UserError("a recurrent state cannot forget tokens; use a method that reads no token twice")
+        raise UserError(
+            "a recurrent state cannot forget tokens; use a method that reads no token twice",
+            field="state",
+            code="state",
+        )
     cache.activate_past_recording()
 
 

@@ -264,7 +264,9 @@ class Engine:
         """
         if len(job.group) > self.rows:
             raise UserError(
-                f"{len(job.group)} answers to a prompt are too many; at most {self.rows} are decoded at once"
+                f"{len(job.group)} answers to a prompt are too many; at most {self.rows} are decoded at once",
+                field="n",
+                code="range",
             )
         self._check_length(job.method or self.method, len(job.ids), int(job.options.get("max_new_tokens") or 1))
         with self._wake:
@@ -288,20 +290,22 @@ class Engine:
 
     def _require_room(self, preparing: int) -> None:
         if self._refusal is not None:
-            raise Closed(self._refusal)
+            raise Closed(self._refusal, code="service")
         waiting = len(self._queue) + preparing
         if waiting >= self.waiting:
-            raise Busy(f"{waiting} requests are waiting, the most allowed; try again later")
+            raise Busy(f"{waiting} requests are waiting, the most allowed; try again later", code="service")
 
     def _check_length(self, method: Method, length: int, answer_tokens: int) -> None:
         if not length:
-            raise UserError("the prompt has 0 tokens; send at least one")
+            raise UserError("the prompt has 0 tokens; send at least one", field="prompt", code="range")
         if length > self.max_prompt_tokens:
-            raise TooLong(self.too_long(f"the prompt has {length} tokens"))
+            raise TooLong(self.too_long(f"the prompt has {length} tokens"), field="prompt", code="range")
         if length + answer_tokens > self.context:
             raise TooLong(
                 f"this model's maximum context length is {self.context} tokens; {length} of the prompt and "
-                f"{answer_tokens} of the answer do not fit; shorten the prompt, or lower max_tokens"
+                f"{answer_tokens} of the answer do not fit; shorten the prompt, or lower max_tokens",
+                field="prompt",
+                code="range",
             )
         try:
             method.check(length, self.context)
@@ -309,7 +313,9 @@ class Engine:
             method.check(length, _UNBOUNDED)  # raises what is not about the context
             raise TooLong(
                 f"this model's maximum context length is {self.context} tokens; a prompt of {length} leaves no room "
-                f"for those that {type(method).__name__} reads after it; shorten the prompt"
+                f"for those that {type(method).__name__} reads after it; shorten the prompt",
+                field="prompt",
+                code="range",
             ) from None
 
     def too_long(self, length: str) -> str:
@@ -327,7 +333,11 @@ class Engine:
             UserError: the method has no budget, or it cannot be that.
         """
         if not isinstance(self.method, Evict):
-            raise UserError(f"{type(self.method).__name__} evicts nothing, so that it has no budget")
+            raise UserError(
+                f"{type(self.method).__name__} evicts nothing, so that it has no budget",
+                field="budget",
+                code="conflict",
+            )
         return replace(self.method, budget=budget)
 
     def drain(self) -> None:
@@ -617,5 +627,7 @@ class Engine:
         if state is None or not can_join(state):
             raise UserError(
                 f"{name} cannot answer in a batch (it reads entries in its own form, evicts while decoding, or the "
-                "model has recurrent layers); serve a method that evicts once, such as lookaheadkv or snapkv"
+                "model has recurrent layers); serve a method that evicts once, such as lookaheadkv or snapkv",
+                field="method",
+                code="model",
             )

@@ -81,18 +81,28 @@ def rotations_of(model: PreTrainedModel) -> list[Rotation | None]:
     kind = model.config.model_type
     config = model.config.get_text_config(decoder=True)
     if has_latents(model):
-        raise UserError(f"{kind} caches latents, which cannot be rotated yet; serve a model with keys and values")
+        raise UserError(
+            f"{kind} caches latents, which cannot be rotated yet; serve a model with keys and values",
+            field="model",
+            code="model",
+        )
     decoder = decoder_of(model)
     rotary: Any = getattr(decoder, "rotary_emb", None)
     if rotary is None:
-        raise UserError(f"{kind} has no rotary positions, so that its evicted entries fit no other position")
+        raise UserError(
+            f"{kind} has no rotary positions, so that its evicted entries fit no other position",
+            field="model",
+            code="model",
+        )
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     parameters = parameters.get(FULL) or parameters  # by kind of layer in models that have several
     scaling = parameters.get("rope_type", "default")
     if scaling not in ROPE_TYPES:
         raise UserError(
             f"{kind} scales rotary positions by {scaling}, whose frequencies depend on the prompt's length; "
-            f"supported are {', '.join(ROPE_TYPES)}"
+            f"supported are {', '.join(ROPE_TYPES)}",
+            field="model",
+            code="model",
         )
     by_kind: Tensor | None = getattr(rotary, f"{FULL}_inv_freq", None)
     frequencies: Tensor = rotary.inv_freq if by_kind is None else by_kind
@@ -131,13 +141,17 @@ def turned(model: PreTrainedModel, state: State, entries: int) -> State:
     next token's logits.
     """
     if len(state.lengths) != 1 or not state.joins:
-        raise UserError("a prefix is made of one prompt, and of entries that are stored as they are")
+        raise UserError(
+            "a prefix is made of one prompt, and of entries that are stored as they are", field="state", code="state"
+        )
     kind = model.config.model_type
     for layer in state.cache.layers:
         if is_bounded(layer):
             raise UserError(
                 f"{kind} has layers with a {type(layer).__name__}, whose window or state is not that of a shorter "
-                "prompt; serve a model whose layers all have full attention"
+                "prompt; serve a model whose layers all have full attention",
+                field="model",
+                code="model",
             )
 
     after = turned_by(rotations_of(model), state, entries)
@@ -149,7 +163,9 @@ def turned(model: PreTrainedModel, state: State, entries: int) -> State:
     if difference > _TOLERANCE[model.dtype]:
         raise UserError(
             f"{kind} depends on positions in a way that rotating its keys does not preserve: "
-            f"log-probabilities differ by {difference:.2g}; serve another model"
+            f"log-probabilities differ by {difference:.2g}; serve another model",
+            field="model",
+            code="model",
         )
     return after
 
@@ -240,16 +256,24 @@ def placeholders_of(state: State, page: int) -> int:
     if page:
         if (counts % page).any():
             if bool((counts == state.lengths.cpu()).all()):
-                raise UserError(f"the prompt of {int(state.lengths)} tokens is within the budget; send it as it is")
+                raise UserError(
+                    f"the prompt of {int(state.lengths)} tokens is within the budget; send it as it is",
+                    field="prompt",
+                    code="range",
+                )
             raise UserError(
                 f"heads keep parts of pages of {page} entries; choose allocate={{name: global, page: {page}}} and a "
-                f"budget that {page} divides"
+                f"budget that {page} divides",
+                field="allocate",
+                code="conflict",
             )
         return -(-int(counts.sum()) // (page * counts.numel())) * page
     if counts.min() != counts.max():
         raise UserError(
             f"heads keep {int(counts.min())} to {int(counts.max())} entries, and an engine's pages hold the same "
-            "number for every head; choose allocate=uniform, or a page size for engines with keepsight's backend"
+            "number for every head; choose allocate=uniform, or a page size for engines with keepsight's backend",
+            field="allocate",
+            code="conflict",
         )
     return int(counts.min())
 

@@ -202,7 +202,11 @@ def _within_descriptors(connections: int) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     room = soft - open_now - _OTHER_DESCRIPTORS
     if room < 1:
-        raise UserError(f"the process may open {soft} files, {open_now} of which are open; raise `ulimit -n`")
+        raise UserError(
+            f"the process may open {soft} files, {open_now} of which are open; raise `ulimit -n`",
+            field="ulimit",
+            code="range",
+        )
     if room < connections:
         logger.warning("connections=%d: `ulimit -n` of %d allows %d", connections, soft, room)
     return min(room, connections)

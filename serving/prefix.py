@@ -102,7 +102,9 @@ def alphabet_of(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     if len(unused_ids) < 2:
         raise UserError(
             f"the tokenizer of {tokenizer.name_or_path!r} has no special tokens that its chat template does not use; "
-            "prefixes need at least two to spell their id"
+            "prefixes need at least two to spell their id",
+            field="tokenizer",
+            code="model",
         )
     return unused_ids[:MAX_LETTERS]
 
@@ -120,7 +122,11 @@ def require_spellable(entries: int, alphabet: Sequence[int]) -> int:
     """
     letters = letters_of_id(len(alphabet))
     if entries < letters:
-        raise UserError(f"{entries} entries cannot spell an id of {letters} letters; raise the budget to {letters}")
+        raise UserError(
+            f"{entries} entries cannot spell an id of {letters} letters; raise the budget to {letters}",
+            field="budget",
+            code="range",
+        )
     return letters
 
 
@@ -212,12 +218,18 @@ class PrefixStore:
     def path(self, digest: str) -> Path:
         """The file of a digest; a `UserError` if it is no digest, or there is no such file."""
         if not ID.fullmatch(digest):
-            raise UserError(f"keepsight: {digest[:64]!r} is not a prefix id; give the 32 hex digits that were printed")
+            raise UserError(
+                f"keepsight: {digest[:64]!r} is not a prefix id; give the 32 hex digits that were printed",
+                field="prefix",
+                code="type",
+            )
         for root in (self.root, *self.others):
             path = file_of(root, digest)
             if path.is_file() and not path.is_symlink():
                 return path
-        raise UserError(f"keepsight: there is no prefix {digest}; make it with `keepsight prefix`")
+        raise UserError(
+            f"keepsight: there is no prefix {digest}; make it with `keepsight prefix`", field="prefix", code="unknown"
+        )
 
     def header(self, digest: str) -> Header:
         """The header of a prefix; a `UserError` if there is no such prefix, or its file is damaged."""
@@ -246,9 +258,15 @@ class PrefixStore:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise UserError(f"{path.name}: {error.strerror}; make the prefix again") from None
+            raise UserError(
+                f"{path.name}: {error.strerror}; make the prefix again", field="prefix", code="file"
+            ) from None
         if _digest(data) != digest:
-            raise UserError(f"{path.name}: its contents differ from the digest it is named by; make the prefix again")
+            raise UserError(
+                f"{path.name}: its contents differ from the digest it is named by; make the prefix again",
+                field="prefix",
+                code="file",
+            )
         try:
             stored = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])  # as safetensors begins
             header = from_json(stored["__metadata__"][_METADATA_KEY].encode(), Header)
@@ -256,7 +274,9 @@ class PrefixStore:
                 raise ValueError(f"version {header.version}, this keepsight reads {_VERSION}")
             tensors = load(data)
         except (SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path.name}: not a prefix file ({one_line(error)}); make it again") from None
+            raise UserError(
+                f"{path.name}: not a prefix file ({one_line(error)}); make it again", field="prefix", code="file"
+            ) from None
         _check(path, header, tensors)
         self._headers[digest] = header
         if len(self._headers) > _CACHED_HEADERS:
@@ -279,7 +299,9 @@ def _check(path: Path, header: Header, tensors: dict[str, Tensor]) -> None:
         expected["values"] = (layers, kv_heads, header.entries, width)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if shapes != expected:
-        raise UserError(f"{path.name}: holds {shapes} in place of {expected}; make the prefix again")
+        raise UserError(
+            f"{path.name}: holds {shapes} in place of {expected}; make the prefix again", field="prefix", code="file"
+        )
 
     is_sound = tensors["keys"].is_floating_point() and tensors["values"].is_floating_point()
     if header.page:
@@ -287,4 +309,6 @@ def _check(path: Path, header: Header, tensors: dict[str, Tensor]) -> None:
         fills_blocks = header.entries == blocks * header.page
         is_sound = is_sound and pages.dtype == torch.int64 and bool((pages > 0).all()) and fills_blocks
     if not is_sound:
-        raise UserError(f"{path.name}: its tensors are not those of a prefix; make it again")
+        raise UserError(
+            f"{path.name}: its tensors are not those of a prefix; make it again", field="prefix", code="file"
+        )

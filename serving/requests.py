@@ -28,7 +28,7 @@ from pydantic import (
 from transformers import LogitsProcessor, MinNewTokensLengthLogitsProcessor, PreTrainedTokenizerBase
 from typing_extensions import override
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, code_of
 from keepsight.models.chat import chat_text
 from keepsight.serving.sampling import AnswerPenalties
 
@@ -152,7 +152,7 @@ def unknown_fields(fields: Mapping[str, Any] | None) -> list[str]:
         says_nothing = value is None or value is False or value in ("", [], {})
         is_default = says_nothing or value in _DEFAULTS.get(name, ())
         if name in NOT_SUPPORTED and not is_default:
-            raise UserError(f"{name}: is not supported; {NOT_SUPPORTED[name]}")
+            raise UserError(f"{name}: is not supported; {NOT_SUPPORTED[name]}", field=name, code="conflict")
         if name not in NOT_SUPPORTED and name not in IGNORED:
             unknown.append(name)
     return unknown
@@ -371,7 +371,11 @@ class ToolCall(BaseModel):
             except (ValueError, RecursionError):
                 arguments = None
         if not isinstance(arguments, dict):
-            raise UserError(f"messages: the arguments of the tool call {self.function.name!r} must be a JSON object")
+            raise UserError(
+                f"messages: the arguments of the tool call {self.function.name!r} must be a JSON object",
+                field="messages",
+                code="type",
+            )
         rendered = self.model_dump()
         rendered["function"] |= {"name": name, "arguments": arguments}
         return rendered
@@ -428,10 +432,18 @@ class TemplateFields(BaseModel):
             arguments["enable_thinking"] = self.reasoning_effort != "none"  # as vLLM does
         for name, value in (self.chat_template_kwargs or {}).items():
             if name in _NOT_OF_TEMPLATES:
-                raise UserError(f"chat_template_kwargs.{name}: is not an argument of chat templates; leave it out")
+                raise UserError(
+                    f"chat_template_kwargs.{name}: is not an argument of chat templates; leave it out",
+                    field=f"chat_template_kwargs.{name}",
+                    code="unknown",
+                )
             arguments[name] = value
         if self.continue_final_message and self.add_generation_prompt:
-            raise UserError("continue_final_message: leave add_generation_prompt out, which begins another message")
+            raise UserError(
+                "continue_final_message: leave add_generation_prompt out, which begins another message",
+                field="continue_final_message",
+                code="conflict",
+            )
         if self.continue_final_message:
             arguments["continue_final_message"] = True
             arguments["add_generation_prompt"] = False
@@ -454,7 +466,7 @@ class ChatRequest(CommonFields, TemplateFields):
     @override
     def wanted_logprobs(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
-            raise UserError("top_logprobs: needs logprobs to be true")
+            raise UserError("top_logprobs: needs logprobs to be true", field="top_logprobs", code="conflict")
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -509,7 +521,11 @@ def prompt_of(messages: Sequence[Message], tokenizer: Any, arguments: Mapping[st
     """
     for index, message in enumerate(messages):
         if message.content is None and not message.tool_calls:
-            raise UserError(f"messages.{index}.content: must be a text, as the message has no tool_calls")
+            raise UserError(
+                f"messages.{index}.content: must be a text, as the message has no tool_calls",
+                field=f"messages.{index}.content",
+                code="type",
+            )
     _require_rendered(tokenizer, messages)
     turns = [message.turn() for message in messages]
     arguments = dict(arguments or {})
@@ -517,7 +533,9 @@ def prompt_of(messages: Sequence[Message], tokenizer: Any, arguments: Mapping[st
     if arguments.pop("tools", None) and chat_text(tokenizer, turns, **arguments) == text:
         raise UserError(
             f"tools: would be lost, as the chat template of {tokenizer.name_or_path!r} does not render them; leave "
-            "them out"
+            "them out",
+            field="tools",
+            code="model",
         )
     return text
 
@@ -542,16 +560,19 @@ def _require_rendered(tokenizer: Any, messages: Sequence[Message]) -> None:
             lost = "tool_calls" if message.tool_calls else f"role {message.role!r}"
             raise UserError(
                 f"messages.{index}: {lost} would be lost, as the chat template of {tokenizer.name_or_path!r} does "
-                "not render it; leave it out, or write it as text"
+                "not render it; leave it out, or write it as text",
+                field=f"messages.{index}",
+                code="model",
             )
 
 
-def first_fault(error: ValidationError) -> str:
-    """One line: which field is wrong, and why; of the fault that lies deepest."""
+def first_fault(error: ValidationError) -> UserError:
+    """Which field of a request is wrong, and why; of the fault that lies deepest."""
     faults = error.errors(include_url=False, include_context=False)
     deepest = max(faults, key=lambda fault: len(fault["loc"]))
     field = ".".join(map(str, deepest["loc"])) or "the body"
     reason = deepest["msg"].removeprefix("Value error, ")
-    if deepest["type"] in ("missing", "json_invalid", "value_error"):
-        return f"{field}: {reason}"
-    return f"{field}: {reason}, got {deepest.get('input')!r:.80}"
+    message = f"{field}: {reason}"
+    if deepest["type"] not in ("missing", "json_invalid", "value_error"):
+        message += f", got {deepest.get('input')!r:.80}"
+    return UserError(message, field=field, code=code_of(error))

@@ -244,7 +244,9 @@ class Service:
         if tools and self.response_template is None:
             kind = self.target.model.config.model_type
             raise UserError(
-                f"tools: are not supported, as transformers cannot read the calls of {kind}; leave them out"
+                f"tools: are not supported, as transformers cannot read the calls of {kind}; leave them out",
+                field="tools",
+                code="model",
             )
         text, ids = await self._chat_prompt(asked.messages, asked.template_arguments())
         max_tokens = asked.max_completion_tokens or asked.max_tokens
@@ -259,7 +261,9 @@ class Service:
         asked = await self._read(request, CompletionRequest)
         if len(asked.prompt) > self.engine.waiting:
             raise UserError(
-                f"prompt: holds {len(asked.prompt)} prompts; at most {self.engine.waiting} requests wait (waiting=)"
+                f"prompt: holds {len(asked.prompt)} prompts; at most {self.engine.waiting} requests wait (waiting=)",
+                field="prompt",
+                code="range",
             )
         prompts = await self._prompts(asked.prompt, special=asked.add_special_tokens is not False)
         max_tokens = asked.max_tokens or asked.max_completion_tokens or min(COMPLETION_TOKENS, self.answer_tokens)
@@ -268,16 +272,18 @@ class Service:
     def _check_ids(self, ids: list[int], field: str) -> None:
         """Refuse ids that are too many for a prompt, or no tokens."""
         if len(ids) > self.engine.max_prompt_tokens:
-            raise TooLong(self.engine.too_long(f"the prompt has {len(ids)} tokens"))
+            raise TooLong(self.engine.too_long(f"the prompt has {len(ids)} tokens"), field="prompt", code="range")
         vocabulary = self.target.vocabulary
         for token in ids:
             if not 0 <= token < vocabulary:
-                raise UserError(f"{field}: {token} is not a token id; the vocabulary has {vocabulary}")
+                raise UserError(
+                    f"{field}: {token} is not a token id; the vocabulary has {vocabulary}", field=field, code="range"
+                )
 
     async def _chat_prompt(self, messages: Sequence[Message], arguments: dict[str, Any]) -> tuple[str, list[int]]:
         """The text of a chat and its tokens; see `_in_thread`."""
         if len(messages) > self.engine.max_prompt_tokens:
-            raise TooLong(self.engine.too_long(f"there are {len(messages)} messages"))
+            raise TooLong(self.engine.too_long(f"there are {len(messages)} messages"), field="prompt", code="range")
 
         characters = sum(len(message.text) for message in messages)
         self._check_characters(characters)
@@ -327,7 +333,7 @@ class Service:
     def _check_characters(self, characters: int) -> None:
         if characters > self.most_characters:
             length = f"the prompt has {characters} characters, more than so many tokens hold"
-            raise TooLong(self.engine.too_long(length))
+            raise TooLong(self.engine.too_long(length), field="prompt", code="range")
 
     async def _read(self, request: Request, kind: Any) -> Any:
         """The request in a body.
@@ -350,7 +356,7 @@ class Service:
         try:
             asked = kind.model_validate_json(bytes(body))
         except ValidationError as error:
-            raise UserError(first_fault(error)) from None
+            raise first_fault(error) from None
         for name in unknown_fields(asked.model_extra):
             self._note_unknown(name)
         if asked.model is not None:
@@ -392,20 +398,36 @@ class Service:
         if asked.max_tokens > self.answer_tokens:
             raise UserError(
                 f"max_tokens is {asked.max_tokens}; this server answers with at most {self.answer_tokens}, which its "
-                "option max_new_tokens= raises"
+                "option max_new_tokens= raises",
+                field="max_tokens",
+                code="range",
             )
         if (fields.n or 1) > self.engine.rows:
             raise UserError(
-                f"n is {fields.n}; this server gives at most {self.engine.rows} answers to a prompt (rows=)"
+                f"n is {fields.n}; this server gives at most {self.engine.rows} answers to a prompt (rows=)",
+                field="n",
+                code="range",
             )
         if (fields.min_tokens or 0) > asked.max_tokens:
-            raise UserError(f"min_tokens is {fields.min_tokens}, above the {asked.max_tokens} of max_tokens")
+            raise UserError(
+                f"min_tokens is {fields.min_tokens}, above the {asked.max_tokens} of max_tokens",
+                field="min_tokens",
+                code="range",
+            )
         if fields.min_tokens and fields.schema_of_answer is not None:
-            raise UserError("min_tokens: is not supported for JSON, which ends where it is complete; leave it out")
+            raise UserError(
+                "min_tokens: is not supported for JSON, which ends where it is complete; leave it out",
+                field="min_tokens",
+                code="conflict",
+            )
         vocabulary = self.target.vocabulary
         for token in fields.logit_bias or {}:
             if int(token) >= vocabulary:
-                raise UserError(f"logit_bias: {token} is not a token id; the vocabulary has {vocabulary}")
+                raise UserError(
+                    f"logit_bias: {token} is not a token id; the vocabulary has {vocabulary}",
+                    field="logit_bias",
+                    code="range",
+                )
 
     def _job(self, asked: Asked, ids: list[int], answers: Answers, grammar: Any) -> StreamedJob:
         """The request to the engine for the `n` answers to a prompt, the first with the others as siblings."""
@@ -449,11 +471,13 @@ class Service:
             if self.max_budget is not None:
                 limit = self.engine.with_budget(self.max_budget)
         except UserError as error:
-            raise UserError(f"keepsight.budget: {error}") from None
+            raise UserError(f"keepsight.budget: {error}", field="keepsight.budget", code=error.code) from None
         if method.budget_for(prompt_tokens) > limit.budget_for(prompt_tokens):
             raise UserError(
                 f"keepsight.budget: {budget} keeps more of this prompt than the {limit.budget} that this server allows "
-                "(max_budget=)"
+                "(max_budget=)",
+                field="keepsight.budget",
+                code="range",
             )
         return method
 

@@ -44,10 +44,16 @@ class JsonGrammars:
             llguidance: Any = importlib.import_module("llguidance")
             tokenizers: Any = importlib.import_module("llguidance.hf")
         except ImportError:
-            raise UserError("response_format: JSON needs llguidance on the server; ask its operator") from None
+            raise UserError(
+                "response_format: JSON needs llguidance on the server; ask its operator",
+                field="response_format",
+                code="missing",
+            ) from None
         if not self._end_tokens or not isinstance(self._tokenizer, PreTrainedTokenizerFast):
             raise UserError(
-                "response_format: JSON needs a model with a fast tokenizer and an end token, which this server's lacks"
+                "response_format: JSON needs a model with a fast tokenizer and an end token, which this server's lacks",
+                field="response_format",
+                code="model",
             )
         with self._lock:
             if self._tokens is None:
@@ -58,7 +64,11 @@ class JsonGrammars:
         grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), options)
         matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
-            raise UserError(f"response_format: the schema cannot be followed: {one_line(matcher.get_error())}")
+            raise UserError(
+                f"response_format: the schema cannot be followed: {one_line(matcher.get_error())}",
+                field="response_format",
+                code="data",
+            )
         return matcher
 
 
@@ -81,6 +91,10 @@ class FollowGrammar(LogitsProcessor):
         self._tokens_read = input_ids.shape[1]
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise UserError(f"response_format: the schema cannot be followed: {one_line(self._matcher.get_error())}")
+            raise UserError(
+                f"response_format: the schema cannot be followed: {one_line(self._matcher.get_error())}",
+                field="response_format",
+                code="data",
+            )
         is_allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: scores.shape[1]].astype(bool))
         return scores.masked_fill(~is_allowed.to(scores.device), -torch.inf)

@@ -272,7 +272,9 @@ class Worker:
             raise TooLong(
                 f"This model's maximum context length is {self.max_tokens} tokens. However, your prompt has "
                 f"{length + 1} tokens, after which {type(self.method).__name__} may need room too. Please shorten the "
-                "prompt."
+                "prompt.",
+                field="prompt",
+                code="range",
             )
 
 

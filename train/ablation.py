@@ -62,7 +62,9 @@ class SideBySide(ReplayedObjective):
     def __init__(self, cells: Sequence[Cell]) -> None:
         super().__init__()
         if cells[0].settings.precision == "fp16":
-            raise UserError("train.precision=fp16: an ablation trains in bf16 or no")
+            raise UserError(
+                "train.precision=fp16: an ablation trains in bf16 or no", field="train.precision", code="conflict"
+            )
         self._registered = nn.ModuleList(cell.objective for cell in cells)
         self.cells = tuple(cells)
         self.losses: list[Tensor] = []

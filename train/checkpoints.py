@@ -68,7 +68,9 @@ def sealing(checkpoint: Path, limit: int, is_main: bool = True) -> Iterator[None
         shutil.rmtree(checkpoint, ignore_errors=True)
         raise UserError(
             f"{checkpoint}: the checkpoint cannot be written ({one_line(error, 200)}); fix this, then "
-            "run the same command again to resume from the previous checkpoint"
+            "run the same command again to resume from the previous checkpoint",
+            field="checkpoint",
+            code="file",
         ) from error
 
 
@@ -97,7 +99,9 @@ def check_seal(checkpoint: Path) -> None:
         else:
             continue
         raise UserError(
-            f"{path}: {fault} since it was written; delete this checkpoint's folder to resume from the previous one"
+            f"{path}: {fault} since it was written; delete this checkpoint's folder to resume from the previous one",
+            field="checkpoint",
+            code="file",
         )
 
 
@@ -111,7 +115,11 @@ def check_same_settings(work: Path, made_with: MadeWith) -> None:
     if last_checkpoint(work) is None:
         other_checkpoints = _checkpoint_folders(work)
         if other_checkpoints and not path.exists():  # they would be deleted as incomplete
-            raise UserError(f"{other_checkpoints[0]}: not a checkpoint of this training; choose another out=")
+            raise UserError(
+                f"{other_checkpoints[0]}: not a checkpoint of this training; choose another out=",
+                field="out",
+                code="conflict",
+            )
         write_json(path, asdict(made_with))
         return
 

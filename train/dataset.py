@@ -173,7 +173,11 @@ def truncated(samples: Sequence[TrainingSample], max_tokens: int) -> SampleSubse
 def require_training_samples(samples: Sequence[TrainingSample], held_out: int, key: str) -> None:
     """Raise a UserError unless there are more samples than are held out; `key` names the settings in a recipe."""
     if len(samples) <= held_out:
-        raise UserError(f"{key}.held_out={held_out} needs more than the {len(samples)} samples of the data; lower it")
+        raise UserError(
+            f"{key}.held_out={held_out} needs more than the {len(samples)} samples of the data; lower it",
+            field=f"{key}.held_out",
+            code="range",
+        )
 
 
 def hold_out(
@@ -200,7 +204,11 @@ def hold_out(
             index for index, sample in enumerate(samples) if prompt_digest(sample) not in held_out_prompts
         ]
     if not training_indices:
-        raise UserError(f"{key}.held_out={held_out}: every prompt of the data is held out, since they repeat; lower it")
+        raise UserError(
+            f"{key}.held_out={held_out}: every prompt of the data is held out, since they repeat; lower it",
+            field=f"{key}.held_out",
+            code="range",
+        )
     training = SampleSubset(samples, training_indices)
     measured = SampleSubset(samples, held_out_indices)
     return SampleDataset(training), SampleDataset(measured)
@@ -330,7 +338,9 @@ def digests_from_text(text: str) -> PromptDigests | None:
     try:
         joined = base64.b64decode(text, validate=True)
     except ValueError:
-        raise UserError(f"trained_on={text[:20]!r}... is not base64; fetch the artifact again") from None
+        raise UserError(
+            f"trained_on={text[:20]!r}... is not base64; fetch the artifact again", field="trained_on", code="file"
+        ) from None
     starts = range(0, len(joined), _DIGEST_BYTES)
     return frozenset(joined[start : start + _DIGEST_BYTES] for start in starts) or None
 

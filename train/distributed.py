@@ -68,7 +68,11 @@ def divide_layers(model: PreTrainedModel) -> None:
     """
     processes: Any = launched()
     if getattr(model.config, "quantization_config", None) is not None:
-        raise UserError("model.device_map=fsdp2: quantised weights cannot be sharded; leave out model.quantize")
+        raise UserError(
+            "model.device_map=fsdp2: quantised weights cannot be sharded; leave out model.quantize",
+            field="model.quantize",
+            code="conflict",
+        )
     weights = model.state_dict()
     device = processes.device
     mesh = init_device_mesh(device.type, (processes.num_processes,))

@@ -118,7 +118,11 @@ class StoredStates:
         for name, digest in manifest.digests.items():
             path = folder / Path(name).name
             if file_digest(path) != digest:
-                raise UserError(f"{path}: changed since it was written; delete it to have it computed again")
+                raise UserError(
+                    f"{path}: changed since it was written; delete it to have it computed again",
+                    field="features",
+                    code="file",
+                )
             with safe_open(path, framework="pt") as tensors:
                 for tensor_name in tensors.keys():  # noqa: SIM118
                     key = tensor_name.partition(".")[0]
@@ -132,7 +136,11 @@ class StoredStates:
         """
         key = _key(ids.tolist())
         if key not in self._shards:
-            raise UserError(f"a sample of {len(ids)} tokens is not in features=; delete that folder to make it again")
+            raise UserError(
+                f"a sample of {len(ids)} tokens is not in features=; delete that folder to make it again",
+                field="features",
+                code="missing",
+            )
         path = self._shards[key]
         states = []
         with safe_open(path, framework="pt", device=str(ids.device)) as tensors:
@@ -140,7 +148,9 @@ class StoredStates:
                 if tensor_name in tensors.keys():  # noqa: SIM118
                     states.append(tensors.get_tensor(tensor_name))
         if [len(rows) for rows in states] != [len(ids), len(ids)]:
-            raise UserError(f"{path}: a sample of {len(ids)} tokens is incomplete; delete that file")
+            raise UserError(
+                f"{path}: a sample of {len(ids)} tokens is incomplete; delete that file", field="features", code="file"
+            )
         features, hidden = states
         return HiddenStates(features, hidden)
 
@@ -229,7 +239,11 @@ def frequent_tokens(
         UserError: the base model has fewer tokens.
     """
     if not 0 < count <= vocabulary:
-        raise UserError(f"draft_head.vocabulary={count} must lie between 1 and {vocabulary}, the model's vocabulary")
+        raise UserError(
+            f"draft_head.vocabulary={count} must lie between 1 and {vocabulary}, the model's vocabulary",
+            field="draft_head.vocabulary",
+            code="range",
+        )
     always_drafted = set(end_tokens)
     answer_counts: Counter[int] = Counter()
     prompt_counts: Counter[int] = Counter()

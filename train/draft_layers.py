@@ -166,7 +166,11 @@ def _logged_subsets(log: Path, model: PreTrainedModel, texts: Sequence[Text]) ->
     if not rows:
         write_lines(log, [search])
     elif rows[0] != search:
-        raise UserError(f"{log}: this search began with another model or other texts; choose another out=")
+        raise UserError(
+            f"{log}: this search began with another model or other texts; choose another out=",
+            field="out",
+            code="conflict",
+        )
     return [row for row in rows if isinstance(row, Subset)]
 
 

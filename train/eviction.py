@@ -107,7 +107,11 @@ class EvictionObjective(ReplayedObjective):
         super().__init__()
         require_full_attention(model)
         if has_latents(model):
-            raise UserError(f"{model.config.model_type} caches latents: training for eviction needs keys and values")
+            raise UserError(
+                f"{model.config.model_type} caches latents: training for eviction needs keys and values",
+                field="model",
+                code="model",
+            )
         model.requires_grad_(False).eval()
         for budget in settings.budgets:
             if not method.sinks + method.window:
@@ -127,7 +131,9 @@ class EvictionObjective(ReplayedObjective):
             initial_weights = torch.tensor(allocate.weights)
         if initial_weights.shape != shape:
             raise UserError(
-                f"head weights have shape {list(initial_weights.shape)}, this model's is {list(shape)}: use its own"
+                f"head weights have shape {list(initial_weights.shape)}, this model's is {list(shape)}: use its own",
+                field="head_weights",
+                code="model",
             )
         self.log_weights = nn.Parameter(initial_weights.log().to(model.device))
         self.lookahead = lookahead

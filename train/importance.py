@@ -242,7 +242,9 @@ class ImportanceObjective(ReplayedObjective):
         if cuts > 1 and bounded_kinds:
             raise UserError(
                 f"train.cuts={cuts}: {config.model_type} has layers of {', '.join(bounded_kinds)}, which cannot go "
-                "back to an earlier cut; use train.cuts=1"
+                "back to an earlier cut; use train.cuts=1",
+                field="train.cuts",
+                code="model",
             )
         self.lookahead = lookahead
         self.far = far

@@ -195,7 +195,9 @@ def recomputed(
     if entry_owners(model.config) != list(range(len(decoder_layers(model)))):
         raise UserError(
             f"gradient_checkpointing: layers of {model.config.model_type} read the entries of others, so that none can "
-            "be recomputed alone; set it to false"
+            "be recomputed alone; set it to false",
+            field="gradient_checkpointing",
+            code="model",
         )
     decoder = decoder_of(model)
     stack = decoder_layers(model)

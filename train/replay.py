@@ -137,7 +137,11 @@ def require_replays_alone(folder: Path, processes: str = "process-*") -> None:
     for path in folder.glob(processes):
         is_ours = path.is_dir() and ((path / _MARK).exists() or not any(path.iterdir()))
         if not is_ours:
-            raise UserError(f"replay.dir: {path} holds files that no training wrote; choose another folder")
+            raise UserError(
+                f"replay.dir: {path} holds files that no training wrote; choose another folder",
+                field="replay.dir",
+                code="conflict",
+            )
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import TypeAdapter, ValidationError
 
-from keepsight.errors import Positive, Share, UserError, Whole, reason_of
+from keepsight.errors import Positive, Share, UserError, Whole, code_of, reason_of
 from keepsight.files import read_bytes
 
 PRECISIONS = ("no", "bf16", "fp16")
@@ -33,13 +33,14 @@ def check_ranges(settings: object, key: str) -> None:
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
-        raise UserError(f"{key}.{name}={getattr(settings, name)} {reason_of(error)}") from None
+        message = f"{key}.{name}={getattr(settings, name)} {reason_of(error)}"
+        raise UserError(message, field=f"{key}.{name}", code=code_of(error)) from None
 
 
 def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
     """Raise a UserError unless the value of a key is one of the known ones."""
     if value not in known:
-        raise UserError(f"{name}={value} is unknown; choose one of {', '.join(known)}")
+        raise UserError(f"{name}={value} is unknown; choose one of {', '.join(known)}", field=name, code="unknown")
 
 
 @dataclass
@@ -100,13 +101,25 @@ class TrainSettings:
         """Raise a UserError for a value that is out of range; `key` names the settings in a recipe."""
         check_ranges(self, key)
         if not 0 <= self.warmup < (1 if isinstance(self.warmup, float) else math.inf):
-            raise UserError(f"{key}.warmup={self.warmup} must be a whole number of steps, or a share of them below 1")
+            raise UserError(
+                f"{key}.warmup={self.warmup} must be a whole number of steps, or a share of them below 1",
+                field=f"{key}.warmup",
+                code="range",
+            )
         check_choice(f"{key}.precision", self.precision, PRECISIONS)
         for tracker in self.report_to:
             if tracker not in TRACKERS:
-                raise UserError(f"{key}.report_to names {tracker!r}; choose from {', '.join(TRACKERS)}, or [] for none")
+                raise UserError(
+                    f"{key}.report_to names {tracker!r}; choose from {', '.join(TRACKERS)}, or [] for none",
+                    field=f"{key}.report_to",
+                    code="unknown",
+                )
             if find_spec(tracker) is None:
-                raise UserError(f"{key}.report_to: {tracker} is not installed; run `pip install {tracker}`")
+                raise UserError(
+                    f"{key}.report_to: {tracker} is not installed; run `pip install {tracker}`",
+                    field=f"{key}.report_to",
+                    code="missing",
+                )
 
     def decisive(self) -> dict[str, Any]:
         """The settings that decide what is learned, and so must be the same when a training is resumed."""
@@ -122,7 +135,9 @@ class TrainSettings:
         if self.samples_per_step % at_once:
             raise UserError(
                 f"{key}.samples_per_step={self.samples_per_step} does not divide into {key}.batch_size="
-                f"{self.batch_size} samples of {processes} processes: choose a multiple of {at_once}"
+                f"{self.batch_size} samples of {processes} processes: choose a multiple of {at_once}",
+                field=f"{key}.samples_per_step",
+                code="range",
             )
         return max(1, self.samples_per_step // at_once)
 
@@ -273,9 +288,17 @@ class FinetuneSettings:
     def check_selection(self, floor: float | None) -> None:
         """Raise a UserError if nothing is left to train for a selection; without a floor it is uniform."""
         if self.freeze_module and (floor is None or self.uniform_share):
-            raise UserError("finetune.freeze_module=true: a uniform selection has no head weights to train")
+            raise UserError(
+                "finetune.freeze_module=true: a uniform selection has no head weights to train",
+                field="finetune.freeze_module",
+                code="conflict",
+            )
         if floor is None and self.uniform_share:
-            raise UserError("finetune.uniform_share: the module's own selection is uniform; use 0, or selection=shared")
+            raise UserError(
+                "finetune.uniform_share: the module's own selection is uniform; use 0, or selection=shared",
+                field="finetune.uniform_share",
+                code="conflict",
+            )
 
 
 @dataclass

@@ -145,7 +145,9 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         if settings.replays > 1 and len(samples) < round_size:
             raise UserError(
                 f"{key}.batch_size={settings.batch_size}: {len(samples)} training samples are fewer than the "
-                f"{round_size} of one batch in every process; use more data, smaller batches or fewer processes"
+                f"{round_size} of one batch in every process; use more data, smaller batches or fewer processes",
+                field=f"{key}.batch_size",
+                code="range",
             )
         training_samples = samples
         unseen_samples: list[TrainingSample] = []
@@ -204,26 +206,42 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
     def _check_launcher(self) -> None:
         fsdp2 = "use recipes/accelerate/fsdp2.yaml with model.device_map=fsdp2"
         if self.is_fsdp_enabled:
-            raise UserError(f"the launcher's FSDP would shard the trained module; {fsdp2}")
+            raise UserError(
+                f"the launcher's FSDP would shard the trained module; {fsdp2}",
+                field="model.device_map",
+                code="conflict",
+            )
         if self.args.world_size > 1 and is_spread(self.objective):
-            raise UserError(f"model.device_map=auto is for one process; for several {fsdp2}")
+            raise UserError(
+                f"model.device_map=auto is for one process; for several {fsdp2}",
+                field="model.device_map",
+                code="conflict",
+            )
         launcher = launcher_of(self.accelerator, self.objective)
         supported = ("ddp", *self.objective.launchers)
         if launcher not in supported:
             advice = " or ".join(f"recipes/accelerate/{name}.yaml" for name in supported)
             if "fsdp2" not in supported:
                 advice += ", or one process with model.device_map=auto for large models"
-            raise UserError(f"{self._key}: this training does not support {launcher}; use {advice}")
+            raise UserError(
+                f"{self._key}: this training does not support {launcher}; use {advice}",
+                field=self._key,
+                code="conflict",
+            )
 
     def _check_replay(self, replay: ReplaySettings) -> None:
         setting = f"{self._key}.replays={self.settings.replays}"
         if not isinstance(self.objective, ReplayedObjective):
-            raise UserError(f"{setting}: this training keeps no teacher outputs, use 1")
+            raise UserError(
+                f"{setting}: this training keeps no teacher outputs, use 1", field="replays", code="conflict"
+            )
         replay.check()
         if launcher_of(self.accelerator, self.objective) in ("zero3", "fsdp2"):
             raise UserError(
                 f"{setting}: with ZeRO-3 or FSDP2 all processes run the base model at the same time, so that none can "
-                "reuse its outputs; use 1, or recipes/accelerate/zero2.yaml"
+                "reuse its outputs; use 1, or recipes/accelerate/zero2.yaml",
+                field="replays",
+                code="conflict",
             )
 
     @property
@@ -297,7 +315,11 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
             self.train(resume_from_checkpoint=str(checkpoint))
         except UnpicklingError as error:  # all are read with `weights_only`
             reason = str(error).partition("\n")[0][:200]
-            raise UserError(f"{checkpoint}: a file does not load safely ({reason}); delete this folder") from None
+            raise UserError(
+                f"{checkpoint}: a file does not load safely ({reason}); delete this folder",
+                field="checkpoint",
+                code="file",
+            ) from None
 
     def held_out_batches(self, unseen: bool = False) -> Iterator[dict[str, Any]]:
         """The held-out samples in batches made by `collate`, on the model's device; if `unseen`, the split ones."""
@@ -335,7 +357,9 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         checkpoint = last_checkpoint(self.work, before=self.state.global_step) or "none, there is no checkpoint yet"
         return UserError(
             f"{what} on samples {self._batch_indices}; the last good checkpoint: {checkpoint}; "
-            f"lower {self._key}.learning_rate and train again with another out="
+            f"lower {self._key}.learning_rate and train again with another out=",
+            field="loss",
+            code="data",
         )
 
     @override
@@ -485,7 +509,11 @@ def training_arguments(settings: TrainSettings, work: Path, key: str = "train") 
     """
     check_builds()
     if settings.tf32 and not is_torch_tf32_available():
-        raise UserError(f"{key}.tf32=true needs an Nvidia GPU of the generation Ampere or later; leave it out")
+        raise UserError(
+            f"{key}.tf32=true needs an Nvidia GPU of the generation Ampere or later; leave it out",
+            field=f"{key}.tf32",
+            code="model",
+        )
     os.environ["ACCELERATE_MIXED_PRECISION"] = settings.precision  # DeepSpeed takes the launcher's, which may differ
     arguments = TrainingArguments(
         output_dir=str(work),

@@ -45,7 +45,11 @@ class Drafter(ABC):
         Raises:
             UserError: the drafter needs what the model has read.
         """
-        raise UserError(f"{type(self).__name__} writes its draft from a prompt that the model has read")
+        raise UserError(
+            f"{type(self).__name__} writes its draft from a prompt that the model has read",
+            field="observer",
+            code="model",
+        )
 
     def needs(self) -> Needs:
         """What the prefill must record for this drafter."""

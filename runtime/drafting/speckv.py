@@ -188,7 +188,11 @@ class SparsePattern(ABC):
             of each layer's entries, of which the last `window` are never columns.
         """
         if has_latents(model):
-            raise UserError(f"SpecKV: sparse does not read the latents of {model.config.model_type}; leave out sparse")
+            raise UserError(
+                f"SpecKV: sparse does not read the latents of {model.config.model_type}; leave out sparse",
+                field="sparse",
+                code="model",
+            )
         batch, length = input_ids.shape
         draft_length = draft_ids.shape[1]
         lengths = torch.full((batch,), length, device=input_ids.device)
@@ -396,7 +400,9 @@ class ModelDrafter(Drafter):
     def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
         if isinstance(self.draft, DraftHeadSource):
             if state.images:
-                raise UserError("SpecKV: a draft head reads no images; give a draft model that does")
+                raise UserError(
+                    "SpecKV: a draft head reads no images; give a draft model that does", field="draft", code="model"
+                )
             return head_answer(model, state, self.draft, self.lookahead)[0]
         return self.write(model, state.tokens, state.tokens_mask, state.images)
 
@@ -427,7 +433,11 @@ class ModelDrafter(Drafter):
         `images` are those of the first tokens. A `UserError` if the draft model reads none.
         """
         if isinstance(self.draft, DraftHeadSource):
-            raise UserError("SpecKV: a draft head needs the model's features of the prompt; choose a draft model")
+            raise UserError(
+                "SpecKV: a draft head needs the model's features of the prompt; choose a draft model",
+                field="draft",
+                code="model",
+            )
         draft_model = self.draft.of(model)
         require_draft_fits("SpecKV", tokens.shape[1], self.lookahead, draft_model)
         if images:
@@ -467,13 +477,17 @@ class SpecKV(Evict):
         if self._model_drafter() is None:
             raise UserError(
                 "SpecKV: sparse needs observer=DraftObserver(ModelDrafter(draft)) whose draft is a model; a draft "
-                "head reads the features of a dense prefill"
+                "head reads the features of a dense prefill",
+                field="sparse",
+                code="model",
             )
         longest_dense = self.sparse.longest_dense
         if isinstance(self.budget, float) or self.budget > longest_dense:
             raise UserError(
                 f"SpecKV: sparse needs a budget of at most {longest_dense} entries (prompts up to that length are read "
-                f"densely), not {self.budget}"
+                f"densely), not {self.budget}",
+                field="budget",
+                code="range",
             )
 
     @classmethod
@@ -547,18 +561,26 @@ def require_draft_fits(name: str, length: int, lookahead: int, draft_model: PreT
     if length + lookahead > context:
         raise UserError(
             f"{name}: a prompt of {length} tokens and a draft of {lookahead} do not fit the draft model's context of "
-            f"{context}; shorten the draft (lookahead) or the prompt, or take another draft model"
+            f"{context}; shorten the draft (lookahead) or the prompt, or take another draft model",
+            field="lookahead",
+            code="range",
         )
 
 
 def _require_whole_prompts(length: int, mask: Tensor | None, options: Mapping[str, Any]) -> None:
     if options.get("images"):
-        raise UserError("SpecKV: sparse reads no images; leave out sparse")
+        raise UserError("SpecKV: sparse reads no images; leave out sparse", field="sparse", code="conflict")
     chunk = options.get("chunk")
     if chunk is not None and chunk < length:
         raise UserError(
             f"SpecKV: sparse reads the prompt of {length} tokens in one pass, not in chunks of {chunk}; "
-            "leave out chunk or sparse"
+            "leave out chunk or sparse",
+            field="sparse",
+            code="conflict",
         )
     if mask is not None and not bool(mask.bool().all()):
-        raise UserError("SpecKV: sparse reads prompts without padding; give prompts one by one, or leave out sparse")
+        raise UserError(
+            "SpecKV: sparse reads prompts without padding; give prompts one by one, or leave out sparse",
+            field="sparse",
+            code="conflict",
+        )

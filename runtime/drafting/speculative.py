@@ -142,7 +142,9 @@ def _recorded_rows(state: State, layers: tuple[int, ...], newest: Tensor) -> tup
     if not state.features or not set(layers) <= set(state.needs.features):
         raise UserError(
             f"the features of layers {list(layers)} that the draft head reads were not recorded: prefill with "
-            f"needs=Needs(features={layers})"
+            f"needs=Needs(features={layers})",
+            field="features",
+            code="missing",
         )
     features = state.features_of(layers)
     next_tokens = torch.cat([state.tokens, newest], dim=1)[:, -features.shape[1] :]
@@ -211,9 +213,17 @@ def decode_speculatively(
     require_whole("speculative decoding", 1, tokens=tokens)
     cache = state.cache
     if has_recurrent(cache):
-        raise UserError("speculative decoding: a recurrent state cannot forget a rejected draft; decode without a head")
+        raise UserError(
+            "speculative decoding: a recurrent state cannot forget a rejected draft; decode without a head",
+            field="state",
+            code="state",
+        )
     if not cache.is_croppable:
-        raise UserError("speculative decoding: entries that are packed (kivi, specache) cannot forget a rejected draft")
+        raise UserError(
+            "speculative decoding: entries that are packed (kivi, specache) cannot forget a rejected draft",
+            field="state",
+            code="state",
+        )
     layers = head.layers_of(model)
     drafter = ChainDrafter(head, model, state.tokens_mask)
     if prompt_ids is None:
@@ -296,7 +306,11 @@ def _judge(answer: _Answer, drafted: Tensor, logits: Tensor) -> Round:
 
 def _require_single(ids: Tensor) -> None:
     if len(ids) != 1:
-        raise UserError(f"speculative decoding answers one prompt at a time, not {len(ids)}; give them one by one")
+        raise UserError(
+            f"speculative decoding answers one prompt at a time, not {len(ids)}; give them one by one",
+            field="input_ids",
+            code="range",
+        )
 
 
 @torch.no_grad()
@@ -345,14 +359,24 @@ class Speculative(CacheMethod):
     def __post_init__(self) -> None:
         name = type(self.inner).__name__
         if not isinstance(self.inner, CacheMethod):
-            raise UserError(f"speculative decoding: {name} shortens prompts; give a method that evicts from the cache")
+            raise UserError(
+                f"speculative decoding: {name} shortens prompts; give a method that evicts from the cache",
+                field="method",
+                code="model",
+            )
         if self.inner.selects_each_step:
             raise UserError(
                 f"speculative decoding: {name} selects what it reads at each step; give the full cache, or a "
-                "method that evicts"
+                "method that evicts",
+                field="method",
+                code="model",
             )
         if self.inner.every:
-            raise UserError(f"speculative decoding: {name} evicts while decoding; make it with every=0")
+            raise UserError(
+                f"speculative decoding: {name} evicts while decoding; make it with every=0",
+                field="every",
+                code="conflict",
+            )
 
     @override
     def check(self, length: int, context: int) -> None:
@@ -360,7 +384,9 @@ class Speculative(CacheMethod):
         if not self.inner.shares_prefill(length):
             raise UserError(
                 f"speculative decoding: {type(self.inner).__name__} reads this prompt of {length} tokens sparsely, "
-                "which leaves the draft head without features; leave out sparse"
+                "which leaves the draft head without features; leave out sparse",
+                field="sparse",
+                code="conflict",
             )
 
     @override
@@ -380,9 +406,13 @@ class Speculative(CacheMethod):
         _require_single(request.input_ids)
         decoding = request.decoding
         if decoding["do_sample"]:
-            raise UserError("speculative decoding is greedy: give do_sample=False")
+            raise UserError("speculative decoding is greedy: give do_sample=False", field="do_sample", code="conflict")
         if request.past is not None:
-            raise UserError("speculative decoding: leave out past_key_values, or continue with the inner method")
+            raise UserError(
+                "speculative decoding: leave out past_key_values, or continue with the inner method",
+                field="past_key_values",
+                code="conflict",
+            )
         self.check(request.input_ids.shape[1], context_of(model))
         needs = self.inner.needs() | Needs(features=self.head.layers_of(model))
         state = prefill(model, request.input_ids, request.mask, chunk=request.chunk, needs=needs)

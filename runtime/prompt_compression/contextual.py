@@ -102,7 +102,9 @@ def _loaded(model: str, adapter: str | None) -> tuple[Any, Any]:
         encoder = encoder.to("cuda" if torch.cuda.is_available() else "cpu")
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(
-            f"contextual: encoder {model!r} cannot be loaded; give a folder or Hub id: {one_line(error, 200)}"
+            f"contextual: encoder {model!r} cannot be loaded; give a folder or Hub id: {one_line(error, 200)}",
+            field="encoder",
+            code="file",
         ) from None
     if adapter is not None:
         encoder = _with_adapter(encoder, adapter)
@@ -121,11 +123,15 @@ def _with_adapter(encoder: Any, adapter: str) -> Any:
     except (OSError, RuntimeError, ValueError, TypeError) as error:
         raise UserError(
             f"contextual: adapter {adapter!r} cannot be loaded; give a PEFT adapter of the encoder: "
-            f"{one_line(error, 200)}"
+            f"{one_line(error, 200)}",
+            field="adapter",
+            code="file",
         ) from None
     if loaded.unexpected_keys:
         raise UserError(
             f"contextual: adapter {adapter!r} has {loaded.unexpected_keys[0]}, which the encoder lacks; give one that "
-            "was trained on the model without its language-model head"
+            "was trained on the model without its language-model head",
+            field="adapter",
+            code="model",
         )
     return adapted.get_base_model()

@@ -67,7 +67,9 @@ class ShortenPrompt(Method):
         if length < self.window:
             raise UserError(
                 f"{type(self).__name__}: a prompt of {length} tokens is shorter than the window of {self.window}; "
-                "give a longer prompt or a smaller window"
+                "give a longer prompt or a smaller window",
+                field="prompt",
+                code="range",
             )
 
     @override

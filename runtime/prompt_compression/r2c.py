@@ -133,7 +133,11 @@ def _loaded(model: str) -> Any:
                 reader = T5ForConditionalGeneration.from_pretrained(model, use_safetensors=True)
     except (OSError, RuntimeError, ValueError) as error:
         reason = one_line(error, 200)
-        raise UserError(f"R2C: reader {model!r} cannot be loaded; give a folder or Hub id of T5: {reason}") from None
+        raise UserError(
+            f"R2C: reader {model!r} cannot be loaded; give a folder or Hub id of T5: {reason}",
+            field="reader",
+            code="file",
+        ) from None
     reader.set_attn_implementation("eager")
     return tokenizer, reader.eval()
 

@@ -108,7 +108,11 @@ class SpecPC(ShortenPrompt):
         if not images:
             return super().start(model, input_ids, mask, **options)
         if len(input_ids) != 1 or (mask is not None and not mask.all()):
-            raise UserError(f"{type(self).__name__}: a prompt with images is shortened alone, unpadded; give one")
+            raise UserError(
+                f"{type(self).__name__}: a prompt with images is shortened alone, unpadded; give one",
+                field="pixel_values",
+                code="conflict",
+            )
         kept_positions = self.tokens_to_read(model, input_ids[0], images)
         if kept_positions is not None:
             images = images.shortened(model, input_ids, kept_positions)
@@ -142,7 +146,11 @@ class SpecPC(ShortenPrompt):
         """
         if isinstance(self.draft, DraftHeadSource):
             if images:
-                raise UserError(f"{type(self).__name__}: a draft head reads no images; give a draft model that does")
+                raise UserError(
+                    f"{type(self).__name__}: a draft head reads no images; give a draft model that does",
+                    field="draft",
+                    code="model",
+                )
             return self._head_scores(model, self.draft, input_ids)
 
         draft = self.draft.of(model)
@@ -179,7 +187,11 @@ class SpecPC(ShortenPrompt):
     def _head_scores(self, model: PreTrainedModel, draft: DraftHeadSource, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """As `draft_scores`. The head's first key is for the first two tokens, which get the same score."""
         if self.first_layer is not None:
-            raise UserError(f"{type(self).__name__}: a draft head has one layer; leave out first_layer")
+            raise UserError(
+                f"{type(self).__name__}: a draft head has one layer; leave out first_layer",
+                field="first_layer",
+                code="conflict",
+            )
         state = prefill(model, input_ids[None], needs=Needs(features=draft.layers))
         answer, cache = head_answer(model, state, draft, self.lookahead, self.window)
         generated = answer.ids[0]
@@ -221,14 +233,18 @@ class SpecPC(ShortenPrompt):
             first = min(8, layers // 2)  # 8 in the published configurations, whose drafts have 16 and 24 layers
         if first >= layers:
             raise UserError(
-                f"{type(self).__name__}: first_layer {first} is out of range: the draft's layers are 0 to {layers - 1}"
+                f"{type(self).__name__}: first_layer {first} is out of range: the draft's layers are 0 to {layers - 1}",
+                field="first_layer",
+                code="range",
             )
         full_layers = full_attention_layers(draft.config)
         scoring_layers = [index for index, layer in enumerate(full_layers) if layer >= first]
         if not scoring_layers:
             raise UserError(
                 f"{type(self).__name__}: the draft has no layer with full attention from layer {first} on; lower "
-                "first_layer, or take another draft"
+                "first_layer, or take another draft",
+                field="first_layer",
+                code="model",
             )
         return scoring_layers
 
@@ -237,7 +253,9 @@ def _require_room(name: str, length: int, lookahead: int, context: int) -> None:
     if length + lookahead > context:
         raise UserError(
             f"{name}: {lookahead} drafted tokens after a prompt of {length} do not fit the context of {context}; "
-            "shorten the draft (lookahead) or the prompt"
+            "shorten the draft (lookahead) or the prompt",
+            field="lookahead",
+            code="range",
         )
 
 

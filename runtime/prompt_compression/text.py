@@ -75,7 +75,11 @@ def _optional_package(name: str, extra: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        raise UserError(f"package {name!r} is not installed; run `pip install -e '.[{extra}]'` in the clone") from None
+        raise UserError(
+            f"package {name!r} is not installed; run `pip install -e '.[{extra}]'` in the clone",
+            field=name,
+            code="missing",
+        ) from None
 
 
 _KINDS = ("xlm-roberta-large", "bert-base-multilingual-cased")
@@ -100,7 +104,11 @@ class Package:
 
     def __post_init__(self) -> None:
         if not any(kind in self.model for kind in _KINDS):
-            raise UserError(f"LLMLingua2: model {self.model!r} must have {' or '.join(_KINDS)} in its name")
+            raise UserError(
+                f"LLMLingua2: model {self.model!r} must have {' or '.join(_KINDS)} in its name",
+                field="model",
+                code="unknown",
+            )
 
     def __call__(self, text: str, rate: float) -> LabelledWords:
         """The words of a text, a share `rate` of which is kept; a `UserError` without the package or its models."""
@@ -198,7 +206,9 @@ def _compressor(model: str) -> Any:
 
 def _not_loaded(name: str, model: str, error: OSError) -> UserError:
     reason = str(error).strip().splitlines()[0]
-    return UserError(f"{name}: model {model!r} cannot be loaded; give a folder or a Hub id: {reason}")
+    return UserError(
+        f"{name}: model {model!r} cannot be loaded; give a folder or a Hub id: {reason}", field="model", code="file"
+    )
 
 
 @contextmanager

@@ -88,7 +88,11 @@ class PackedLayer(OwnAttention, KeptLayer):
 
     @override
     def crop(self, tokens_to_remove: int) -> None:
-        raise UserError("entries that are packed cannot be cropped; keep a copy of the state from before instead")
+        raise UserError(
+            "entries that are packed cannot be cropped; keep a copy of the state from before instead",
+            field="crop",
+            code="state",
+        )
 
     @override
     def entries(self) -> LayerEntries:
@@ -163,7 +167,11 @@ class PackedMethod(CacheMethod):
 
     def __post_init__(self) -> None:
         if not self.residual or self.residual % self.group:
-            raise UserError(f"residual {self.residual!r} must be a multiple of the group of {self.group}, above 0")
+            raise UserError(
+                f"residual {self.residual!r} must be a multiple of the group of {self.group}, above 0",
+                field="residual",
+                code="range",
+            )
 
     @property
     def quantizer(self) -> Quantizer:
@@ -187,7 +195,9 @@ class PackedMethod(CacheMethod):
         if has_latents(model):
             raise UserError(
                 f"{model.config.model_type} has layers of latent attention; the cache can only be packed where it "
-                "holds keys and values of each head"
+                "holds keys and values of each head",
+                field="model",
+                code="model",
             )
         if full_attention_layers(model.config):
             self.quantizer.check_head(head_width(model.config.get_text_config(decoder=True)))
@@ -235,7 +245,7 @@ class PackedMethod(CacheMethod):
         layers: list[KeptLayer] = []
         for keys, values, real in state.entries():
             if real is not None and not real.all():
-                raise UserError(_RAGGED)
+                raise UserError(_RAGGED, field="allocate", code="conflict")
             layers.append(self.packed_layer(keys, values, seen, traffic))
         return state.as_kind(PackedState, with_full_layers(state.cache, layers))
 
@@ -243,7 +253,11 @@ class PackedMethod(CacheMethod):
 def _require_unpadded(mask: Tensor | None) -> None:
     """Refuse padded rows: groups would mix tokens with padding, and a row would depend on its neighbours."""
     if mask is not None and not bool(mask.bool().all()):
-        raise UserError("prompts of different lengths cannot be packed in one batch; give rows of one length each time")
+        raise UserError(
+            "prompts of different lengths cannot be packed in one batch; give rows of one length each time",
+            field="prompt",
+            code="conflict",
+        )
 
 
 @registry.method("kivi")
@@ -264,11 +278,19 @@ class Kivi(PackedMethod):
         if self.inner is None:
             return
         if not isinstance(self.inner, Evict):
-            raise UserError(f"inner: {self.inner!r} is not a method that evicts; give {{name: NAME, budget: BUDGET}}")
+            raise UserError(
+                f"inner: {self.inner!r} is not a method that evicts; give {{name: NAME, budget: BUDGET}}",
+                field="inner",
+                code="type",
+            )
         if self.inner.every:
-            raise UserError("inner: a method that evicts while decoding cannot be packed; set its every to 0")
+            raise UserError(
+                "inner: a method that evicts while decoding cannot be packed; set its every to 0",
+                field="inner",
+                code="conflict",
+            )
         if self.inner.allocate.reads_scores and getattr(self.inner.allocate, "floor", 0) < 1:
-            raise UserError(f"inner: {_RAGGED}")
+            raise UserError(f"inner: {_RAGGED}", field="inner", code="conflict")
 
     @override
     def check_model(self, model: PreTrainedModel) -> None:

@@ -61,7 +61,9 @@ class Quantizer:
         hint = "this model's values cannot be quantised"
         if divisors:
             hint = f"choose a group of {', '.join(divisors)}"
-        raise UserError(f"group {self.group} does not divide the head dimension {width}; {hint}")
+        raise UserError(
+            f"group {self.group} does not divide the head dimension {width}; {hint}", field="group", code="range"
+        )
 
     def pack_keys(self, keys: Tensor) -> Packed:
         """[B, K, T, d] with T a multiple of the group -> groups [B, K, T / g, d]."""

@@ -99,7 +99,11 @@ class SpeCacheLayer(PackedLayer):
 
     @override
     def entries(self) -> LayerEntries:
-        raise UserError("a SpeCache state cannot be joined with others or evicted from; answer from it alone")
+        raise UserError(
+            "a SpeCache state cannot be joined with others or evicted from; answer from it alone",
+            field="state",
+            code="state",
+        )
 
     @override
     def share(self) -> Self:
@@ -203,7 +207,11 @@ class SpeCache(PackedMethod):
     @override
     def check(self, length: int, context: int) -> None:
         if self.topk > length:
-            raise UserError(f"SpeCache: topk {self.topk} is above the {length} entries of the cache; lower topk")
+            raise UserError(
+                f"SpeCache: topk {self.topk} is above the {length} entries of the cache; lower topk",
+                field="topk",
+                code="range",
+            )
 
     @override
     def reader(self, model: PreTrainedModel) -> Reader:

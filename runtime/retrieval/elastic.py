@@ -100,7 +100,11 @@ class SlotMap:
         count = selected.shape[2]
         budget = self.entries.shape[2]
         if count > budget:
-            raise UserError(f"{count} entries are selected, and a layer on the CPU has slots for {budget}")
+            raise UserError(
+                f"{count} entries are selected, and a layer on the CPU has slots for {budget}",
+                field="budget",
+                code="range",
+            )
         if selection.real is not None:
             selected = selected.masked_fill(~selection.real, _EMPTY)
 
@@ -293,7 +297,11 @@ class Placement:
             if isinstance(layer, ElasticLayer):
                 continue
             if layer.selector is not None:
-                raise UserError("a layer that reads its own keys to select must have them on the device; offload none")
+                raise UserError(
+                    "a layer that reads its own keys to select must have them on the device; offload none",
+                    field="offload",
+                    code="conflict",
+                )
 
             layers_on_cpu = elastic_layers(layers)
             if layers_on_cpu:

@@ -65,7 +65,9 @@ class MemoryPlan:
             raise UserError(
                 f"a memory limit of {size_text(self.limit)} is below the weights alone: {self.share} x "
                 f"({size_text(self.weights)} base model + {size_text(self.head)} retrieval head) = "
-                f"{size_text(self.weights_held)}; raise the limit or take a smaller model"
+                f"{size_text(self.weights_held)}; raise the limit or take a smaller model",
+                field="limit",
+                code="memory",
             )
 
     @property
@@ -129,7 +131,9 @@ class MemoryPlan:
                 f"{length} tokens in {self.requests} requests do not fit into {size_text(self.limit)}: the least is "
                 f"{size_text(needed)} with {on_cpu} of {self.layers} layers on the CPU, {size_text(self.weights_held)} "
                 f"of it weights and activations, {size_text(on_cpu * self.slots)} slots; raise the limit, lower the "
-                "budget, or give fewer or shorter requests"
+                "budget, or give fewer or shorter requests",
+                field="limit",
+                code="memory",
             )
         return bisect_left(self.thresholds, length)
 
@@ -171,7 +175,11 @@ def plan_for(
     """
     config = model.config.get_text_config()
     if has_latents(model):
-        raise UserError(f"memory cannot be planned for {config.model_type}, whose attention is latent; give no limit")
+        raise UserError(
+            f"memory cannot be planned for {config.model_type}, whose attention is latent; give no limit",
+            field="limit",
+            code="model",
+        )
     return MemoryPlan(
         limit=limit,
         weights=sum(parameter.nbytes for parameter in model.parameters()),

@@ -168,7 +168,11 @@ class RetrievalState(SelectedState):
 def retrieval_cache(cache: Cache) -> RetrievalCache:
     """The cache as a `RetrievalCache`; a `UserError` if it is another kind."""
     if not isinstance(cache, RetrievalCache):
-        raise UserError("a retrieval head's reader reads states of its own method; give the state of method.start")
+        raise UserError(
+            "a retrieval head's reader reads states of its own method; give the state of method.start",
+            field="state",
+            code="state",
+        )
     return cache
 
 
@@ -291,7 +295,11 @@ class SpeContext(SparseRead):
         if self.head.config.features == NONE:
             return Needs()
         if self.head.config.feature_layers is None:
-            raise UserError("SpeContext: this retrieval head does not name the layers of its features; call `start`")
+            raise UserError(
+                "SpeContext: this retrieval head does not name the layers of its features; call `start`",
+                field="retrieval",
+                code="missing",
+            )
         return _needs(self.head.config.feature_layers)
 
     @override
@@ -338,7 +346,9 @@ class SpeContext(SparseRead):
         if self.offload and has_latents(model):
             raise UserError(
                 f"SpeContext: offload {self.offload} does not apply to {model.config.model_type}: all heads share its "
-                "latents, which stay on the device; give offload 0"
+                "latents, which stay on the device; give offload 0",
+                field="offload",
+                code="model",
             )
 
     def _placement(self, model: PreTrainedModel, rows: int, length: int) -> Placement:
@@ -365,7 +375,9 @@ class SpeContext(SparseRead):
         if missing:
             raise UserError(
                 f"SpeContext: the prefill did not record layer {missing[0]}; give it needs=method.needs(), or call "
-                "method.start"
+                "method.start",
+                field="state",
+                code="state",
             )
 
         padding = None if mask is None else length - state.lengths

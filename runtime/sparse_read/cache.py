@@ -134,7 +134,11 @@ class SelectedLayer(OwnAttention, KeptLayer):
         self._announced = None
         if selection is None:
             if self.selector is None:
-                raise UserError("this state is read by its method's reader: pass method.reader(model), not the model")
+                raise UserError(
+                    "this state is read by its method's reader: pass method.reader(model), not the model",
+                    field="state",
+                    code="state",
+                )
             selection = self.selector.select(query, softmax, self.keys, self.padding)
 
         keys, values, real = self.gather(selection)
@@ -200,7 +204,9 @@ def entries_of(state: State) -> Iterator[tuple[Tensor, Tensor, int, Tensor | Non
     if lengths:
         raise UserError(
             f"a step selects among all {tokens} tokens, and the cache holds {max(lengths)} of them; give a state from "
-            "which nothing was evicted"
+            "which nothing was evicted",
+            field="budget",
+            code="state",
         )
 
     padding = None

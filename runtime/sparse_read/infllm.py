@@ -178,7 +178,9 @@ class MemoryLayer(OwnAttention, KeptLayer):
 
     @override
     def crop(self, tokens_to_remove: int) -> None:
-        raise UserError("crop: InfLLM's blocks depend on the tokens to remove; keep a copy of the state")
+        raise UserError(
+            "crop: InfLLM's blocks depend on the tokens to remove; keep a copy of the state", field="crop", code="state"
+        )
 
 
 @registry.method("infllm", colour="#6699CC", marker="*")
@@ -211,7 +213,11 @@ class InfLLM(SparseRead):
     @override
     def __post_init__(self) -> None:
         if self.step > self.window:
-            raise UserError(f"InfLLM: step {self.step} is above window {self.window}; give at most that many blocks")
+            raise UserError(
+                f"InfLLM: step {self.step} is above window {self.window}; give at most that many blocks",
+                field="step",
+                code="range",
+            )
         super().__post_init__()
 
     @override
@@ -252,7 +258,9 @@ class InfLLM(SparseRead):
     @torch.no_grad()
     def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
         if mask is not None and not bool(mask.bool().all()):
-            raise UserError("InfLLM reads prompts without padding; give prompts one by one")
+            raise UserError(
+                "InfLLM reads prompts without padding; give prompts one by one", field="prompt", code="data"
+            )
         batch, length = input_ids.shape
         sizes = self.sizes(length)
         layers = [MemoryLayer(sizes, Rotary(model, index)) for index in full_attention_layers(model.config)]
@@ -270,4 +278,8 @@ class InfLLM(SparseRead):
 
     @override
     def layers_for(self, model: PreTrainedModel, state: State) -> list[KeptLayer]:
-        raise UserError("InfLLM makes its blocks while it reads: this state was read densely; give it the prompt")
+        raise UserError(
+            "InfLLM makes its blocks while it reads: this state was read densely; give it the prompt",
+            field="state",
+            code="state",
+        )

@@ -267,7 +267,11 @@ class ShadowLayer(SelectedLayer):
     def crop(self, tokens_to_remove: int) -> None:
         read = self.keys.shape[2] - self._local
         if -tokens_to_remove > read:
-            raise UserError(f"crop: cannot remove {-tokens_to_remove} tokens, only the {read} read since the prompt")
+            raise UserError(
+                f"crop: cannot remove {-tokens_to_remove} tokens, only the {read} read since the prompt",
+                field="crop",
+                code="state",
+            )
         super().crop(tokens_to_remove)
 
 
@@ -296,7 +300,11 @@ class ShadowKV(SparseRead):
     @override
     def __post_init__(self) -> None:
         if self.outliers == 1:
-            raise UserError(f"ShadowKV: outliers {self.outliers!r} must be a share of the budget, from 0 to below 1")
+            raise UserError(
+                f"ShadowKV: outliers {self.outliers!r} must be a share of the budget, from 0 to below 1",
+                field="outliers",
+                code="range",
+            )
         super().__post_init__()
 
     @override

@@ -502,7 +502,7 @@ class Prefixes:
                 if body is not None:
                     await self._answer(path_of(scope), body, scope, receive, send)
             except Refused as error:
-                await _refuse(send, error.status, one_line(error, 2000), error.code)
+                await _refuse(send, error.status, one_line(error, 2000), error.openai_code)
             except UserError as error:
                 await _refuse(send, 400, one_line(error, 2000))
 

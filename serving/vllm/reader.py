@@ -42,13 +42,13 @@ class Refused(UserError):
     Args:
         status: HTTP status.
         message: One line.
-        code: OpenAI's code of the error; None for the status.
+        openai_code: OpenAI's code of the error; None for the status.
     """
 
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str, openai_code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        self.code = code
+        self.openai_code = openai_code
 
 
 class Reader:

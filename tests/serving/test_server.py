@@ -303,7 +303,7 @@ def test_tool_history_that_would_be_lost_is_refused(template, messages, word):
     with pytest.raises((UserError, ValidationError)) as refused:
         prompt_of(ChatRequest(model="tiny", messages=messages).messages, tokenizer)
     error = refused.value
-    assert word in (first_fault(error) if isinstance(error, ValidationError) else str(error))
+    assert word in str(first_fault(error) if isinstance(error, ValidationError) else error)
 
 
 def test_the_model_by_its_name(served):
