@@ -163,7 +163,7 @@ def regular(path: Path, *others: Path) -> Path:
     """The path; UserError if it or one of the others is a device, a pipe or a socket."""
     for checked in (path, *others):
         if checked.exists() and not (checked.is_file() or checked.is_dir()):
-            raise UserError(f"{checked}: not a regular file; choose another path", field="path", code="file")
+            raise UserError(f"{checked}: not a regular file; choose another path", field=checked.name, code="file")
     return path
 
 
@@ -327,9 +327,9 @@ def read_json(path: Path, kind: Any = Any) -> Any:
     try:
         return from_json(path.read_bytes(), kind)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file", field="path", code="missing") from None
+        raise UserError(f"{path}: no such file", field=path.name, code="missing") from None
     except ValueError as error:
-        raise UserError(f"{path}: {error}; restore the file or make it again", field="path", code="file") from None
+        raise UserError(f"{path}: {error}; restore the file or make it again", field=path.name, code="file") from None
 
 
 def own_yaml(package: str, name: str) -> dict[str, Any]:
@@ -344,7 +344,9 @@ def read_yaml(path: Path) -> str:
         content = stream.read(_YAML_BYTES + 1)
     if len(content) > _YAML_BYTES:
         raise UserError(
-            f"{path}: larger than {size_text(_YAML_BYTES)}, too large for a configuration", field="path", code="memory"
+            f"{path}: larger than {size_text(_YAML_BYTES)}, too large for a configuration",
+            field=path.name,
+            code="memory",
         )
     try:
         encoding = "utf-16" if content.startswith(_UTF_16) else "utf-8-sig"
@@ -353,10 +355,10 @@ def read_yaml(path: Path) -> str:
         values = _count_values(root, {}) if root else 0
     except (yaml.YAMLError, UnicodeError, RecursionError) as error:
         raise UserError(
-            f"{path}: not a YAML file ({' '.join(str(error).split())})", field="path", code="file"
+            f"{path}: not a YAML file ({' '.join(str(error).split())})", field=path.name, code="file"
         ) from None
     if values > _YAML_VALUES:
-        raise UserError(f"{path}: with its aliases written out it is too large", field="path", code="memory")
+        raise UserError(f"{path}: with its aliases written out it is too large", field=path.name, code="memory")
     return text
 
 
@@ -392,7 +394,7 @@ def read_jsonl(path: Path, kind: Any = Row, *, skip_torn: bool = False) -> Itera
             except ValueError as error:
                 if skip_torn and not line.endswith(b"\n"):
                     return
-                raise UserError(f"{path}:{number}: {error}", field="path", code="file") from None
+                raise UserError(f"{path}:{number}: {error}", field=path.name, code="file") from None
             yield value
 
 
@@ -405,7 +407,7 @@ def text_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         if data.startswith(_UTF_16):
             data = data.decode("utf-16").encode()
     except (OSError, EOFError, zlib.error, UnicodeError) as error:
-        raise UserError(f"{path}: neither text nor gzipped text ({error})", field="path", code="file") from None
+        raise UserError(f"{path}: neither text nor gzipped text ({error})", field=path.name, code="file") from None
     for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if line.strip():
             yield number, line

@@ -221,7 +221,7 @@ def check_digest(path: Path, expected: str, source: str) -> None:
     if digest != expected:
         raise UserError(
             f"{path}: its digest is {digest}, {source} says {expected}; fetch it again, or train it again",
-            field="digest",
+            field=path.name,
             code="file",
         )
 
@@ -241,7 +241,9 @@ def read_tensors(path: Path, names: str = ".*") -> dict[str, Tensor]:
     except Exception as error:  # dtypes and shapes that torch does not have raise anything
         reason = one_line(error, 200)
         raise UserError(
-            f"{path}: not a safetensors file ({reason}); fetch it again, or train it again", field="path", code="file"
+            f"{path}: not a safetensors file ({reason}); fetch it again, or train it again",
+            field=path.name,
+            code="file",
         ) from None
 
 
@@ -260,7 +262,7 @@ def unpickled(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # damaged pickles raise anything; the reason is in the message
         raise UserError(
             f"{path}: not a pickle of tensors alone ({one_line(error, 200)}); it was not read",
-            field="path",
+            field=path.name,
             code="file",
         ) from None
     file_bytes = path.stat().st_size
@@ -269,7 +271,7 @@ def unpickled(path: Path) -> dict[str, Tensor]:
         raise UserError(
             f"{path}: not a pickle of tensors alone (tensors of {tensor_bytes:,} bytes in a file of {file_bytes:,}); "
             "it was not read",
-            field="path",
+            field=path.name,
             code="file",
         )
     return {name: tensor.contiguous().clone() for name, tensor in tensors.items()}

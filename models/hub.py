@@ -110,7 +110,7 @@ def plan_upload(folder: Path, repo_id: str, *, public: bool = False, revision: s
         path = folder / name
         if path.is_symlink() or not path.is_file():
             raise UserError(
-                f"{printable(str(path))}: only regular files are sent; put a copy here", field="path", code="file"
+                f"{printable(str(path))}: only regular files are sent; put a copy here", field=path.name, code="file"
             )
     left_out = tuple(sorted(path.name for path in folder.iterdir() if path.name not in files))
     return Upload(folder, repo_id, files, left_out, public, revision)

@@ -133,7 +133,9 @@ def _require_whole(folder: Path) -> None:
     """
     for path in folder.glob("*.json"):
         if not path.is_file():  # transformers ignores it
-            raise UserError(f"{path}: expected a file; remove it, or copy the model again", field="path", code="file")
+            raise UserError(
+                f"{path}: expected a file; remove it, or copy the model again", field=path.name, code="file"
+            )
     if not (folder / "config.json").is_file():
         hint = ""
         if (folder / "adapter_config.json").is_file():
@@ -226,7 +228,7 @@ def dequantised(
     """
     digest = file_digest(path)
     if expected is not None and digest != expected:
-        raise UserError(f"{path}: its digest is {digest}, expected {expected}; {remedy}", field="digest", code="file")
+        raise UserError(f"{path}: its digest is {digest}, expected {expected}; {remedy}", field=path.name, code="file")
     folder = dequantised_folder(digest)
     if not (folder / "config.json").is_file():
         logger.warning("dequantising %s once; the next start reads %s", path.name, folder)
@@ -260,7 +262,9 @@ def _dequantise(path: Path, folder: Path, dtype: torch.dtype, remedy: str) -> No
     except UserError:
         raise
     except Exception as error:  # damaged files raise anything
-        raise UserError(f"{path}: cannot be read ({one_line(error)}); {remedy}", field="path", code="file") from error
+        raise UserError(
+            f"{path}: cannot be read ({one_line(error)}); {remedy}", field=path.name, code="file"
+        ) from error
     gguf_model.config.__dict__.pop("quantization_config", None)
     with torch.device("meta"):  # transformers refuses to save a model read from GGUF
         model = AutoModelForCausalLM.from_config(gguf_model.config, dtype=dtype)

@@ -163,7 +163,7 @@ def load_state(
     """
     file = _file(path)
     if not file.is_file():
-        raise UserError(f"{file}: no such file; save a state with save_state first", field="path", code="missing")
+        raise UserError(f"{file}: no such file; save a state with save_state first", field=file.name, code="missing")
     try:
         with safe_open(file, framework="pt") as stream:
             header = _header(file, stream.metadata())
@@ -171,11 +171,11 @@ def load_state(
             tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise UserError(
-            f"{file}: not a whole safetensors file ({error}); copy it again", field="path", code="file"
+            f"{file}: not a whole safetensors file ({error}); copy it again", field=file.name, code="file"
         ) from None
     if _digest(header, tensors) != header.digest:
         raise UserError(
-            f"{file}: its contents differ from the digest in its header; copy it again", field="digest", code="file"
+            f"{file}: its contents differ from the digest in its header; copy it again", field=file.name, code="file"
         )
     needs = Needs(header.needs.window, header.needs.received, statistics=header.needs.queries)
     state = _state_of_tensors(_beside_layers(tensors, model), model, header.seen, needs, header.softmax)
@@ -211,14 +211,14 @@ def _header(file: Path, metadata: dict[str, str] | None) -> _Header:
     if metadata is None or _KEY not in metadata:
         raise UserError(
             f"{file}: a safetensors file but not a saved state; give one that save_state wrote",
-            field="path",
+            field=file.name,
             code="file",
         )
     try:
         header: _Header = from_json(metadata[_KEY].encode(), _Header)
     except ValueError as error:
         raise UserError(
-            f"{file}: the header of this saved state is damaged ({error}); save it again", field="path", code="file"
+            f"{file}: the header of this saved state is damaged ({error}); save it again", field=file.name, code="file"
         ) from None
     return header
 
