@@ -44,7 +44,9 @@ def _dispatch(words: list[str]) -> None:
         print(_overview(bench=False))
     elif words[0] == "methods":
         if words[1:] and words[1] not in _HELP:
-            raise UserError(f"keepsight methods: {words[1]!r} is not a key; the command takes none")
+            raise UserError(
+                f"keepsight methods: {words[1]!r} is not a key; the command takes none", field=words[1], code="unknown"
+            )
         print(_list_of_methods())
     elif words[0] == "help":
         print(_help_on(words[1:]))
@@ -73,9 +75,13 @@ def command_of(words: Sequence[str]) -> tuple[str, list[str]]:
 
     if words[0] == "bench":
         benchmarks = [name.removeprefix("bench ") for name in COMMANDS if name.startswith("bench ")]
-        raise UserError(f"{words[1]!r} is not a benchmark; choose one of {', '.join(benchmarks)}")
+        raise UserError(
+            f"{words[1]!r} is not a benchmark; choose one of {', '.join(benchmarks)}", field="command", code="unknown"
+        )
     commands = [name for name in COMMANDS if not name.startswith("bench ")] + ["bench", "demo", "methods", "help"]
-    raise UserError(f"{words[0]!r} is not a command; choose one of {', '.join(commands)}")
+    raise UserError(
+        f"{words[0]!r} is not a command; choose one of {', '.join(commands)}", field="command", code="unknown"
+    )
 
 
 def execute(name: str, arguments: Sequence[str]) -> None:

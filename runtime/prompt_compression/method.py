@@ -43,7 +43,9 @@ class ShortenPrompt(Method):
         if isinstance(self.budget, int) and 0 < self.budget <= self.window:
             raise UserError(
                 f"{type(self).__name__}: budget {self.budget} must be above the window of {self.window} tokens that "
-                "are always kept; raise the budget, lower the window, or use truncation"
+                "are always kept; raise the budget, lower the window, or use truncation",
+                field="budget",
+                code="range",
             )
 
     @abstractmethod

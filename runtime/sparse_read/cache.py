@@ -256,7 +256,9 @@ class SparseRead(CacheMethod):
         smallest, reason = self.smallest_budget()
         if isinstance(self.budget, int) and self.budget < smallest:
             raise UserError(
-                f"{type(self).__name__}: budget {self.budget} is below {smallest} ({reason}); give a larger budget"
+                f"{type(self).__name__}: budget {self.budget} is below {smallest} ({reason}); give a larger budget",
+                field="budget",
+                code="range",
             )
 
     def smallest_budget(self) -> tuple[int, str]:
@@ -272,7 +274,11 @@ class SparseRead(CacheMethod):
     def check(self, length: int, context: int) -> None:
         if length > context:
             name = type(self).__name__
-            raise UserError(f"{name}: a prompt of {length} tokens does not fit the context of {context}; shorten it")
+            raise UserError(
+                f"{name}: a prompt of {length} tokens does not fit the context of {context}; shorten it",
+                field="prompt",
+                code="range",
+            )
 
     @override
     @torch.no_grad()
