@@ -248,9 +248,17 @@ class DMSSettings:
             per = content.get("dms_alpha_per", cls.per)
             numbers = (scale, cls.offset if offset is None else offset)
             if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-                raise UserError(f"{file}: dms_alpha_scale and dms_initial_alpha_offset are {numbers}, expected numbers")
+                raise UserError(
+                    f"{file}: dms_alpha_scale and dms_initial_alpha_offset are {numbers}, expected numbers",
+                    field="dms_alpha_scale",
+                    code="type",
+                )
             if per not in ("head", "layer"):
-                raise UserError(f"{file}: dms_alpha_per is {per!r}, expected 'head' or 'layer'; fetch it again")
+                raise UserError(
+                    f"{file}: dms_alpha_per is {per!r}, expected 'head' or 'layer'; fetch it again",
+                    field="dms_alpha_per",
+                    code="unknown",
+                )
             return cls(float(numbers[0]), float(numbers[1]), per)
         return cls()
 
@@ -276,7 +284,11 @@ class DMSScorer(Scorer):
         super().__init__(source, tensors)
         self.settings = settings or DMSSettings.beside(Path(source))
         if not any(name.startswith("self_attn.") for layer in self._layers.values() for name in layer):
-            raise UserError(f"{source}: holds no queries or decisions of DMS; name the file that was published")
+            raise UserError(
+                f"{source}: holds no queries or decisions of DMS; name the file that was published",
+                field="scorer",
+                code="file",
+            )
 
     @cached_property
     @override

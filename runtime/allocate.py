@@ -340,11 +340,13 @@ class Threshold(Allocation):
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.least):
-            raise UserError(f"threshold: least {self.least!r} must be a finite number")
+            raise UserError(f"threshold: least {self.least!r} must be a finite number", field="least", code="range")
 
     @override
     def check(self, budget: int) -> None:
-        raise UserError("threshold: can leave a head without entries; protect sinks or a window")
+        raise UserError(
+            "threshold: can leave a head without entries; protect sinks or a window", field="window", code="range"
+        )
 
     @override
     def __call__(self, sizes: HeadSizes, budgets: list[int], importance: list[Tensor]) -> Counts:
