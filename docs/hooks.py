@@ -3,6 +3,7 @@
 import functools
 import json
 import operator
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_files(files: Files, config: Any) -> None:
-    """Called by mkdocs once: the pages and files of `results/` lie beside the others."""
+    """Called by mkdocs once: the pages and files of `results/` lie beside the others, and so does the leaderboard."""
     for path in sorted((ROOT / "results").iterdir()):
         files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
+    leaderboard = runpy.run_path(str(ROOT / "docs" / "leaderboard.py"))
+    files.append(File.generated(config, "leaderboard.html", content=leaderboard["page"]()))
 
 
 def on_post_build(config: Any) -> None:

@@ -66,6 +66,10 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
+    def prefer(self, scheme: str) -> None:
+        """Set the colour scheme that pages see: light or dark."""
+        self._send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
     def overflowing(self) -> list[str]:
         """What reaches beyond the window's sides, and boxes that hide a part of what is in them."""
         wider = self.run("document.documentElement.scrollWidth > innerWidth ? ['the page'] : []")

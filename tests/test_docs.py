@@ -170,3 +170,12 @@ def test_pages_are_short() -> None:
     lengths = {page: len(page.read_text("utf-8").splitlines()) for page in TABLES["PAGES"]}
     assert all(length <= 180 for length in lengths.values())
     assert len(text_of("RESULTS.md").split()) <= 1800
+
+
+def test_links_of_the_page_of_the_package_index_are_absolute() -> None:
+    absolute = runpy.run_path(str(ROOT / "docs" / "absolute_links.py"))["absolute"]
+    text = absolute((ROOT / "README.md").read_text("utf-8"), "https://github.com/o/n")
+    links = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r'(?:src|srcset|href)="([^"]+)', text)
+    assert len(links) > 20 and all(link.startswith(("https://", "#")) for link in links)
+    assert "https://github.com/o/n/raw/main/docs/images/" in text
+    assert "https://github.com/o/n/blob/main/docs/quickstart.md" in text

@@ -287,7 +287,7 @@ def test_inspect_writes_its_page(keepsight: CommandLine, here: Path) -> None:
     page = (here / "pages" / "kept.html").read_text("utf-8")
     assert "lookaheadkv" in page and "snapkv" in page and "<title>tiny: lookaheadkv at budget 40</title>" in page
     answers = page.partition("<h2>Answers</h2>")[2].partition("<h2>")[0]
-    assert re.findall("<header><b>(.*?)</b>", answers) == ["full", "lookaheadkv", "snapkv"]
+    assert re.findall('<div class="head"><b>(.*?)</b>', answers) == ["full", "lookaheadkv", "snapkv"]
     keepsight(*given, f"prompt={text}", "out=typed.html")
     assert (here / "typed.html").read_text("utf-8") == page
     keepsight(*given, "prompt=@text.txt", "method=streamingllm", "options={sinks: 2}", "out=other.html")

@@ -1,5 +1,6 @@
 """The pages in a real browser: no complaint, nothing cut off, and what can be clicked works."""
 
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,24 @@ NOTE_THE_MAPS_LABELS = """
   null;
 }
 """
+CONTRASTS = """
+(() => {
+  const numbersOf = (text) => text.match(/[\\d.]+/g).map(Number);
+  const luminance = (colour) => colour.slice(0, 3).map((value) => value / 255).map((share) =>
+    (share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4)).reduce((sum, share, at) =>
+    sum + share * [0.2126, 0.7152, 0.0722][at], 0);
+  return [...document.querySelectorAll(".prompt")].flatMap((prompt) => {
+    const page = numbersOf(getComputedStyle(prompt).backgroundColor);
+    const text = luminance(numbersOf(getComputedStyle(prompt).color));
+    return [...prompt.children].map((token) => {
+      const [red, green, blue, opacity = 1] = numbersOf(getComputedStyle(token).backgroundColor);
+      const shade = luminance([red, green, blue].map((value, at) => page[at] + opacity * (value - page[at])));
+      return (Math.max(shade, text) + 0.05) / (Math.min(shade, text) + 0.05);
+    });
+  });
+})()
+"""
+"""The contrast of the text of each token with its shade, as WCAG 2.2 defines it."""
 LONG = "snapkv pool(kernel=5, kind=max) window=32 reduce=max"
 METHODS = ("oracle", "lookaheadkv", "snapkv", "streamingllm", "laq", "speckv", "dapq", LONG)
 SETTINGS: dict[str, Any] = {
@@ -208,3 +227,43 @@ def test_inspect(page: Page, tmp_path: Path, width: int) -> None:
     drawn = "[...document.querySelectorAll('canvas')].every((each) => each.width && each.getContext('2d')"
     drawn += ".getImageData(0, 0, each.width, each.height).data.some((value) => value))"
     assert page.run(drawn)
+
+
+@pytest.mark.parametrize("scheme", ("light", "dark"))
+def test_text_on_shades_can_be_read(page: Page, folder: Path, scheme: str) -> None:
+    page.prefer(scheme)
+    page.open(next((folder / "samples").glob("*.html")), ready=DRAWN)
+    contrasts = page.run(CONTRASTS)
+    assert len(contrasts) > 60 and min(contrasts) >= 4.4 and max(contrasts) > 2 * min(contrasts)  # 4.5, rounded colours
+    page.prefer("light")
+
+
+def test_a_page_has_one_main_part_and_answers_can_be_reached_by_keys(page: Page, folder: Path) -> None:
+    for path in (folder / "report.html", next((folder / "samples").glob("*.html"))):
+        page.open(path)
+        assert page.run("document.querySelectorAll('main').length") == 1
+        assert page.run("document.querySelectorAll('.answer header').length") == 0
+        texts = "[...document.querySelectorAll('.answer .text')]"
+        assert page.run(f"{texts}.length && {texts}.every((text) => text.tabIndex == 0 && text.ariaLabel)")
+
+
+def test_the_leaderboard_filters_and_sorts(page: Page, tmp_path: Path) -> None:
+    leaderboard = runpy.run_path(str(Path(__file__).resolve().parents[3] / "docs" / "leaderboard.py"))
+    path = tmp_path / "index.html"
+    path.write_text(leaderboard["page"](), "utf-8")
+    names = "[...document.querySelectorAll('tbody tr')].map((row) => row.cells[0].innerText)"
+    losses = "[...document.querySelectorAll('tbody tr')].map((row) => parseFloat(row.cells[1].innerText))"
+    for width in WIDTHS:
+        page.open(path, width, ready="document.querySelectorAll('tbody tr').length")
+        assert page.problems == []
+    assert page.run("document.getElementById('budget').value") == "128"
+    shown = page.run(losses)
+    assert len(shown) > 30 and shown == sorted(shown)
+    assert {"full", "lookaheadkv", "snapkv", "kvgrad"} <= set(page.run(names))
+    page.run("document.querySelector('th[data-field=cost] button').click()")
+    costs = page.run("[...document.querySelectorAll('tbody tr')].map((row) => parseFloat(row.cells[4].innerText))")
+    assert costs == sorted(costs)
+    choose = "{ const field = document.getElementById(%r); field.value = %r; field.dispatchEvent(new Event(%r)); }"
+    page.run(choose % ("test", "all_ruler", "change"))
+    page.run(choose % ("name", "lookahead", "input"))
+    assert page.run(names) and all("lookahead" in name for name in page.run(names))
