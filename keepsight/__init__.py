@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from keepsight.runtime.drafting.speculative import Speculative as Speculative
     from keepsight.runtime.generate import generate as generate
     from keepsight.runtime.methods import *  # noqa: F403
-    from keepsight.runtime.methods.kvpress import from_kvpress as from_kvpress
-    from keepsight.runtime.methods.kvpress import to_kvpress as to_kvpress
     from keepsight.runtime.methods.reconstruction import Reconstruction as Reconstruction
     from keepsight.runtime.pipeline import pipeline as pipeline
     from keepsight.runtime.saved import load_state as load_state
@@ -37,13 +35,11 @@ _MODULES = {
     "Speculative": "keepsight.runtime.drafting.speculative",
     "evaluate": "keepsight.commands.functions",
     "fit": "keepsight.commands.functions",
-    "from_kvpress": "keepsight.runtime.methods.kvpress",
     "generate": "keepsight.runtime.generate",
     "load_state": "keepsight.runtime.saved",
     "load_target": "keepsight.models.targets",
     "pipeline": "keepsight.runtime.pipeline",
     "save_state": "keepsight.runtime.saved",
-    "to_kvpress": "keepsight.runtime.methods.kvpress",
 }
 """Where the names come from that are no methods; those of methods are the classes that the registry holds."""
 

@@ -1,17 +1,13 @@
 """Requests to OpenAI-compatible servers with the openai client; a reply of the wrong form is asked for again."""
 
-import html
 import json
 import os
 import re
 import threading
-from base64 import b64encode, urlsafe_b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import unquote
 
 import pydantic_core
 
@@ -142,27 +138,10 @@ class Endpoint:
         return EndpointError(reason, status)
 
     def _without_key(self, text: str) -> str:
-        """The text on one line; *** stands for a word with the key, which some servers repeat."""
-        words = text.split()
+        """The text on one line; *** stands for the key, which some servers repeat."""
         if self._secret:
-            words = ["***" if self._is_key_in(word) else word for word in words]
-        return " ".join(words)
-
-    def _is_key_in(self, word: str) -> bool:
-        """Whether a word has the key, also in base64 after 0, 1 or 2 bytes, modulo 3, and escaped up to four times."""
-        forms = [self._secret, self._secret.replace("\\", "")]
-        secret = self._secret.encode()
-        if len(secret) > 3:
-            for skipped, encode in product(range(3), (b64encode, urlsafe_b64encode)):
-                digits = encode(bytes(skipped) + secret).decode()
-                start = -(-skipped * 4 // 3)
-                end = (skipped + len(secret)) * 8 // 6
-                forms.append(digits[start:end])  # those of the key alone
-        for _ in range(5):
-            if any(form in word for form in forms):
-                return True
-            word = unquote(html.unescape(re.sub(r"\\+u00", "%", word).replace("\\", "")))
-        return False
+            text = text.replace(self._secret, "***")
+        return " ".join(text.split())
 
     @property
     def _secret(self) -> str:

@@ -41,11 +41,8 @@ _UNITS = {
     **{"KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4},
 }
 _UNFINISHED = ".unfinished-"
-_FORMULA = re.compile(
-    r"[\t\r\n]|[\s\x00-\x1f\u200b\ufeff]*(?:[=@\uff1d\uff20\uff0b\uff0d]|[+-](?!\d*\.?\d+(?:e[+-]?\d+)?\Z))",
-    re.IGNORECASE,
-)
-"""Beginnings of texts that a spreadsheet may run, also in full width (such as U+FF1D) or after invisible characters."""
+_FORMULA = re.compile(r"[=@\t\r\n]|[+-](?!\d*\.?\d+(?:e[+-]?\d+)?\Z)", re.IGNORECASE)
+"""Beginnings of texts that a spreadsheet may run; numbers with a sign are none."""
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _YAML_BYTES = 1 << 20
 _YAML_VALUES = 100_000
