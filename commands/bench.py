@@ -53,8 +53,8 @@ def train(config: configs.BenchTrain) -> None:
     require_room(outline_of(config), config.tokens + config.answer_tokens)
     model = target_of(config).model
     require_room(model, config.tokens + config.answer_tokens, config.train.batch_size)
-    cells = [Lookahead(model, config.lookahead) for _ in range(config.cells)]
-    _print(bench_step(cells, config.tokens, config.answer_tokens, config.repeats, config.train))
+    lookahead = Lookahead(model, config.lookahead)
+    _print(bench_step(lookahead, config.tokens, config.answer_tokens, config.repeats, config.train))
 
 
 def sweep(config: configs.BenchEval) -> None:

@@ -77,9 +77,8 @@ class Train(shared.CardKeys):
     checkpoint when the same command is run again.
 
     With several values for keys of lookahead.* (tokens, rank, targets, alpha, dropout) or train.* (learning_rate, clip,
-    far) the command runs an ablation: it trains a module for every combination, all on the same outputs of the base
-    model. Write values that are lists as [[qv],[all]]. `out` gets ablation.md, .tex, .csv and .png; cells/ has the
-    adapters.
+    far) the command runs an ablation: it trains a module for every combination, one after another. Write values that
+    are lists as [[qv],[all]]. `out` gets ablation.md, .tex, .csv and .png; cells/ has the adapters.
 
     Attributes:
         init: Adapter to start from: a folder, a Hub id or shipped:NAME; random soft tokens by default.

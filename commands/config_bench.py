@@ -143,11 +143,9 @@ class BenchTrain(Lengths, shared.UsesModel):
     Prints the time and peak memory of both, and the ratio of the times.
 
     Attributes:
-        cells: Number of modules trained on the same outputs of the model, as in an ablation.
         repeats: Timed repetitions, after one warm-up.
     """
 
-    cells: Annotated[int, Field(ge=1, le=1000)] = 1
     repeats: PositiveInt = 5
     lookahead: LookaheadSettings = field(default_factory=LookaheadSettings)
     train: LookaheadTrainSettings = field(default_factory=LookaheadTrainSettings)

@@ -1,5 +1,6 @@
-"""keepsight train: train a lookahead module, or several side by side."""
+"""keepsight train: train a lookahead module, or one for each combination of values."""
 
+import gc
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,12 +23,11 @@ from keepsight.models.distributed import created_divided, launched
 from keepsight.models.lookahead import CONFIG, Lookahead, LookaheadAdapter
 from keepsight.models.lora import chosen_targets
 from keepsight.models.targets import Target, keep_gradients
-from keepsight.train.ablation import AblationTrainer, Cell
 from keepsight.train.dataset import UnseenQuestions
 from keepsight.train.distributed import DIVIDED, divide_layers
 from keepsight.train.importance import ImportanceObjective
 from keepsight.train.plots import ablation_figure, lookahead_figure
-from keepsight.train.trainer import ModuleTrainer, Trained, TrainingRun
+from keepsight.train.trainer import ModuleTrainer, Trained
 
 _SHAPE = ("tokens", "rank", "targets", "alpha", "group")
 """Settings of a module that its weights depend on."""
@@ -46,50 +46,54 @@ def run(config: Config | Cells) -> str | None:
     if not isinstance(config, Config):
         _run_cells(config)
         return None
-    initial = check(config)
+    _train(config, check(config))
+    return next_command(config, f"eval adapter={quote(config.out)} out=runs/eval")
+
+
+def _run_cells(cells: Cells) -> None:
+    """Train the modules one after another, each in a folder of its own, then write the table and the plot."""
+    configs = {}
+    for name, (_, config) in cells.items():
+        out = Path(config.out, "cells", name)
+        configs[name] = replace(config, out=str(out), title=f"{config.title}: {name}")
+    initial_adapters = [check(config) for config in configs.values()]
+
+    rows = []
+    logs = {}
+    title = ""
+    for (name, config), initial in zip(configs.items(), initial_adapters, strict=True):
+        trainer = _train(config, initial)
+        if trainer.is_world_process_zero():
+            trained = trainer.trained()
+            values_by_key, _ = cells[name]
+            rows.append({"cell": name, **values_by_key, **_measured(trainer)})
+            logs[name] = trained.log
+            title = f"Fidelity after {trained.steps} steps on held-out samples ({trained.held_out})."
+        del trainer
+        gc.collect()  # frees the model before the next cell loads another
+
+    if rows:  # on the main process
+        varied_values, first = next(iter(cells.values()))
+        table = Table("ablation", title, _columns(varied_values, first.train.budget), rows)
+        table.save(Path(first.out))
+        write_png(Path(first.out) / "ablation.png", ablation_figure(logs))
+        print(table.markdown())
+
+
+def _train(config: Config, initial: LookaheadAdapter | None) -> ModuleTrainer[ImportanceObjective]:
+    """Train a module, then write its adapter, card and curves; UserError if the training was interrupted."""
     target = placed_target(config)
     samples, manifest = training.read_samples(config, target)
     objective = new_objective(config, target, initial)
-    trainer = ModuleTrainer(objective, config.train, _run_of(config, target, samples))
+    unseen = UnseenQuestions.for_tokenizer(target.tokenizer, config.train.unseen, config.train.seed)
+    run = replace(training.run_of(config, target, samples, "init", CONFIG), unseen=unseen)
+    trainer = ModuleTrainer(objective, config.train, run)
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         save(config, Path(config.out), target, objective.lookahead, trainer.trained(), samples, manifest)
         print(training.ending(trainer, config, "adapter"))
     training.require_finished(finished, config, trainer)
-    return next_command(config, f"eval adapter={quote(config.out)} out=runs/eval")
-
-
-def _run_cells(cells: Cells) -> None:
-    """Train all cells, then write their adapters, the table and the plot."""
-    configs = {name: config for name, (_, config) in cells.items()}
-    initial_adapters = [check(config) for config in configs.values()]
-    first = next(iter(configs.values()))  # the cells share its keys of data, model and initial adapter
-    out = Path(first.out)
-    target = placed_target(first)
-    samples, manifest = training.read_samples(first, target)
-    modules = []
-    for name, config in configs.items():
-        modules.append(Cell(name, new_objective(config, target, initial_adapters[0]), config.train))
-    trainer = AblationTrainer(modules, _run_of(first, target, samples))
-    finished = trainer.fit()
-
-    if trainer.is_world_process_zero():
-        trained = dict(zip(configs, trainer.trained_cells(), strict=True))
-        for cell in modules:
-            config = replace(configs[cell.name], title=f"{first.title}: {cell.name}")
-            folder = out / "cells" / cell.name
-            save(config, folder, target, cell.objective.lookahead, trained[cell.name], samples, manifest)
-        table = _table(cells, modules, trained)
-        table.save(out)
-        logs = {name: cell_trained.log for name, cell_trained in trained.items()}
-        write_png(out / "ablation.png", ablation_figure(logs))
-        print(table.markdown())
-    training.require_finished(finished, first, trainer)
-
-
-def _run_of(config: Config, target: Target, samples: Sequence[TrainingSample]) -> TrainingRun:
-    unseen = UnseenQuestions.for_tokenizer(target.tokenizer, config.train.unseen, config.train.seed)
-    return replace(training.run_of(config, target, samples, "init", CONFIG), unseen=unseen)
+    return trainer
 
 
 def check(config: Config) -> LookaheadAdapter | None:
@@ -186,26 +190,22 @@ def _counted(names: Iterable[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in layers.items())
 
 
-def _table(cells: Cells, modules: list[Cell], trained: dict[str, Trained]) -> Table:
-    varied_values, config = next(iter(cells.values()))
+def _columns(varied_keys: Iterable[str], budget: int) -> list[Column]:
+    """The columns of an ablation's table."""
     columns = [Column("cell", "cell", is_text=True)]
-    for key in varied_values:
+    for key in varied_keys:
         columns.append(Column(key, key.partition(".")[2].replace("_", " "), is_text=True))
     columns.append(Column("parameters", "parameters"))
     columns.append(Column("kl", "KL (nats)", digits=4))
-    columns.append(Column("recall", f"recall at {config.train.budget}"))
+    columns.append(Column("recall", f"recall at {budget}"))
     columns.append(Column("tau", "Kendall's tau"))
+    return columns
 
-    rows = []
-    for cell in modules:
-        cell_values, _ = cells[cell.name]
-        row: dict[str, Any] = {"cell": cell.name, **cell_values}
-        trainable = [parameter for parameter in cell.objective.parameters() if parameter.requires_grad]
-        row["parameters"] = sum(parameter.numel() for parameter in trainable)
-        for name in ("kl", "recall", "tau"):
-            row[name] = trained[cell.name].metrics.get(f"eval_{name}")
-        rows.append(row)
 
-    first = next(iter(trained.values()))
-    title = f"Fidelity after {first.steps} steps on held-out samples ({first.held_out})."
-    return Table("ablation", title, columns, rows)
+def _measured(trainer: ModuleTrainer[ImportanceObjective]) -> dict[str, Any]:
+    """A trained module's number of parameters, and its last measurement."""
+    row: dict[str, Any] = {}
+    row["parameters"] = sum(parameter.numel() for parameter in trainer.objective.trained_parameters())
+    for name in ("kl", "recall", "tau"):
+        row[name] = trainer.metrics.get(f"eval_{name}")
+    return row

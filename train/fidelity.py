@@ -95,31 +95,22 @@ class Fidelity:
 
 
 def measure_fidelity(
-    importances: Callable[[Batch], Iterable[Importances]],
-    batches: Iterable[dict[str, Any]],
-    kv_heads: int,
-    budget: int,
-) -> list[Fidelity]:
-    """The fidelity of each of several predictions on held-out batches; see `Objective.measure`.
+    importances: Callable[[Batch], Importances], batches: Iterable[dict[str, Any]], kv_heads: int, budget: int
+) -> Fidelity:
+    """The fidelity of a prediction on held-out batches; see `Objective.measure`.
 
-    `importances` gives target and predicted importance of a batch for every prediction. `budget` is the number of KV
-    entries per head at which recall is measured; a prompt no longer than that has recall 1.
+    `importances` gives target and predicted importance of a batch. `budget` is the number of KV entries per head at
+    which recall is measured; a prompt no longer than that has recall 1.
     """
 
-    def measure_batch(values: dict[str, Any]) -> list[np.ndarray]:
-        """For each prediction, KL, recall and tau of every sample and layer, [B, L, 3]."""
+    def measure_batch(values: dict[str, Any]) -> np.ndarray:
+        """KL, recall and tau of every sample and layer, [B, L, 3]."""
         batch = Batch(**values)
-        measurements = []
-        for target, predicted in importances(batch):
-            samples = list(_measure_samples(target, predicted, batch, kv_heads, budget))
-            measurements.append(np.stack(samples))
-        return measurements
+        target, predicted = importances(batch)
+        return np.stack(list(_measure_samples(target, predicted, batch, kv_heads, budget)))
 
-    fidelities = []
-    for measurements in zip(*divided(measure_batch, batches), strict=True):
-        means = np.concatenate(measurements).mean(axis=0)
-        fidelities.append(Fidelity(*means.T.tolist()))
-    return fidelities
+    means = np.concatenate(list(divided(measure_batch, batches))).mean(axis=0)
+    return Fidelity(*means.T.tolist())
 
 
 def _measure_samples(

@@ -278,12 +278,8 @@ class ImportanceObjective(ReplayedObjective):
     def measure(self, batches: Iterable[dict[str, Any]], budget: int) -> dict[str, Any]:
         kv_heads = cached_kv_heads(self.lookahead.model)
         with self.measuring():
-            (fidelity,) = measure_fidelity(self._importances_of_all, batches, kv_heads, budget)
+            fidelity = measure_fidelity(self.importances, batches, kv_heads, budget)
         return fidelity.metrics()
-
-    def _importances_of_all(self, batch: Batch) -> list[Importances]:
-        """`importances` of the only prediction."""
-        return [self.importances(batch)]
 
     @override
     def flops(self, batch: Batch) -> float:

@@ -7,7 +7,7 @@ needs no memory. Each operation's output counts from when it is made until nothi
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +24,9 @@ from keepsight.models.decoder import decoder_layers
 from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.attention import later
 from keepsight.runtime.state import prefill
-from keepsight.train.ablation import Cell, SideBySide
 from keepsight.train.dataset import Batch
 from keepsight.train.eviction import EvictionObjective
 from keepsight.train.importance import ImportanceObjective
-from keepsight.train.objective import ReplayedObjective
 from keepsight.train.replay import ReplayBuffer
 from keepsight.train.settings import LookaheadTrainSettings, ReplaySettings
 from keepsight.train.tracking import peak_memory
@@ -191,19 +189,20 @@ def _storages(tree: Any) -> list[Any]:
 
 
 def bench_step(
-    cells: Sequence[Lookahead], tokens: int, answer_tokens: int, repeats: int, settings: LookaheadTrainSettings
+    lookahead: Lookahead, tokens: int, answer_tokens: int, repeats: int, settings: LookaheadTrainSettings
 ) -> Iterator[str]:
     """Time steps on one batch (forward, backward, optimiser) and its prefill in turn, as a few lines of text.
 
-    Several `cells`, modules on one base model, are trained side by side, as in an ablation. The prefill covers prompt
-    and answer; each is timed `repeats` times after one warm-up. `settings` decides the loss, the batch size, and
-    the number of `replays` that are averaged.
+    The prefill covers prompt and answer; each is timed `repeats` times after one warm-up. `settings` decides the loss,
+    the batch size, and the number of `replays` that are averaged.
     """
-    model = cells[0].model
+    model = lookahead.model
     vocabulary = model.config.get_text_config().vocab_size
     shape = (settings.batch_size, tokens + answer_tokens)
     ids = torch.randint(3, vocabulary - 1, shape, device=model.device)
-    objective = _bench_objective(cells, settings)
+    objective = ImportanceObjective(lookahead, settings.far, settings.gradient_checkpointing, settings.cuts)
+    if settings.replays > 1:
+        objective.buffer = ReplayBuffer(ReplaySettings())
     optimizer = torch.optim.AdamW(
         objective.trained_parameters(), lr=1e-4, weight_decay=0.0, fused=True
     )  # the trainer's
@@ -230,32 +229,15 @@ def bench_step(
         if repeat > 0:
             step_seconds.append(seconds / settings.replays)
 
-    modules = f", {len(cells)} modules" if len(cells) > 1 else ""
     cuts = f" at {settings.cuts} cuts" if settings.cuts > 1 else ""
     yield (
-        f"{settings.batch_size} x {tokens} prompt + {answer_tokens} answer tokens{modules}, "
+        f"{settings.batch_size} x {tokens} prompt + {answer_tokens} answer tokens, "
         f"{settings.replays} steps a pass of the model{cuts}, {repeats} repeats"
     )
     yield _timing("prefill", prefill_seconds, prefill_peak)
     yield _timing("step", step_seconds, step_peak)
     ratio = statistics.median(step_seconds) / statistics.median(prefill_seconds)
     yield f"a step takes {ratio:.3f} prefills"
-
-
-def _bench_objective(modules: Sequence[Lookahead], settings: LookaheadTrainSettings) -> ReplayedObjective:
-    """The objective of one module, or of several side by side."""
-    objectives = []
-    for lookahead in modules:
-        objectives.append(ImportanceObjective(lookahead, settings.far, settings.gradient_checkpointing, settings.cuts))
-    objective: ReplayedObjective = objectives[0]
-    if len(objectives) > 1:
-        cells = []
-        for number, cell_objective in enumerate(objectives):
-            cells.append(Cell(str(number), cell_objective, settings))
-        objective = SideBySide(cells)
-    if settings.replays > 1:
-        objective.buffer = ReplayBuffer(ReplaySettings())
-    return objective
 
 
 def _timing(name: str, seconds: list[float], peak: float) -> str:

@@ -8,7 +8,7 @@ import pytest
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.targets import load_target
 from tests.commands.commands import CommandLine, tree
-from tests.train.runs import rows, write_data
+from tests.train.runs import rows, same, write_data
 
 TRAIN = ["train.steps=2", "train.held_out=2", "train.budget=6", "train.report_to=[]", "lookahead.alpha=8"]
 GIVEN = ["train", "model.id=tiny", "model.dtype=float32", "data=data", "out=ablation", *TRAIN]
@@ -36,10 +36,10 @@ def test_it_leaves_an_adapter_for_each_cell_a_table_and_a_plot(keepsight: Comman
         table = list(csv.DictReader(stream))
     assert [row["cell"] for row in table] == names
     assert [row["parameters"] for row in table[::2]] == ["64", "128"]
-    measured = rows(Path("ablation/training/fidelity.jsonl"))[-1]
     for row in table:
+        measured = rows(Path("ablation/cells", row["cell"], "training/fidelity.jsonl"))[-1]
         for key in ("kl", "recall", "tau"):
-            assert float(row[key]) == pytest.approx(measured[f"eval_{key}/{row['cell']}"], abs=1e-5)
+            assert float(row[key]) == pytest.approx(measured[f"eval_{key}"], abs=1e-5)
     assert Path("ablation/ablation.md").read_text().strip() in printed
     assert "after 2 steps on held-out samples (11, none of them trained on before)." in printed
     assert Path("ablation/ablation.png").read_bytes().startswith(b"\x89PNG")
@@ -48,8 +48,19 @@ def test_it_leaves_an_adapter_for_each_cell_a_table_and_a_plot(keepsight: Comman
     before = [path.read_bytes() for path in weights]
     assert Path("ablation/ablation.md").read_text().strip() in keepsight(*given)  # finished: trained no more
     assert [path.read_bytes() for path in weights] == before
-    other = keepsight.fails(*GIVEN, "train.held_out=11", "lookahead.tokens=[2,8]")
-    assert "this training began with ablation.cells=['tokens2-rank0', " in other and "lookahead.rank=None, now" in other
+    more = keepsight(*GIVEN, "train.held_out=11", "lookahead.tokens=2,8", "lookahead.rank=0,2")
+    assert "tokens8-rank2" in more and [path.read_bytes() for path in weights] == before
+    other = keepsight.fails(*given, "train.seed=9")
+    assert other.startswith("ablation/cells/tokens2-rank0") and "train.seed" in other
+
+
+def test_a_cell_is_the_module_that_is_trained_alone(keepsight: CommandLine, data: Path) -> None:
+    keepsight(*GIVEN, "lookahead.tokens=[2,4]", "lookahead.rank=2")
+    alone_arguments = [argument.replace("out=ablation", "out=alone") for argument in GIVEN]
+    keepsight(*alone_arguments, "lookahead.tokens=4", "lookahead.rank=2")
+    together = LookaheadAdapter.load(Path("ablation/cells/tokens4"))
+    alone = LookaheadAdapter.load(Path("alone"))
+    assert same({**together.lora, "tokens": together.tokens}, {**alone.lora, "tokens": alone.tokens})
 
 
 def test_the_modules_that_get_a_lora_can_vary(keepsight: CommandLine, data: Path) -> None:
@@ -68,7 +79,6 @@ def test_the_modules_that_get_a_lora_can_vary(keepsight: CommandLine, data: Path
 WRONG = {
     "lookahead.targets=[[all],[q_prj]]": "lookahead.targets: no module that can get a LoRA is 'q_prj'; there are q_pro",
     "lookahead.targets=[[qv],[all,q_proj]]": "lookahead.targets=['all', 'q_proj']: all and none stand alone",
-    "lookahead.rank=[1,2] train.precision=fp16": "train.precision=fp16: an ablation trains in bf16 or no",
 }
 
 

@@ -28,9 +28,9 @@ def heads(here: Path) -> None:
 
 
 def test_a_training_step_against_a_prefill(keepsight: CommandLine) -> None:
-    small = ("train.replays=2", "train.cuts=3", "cells=3", "tokens=60", "answer_tokens=5", "repeats=1")
+    small = ("train.replays=2", "train.cuts=3", "tokens=60", "answer_tokens=5", "repeats=1")
     lines = keepsight("bench", "train", *TINY, *small).splitlines()
-    at = "3 modules, 2 steps a pass of the model at 3 cuts"
+    at = "2 steps a pass of the model at 3 cuts"
     assert lines[0] == f"1 x 60 prompt + 5 answer tokens, {at}, 1 repeats"
     assert [line.split()[0] for line in lines[1:]] == ["prefill", "step", "a"]
 

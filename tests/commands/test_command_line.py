@@ -314,7 +314,6 @@ BEFORE_WEIGHTS = {
     "fit out=o adapter=mine": "'adapter' is no key of this command",
     "eval out=o tasks=jsonl jsonl.dir=none": "none: no such folder; jsonl.dir takes a folder",
     "fit out=o tests=1000000000": "tests=1000000000 must be less than or equal to 1000000",
-    "bench train cells=1000000000": "cells=1000000000 must be less than or equal to 1000",
     "eval out=o samples=1000000000000": "samples=1000000000000 must be less than or equal to 1000000",
     "fit out=/dev/null": "out=/dev/null is a device or pipe; name a folder",
     "train data=answered out=/dev/null": "out=/dev/null is a device or pipe; name a folder",

@@ -18,7 +18,6 @@ from keepsight.data_gen.store import DataSettings, ShardWriter, TrainingSample
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import Target
-from keepsight.train.ablation import Cell, SideBySide
 from keepsight.train.dataset import SampleDataset, collate
 from keepsight.train.fidelity import Fidelity
 from keepsight.train.importance import ImportanceObjective
@@ -155,10 +154,6 @@ def measured(objective: ImportanceObjective, batches: list[dict[str, Any]], budg
     """The fidelity by layer that the objective measures."""
     found = objective.measure(batches, budget)
     return Fidelity(*(found[f"eval_{name}_by_layer"] for name in ("kl", "recall", "tau")))
-
-
-def side_by_side(objectives: list[ImportanceObjective]) -> SideBySide:
-    return SideBySide([Cell(str(place), each, settings()) for place, each in enumerate(objectives)])
 
 
 def tensors_of(outputs: TeacherOutputs) -> list[Tensor]:
