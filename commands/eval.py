@@ -38,6 +38,7 @@ from keepsight.models.artifacts import fetch
 from keepsight.models.decoder import context_of
 from keepsight.models.retrieval_head import WEIGHTS
 from keepsight.models.targets import Target, processor_of
+from keepsight.models.transformers_internals import attention_of_config
 from keepsight.progress import progress_bar
 
 _NOT_IN_RESULTS = ("out", "max_batch_tokens", "reuse", "pages", "skip")
@@ -254,7 +255,7 @@ def settings_of(config: Config, target: Target, variants: list[Variant]) -> dict
         "version": target.version,
         "dtype": str(target.model.dtype).removeprefix("torch."),
         "quantization": _quantization(config.model, target),
-        "attention": target.model.config._attn_implementation,
+        "attention": attention_of_config(target.model.config),
     }
     if config.model.chat_template:
         settings["target"]["template"] = target.identity.template

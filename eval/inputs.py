@@ -22,6 +22,7 @@ from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.files import bytes_digest, file_digest, json_digest
 from keepsight.models.identity import tensors_digest, weights_digest
 from keepsight.models.targets import Target
+from keepsight.models.transformers_internals import attention_of_config
 from keepsight.runtime.generate import Method
 
 RESULTS_VERSION = 2
@@ -34,7 +35,7 @@ _NO_PLUGINS = {"keepsight", "peft", "torch", "transformers", "typing_extensions"
 def target_digest(target: Target) -> str:
     """Digest of the base model and of the device: what answers and times depend on apart from sample and method."""
     model = target.model
-    device = [model.device.type, str(model.dtype), model.config._attn_implementation, target.end_tokens]
+    device = [model.device.type, str(model.dtype), attention_of_config(model.config), target.end_tokens]
     return json_digest([RESULTS_VERSION, target.version, weights_digest(model), *device])
 
 

@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from keepsight.errors import UserError
 from keepsight.models.distributed import whole_shape
+from keepsight.models.transformers_internals import replaces_attention
 
 FULL = "full_attention"
 HYBRID = "hybrid"
@@ -301,7 +302,7 @@ def require_supported(model: PreTrainedModel) -> None:
     kind = model.config.model_type
     decoder = decoder_of(model)
     stack = _stack_of(decoder)
-    if stack is None or not decoder._can_set_attn_implementation():
+    if stack is None or not replaces_attention(decoder):
         raise UserError(
             f"{kind} does not compute attention by transformers' AttentionInterface, so that no query can be read; "
             "load a model that does, such as Llama, Qwen, Mistral or Gemma",

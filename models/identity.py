@@ -31,6 +31,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from keepsight.errors import UserError, require_same
 from keepsight.files import bytes_digest, json_digest, read_json
 from keepsight.models.decoder import values_of
+from keepsight.models.transformers_internals import commit_of
 
 logger = logging.getLogger("keepsight")
 
@@ -145,7 +146,7 @@ def version_of(model: PreTrainedModel) -> str | None:
     It works for models that were loaded without keepsight too, from the Hub or from a folder.
     """
     config: Any = model.config
-    version: str | None = model.__dict__.get(_RECORDED) or getattr(config, "_commit_hash", None)
+    version: str | None = model.__dict__.get(_RECORDED) or commit_of(config)
     name = str(config.name_or_path or "")
     if version is None and os.path.isdir(name):
         with suppress(UserError, OSError):

@@ -51,6 +51,7 @@ from keepsight.models.identity import (
     version_of,
 )
 from keepsight.models.model_files import LOADING, Packaged, hub_answers, located, published_name
+from keepsight.models.transformers_internals import commit_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FLASH = {
@@ -458,7 +459,7 @@ def processor_of(target: Target) -> Any:
         )
     hub_options: dict[str, Any] = {}
     if not Path(target.name).is_dir():
-        hub_options = {"revision": getattr(config, "_commit_hash", None), "local_files_only": not hub_answers()}
+        hub_options = {"revision": commit_of(config), "local_files_only": not hub_answers()}
     try:
         processor = AutoProcessor.from_pretrained(target.name, trust_remote_code=False, **hub_options)
     except Exception as error:  # damaged files raise anything

@@ -35,6 +35,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import RESTARTS
+from keepsight.models.transformers_internals import attention_of_config, set_attention_of_config
 from keepsight.runtime.decision_channels import decisions_left_out, holds_decisions, without_decisions
 from keepsight.runtime.rope_length import counted_lengths
 
@@ -396,7 +397,7 @@ def recording(model: Reader) -> Iterator[None]:
     config: Any = model.config.get_text_config(decoder=True)
     with _LOCK:
         if not _PASSES[id(config)]:
-            config._attn_implementation = {"": _registered(config._attn_implementation)}  # not for vision towers
+            set_attention_of_config(config, _registered(attention_of_config(config)))
         _PASSES[id(config)] += 1
     try:
         yield
@@ -405,7 +406,7 @@ def recording(model: Reader) -> Iterator[None]:
             _PASSES[id(config)] -= 1
             if not _PASSES[id(config)]:
                 del _PASSES[id(config)]
-                config._attn_implementation = {"": str(config._attn_implementation).removeprefix(_NAME)}
+                set_attention_of_config(config, attention_of_config(config).removeprefix(_NAME))
 
 
 @functools.cache
@@ -482,7 +483,7 @@ def _attention(
 def _under_loaded_name(module: nn.Module, loaded: str) -> nn.Module:
     """A shallow copy of an attention module whose configuration names the implementation that was loaded."""
     config: Any = copy.copy(module.config)
-    config._attn_implementation = {"": loaded}
+    set_attention_of_config(config, loaded)
     copied_module = copy.copy(module)
     copied_module.config = config
     return copied_module

@@ -19,7 +19,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import (
     EosTokenCriteria,
     GenerateDecoderOnlyOutput,
-    GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
@@ -33,6 +32,7 @@ from keepsight.errors import UnfitModel, UserError, require_whole
 from keepsight.models.chat import ids_of
 from keepsight.models.decoder import context_of, input_embedding, input_shape, require_supported
 from keepsight.models.identity import Identity, adapters_digest, weights_digest
+from keepsight.models.transformers_internals import arguments_of_generate, is_of_caller, put_tokenizer_back
 from keepsight.runtime import registry
 from keepsight.runtime.attention import Reader, StateCache
 from keepsight.runtime.images import IMAGE_INPUTS, Images
@@ -246,18 +246,12 @@ class GenerateRequest:
 
 
 class _Signature:
-    """The signature of a `custom_generate`, which transformers (5.18 to 5.24) reads after it dropped the `tokenizer`.
-
-    The criteria of `stop_strings` need a tokenizer, so reading the signature puts it back among the arguments of the
-    running `model.generate`.
-    """
+    """The signature of a `custom_generate`, which transformers reads after it dropped the `tokenizer`; puts it back."""
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature | None:
         if instance is None:
             return None  # a class is called as its __init__ says
-        variables = _locals_of("_extract_generation_mode_kwargs")
-        if (tokenizer := variables.get("generation_mode_kwargs", {}).get("tokenizer")) is not None:
-            variables["kwargs"]["tokenizer"] = tokenizer
+        put_tokenizer_back()
         return inspect.signature(instance.__call__)
 
 
@@ -305,7 +299,7 @@ class CustomGenerate(ABC):
                 if isinstance(value, Tensor):
                     model_kwargs[name] = value.to(embedding.device)
 
-        options = _locals_of("generate")
+        options = arguments_of_generate()
         user_options = options.get("kwargs", {})
         if "cache" in model_kwargs:  # its name since transformers 5.24
             model_kwargs["past_key_values"] = model_kwargs.pop("cache")
@@ -460,19 +454,6 @@ class _Recorder(LogitsProcessor):
         return scores
 
 
-def _locals_of(name: str) -> dict[str, Any]:
-    """The arguments and variables of a method of `GenerationMixin` that is running; none if it is not.
-
-    transformers (5.18 to 5.24) does not pass the streamer on to a `custom_generate`, and silently drops an assistant
-    model. Only the frame of `generate` has both.
-    """
-    code = inspect.unwrap(vars(GenerationMixin)[name]).__code__
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return {} if frame is None else frame.f_locals
-
-
 def _require_honoured(
     config: GenerationConfig, options: dict[str, Any], inputs: dict[str, Any], input_ids: Tensor, images: Images | None
 ) -> None:
@@ -503,7 +484,7 @@ def _require_honoured(
     past = inputs.get("past_key_values")
     if isinstance(past, Past):
         return
-    if past is not None and (past.get_seq_length() or getattr(past, "_is_user_defined", False)):
+    if past is not None and (past.get_seq_length() or is_of_caller(past)):
         raise UserError(
             "custom_generate: past_key_values must be those of a keepsight answer with "
             f"return_dict_in_generate=True, not a {type(past).__name__} of another origin",

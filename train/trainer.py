@@ -26,6 +26,7 @@ from keepsight.models.artifacts import check_names_and_shapes, read_tensors
 from keepsight.models.decoder import is_spread
 from keepsight.models.distributed import check_builds
 from keepsight.models.identity import Identity, MadeWith
+from keepsight.models.transformers_internals import use_one_gpu
 from keepsight.train.checkpoints import (
     NewIntervals,
     StopAfterMinutes,
@@ -136,7 +137,7 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
                 f"this training uses one of {arguments.n_gpu} GPUs; to use all, begin the command with "
                 f"`accelerate launch --multi_gpu --num_processes {arguments.n_gpu}` in place of `python`"
             )
-        arguments._n_gpu = 1  # nn.DataParallel would copy the model to every GPU at each step
+        use_one_gpu(arguments)
         if settings.group_by_length is None:
             settings = replace(settings, group_by_length=arguments.world_size > 1)
 
