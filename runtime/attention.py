@@ -166,6 +166,8 @@ def recurrent_of(layer: Any) -> LinearAttentionLayer | None:
 _NAME = "keepsight:"
 _PLAIN = ("sdpa", "eager", "flex_attention")
 """Implementations that do not look up their own name in the configuration while they run."""
+_FEW_TOKENS = 64
+"""Passes of at most so many tokens, such as decoding steps, attend without cuDNN."""
 _LOCK = threading.Lock()
 _PASSES: Counter[int] = Counter()
 """How many passes are under way, by the id of the model's text configuration."""
@@ -179,8 +181,56 @@ class _Current(threading.local):
 
 
 _CURRENT = _Current()
-_EAGER = list[AbstractContextManager[Any]]()
-"""A context for each pass under way; the first one lets compiled code run eagerly."""
+
+
+class _Common:
+    """A setting of the whole process, made when the first of the passes that need it begins and undone after the last.
+
+    Re-entrant, and safe in several threads.
+
+    Args:
+        setting: Makes the context in which it holds.
+    """
+
+    def __init__(self, setting: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._setting = setting
+        self._under_way = 0
+        self._context: AbstractContextManager[Any] = nullcontext()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within the block the setting holds."""
+        with _LOCK:
+            if not self._under_way:
+                self._context = self._setting()
+                self._context.__enter__()
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with _LOCK:
+                self._under_way -= 1
+                if not self._under_way:
+                    self._context.__exit__(None, None, None)
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Within the block, `scaled_dot_product_attention` does not choose cuDNN.
+
+    On a Hopper GPU torch (2.11 to 2.13 with cuDNN 9.15 or later) chooses it first, and it compiles a plan for each new
+    shape. The shape changes at every step of a growing cache.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+_EAGER = _Common(lambda: torch.compiler.set_stance("force_eager"))
+_NO_CUDNN = _Common(_without_cudnn)
 
 
 class OpenCache(Cache):
@@ -271,9 +321,11 @@ def run(
         if recorder is not None:
             recorder = _OncePerEntries(recorder, cache)
         _ask_for_all_queries(inputs, recorder is not None)
+    few_tokens = _tokens_in(inputs) <= _FEW_TOKENS
     with (
         recording(model),
         _uncompiled(),
+        _NO_CUDNN.held() if few_tokens else nullcontext(),
         counted_lengths(uncompiled, rope_lengths),
         decisions_left_out(uncompiled) if isinstance(uncompiled, nn.Module) else nullcontext(),
         _current(model.config.get_text_config(decoder=True), recorder, cache),
@@ -372,19 +424,8 @@ def _uncompiled() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:  # nothing is compiled; importing it takes seconds
         yield
         return
-    with _LOCK:
-        if not _EAGER:
-            _EAGER.append(torch.compiler.set_stance("force_eager"))
-        else:
-            _EAGER.append(nullcontext())
-    try:
+    with _EAGER.held():
         yield
-    finally:
-        with _LOCK:
-            if len(_EAGER) > 1:
-                _EAGER.pop()
-            else:
-                _EAGER.pop().__exit__(None, None, None)
 
 
 @contextmanager

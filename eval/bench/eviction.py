@@ -37,6 +37,8 @@ _SYNCS |= {"_unique2", "unique_consecutive", "repeat_interleave"}
 """Operators whose result, or its shape, the CPU has to wait for."""
 _READS = {Tensor.tolist, Tensor.numpy, Tensor.cpu}
 """Methods that sync with a GPU, but run no operator for a tensor on the CPU."""
+_COPIES = {torch.tensor, Tensor.new_tensor}
+"""Functions that copy Python's numbers to a device, for which the CPU waits."""
 
 
 STEPS = ("observe", "select", "gather", "decode")
@@ -83,8 +85,12 @@ class _Reads(TorchFunctionMode):
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts.syncs += func in _READS
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        to_device = func is Tensor.new_tensor or kwargs.get("device") is not None
+        copies = func in _COPIES and to_device and result.numel() > 0
+        self.counts.syncs += func in _READS or copies
+        return result
 
 
 def _is_view(func: Any, result: Any, args: Any) -> bool:

@@ -1,5 +1,6 @@
 """Sparse reading: the cache keeps every entry, and each step reads a few of them; the methods' common base."""
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -92,7 +93,10 @@ class SelectedLayer(OwnAttention, KeptLayer):
 
     def gather(self, selection: Selection) -> LayerEntries:
         """The selected entries in any order, [B, K, k + 1, d], and the newest one last."""
-        indices = functional.pad(selection.indices, (0, 1), value=self.keys.shape[2] - 1)
+        length = self.keys.shape[2]
+        device = selection.indices.device
+        newest = consecutive(length - 1, length, device).expand(*selection.indices.shape[:2], -1)
+        indices = torch.cat([selection.indices, newest], dim=2)
         real = selection.real
         if real is not None:
             real = functional.pad(real, (0, 1), value=True)
@@ -105,7 +109,7 @@ class SelectedLayer(OwnAttention, KeptLayer):
 
         # Whole rows are copied: `gather` along an expanded index would copy them number by number.
         batch, kv_heads, capacity, _ = keys.shape
-        first_rows = torch.arange(batch * kv_heads, device=indices.device).view(batch, kv_heads, 1) * capacity
+        first_rows = _first_rows(batch * kv_heads, capacity, device).view(batch, kv_heads, 1)
         rows = (first_rows + indices).flatten()
         keys = keys.flatten(0, 2).index_select(0, rows).view(*indices.shape, -1)
         values = values.flatten(0, 2).index_select(0, rows).view(*indices.shape, -1)
@@ -121,6 +125,8 @@ class SelectedLayer(OwnAttention, KeptLayer):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         if self.expansion is not None:
             key, value = self._new  # the model has expanded them
+        if query.shape[2] == 1:
+            return self.step(query, key, value, softmax)
         tokens = zip(query.split(1, dim=2), key.split(1, dim=2), value.split(1, dim=2), strict=True)
         outputs = []
         for token_query, token_key, token_value in tokens:
@@ -181,10 +187,11 @@ class DenseLayer(OwnAttention, KeptLayer):
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         KeptLayer.update(self, key, value)
-        real = self.real
-        if real is None:
-            real = self.keys.new_ones(self.keys.shape[:3], dtype=torch.bool)
-        mask = visible(query.shape[2], real)
+        mask = None
+        if self.real is not None:
+            mask = visible(query.shape[2], self.real)
+        elif query.shape[2] > 1:
+            mask = visible(query.shape[2], self.keys.new_ones(self.keys.shape[:3], dtype=torch.bool))
         return grouped_attention(query, self.keys, self.values, mask, softmax)
 
 
@@ -220,7 +227,28 @@ def entries_of(state: State) -> Iterator[tuple[Tensor, Tensor, int, Tensor | Non
 
 def real_mask(padding: Tensor, length: int) -> Tensor:
     """Numbers [B] of padding entries on the left -> [B, length] bool, False for padding."""
-    return torch.arange(length, device=padding.device) >= padding[:, None]
+    return consecutive(0, length, padding.device) >= padding[:, None]
+
+
+@functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)  # a cached tensor may be used in any mode
+def consecutive(first: int, end: int, device: torch.device) -> Tensor:
+    """[end - first] int64, the numbers from `first` on, computed once for all layers of a step; do not write to it."""
+    return torch.arange(first, end, device=device)
+
+
+@functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _first_rows(heads: int, capacity: int, device: torch.device) -> Tensor:
+    """[heads] int64: where each head's entries begin in a room of `capacity` entries a head, flattened."""
+    return torch.arange(0, heads * capacity, capacity, device=device)
+
+
+@functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """[n] int64. Copied once: a copy of Python's numbers waits for the device."""
+    return torch.tensor(numbers, device=device)
 
 
 def with_expanded_latents(state: State) -> State:

@@ -13,7 +13,7 @@ from keepsight.errors import Positive, Whole
 from keepsight.runtime import registry
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.importance import top_indices
-from keepsight.runtime.sparse_read.cache import Selection
+from keepsight.runtime.sparse_read.cache import Selection, consecutive, on_device
 from keepsight.runtime.sparse_read.selection import Summaries, SummaryRead, row_starts
 
 
@@ -154,8 +154,10 @@ class TopClusters(Summaries):
         clustered, within_budget = self.best_entries(query, cluster_budgets)
 
         batch, kv_heads, _ = clustered.shape
-        sinks = clustered.new_tensor(starts)[:, None, None] + torch.arange(max(sink_counts), device=clustered.device)
-        tail = torch.arange(self._end, length, device=clustered.device)
+        sinks = consecutive(0, max(sink_counts), clustered.device).view(1, 1, -1)
+        if padding is not None:
+            sinks = sinks + padding[:, None, None]
+        tail = consecutive(self._end, length, clustered.device)
         indices = torch.cat(
             [sinks.expand(batch, kv_heads, -1), clustered, tail.expand(batch, kv_heads, -1)],
             dim=2,
@@ -181,13 +183,13 @@ class TopClusters(Summaries):
         ends = ordered_sizes.cumsum(dim=2)  # number of entries in the best clusters up to each
 
         # The n-th entry to read is in the first of these clusters that ends after n.
-        numbers = torch.arange(min(max(budgets), members.shape[2]), device=query.device)
+        numbers = consecutive(0, min(max(budgets), members.shape[2]), query.device)
         numbers = numbers.expand(*sizes.shape[:2], -1).contiguous()
         ranks = torch.searchsorted(ends, numbers, right=True).clamp(max=max(clusters - 1, 0))
         within_cluster = numbers - (ends - ordered_sizes).gather(2, ranks)
         member_index = firsts.gather(2, order.gather(2, ranks)) + within_cluster
         entries = members.gather(2, member_index.clamp(max=members.shape[2] - 1)).long()
-        real_counts = ends[..., -1:].clamp(max=numbers.new_tensor(budgets)[:, None, None])
+        real_counts = ends[..., -1:].clamp(max=on_device(tuple(budgets), query.device)[:, None, None])
         return entries, numbers < real_counts
 
     def scores(self, query: Tensor) -> Tensor:

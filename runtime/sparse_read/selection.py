@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -20,7 +21,9 @@ from keepsight.runtime.sparse_read.cache import (
     SelectedLayer,
     Selection,
     SparseRead,
+    consecutive,
     entries_of,
+    on_device,
     real_mask,
 )
 from keepsight.runtime.state import State
@@ -67,8 +70,8 @@ class TopAttention(LayerSelector):
         indices = top_indices(importance, min(max(budgets), length))
         if padding is None:
             return Selection(indices, None)
-        ranks = torch.arange(indices.shape[2], device=indices.device)
-        within_budget = ranks < indices.new_tensor(budgets)[:, None, None]
+        ranks = consecutive(0, indices.shape[2], indices.device)
+        within_budget = ranks < on_device(budgets, indices.device)[:, None, None]
         return Selection(indices, within_budget & (indices >= padding[:, None, None]))
 
 
@@ -170,7 +173,9 @@ class TopPages(Summaries):
         length = keys.shape[2] - 1
         starts = row_starts(padding)
         self.summarise(keys[:, :, :length], padding)
-        budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,) * len(starts)
+        budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,)
+        if len(budgets) < len(starts):
+            budgets = budgets * len(starts)
 
         # How many entries of the partial page, and how many full pages, each row reads.
         partial_entries = []
@@ -181,24 +186,28 @@ class TopPages(Summaries):
             partial_entries.append(partial)
             page_counts.append(min(affordable_pages, full_pages))
 
-        pages = top_indices(self.scores(query), max(page_counts), signed=True)
+        pages = top_indices(self.scores(query, length, padding), max(page_counts), signed=True)
         page_starts = pages[..., None] * self.page
         if padding is not None:
             page_starts = page_starts + padding.view(-1, 1, 1, 1)
-        within_page = torch.arange(self.page, device=pages.device)
-        page_entries = (page_starts + within_page).flatten(2)
-        tail = torch.arange(max(length - max(partial_entries), 0), length, device=pages.device)
+        page_entries = (page_starts + consecutive(0, self.page, pages.device)).flatten(2)
+        tail = consecutive(max(length - max(partial_entries), 0), length, pages.device)
         indices = torch.cat([page_entries, tail.expand(*page_entries.shape[:2], -1)], dim=2)
         if padding is None:
             return Selection(indices, None)
 
-        row_pages, row_partial = pages.new_tensor([page_counts, partial_entries])[..., None]
-        columns = torch.arange(page_entries.shape[2], device=pages.device)
-        real = torch.cat([columns < row_pages * self.page, tail >= length - row_partial], dim=1)
+        # As above, on the device: copying numbers to it would wait for it.
+        row_lengths = length - padding[:, None]
+        row_partial = row_lengths % self.page
+        affordable_entries = (on_device(budgets, pages.device)[:, None] - row_partial).clamp(min=0)
+        row_entries = torch.minimum(affordable_entries, row_lengths - row_partial)  # in full pages
+        columns = consecutive(0, page_entries.shape[2], pages.device)
+        # A page that a row can only read a part of is not read.
+        real = torch.cat([columns < row_entries // self.page * self.page, tail >= length - row_partial], dim=1)
         return Selection(indices.clamp(max=length - 1), real[:, None].expand_as(indices))
 
-    def scores(self, query: Tensor) -> Tensor:
-        """Query [B, H, 1, d] -> [B, K, P] float32, -inf for pages that a row does not have.
+    def scores(self, query: Tensor, length: int, padding: Tensor | None) -> Tensor:
+        """Query [B, H, 1, d] -> [B, K, P] float32, -inf for pages that a row of `length` entries does not have.
 
         In float32: bounds can exceed what float16 holds though no dot product does.
         """
@@ -209,10 +218,10 @@ class TopPages(Summaries):
         signed = torch.cat([grouped.clamp(min=0), grouped.clamp(max=0)], dim=3)
         with torch.autocast(query.device.type, enabled=False):
             scores = (signed @ bounds.float().mT).amax(dim=2)
-        if min(self._full_pages) == pages:
+        if padding is None or min(self._full_pages) == pages:
             return scores
-        row_pages = torch.tensor(self._full_pages, device=query.device).view(-1, 1, 1)
-        return scores.masked_fill(torch.arange(pages, device=query.device) >= row_pages, -torch.inf)
+        row_pages = (length - padding).view(-1, 1, 1) // self.page
+        return scores.masked_fill(consecutive(0, pages, query.device) >= row_pages, -torch.inf)
 
     @override
     def summarise(self, keys: Tensor, padding: Tensor | None) -> None:
@@ -242,9 +251,17 @@ class TopPages(Summaries):
         self._full_pages = full_pages
 
 
+_STARTS = WeakTensorKeyDictionary()
+"""What `row_starts` returned, by the padding that all layers of a state share."""
+
+
 def row_starts(padding: Tensor | None) -> list[int]:
-    """First real entry of each row, or of all rows."""
-    return [0] if padding is None else padding.tolist()
+    """First real entry of each row, or of all rows; the device is waited for once for each padding, not per step."""
+    if padding is None:
+        return [0]
+    if padding not in _STARTS:
+        _STARTS[padding] = padding.tolist()
+    return _STARTS[padding]
 
 
 @registry.method("quest", colour="#882255", marker="p")

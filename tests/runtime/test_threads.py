@@ -80,3 +80,26 @@ def test_tasks_answer_as_one_after_the_other(models, methods):
         return await asyncio.gather(*(asyncio.to_thread(_answer, *job) for job in jobs))
 
     assert asyncio.run(all_at_once()) == [_answer(*job) for job in jobs]
+
+
+def test_steps_attend_without_cudnn_and_prompts_with_it(models):
+    """Threads that overlap leave the setting of the process as it was."""
+    (model, _), enabled = models, torch.backends.cuda.cudnn_sdp_enabled
+    during: dict[int, set[bool]] = {}
+
+    def look(module, inputs, options):
+        during.setdefault(options["input_ids"].shape[1], set()).add(enabled())
+
+    hook = model.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        assert enabled()
+        _answer(model, None, 20)
+        assert during.pop(1) == {True}  # a plain call is the caller's own
+        during.clear()
+        _answer(model, make_method("snapkv", 16, window=8), 20)
+        assert during == {80: {True}, 1: {False}}
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda seed: _answer(model, make_method("snapkv", 16, window=8), seed), range(8)))
+        assert enabled()
+    finally:
+        hook.remove()

@@ -10,7 +10,20 @@ from keepsight.eval.bench.eviction import STEPS, count, operators_of, operators_
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.layer import RaggedLayer
-from keepsight.runtime.methods import H2O, TOVA, AdaKV, Kivi, LookaheadKV, PyramidKV, SnapKV, SpeCache, StreamingLLM
+from keepsight.runtime.methods import (
+    H2O,
+    TOVA,
+    AdaKV,
+    ClusterKV,
+    ExactTopK,
+    Kivi,
+    LookaheadKV,
+    PyramidKV,
+    Quest,
+    SnapKV,
+    SpeCache,
+    StreamingLLM,
+)
 from keepsight.runtime.state import read
 from tests.models.modules import random_module, save
 from tests.tiny import prompt_ids, tiny_model
@@ -39,6 +52,10 @@ KNOWN: dict[str, tuple[Callable[[], object], int, int]] = {
     "tolist": (lambda: X.tolist(), 0, 1),
     "a comparison": (lambda: torch.equal(X, X), 1, 1),
     "nonzero": (lambda: X.nonzero(), 1, 1),
+    "numbers copied to a device": (lambda: torch.tensor([1, 2], device="cpu"), 0, 1),
+    "numbers that become a tensor like another": (lambda: PLACES.new_tensor([1, 2]), 0, 1),
+    "numbers that stay on the CPU": (lambda: torch.tensor([1, 2]), 0, 0),
+    "no numbers": (lambda: torch.tensor([], device="cpu"), 0, 0),
     "a boolean index": (lambda: X[MASK], 1, 1),
     "writing at a boolean index": (lambda: X.clone().index_put_((MASK,), X[0]), 2, 1),
     "an index": (lambda: X[PLACES], 1, 0),
@@ -116,3 +133,24 @@ def test_packed_entries_are_read_by_one_set_of_operators(name: str) -> None:
     short, long = (operators_of(model, method, prompt_ids(length)[0])["decode"] for length in (90, 1090))
     assert short == long
     assert long.operators <= most * LAYERS and long.syncs == 0
+
+
+SPARSE = {
+    "exact_topk": (ExactTopK(64), 16),
+    "quest": (Quest(64, dense_layers=0), 20),
+    "clusterkv": (ClusterKV(64, dense_layers=0), 33),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_step_that_reads_few_entries_waits_for_nothing_and_runs_few_operators(model: Any, name: str) -> None:
+    """Also in a batch of padded rows, which read entries of their own; at most so many operators a layer more."""
+    method, more = SPARSE[name]
+    plain = operators_of_plain_step(model, prompt_ids(300)[0]).operators
+    found = operators_of(model, method, prompt_ids(300)[0])["decode"]
+    assert found.syncs == 0
+    assert found.operators <= plain + more * LAYERS
+
+    ids, mask = prompt_ids(300, 211)
+    state, _ = read(model, method.start(model, ids, mask).unrecorded(), ids[:, -1:])  # reads the padding once
+    assert count(lambda: read(model, state, ids[:, -1:])).syncs == 0
