@@ -15,6 +15,7 @@ from keepsight.runtime.methods.geometry import CriticalAdaKV as CriticalAdaKV
 from keepsight.runtime.methods.geometry import CriticalKV as CriticalKV
 from keepsight.runtime.methods.geometry import CurDKV as CurDKV
 from keepsight.runtime.methods.geometry import KeyDiff as KeyDiff
+from keepsight.runtime.methods.lagkv import LagKV as LagKV
 from keepsight.runtime.methods.laq import LAQ as LAQ
 from keepsight.runtime.methods.laq import LAQPlus as LAQPlus
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV as LookaheadKV
@@ -22,6 +23,7 @@ from keepsight.runtime.methods.positions import KeyNorm as KeyNorm
 from keepsight.runtime.methods.positions import LaCache as LaCache
 from keepsight.runtime.methods.positions import RandomEntries as RandomEntries
 from keepsight.runtime.methods.positions import StreamingLLM as StreamingLLM
+from keepsight.runtime.methods.qfilters import QFilters as QFilters
 from keepsight.runtime.methods.reconstruction import KVgrad as KVgrad
 from keepsight.runtime.methods.reconstruction import KVzip as KVzip
 from keepsight.runtime.methods.reconstruction import KVzipPlus as KVzipPlus

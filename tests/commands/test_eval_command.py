@@ -110,7 +110,7 @@ def test_all_methods_are_those_that_can_be_made(
     assert main(last_of_each_key(["eval", *given, "methods=[all,{name: kivi, group: 8}]"])) == 0
     printed, said = capsys.readouterr()
     (line,) = [each for each in said.splitlines() if each.startswith("methods=all leaves out ")]
-    scored = "kvzap, fastkvzip, trimkv, dbtrimkv, locret, dms, restorekv: needs scorer=FILE_FOLDER_OR_HUB_ID"
+    scored = "kvzap, fastkvzip, trimkv, dbtrimkv, locret, dms, qfilters, restorekv: needs scorer=FILE_FOLDER_OR_HUB_ID"
     assert scored in line and "r2c: option 'relevance' is missing" in line
     assert "specontext: needs retrieval=FOLDER_OR_HUB_ID; train one with train_retrieval_head.py" in line
     ran = {row["method"] for row in rows_without_times(here / "out")}
@@ -433,9 +433,9 @@ def test_of_all_methods_those_that_refuse_a_prompt_are_left_out(
 ) -> None:
     """Named alone, such a method ends the run before anything is measured."""
     monkeypatch.setattr(variants, "METHODS", {"snapkv": SnapKV})
-    wide = "{name: truncation, window: 200, label: wide}"
+    wide = "{name: truncation, window: 300, label: wide}"
     given = [*NEEDLES, "samples=1", "budgets=[0.25]", "pages=0"]
-    said = "Truncation: budget 0.25 (here 64 tokens) must be above the window of 200 tokens"
+    said = "Truncation: a prompt of 257 tokens is shorter than the window of 300"
     assert f"wide at budget 0.25 was left out: {said}" in keepsight("eval", *TINY, *given, f"methods=[all,{wide}]")
     assert [row["method"] for row in read_jsonl(here / "out" / "results.jsonl")] == ["full", "snapkv"]
     assert keepsight.fails("eval", *TINY, *given, f"methods=[snapkv,{wide}]", "out=other").startswith(said)
