@@ -116,7 +116,9 @@ def test_the_report_fits_any_window(page: Page, folder: Path, width: int) -> Non
     largest = page.run("Math.max(...[...document.querySelectorAll('.panel svg')].map((each) => each.clientWidth))")
     assert 240 <= smallest <= largest <= 400
     agreements = "[...document.querySelectorAll('#table-overall [data-label=\"top-1 agreement\"]')]"
+    page.run("document.querySelectorAll('.sort input').forEach((box) => { if (!box.checked) box.click(); })")
     assert page.run(f"{agreements}.filter((each) => each.offsetWidth).length") == 1 + 2 * len(METHODS)
+    assert page.overflowing() == []
 
 
 def _column(page: Page, label: str, table: str = "overall") -> list[str]:
@@ -267,3 +269,17 @@ def test_the_leaderboard_filters_and_sorts(page: Page, tmp_path: Path) -> None:
     page.run(choose % ("test", "all_ruler", "change"))
     page.run(choose % ("name", "lookahead", "input"))
     assert page.run(names) and all("lookahead" in name for name in page.run(names))
+
+
+def test_a_phone_shows_the_first_columns_and_a_table_of_contents(page: Page, folder: Path) -> None:
+    page.open(folder / "report.html", 400)
+    headings = page.run("[...document.querySelectorAll('main > h2')].map((heading) => heading.id)")
+    assert page.run("[...document.querySelectorAll('#contents a')].map((link) => link.hash.slice(1))") == headings
+    shown = "[...document.querySelectorAll('#table-overall tbody tr:first-child td')].filter((cell) => cell.offsetParent)"
+    first = page.run(f"{shown}.map((cell) => cell.dataset.label)")
+    assert first == ["budget", "method", "score", "excess NLL"]
+    height = "document.getElementById('table-overall').offsetHeight"
+    short = page.run(height)
+    page.run("[...document.querySelectorAll('.sort input')].forEach((box) => box.click())")
+    assert len(page.run(f"{shown}.map((cell) => cell.dataset.label)")) > 8
+    assert page.run(height) > 1.5 * short
