@@ -275,7 +275,8 @@ def test_a_phone_shows_the_first_columns_and_a_table_of_contents(page: Page, fol
     page.open(folder / "report.html", 400)
     headings = page.run("[...document.querySelectorAll('main > h2')].map((heading) => heading.id)")
     assert page.run("[...document.querySelectorAll('#contents a')].map((link) => link.hash.slice(1))") == headings
-    shown = "[...document.querySelectorAll('#table-overall tbody tr:first-child td')].filter((cell) => cell.offsetParent)"
+    cells = "[...document.querySelectorAll('#table-overall tbody tr:first-child td')]"
+    shown = f"{cells}.filter((cell) => cell.offsetParent)"
     first = page.run(f"{shown}.map((cell) => cell.dataset.label)")
     assert first == ["budget", "method", "score", "excess NLL"]
     height = "document.getElementById('table-overall').offsetHeight"
