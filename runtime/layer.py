@@ -452,6 +452,8 @@ class RaggedLayer(OwnAttention, KeptLayer):
 
     def packed(self) -> tuple[Tensor, Tensor]:
         """Keys and values [total, d] without room."""
+        if self.appended == 0 and self.keys.shape[2] == self.counts.sum():  # there is no room
+            return self.keys[0, 0], self.values[0, 0]
         spans = self._spans()
         keys = torch.cat([self.keys[0, 0].narrow(0, *span) for span in spans])
         values = torch.cat([self.values[0, 0].narrow(0, *span) for span in spans])

@@ -239,6 +239,7 @@ class StaticStep:
         taken: [1] int64, how many of them were chosen before all rows had ended.
         logits: [B, V] float32, of the latest token that was read.
         chosen_from: [B, V] float32, what the latest token of `taken` was chosen from.
+        key: What its graph depends on; None without a graph.
     """
 
     @torch.inference_mode(False)  # later answers may be decoded outside of it
@@ -254,6 +255,7 @@ class StaticStep:
 
         self.capacity = capacity
         self.choice = choice
+        self.key: Any = None
         self.in_kernel = ragged_kernel.usable(layer.keys, layer.values)
         self.keys = layer.keys.new_zeros(capacity.entries, layer.keys.shape[3])
         self.values = layer.values.new_zeros(capacity.entries, layer.values.shape[3])
@@ -267,10 +269,10 @@ class StaticStep:
         self.token = integers(rows)
         self.positions = integers(rows, 1)
         self.mask = torch.ones(rows, 1, 1, 1, dtype=torch.bool, device=device)
-        self.logits = torch.zeros_like(state.logits)
+        self.logits = state.logits.new_zeros(rows, state.logits.shape[1])
         self.cache = Cache(layers=[StaticLayer(self, index) for index in range(layers)])
         if choice is not None:
-            self.chosen_from = torch.zeros_like(state.logits)
+            self.chosen_from = torch.zeros_like(self.logits)
             self.answer = integers(rows, capacity.tokens)
             self.taken = integers(1)
             self.limit = integers(1)
@@ -280,16 +282,21 @@ class StaticStep:
             self.is_valid = torch.ones(1, dtype=torch.bool, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._tokens = 0  # that the answer may have
+        self._first_places = np.zeros((layers, heads), np.int64)  # as `starts`, for the CPU
+        self._counts = np.zeros((layers, heads), np.int64)  # entries of each head when they were loaded
 
     @property
     def nbytes(self) -> int:
         """Bytes of its largest buffers."""
-        return buffer_bytes(self.keys, self.values, self.logits, self.capacity)
+        return buffer_bytes(self.keys, self.values, self.logits.shape[1], self.capacity)
 
     def load(self, state: State, tokens: int, *, pad_token: int = 0, end_tokens: Sequence[int] = ()) -> None:
-        """Copy a state's entries, logits and positions, for an answer of at most `tokens` tokens."""
+        """Copy a state's entries, logits and positions, for an answer of at most `tokens` tokens.
+
+        Rows of the buffers beyond those of the state have no entries.
+        """
         state.require_unchanged()
-        counts = head_counts(state)
+        counts = head_counts(state, self.capacity.rows)
         starts = first_places(counts, tokens, self.in_kernel, self.capacity.longest)
         device = self.keys.device
         for index, layer in enumerate(state.layers):
@@ -299,6 +306,8 @@ class StaticStep:
             self.values.index_copy_(0, places, values)
         self.starts.copy_(torch.from_numpy(starts))
         self.free.copy_(torch.from_numpy(starts + counts))
+        self._first_places = starts
+        self._counts = counts
         self._tokens = tokens
         if self.choice is not None:
             self.pad_token.fill_(pad_token)
@@ -307,9 +316,11 @@ class StaticStep:
 
     def _begin(self, state: State) -> None:
         """Set all that a step changes but entries."""
+        rows = len(state.logits)
         self.appended.zero_()
-        self.logits.copy_(state.logits)
-        self.positions.copy_((state.lengths + state.rope_offset)[:, None])
+        self.logits[:rows].copy_(state.logits)
+        self.positions[:rows].copy_((state.lengths + state.rope_offset)[:, None])
+        self.positions[rows:].zero_()
         if self.choice is not None:
             self.chosen_from.copy_(state.logits)
             self.taken.zero_()
@@ -406,6 +417,14 @@ class StaticStep:
                 break
         return self.answer[:, : int(self.taken)].clone()
 
+    def packed(self, index: int, rows: Sequence[int], appended: int) -> tuple[Tensor, Tensor, Counts]:
+        """Some rows' entries of a layer, with `appended` tokens: keys and values [total, d], and counts [rows, K]."""
+        shape = (self.capacity.rows, -1)
+        starts = self._first_places[index].reshape(shape)[[*rows]]
+        counts = self._counts[index].reshape(shape)[[*rows]] + appended
+        places = torch.from_numpy(_runs(starts.ravel(), counts.ravel())).to(self.keys.device, non_blocking=True)
+        return self.keys.index_select(0, places), self.values.index_select(0, places), counts
+
     def after(self, state: State, answer: Tensor) -> State:
         """The loaded state after the tokens read of `answer` [B, T] int64, all but the last; its cache grows."""
         count = answer.shape[1] - 1
@@ -425,10 +444,12 @@ class StaticStep:
         )
 
 
-def head_counts(state: State) -> Counts:
-    """[L, B x K] int64: entries of each layer, row and KV head, padding left out."""
+def head_counts(state: State, rows: int = 0) -> Counts:
+    """[L, B x K] int64: entries of each layer, row and KV head, padding left out; 0 for rows beyond the state's."""
     sizes = [torch.as_tensor(layer.head_sizes()).flatten() for layer in state.layers]
-    return torch.stack(sizes).cpu().numpy()
+    counts = torch.stack(sizes).cpu().numpy()
+    heads = max(rows, len(state.lengths)) * state.layers[0].kv_heads
+    return np.pad(counts, ((0, 0), (0, heads - counts.shape[1])))
 
 
 def first_places(counts: Counts, tokens: int, in_kernel: bool, longest: int) -> Counts:
@@ -445,21 +466,22 @@ def _runs(starts: Counts, counts: Counts) -> Counts:
     return np.repeat(starts - before, counts) + np.arange(counts.sum())
 
 
-def capacity_of(state: State, tokens: int) -> Capacity:
-    """The sizes of a step for a state and an answer of at most `tokens` tokens."""
-    counts = head_counts(state)
+def capacity_of(state: State, tokens: int, rows: int = 0) -> Capacity:
+    """The sizes of a step for a state and an answer of at most `tokens` tokens, with at least so many rows."""
+    counts = head_counts(state, rows)
     longest = rounded(int(counts.max()) + tokens)
     layer = state.layers[0]
     entries = counts.size * longest
     if ragged_kernel.usable(layer.keys, layer.values):
         entries = rounded(int(counts.sum()) + counts.size * tokens)
-    return Capacity(len(state.lengths), entries, longest, rounded(tokens))
+    return Capacity(max(rows, len(state.lengths)), entries, longest, rounded(tokens))
 
 
-def buffer_bytes(keys: Tensor, values: Tensor, logits: Tensor, capacity: Capacity) -> int:
+def buffer_bytes(keys: Tensor, values: Tensor, vocabulary: int, capacity: Capacity) -> int:
     """Bytes of a step's pool and logits, for entries like `keys` and `values` [..., d]."""
     entry_bytes = keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size()
-    return capacity.entries * entry_bytes + 4 * logits.nbytes  # logits, what was chosen from, scores, probabilities
+    logits_bytes = capacity.rows * vocabulary * 4
+    return capacity.entries * entry_bytes + 4 * logits_bytes  # logits, what was chosen from, scores, probabilities
 
 
 # Graphs that requests share
@@ -494,11 +516,7 @@ def static_step(
         yield None
         return
     base: Any = model
-    reason = reason_against(model, state)
-    if reason is None and not without_graph:
-        reason = reason_against_graph(base, state)
-    if reason is not None:
-        _log_once(reason)
+    if not _is_possible(base, state, without_graph):
         yield None
         return
 
@@ -511,13 +529,39 @@ def static_step(
         yield step
         return
 
-    key = (capacity, None if choice is None else choice.key, _shapes(state), _fingerprint(base))
-    graph_step = _taken_or_captured(base, state, key, capacity, choice, tokens, pad_token, end_tokens)
+    graph_step = _taken_or_captured(base, state, capacity, choice, tokens, pad_token, end_tokens)
     try:
         yield graph_step
     finally:
         if graph_step is not None:
-            _give_back(base, key, graph_step)
+            give_back(base, graph_step)
+
+
+def borrowed_step(
+    model: PreTrainedModel, state: State, tokens: int, rows: int, *, without_graph: bool = False
+) -> StaticStep | None:
+    """A loaded step that reads tokens chosen elsewhere, until `give_back`; None where there is none.
+
+    It has room for `tokens` tokens of each row, and buffers of `rows` rows. See `static_step`.
+    """
+    if not (without_graph or _graphs_are_on(state)) or not _is_possible(model, state, without_graph):
+        return None
+    capacity = capacity_of(state, tokens, rows)
+    if not without_graph:
+        return _taken_or_captured(model, state, capacity, None, tokens, 0, [])
+    step = StaticStep(state, capacity, None)
+    step.load(state, tokens)
+    return step
+
+
+def _is_possible(model: Any, state: State, without_graph: bool) -> bool:
+    """Whether the steps after a state can be static; what stands against it is logged once."""
+    reason = reason_against(model, state)
+    if reason is None and not without_graph:
+        reason = reason_against_graph(model, state)
+    if reason is not None:
+        _log_once(reason)
+    return reason is None
 
 
 def _graphs_are_on(state: State) -> bool:
@@ -545,14 +589,14 @@ def _fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
 def _taken_or_captured(
     model: PreTrainedModel,
     state: State,
-    key: Any,
     capacity: Capacity,
     choice: Choice | None,
     tokens: int,
     pad_token: int,
     end_tokens: Sequence[int],
 ) -> StaticStep | None:
-    """The model's step of this key, or a new one, loaded; None where there is none and none is captured."""
+    """The model's step of these sizes, or a new one, loaded; None where there is none and none is captured."""
+    key = (capacity, None if choice is None else choice.key, _shapes(state), _fingerprint(model))
     with _LOCK:
         graphs = _GRAPHS.setdefault(model, OrderedDict())
         has_failed = key in graphs and graphs[key] is None
@@ -563,11 +607,13 @@ def _taken_or_captured(
     if has_failed or tokens < LEAST_TOKENS:
         return None
     layer = state.layers[0]
-    if buffer_bytes(layer.keys, layer.values, state.logits, capacity) > _USED_SHARE * _memory(layer.keys.device)[0]:
+    free, _ = _memory(layer.keys.device)
+    if buffer_bytes(layer.keys, layer.values, state.logits.shape[1], capacity) > _USED_SHARE * free:
         _log_once("its buffers would take more than half of the free memory")
         return None
     try:
         step = StaticStep(state, capacity, choice)
+        step.key = key
         step.load(state, tokens, pad_token=pad_token, end_tokens=end_tokens)
         step.capture(model, state)
     except torch.OutOfMemoryError:
@@ -581,12 +627,12 @@ def _taken_or_captured(
     return step
 
 
-def _give_back(model: PreTrainedModel, key: Any, step: StaticStep) -> None:
+def give_back(model: PreTrainedModel, step: StaticStep) -> None:
     """Keep a step for later answers, and drop the earliest ones where there are too many or they are too large."""
     _, total = _memory(step.keys.device)
     with _LOCK:
         graphs = _GRAPHS.setdefault(model, OrderedDict())
-        graphs[key] = step
+        graphs[step.key] = step
         kept_bytes = sum(other.nbytes for other in graphs.values() if other is not None)
         while len(graphs) > MOST_GRAPHS or kept_bytes > total * _KEPT_SHARE:
             _, dropped = graphs.popitem(last=False)

@@ -30,6 +30,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, end_ids, generate
 from keepsight.runtime.join import can_join, join, take_rows
 from keepsight.runtime.state import State, must_restart, read
+from keepsight.runtime.static_batch import StaticBatch
 from keepsight.serving.sampling import TokenLogprob, token_logprob
 
 _PROBE_TOKENS = 512
@@ -219,7 +220,8 @@ class Engine:
     """Answers requests in one batch of at most `rows` answers, each evicted from by the method.
 
     At most `waiting` requests wait; prompts are no longer than `max_prompt_tokens`, by default the model's context. A
-    `UserError` if states of this method cannot be decoded in a batch.
+    `UserError` if states of this method cannot be decoded in a batch. Steps are a CUDA graph's where `generate`'s are;
+    with `static` they are the same without a graph, on any device, for tests.
 
     Attributes:
         context: The model's context in tokens.
@@ -228,7 +230,14 @@ class Engine:
     """
 
     def __init__(
-        self, model: PreTrainedModel, method: Method, *, rows: int = 16, waiting: int = 64, max_prompt_tokens: int = 0
+        self,
+        model: PreTrainedModel,
+        method: Method,
+        *,
+        rows: int = 16,
+        waiting: int = 64,
+        max_prompt_tokens: int = 0,
+        static: bool = False,
     ) -> None:
         self.model = model
         self.method = method
@@ -241,6 +250,7 @@ class Engine:
         self._batch: list[_Row] = []
         self._is_prefilling = False
         self._state: State | None = None
+        self._static = StaticBatch(model, without_graph=static)
         self._wake = threading.Condition()
         self._is_closed = False
         self._refusal: str | None = None  # why no more requests are taken
@@ -375,7 +385,7 @@ class Engine:
     def kv_bytes(self) -> int:
         """Bytes of the batch's keys and values, with their padding if there is any."""
         state = self._state  # the engine's thread may set it to None meanwhile
-        return 0 if state is None else state.kv_bytes
+        return 0 if state is None else state.kv_bytes + self._static.nbytes
 
     def __enter__(self) -> "Engine":
         self._thread = threading.Thread(target=self._serve, name="keepsight-engine", daemon=True)
@@ -431,6 +441,7 @@ class Engine:
             self._end(row.job, reason, error)
         self._batch = []
         self._state = None
+        self._static.drop()
 
     def _admit(self) -> None:
         """Read the prompt of the next request, and let it join the batch."""
@@ -445,6 +456,7 @@ class Engine:
             rows, state = self._prefill(job)
             states = [state] * len(rows)
             if self._state is not None:
+                self._state = self._static.settled(self._state)
                 states.insert(0, self._state)
             self._state = join(states)
             self._batch += rows
@@ -539,6 +551,11 @@ class Engine:
 
         Where that fails, the request fails alone, and leaves the batch. None where none is left.
         """
+        if self._static.is_full:
+            state = self._static.settled(state)
+        after = self._static.read(state, tokens)
+        if after is not None:
+            return after
         if not must_restart(self.model, state, 1):
             return read(self.model, state, tokens)[0]
 
@@ -594,9 +611,10 @@ class Engine:
             return
         self._batch = [self._batch[index] for index in rows]
         if rows and self._state is not None:
-            self._state = take_rows(self._state, rows)
+            self._state = self._static.keep(self._state, rows) or take_rows(self._state, rows)
         else:
             self._state = None
+            self._static.drop()
 
     def _end_group(self, job: Job, reason: str, error: Exception | None = None) -> None:
         for member in job.group:

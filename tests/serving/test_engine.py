@@ -8,11 +8,12 @@ import torch
 
 from keepsight import LAQ, AdaKV, KVzip, SnapKV
 from keepsight.errors import UserError
-from keepsight.runtime import join
+from keepsight.runtime import join, static_batch, static_step
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.generate import FullCache, generate
 from keepsight.runtime.methods import SpeCache
 from keepsight.runtime.methods.reconstruction import Reconstruction
+from keepsight.runtime.static_step import StaticStep
 from keepsight.serving import engine as engines
 from keepsight.serving.engine import Busy, Closed, Engine, Job, TooLong
 from tests.families import family_model
@@ -56,6 +57,51 @@ def test_answers_are_those_of_generate_alone(method):
     assert {job.reason for job in jobs} <= {"stop", "length"} and engine.load == (0, 0) and engine.kv_bytes == 0
     budget = getattr(method, "budget", 1 << 20)
     assert [job.kept for job in jobs] == pytest.approx([min(length, budget) for length in LENGTHS], abs=8)
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_static_steps_answer_alike_while_rows_join_and_leave(method, monkeypatch):
+    """Also where a stretch is used up in the middle of answers. Rows of the buffers are powers of two."""
+    monkeypatch.setattr(static_batch, "STRETCH", 5)
+    loaded: list[StaticStep] = []
+    load = StaticStep.load
+
+    def count_load(step: StaticStep, *args: Any, **options: Any) -> None:
+        loaded.append(step)
+        load(step, *args, **options)
+
+    monkeypatch.setattr(StaticStep, "load", count_load)
+    monkeypatch.setattr("keepsight.serving.engine.read", None)  # every token is read by a static step
+    model = tiny_model()
+    engine = Engine(model, method, rows=3, static=True)
+    jobs = [Job(ids, max_new_tokens=4 + 5 * (place % 3)) for place, ids in enumerate(prompts(*LENGTHS))]
+    jobs += [Job(ids, seed=3, do_sample=True, temperature=0.8, max_new_tokens=9) for ids in prompts(55)]
+    for job in jobs:
+        engine.submit(job)
+    run(engine)
+    answers = [alone(model, method, job.ids, job.seed, **job.options) for job in jobs]
+    assert [job.result(0) for job in jobs] == answers
+    assert {step.capacity.rows for step in loaded} == {1, 2, 4}
+    assert engine.kv_bytes == 0
+
+
+def test_a_server_captures_a_graph_for_each_size_not_for_each_batch(monkeypatch):
+    """What it would capture on a GPU; here the steps run one operator after another."""
+    captured: list[StaticStep] = []
+    monkeypatch.setattr(StaticStep, "capture", lambda step, model, state: captured.append(step))
+    monkeypatch.setattr(static_step, "_memory", lambda device: (2**30, 2**30))
+    monkeypatch.setattr(static_step, "_graphs_are_on", lambda state: True)
+    monkeypatch.setattr(static_step, "reason_against_graph", lambda model, state: None)
+    model, method = tiny_model(), METHODS["ragged"]
+    engine = Engine(model, method, rows=3)
+    for _ in range(2):
+        jobs = [Job(ids, max_new_tokens=4 + 5 * (place % 3)) for place, ids in enumerate(prompts(*LENGTHS))]
+        for job in jobs:
+            engine.submit(job)
+        run(engine)
+        assert [job.result(0) for job in jobs] == [alone(model, method, job.ids, **job.options) for job in jobs]
+    sizes = [step.capacity for step in captured if step.choice is None]
+    assert len(sizes) == len(set(sizes)) and {size.rows for size in sizes} == {1, 2, 4}
 
 
 @pytest.mark.parametrize("method", [SnapKV(24, window=8), AdaKV(24, window=8)], ids=["dense", "ragged"])
