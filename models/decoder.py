@@ -153,14 +153,37 @@ def context_of(model: PreTrainedModel) -> int:
     return max(config_length, int(stretched))
 
 
+def scored_config(config: Any) -> Any:
+    """The configuration of a text model's layers with full attention.
+
+    In Gemma 4 they have wider heads than the others, and in its 12B fewer KV heads. Where layers differ, the model's
+    configuration refuses to name one number for all.
+    """
+    config = config.get_text_config(decoder=True)
+    scored = full_attention_layers(config)
+    if not getattr(config, "is_heterogeneous", False) or not scored:  # transformers before 5.20 has one configuration
+        return config
+    return config.per_layer_config[scored[0]]
+
+
+def norm_epsilon(config: Any) -> float:
+    """The epsilon of a text model's norms, from its configuration; 1e-6 where it names none."""
+    for name in ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps"):
+        epsilon = getattr(config, name, None)
+        if epsilon is not None:
+            return float(epsilon)
+    return 1e-6
+
+
 def head_width(config: Any) -> int:
-    """Dimensions of one attention head, from the configuration of a text model."""
+    """Dimensions of one attention head of the layers with full attention, from the configuration of a text model."""
+    config = scored_config(config)
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def cached_kv_heads(model: PreTrainedModel) -> int:
-    """KV heads of the cache; with latent attention (MLA), the query heads."""
-    config = model.config.get_text_config(decoder=True)
+    """KV heads of the layers with full attention; with latent attention (MLA), the query heads."""
+    config = scored_config(model.config)
     kv_heads = None if has_latents(model) else getattr(config, "num_key_value_heads", None)
     return int(kv_heads or config.num_attention_heads)
 

@@ -26,7 +26,7 @@ from keepsight.errors import UserError, one_line
 from keepsight.files import at_home, read_json, write_json
 from keepsight.models.artifacts import LARGEST_SIZE, Artifact, check_digest, load_weights, read_tensors, write_tensors
 from keepsight.models.card import CardBasics, Provenance, example, metrics_table, write_card
-from keepsight.models.decoder import FULL, cached_kv_heads, full_attention_layers, input_shape
+from keepsight.models.decoder import FULL, cached_kv_heads, full_attention_layers, input_shape, norm_epsilon
 from keepsight.models.draft_head import DraftHead, HeadRotaryEmbedding, default_feature_layers, normed_features
 
 WEIGHTS = "retrieval_head.safetensors"
@@ -351,7 +351,7 @@ class RetrievalHead(nn.Module, Artifact):
                 num_attention_heads=config.num_attention_heads,
                 num_key_value_heads=cached_kv_heads(model),
                 head_dim=config.hidden_size // config.num_attention_heads // 2 * 2,
-                rms_norm_eps=config.rms_norm_eps,
+                rms_norm_eps=norm_epsilon(config),
                 max_position_embeddings=trained,
                 rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
                 groups=groups,

@@ -22,6 +22,7 @@ from typing_extensions import Self, override
 from keepsight.errors import UserError, one_line
 from keepsight.files import at_home, read_json
 from keepsight.models.artifacts import as_weights, check_repo_id, hub_errors, read_tensors, unpickled
+from keepsight.models.decoder import norm_epsilon
 from keepsight.models.identity import tensors_digest
 
 _SAFE = ("*.safetensors",)
@@ -321,7 +322,7 @@ def _neurons(weights: Weights, attention: Any, hidden: Tensor) -> Tensor:
     norm = weights.get("self_attn.q_norm.weight")
     if norm is not None:
         width = first_heads.shape[-1]
-        first_heads = functional.rms_norm(first_heads.float(), (width,), norm.float(), _norm_epsilon(attention))
+        first_heads = functional.rms_norm(first_heads.float(), (width,), norm.float(), norm_epsilon(attention.config))
     return first_heads[..., -1]
 
 
@@ -332,10 +333,6 @@ def _projected(weights: Weights, attention: Any, hidden: Tensor) -> Tensor:
     states = (normalised * weights["self_attn.dms_proj_alpha_norm.weight"].float()).to(hidden.dtype)
     bias = weights.get("self_attn.dms_proj_alpha.bias")
     return functional.linear(states, weights["self_attn.dms_proj_alpha.weight"], bias)
-
-
-def _norm_epsilon(attention: Any) -> float:
-    return float(getattr(attention.config, "rms_norm_eps", 1e-6))
 
 
 def _first_of(content: Mapping[str, Any], *names: str) -> Any:

@@ -127,7 +127,7 @@ def save_state(
         )
     file = _file(path)
     tensors = _tensors_of(state)
-    state_shape = _shape_of_tensors(tensors)
+    state_shape = _shape_of_tensors(tensors, full_attention_layers(model.config))
     model_shape = _shape_of_model(model)
     if state_shape != model_shape:
         raise UserError(
@@ -260,9 +260,11 @@ def _shape_of_model(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def _shape_of_tensors(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The shape of the state of these tensors, as `_shape_of_model` gives it for a model."""
+def _shape_of_tensors(tensors: dict[str, Tensor], scored: list[int]) -> dict[str, Any]:
+    """The shape of the state of these tensors, as `_shape_of_model` gives it for a model of these `scored` layers."""
     keys = next(tensor for name, tensor in tensors.items() if name.endswith(".keys"))
+    if scored:  # bounded layers may have other heads
+        keys = tensors.get(f"layers.{scored[0]}.keys", keys)
     return {
         "layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}),
         "kv_heads": keys.shape[1],

@@ -129,7 +129,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma4_text",
         _MIXED
         | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
-        | {"global_head_dim": 8},
+        | {"global_head_dim": 16},  # layers with full attention have wider heads
     ),
     "GPT-2": ("gpt2", {"num_key_value_heads": 4, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
     "StableLM": ("stablelm", {"partial_rotary_factor": 0.5}),

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.files import size_text
-from keepsight.models.decoder import cached_kv_heads, has_latents, head_width
+from keepsight.models.decoder import cached_kv_heads, full_attention_layers, has_latents, head_width
 from keepsight.runtime.layer import GROWTH, ROOM
 
 
@@ -29,7 +29,7 @@ class MemoryPlan:
         limit: Bytes of device memory.
         weights: Bytes of the base model's weights.
         head: Bytes of the retrieval head's weights.
-        layers: Number of the base model's layers.
+        layers: Number of the base model's layers with full attention; others keep little, which is not counted.
         kv_heads: KV heads per layer.
         head_dim: Dimensions of a key, and of a value.
         requests: Rows in a batch.
@@ -184,7 +184,7 @@ def plan_for(
         limit=limit,
         weights=sum(parameter.nbytes for parameter in model.parameters()),
         head=head,
-        layers=config.num_hidden_layers,
+        layers=len(full_attention_layers(config)),
         kv_heads=cached_kv_heads(model),
         head_dim=head_width(config),
         requests=requests,

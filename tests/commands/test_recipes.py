@@ -13,6 +13,7 @@ from keepsight.commands.parse import parse
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import make_method
 from tests.commands.commands import CommandLine
+from tests.commands.test_planned_recipes import PUBLISHED
 from tests.families import fresh_model
 from tests.tiny import prompt_ids, tiny_tokenizer
 from tests.train.runs import write_data
@@ -61,7 +62,7 @@ def overrides(section: str) -> list[str]:
 
 def test_those_of_one_architecture_differ_in_the_model_alone() -> None:
     """So that what is trained below, with the first of them, stands for all."""
-    assert {path.stem for path in FOLDER.glob("*.yaml")} - {"demo"} == FAMILY_OF.keys()
+    assert {path.stem for path in FOLDER.glob("*.yaml")} - {"demo"} == FAMILY_OF.keys() | PUBLISHED.keys()
     for name in FAMILY_OF.keys() - OWN_SETTINGS:
         first, own = (parse(UsesMethods, [f"recipe={each}"]) for each in (FIRST_OF[FAMILY_OF[name]], name))
         assert replace(own, model=replace(own.model, id=first.model.id)) == first, name
