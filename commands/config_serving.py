@@ -74,6 +74,8 @@ class Serve(Evicting):
         rows: Maximum number of answers decoded at the same time.
         waiting: Maximum number of waiting requests; further ones get HTTP 429.
         max_prompt_tokens: Longest prompt in tokens; 0 for the model's context.
+        prefill_tokens: Tokens of a new prompt that are read between two steps of running answers; fewer make streams
+            smoother and first tokens later. 0 reads whole prompts.
         max_new_tokens: Longest answer in tokens.
         max_budget: Largest budget that a request may choose by {"keepsight": {"budget": ...}}; budget by default.
         max_bytes: Largest request body in bytes.
@@ -103,6 +105,7 @@ class Serve(Evicting):
     rows: PositiveInt = 16
     waiting: PositiveInt = 64
     max_prompt_tokens: NonNegativeInt = 0
+    prefill_tokens: NonNegativeInt = 256
     max_new_tokens: PositiveInt = 1024
     max_budget: int | float | None = None
     max_bytes: PositiveInt = 1 << 24

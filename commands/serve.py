@@ -97,6 +97,7 @@ def run(config: Config) -> None:
             rows=config.rows,
             waiting=config.waiting,
             max_prompt_tokens=config.max_prompt_tokens,
+            prefill_tokens=config.prefill_tokens,
         )
         if config.max_budget is not None:
             try:

@@ -625,6 +625,10 @@ class Method(CustomGenerate):
     def check_model(self, model: PreTrainedModel) -> None:
         """Refuse (`UserError`) a model, loaded or on the meta device, that this method cannot run on."""
 
+    def reads_chunks(self) -> bool:
+        """Whether it can read a prompt in several passes."""
+        return True
+
     @abstractmethod
     def start(
         self,
@@ -633,6 +637,7 @@ class Method(CustomGenerate):
         mask: Tensor | None = None,
         *,
         chunk: int | None = None,
+        between: Callable[[], None] | None = None,
         images: Images | None = None,
     ) -> State:
         """Read a prompt and return the state to answer from.
@@ -642,6 +647,7 @@ class Method(CustomGenerate):
             input_ids: [B, N] int64, padded on the left.
             mask: [B, N], 0 for padding; None when no row is padded.
             chunk: Tokens per forward pass of the prefill; None for the whole prompt in one.
+            between: Called between two of these passes.
             images: Images in the prompts; None for none.
         """
 

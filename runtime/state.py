@@ -488,6 +488,7 @@ def prefill(
     attention_mask: Tensor | None = None,
     *,
     chunk: int | None = None,
+    between: Callable[[], None] | None = None,
     needs: Needs = WINDOW,
     after_layer: AfterLayer | None = None,
     images: Images | None = None,
@@ -502,6 +503,7 @@ def prefill(
         attention_mask: [B, N], 0 for padding; None when no row is padded.
         chunk: Tokens per forward pass; None for the whole prompt in one. The result is the same: eviction waits for
             the whole prompt, so that every token attends to all before it.
+        between: Called between two passes, such as to decode other answers meanwhile.
         needs: What to record of the prompt for observers.
         after_layer: Returns the layer to keep for each that the last pass has read, such as an evicted one.
         images: Images in the prompts, which are then read in one pass.
@@ -518,6 +520,7 @@ def prefill(
         input_ids,
         attention_mask,
         chunk=chunk,
+        between=between,
         needs=needs,
         after_layer=after_layer,
         images=images,
@@ -533,6 +536,7 @@ def _prefill(
     attention_mask: Tensor | None,
     *,
     chunk: int | None = None,
+    between: Callable[[], None] | None = None,
     needs: Needs = WINDOW,
     after_layer: AfterLayer | None = None,
     images: Images | None = None,
@@ -569,6 +573,8 @@ def _prefill(
     features: tuple[Tensor, ...] = ()
     step = chunk or length
     for start in range(0, length, step):
+        if start and between is not None:
+            between()
         end = min(start + step, length)
         is_last = end == length
         chunk_mask = None if mask is None else mask[:, :end]

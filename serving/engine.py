@@ -1,10 +1,10 @@
 """Batched decoding with continuous admission: many requests, each evicted by one method, in one batch of states.
 
-A request is read and evicted from alone, between two decoding steps of the others; its state then joins the batch, and
-leaves it when the answer ends or nobody waits for it. A prompt that nobody waits for is read no further than the
-decoder layer it is in. Up to rounding, an answer has the tokens of `generate(model, ids,
-method, **options)`: transformers makes the logits processors and stopping criteria from the options. Several answers to
-one prompt are decoded from one prefill.
+A request is read and evicted from alone, in chunks between decoding steps of the others. Its state then joins the
+batch, and leaves it when the answer ends or nobody waits for it. A prompt that nobody waits for is read no further than
+the decoder layer it is in. Up to rounding, an answer has the tokens of `generate(model, ids, method, **options)`:
+transformers makes the logits processors and stopping criteria from the options. Several answers to one prompt are
+decoded from one prefill.
 """
 
 import logging
@@ -221,7 +221,8 @@ class Engine:
 
     At most `waiting` requests wait; prompts are no longer than `max_prompt_tokens`, by default the model's context. A
     `UserError` if states of this method cannot be decoded in a batch. Steps are a CUDA graph's where `generate`'s are;
-    with `static` they are the same without a graph, on any device, for tests.
+    with `static` they are the same without a graph, on any device, for tests. While answers run, a prompt is read by
+    `prefill_tokens` tokens at a time, with a decoding step after each; 0 reads whole prompts.
 
     Attributes:
         context: The model's context in tokens.
@@ -237,6 +238,7 @@ class Engine:
         rows: int = 16,
         waiting: int = 64,
         max_prompt_tokens: int = 0,
+        prefill_tokens: int = 256,
         static: bool = False,
     ) -> None:
         self.model = model
@@ -244,6 +246,7 @@ class Engine:
         self.rows = rows
         self.waiting = waiting
         self.context = context_of(model)
+        self.prefill_tokens = prefill_tokens
         self.max_prompt_tokens = min(max_prompt_tokens or self.context, self.context)
         self.totals = Totals()
         self._queue: deque[Job] = deque()
@@ -429,12 +432,20 @@ class Engine:
         """
         try:
             self._drop_cancelled_rows()
-            self._admit()
+        except Exception as error:
+            self._end_batch("failed", error)
+        self._admit()
+        self._decode_batch()
+        return bool(self._batch or self._queue)
+
+    def _decode_batch(self) -> None:
+        """Decode a token of every answer; an error fails all of them."""
+        try:
+            self._drop_cancelled_rows()
             if self._batch:
                 self._decode()
         except Exception as error:
             self._end_batch("failed", error)
-        return bool(self._batch or self._queue)
 
     def _end_batch(self, reason: str, error: Exception | None) -> None:
         for row in self._batch:
@@ -477,21 +488,35 @@ class Engine:
     def _prefill(self, job: Job) -> tuple[list[_Row], State]:
         """Read a prompt and evict from it; returns a row of the batch for each answer to it, and its state."""
         start = time.perf_counter()
+        decode_seconds = self.totals.decode_seconds
         ids = job.ids[None].to(self.model.device)
         rows = [self._row(member, ids) for member in job.group]
+        is_decoding = False
 
         def stop_if_cancelled(*_: Any) -> None:
-            if self._is_closed or all(member.cancelled for member in job.group):
+            if not is_decoding and (self._is_closed or all(member.cancelled for member in job.group)):
                 raise _Cancelled
 
+        def decode_others() -> None:
+            nonlocal is_decoding
+            is_decoding = True
+            try:
+                self._decode_batch()
+            finally:
+                is_decoding = False
+
         method = job.method or self.method
+        chunks: dict[str, Any] = {}
+        if self._batch and self.prefill_tokens and method.reads_chunks():
+            chunks = {"chunk": self.prefill_tokens, "between": decode_others}
         with hooked((layer, stop_if_cancelled) for layer in decoder_layers(self.model)):
-            state = method.start(self.model, ids)
+            state = method.start(self.model, ids, **chunks)
 
         kept = state.mean_entries()
         for member in job.group:
             member.kept = kept
-        self.totals.prefill_seconds += time.perf_counter() - start
+        decoded_meanwhile = self.totals.decode_seconds - decode_seconds
+        self.totals.prefill_seconds += time.perf_counter() - start - decoded_meanwhile
         self.totals.prompt_tokens += ids.shape[1]
         self.totals.kept_entries += kept
         return rows, state

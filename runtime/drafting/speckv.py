@@ -510,6 +510,10 @@ class SpecKV(Evict):
         return not self.sparse.active(length + drafter.lookahead)
 
     @override
+    def reads_chunks(self) -> bool:
+        return self.sparse is None
+
+    @override
     def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
         length = input_ids.shape[1]
         drafter = self._model_drafter()

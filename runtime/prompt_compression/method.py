@@ -97,7 +97,8 @@ class ShortenPrompt(Method):
     @override
     def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
         ids, short_mask = pad_left(self.shorten(model, input_ids, mask))
-        return prefill(model, ids, short_mask, chunk=options.get("chunk"), needs=Needs())
+        passes = {name: options.get(name) for name in ("chunk", "between")}
+        return prefill(model, ids, short_mask, needs=Needs(), **passes)
 
 
 def unpadded(input_ids: Tensor, mask: Tensor | None = None) -> list[Tensor]:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from keepsight import LAQ, AdaKV, KVzip, SnapKV
+from keepsight import LAQ, AdaKV, KeyNorm, KVzip, SnapKV
 from keepsight.errors import UserError
 from keepsight.runtime import join, static_batch, static_step
-from keepsight.runtime.allocate import Global
+from keepsight.runtime.allocate import Global, Pyramid
 from keepsight.runtime.generate import FullCache, generate
 from keepsight.runtime.methods import SpeCache
 from keepsight.runtime.methods.reconstruction import Reconstruction
@@ -242,8 +242,8 @@ def test_prompts_without_room_for_the_tokens_of_the_method_are_too_long():
     engine = Engine(model, LAQ(40))
     with pytest.raises(TooLong, match="maximum context length is 256"):
         engine.submit(Job(prompts(250)[0], max_new_tokens=2))
-    engine = Engine(model, SnapKV(0.5, window=60))
-    with pytest.raises(UserError, match="protected") as refused:
+    engine = Engine(model, KeyNorm(0.1, allocate=Pyramid()))
+    with pytest.raises(UserError, match="leaves the last layer without entries") as refused:
         engine.submit(Job(prompts(100)[0], max_new_tokens=2))
     assert not isinstance(refused.value, TooLong), "a longer one would do"
 
@@ -360,3 +360,49 @@ def test_requests_of_many_threads_and_a_full_queue():
 def test_methods_that_cannot_join_are_refused(method):
     with pytest.raises(UserError, match="cannot answer in a batch"):
         Engine(tiny_model(), method)
+
+
+@pytest.mark.parametrize("static", (False, True))
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_running_answers_go_on_while_a_prompt_is_read_in_chunks(method, static):
+    model = tiny_model()
+    engine = Engine(model, method, rows=3, prefill_tokens=20, static=static)
+    running, arriving = (Job(ids, max_new_tokens=24, ignore_end=True) for ids in prompts(33, 120))
+    engine.submit(running)
+    engine.step()
+    engine.submit(arriving)
+    tokens_before = len(running.tokens)
+    engine.step()
+    assert len(running.tokens) == tokens_before + 6  # between six chunks, and after them
+    assert len(arriving.tokens) == 1
+    run(engine)
+    for job in (running, arriving):
+        answer = alone(model, method, job.ids, max_new_tokens=24, eos_token_id=None)
+        assert job.result(0) == answer[len(job.ids) :] or job.result(0) == answer
+    assert engine.totals.prefill_seconds > 0 and engine.totals.decode_seconds > 0
+
+
+def test_who_leaves_while_a_prompt_is_read_in_chunks_ends_alone():
+    """The one whose prompt is read is no fault of the running one, nor the reverse."""
+    model, method = tiny_model(), METHODS["ragged"]
+    leaves_during: dict[str, Job] = {}
+
+    class Leaving(Job):
+        def took(self, token: int) -> bool:
+            if len(self.tokens) == 3:
+                leaves_during["job"].cancel()
+            return False
+
+    first, second, third = prompts(33, 120, 61)
+    for leaver in ("arriving", "running"):
+        engine = Engine(model, method, rows=3, prefill_tokens=20)
+        running = Leaving(first, max_new_tokens=12, ignore_end=True)
+        arriving, other = (Job(ids, max_new_tokens=12, ignore_end=True) for ids in (second, third))
+        leaves_during["job"] = arriving if leaver == "arriving" else running
+        engine.submit(running)
+        engine.step()
+        engine.submit(arriving)
+        engine.submit(other)
+        run(engine)
+        reasons = {"running": running.reason, "arriving": arriving.reason, "other": other.reason}
+        assert reasons.pop(leaver) == "cancelled" and set(reasons.values()) == {"length"}
