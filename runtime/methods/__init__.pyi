@@ -4,9 +4,11 @@ from keepsight.runtime.drafting.speckv import SpecKV as SpecKV
 from keepsight.runtime.evict import Evict as Evict
 from keepsight.runtime.generate import FullCache as FullCache
 from keepsight.runtime.generate import make_method as make_method
+from keepsight.runtime.methods.chunkkv import EntropyGatedChunkKV as EntropyGatedChunkKV
 from keepsight.runtime.methods.dms import DMS as DMS
 from keepsight.runtime.methods.drafts import DapQ as DapQ
 from keepsight.runtime.methods.drafts import Oracle as Oracle
+from keepsight.runtime.methods.dropkv import DropKV as DropKV
 from keepsight.runtime.methods.expected import ExpectedAdaKV as ExpectedAdaKV
 from keepsight.runtime.methods.expected import ExpectedAttention as ExpectedAttention
 from keepsight.runtime.methods.expected import TriAttention as TriAttention

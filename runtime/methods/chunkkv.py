@@ -1,0 +1,105 @@
+"""ChunkKV gated by entropy: whole chunks stay, or their best entries where a few of them hold what counts."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from typing_extensions import override
+
+from keepsight.errors import Positive, UserError
+from keepsight.runtime import registry
+from keepsight.runtime.importance import top_mask
+from keepsight.runtime.methods.window import SnapKV
+from keepsight.runtime.state import State
+
+_EPSILON = 1e-8
+
+
+@registry.method("eg_chunkkv", label="EG-ChunkKV")
+@dataclass(frozen=True)
+class EntropyGatedChunkKV(SnapKV):
+    """SnapKV that keeps chunks of 10 entries, of those whose scores are uneven the best 4 (ChunkKV, arXiv 2502.00299).
+
+    The gate is kvpress's EntropyGatedChunkKVPress. A chunk is uneven if the entropy of its scores, relative to the
+    largest possible, is below the median, and is cut if its mean score is not below the median too. Chunks are taken by
+    their mean score until the budget is spent; what cutting leaves of it goes to the best entries left. All heads of a
+    layer keep the same entries, by the sum of their scores. Any observer can take the place of SnapKV's. Chunks begin
+    after the sinks and end before the window, which kvpress divides into chunks too.
+
+    Attributes:
+        chunk: Entries of a chunk; the last one may be shorter.
+        cut: Entries that stay of an uneven chunk, fewer than `chunk`.
+    """
+
+    chunk: Positive = 10
+    cut: Positive = 4
+    waits = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = type(self).__name__
+        if self.cut >= self.chunk:
+            raise UserError(f"{name}: cut {self.cut} must be below chunk {self.chunk}")
+        if self.allocate.reads_scores:
+            raise UserError(
+                f"{name}: all heads of a layer keep the same entries, and {type(self.allocate).__name__} gives them "
+                "different numbers; choose uniform or pyramidkv"
+            )
+        if self.during_prefill:
+            raise UserError(f"{name}: chunks are compared once the prompt is read: leave out during_prefill")
+
+    @override
+    def select(self, state: State, importance: list[Tensor]) -> list[Tensor]:
+        counts = self.counts(state, importance)
+        selected = []
+        for layer_importance, layer_counts in zip(importance, counts, strict=True):
+            rows = []
+            for row_importance, row_counts in zip(layer_importance, layer_counts, strict=True):
+                rows.append(self._select_row(row_importance, int(row_counts.min())))
+            selected.append(torch.stack(rows))
+        return selected
+
+    def _select_row(self, importance: Tensor, count: int) -> Tensor:
+        """The `count` entries [K, C] bool that all heads of a layer keep of a row, from their importance [K, C]."""
+        mask = importance == torch.inf
+        is_free = importance[0].isfinite()
+        if bool((importance.isfinite() != is_free).any()):
+            raise UserError(
+                f"{type(self).__name__}: the heads of a layer hold different entries, as another method left them; "
+                "apply it to the whole prompt"
+            )
+        scores = importance[:, is_free].sum(dim=0)
+        mask[:, is_free] = chunks_kept(scores, count - int(mask[0].sum()), self.chunk, self.cut)
+        return mask
+
+
+def chunks_kept(scores: Tensor, budget: int, chunk: int, cut: int) -> Tensor:
+    """[n] bool: the `budget` entries that stay of n with scores [n], as `EntropyGatedChunkKV` selects them."""
+    entries = len(scores)
+    budget = min(budget, entries)
+    if budget <= 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    padded = functional.pad(scores, (0, -entries % chunk), value=-torch.inf).view(-1, chunk)
+    real = padded.isfinite()
+    lengths = real.sum(dim=1)
+    plain = padded.masked_fill(~real, 0.0)
+    means = plain.sum(dim=1) / lengths
+
+    positive = (plain - plain.amin(dim=1, keepdim=True).clamp(max=0)) * real
+    shares = positive / (positive.sum(dim=1, keepdim=True) + _EPSILON)
+    entropies = -(shares * (shares + _EPSILON).log()).sum(dim=1)
+    evenness = torch.where(lengths > 1, entropies / lengths.clamp(min=2).log(), 0.0).clamp(0, 1)
+    is_cut = (means >= means.median()) & (evenness < evenness.median())
+    wanted = torch.where(is_cut, lengths.clamp(max=cut), lengths)
+
+    order = means.argsort(descending=True, stable=True)
+    taken_before = wanted[order].cumsum(dim=0) - wanted[order]
+    taken = torch.zeros_like(wanted)
+    taken[order] = torch.minimum((budget - taken_before).clamp(min=0), wanted[order])
+    ranks = padded.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    kept = (ranks < taken[:, None]).flatten()[:entries]
+    left = budget - int(taken.sum())
+    if left:
+        kept = kept | top_mask(scores.masked_fill(kept, -torch.inf), left)
+    return kept

@@ -1,0 +1,69 @@
+"""DropKV against its definition: each entry is taken out of the softmax, and the outputs are computed again."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from keepsight.errors import UserError
+from keepsight.runtime.methods import DropKV
+from keepsight.runtime.state import prefill
+from tests.close import assert_close
+from tests.runtime.test_training_free import dot, layers_of, softmax
+from tests.tiny import prompt_ids, tiny_model
+
+LENGTH, WINDOW, BUDGET = 36, 4, 12
+
+
+def slow_scores(head: int, query: Any, key: Any, value: Any) -> list[float]:
+    """The mean over two query heads of the squared change of four outputs without each entry."""
+    scores = [0.0] * LENGTH
+    for query_head in (2 * head, 2 * head + 1):
+        for row in range(LENGTH - WINDOW, LENGTH):
+            logits = [dot(query[query_head][row], key[head][entry]) / 8**0.5 for entry in range(row + 1)]
+            weights = softmax(logits)
+            whole = sum(weight * value[head][entry] for entry, weight in enumerate(weights))
+            for entry in range(row + 1):
+                others = [other for other in range(row + 1) if other != entry]
+                rest = softmax([logits[other] for other in others])
+                without = sum(weight * value[head][other] for weight, other in zip(rest, others, strict=True))
+                scores[entry] += float((without - whole).square().sum()) / 2
+    return scores
+
+
+def test_scores_are_the_change_of_the_outputs_without_an_entry() -> None:
+    model = tiny_model()
+    ids = prompt_ids(LENGTH)[0]
+    method = DropKV(BUDGET, window=WINDOW)
+    state = prefill(model, ids, needs=method.needs())
+    kept = method.select(state, method.importance(model, state))
+    for layer, (query, key, value, _) in enumerate(layers_of(model, ids)):
+        expected = torch.tensor([slow_scores(head, query, key, value) for head in range(2)])
+        scores = method.bound_observer(model, state, method.reduce)[layer][0]
+        torch.testing.assert_close(scores, expected, rtol=2e-3, atol=1e-5)  # epsilon, where one entry has all attention
+        before_window = expected[:, : LENGTH - WINDOW]
+        smooth = torch.nn.functional.avg_pool1d(before_window[None], 7, stride=1, padding=3)[0]
+        for head in range(2):
+            best = smooth[head].topk(BUDGET - WINDOW).indices.tolist()
+            window = range(LENGTH - WINDOW, LENGTH)
+            assert {*kept[layer][0, head].nonzero()[:, 0].tolist()} == {*best, *window}
+
+
+def test_batches_and_chunks_keep_the_same() -> None:
+    model = tiny_model()
+    ids, mask = prompt_ids(LENGTH, 29)
+    method = DropKV(BUDGET, window=WINDOW)
+    whole = method.compress_state(model, prefill(model, ids, mask, needs=method.needs()))
+    for state in (method.start(model, ids, mask), method.start(model, ids, mask, chunk=11)):
+        for one, other in zip(whole.entries(), state.entries(), strict=True):
+            assert_close(one.keys, other.keys)
+    alone = method.start(model, ids[1:, LENGTH - 29 :])
+    for one, other in zip(alone.entries(), whole.entries(), strict=True):
+        assert_close(one.keys, other.keys[1:])
+
+
+def test_a_window_is_needed_and_fits_the_budget() -> None:
+    with pytest.raises(UserError, match="window 0 must be a whole number of at least 1"):
+        DropKV(BUDGET, window=0)
+    with pytest.raises(UserError, match="budget 12 must be above the 12 protected entries"):
+        DropKV(BUDGET, window=12)
