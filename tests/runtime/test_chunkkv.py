@@ -79,10 +79,11 @@ def test_all_heads_of_a_layer_keep_the_chunks_of_their_summed_scores() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    for options, line in (
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"cut": 5}, "cut 5 must be below chunk 5"),
         ({"allocate": "adakv"}, "all heads of a layer keep the same entries, and Adaptive gives them"),
         ({"during_prefill": True}, "chunks are compared once the prompt is read"),
-    ):
+    ]
+    for options, line in changes:
         with pytest.raises(UserError, match=line):
             EntropyGatedChunkKV(24, **OPTIONS | options)

@@ -22,11 +22,11 @@ def slow_scores(head: int, query: Any, key: Any, value: Any) -> list[float]:
         for row in range(LENGTH - WINDOW, LENGTH):
             logits = [dot(query[query_head][row], key[head][entry]) / 8**0.5 for entry in range(row + 1)]
             weights = softmax(logits)
-            whole = sum(weight * value[head][entry] for entry, weight in enumerate(weights))
+            whole = torch.tensor(weights).double() @ value[head][: row + 1]
             for entry in range(row + 1):
                 others = [other for other in range(row + 1) if other != entry]
                 rest = softmax([logits[other] for other in others])
-                without = sum(weight * value[head][other] for weight, other in zip(rest, others, strict=True))
+                without = torch.tensor(rest).double() @ value[head][others]
                 scores[entry] += float((without - whole).square().sum()) / 2
     return scores
 

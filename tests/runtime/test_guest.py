@@ -110,6 +110,13 @@ def test_a_model_is_afterwards_as_it_was(family, name, tmp_path_factory):
     assert_left_as_found(model, expected, method, {"input_ids": PROMPT}, (family, name) in REFUSED)
 
 
+@pytest.mark.parametrize(
+    ("family", "name"), [("Falcon-H1", "lookaheadkv"), ("Gemma 4 E2B, E4B", "snapkv"), ("Gemma 4 E2B, E4B", "dapq")]
+)
+def test_a_model_with_further_kinds_of_layers_is_afterwards_as_it_was(family, name, tmp_path):
+    assert_left_as_found(*owned_twice(family), method_of(name, family, tmp_path), {"input_ids": PROMPT})
+
+
 @pytest.mark.parametrize(("family", "name"), grid(families=WITH_IMAGE))
 def test_a_model_that_reads_an_image_is_afterwards_as_it_was(family, name, tmp_path_factory):
     (model, expected), method = owned_twice(family), method_of(name, family, tmp_path_factory.getbasetemp())

@@ -68,9 +68,11 @@ def test_both_numbers_are_those_of_the_storages(name: str, question: int) -> Non
     assert state.kv_bytes == state.counts().sum() * 2 * 8 * 4
 
 
+@pytest.mark.parametrize("family", ["Gemma 2", "Gemma 4 E2B, E4B", "Falcon-H1", "Nemotron-H"])
 @pytest.mark.parametrize("length", [5, 90])
-def test_a_window_grows_until_it_is_full(length: int) -> None:
-    model, ids = family_model("Gemma 2"), prompt_ids(length)[0]
+def test_a_window_grows_until_it_is_full(length: int, family: str) -> None:
+    """Beside entries that several layers read, wider heads, and recurrent states."""
+    model, ids = family_model(family), prompt_ids(length)[0]
     state, reads = prefill(model, ids, needs=Needs()), [1] * (WINDOW + 3)
     expected, after = state.kv_peak_bytes(reads), state.copy()
     for count in reads:

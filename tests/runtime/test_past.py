@@ -48,7 +48,10 @@ def test_a_plain_generate_is_refused_and_changes_nothing(name: str, tmp_path: Pa
     assert torch.equal(generate(model, LONGER, method, past_key_values=past, **GREEDY), expected)
 
 
-@pytest.mark.parametrize("family", ["Gemma 3 (text)", "Qwen3-Next", "Granite 4 (Mamba-2)", "DeepSeek-V3"])
+@pytest.mark.parametrize(
+    "family",
+    ["Gemma 3 (text)", "Qwen3-Next", "Granite 4 (Mamba-2)", "DeepSeek-V3", "Falcon-H1", "Gemma 4 E2B, E4B", "GPT-2"],
+)
 def test_layers_of_every_kind_stay_as_they_are(family: str) -> None:
     """Layers with a window or a recurrent state may come before the first with full attention."""
     model, method = family_model(family), StreamingLLM(12)
