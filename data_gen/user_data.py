@@ -512,7 +512,7 @@ class _FittingHubRows:
         try:
             return self._source.row_prompt(self._rows[row])
         except BadRow as error:
-            raise type(error)(f"{self._source.id}: row {row}: column {self._source.column!r}: {error}") from None
+            raise error.reworded(f"{self._source.id}: row {row}: column {self._source.column!r}: {error}") from None
 
 
 @lru_cache(maxsize=_SOURCES)

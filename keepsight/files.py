@@ -290,6 +290,9 @@ def from_json(text: bytes, kind: Any = Any) -> Any:
         return _adapter(kind).validate_json(text, strict=True, extra=extra)
     except ValidationError as error:
         message, field = _first_fault(error)
+        cause = error.errors(include_url=False)[0].get("ctx", {}).get("error")
+        if isinstance(cause, UserError):  # by a check of the class itself
+            raise UserError(message, field=cause.field, code=cause.code) from None
         raise UserError(message, field=field, code=code_of(error)) from None
 
 

@@ -352,7 +352,8 @@ def set_chat_template(tokenizer: "PreTrainedTokenizerBase", path: str | Path) ->
     try:
         text = chat_text(tokenizer, [{"role": "user", "content": message}])
     except UserError as error:
-        raise error.reworded(f"{source}: {error}; expected a Jinja template") from None
+        message = f"{source}: {error}; expected a Jinja template"
+        raise UserError(message, field="model.chat_template", code="file") from None
     if message not in text:
         raise UserError(
             f"{source}: expected a Jinja template that writes each message's content; it leaves it out",

@@ -170,7 +170,9 @@ def checked_weights(weights: Any, name: str) -> HeadWeights:
             `name`.
     """
     fault = UserError(
-        f"{name} must be a row for each layer, of a finite number above 0 for each KV head", field=name, code="type"
+        f"{name} must be a row for each layer, of a finite number above 0 for each KV head",
+        field=name.rpartition(" ")[2],
+        code="type",
     )
     if not _is_row(weights):
         raise fault

@@ -118,7 +118,7 @@ class Evict(CacheMethod):
             raise UserError(
                 f"{type(self).__name__}: {weighted} multiplies scores, and those of {type(self.observer).__name__} "
                 "can be negative; leave it out, or take an observer that scores by attention",
-                field=weighted.split()[0],
+                field=weighted,
                 code="conflict",
             )
 

@@ -570,9 +570,9 @@ def first_fault(error: ValidationError) -> UserError:
     """Which field of a request is wrong, and why; of the fault that lies deepest."""
     faults = error.errors(include_url=False, include_context=False)
     deepest = max(faults, key=lambda fault: len(fault["loc"]))
-    field = ".".join(map(str, deepest["loc"])) or "the body"
+    field = ".".join(map(str, deepest["loc"]))
     reason = deepest["msg"].removeprefix("Value error, ")
-    message = f"{field}: {reason}"
+    message = f"{field or 'the body'}: {reason}"
     if deepest["type"] not in ("missing", "json_invalid", "value_error"):
         message += f", got {deepest.get('input')!r:.80}"
     return UserError(message, field=field, code=code_of(error))

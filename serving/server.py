@@ -565,7 +565,8 @@ class Service:
         if kind is None:
             kind = "invalid_request_error" if status < 500 else "server_error"
         code = "context_length_exceeded" if isinstance(error, TooLong) else status
-        return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+        field = error.field if isinstance(error, UserError) else ""
+        return {"error": {"message": message, "type": kind, "param": field or None, "code": code}}
 
     async def metrics(self) -> PlainTextResponse:
         """`/metrics`, in Prometheus' text format."""

@@ -22,7 +22,6 @@ if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
 
 DEAREST = (
-    "faults/test_campaign.py",
     "test_examples.py",
     "commands/test_typed_commands.py",
     "commands/test_fit_command.py",

@@ -27,7 +27,7 @@ def require_room(model: PreTrainedModel, tokens: int, rows: int = 1, beyond_cont
     context = context_of(model)
     if tokens > context and not beyond_context:
         advice = "lower tokens=, lengths= or answer_tokens="
-        raise UserError(f"{tokens} tokens do not fit the context of {context}; {advice}")
+        raise UserError(f"{tokens} tokens do not fit the context of {context}; {advice}", field="tokens", code="range")
     if model.device.type == "meta":
         return
     free = free_tokens(model)

@@ -129,7 +129,11 @@ class TaskRequest:
         """UserError for lengths of generated prompts beyond the context, which would be generated for hours."""
         longest = max(self.lengths, default=0)
         if longest > self.context:
-            raise UserError(f"lengths={longest} is more than the context of {self.context} tokens; lower lengths=")
+            raise UserError(
+                f"lengths={longest} is more than the context of {self.context} tokens; lower lengths=",
+                field="lengths",
+                code="range",
+            )
 
     def collect(
         self,

@@ -69,7 +69,11 @@ class Jsonl(Benchmark):
         if self.dir is None:
             raise UserError("tasks=[jsonl] needs jsonl.dir=FOLDER with JSONL files and a tasks.json")
         if not Path(self.dir).is_dir():
-            raise UserError(f"{self.dir}: no such folder; jsonl.dir takes a folder of .jsonl files")
+            raise UserError(
+                f"{self.dir}: no such folder; jsonl.dir takes a folder of .jsonl files",
+                field="jsonl.dir",
+                code="missing",
+            )
 
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
@@ -126,11 +130,17 @@ def _choose_files(folder: Path, names: Sequence[str] | None) -> list[_File]:
         if reason is None:
             files.append(_describe(present[name], source, tasks[name]))
         elif names:
-            raise UserError(f"jsonl.files: {name} cannot be read: {reason}; {_supported()} ({source})")
+            raise UserError(
+                f"jsonl.files: {name} cannot be read: {reason}; {_supported()} ({source})",
+                field="jsonl.files",
+                code="data",
+            )
         else:
             _log.warning("jsonl: %s is left out: %s", name, reason)
     if not files:
-        raise UserError(f"{source}: none of {', '.join(present)} can be read; {_supported()}")
+        raise UserError(
+            f"{source}: none of {', '.join(present)} can be read; {_supported()}", field="jsonl.files", code="data"
+        )
     return files
 
 

@@ -260,7 +260,11 @@ def _fill(
     tokens_without_haystack = longest(0)
     if tokens_without_haystack > limit:
         least = tokens_without_haystack + first.max_new_tokens
-        raise UserError(f"{first.task}: length {first.length} is too short; its needles alone need {least} tokens")
+        raise UserError(
+            f"{first.task}: length {first.length} is too short; its needles alone need {least} tokens",
+            field="lengths",
+            code="range",
+        )
     guess = hay.count_in(start, limit - tokens_without_haystack)
     count = guess
     while longest(count) > limit:

@@ -51,7 +51,11 @@ def tasks_of(benchmarks: Benchmarks, name: str, protocol: Protocol) -> list[tupl
     for owner in sorted(by_name, key=len, reverse=True):
         if name == owner or name.startswith(f"{owner}_"):
             return _tasks_of_benchmark(owner, by_name[owner], name, protocol)
-    raise UserError(f"task {name!r} is unknown; choose from {', '.join(by_name)}, or one of their tasks")
+    raise UserError(
+        f"task {name!r} is unknown; choose from {', '.join(by_name)}, or one of their tasks",
+        field="tasks",
+        code="unknown",
+    )
 
 
 def _tasks_of_benchmark(owner: str, benchmark: Benchmark, name: str, protocol: Protocol) -> list[tuple[Benchmark, str]]:
@@ -65,4 +69,4 @@ def _tasks_of_benchmark(owner: str, benchmark: Benchmark, name: str, protocol: P
     if task_name in benchmark.TASKS:
         return [(benchmark, task_name)]
     task_names = [f"{owner}_{task}" for task in (*groups, *benchmark.TASKS) if task]
-    raise UserError(f"task {name!r} is unknown; {owner} has {', '.join(task_names)}")
+    raise UserError(f"task {name!r} is unknown; {owner} has {', '.join(task_names)}", field="tasks", code="unknown")

@@ -66,7 +66,9 @@ class PromptEnds(PromptDrafter):
 
     def __post_init__(self) -> None:
         if self.first + self.last < 1:
-            raise UserError("DapQ: first 0 and last 0 leave no pseudo token; give at least one of them")
+            raise UserError(
+                "DapQ: first 0 and last 0 leave no pseudo token; give at least one of them", field="first", code="range"
+            )
 
     @override
     def write(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None) -> DraftIds:
@@ -128,7 +130,7 @@ class ConstantText(PromptDrafter):
             value = value.tolist()
         ids = tuple(value) if isinstance(value, Sequence) else ()
         if not ids or any(type(token) is not int or token < 0 for token in ids):
-            raise UserError(f"DapQ: ids {value!r} must be a list of token ids, at least one")
+            raise UserError(f"DapQ: ids {value!r} must be a list of token ids, at least one", field="ids", code="type")
         object.__setattr__(self, "ids", ids)
 
     @override
@@ -137,7 +139,11 @@ class ConstantText(PromptDrafter):
         vocabulary, _ = input_shape(model)
         largest = int(ids.max())
         if largest >= vocabulary:
-            raise UserError(f"DapQ: token id {largest} is outside the base model's vocabulary of {vocabulary}")
+            raise UserError(
+                f"DapQ: token id {largest} is outside the base model's vocabulary of {vocabulary}",
+                field="ids",
+                code="range",
+            )
         return DraftIds(ids.expand(len(tokens), -1))
 
     @override

@@ -28,7 +28,9 @@ def _statistics(layer: KeptLayer) -> QueryStatistics:
     if layer.recorded is None or layer.recorded.statistics is None:
         raise UserError(
             "statistics of queries were not recorded when the prompt was read; read it with this method, or prefill "
-            "with needs=method.needs()"
+            "with needs=method.needs()",
+            field="needs",
+            code="state",
         )
     return layer.recorded.statistics
 
@@ -142,7 +144,11 @@ class Trigonometric(Observer):
 
         shapes = {layer_scores.shape for layer_scores in scores}
         if len(shapes) > 1:
-            raise UserError("TriAttention: layers keep different numbers of entries; give the observer per_layer=True")
+            raise UserError(
+                "TriAttention: layers keep different numbers of entries; give the observer per_layer=True",
+                field="per_layer",
+                code="conflict",
+            )
         device = scores[0].device
         mean = torch.stack([layer_scores.to(device) for layer_scores in scores]).mean(dim=0)
         return [mean.to(layer_scores.device) for layer_scores in scores]

@@ -46,21 +46,37 @@ class FastV(Method):
     def check_model(self, model: PreTrainedModel) -> None:
         kinds = layer_kinds(model.config)
         if {*kinds} != {FULL}:
-            raise UserError(f"FastV: {model.config.model_type} has layers with a bounded cache; take SnapKV")
+            raise UserError(
+                f"FastV: {model.config.model_type} has layers with a bounded cache; take SnapKV",
+                field="model",
+                code="model",
+            )
         if self.layer >= len(kinds):
-            raise UserError(f"FastV: layer {self.layer} must be below the model's {len(kinds)} layers")
+            raise UserError(
+                f"FastV: layer {self.layer} must be below the model's {len(kinds)} layers", field="layer", code="range"
+            )
         if getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None):
-            raise UserError(f"FastV: {model.config.model_type} reads its images in several layers; take SnapKV")
+            raise UserError(
+                f"FastV: {model.config.model_type} reads its images in several layers; take SnapKV",
+                field="model",
+                code="model",
+            )
 
     @override
     def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
         images: Images | None = options.get("images")
         if images is None:
-            raise UserError("FastV leaves out tokens of images, and the prompt has none; for text take SnapKV")
+            raise UserError(
+                "FastV leaves out tokens of images, and the prompt has none; for text take SnapKV",
+                field="pixel_values",
+                code="missing",
+            )
         if len(input_ids) != 1:
-            raise UserError("FastV: each prompt keeps different tokens; give one prompt at a time")
+            raise UserError(
+                "FastV: each prompt keeps different tokens; give one prompt at a time", field="input_ids", code="range"
+            )
         if mask is not None and not bool(mask.all()):
-            raise UserError("FastV: the prompt is padded; give it without padding")
+            raise UserError("FastV: the prompt is padded; give it without padding", field="attention_mask", code="data")
         self.check_model(model)
 
         is_image_token = images.places_in(model, input_ids)[0]
@@ -157,7 +173,11 @@ class _PruneInputs:
 def _pruned_mask(mask: Any, kept_positions: Tensor) -> Tensor:
     """A model's mask for some of the tokens: [B, 1, N, N], or [B, N] for flash attention."""
     if not isinstance(mask, Tensor):
-        raise UserError("FastV: flex_attention's mask cannot be cut; load the model with attention=sdpa")
+        raise UserError(
+            "FastV: flex_attention's mask cannot be cut; load the model with attention=sdpa",
+            field="model.attention",
+            code="model",
+        )
     if mask.dim() == 2:
         return mask[..., kept_positions]
     return mask[..., kept_positions, :][..., kept_positions]

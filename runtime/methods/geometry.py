@@ -140,9 +140,13 @@ class CriticalKV(SnapKV):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.observer.signed:
-            raise UserError(f"{type(self).__name__}: needs an observer of attention")
+            raise UserError(f"{type(self).__name__}: needs an observer of attention", field="observer", code="conflict")
         if self.during_prefill:
-            raise UserError(f"{type(self).__name__}: needs the whole prompt: leave out during_prefill")
+            raise UserError(
+                f"{type(self).__name__}: needs the whole prompt: leave out during_prefill",
+                field="during_prefill",
+                code="conflict",
+            )
 
     @override
     def select(self, state: State, importance: list[Tensor]) -> list[Tensor]:

@@ -51,7 +51,9 @@ class QueryCache(Observer):
         if type(self.budget) is int and self.budget <= self.first_window:
             raise UserError(
                 f"LAQ: budget {self.budget} must be above the first_window {self.first_window} of the cache that the "
-                "draft is written from; raise it, or lower the observer's first_window"
+                "draft is written from; raise it, or lower the observer's first_window",
+                field="budget",
+                code="range",
             )
 
     @override
@@ -110,7 +112,9 @@ class QueryCache(Observer):
         if self.budget is None:
             raise UserError(
                 "LAQ: the observer has no budget for the cache that the draft is written from; give it one, as in "
-                "QueryCache(budget=64), or observe with a method, whose budget it takes"
+                "QueryCache(budget=64), or observe with a method, whose budget it takes",
+                field="budget",
+                code="missing",
             )
         small = SnapKV(self.budget, window=self.first_window, pool=self.first_pool).compress_state(model, state)
         small = small.unrecorded(Needs(window=self.lookahead))  # from here on the draft's queries alone

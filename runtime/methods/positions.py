@@ -89,7 +89,11 @@ class Ladder(Observer):
 
     def __post_init__(self) -> None:
         if self.overlap >= self.span:
-            raise UserError(f"lacache: overlap {self.overlap!r} must be a whole number below the span of {self.span}")
+            raise UserError(
+                f"lacache: overlap {self.overlap!r} must be a whole number below the span of {self.span}",
+                field="overlap",
+                code="range",
+            )
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:

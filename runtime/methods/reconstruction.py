@@ -325,7 +325,9 @@ class Attribution(Reconstruction):
 
     def __post_init__(self) -> None:
         if self.normalized:
-            raise UserError("attribution: normalized belongs to KVzip+; leave it out")
+            raise UserError(
+                "attribution: normalized belongs to KVzip+; leave it out", field="normalized", code="conflict"
+            )
 
     @override
     def _read_probe(
@@ -387,7 +389,9 @@ class KVzip(Evict):
         if length + positions > context:
             raise UserError(
                 f"{type(self).__name__}: {positions} tokens that repeat a chunk of a prompt of {length} do not fit the "
-                f"context of {context}; lower the observer's chunk, or shorten the prompt"
+                f"context of {context}; lower the observer's chunk, or shorten the prompt",
+                field="prompt",
+                code="range",
             )
 
 

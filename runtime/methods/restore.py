@@ -82,14 +82,20 @@ class RestoreWeights:
                 module, matrix = lora_name.groups()
                 lora[module, matrix.upper()] = tensor
         if len(tokens) != 1:
-            raise UserError(f"{reference}: holds no restore_embeddings; name weights that were published for RestoreKV")
+            raise UserError(
+                f"{reference}: holds no restore_embeddings; name weights that were published for RestoreKV",
+                field="scorer",
+                code="file",
+            )
 
         config = file.parent / "adapter_config.json"
         alpha: Any = ALPHA
         if config.is_file():
             alpha = read_json(config, dict[str, Any]).get("lora_alpha")
         if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-            raise UserError(f"{config}: lora_alpha is {alpha!r}, expected a number; fetch it again")
+            raise UserError(
+                f"{config}: lora_alpha is {alpha!r}, expected a number; fetch it again", field="lora_alpha", code="type"
+            )
         plus = _PLUS_NAME.search(Path(reference).name) is not None
         return cls(file, tokens[0], lora, float(alpha), plus)
 
@@ -130,7 +136,11 @@ class RestoreWeights:
         return tokens, FoldedLora(lora, model.dtype)
 
     def _misfit(self, what: str) -> UserError:
-        return UserError(f"{self.source}: does not fit this model ({what}); take weights that were trained for it")
+        return UserError(
+            f"{self.source}: does not fit this model ({what}); take weights that were trained for it",
+            field="scorer",
+            code="model",
+        )
 
     def _fill(self, parameter: nn.Parameter, tensor: Tensor | None, name: str) -> None:
         """Give a parameter the values of a tensor; a `UserError` if there is none, or its shape is another."""
@@ -138,7 +148,9 @@ class RestoreWeights:
             shape = "nothing" if tensor is None else [*tensor.shape]
             raise UserError(
                 f"{self.source}: {name} is {shape}, expected {[*parameter.shape]}; take weights that were trained for "
-                "this model"
+                "this model",
+                field=name,
+                code="model",
             )
         parameter.data = tensor.to(parameter.device)
 
@@ -179,17 +191,31 @@ class RestoreKV(KVzip):
     @override
     def __post_init__(self) -> None:
         if not isinstance(self.weights, RestoreWeights):
-            raise UserError("RestoreKV: weights must be RestoreWeights.from_pretrained(FILE_FOLDER_OR_HUB_ID)")
+            raise UserError(
+                "RestoreKV: weights must be RestoreWeights.from_pretrained(FILE_FOLDER_OR_HUB_ID)",
+                field="weights",
+                code="type",
+            )
         if self.during_prefill:
-            raise UserError("RestoreKV: learned tokens attend to the whole cache: leave out during_prefill")
+            raise UserError(
+                "RestoreKV: learned tokens attend to the whole cache: leave out during_prefill",
+                field="during_prefill",
+                code="conflict",
+            )
         if self.every:
-            raise UserError("RestoreKV: learned entries are added once, after the prompt; leave out every")
+            raise UserError(
+                "RestoreKV: learned entries are added once, after the prompt; leave out every",
+                field="every",
+                code="conflict",
+            )
         if isinstance(self.budget, int):
             fixed_entries = self.added_entries + self.sinks + self.window
             if self.budget <= fixed_entries:
                 raise UserError(
                     f"RestoreKV: budget {self.budget} must be above {fixed_entries}, the {self.added_entries} learned "
-                    "entries and the protected ones (sinks + window)"
+                    "entries and the protected ones (sinks + window)",
+                    field="budget",
+                    code="range",
                 )
         super().__post_init__()
 

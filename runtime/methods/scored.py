@@ -50,7 +50,9 @@ class TrainedScores(LayerObserver):
         if scores is None or scores.shape[2] != layer.entries().keys.shape[2]:
             raise UserError(
                 f"{type(self.scorer).__name__}: entries were not scored when they were read, or come from a file; read "
-                "the prompt with this method, or prefill with needs=method.needs()"
+                "the prompt with this method, or prefill with needs=method.needs()",
+                field="needs",
+                code="state",
             )
         if self.scorer.numbers == 1:
             return scores

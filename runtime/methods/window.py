@@ -75,7 +75,9 @@ class AccumulatedAttention(LayerObserver):
         if recorded is None or recorded.accumulated is None:
             raise UserError(
                 "h2o: accumulated attention was not recorded when the prompt was read; read it with this method, or "
-                "prefill with needs=method.needs()"
+                "prefill with needs=method.needs()",
+                field="needs",
+                code="state",
             )
         return recorded.accumulated
 

@@ -1,6 +1,7 @@
 """Running commands as a user types them, and a tiny target and adapter to run them with."""
 
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,15 +9,17 @@ import pytest
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from keepsight.commands.cli import main
+from keepsight.commands import cli
 from keepsight.commands.config import COMMANDS
 from keepsight.commands.config_shared import UsesModel
 from keepsight.data_gen.store import TrainingSample, finished_manifest, finished_samples
+from keepsight.errors import Code
 from keepsight.eval.report.figures import FORMATS, Plot
 from keepsight.models.card import Provenance
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import load_target
+from tests.refused import require_refusal
 from tests.tiny import save_tiny_target
 
 WITH_MODEL = [name for name, (schema, _) in COMMANDS.items() if issubclass(schema, UsesModel)]
@@ -82,9 +85,24 @@ class CommandLine:
         assert errors.rstrip("\n").endswith(line)
         return line.removeprefix("keepsight: error: ")
 
+    def refuses(self, field: str, code: Code, *arguments: str) -> str:
+        """The one line that a command complains with, about this key or file and with this code of `UserError`."""
+        errors: list[BaseException | None] = []
+        fail = cli._fail
+
+        def recorded(message: str) -> int:
+            errors.append(sys.exc_info()[1])
+            return fail(message)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cli, "_fail", recorded)
+            line = self.fails(*arguments)
+        require_refusal(errors[0], field, code)
+        return line
+
     def _run(self, *arguments: str) -> tuple[int, str, str]:
         self.capture.readouterr()
-        code = main(last_of_each_key(arguments))
+        code = cli.main(last_of_each_key(arguments))
         printed, errors = self.capture.readouterr()
         return code, printed, errors
 

@@ -8,6 +8,7 @@ import pytest
 
 from keepsight.commands.config import Eval
 from keepsight.commands.parse import parse
+from keepsight.errors import Code
 from tests.commands.commands import DATA, CommandLine, tree
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -40,24 +41,22 @@ def test_the_same_command_goes_on(keepsight: CommandLine, here: Path) -> None:
     log = (here / "draft" / "search.jsonl").read_text()
     keepsight("bench", "draft", *TINY, *TEXTS, "keep=[1]")
     assert (here / "draft" / "search.jsonl").read_text().startswith(log)
-    message = keepsight.fails("bench", "draft", *TINY, *TEXTS, "keep=[1]", "answer_tokens=3", "data=draft/data")
-    assert message.startswith("draft/search.jsonl: this search began with another model or other texts; ")
+    other = ("keep=[1]", "answer_tokens=3", "data=draft/data")
+    keepsight.refuses("out", "conflict", "bench", "draft", *TINY, *TEXTS, *other)
 
 
 def test_texts_of_a_data_folder(keepsight: CommandLine, here: Path) -> None:
     keepsight("data", *TINY, *DATA)
     keepsight("bench", "draft", *TINY, *TEXTS, "data=data", "prompt_tokens=[1,4000]", "keep=[2]")
     assert tree(here / "draft") == [name for name in FILES if not name.startswith("data")]
-    message = keepsight.fails(
-        "bench", "draft", *TINY, *TEXTS, "data=data", "prompt_tokens=[1,30]", "keep=[2]", "out=other"
-    )
-    assert "samples have at most 30 prompt tokens, samples= and held_out= need 5; lower them, or raise" in message
+    short = ("data=data", "prompt_tokens=[1,30]", "keep=[2]", "out=other")
+    keepsight.refuses("samples", "range", "bench", "draft", *TINY, *TEXTS, *short)
 
 
-WRONG = {
-    "keep=[3]": "keep=[3]: expected sizes from 1 to 2, the model has 3 layers",
-    "prompt_tokens=[100]": "prompt_tokens=[100] must have at least 2 values",
-    "data=none": "none: no manifest.json; make the data with `keepsight data out=none`",
+WRONG: dict[str, tuple[str, Code]] = {
+    "keep=[3]": ("keep", "range"),
+    "prompt_tokens=[100]": ("prompt_tokens", "range"),
+    "data=none": ("manifest.json", "missing"),
 }
 
 
@@ -65,5 +64,5 @@ WRONG = {
 def test_bad_input(keepsight: CommandLine, here: Path, wrong: str) -> None:
     before = tree(here)
     given = [each for each in (*TEXTS, "keep=[2]") if each.partition("=")[0] != wrong.partition("=")[0]]
-    assert keepsight.fails("bench", "draft", *TINY, *given, wrong).startswith(WRONG[wrong])
+    keepsight.refuses(*WRONG[wrong], "bench", "draft", *TINY, *given, wrong)
     assert tree(here) == before

@@ -47,10 +47,9 @@ def test_methods_heads_and_bounds_have_a_row_each(keepsight: CommandLine, here: 
     keepsight("bench", "hits", *TINY, *options)
     assert (here / "out" / "hits.jsonl").read_text() == before, "a second run measures nothing twice"
     named = "methods=[specontext]", "retrieval=retrieval", "heads={best shared by 2 groups: retrieval}", *SHORT
-    refused = keepsight.fails("bench", "hits", *TINY, *named)
-    assert "heads= names 'best shared by 2 groups', which is another row's name" in refused
+    keepsight.refuses("heads", "conflict", "bench", "hits", *TINY, *named)
 
 
 def test_bad_input(keepsight: CommandLine, here: Path) -> None:
-    assert "does not select entries at each step" in keepsight.fails("bench", "hits", *TINY, "methods=[snapkv]", *SHORT)
-    assert "budgets=[0.5]" in keepsight.fails("bench", "hits", *TINY, "methods=[quest]", "budgets=[0.5]", *SHORT)
+    keepsight.refuses("methods", "model", "bench", "hits", *TINY, "methods=[snapkv]", *SHORT)
+    keepsight.refuses("budgets", "range", "bench", "hits", *TINY, "methods=[quest]", "budgets=[0.5]", *SHORT)

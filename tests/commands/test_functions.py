@@ -10,9 +10,9 @@ import keepsight
 from keepsight.commands.cli import configuration
 from keepsight.commands.config import Eval
 from keepsight.commands.functions import _overrides
-from keepsight.errors import UserError
 from keepsight.eval.report.summary import csv_cells
 from keepsight.files import read_json
+from tests.refused import refused
 
 pytestmark = pytest.mark.usefixtures("here")
 MODEL = {"id": "tiny", "device": "cpu"}
@@ -48,7 +48,7 @@ def test_evaluate_returns_the_summary(here: Path) -> None:
     assert rows[1]["budget"] == 40 and rows[0]["budget"] is None and rows.to_pandas()["n"].tolist() == [2, 2]
     assert len(rows) == 2 and rows[0]["method"] == "full"
     assert read_json(here / "out" / "settings.json", dict)["methods"] == methods
-    with pytest.raises(UserError, match="'task' is no key of this command"):
+    with refused("task", "unknown"):
         keepsight.evaluate(model=MODEL, task=["niah"], out="out")
 
 

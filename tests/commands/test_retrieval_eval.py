@@ -54,5 +54,4 @@ def test_a_draft_head_is_a_draft(keepsight: CommandLine, here: Path) -> None:
     speckv = *TINY, "methods=[speckv]", "budgets=[40]", "samples=1", "max_new_tokens=4", "draft.head=draft"
     keepsight("eval", *speckv, "draft.layers=null")
     assert [row["method"] for row in read_jsonl(here / "out" / "results.jsonl")] == ["full", "speckv"]
-    said = keepsight.fails("eval", *speckv, "draft.layers=[0,2]")
-    assert said.endswith("draft.layers and draft.head=draft name two drafts; add draft.layers=null or draft.head=null")
+    keepsight.refuses("draft.layers", "conflict", "eval", *speckv, "draft.layers=[0,2]")

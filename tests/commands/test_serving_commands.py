@@ -24,10 +24,10 @@ from keepsight.commands.config_serving import Serve
 from keepsight.commands.prefix import Document, Writer
 from keepsight.commands.serve import _address, _environment, _min_prompt_tokens
 from keepsight.commands.variants import letters_for
-from keepsight.errors import UserError
 from keepsight.files import Row, from_json, write_lines, write_text
 from keepsight.serving.prefix import PrefixStore
 from tests.commands.commands import CommandLine
+from tests.refused import refused
 from tests.tiny import tiny_tokenizer
 from tests.typed import text_of
 
@@ -72,11 +72,11 @@ def test_bad_documents_are_skipped_and_counted(keepsight: CommandLine, monkeypat
     monkeypatch.setattr("keepsight.commands.prefix.from_json", counted)
     assert keepsight(*given, "method=adakv") == printed
     assert len(read) == 4 + 2, "each line of the index once, not once for each document"
-    assert "expected a text" in keepsight.fails(*given, "method=adakv", "skip=0")
-    assert "page=32" in keepsight.fails(*given, "method=adakv", "page=0")
-    assert "one of them" in keepsight.fails("prefix", *TINY, "out=prefixes")
-    assert "raise budget=" in keepsight.fails(*given, "budget=64")
-    assert "evicts nothing" in keepsight.fails(*given, "method=full")
+    keepsight.refuses("text", "type", *given, "method=adakv", "skip=0")
+    keepsight.refuses("method", "conflict", *given, "method=adakv", "page=0")
+    keepsight.refuses("prompt", "conflict", "prefix", *TINY, "out=prefixes")
+    keepsight.refuses("budget", "range", *given, "budget=64")
+    keepsight.refuses("method", "model", *given, "method=full")
 
 
 def test_two_that_read_the_same_documents_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,14 +136,14 @@ def test_a_server_with_few_descriptors_serves_beside_idle_connections_and_ends_a
 
 
 def test_values_that_cannot_be_served_end_in_one_line(keepsight: CommandLine) -> None:
-    assert "key=UNSET_KEY: this variable is not set" in keepsight.fails("serve", *TINY, "key=UNSET_KEY")
-    assert "whole number" in keepsight.fails("serve", *TINY, "budget=12.5")
+    keepsight.refuses("key", "missing", "serve", *TINY, "key=UNSET_KEY")
+    keepsight.refuses("budget", "type", "serve", *TINY, "budget=12.5")
     packed = ("method=specache", "options={group: 8, residual: 8}")
-    assert "cannot answer in a batch" in keepsight.fails("serve", *TINY, *packed, "port=0")
-    assert "host=nowhere.invalid" in keepsight.fails("serve", *TINY, "host=nowhere.invalid")
-    assert "max_budget=4: SnapKV" in keepsight.fails("serve", *TINY, "method=snapkv", "max_budget=4", "port=0")
-    assert "page= is for vLLM" in keepsight.fails("serve", *TINY, "page=32")
-    assert "grace= is for keepsight's own" in keepsight.fails("serve", *TINY, "vllm=true", "grace=5")
+    keepsight.refuses("method", "model", "serve", *TINY, *packed, "port=0")
+    keepsight.refuses("port", "service", "serve", *TINY, "host=nowhere.invalid")
+    keepsight.refuses("budget", "range", "serve", *TINY, "method=snapkv", "max_budget=4", "port=0")
+    keepsight.refuses("page", "conflict", "serve", *TINY, "page=32")
+    keepsight.refuses("grace", "conflict", "serve", *TINY, "vllm=true", "grace=5")
 
 
 def test_addresses_are_urls() -> None:
@@ -160,14 +160,14 @@ def test_the_shortest_prompt_that_is_read_beside_vllm_must_spell_an_id() -> None
     assert (least(300, 0), least(300, 200), least(0.5, 0)) == (600, 200, 4 * letters)
     assert least(0.5, 2 * letters) == 2 * letters
     for budget, fewest in ((0.5, 2 * letters), (300, letters)):
-        with pytest.raises(UserError, match=f"min_prompt_tokens={fewest - 1}: .* give at least {fewest}$"):
+        with refused("min_prompt_tokens", "range"):
             least(budget, fewest - 1)
 
 
 def test_vllm_is_asked_for_where_it_is_missing(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "vllm" else installed(name, *of))
-    assert "make setup-vllm" in keepsight.fails("serve", *TINY, "vllm=true")
+    keepsight.refuses("vllm", "missing", "serve", *TINY, "vllm=true")
     assert "make setup-vllm" in keepsight.fails(
         "bench", "serve", *TINY[:-1], "vllm=true", "methods=[snapkv]", "tokens=300"
     )

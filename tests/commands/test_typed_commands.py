@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from keepsight.commands import cli
 from keepsight.commands.lm_eval import run_harness
 from keepsight.files import write_lines, write_text
 from keepsight.models.card import Provenance
@@ -176,12 +177,22 @@ def test_answers_of_a_server(keepsight: CommandLine, place: Path, servers: dict[
 
 
 def marked(line: str) -> object:
-    """Evaluations take seconds each, since their plots are drawn; other programs start anew."""
+    """Of each command the first line runs in `make test`; tests/test_docs.py parses all.
+
+    Evaluations take seconds each, since their plots are drawn; other programs start anew.
+    """
     is_slow = not line.startswith("keepsight") or command_of(line)[0] in ("eval", "report", "compare", "ablate")
+    is_slow = is_slow or line != next(other for other in TYPED if name_of(other) == name_of(line))
     marks = [pytest.mark.slow] if is_slow else []
     missing = [package for part, package in NEEDS.items() if part in line and find_spec(package) is None]
     marks += [pytest.mark.skip(f"needs the package {name}") for name in missing]
     return pytest.param(line, marks=marks)
+
+
+def name_of(line: str) -> str:
+    """The command that a line runs, such as `data` or `bench decode`."""
+    name, _ = cli.command_of(command_of(line))
+    return name
 
 
 @pytest.mark.parametrize("line", [marked(line) for line in TYPED])

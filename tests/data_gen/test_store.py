@@ -24,6 +24,7 @@ from keepsight.errors import UserError
 from keepsight.files import read_json, read_jsonl, write_json, write_lines
 from keepsight.models.identity import Identity
 from keepsight.train.dataset import hold_out, samples_digest, truncated, with_short_prompts
+from tests.refused import refused
 from tests.train.runs import samples
 
 IDENTITY = Identity(model="c0ffee", template="sha256:template")
@@ -90,7 +91,7 @@ def test_a_stopped_run_resumes(tmp_path: Path, stops: list[int]) -> None:
         stopped(folder, stop)
         done += stop
         assert len([*folder.glob("*.arrow")]) == done // 4
-        with pytest.raises(UserError, match=r"unfinished; run the same `keepsight data out=.*stopped` again"):
+        with refused("data", "missing"):
             read(folder)
     assert run(folder, stop_after=10 - done) == reference
     assert contents(folder) == contents(tmp_path / "whole")
@@ -137,7 +138,7 @@ def test_raising_and_lowering_the_limit(tmp_path: Path) -> None:
     first = read_training_samples(tmp_path / "data", *MODEL)[0]
     more = replace(SETTINGS, limit=15)
     stopped(tmp_path / "data", 1, more)
-    with pytest.raises(UserError, match="unfinished"):
+    with refused("data", "missing"):
         read(tmp_path / "data")
     assert run(tmp_path / "data", more, stop_after=4) == run(tmp_path / "whole", more)
     assert read(tmp_path / "data") == expected(15) and [*first] == expected()  # open files stay readable
@@ -154,7 +155,7 @@ def test_other_settings_do_not_mix(tmp_path: Path) -> None:
     for name, value in changes.items():
         with pytest.raises(UserError, match=f"made with {name}=.*; choose another out=, or delete the folder"):
             run(tmp_path, replace(SETTINGS, **{name: value}))
-    with pytest.raises(UserError, match=r"made with another base model \(recorded: c0ffee, .*: choose another out="):
+    with refused("model", "conflict"):
         run(tmp_path, replace(SETTINGS, identity=replace(IDENTITY, model="decaf")))
     assert contents(tmp_path) == before
 
@@ -175,26 +176,26 @@ def test_skipped_samples_are_named_and_not_asked_for_again(tmp_path: Path) -> No
 
 
 def test_folders_without_usable_data_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no manifest.json; make the data with `keepsight data out="):
+    with refused("manifest.json", "missing"):
         read(tmp_path / "missing")
     manifest = run(tmp_path)
-    with pytest.raises(UserError, match=r"answered by 'ada/tiny', not by 'ada/other'; make it again"):
+    with refused("model", "conflict"):
         read_training_samples(tmp_path, "ada/other", IDENTITY, 100)
-    with pytest.raises(UserError, match=r"made with another tokenizer or chat template .*: make it again"):
+    with refused("model", "conflict"):
         read_training_samples(tmp_path, "ada/tiny", replace(IDENTITY, template="sha256:other"), 100)
     later_version = replace(IDENTITY, model="decaf")  # such as a quantised one
     assert [*read_training_samples(tmp_path, "ada/tiny", later_version, 100)[0]] == expected()
-    with pytest.raises(UserError, match="has token 7, but the vocabulary of 'ada/tiny' ends at 6; make the data again"):
+    with refused("answer_ids", "model"):
         read_training_samples(tmp_path, "ada/tiny", IDENTITY, 7)
     write_json(tmp_path / "manifest.json", manifest | {"shards": []})
-    with pytest.raises(UserError, match="has no samples"):
+    with refused("data", "range"):
         read(tmp_path)
     write_json(tmp_path / "manifest.json", manifest)
     shard_of(tmp_path).unlink()
-    with pytest.raises(UserError, match=rf"shard-00001-.*: no such file; {AGAIN}"):
+    with refused("shard", "missing"):
         read(tmp_path)
     (tmp_path / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"manifest.json is missing; restore it, or delete the folder"):
+    with refused("manifest.json", "missing"):
         run(tmp_path, replace(SETTINGS, seed=4))
 
 
@@ -208,7 +209,7 @@ def test_a_changed_shard_is_refused_and_made_again_once_it_is_deleted(tmp_path: 
     changed[position] ^= 1
     shard.write_bytes(whole[:-100] if damage == "cut" else changed)
     for use in (read, run):
-        with pytest.raises(UserError, match=rf"{shard.name}: changed since .*delete it and {AGAIN}") as caught:
+        with refused("shard", "file") as caught:
             use(tmp_path)
         assert "\n" not in str(caught.value)
     shard.unlink()
@@ -224,7 +225,7 @@ def test_samples_that_are_made_again_may_have_other_answers(tmp_path: Path) -> N
     assert writer.missing(range(4, 8)) == [4, 5, 6, 7]
     writer.append(range(4, 8), [replace(sample(index), answer="other") for index in range(4, 8)])
     writer.finish(range(4, 8))
-    with pytest.raises(UserError, match="unfinished"):
+    with refused("data", "missing"):
         read(tmp_path)
     run(tmp_path, stop_after=0)
     assert [each.answer for each in read(tmp_path)[3:5]] == ["answer 3", "other"]
@@ -234,9 +235,9 @@ def test_exchanged_shards_are_refused(tmp_path: Path) -> None:
     run(tmp_path)
     shard_of(tmp_path).unlink()
     _write_shard(tmp_path, 1, [replace(each, answer_ids=[1]) for each in expected()[4:8]])
-    with pytest.raises(UserError, match=r"not the ones that manifest.json names; restore its files"):
+    with refused("shard", "file"):
         run(tmp_path)
-    with pytest.raises(UserError, match=rf"no such file; {AGAIN}"):
+    with refused("shard", "missing"):
         read(tmp_path)
 
 
@@ -245,7 +246,7 @@ def test_a_manifest_of_another_form_is_refused(tmp_path: Path, key: str) -> None
     manifest = run(tmp_path)
     write_json(tmp_path / "manifest.json", manifest | {key: "7"})
     for use in (read, run):
-        with pytest.raises(UserError, match=rf"manifest.json: {key}: ") as caught:
+        with refused("manifest.json", "file") as caught:
             use(tmp_path)
         assert "\n" not in str(caught.value)
 

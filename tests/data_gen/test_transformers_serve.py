@@ -11,10 +11,10 @@ from keepsight.data_gen.backends import Answers, Decoding, Rendered, Server, ans
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.store import finished_manifest, finished_samples
 from keepsight.endpoint import ServerSettings
-from keepsight.errors import UserError
 from keepsight.files import read_jsonl
 from keepsight.models.targets import load_target, outline_target
 from tests.data_gen.served import free_port, serving
+from tests.refused import refused
 from tests.tiny import save_tiny_target
 
 for package in ("fastapi", "uvicorn"):
@@ -39,7 +39,7 @@ def test_a_real_server_that_is_killed_and_started_again(tmp_path: Path, monkeypa
 
     with serving(folder, port) as process:
         killed.append(process)
-        with pytest.raises(UserError, match=r"no answer .*run the same command again to continue"):
+        with refused("server.url", "service"):
             generate_data(outline, MIXTURE, data, backend=until_it_is_killed, **MADE)
     (partial,) = data.glob("shard-*.partial")
     assert 4 <= len(list(read_jsonl(partial))) < 16

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
-from keepsight.errors import UserError
 from keepsight.eval.hits import Answering, answering, best_shared, choices, compare
 from keepsight.eval.query_similarity import POSITIONS, query_similarity
 from keepsight.models.retrieval_head import RetrievalHead
@@ -16,6 +15,7 @@ from keepsight.runtime.methods.drafts import OwnAnswer
 from keepsight.runtime.state import prefill
 from tests.close import assert_close
 from tests.families import family_model
+from tests.refused import refused
 from tests.tiny import prompt_ids, tiny_model
 
 BUDGET = 8
@@ -162,5 +162,5 @@ def test_the_answers_own_tokens_elsewhere_and_others_in_its_place() -> None:
 
 
 def test_sliding_windows_are_refused() -> None:
-    with pytest.raises(UserError, match="bench queries compares layers with full attention, and this model has"):
+    with refused("model", "model"):
         next(query_similarity(family_model("Gemma 3 (text)"), prompt_ids(40)[0].tolist(), 4))

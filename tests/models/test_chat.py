@@ -6,11 +6,11 @@ import pytest
 
 from keepsight.data_gen.generate import render_prompt
 from keepsight.data_gen.prompts import Prompt
-from keepsight.errors import UserError
 from keepsight.eval.tasks.niah import make_samples
 from keepsight.eval.tasks.samples import Sample, render, render_apart, render_turns
 from keepsight.models.chat import chat_text, prompt_text
 from keepsight.models.targets import load_target
+from tests.refused import refused
 from tests.tiny import base_tokenizer, save_tiny_target, tiny_tokenizer
 
 TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is it?"}]
@@ -59,7 +59,7 @@ def test_a_template_from_a_file_is_part_of_the_target(tmp_path: Path) -> None:
     given = load_target(folder, device="cpu", chat_template=file)
     assert chat_text(given.tokenizer, TURNS[1:]) == "[user] Where is it?\n[assistant]"
     assert given.identity.template != plain.identity.template
-    with pytest.raises(UserError, match=r"has no chat template; set one by model.chat_template=FILE"):
+    with refused("model.chat_template", "missing"):
         chat_text(plain.tokenizer, TURNS)
 
 
@@ -69,5 +69,5 @@ def test_a_file_that_is_no_template_is_refused(tmp_path: Path, content: str | No
     file = tmp_path / "chat.jinja"
     if content is not None:
         file.write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(UserError, match=rf"^model.chat_template={file}: .*(expected a Jinja template|cannot be read)"):
+    with refused("model.chat_template", "file"):
         load_target(folder, device="cpu", chat_template=file)

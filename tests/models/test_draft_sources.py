@@ -19,6 +19,7 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import Target, load_target
 from tests.close import assert_close
+from tests.refused import refused
 from tests.tiny import prompt_ids, save_tiny_target, tiny_model, tiny_tokenizer
 
 DEPTH = 5
@@ -158,5 +159,5 @@ def test_the_draft_of_a_recipe(folder: Path, loaded: Target) -> None:
     assert subset == LayerSubset((0, 2))
     other = draft_of(replace(recipe, draft=DraftConfig(id=str(folder))), loaded)
     assert isinstance(other, NamedDraft) and other.model.dtype == torch.bfloat16
-    with pytest.raises(UserError, match=r"draft.layers and draft.id=.* name two drafts; add draft.layers=null or"):
+    with refused("draft.layers", "conflict"):
         draft_of(replace(recipe, draft=DraftConfig(layers=[0], id=str(folder))), loaded)

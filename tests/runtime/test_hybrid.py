@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepsight.errors import UserError
 from keepsight.models.decoder import entry_owners, full_attention_layers, last_scored_layer
 from keepsight.models.draft_sources import keep_layers
 from keepsight.models.lora import lora_targets
@@ -20,6 +19,7 @@ from keepsight.runtime.state import prefill, read
 from tests.close import assert_close
 from tests.families import family_model
 from tests.models.modules import random_on
+from tests.refused import refused
 from tests.runtime.family_methods import DRAFT, OPTIONS, REFUSED
 from tests.tiny import prompt_ids
 
@@ -111,9 +111,9 @@ def test_states_of_layers_that_share_entries_join() -> None:
 
 def test_what_reads_shared_entries_in_its_own_way_is_refused_in_one_line() -> None:
     model = family_model(SHARED)
-    with pytest.raises(UserError, match="read the same entries"):
+    with refused("model", "model"):
         make_method("kivi", 16, DRAFT, **OPTIONS["kivi"]).start(model, PROMPT)
-    with pytest.raises(UserError, match="read the entries of others"):
+    with refused("draft.layers", "model"):
         keep_layers(model, [0, 1])
-    with pytest.raises(UserError, match="derives the kinds of its layers"):
+    with refused("draft.layers", "model"):
         keep_layers(family_model("Bamba"), [0, 1])

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from keepsight.errors import UserError
 from keepsight.runtime import importance
 from keepsight.runtime.conversation import Conversation
 from keepsight.runtime.evict import Evict
@@ -21,6 +20,7 @@ from keepsight.runtime.state import State, prefill, read
 from tests.close import assert_close
 from tests.families import family_model, fresh_model
 from tests.models.modules import random_on
+from tests.refused import refused
 from tests.runtime.family_methods import BUDGET, LENGTH, NAMES, WITH_IMAGE, grid, method_of
 from tests.runtime.scoring import observed_by_query_head
 from tests.runtime.slow_families import hiding, slow_pass, soft_token_attention
@@ -195,16 +195,16 @@ def test_a_further_turn_goes_on_at_the_images_positions() -> None:
 )
 def test_a_method_that_reads_no_images_says_so(family: str, name: str, tmp_path: Path) -> None:
     model, inputs, method = family_model(family), prompt(family), method_of(name, family, tmp_path)
-    with pytest.raises(UserError, match=f"{type(method).__name__} reads no images"):
+    with refused("pixel_values", "model"):
         generate(model, method=method, max_new_tokens=2, **inputs)
 
 
 def test_what_cannot_be_read_with_images_says_so() -> None:
     model, inputs = family_model(QWEN), prompt(QWEN)
-    with pytest.raises(UserError, match="Conversation reads no images"):
+    with refused("pixel_values", "model"):
         generate(model, method=Conversation(model, SnapKV(BUDGET, window=8)), max_new_tokens=2, **inputs)
-    with pytest.raises(UserError, match="read in one pass; leave out prefill_chunk_size"):
+    with refused("prefill_chunk_size", "conflict"):
         generate(model, method=StreamingLLM(BUDGET), max_new_tokens=2, prefill_chunk_size=8, **inputs)
     without = {name: value for name, value in inputs.items() if name != "mm_token_type_ids"}
-    with pytest.raises(UserError, match="mm_token_type_ids, which say where images are, are missing"):
+    with refused("mm_token_type_ids", "missing"):
         prefill(model, inputs["input_ids"], images=Images.among(without))

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from keepsight.errors import UserError
 from keepsight.models.decoder import decoder_of
 from keepsight.runtime.allocate import Adaptive, Global
 from keepsight.runtime.drafting.observer import DraftObserver
@@ -19,6 +18,7 @@ from keepsight.runtime.methods.drafts import OwnAnswer
 from keepsight.runtime.methods.positions import Earliness
 from keepsight.runtime.state import State, cache_bytes, read
 from tests.families import family_model, fresh_model
+from tests.refused import refused
 from tests.runtime.family_methods import grid
 from tests.runtime.scoring import recorded
 from tests.runtime.test_images import QWEN, prompt
@@ -133,7 +133,7 @@ def test_an_observer_that_looks_back_evicts_after_the_prefill() -> None:
     observer = DraftObserver(OwnAnswer(6))
     model, ids = tiny_model(), prompt_ids(60)[0]
     assert Evict(20, observer).start(model, ids).counts().unique().tolist() == [20]
-    with pytest.raises(UserError, match=r"Evict: during_prefill needs an observer .* DraftObserver looks back[^\n]*$"):
+    with refused("during_prefill", "conflict"):
         Evict(20, observer, during_prefill=True)
 
 
@@ -142,5 +142,5 @@ def test_a_budget_that_all_layers_share_is_divided_after_the_prefill() -> None:
     watched = Layers(model)
     SnapKV(20, window=6, allocate=Global()).start(model, ids)
     assert watched.whole == [1, 2, 3]
-    with pytest.raises(UserError, match=r"SnapKV: during_prefill evicts .* Global shares the budget between[^\n]*$"):
+    with refused("during_prefill", "conflict"):
         SnapKV(20, window=6, allocate=Global(), during_prefill=True)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepsight.errors import UserError
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.runtime import importance, observe
 from keepsight.runtime.attention import run
@@ -28,6 +27,7 @@ from keepsight.train.eviction import GatedLayer
 from tests.close import assert_close
 from tests.families import family_model
 from tests.models.modules import SHAPE, random_module, random_on, save
+from tests.refused import refused
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 LAYERS, KV_HEADS, LENGTH = 3, 2, 70
@@ -86,7 +86,7 @@ def test_a_chunked_prefill_keeps_the_normed_output_of_every_token():
 
 @pytest.mark.parametrize("layer", [-1, 4])
 def test_a_layer_that_is_not_there_is_refused(layer):
-    with pytest.raises(UserError, match=f"feature layer {layer} is out of range: the base model's layers are 0 to 2"):
+    with refused("features", "range"):
         RecordFeatures(tiny_model(), (layer,))
 
 

@@ -23,6 +23,7 @@ from keepsight.runtime.methods.positions import Earliness, RandomScores
 from keepsight.runtime.observe import Observer
 from tests.families import family_model
 from tests.models.modules import random_module, save
+from tests.refused import refused
 from tests.runtime.family_methods import BUDGET, NAMES, PROMPT, method_of
 from tests.runtime.retrieval.heads import tiny_head
 from tests.tiny import prompt_ids, save_tiny_target, tiny_model, tiny_tokenizer
@@ -48,8 +49,9 @@ def test_numbers_of_numpy_and_torch_are_numbers(scalar: Any) -> None:
     assert torch.equal(generate(tiny_model(), IDS, SnapKV(scalar(40), window=8), **options), expected)
     wrong: Any
     for wrong in (np.float64(40.0), np.int64(-1), np.array([40]), True, torch.tensor(True)):
-        with pytest.raises(UserError, match=r"^SnapKV: budget "):
+        with pytest.raises(UserError) as error:
             SnapKV(wrong)
+        assert error.value.field == "budget"
 
 
 def test_a_compression_ratio_is_the_evicted_share() -> None:
@@ -58,13 +60,8 @@ def test_a_compression_ratio_is_the_evicted_share() -> None:
     assert made(compression_ratio=np.float32(0.5), window=8) == SnapKV(0.5, window=8)
     assert made(compression_ratio=0) == SnapKV(1.0)
     assert made(compression_ratio=0.75, window=8).start(tiny_model(), IDS).length == 15
-    for options, said in (
-        ({"compression_ratio": 1}, "compression_ratio 1 must be a number from 0 to below 1"),
-        ({"compression_ratio": "0.5"}, "compression_ratio '0.5' must be"),
-        ({"compression_ratio": 0.5, "budget": 64}, "give a budget or a compression_ratio"),
-    ):
-        with pytest.raises(UserError, match=f"^SnapKV: {said}"):
-            made(**options)
+    with refused("compression_ratio", "conflict"):  # tests/test_errors.py has its range
+        made(compression_ratio=0.5, budget=64)
 
 
 WITH_HEAD_OR_DRAFT = ("specontext", "speckv", "specpc", "speckvpc")
@@ -128,7 +125,7 @@ def test_prompts_in_the_forms_that_tokenizers_give(tmp_path: Path) -> None:
     alone: Any = tokenizer(texts[0], return_tensors="pt")
     expected = generate(model, alone["input_ids"], method, **GREEDY)
     assert torch.equal(generate(model, texts[0], method, tokenizer=tokenizer, **GREEDY), expected)
-    with pytest.raises(UserError, match=r"^give tokenizer=[^\n]*$"):
+    with refused("tokenizer", "missing"):
         generate(model, texts[0], method, **GREEDY)
     model.config.name_or_path = str(folder)
     assert torch.equal(Conversation(model, method).say(texts[0], **GREEDY), expected)
@@ -137,12 +134,12 @@ def test_prompts_in_the_forms_that_tokenizers_give(tmp_path: Path) -> None:
     ids: Any = expected
     wrong: Any
     for wrong in ({"input_ids": [[1, 2]]}, {"attention_mask": ids}, [], ids[0], ids.float()):
-        with pytest.raises(UserError, match="input_ids must be a tensor"):
+        with refused("input_ids", "type"):
             generate(model, wrong, method, **GREEDY)
-    with pytest.raises(UserError, match="the prompt has no tokens"):
+    with refused("input_ids", "range"):
         generate(model, ids[:, :0], method, **GREEDY)
     mask = torch.tensor([[1], [0]]).expand(2, IDS.shape[1])
-    with pytest.raises(UserError, match="a prompt has no tokens: its row of attention_mask is all 0"):
+    with refused("attention_mask", "range"):
         generate(model, IDS.repeat(2, 1), method, attention_mask=mask, **GREEDY)
 
 
@@ -186,13 +183,13 @@ class Signed(Observer):
 
 def test_scores_that_can_be_negative_are_not_multiplied() -> None:
     assert Evict(12, RandomScores(), value_norm=True).start(tiny_model(), IDS).length == 12
-    for make in (
-        lambda: KeyNorm(12, value_norm=True),
-        lambda: StreamingLLM(12, observer=Earliness(), value_norm=True),
-        lambda: KeyNorm(12, allocate=Global(0.2, [[1.0, 2.0]] * 3)),  # type: ignore[arg-type]
-        lambda: Evict(12, Signed(), value_norm=True).start(tiny_model(), IDS),
+    for make, field in (
+        (lambda: KeyNorm(12, value_norm=True), "value_norm"),
+        (lambda: StreamingLLM(12, observer=Earliness(), value_norm=True), "value_norm"),
+        (lambda: KeyNorm(12, allocate=Global(0.2, [[1.0, 2.0]] * 3)), "allocate.weights"),  # type: ignore[arg-type]
+        (lambda: Evict(12, Signed(), value_norm=True).start(tiny_model(), IDS), "value_norm"),
     ):
-        with pytest.raises(UserError, match=r"multiplies scores, and those of \w+ can be negative"):
+        with refused(field, "conflict"):
             make()
 
 
@@ -210,7 +207,7 @@ def test_ids_beyond_the_vocabulary(wrong: int) -> None:
         lambda: model.generate(odd, custom_generate=method, **GREEDY),
         lambda: generate(model, torch.cat([past.ids, odd], dim=1), method, past_key_values=past, **options),
     ):
-        with pytest.raises(UserError, match=f"^token id {wrong} is not in the vocabulary of 256; take the model's t"):
+        with refused("input_ids", "range"):
             ask()
     assert talk.say(IDS % 256, **GREEDY).shape == (1, 6)
 
@@ -222,7 +219,7 @@ def test_value_norms_of_a_float64_model() -> None:
 
 @pytest.mark.parametrize("method", [SnapKV(40, window=8), LAQ(40)])
 def test_a_prompt_beyond_the_context_is_named(method: Any) -> None:
-    with pytest.raises(UserError, match="the prompt has 300 tokens, more than the context of 256; shorten it"):
+    with refused("prompt", "range"):
         generate(tiny_model(), prompt_ids(300)[0], method, **GREEDY)
 
 
@@ -234,13 +231,14 @@ def test_parts_may_be_named_in_python() -> None:
     assert made(40, allocate="adakv", pool="none") == SnapKV(40, allocate=Adaptive(), pool=NO_POOL)
     kivi: Any = Kivi
     assert kivi(inner={"name": "snapkv", "budget": 40, "pool": "none"}) == Kivi(inner=SnapKV(40, pool=NO_POOL))
-    for options, message in (
-        ({"ratio": 0.5}, "there is no option 'ratio'; it takes budget, observer, reduce, pool"),
-        ({"allocate": "ada"}, "allocate: 'ada' is unknown; choose one of adakv"),
-        ({"pool": {"size": 3}}, "pool: there is no option 'size'; it takes kind, kernel"),
+    for options, field in (
+        ({"ratio": 0.5}, "ratio"),
+        ({"allocate": "ada"}, "allocate"),
+        ({"pool": {"size": 3}}, "size"),
     ):
-        with pytest.raises(UserError, match=f"^SnapKV: {message}"):
+        with refused(field, "unknown") as error:
             made(40, **options)
+        assert str(error.value).startswith("SnapKV: ")
 
 
 def test_reprs_are_one_short_line(tmp_path: Path) -> None:

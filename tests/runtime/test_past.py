@@ -16,6 +16,7 @@ from keepsight.runtime.importance import Pool
 from keepsight.runtime.methods import SnapKV, StreamingLLM, Truncation
 from keepsight.runtime.state import read
 from tests.families import family_model
+from tests.refused import refused
 from tests.runtime.family_methods import NAMES, PROMPT, method_of
 from tests.tiny import prompt_ids, tiny_model
 
@@ -23,7 +24,6 @@ SMALL = SnapKV(12, window=4, pool=Pool(kernel=3))
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 TURN = prompt_ids(5, seed=1)[0]
 LONGER = torch.cat([PROMPT, TURN], dim=1)
-REFUSED = "^past_key_values: a plain model call would misread or change a cache of keepsight; [^\n]*$"
 _CACHES = "ignore:.*cache.*"
 
 
@@ -43,7 +43,7 @@ def test_a_plain_generate_is_refused_and_changes_nothing(name: str, tmp_path: Pa
         lambda: past.crop(-2),
         lambda: past.reset(),
     ):
-        with pytest.raises(UserError, match=REFUSED):
+        with refused("past_key_values", "state"):
             ask()
     assert torch.equal(generate(model, LONGER, method, past_key_values=past, **GREEDY), expected)
 
@@ -58,7 +58,7 @@ def test_layers_of_every_kind_stay_as_they_are(family: str) -> None:
     past = method.compress(model, input_ids=PROMPT)
     expected = generate(model, LONGER, method, past_key_values=past, **GREEDY)
     for cache in (past, past.state.cache):
-        with pytest.raises(UserError, match=REFUSED):
+        with refused("past_key_values", "state"):
             model.generate(LONGER, past_key_values=cache, **GREEDY)
     assert torch.equal(generate(model, LONGER, method, past_key_values=past, **GREEDY), expected)
 
@@ -72,7 +72,7 @@ def test_a_conversation_and_a_saved_state_stay_as_they_are(tmp_path: Path) -> No
     saved = load_state(save_state(SMALL.start(model, PROMPT), tmp_path, model=model), model)
     expected = generate(model, TURN, saved, **GREEDY)
     for cache, ids in ((talk.state.cache, torch.cat([talk.ids, TURN], dim=1)), (saved.state.cache, LONGER)):
-        with pytest.raises(UserError, match=REFUSED):
+        with refused("past_key_values", "state"):
             model.generate(ids, past_key_values=cache, **GREEDY)
     assert torch.equal(talk.say(TURN, **GREEDY), undisturbed.say(TURN, **GREEDY))
     assert torch.equal(generate(model, TURN, saved, **GREEDY), expected)
@@ -87,12 +87,12 @@ def test_a_state_whose_cache_has_grown_is_refused() -> None:
         lambda: Conversation(model, SMALL, state).say(TURN, **GREEDY),
         lambda: SMALL.resume(model, state, TURN),
     ):
-        with pytest.raises(UserError, match=r"^the cache of this state has 46 tokens, and the state itself 41[^\n]*$"):
+        with refused("state", "state"):
             use()
     assert read(model, after, TURN)[0].tokens.shape == (1, 51)
     past = SMALL.compress(model, input_ids=PROMPT)
     past.state.cache.layers[0].update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8))
-    with pytest.raises(UserError, match="the cache of this state has 42 tokens"):
+    with refused("state", "state"):
         generate(model, LONGER, SMALL, past_key_values=past, **GREEDY)
 
 
@@ -113,12 +113,12 @@ def test_several_threads_continue_from_one_past() -> None:
 def test_a_past_of_another_model_or_another_state_is_refused(tmp_path: Path) -> None:
     model = tiny_model()
     past = SMALL.compress(model, input_ids=PROMPT)
-    with pytest.raises(UserError, match=r"^custom_generate: past_key_values were computed with another base model"):
+    with refused("model", "conflict"):
         generate(tiny_model(seed=1), LONGER, SMALL, past_key_values=past, **GREEDY)
     expected = generate(model, LONGER, SMALL, past_key_values=past, **GREEDY)
     assert torch.equal(generate(tiny_model(), LONGER, SMALL, past_key_values=past, **GREEDY), expected)
     saved = load_state(save_state(SMALL.start(model, TURN.repeat(1, 4)), tmp_path, model=model), model)
-    with pytest.raises(UserError, match=r"^saved state: past_key_values come from another prompt"):
+    with refused("past_key_values", "state"):
         generate(model, LONGER, saved, past_key_values=past, **GREEDY)
 
 

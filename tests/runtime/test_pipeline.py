@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from keepsight import Conversation, Kivi, SnapKV, generate, pipeline
-from keepsight.errors import UserError
 from keepsight.runtime.generate import FullCache
 from keepsight.runtime.pipeline import Pipeline
+from tests.refused import refused
 from tests.tiny import tiny_model, tiny_tokenizer
 
 CONTEXT = "The harbour was calm. The code of the blue door is 48213. Nobody came by in the morning. " * 2
@@ -56,16 +56,16 @@ def test_options_reach_generate(pipe: Pipeline) -> None:
     first = pipe(CONTEXT, QUESTIONS[0], max_new_tokens=6, do_sample=True)
     torch.manual_seed(0)
     assert pipe(CONTEXT, QUESTIONS[0], max_new_tokens=6, do_sample=True) == first
-    with pytest.raises(UserError, match="num_beams"):
+    with refused("num_beams", "conflict"):
         pipe(CONTEXT, QUESTIONS[0], num_beams=2)
 
 
 @pytest.mark.parametrize(
-    ("context", "questions", "part"),
-    [("", QUESTIONS, "need some text"), (CONTEXT, ["Who?", " "], "need some text"), (CONTEXT, "", "need some text")],
+    ("context", "questions"),
+    [("", QUESTIONS), (CONTEXT, ["Who?", " "]), (CONTEXT, "")],
 )
-def test_empty_texts_are_refused(pipe: Pipeline, context: str, questions: Any, part: str) -> None:
-    with pytest.raises(UserError, match=part):
+def test_empty_texts_are_refused(pipe: Pipeline, context: str, questions: Any) -> None:
+    with refused("question", "range"):
         pipe(context, questions, FullCache())
 
 
@@ -74,7 +74,7 @@ def test_no_questions_have_no_answers(pipe: Pipeline) -> None:
 
 
 def test_a_loaded_model_needs_its_tokenizer() -> None:
-    with pytest.raises(UserError, match="give tokenizer="):
+    with refused("tokenizer", "missing"):
         pipeline(tiny_model())
 
 
@@ -96,10 +96,10 @@ def test_a_state_and_what_compress_returns_answer_questions(pipe: Pipeline) -> N
 def test_states_that_need_their_method_are_refused(pipe: Pipeline) -> None:
     context_ids, question_ids = pipe._ids(CONTEXT, QUESTIONS[0], "")
     packed = Kivi(bits=2, group=8).start(pipe.model, context_ids)
-    with pytest.raises(UserError, match="in its method's own form"):
+    with refused("past_key_values", "state"):
         generate(pipe.model, question_ids, packed)
 
     conversation = Conversation(pipe.model, SnapKV(budget=24, window=8))
     output: Any = conversation.say(context_ids, max_new_tokens=2, return_dict_in_generate=True)
-    with pytest.raises(UserError, match="a conversation's"):
+    with refused("past_key_values", "state"):
         generate(pipe.model, question_ids, output.past_key_values)

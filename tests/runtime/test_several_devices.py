@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from keepsight import SnapKV, SpeContext, generate
-from keepsight.errors import UserError
 from keepsight.runtime.conversation import Conversation
 from keepsight.runtime.methods import make_method
 from keepsight.runtime.saved import load_state, save_state
@@ -15,6 +14,7 @@ from keepsight.runtime.state import read
 from tests.devices import FIRST, SECOND, in_halves, several_devices
 from tests.families import fresh_model
 from tests.models.retrieval_heads import tiny_retrieval_head
+from tests.refused import refused
 from tests.runtime.family_methods import DRAFT, KINDS, NAMES, method_of
 from tests.runtime.scoring import recorded
 from tests.tiny import prompt_ids
@@ -95,7 +95,7 @@ def test_entries_in_cpu_memory_are_for_one_device(halves: Any) -> None:
     method = SpeContext(16, tiny_retrieval_head("none"), offload=1)
     with (
         several_devices(),
-        pytest.raises(UserError, match="layers of llama lie on cpu:0, cpu:1; load the model on one"),
+        refused("model.device_map", "model"),
     ):
         generate(halves, IDS[:1].to(FIRST), method, max_new_tokens=2)
 

@@ -17,6 +17,7 @@ from keepsight.runtime.static_step import StaticStep
 from keepsight.serving import engine as engines
 from keepsight.serving.engine import Busy, Closed, Engine, Job, TooLong
 from tests.families import family_model
+from tests.refused import refused
 from tests.tiny import SmallVocabulary, prompt_ids, tiny_model
 
 KVZIP = KVzip(24, Reconstruction(SmallVocabulary()))  # type: ignore[arg-type]
@@ -222,9 +223,9 @@ def test_a_drained_engine_finishes_what_runs():
     engine.submit(waits)
     engine.drain()
     assert waits.reason == "cancelled" and runs.reason is None
-    for refused in (lambda: engine.submit(Job(prompts(40)[0])), engine.require_room):
-        with pytest.raises(Closed, match="shutting down"):
-            refused()
+    for ask in (lambda: engine.submit(Job(prompts(40)[0])), engine.require_room):
+        with pytest.raises(Closed):
+            ask()
     run(engine)
     assert runs.result(0) == alone(model, method, runs.ids, max_new_tokens=6)
 
@@ -243,9 +244,9 @@ def test_prompts_without_room_for_the_tokens_of_the_method_are_too_long():
     with pytest.raises(TooLong, match="maximum context length is 256"):
         engine.submit(Job(prompts(250)[0], max_new_tokens=2))
     engine = Engine(model, KeyNorm(0.1, allocate=Pyramid()))
-    with pytest.raises(UserError, match="leaves the last layer without entries") as refused:
+    with refused("budget", "range") as error:
         engine.submit(Job(prompts(100)[0], max_new_tokens=2))
-    assert not isinstance(refused.value, TooLong), "a longer one would do"
+    assert not isinstance(error.value, TooLong), "a longer one would do"
 
 
 def test_requests_that_were_cancelled_while_waiting_make_room_for_others():
@@ -292,7 +293,7 @@ def test_a_method_that_fails_on_this_model_ends_the_start():
         def start(self, *given, **options):
             raise UserError("this module was trained for another model")
 
-    with pytest.raises(UserError, match="trained for another model"):
+    with refused("model", "conflict"):
         Engine(tiny_model(), ForAnother(40, window=8), rows=2)
 
 
@@ -314,9 +315,9 @@ def test_what_fails_fails_alone(monkeypatch):
     assert good.result(0) == alone(model, method, good.ids, max_new_tokens=6)
     with pytest.raises(MemoryError):
         bad.result(0)
-    with pytest.raises(UserError, match="0 tokens"):
+    with refused("prompt", "range"):
         engine.submit(Job(torch.zeros(0, dtype=torch.long)))
-    with pytest.raises(UserError, match="maximum context length is 256"):
+    with refused("prompt", "range"):
         engine.submit(Job(prompts(200)[0], max_new_tokens=100))
 
 
@@ -358,7 +359,7 @@ def test_requests_of_many_threads_and_a_full_queue():
 
 @pytest.mark.parametrize("method", [SpeCache(), SnapKV(40, window=8, every=4)], ids=["own form", "while decoding"])
 def test_methods_that_cannot_join_are_refused(method):
-    with pytest.raises(UserError, match="cannot answer in a batch"):
+    with refused("method", "model"):
         Engine(tiny_model(), method)
 
 

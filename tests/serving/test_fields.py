@@ -150,39 +150,38 @@ def test_what_changes_the_answer_and_is_not_supported_is_named(url, name):
         paths.remove(PLAIN)
     for path in paths:
         reply = post(url, path, **{name: VALUES.get(name, True)})
-        message = reply.json()["error"]["message"]
-        assert reply.status_code == 400 and message.startswith(f"{name}: is not supported; "), message
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == name, reply.text
 
 
 BAD = [
-    (PLAIN, {"n": 0}, "n: "),
-    (PLAIN, {"n": 5}, "n is 5; this server gives at most 4"),
-    (PLAIN, {"n": 1 << 60}, "at most 4"),
-    (PLAIN, {"logit_bias": {"sea": 1}}, "logit_bias: names 'sea'"),
-    (PLAIN, {"logit_bias": {"5": 101}}, "logit_bias: is 101"),
-    (PLAIN, {"logit_bias": {"99999": 1}}, "logit_bias: 99999"),
-    (PLAIN, {"min_tokens": 13}, "min_tokens is 13"),
+    (PLAIN, {"n": 0}, "n"),
+    (PLAIN, {"n": 5}, "n"),
+    (PLAIN, {"n": 1 << 60}, "n"),
+    (PLAIN, {"logit_bias": {"sea": 1}}, "logit_bias"),
+    (PLAIN, {"logit_bias": {"5": 101}}, "logit_bias"),
+    (PLAIN, {"logit_bias": {"99999": 1}}, "logit_bias"),
+    (PLAIN, {"min_tokens": 13}, "min_tokens"),
     (PLAIN, {"logprobs": 21}, "logprobs"),
     (PLAIN, {"top_k": -2}, "top_k"),
-    (PLAIN, {"prompt": ["a"] * 65}, "holds 65 prompts"),
-    (CHAT, {"top_logprobs": 3}, "top_logprobs: needs logprobs"),
-    (CHAT, {"response_format": {"type": "grammar"}}, "'grammar' is not supported"),
-    (CHAT, {"response_format": {"type": "json_object"}, "min_tokens": 3}, "min_tokens: is not supported for JSON"),
+    (PLAIN, {"prompt": ["a"] * 65}, "prompt"),
+    (CHAT, {"top_logprobs": 3}, "top_logprobs"),
+    (CHAT, {"response_format": {"type": "grammar"}}, "response_format"),
+    (CHAT, {"response_format": {"type": "json_object"}, "min_tokens": 3}, "min_tokens"),
     (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
     (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "'image_url'"),
-    (PLAIN, {"keepsight": {"budget": 41}}, "max_budget="),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
+    (PLAIN, {"keepsight": {"budget": 41}}, "keepsight.budget"),
     (PLAIN, {"keepsight": {"budget": 0}}, "keepsight.budget"),
-    (PLAIN, {"keepsight": {"budget": 8}}, "keepsight.budget: SnapKV"),
-    (PLAIN, {"keepsight": {"adapter": "other"}}, "keepsight.adapter: is not supported"),
-    (PLAIN, {"keepsight": {"sinks": 4}}, "keepsight: has no field 'sinks'"),
+    (PLAIN, {"keepsight": {"budget": 8}}, "keepsight.budget"),
+    (PLAIN, {"keepsight": {"adapter": "other"}}, "keepsight.adapter"),
+    (PLAIN, {"keepsight": {"sinks": 4}}, "keepsight"),
 ]
 
 
-@pytest.mark.parametrize(("path", "fields", "words"), BAD)
-def test_bad_values_are_named(url, path, fields, words):
+@pytest.mark.parametrize(("path", "fields", "param"), BAD)
+def test_bad_values_are_named(url, path, fields, param):
     reply = post(url, path, **fields)
-    assert reply.status_code == 400 and words in reply.json()["error"]["message"], reply.text
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == param, reply.text
 
 
 # The choice of tokens
@@ -333,7 +332,7 @@ def test_lists_of_prompts(target, url):
 def test_a_list_of_prompts_needs_room_for_all(target):
     with serving(target, waiting=2) as (url, engine):
         assert post(url, PLAIN, prompt=["a", "b"]).status_code == 200
-        assert "holds 3 prompts" in post(url, PLAIN, prompt=["a", "b", "c"]).json()["error"]["message"]
+        assert post(url, PLAIN, prompt=["a", "b", "c"]).json()["error"]["param"] == "prompt"
         assert post(url, PLAIN, prompt=["a", [99999]]).status_code == 400
         assert engine.load == (0, 0)
 
@@ -486,7 +485,7 @@ def test_a_budget_of_a_request(target):
         tokens = bodies[0]["usage"]["prompt_tokens"]
         assert kept == [40, 20, 60, round(0.3 * tokens)] and kept[3] <= 60
         reply = post(url, PLAIN, prompt=TEXT * 3, keepsight={"budget": 0.3})
-        assert reply.status_code == 400 and "max_budget=" in reply.json()["error"]["message"]
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == "keepsight.budget"
 
 
 def test_a_method_without_a_budget(target):
@@ -494,4 +493,4 @@ def test_a_method_without_a_budget(target):
         app = Service(engine, target, name="tiny", key=None, answer_tokens=20, max_bytes=1 << 16).app()
         with running(app, engine) as (url, _):
             reply = post(url, PLAIN, keepsight={"budget": 20})
-            assert reply.status_code == 400 and "has no budget" in reply.json()["error"]["message"]
+            assert reply.status_code == 400 and reply.json()["error"]["param"] == "keepsight.budget"

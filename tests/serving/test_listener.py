@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from keepsight.errors import UserError
 from keepsight.serving import listener
 from keepsight.serving.engine import Engine
 from keepsight.serving.listener import Listening
 from keepsight.serving.server import Service
+from tests.refused import refused
 from tests.serving.loopback import METHOD, running, wait_until
 
 PLAIN = "/v1/completions"
@@ -185,5 +185,5 @@ def test_connections_stay_below_the_descriptors(monkeypatch):
     limits[:] = [64, 512]
     assert 300 < listener._within_descriptors(10_000) < 512 - 24 and limits == [512, 512]
     limits[:] = [8, 8]
-    with pytest.raises(UserError, match="ulimit -n"):
+    with refused("ulimit", "range"):
         listener._within_descriptors(10)

@@ -218,39 +218,40 @@ CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "Hello"}]
 BAD = [
     (PLAIN, {"model": "tiny", "prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
-    (PLAIN, {"model": "tiny", "prompt": "a", "max_tokens": 2001}, 400, "at most 2000, which its option max_new_tokens"),
-    (PLAIN, {"model": "tiny", "prompt": ""}, 400, "0 tokens"),
-    (PLAIN, {"model": "tiny", "prompt": [1, 99999]}, 400, "99999"),
+    (PLAIN, {"model": "tiny", "prompt": "a", "max_tokens": 2001}, 400, "max_tokens"),
+    (PLAIN, {"model": "tiny", "prompt": ""}, 400, "prompt"),
+    (PLAIN, {"model": "tiny", "prompt": [1, 99999]}, 400, "prompt"),
     (PLAIN, {"model": "tiny", "prompt": "a", "echo": True}, 400, "echo"),
     (PLAIN, {"model": "tiny", "prompt": "a", "temperature": -1}, 400, "temperature"),
     (PLAIN, {"model": "tiny", "prompt": "a", "presence_penalty": 2.5}, 400, "presence_penalty"),
-    (PLAIN, {"model": "other", "prompt": "a"}, 404, "does not exist"),
-    (PLAIN, {"model": "tiny", "prompt": "a" * 70000}, 413, "larger than"),
+    (PLAIN, {"model": "other", "prompt": "a"}, 404, None),
+    (PLAIN, {"model": "tiny", "prompt": "a" * 70000}, 413, None),
     (CHAT, {"model": "tiny", "messages": []}, 400, "messages"),
     (CHAT, {"model": "tiny", "messages": USER, "tools": [{"type": "function"}]}, 400, "tools.0.function"),
-    (CHAT, {"model": "tiny", "messages": USER, "response_format": {"type": "json_schema"}}, 400, "must have json_sch"),
-    (PLAIN, {"model": "tiny", "prompt": [[]]}, 400, "0 tokens"),
-    (PLAIN, {"model": "tiny", "prompt": ["a", 7]}, 400, "must be a text or token ids"),
-    (PLAIN, {"model": "tiny", "prompt": ["a", ""]}, 400, "0 tokens"),
-    (PLAIN, {"model": "tiny", "prompt": [5, "a"]}, 400, "must be a text or token ids"),
-    (PLAIN, {"model": "tiny", "prompt": [True]}, 400, "must be a text or token ids"),
-    (PLAIN, {"model": "tiny", "prompt": 7}, 400, "must be a text or token ids"),
+    (CHAT, {"model": "tiny", "messages": USER, "response_format": {"type": "json_schema"}}, 400, "response_format"),
+    (PLAIN, {"model": "tiny", "prompt": [[]]}, 400, "prompt"),
+    (PLAIN, {"model": "tiny", "prompt": ["a", 7]}, 400, "prompt"),
+    (PLAIN, {"model": "tiny", "prompt": ["a", ""]}, 400, "prompt"),
+    (PLAIN, {"model": "tiny", "prompt": [5, "a"]}, 400, "prompt"),
+    (PLAIN, {"model": "tiny", "prompt": [True]}, 400, "prompt"),
+    (PLAIN, {"model": "tiny", "prompt": 7}, 400, "prompt"),
     (PLAIN, {"model": "tiny"}, 400, "prompt"),
-    (PLAIN, {"model": "tiny", "prompt": [[99999]]}, 400, "99999"),
+    (PLAIN, {"model": "tiny", "prompt": [[99999]]}, 400, "prompt"),
     (PLAIN, {"model": "tiny", "prompt": "a", "stop": ""}, 400, "stop"),
     (PLAIN, {"model": "tiny", "prompt": "a", "stop": [7]}, 400, "stop"),
     (PLAIN, {"model": "tiny", "prompt": "a", "stop_token_ids": ["<|end|>"]}, 400, "stop_token_ids"),
-    (CHAT, {"model": "tiny", "messages": [{"role": "user", "content": None}]}, 400, "content"),
+    (CHAT, {"model": "tiny", "messages": [{"role": "user", "content": None}]}, 400, "messages.0.content"),
     (CHAT, {"messages": USER}, 400, "model"),
-    ("/v1/responses", {}, 404, "this server has no /v1/responses"),
+    ("/v1/responses", {}, 404, None),
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "status", "word"), BAD, ids=[f"{each[2]} {each[3]}" for each in BAD])
-def test_a_bad_request_says_why(served, path, body, status, word):
+@pytest.mark.parametrize(("path", "body", "status", "param"), BAD)
+def test_a_bad_request_says_why(served, path, body, status, param):
     reply = httpx.post(served[0] + path, json=body)
-    assert reply.status_code == status and word in reply.json()["error"]["message"]
-    assert reply.json()["error"]["code"] == status and "\n" not in reply.json()["error"]["message"]
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (status, status, param), error
+    assert "\n" not in error["message"]
 
 
 CALL: dict[str, Any] = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": ""}}
@@ -283,27 +284,29 @@ def test_tool_history_is_rendered_by_the_template(content):
 
 FIRST_CALL_ALONE = TOOL_TEMPLATE.replace("message['tool_calls'] or []", "(message['tool_calls'] or [])[:1]")
 BAD_HISTORY = [
-    (DEFAULT, [USER[0], ASKS], "messages.1: tool_calls would be lost"),
-    (DEFAULT, [USER[0], ASKS | {"content": None}], "messages.1: tool_calls would be lost"),
-    (DEFAULT, [{"role": "user", "content": "weather"}, ASKS], "messages.1: tool_calls would be lost"),
+    (DEFAULT, [USER[0], ASKS], "messages.1"),
+    (DEFAULT, [USER[0], ASKS | {"content": None}], "messages.1"),
+    (DEFAULT, [{"role": "user", "content": "weather"}, ASKS], "messages.1"),
     (TOOL_TEMPLATE.replace("message['content']", "message['content'] if message.role != 'tool' else ''"), HISTORY,
-     "messages.2: role 'tool' would be lost"),
-    (FIRST_CALL_ALONE, [USER[0], ASKS], "messages.1: tool_calls would be lost"),
+     "messages.2"),
+    (FIRST_CALL_ALONE, [USER[0], ASKS], "messages.1"),
     (TOOL_TEMPLATE, [USER[0], {"role": "assistant", "content": None}], "messages.1.content"),
     (TOOL_TEMPLATE, [USER[0], {"role": "assistant"}], "messages.1.content"),
-    (TOOL_TEMPLATE, [USER[0], ASKS | {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], "JSON object"),
+    (TOOL_TEMPLATE, [USER[0], ASKS | {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], "messages"),
     (TOOL_TEMPLATE, [USER[0], ASKS | {"tool_calls": [{"id": "x"}]}], "messages.1.tool_calls.0.function"),
-    (TOOL_TEMPLATE, [USER[0], {"role": "assistant", "content": "", "function_call": {"name": "f"}}], "as tool_calls"),
+    (TOOL_TEMPLATE, [USER[0], {"role": "assistant", "content": "", "function_call": {"name": "f"}}], "messages.1"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("template", "messages", "word"), BAD_HISTORY)
-def test_tool_history_that_would_be_lost_is_refused(template, messages, word):
+@pytest.mark.parametrize(("template", "messages", "field"), BAD_HISTORY)
+def test_tool_history_that_would_be_lost_is_refused(template, messages, field):
     tokenizer = with_template(template)
     with pytest.raises((UserError, ValidationError)) as refused:
         prompt_of(ChatRequest(model="tiny", messages=messages).messages, tokenizer)
     error = refused.value
-    assert word in str(first_fault(error) if isinstance(error, ValidationError) else error)
+    if isinstance(error, ValidationError):
+        error = first_fault(error)
+    assert error.field == field
 
 
 def test_the_model_by_its_name(served):

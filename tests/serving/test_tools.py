@@ -159,17 +159,17 @@ def test_transformers_knows_how_some_families_write_calls():
 
 
 @pytest.mark.parametrize(
-    ("fields", "template", "readable", "words"),
+    ("fields", "template", "readable", "param"),
     [
-        ({"tool_choice": "required"}, TEMPLATE, True, "tool_choice: of 'required' is not supported"),
-        ({"tool_choice": {"type": "function"}}, TEMPLATE, True, "tool_choice: of 'a certain tool'"),
-        ({}, TOOL_TEMPLATE, True, "tools: would be lost"),
-        ({}, TEMPLATE, False, "tools: are not supported, as transformers cannot read the calls of llama"),
+        ({"tool_choice": "required"}, TEMPLATE, True, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, TEMPLATE, True, "tool_choice"),
+        ({}, TOOL_TEMPLATE, True, "tools"),
+        ({}, TEMPLATE, False, "tools"),
         ({"tools": [{"type": "function"}]}, TEMPLATE, True, "tools.0.function"),
     ],
 )
-def test_tools_that_cannot_be_honoured_are_refused(fields, template, readable, words):
+def test_tools_that_cannot_be_honoured_are_refused(fields, template, readable, param):
     response = response_template("<tool_call>", "</tool_call>") if readable else None
     with speaking("Hi", template, response) as url:
         reply = httpx.post(url + CHAT, json=asked(**fields))
-        assert reply.status_code == 400 and words in reply.json()["error"]["message"]
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == param

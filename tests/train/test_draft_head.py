@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from keepsight.data_gen.store import TrainingSample
-from keepsight.errors import UserError
 from keepsight.files import file_digest, read_json, write_json
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.identity import Identity, MadeWith
@@ -28,6 +27,7 @@ from keepsight.train.draft_head import (
 )
 from tests.close import assert_close
 from tests.families import fresh_model
+from tests.refused import refused
 from tests.tiny import prompt_ids
 from tests.train.head_runs import deep_model, head_objective, head_settings
 from tests.train.runs import GRID, samples
@@ -200,7 +200,7 @@ def test_the_vocabulary_holds_the_answers_most_frequent_tokens_and_the_end_token
     row = TrainingSample(0, "test", [5, 5, 5, 9, 9, 3, 4], [9, 7], "", "")
     assert frequent_tokens([row], 4, [2], 16).tolist() == [2, 5, 7, 9]
     assert frequent_tokens([row], 16, [2], 16).tolist() == list(range(16))
-    with pytest.raises(UserError, match=r"draft_head.vocabulary=17 must lie between 1 and 16"):
+    with refused("draft_head.vocabulary", "range"):
         frequent_tokens([row], 17, [2], 16)
 
 
@@ -236,5 +236,5 @@ def test_hidden_states_that_are_incomplete_are_refused(tmp_path: Path, kind: str
     tensors |= {name: torch.ones(4, 2)} if kind == "doubled" else {"other": tensors.pop(name)}
     save_file(tensors, path)
     write_json(manifest, read_json(manifest) | {"digests": {path.name: file_digest(path)}})
-    with pytest.raises(UserError, match=r"readings-00000\.safetensors: a sample of 2 tokens is incomplete"):
+    with refused("features", "file"):
         StoredStates(tmp_path)(ids)

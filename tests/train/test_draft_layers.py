@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from keepsight.errors import UserError
 from keepsight.models.draft_sources import keep_layers
 from keepsight.train import draft_layers
 from keepsight.train.draft_layers import Text, closeness, read_answer, search
+from tests.refused import refused
 from tests.tiny import prompt_ids, tiny_model
 
 DEPTH = 4
@@ -111,7 +111,7 @@ def test_a_log_of_another_search_is_refused(tmp_path: Path) -> None:
     target, log = tiny_model(num_hidden_layers=3), tmp_path / "log.jsonl"
     search(target, texts(target), 2, log)
     before = log.read_text()
-    with pytest.raises(UserError, match=r"log.jsonl: this search began with another model or other texts; choose"):
+    with refused("out", "conflict"):
         search(target, texts(target)[:2], 1, log)
     assert log.read_text() == before
     assert [len(json.loads(line).get("layers", [])) for line in before.splitlines()] == [0, 2]

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, kl_divergence
 
 from keepsight.data_gen.store import TrainingSample
-from keepsight.errors import UserError
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.lora import PREFIX
@@ -18,6 +17,7 @@ from keepsight.train.importance import ImportanceObjective
 from tests.close import assert_close
 from tests.families import fresh_model
 from tests.models.modules import random_on
+from tests.refused import refused
 from tests.runtime.slow_families import slow_pass, soft_token_attention
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 from tests.train.runs import GRID, batch_of
@@ -198,7 +198,7 @@ def test_importances_are_the_models_own_attention(family: str) -> None:
 
 
 def test_a_model_that_forgets_by_itself_is_refused() -> None:
-    with pytest.raises(UserError, match="mistral has no layer with full attention, so that there is nothing to choose"):
+    with refused("model", "model"):
         ImportanceObjective(random_on(fresh_model("Mistral with a window")))
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from keepsight.errors import UserError
 from keepsight.files import read_bytes
 from keepsight.train.dataset import Batch, SampleDataset, Use, collate
 from keepsight.train.importance import ImportanceObjective
@@ -21,6 +20,7 @@ from keepsight.train.retrieval_head import RetrievalObjective
 from keepsight.train.settings import ReplaySettings, RetrievalHeadSettings
 from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.models.retrieval_heads import tiny_retrieval_head
+from tests.refused import refused
 from tests.tiny import tiny_model
 from tests.train import runs
 from tests.train.head_runs import head_objective, head_settings
@@ -206,7 +206,7 @@ def test_a_folder_of_others_is_refused_and_stays(tmp_path: Path) -> None:
     theirs = tmp_path / "process-0" / "7.safetensors"
     theirs.parent.mkdir()
     theirs.write_bytes(b"a model")
-    with pytest.raises(UserError, match=r"replay\.dir: .*process-0 holds files that no training wrote; choose another"):
+    with refused("replay.dir", "conflict"):
         trained(tmp_path / "work", dir=str(tmp_path))
     assert theirs.read_bytes() == b"a model"
     assert [path.name for path in theirs.parent.iterdir()] == ["7.safetensors"]
@@ -214,7 +214,7 @@ def test_a_folder_of_others_is_refused_and_stays(tmp_path: Path) -> None:
 
 def test_a_folder_that_another_training_uses_is_refused(tmp_path: Path) -> None:
     settings = ReplaySettings(dir=str(tmp_path))
-    with ReplayBuffer(settings) as first, pytest.raises(UserError, match=r"process-0: process \d+ .* is writing here"):
+    with ReplayBuffer(settings) as first, refused("out", "conflict"):
         first.take(batch_of([0], last=False), lambda: TeacherOutputs([{"keys": torch.ones(1, 1, 2, 4)}]))
         assert [path.name for path in tmp_path.rglob("*.safetensors")] == ["1.safetensors"]
         ReplayBuffer(settings).__enter__()
@@ -223,5 +223,5 @@ def test_a_folder_that_another_training_uses_is_refused(tmp_path: Path) -> None:
 
 def test_a_training_without_teacher_outputs_keeps_none(tmp_path: Path) -> None:
     settings = head_settings(replays=2)
-    with pytest.raises(UserError, match=r"draft_head\.train\.replays=2: this training keeps no teacher outputs"):
+    with refused("replays", "conflict"):
         ModuleTrainer(head_objective(), settings.train, TrainingRun(tmp_path, samples())).fit()

@@ -21,6 +21,7 @@ from keepsight.train.dataset import hold_out
 from keepsight.train.draft_head import DraftHeadObjective, RunModel, measure_draft_head
 from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.launch import ROOT, launch
+from tests.refused import refused
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.train.head_runs import head_objective, head_settings, train_draft_head
 from tests.train.runs import at_batch, collated, crash, rows, same, samples, write_data
@@ -58,7 +59,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path):
     measured = rows(tmp_path / "parts" / "fidelity.jsonl")
     assert [row["step"] for row in measured] == [0, 4, 8] and len(measured[0]["eval_acceptance_by_position"]) == 4
     assert measured == rows(tmp_path / "whole" / "fidelity.jsonl")
-    with pytest.raises(UserError, match=r"draft_head\.unroll=4, now it is 3"):
+    with refused("draft_head.unroll", "conflict"):
         train_draft_head(head_objective(settings=head_settings(unroll=3)), tmp_path / "parts", samples())
 
 
@@ -137,10 +138,10 @@ def test_teacher_files_train_the_same_head_without_running_the_target(place, tra
         assert (tmp_path / name / "model.safetensors").read_bytes() == first
     wrong = config(place, tmp_path / "third", features=str(tmp_path / "features"))
     wrong.draft_head.max_tokens = 20
-    with pytest.raises(UserError, match=r"these features were made with max_tokens=4096, now it is 20"):
+    with refused("max_tokens", "conflict"):
         train_heads.draft(wrong)
     wrong.draft_head.max_tokens, wrong.model.dtype = 4096, "bfloat16"
-    with pytest.raises(UserError, match=r"made with dtype='torch.float32', now it is 'torch.bfloat16'"):
+    with refused("dtype", "conflict"):
         train_heads.draft(wrong)
 
 
@@ -154,7 +155,7 @@ def test_teacher_files_are_made_on_where_a_killed_run_stopped(place, trained, tm
     train_heads.draft(config(place, tmp_path / "second", features=str(tmp_path / "features")))
     assert [path.read_bytes() for path in shards] == kept
     shards[1].write_bytes(b"torn")
-    with pytest.raises(UserError, match=r"readings-00001.safetensors: changed since it was written; delete it"):
+    with refused("features", "file"):
         train_heads.draft(config(place, tmp_path / "third", features=str(tmp_path / "features")))
 
 

@@ -33,7 +33,6 @@ def test_scores_figure_draws_each_method_at_its_budgets(rows: list[Row]) -> None
     assert scores == [0.25, 0.25]
     assert line_of(panel, "lookaheadkv")[1] == [0.5, 1.0]
     assert panel.get_xscale() == "log"
-    assert [label.get_text() for label in panel.get_xticklabels()] == ["64", "128"]
     full = next(line for line in panel.get_lines() if line.get_label() == "full")
     assert np.array_equal(full.get_ydata(), [1.0, 1.0])
     assert full.get_linestyle() == "--"
@@ -45,7 +44,6 @@ def test_shares_of_the_prompt_stand_beside_numbers_of_entries() -> None:
     (panel,) = plots.scores_plot(summary.summarize(mixed)).figure().axes
     assert panel.get_xlabel() == "KV budget (entries per layer and head)"
     assert line_of(panel, "snapkv") == (pytest.approx([64, 250, 300], rel=0.1), [0.1, 0.5, 0.9])
-    assert [label.get_text() for label in panel.get_xticklabels()] == ["64", "250", "300"]
     (panel,) = plots.scores_plot(summary.summarize([row("snapkv", 0.1, 1.0)])).figure().axes
     assert panel.get_xlabel() == "KV budget (share of the prompt)"
     assert line_of(panel, "snapkv")[0] == pytest.approx([0.1], rel=0.1)
@@ -76,8 +74,6 @@ def test_depth_by_length_has_a_panel_for_each_method_and_budget(rows: list[Row])
     titles = [panel.title for panel in plot.panels]
     assert titles == ["full", *(f"{name}, budget {size}" for name in ("lookaheadkv", "snapkv") for size in (64, 128))]
     panel = panels_by_title(plot.figure())["snapkv, budget 64"]
-    assert [label.get_text() for label in panel.get_xticklabels()] == ["512", "1024"]
-    assert [label.get_text() for label in panel.get_yticklabels()] == ["5%", "15%", "25%", "35%"]
     (mesh,) = panel.collections
     assert np.asarray(mesh.get_array()).tolist() == [[1, 0.25], [0, 0.25], [0, 0.25], [0, 0.25]]
     assert depth_plot([replace(line, depth=None) for line in rows]) is None

@@ -20,6 +20,7 @@ from keepsight.runtime.state import State, prefill, read
 from tests.close import assert_close
 from tests.families import family_model
 from tests.models.retrieval_heads import LAYERS, tiny_draft_head
+from tests.refused import refused
 from tests.runtime.family_methods import LENGTH, WITH_IMAGE, pictured_draft
 from tests.runtime.prompt_compression.prompts import Fixed
 from tests.runtime.slow_families import slow_pass
@@ -75,25 +76,26 @@ def test_several_answers_of_a_prompt_are_drafted_with_its_images(family: str) ->
     assert torch.equal(generate(model, num_return_sequences=2, **greedy, **inputs), once.expand(2, -1))
     twice: dict[str, Any] = {name: torch.cat([value, value]) for name, value in inputs.items()}
     assert torch.equal(generate(model, **greedy, **twice), once.expand(2, -1))
-    with pytest.raises(UserError, match="images of one prompt alone; give the prompts one by one"):
+    with refused("pixel_values", "conflict"):
         generate(model, num_return_sequences=2, **greedy, **twice)
 
 
 def test_where_the_draft_cannot_see_the_images_one_line_says_so(tmp_path: Path) -> None:
     model, inputs, state = read_with_images(QWEN)
-    refused = [
-        (SpecKV.with_draft(Fixed(family_model("Qwen3")), BUDGET, window=WINDOW), "qwen3, which reads no images"),
+    refusals = [
+        (SpecKV.with_draft(Fixed(family_model("Qwen3")), BUDGET, window=WINDOW), "pixel_values"),
         (
             SpecKV(BUDGET, DraftObserver(ModelDrafter(DraftHeadSource("head", LAYERS, tiny_draft_head()))), window=8),
-            "a draft head reads no images",
+            "draft",
         ),
-        (small(QWEN, sparse=SparsePrefill(vertical=8, band=64)), "SpecKV: sparse reads no images; leave out sparse"),
+        (small(QWEN, sparse=SparsePrefill(vertical=8, band=64)), "sparse"),
     ]
-    for method, said in refused:
-        long = {**prompt(QWEN, length=120)} if "sparse" in said else inputs
-        with pytest.raises(UserError, match=said):
+    for method, field in refusals:
+        long = {**prompt(QWEN, length=120)} if field == "sparse" else inputs
+        with pytest.raises(UserError) as error:
             generate(model, method=method, max_new_tokens=2, **long)
+        assert error.value.field == field
     saved = load_state(save_state(state, tmp_path, model=model), model).state
     for without in (saved, join([state, state]), take_rows(join([state, state]), [0])):
-        with pytest.raises(UserError, match="images again, which are not kept in saved states, batches"):
+        with refused("pixel_values", "conflict"):
             small(QWEN).compress_state(model, without)

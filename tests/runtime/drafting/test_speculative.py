@@ -13,7 +13,6 @@ from transformers.generation import (
 )
 
 from keepsight import Kivi, PyramidKV, SnapKV, SpecKV, SpecPC, Truncation, generate
-from keepsight.errors import UserError
 from keepsight.models.draft_sources import DraftHeadSource
 from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, FixedDraft
 from keepsight.runtime.drafting.speckv import ModelDrafter, SparsePrefill
@@ -28,6 +27,7 @@ from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.state import Needs, prefill
 from tests.close import assert_close
 from tests.families import WINDOW, family_model
+from tests.refused import refused
 from tests.runtime.retrieval.heads import LAYERS, Oracle, slow_chain, tiny_head
 from tests.tiny import prompt_ids, tiny_model
 
@@ -186,22 +186,22 @@ def test_what_speculative_decoding_refuses():
     model, head = tiny_model(), tiny_head()
     ids, mask = prompt_ids(50, 37)
     greedy: Any = {"max_new_tokens": 4, "do_sample": False}
-    with pytest.raises(UserError, match="one prompt at a time, not 2; give them one by one"):
+    with refused("input_ids", "range"):
         generate(model, ids, Speculative(head), attention_mask=mask, **greedy)
-    with pytest.raises(UserError, match="is greedy: give do_sample=False"):
+    with refused("do_sample", "conflict"):
         generate(model, ids[:1], Speculative(head), max_new_tokens=4, do_sample=True)
-    with pytest.raises(UserError, match=r"packed \(kivi, specache\) cannot forget a rejected draft"):
+    with refused("state", "state"):
         generate(model, ids[:1], Speculative(head, Kivi(2, 8, 8)), **greedy)
-    with pytest.raises(UserError, match="SnapKV evicts while decoding; make it with every=0"):
+    with refused("every", "conflict"):
         Speculative(head, SnapKV(20, window=4, every=8))
-    with pytest.raises(UserError, match="a recurrent state cannot forget a rejected draft; decode without a head"):
+    with refused("state", "state"):
         generate(family_model("Qwen3-Next"), ids[:1], Speculative(Oracle(ids[0])), **greedy)
     inner: Any = Truncation(20)
-    with pytest.raises(UserError, match="Truncation shortens prompts; give a method that evicts from the cache"):
+    with refused("method", "model"):
         Speculative(head, inner)
 
     state = prefill(model, ids[:1])
-    with pytest.raises(UserError, match=r"features of layers \[0, 1, 2\] that the draft head reads were not recorded"):
+    with refused("features", "missing"):
         decode_speculatively(model, state, head, stop_after(4, None))
 
 
@@ -286,11 +286,11 @@ def test_specpc_scores_are_the_heads_attention(reduction, lookahead):
 
 
 def test_what_a_head_cannot_do():
-    with pytest.raises(UserError, match="whose draft is a model; a draft head reads the features of a dense prefill"):
+    with refused("sparse", "model"):
         SpecKV.with_draft(HEAD, 20, 5, window=8, sparse=SparsePrefill(16, 64))
-    with pytest.raises(UserError, match="choose a draft model"):
+    with refused("draft", "model"):
         ModelDrafter(HEAD).write(tiny_model(), prompt_ids(20)[0])
-    with pytest.raises(UserError, match="SpecPC: a draft head has one layer; leave out first_layer"):
+    with refused("first_layer", "conflict"):
         SpecPC(20, 4, draft=HEAD, first_layer=0).draft_scores(tiny_model(), prompt_ids(50)[0][0])
-    with pytest.raises(UserError, match="were not recorded: prefill with needs=Needs"):
+    with refused("features", "missing"):
         ModelDrafter(HEAD)(tiny_model(), prefill(tiny_model(), prompt_ids(20)[0]))

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from keepsight import generate
-from keepsight.errors import UserError
 from keepsight.runtime.prompt_compression import text
 from keepsight.runtime.prompt_compression.r2c import R2C
 from keepsight.runtime.prompt_compression.text import (
@@ -21,6 +20,7 @@ from keepsight.runtime.prompt_compression.text import (
     split_sentences,
     token_texts,
 )
+from tests.refused import refused
 from tests.runtime.prompt_compression.prompts import (
     PROSE,
     by_word_length,
@@ -71,26 +71,26 @@ def test_answers_follow_the_short_prompt(method):
 @pytest.mark.parametrize("method", [small_specpc(window=30, budget=40), small_cascade(prompt_window=30)])
 def test_prompts_shorter_than_the_window_are_refused(method):
     """By `check`, before any model runs, and by `start`."""
-    with pytest.raises(UserError, match="prompt of 20 tokens is shorter than the window of 30"):
+    with refused("prompt", "range"):
         method.check(20, 256)
-    with pytest.raises(UserError, match="prompt of 20 tokens is shorter than the window of 30"):
+    with refused("prompt", "range"):
         method.start(tiny_model(), prompt_ids(31, 20)[0], prompt_ids(31, 20)[1])
     method.check(30, 256)
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "field", "code"),
     [
-        (lambda: small_specpc(window=0), "window 0 must be a whole number of at least 1"),
-        (lambda: small_specpc(reduction="mean"), "reduction 'mean' is unknown; choose one of max, sum"),
-        (lambda: small_cascade(budget=9), "budget 9 must be above the 9 protected entries"),
-        (lambda: small_cascade(prompt_budget=0.5), "prompt_budget 0.5 must be a whole number"),
-        (lambda: text.Package("some-encoder"), "model 'some-encoder' must have xlm-roberta-large or"),
-        (lambda: small_specpc(4), "SpecPC: budget 4 must be above the window of 4 tokens that are always kept"),
+        (lambda: small_specpc(window=0), "window", "range"),
+        (lambda: small_specpc(reduction="mean"), "reduction", "unknown"),
+        (lambda: small_cascade(budget=9), "budget", "range"),
+        (lambda: small_cascade(prompt_budget=0.5), "prompt_budget", "type"),
+        (lambda: text.Package("some-encoder"), "model", "unknown"),
+        (lambda: small_specpc(4), "budget", "range"),
     ],
 )
-def test_values_out_of_range_are_refused(make, message):
-    with pytest.raises(UserError, match=message) as caught:
+def test_values_out_of_range_are_refused(make, field, code):
+    with refused(field, code) as caught:
         make()
     assert "\n" not in str(caught.value)
 
@@ -196,7 +196,7 @@ def test_sentence_transformers_package_is_called_with_its_own_interface(monkeypa
     text._encoder.cache_clear()
     close, far = text.Cosine()(["which block", "something else"], "which block is it").tolist()
     assert (close, far) == (pytest.approx(2 / 8**0.5), 0)
-    with pytest.raises(UserError, match=r"model 'nowhere' cannot be loaded.*: no such folder$"):
+    with refused("model", "file"):
         text.Cosine("nowhere")(["a"], "b")
     text._encoder.cache_clear()
 
@@ -220,14 +220,14 @@ def test_sentences_are_ranked_in_float32_whatever_the_default_dtype():
 
 
 @pytest.mark.parametrize(
-    ("module", "extra", "kind", "cached"),
+    ("module", "kind", "cached"),
     [
-        ("llmlingua", "llmlingua", LLMLingua2, text._compressor),
-        ("sentence_transformers", "sentences", SentenceSimilarity, text._encoder),
+        ("llmlingua", LLMLingua2, text._compressor),
+        ("sentence_transformers", SentenceSimilarity, text._encoder),
     ],
 )
-def test_a_missing_package_is_named(monkeypatch, module, extra, kind, cached):
+def test_a_missing_package_is_named(monkeypatch, module, kind, cached):
     cached.cache_clear()
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UserError, match=rf"package '{module}' is not installed; run `pip install -e '.\[{extra}\]'`"):
+    with refused(module, "missing"):
         kind(20, 5, tokenizer=tiny_tokenizer()).select(wide_model(), text_ids(PROSE))

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from keepsight.errors import UserError
 from keepsight.runtime.prompt_compression import r2c
 from keepsight.runtime.prompt_compression.r2c import R2C, ChunkAttention, Fusion, split_chunks
 from keepsight.runtime.prompt_compression.text import split_sentences, token_texts
 from tests.close import assert_close
+from tests.refused import refused
 from tests.runtime.prompt_compression.prompts import shared_with_question, text_ids, wide_model
 from tests.tiny import tiny_tokenizer
 
@@ -152,9 +152,9 @@ def test_the_decoders_first_token_attends_to_all_chunks(folder, form, tmp_path):
 
 def test_what_is_wrong_is_named(tmp_path):
     common: dict[str, Any] = {"tokenizer": tiny_tokenizer(), "relevance": Fusion(str(tmp_path))}
-    with pytest.raises(UserError, match="R2C: chunk 0 must be a whole number"):
+    with refused("chunk", "range"):
         R2C(70, WINDOW, chunk=0, **common)
-    with pytest.raises(UserError, match=r"R2C: sentences 1\.2 must be between 0 and 1"):
+    with refused("sentences", "range"):
         R2C(70, WINDOW, sentences=1.2, **common)
-    with pytest.raises(UserError, match="cannot be loaded; give a folder or Hub id of T5"):
+    with refused("reader", "file"):
         R2C(70, WINDOW, **common).select(wide_model(), text_ids(TEXT))

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.generate import FullCache
 from keepsight.runtime.prompt_compression.specpc import select_tokens
 from tests.close import assert_close
+from tests.refused import refused
 from tests.runtime.drafting.test_draft_methods import published_speckv
 from tests.runtime.prompt_compression.prompts import small_cascade, small_specpc, tiny_draft
 from tests.tiny import prompt_ids, tiny_model
@@ -106,7 +106,7 @@ def test_first_layer_is_8_or_half_of_a_small_draft(layers, first):
 
 
 def test_a_draft_without_the_first_layer_is_refused():
-    with pytest.raises(UserError, match="first_layer 3 is out of range: the draft's layers are 0 to 2"):
+    with refused("first_layer", "range"):
         small_specpc(first_layer=3).draft_scores(tiny_model(), prompt_ids(30)[0][0])
 
 

@@ -16,6 +16,7 @@ from keepsight.runtime.quantized.packing import PackedEntries, Quantizer, pack_c
 from keepsight.runtime.sparse_read.selection import Quest
 from keepsight.runtime.state import prefill, read
 from tests.close import assert_close
+from tests.refused import refused
 from tests.runtime.quantized.slow_specache import dequantised
 from tests.runtime.scoring import score_answer
 from tests.tiny import prompt_ids, tiny_model
@@ -132,28 +133,28 @@ def test_what_a_method_keeps_can_be_packed(inner):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "field", "code"),
     [
-        ({"residual": 16}, "residual 16 must be a multiple of the group of 32"),
-        ({"inner": Kivi()}, "not a method that evicts"),
-        ({"inner": Quest(32)}, "not a method that evicts"),
-        ({"inner": AdaKV(20, window=4)}, "different numbers of entries"),
-        ({"inner": SnapKV(32, window=4, every=8)}, "every"),
+        ({"residual": 16}, "residual", "range"),
+        ({"inner": Kivi()}, "inner", "type"),
+        ({"inner": Quest(32)}, "inner", "type"),
+        ({"inner": AdaKV(20, window=4)}, "inner", "conflict"),
+        ({"inner": SnapKV(32, window=4, every=8)}, "inner", "conflict"),
     ],
 )
-def test_bad_options_are_refused(options, words):
-    with pytest.raises(UserError, match=words):
+def test_bad_options_are_refused(options, field, code):
+    with refused(field, code):
         Kivi(**options)
 
 
 def test_bad_inputs_are_refused():
     model = tiny_model(head_dim=WIDTH)
     ids, mask = prompt_ids(40, 30)
-    with pytest.raises(UserError, match="different lengths"):
+    with refused("prompt", "conflict"):
         generate(model, ids, SMALL, attention_mask=mask, max_new_tokens=2)
-    with pytest.raises(UserError, match="different lengths"):
+    with refused("prompt", "conflict"):
         SMALL.compress_state(model, prefill(model, ids, mask))
-    with pytest.raises(UserError, match="group 32 does not divide the head dimension 16; choose a group of 8, 16"):
+    with refused("group", "range"):
         Kivi().start(model, ids)
 
 
@@ -222,7 +223,8 @@ def test_a_range_beyond_float16_stays_finite(bits):
         assert back.isfinite().all() and (back[1::2] > back[::2] + 50000).all()
 
 
-@pytest.mark.parametrize("options", [{"bits": 3}, {"group": 12}, {"one_bit": "median"}])
-def test_quantizers_of_bad_options_are_refused(options):
-    with pytest.raises(UserError, match=next(iter(options))):
-        Quantizer(**options)
+@pytest.mark.parametrize(("field", "value"), [("bits", 3), ("group", 12), ("one_bit", "median")])
+def test_quantizers_of_bad_options_are_refused(field, value):
+    with pytest.raises(UserError) as error:
+        Quantizer(**{field: value})
+    assert error.value.field == field

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from keepsight import generate
-from keepsight.errors import UserError
 from keepsight.runtime.generate import FullCache, Method
 from keepsight.runtime.methods.window import SnapKV
 from keepsight.runtime.retrieval.specontext import SpeContext
@@ -16,6 +15,7 @@ from keepsight.runtime.sparse_read.selection import ExactTopK, Quest
 from keepsight.runtime.state import Needs, prefill, read
 from tests.close import assert_close
 from tests.models.retrieval_heads import grouped_retrieval_head, tiny_deepseek
+from tests.refused import refused
 from tests.runtime.sparse_read.slow_selection import SlowReader, everything, top_attention, top_clusters, top_pages
 from tests.tiny import prompt_ids, tiny_model
 
@@ -142,27 +142,24 @@ def test_kv_bytes_count_all_that_is_held() -> None:
 
 
 REFUSED: list[tuple[Any, str]] = [
-    (lambda: ExactTopK(0), "ExactTopK: budget 0 must be a whole number of at least 1, or a ratio"),
-    (
-        lambda: method_of("specontext", 10, sinks=4, window=6),
-        r"SpeContext: budget 10 is below 11 \(sinks \+ window \+ one entry to choose\)",
-    ),
-    (lambda: Quest(20), "Quest: budget 20 is below 31"),
-    (lambda: Quest(64, page=0), "Quest: page 0 must be a whole number of at least 1"),
-    (lambda: Quest(64).check(300, 256), "Quest: a prompt of 300 tokens does not fit the context of 256"),
+    (lambda: ExactTopK(0), "budget"),
+    (lambda: method_of("specontext", 10, sinks=4, window=6), "budget"),
+    (lambda: Quest(20), "budget"),
+    (lambda: Quest(64, page=0), "page"),
+    (lambda: Quest(64).check(300, 256), "prompt"),
 ]
 
 
-@pytest.mark.parametrize("make, message", REFUSED)
-def test_bad_values_are_refused(make: Any, message: str) -> None:
-    with pytest.raises(UserError, match=f"^{message}[^\n]*$"):
+@pytest.mark.parametrize(("make", "field"), REFUSED)
+def test_bad_values_are_refused(make: Any, field: str) -> None:
+    with refused(field, "range"):
         make()
 
 
 def test_a_head_for_another_model_is_refused_before_it_runs() -> None:
     model, method = tiny_model(vocab_size=200), method_of("specontext", 12)
     model.forward = None  # nothing may run
-    with pytest.raises(UserError, match="vocabulary 128 against 200"):
+    with refused("retrieval", "model"):
         method.start(model, prompt_ids(40)[0])
 
 
@@ -170,16 +167,16 @@ def test_states_that_cannot_be_chosen_from_are_refused() -> None:
     model, ids = tiny_model(), prompt_ids(60)[0]
     evicted = SnapKV(40, window=4).start(model, ids)
     for method in (method_of("exact", 12), method_of("quest", 12)):
-        with pytest.raises(UserError, match="selects among all 60 tokens, and the cache holds 40"):
+        with refused("budget", "state"):
             method.compress_state(model, evicted)
-    with pytest.raises(UserError, match=r"did not record layer 0; give it needs=method\.needs\(\)"):
+    with refused("state", "state"):
         method_of("specontext", 12).compress_state(model, prefill(model, ids, needs=Needs()))
 
 
 def test_another_model_than_the_reader_is_refused() -> None:
     model, ids = tiny_model(), prompt_ids(40)[0]
     method: Method = method_of("specontext", 12)
-    with pytest.raises(UserError, match=r"pass method\.reader\(model\), not the model"):
+    with refused("state", "state"):
         read(model, method.start(model, ids), answer_of(2))
-    with pytest.raises(UserError, match="reads states of its own method"):
+    with refused("state", "state"):
         read(method.reader(model), FullCache().start(model, ids), answer_of(2))

@@ -1,5 +1,6 @@
 """InfLLM against loops over single queries, heads and tokens, in pieces, and through turns and copies."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,13 +10,14 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from keepsight import generate
-from keepsight.errors import UserError
+from keepsight.errors import Code
 from keepsight.runtime.attention import run
 from keepsight.runtime.generate import FullCache
 from keepsight.runtime.sparse_read.infllm import InfLLM, MemoryLayer
 from keepsight.runtime.state import prefill, read
 from tests.close import assert_close
 from tests.models.retrieval_heads import tiny_deepseek
+from tests.refused import refused
 from tests.runtime.asked import AskingLayer, answer_with
 from tests.runtime.sparse_read.slow_selection import turned
 from tests.tiny import prompt_ids, tiny_model
@@ -155,15 +157,15 @@ def test_what_cannot_be_is_refused() -> None:
     model, (ids, mask) = tiny_model(), prompt_ids(40, 30)
     layer = METHOD.start(model, ids[:1]).layers[0]
     assert isinstance(layer, MemoryLayer)
-    refused = {
-        r"InfLLM: budget 48 is below 49 \(a 49th of it is a block\)": lambda: InfLLM(48),
-        r"InfLLM: budget 60 is below 68 \(sinks, window and one block to choose\)": lambda: InfLLM(60, block=2),
-        "InfLLM: step 5 is above window 4": lambda: InfLLM(64, window=4, step=5),
-        "InfLLM reads prompts without padding": lambda: METHOD.start(model, ids, mask),
-        "InfLLM makes its blocks while it reads": lambda: METHOD.compress_state(model, prefill(model, ids)),
-        "positions in cached keys of deepseek_v3": lambda: METHOD.start(tiny_deepseek(), ids),
-        "crop: InfLLM's blocks": lambda: layer.crop(-1),
-    }
-    for message, make in refused.items():
-        with pytest.raises(UserError, match=f"^{message}[^\n]*$"):
+    refusals: list[tuple[str, Code, Callable[[], object]]] = [
+        ("budget", "range", lambda: InfLLM(48)),
+        ("budget", "range", lambda: InfLLM(60, block=2)),
+        ("step", "range", lambda: InfLLM(64, window=4, step=5)),
+        ("prompt", "data", lambda: METHOD.start(model, ids, mask)),
+        ("state", "state", lambda: METHOD.compress_state(model, prefill(model, ids))),
+        ("model", "model", lambda: METHOD.start(tiny_deepseek(), ids)),
+        ("crop", "state", lambda: layer.crop(-1)),
+    ]
+    for name, code, make in refusals:
+        with refused(name, code):
             make()

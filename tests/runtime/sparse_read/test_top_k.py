@@ -8,7 +8,6 @@ import torch
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from keepsight.errors import UserError
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.retrieval.specontext import retrieval_cache
@@ -17,6 +16,7 @@ from keepsight.runtime.sparse_read.selection import TopAttention, TopPages
 from keepsight.runtime.state import cache_bytes, prefill, read
 from tests.close import assert_close
 from tests.models.retrieval_heads import tiny_deepseek
+from tests.refused import refused
 from tests.runtime.retrieval.test_reader import answer_of, method_of
 from tests.runtime.sparse_read.slow_selection import top_attention
 from tests.tiny import prompt_ids
@@ -133,19 +133,19 @@ def test_bytes_are_those_of_the_latents() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     model, ids = tiny_deepseek(), prompt_ids(10)[0]
-    with pytest.raises(UserError, match="offload 1 does not apply to deepseek_v3: all heads share its latents"):
+    with refused("offload", "model"):
         method_of("specontext", 8, HEADS, offload=1).start(model, ids)
     whole = prefill(model, ids)
     shorter: list[Any] = [KeptLayer(each.keys[:, :, :5], each.values[:, :, :5], 10) for each in whole.entries()]
-    with pytest.raises(UserError, match="the cache holds 5 of them"):
+    with refused("budget", "state"):
         method_of("specontext of embeddings", 8, HEADS).compress_state(
             model, replace(whole, cache=Cache(layers=shorter))
         )
     projection = model.model.layers[0].self_attn.kv_b_proj
     projection.weight = torch.nn.Parameter(projection.weight.to(torch.float8_e4m3fn), requires_grad=False)
-    with pytest.raises(UserError, match=r"kv_b_proj of layer 0 is a Linear of torch.float8_e4m3fn"):
+    with refused("kv_b_proj", "model"):
         prefill(model, ids)
     model = tiny_deepseek()  # with an indexer in each layer, as DeepSeek-V3.2 has
     model.model.layers[0].self_attn.indexer = torch.nn.Identity()
-    with pytest.raises(UserError, match="deepseek_v3 selects the entries that its latent attention reads"):
+    with refused("model", "model"):
         method_of("specontext", 8, HEADS).start(model, ids)
