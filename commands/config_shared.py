@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, FiniteFloat, NonNegativeInt, PositiveInt
+from pydantic_core import PydanticCustomError
 
 from keepsight.endpoint import ServerSettings
 from keepsight.errors import UserError
@@ -19,7 +20,7 @@ def one_of(*choices: str) -> AfterValidator:
 
     def check(text: str) -> str:
         if text not in choices:
-            raise ValueError(f"is unknown; choose one of {', '.join(choices)}")
+            raise PydanticCustomError("unknown", "is unknown; choose one of {choices}", {"choices": ", ".join(choices)})
         return text
 
     return AfterValidator(check)

@@ -43,7 +43,7 @@ def check_inputs(config: Training, key: str, settings: TrainSettings) -> Sequenc
     if model_of_data != config.model.id:
         raise UserError(
             f"{config.data}: this data was answered by {model_of_data!r}, not by {config.model.id!r}; make it again",
-            field="data",
+            field="model",
             code="conflict",
         )
     samples = _short_enough(config, finished_samples(Path(config.data), manifest))

@@ -244,7 +244,7 @@ def code_of(error: ValidationError) -> Code:
         return "range"
     if "missing" in kinds:
         return "missing"
-    return "unknown" if kinds & {"literal_error", "enum"} else "type"
+    return "unknown" if kinds & {"literal_error", "enum", "unknown"} else "type"
 
 
 def reason_of(error: ValidationError) -> str:

@@ -566,13 +566,21 @@ def _require_rendered(tokenizer: Any, messages: Sequence[Message]) -> None:
             )
 
 
+_TYPES = {"bool", "bytes", "dict", "float", "int", "list", "str"}
+
+
 def first_fault(error: ValidationError) -> UserError:
     """Which field of a request is wrong, and why; of the fault that lies deepest."""
     faults = error.errors(include_url=False, include_context=False)
     deepest = max(faults, key=lambda fault: len(fault["loc"]))
-    field = ".".join(map(str, deepest["loc"]))
+    field = ".".join(str(part) for part in deepest["loc"] if not _is_type(part))
     reason = deepest["msg"].removeprefix("Value error, ")
     message = f"{field or 'the body'}: {reason}"
     if deepest["type"] not in ("missing", "json_invalid", "value_error"):
         message += f", got {deepest.get('input')!r:.80}"
     return UserError(message, field=field, code=code_of(error))
+
+
+def _is_type(part: str | int) -> bool:
+    """Whether a part of pydantic's path is no field of the request, but which of a union's types was tried."""
+    return isinstance(part, str) and (re.search(r"[^\w]", part) is not None or part in _TYPES)

@@ -33,5 +33,7 @@ class DMS(ScoredEvict):
     @override
     def __post_init__(self) -> None:
         if not self.window:
-            raise UserError("DMS: window 0 must be at least 1: the newest entry has no decision yet")
+            raise UserError(
+                "DMS: window 0 must be at least 1: the newest entry has no decision yet", field="window", code="range"
+            )
         super().__post_init__()

@@ -52,4 +52,4 @@ def test_methods_heads_and_bounds_have_a_row_each(keepsight: CommandLine, here: 
 
 def test_bad_input(keepsight: CommandLine, here: Path) -> None:
     keepsight.refuses("methods", "model", "bench", "hits", *TINY, "methods=[snapkv]", *SHORT)
-    keepsight.refuses("budgets", "range", "bench", "hits", *TINY, "methods=[quest]", "budgets=[0.5]", *SHORT)
+    keepsight.refuses("budgets", "type", "bench", "hits", *TINY, "methods=[quest]", "budgets=[0.5]", *SHORT)

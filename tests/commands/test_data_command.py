@@ -38,7 +38,7 @@ def test_a_local_source_with_a_cut_line(keepsight: CommandLine, here: Path, capl
 def test_a_mixture_that_is_no_mixture(keepsight: CommandLine, here: Path) -> None:
     mixture = (here / "mixture.yaml").read_text()
     (here / "mixture.yaml").write_text("sources: [")
-    keepsight.refuses("mixture", "file", "data", *TINY, *DATA)
+    keepsight.refuses("mixture.yaml", "file", "data", *TINY, *DATA)
     (here / "mixture.yaml").write_text(mixture.replace("local_jsonl", "local_json"))
     keepsight.refuses("local_json", "unknown", "data", *TINY, *DATA)
     lists = [f"{name}: &{name} [{', '.join(9 * ['*' + before])}]" for before, name in pairwise("abcdefgh")]

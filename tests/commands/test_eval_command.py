@@ -309,7 +309,7 @@ def test_an_evaluation_is_extended(keepsight: CommandLine, here: Path, monkeypat
     assert [row for row in before if row not in rows] == []
     cells = [("full", None), *((name, budget) for name in ("snapkv", "tova") for budget in (40, 48))]
     assert Counter((row["method"], row["budget"]) for row in rows) == dict.fromkeys(cells, 4)
-    message = keepsight.refuses("methods", "conflict", "eval", *TINY, *NEEDLES, *small)
+    message = keepsight.refuses("lengths", "conflict", "eval", *TINY, *NEEDLES, *small)
     assert "methods=['snapkv', 'tova']" in message and "budgets=[48, 40]" in message
 
 

@@ -168,10 +168,10 @@ def test_a_uniform_selection_keeps_the_head_weights_that_it_does_not_use(keepsig
 @pytest.mark.parametrize(
     ("weights", "field", "code"),
     [
-        ([], "lookahead_config.json", "file"),
-        ([[1.0, 2.0], [1.0]], "lookahead_config.json", "file"),
-        ([[1.0, 0.0]], "lookahead_config.json", "file"),
-        ([[1.0, 1e300]], "lookahead_config.json", "file"),
+        ([], "head_weights", "type"),
+        ([[1.0, 2.0], [1.0]], "head_weights", "type"),
+        ([[1.0, 0.0]], "head_weights", "type"),
+        ([[1.0, 1e300]], "head_weights", "type"),
         ("high", "lookahead_config.json", "file"),
     ],
 )

@@ -137,7 +137,7 @@ def test_a_server_with_few_descriptors_serves_beside_idle_connections_and_ends_a
 
 def test_values_that_cannot_be_served_end_in_one_line(keepsight: CommandLine) -> None:
     keepsight.refuses("key", "missing", "serve", *TINY, "key=UNSET_KEY")
-    keepsight.refuses("budget", "type", "serve", *TINY, "budget=12.5")
+    keepsight.refuses("budget", "range", "serve", *TINY, "budget=12.5")
     packed = ("method=specache", "options={group: 8, residual: 8}")
     keepsight.refuses("method", "model", "serve", *TINY, *packed, "port=0")
     keepsight.refuses("port", "service", "serve", *TINY, "host=nowhere.invalid")

@@ -291,9 +291,9 @@ def test_a_model_with_windows_alone_is_served():
 def test_a_method_that_fails_on_this_model_ends_the_start():
     class ForAnother(SnapKV):
         def start(self, *given, **options):
-            raise UserError("this module was trained for another model")
+            raise UserError("this module was trained for another model", field="adapter", code="model")
 
-    with refused("model", "conflict"):
+    with refused("adapter", "model"):
         Engine(tiny_model(), ForAnother(40, window=8), rows=2)
 
 

@@ -169,7 +169,11 @@ BAD = [
     (CHAT, {"response_format": {"type": "json_object"}, "min_tokens": 3}, "min_tokens"),
     (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
     (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages.0.content.0",
+    ),
     (PLAIN, {"keepsight": {"budget": 41}}, "keepsight.budget"),
     (PLAIN, {"keepsight": {"budget": 0}}, "keepsight.budget"),
     (PLAIN, {"keepsight": {"budget": 8}}, "keepsight.budget"),

@@ -238,8 +238,8 @@ BAD = [
     (PLAIN, {"model": "tiny"}, 400, "prompt"),
     (PLAIN, {"model": "tiny", "prompt": [[99999]]}, 400, "prompt"),
     (PLAIN, {"model": "tiny", "prompt": "a", "stop": ""}, 400, "stop"),
-    (PLAIN, {"model": "tiny", "prompt": "a", "stop": [7]}, 400, "stop"),
-    (PLAIN, {"model": "tiny", "prompt": "a", "stop_token_ids": ["<|end|>"]}, 400, "stop_token_ids"),
+    (PLAIN, {"model": "tiny", "prompt": "a", "stop": [7]}, 400, "stop.0"),
+    (PLAIN, {"model": "tiny", "prompt": "a", "stop_token_ids": ["<|end|>"]}, 400, "stop_token_ids.0"),
     (CHAT, {"model": "tiny", "messages": [{"role": "user", "content": None}]}, 400, "messages.0.content"),
     (CHAT, {"messages": USER}, 400, "model"),
     ("/v1/responses", {}, 404, None),
@@ -294,7 +294,8 @@ BAD_HISTORY = [
     (TOOL_TEMPLATE, [USER[0], {"role": "assistant"}], "messages.1.content"),
     (TOOL_TEMPLATE, [USER[0], ASKS | {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], "messages"),
     (TOOL_TEMPLATE, [USER[0], ASKS | {"tool_calls": [{"id": "x"}]}], "messages.1.tool_calls.0.function"),
-    (TOOL_TEMPLATE, [USER[0], {"role": "assistant", "content": "", "function_call": {"name": "f"}}], "messages.1"),
+    (TOOL_TEMPLATE, [USER[0], {"role": "assistant", "content": "", "function_call": {"name": "f"}}],
+     "messages.1.function_call"),
 ]  # fmt: skip
 
 

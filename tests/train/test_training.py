@@ -20,11 +20,12 @@ from transformers import TrainerCallback, TrainingArguments
 from keepsight.commands.config import Train
 from keepsight.commands.parse import parse
 from keepsight.data_gen.store import TrainingSample
-from keepsight.errors import UserError
+from keepsight.errors import Code, UserError
 from keepsight.models.lookahead import Lookahead
 from keepsight.train import trainer as module
 from keepsight.train.dataset import hold_out
 from keepsight.train.importance import ImportanceObjective
+from keepsight.train.settings import TrainSettings
 from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.close import assert_close
 from tests.devices import FIRST, SECOND, in_halves, several_devices
@@ -101,12 +102,15 @@ def test_held_out_samples_are_of_all_kinds():
 
 
 @pytest.mark.parametrize("rate", [1e30, 1e38])
-def test_weights_that_explode_are_named_and_never_saved(rate, tmp_path):
-    """Measured and saved after every step: neither must trip over, or keep, weights that are no numbers."""
+def test_weights_that_explode_are_named_and_never_saved(rate, tmp_path, monkeypatch):
+    """Measured and saved after every step: neither must trip over, or keep, weights that are no numbers.
+
+    Such a learning rate is out of its range; smaller ones do the same to larger models.
+    """
+    monkeypatch.setattr(TrainSettings, "check", lambda *_: None)
     often = settings(measure_every=1, save_every=1, learning_rate=rate, warmup=0.0)
-    with refused("loss", "data") as caught:
+    with refused("loss", "data"):
         train(objective(), often, tmp_path, samples())
-    assert "\n" not in str(caught.value)
     for name in checkpoints(tmp_path):
         state = load_file(tmp_path / name / "lookahead.safetensors")
         assert all(torch.isfinite(value).all() for value in state.values()), name
@@ -196,7 +200,7 @@ def test_what_does_not_fit_the_launcher_is_refused(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(ModuleTrainer, "create_accelerator_and_postprocess", launched)
-        with refused("model.quantize", "conflict"):
+        with refused("model.device_map", "conflict"):
             ModuleTrainer(objective(), settings(), TrainingRun(tmp_path, samples()))
     each = objective()
     each.lookahead.model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu"}  # type: ignore[assignment]
@@ -239,7 +243,8 @@ def test_warmup_is_a_number_of_steps_or_a_share_of_them(text, steps, tmp_path):
 
 @pytest.mark.parametrize("text", ["1.0", "-1", "-0.5", "2.5", "nan", "inf", "true", "many"])
 def test_other_warmups_are_refused(text):
-    with refused("train.warmup", "range"):
+    code: Code = "type" if text in ("true", "many") else "range"
+    with refused("train.warmup", code):
         parse(Train, [f"train.warmup={text}", "data=data", "out=out"])
 
 
