@@ -28,6 +28,7 @@ _BOUNDS = {
     "greater_than_equal",
     "less_than",
     "less_than_equal",
+    "multiple_of",
     "too_long",
     "too_short",
 }

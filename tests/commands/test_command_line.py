@@ -300,7 +300,7 @@ BEFORE_WEIGHTS: dict[str, tuple[str, Code]] = {
     "train data=answered out=o model.id=other": ("model", "conflict"),
     f"train {ANSWERED} base=a/b/c": ("artifact", "unknown"),
     f"train {ANSWERED} init=none": ("artifact", "unknown"),
-    f"train {ANSWERED} init=adapter lookahead.rank=3": ("rank", "conflict"),
+    f"train {ANSWERED} init=adapter lookahead.rank=3": ("tokens", "conflict"),
     f"train {ANSWERED} replay.dir=rows.jsonl": ("replay.dir", "file"),
     f"train {ANSWERED} 'lookahead.tokens=[2,4]' init=adapter": ("tokens", "conflict"),
     f"finetune {ANSWERED}": ("adapter", "missing"),
