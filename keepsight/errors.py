@@ -66,7 +66,7 @@ class UserError(ValueError):
     def __init__(self, message: str, *, field: str = "", code: Code | Literal[""] = "") -> None:
         super().__init__(message)
         self.field = field
-        self.code = code
+        self.code: Code | Literal[""] = code
 
     def reworded(self, message: str) -> Self:
         """The same error with another message, such as this one behind the name of a file."""
@@ -84,11 +84,11 @@ class BadRow(UserError):
 def require_whole(name: str, least: int = 0, **values: object) -> None:
     """UserError, which begins with `name`, for the first value that is not a whole number of at least `least`."""
     for field, value in values.items():
-        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-        if not is_whole or value < least:
-            message = f"{name}: {field} {value!r} must be a whole number of at least {least}"
-            code: Code = "range" if is_whole else "type"
-            raise UserError(message, field=field, code=code)
+        message = f"{name}: {field} {value!r} must be a whole number of at least {least}"
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise UserError(message, field=field, code="type")
+        if value < least:
+            raise UserError(message, field=field, code="range")
 
 
 def require_kind(kind: Any, name: str, value: object) -> None:

@@ -110,7 +110,9 @@ def _list_in(name: str, variable: str) -> list[str]:
     except ValueError:
         values = None
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise UserError(f'{name}={variable}: must be a list of texts as JSON, such as ["api.example.com"]')
+        raise UserError(
+            f'{name}={variable}: must be a list of texts as JSON, such as ["api.example.com"]', field=name, code="type"
+        )
     return values
 
 

@@ -69,7 +69,9 @@ def require_tested() -> None:
     prefixes = tuple(f"{minor}." for minor in ADMITTED)
     if not any(version.startswith(prefixes) for version in versions):
         raise UserError(
-            f"vLLM {', '.join(versions)} was not tested with keepsight; install {'.* or '.join(ADMITTED)}.*"
+            f"vLLM {', '.join(versions)} was not tested with keepsight; install {'.* or '.join(ADMITTED)}.*",
+            field="vllm",
+            code="conflict",
         )
 
 
@@ -86,17 +88,33 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
         require_tested()
         transfer = vllm_config.kv_transfer_config
         if transfer.kv_load_failure_policy != "fail":
-            raise UserError("keepsight: kv_load_failure_policy=recompute would read placeholders as text; give fail")
+            raise UserError(
+                "keepsight: kv_load_failure_policy=recompute would read placeholders as text; give fail",
+                field="kv_load_failure_policy",
+                code="conflict",
+            )
         roots = transfer.kv_connector_extra_config.get("root")
         if not roots:
-            raise UserError("keepsight: kv_connector_extra_config needs root, the folder of the prefixes")
+            raise UserError(
+                "keepsight: kv_connector_extra_config needs root, the folder of the prefixes",
+                field="root",
+                code="missing",
+            )
         if role == KVConnectorRole.SCHEDULER and has_kv_transfer_group():
             # The worker in this process: vLLM leaves a second engine's the connector of the first.
             workers: Any = get_kv_transfer_group()
             if workers._vllm_config.kv_transfer_config.engine_id != transfer.engine_id:
-                raise UserError("keepsight: this process has an engine already; start another in a process of its own")
+                raise UserError(
+                    "keepsight: this process has an engine already; start another in a process of its own",
+                    field="engine",
+                    code="conflict",
+                )
         if len(kv_cache_config.kv_cache_groups) != 1:
-            raise UserError("keepsight: the model's layers are of several kinds; serve one with full attention alone")
+            raise UserError(
+                "keepsight: the model's layers are of several kinds; serve one with full attention alone",
+                field="model",
+                code="model",
+            )
 
         if isinstance(roots, str):
             roots = [roots]
@@ -218,14 +236,20 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _load(self, load: Load) -> None:
         if not load.digest:
-            raise UserError("no such prefix, a part of its placeholders, no token after them, or a request with LoRA")
+            raise UserError(
+                "no such prefix, a part of its placeholders, no token after them, or a request with LoRA",
+                field="prefix",
+                code="data",
+            )
         tensors = self.store.tensors(load.digest)
         header = self.store.header(load.digest)
         if header.page:
             if self._shared is None:
                 raise UserError(
                     "the prefix has heads of different lengths; install keepsight beside vLLM and start it with "
-                    f"{ragged.SWITCH}=1"
+                    f"{ragged.SWITCH}=1",
+                    field="prefix",
+                    code="conflict",
                 )
             module = self._modules[next(iter(self._caches))]
             ragged.load(module, self._shared.layout, header, tensors, load.blocks, load.first, self.dtype)
@@ -254,7 +278,9 @@ class KeepsightConnector(KVConnectorBase_V1, SupportsHMA):
         if layers != len(self._caches) or kv_heads * ranks_per_head != rank_heads * ranks:
             raise UserError(
                 f"the prefix is of a model with {layers} layers and {kv_heads} KV heads, the engine's has "
-                f"{len(self._caches)} and {rank_heads * ranks}"
+                f"{len(self._caches)} and {rank_heads * ranks}",
+                field="prefix",
+                code="model",
             )
         first = rank * rank_heads // ranks_per_head
         return slice(first, first + rank_heads)

@@ -162,9 +162,13 @@ class Rewriter:
         if not isinstance(request, dict):
             return request
         if not isinstance(request.get("kv_transfer_params"), dict | None):
-            raise UserError("keepsight: kv_transfer_params must be an object")
+            raise UserError("keepsight: kv_transfer_params must be an object", field="kv_transfer_params", code="type")
         if request.get("keepsight"):
-            raise UserError("keepsight: the field keepsight is for keepsight's own server; leave it out")
+            raise UserError(
+                "keepsight: the field keepsight is for keepsight's own server; leave it out",
+                field="keepsight",
+                code="conflict",
+            )
         try:
             if path == CHAT:
                 return self._chat(request, served)
@@ -172,7 +176,9 @@ class Rewriter:
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"keepsight: the request cannot be read: {one_line(error)}") from None
+            raise UserError(
+                f"keepsight: the request cannot be read: {one_line(error)}", field="", code="type"
+            ) from None
 
     def _chat(self, request: dict[str, Any], served: Served) -> dict[str, Any]:
         messages: Any = request.get("messages")
@@ -191,16 +197,24 @@ class Rewriter:
             self._prompt(params.get("prompt_token_ids"), request, served)
             return request
         if len(naming) > 1:
-            raise UserError("keepsight: a request reads one prefix; name it in one message")
+            raise UserError(
+                "keepsight: a request reads one prefix; name it in one message", field="messages", code="conflict"
+            )
         if not all(map(_is_text, messages)):
-            raise UserError("keepsight: a request with a prefix reads text alone; leave out images and other parts")
+            raise UserError(
+                "keepsight: a request with a prefix reads text alone; leave out images and other parts",
+                field="messages",
+                code="conflict",
+            )
 
         naming_turn = naming[0]
         turns = [_as_text(message) for message in messages]
         digest, question = _split(turns[naming_turn]["content"])
         later_texts = [turn["content"] for turn in turns[naming_turn + 1 :]]
         if not any(text and text.strip() for text in (question, *later_texts)):
-            raise UserError("keepsight: no question follows the prefix; add it to the message")
+            raise UserError(
+                "keepsight: no question follows the prefix; add it to the message", field="messages", code="missing"
+            )
 
         header = self._header(digest, request, served)
         turns[naming_turn]["content"] = MARK + question
@@ -208,7 +222,9 @@ class Rewriter:
         if before != header.before:
             raise UserError(
                 f"keepsight: prefix {digest} was made after other text ({header.before[-80:]!r}); send the system "
-                "message and template arguments that it was made with"
+                "message and template arguments that it was made with",
+                field="prefix",
+                code="conflict",
             )
         ids = placeholders(digest, header.entries, self.alphabet) + self._tokens(after)
         return request | {"kv_transfer_params": params | {"prompt_token_ids": ids}}
@@ -223,7 +239,9 @@ class Rewriter:
             role = message.get("role") if isinstance(message, dict) else None
             if isinstance(role, str) and role not in roles:
                 raise UserError(
-                    f"keepsight: the chat template has no role {role[:64]!r}; use one of system, user and assistant"
+                    f"keepsight: the chat template has no role {role[:64]!r}; use one of system, user and assistant",
+                    field="messages",
+                    code="unknown",
                 )
 
     def _document(self, request: dict[str, Any], messages: Any) -> dict[str, Any]:
@@ -232,7 +250,9 @@ class Rewriter:
         if isinstance(messages, list) and messages and _is_text(messages[-1]):
             text = _text_of(messages[-1])
         if not text.strip() or NAMED.match(text):
-            raise UserError(f"keepsight: {EVICT} needs the document as the text of the last message")
+            raise UserError(
+                f"keepsight: {EVICT} needs the document as the text of the last message", field="messages", code="type"
+            )
 
         marked_turn = {**messages[-1], "content": f"{MARK}?"}
         before, _ = self._rendered([*messages[:-1], marked_turn], request)
@@ -247,7 +267,11 @@ class Rewriter:
         """The chat template's text before and after the document."""
         for name in TEMPLATE:
             if request.get(name) is not None:
-                raise UserError(f"keepsight: {name} changes the chat template; give chat_template_kwargs instead")
+                raise UserError(
+                    f"keepsight: {name} changes the chat template; give chat_template_kwargs instead",
+                    field=name,
+                    code="conflict",
+                )
 
         continues = bool(request.get("continue_final_message"))
         options = dict(request.get("chat_template_kwargs") or {})
@@ -259,10 +283,16 @@ class Rewriter:
         try:
             text = str(self.tokenizer.apply_chat_template(turns, **options))
         except Exception as error:  # a template computes with what the messages hold
-            raise UserError(f"keepsight: the chat template refuses the messages: {one_line(error)}") from None
+            raise UserError(
+                f"keepsight: the chat template refuses the messages: {one_line(error)}", field="messages", code="data"
+            ) from None
         before_and_after = split_at_mark(text)
         if before_and_after is None:
-            raise UserError("keepsight: the chat template does not render the message that names the prefix once")
+            raise UserError(
+                "keepsight: the chat template does not render the message that names the prefix once",
+                field="model",
+                code="model",
+            )
         return before_and_after
 
     def _completion(self, request: dict[str, Any], served: Served) -> dict[str, Any]:
@@ -273,7 +303,7 @@ class Rewriter:
             return request if rewritten is prompt else request | {"prompt": rewritten}
 
         if _wants_eviction(request) and len(prompt) > 1:
-            raise UserError(f"keepsight: {EVICT} makes one prefix; give one prompt")
+            raise UserError(f"keepsight: {EVICT} makes one prefix; give one prompt", field="prompt", code="range")
         prompts = [self._prompt(text_or_ids, request, served) for text_or_ids in prompt]
         if all(after is before for after, before in zip(prompts, prompt, strict=True)):
             return request
@@ -287,7 +317,9 @@ class Rewriter:
                 return prompt
             digest, question = _split(prompt)
             if not question.strip():
-                raise UserError("keepsight: no question follows the prefix; add it to the prompt")
+                raise UserError(
+                    "keepsight: no question follows the prefix; add it to the prompt", field="prompt", code="missing"
+                )
             header = self._header(digest, request, served)
             return placeholders(digest, header.entries, self.alphabet) + self._tokens(question)
         if not isinstance(prompt, list):
@@ -298,9 +330,17 @@ class Rewriter:
         if spelled is not None:
             entries = self._header(spelled, request, served).entries
             if prompt[:entries] != placeholders(spelled, entries, self.alphabet):
-                raise UserError(f"keepsight: prefix {spelled} has {entries} placeholders; give all of them")
+                raise UserError(
+                    f"keepsight: prefix {spelled} has {entries} placeholders; give all of them",
+                    field="prompt",
+                    code="data",
+                )
             if len(prompt) == entries:
-                raise UserError("keepsight: the prompt has no token of its own after the prefix; add the question")
+                raise UserError(
+                    "keepsight: the prompt has no token of its own after the prefix; add the question",
+                    field="prompt",
+                    code="missing",
+                )
         self.require_spelled_first(prompt[entries:])
         return prompt
 
@@ -315,7 +355,11 @@ class Rewriter:
             else:
                 run = 0
             if run == letters:
-                raise UserError("keepsight: placeholders of a prefix stand after other tokens; they must be the first")
+                raise UserError(
+                    "keepsight: placeholders of a prefix stand after other tokens; they must be the first",
+                    field="prompt",
+                    code="data",
+                )
 
     def _header(self, digest: str, request: Mapping[str, Any], served: Served) -> Header:
         require_no_bypass(request)
@@ -327,19 +371,33 @@ class Rewriter:
         if served.shape is not None and header.shape != served.shape:
             raise UserError(
                 f"keepsight: prefix {digest} is of another model, whose layers, KV heads and head size are "
-                f"{header.shape} in place of {served.shape}; make it with this one"
+                f"{header.shape} in place of {served.shape}; make it with this one",
+                field="prefix",
+                code="model",
             )
         if header.page and served.page is not None and header.page != served.page:
             needed = f"with page={served.page} or without page=" if served.page else "without page="
-            raise UserError(f"keepsight: prefix {digest} has pages of {header.page} entries; make it {needed}")
+            raise UserError(
+                f"keepsight: prefix {digest} has pages of {header.page} entries; make it {needed}",
+                field="prefix",
+                code="conflict",
+            )
         if served.is_lora(request.get("model")):
-            raise UserError("keepsight: a prefix was made without the LoRA of this model; ask the base model")
+            raise UserError(
+                "keepsight: a prefix was made without the LoRA of this model; ask the base model",
+                field="model",
+                code="conflict",
+            )
         return header
 
     def _tokens(self, text: str) -> list[int]:
         ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids:
-            raise UserError("keepsight: the prompt has no token of its own after the prefix; add the question")
+            raise UserError(
+                "keepsight: the prompt has no token of its own after the prefix; add the question",
+                field="prompt",
+                code="missing",
+            )
         return ids
 
 
@@ -354,10 +412,16 @@ def _wants_eviction(request: Mapping[str, Any]) -> bool:
     if wanted is None or wanted is False:
         return False
     if type(wanted) not in (bool, int, float) or wanted <= 0:
-        raise UserError(f"keepsight: {EVICT} is {str(wanted)[:64]!r}; give true, or a budget above 0")
+        raise UserError(
+            f"keepsight: {EVICT} is {str(wanted)[:64]!r}; give true, or a budget above 0",
+            field="kv_transfer_params",
+            code="type",
+        )
     for name, default in {"n": 1, "best_of": 1, "stream": False}.items():
         if request.get(name) not in (None, default):
-            raise UserError(f"keepsight: {EVICT} gives one reply, not streamed; leave {name} out")
+            raise UserError(
+                f"keepsight: {EVICT} gives one reply, not streamed; leave {name} out", field=name, code="conflict"
+            )
     return True
 
 
@@ -371,7 +435,11 @@ def require_no_bypass(request: Mapping[str, Any]) -> None:
     """Refuse options that need the prompt's own tokens."""
     names = bypasses(request)
     if names:
-        raise UserError(f"keepsight: {names[0]} needs the prompt's own tokens, which a prefix lacks; leave it out")
+        raise UserError(
+            f"keepsight: {names[0]} needs the prompt's own tokens, which a prefix lacks; leave it out",
+            field=names[0],
+            code="conflict",
+        )
 
 
 def _require_named_first(texts: list[str]) -> None:
@@ -382,7 +450,9 @@ def _require_named_first(texts: list[str]) -> None:
         if ALIKE.search(text, start):
             raise UserError(
                 "keepsight: a prefix is named within a text, where it would not be read; begin one message with it, as "
-                "[[keepsight:ID]]"
+                "[[keepsight:ID]]",
+                field="messages",
+                code="conflict",
             )
 
 
@@ -428,7 +498,7 @@ def _split(text: str) -> tuple[str, str]:
 def _variable(name: str, meaning: str) -> str:
     value = os.environ.get(name)
     if not value:
-        raise UserError(f"{name} is not set; give {name}={meaning}")
+        raise UserError(f"{name} is not set; give {name}={meaning}", field=name, code="missing")
     return value
 
 
@@ -502,9 +572,9 @@ class Prefixes:
                 if body is not None:
                     await self._answer(path_of(scope), body, scope, receive, send)
             except Refused as error:
-                await _refuse(send, error.status, one_line(error, 2000), error.openai_code)
+                await _refuse(send, error.status, one_line(error, 2000), error.openai_code, error.field)
             except UserError as error:
-                await _refuse(send, 400, one_line(error, 2000))
+                await _refuse(send, 400, one_line(error, 2000), field=error.field)
 
     async def _answer(self, path: str, body: bytes, scope: Message, receive: Receive, send: Send) -> None:
         try:
@@ -775,14 +845,14 @@ async def _refusal(request: Request, error: HTTPException) -> JSONResponse:
     return _error(error.status_code, error.detail)
 
 
-async def _refuse(send: Send, status: int, message: str, code: str | None = None) -> None:
-    reply = _error(status, message, code)
+async def _refuse(send: Send, status: int, message: str, code: str | None = None, field: str = "") -> None:
+    reply = _error(status, message, code, field)
     await send({"type": "http.response.start", "status": status, "headers": reply.raw_headers})
     await send({"type": "http.response.body", "body": reply.body})
 
 
-def _error(status: int, message: str, code: str | None = None) -> JSONResponse:
-    """An error in OpenAI's format."""
+def _error(status: int, message: str, code: str | None = None, field: str = "") -> JSONResponse:
+    """An error in OpenAI's format, whose `param` is the field that it is about."""
     kind = "server_error"
     if status == 401:
         kind = "authentication_error"
@@ -793,7 +863,7 @@ def _error(status: int, message: str, code: str | None = None) -> JSONResponse:
         headers["www-authenticate"] = "Bearer"
     if status in (429, 503):
         headers["retry-after"] = "1"
-    error = {"message": message, "type": kind, "param": None, "code": code or status}
+    error = {"message": message, "type": kind, "param": field or None, "code": code or status}
     return JSONResponse({"error": error}, status, headers)
 
 

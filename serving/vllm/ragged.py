@@ -108,12 +108,18 @@ def shared_by(modules: Mapping[str, Any], kv_caches: dict[str, Tensor]) -> Share
         raise UserError(
             f"keepsight: the layers' caches have strides {first_cache.stride()} in place of {strides}, so that a "
             "KV head's entries in a block do not lie side by side; set VLLM_KV_CACHE_LAYOUT=LBHNC, or start without "
-            f"{SWITCH}=1"
+            f"{SWITCH}=1",
+            field="VLLM_KV_CACHE_LAYOUT",
+            code="conflict",
         )
     cache_bytes = first_cache.element_size() * blocks * heads * page
     offsets = [cache.data_ptr() - first_cache.data_ptr() for cache in caches]
     if offsets != [index * cache_bytes for index in range(len(caches))]:
-        raise UserError(f"keepsight: the caches of the layers do not lie in one buffer; start without {SWITCH}=1")
+        raise UserError(
+            f"keepsight: the caches of the layers do not lie in one buffer; start without {SWITCH}=1",
+            field=SWITCH,
+            code="conflict",
+        )
 
     layout = Layout(
         layers=len(caches),
@@ -150,7 +156,9 @@ def load(
     if header.page != layout.size or header.shape[:2] != (layout.layers, layout.heads):
         raise UserError(
             f"the prefix has pages of {header.page} entries, {header.shape[0]} layers and {header.shape[1]} heads, the "
-            f"engine blocks of {layout.size}, {layout.layers} layers and {layout.heads} heads"
+            f"engine blocks of {layout.size}, {layout.layers} layers and {layout.heads} heads",
+            field="prefix",
+            code="model",
         )
     total = int(tensors["pages"].sum())
     numbers = torch.arange(min(first // layout.size * layout.layers * layout.heads, total), total)

@@ -128,7 +128,9 @@ class RecordedPrompt:
         if self.error:
             raise UserError(self.error)
         if lengths != {len(tokens)}:
-            raise UserError(f"{sorted(lengths)} of {len(tokens)} tokens passed through the backend")
+            raise UserError(
+                f"{sorted(lengths)} of {len(tokens)} tokens passed through the backend", field="prompt", code="state"
+            )
         return _state(self.cache, tokens, self.needs)
 
 
@@ -205,13 +207,25 @@ class EvictingConnector(KeepsightConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if vllm_config.parallel_config.world_size > 1:
-            raise UserError("keepsight: eviction inside vLLM needs one worker; start it without tensor parallelism")
+            raise UserError(
+                "keepsight: eviction inside vLLM needs one worker; start it without tensor parallelism",
+                field="tensor_parallel_size",
+                code="conflict",
+            )
         if not ragged.records():
-            raise UserError(f"keepsight: eviction inside vLLM needs its attention backend; set {ragged.RECORDS}=1")
+            raise UserError(
+                f"keepsight: eviction inside vLLM needs its attention backend; set {ragged.RECORDS}=1",
+                field=ragged.RECORDS,
+                code="missing",
+            )
         options = vllm_config.kv_transfer_config.kv_connector_extra_config
         self.method = evicting_method(options.get("evict"), self.block_size)
         if looks_back(self.method) and not (vllm_config.lora_config and vllm_config.model_config.enable_prompt_embeds):
-            raise UserError("keepsight: soft tokens need --enable-lora, --max-lora-rank and --enable-prompt-embeds")
+            raise UserError(
+                "keepsight: soft tokens need --enable-lora, --max-lora-rank and --enable-prompt-embeds",
+                field="enable_lora",
+                code="missing",
+            )
         self.page = self.method.allocate.page if isinstance(self.method.allocate, Global) else 0
         model = vllm_config.model_config
         self.name = model.model
@@ -254,17 +268,33 @@ class EvictingConnector(KeepsightConnector):
             length = self.store.header(digest).entries
             observed = length
             if request.num_prompt_tokens != length + method.observer.positions():
-                raise UserError(f"{EVICT}: not the soft tokens of the adapter; make the prompt by observing_prompt")
+                raise UserError(
+                    f"{EVICT}: not the soft tokens of the adapter; make the prompt by observing_prompt",
+                    field="prompt",
+                    code="data",
+                )
         elif tokens is None or request.prompt_embeds is not None or request.has_encoder_inputs or request.lora_request:
-            raise UserError(f"{EVICT}: only tokens read without images, embeddings and LoRA can be a prefix")
+            raise UserError(
+                f"{EVICT}: only tokens read without images, embeddings and LoRA can be a prefix",
+                field="prompt",
+                code="conflict",
+            )
         elif digest is not None:
-            raise UserError(f"{EVICT}: the prompt begins with a prefix, which was evicted from before")
+            raise UserError(
+                f"{EVICT}: the prompt begins with a prefix, which was evicted from before",
+                field="prompt",
+                code="conflict",
+            )
 
         method.check(length, self.context)
         entries = min(method.budget_for(length), length)
         letters = letters_of_id(len(self.alphabet))
         if entries < letters:
-            raise UserError(f"{EVICT}: {entries} entries cannot spell an id of {letters} letters; raise the budget")
+            raise UserError(
+                f"{EVICT}: {entries} entries cannot spell an id of {letters} letters; raise the budget",
+                field="budget",
+                code="range",
+            )
         return method, observed
 
     def _may_have_lora(self, request: Any) -> bool:
@@ -336,7 +366,11 @@ class EvictingConnector(KeepsightConnector):
         if rotations:  # all by the same frequencies
             agrees = agrees and any(_agree(rotations[0], rope) for rope in ropes)
         if not agrees:
-            raise UserError("keepsight: vLLM rotates this model's keys unlike transformers; use `keepsight prefix`")
+            raise UserError(
+                "keepsight: vLLM rotates this model's keys unlike transformers; use `keepsight prefix`",
+                field="model",
+                code="model",
+            )
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Tell the attention backend what to record in the step."""
@@ -377,7 +411,11 @@ class EvictingConnector(KeepsightConnector):
             try:
                 prompt = self.prompts.pop(part.name, None)
                 if prompt is None:
-                    raise UserError("soft tokens were in vLLM's prefix cache; give each pass a cache_salt of its own")
+                    raise UserError(
+                        "soft tokens were in vLLM's prefix cache; give each pass a cache_salt of its own",
+                        field="cache_salt",
+                        code="conflict",
+                    )
                 result = self._evicted(prompt.state(part.tokens[part.first :]), part)
             except Exception as error:  # of one request, not of those in its batch
                 logger.warning("no prefix was made of a prompt of %d tokens: %s", part.stop, error)
@@ -466,7 +504,11 @@ def evicting_method(config: Any, block_size: int) -> Evict:
     """
     options = dict(config) if isinstance(config, dict) else {}
     if not {"name", "budget"} <= options.keys():
-        raise UserError('keepsight: kv_connector_extra_config needs evict, such as {"name": "snapkv", "budget": 128}')
+        raise UserError(
+            'keepsight: kv_connector_extra_config needs evict, such as {"name": "snapkv", "budget": 128}',
+            field="evict",
+            code="missing",
+        )
     name = str(options.pop("name"))
     method = make_method(name, options.pop("budget"), None, **options)
     if (
@@ -477,14 +519,18 @@ def evicting_method(config: Any, block_size: int) -> Evict:
     ):
         raise UserError(
             f"keepsight: {name} cannot run in vLLM, where a method evicts once, by scores of the tokens read, as "
-            "snapkv does; use keepsight prefix"
+            "snapkv does; use keepsight prefix",
+            field="evict",
+            code="model",
         )
     if isinstance(method.allocate, Global) and method.allocate.page == block_size and ragged.is_asked_for():
         return method
     if not isinstance(method.allocate, Uniform):
         raise UserError(
             f"keepsight: {name} gives heads different numbers of entries; set {ragged.SWITCH}=1 and give it "
-            f'"allocate": {{"name": "global", "page": {block_size}}}, or "allocate": "uniform"'
+            f'"allocate": {{"name": "global", "page": {block_size}}}, or "allocate": "uniform"',
+            field="evict",
+            code="conflict",
         )
     return method
 
@@ -498,14 +544,22 @@ def rotations_from(config: Any) -> list[Rotation | None]:
     text = config.get_text_config(decoder=True)
     parameters = getattr(text, "rope_parameters", None) or {}
     if {*layer_kinds(config)} != {FULL} or getattr(text, "attn_temperature_tuning", False):
-        raise UserError(f"{config.model_type} has layers without full attention; serve another model")
+        raise UserError(
+            f"{config.model_type} has layers without full attention; serve another model", field="model", code="model"
+        )
     if "llama_4_scaling_beta" in parameters:
-        raise UserError(f"{config.model_type} scales queries by their position; serve another model")
+        raise UserError(
+            f"{config.model_type} scales queries by their position; serve another model", field="model", code="model"
+        )
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except ValueError as error:
-        raise UserError(f"{config.model_type} is not a language model of transformers: {one_line(error)}") from None
+        raise UserError(
+            f"{config.model_type} is not a language model of transformers: {one_line(error)}",
+            field="model",
+            code="model",
+        ) from None
     decoder = decoder_of(model)
     if hasattr(decoder, "rotary_emb"):
         decoder.rotary_emb = type(decoder.rotary_emb)(text)  # with its frequencies

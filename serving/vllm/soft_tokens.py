@@ -32,7 +32,9 @@ def lora_for_vllm(adapter: LookaheadAdapter, folder: Path) -> Path:
         UserError: the adapter was never saved.
     """
     if not (adapter.folder / PEFT_CONFIG).is_file():
-        raise UserError("the adapter was not saved; give one that was read from a folder")
+        raise UserError(
+            "the adapter was not saved; give one that was read from a folder", field="adapter", code="state"
+        )
     config = read_json(adapter.folder / PEFT_CONFIG)
     write_tensors(folder / ADAPTER, adapter.lora)
     write_json(folder / PEFT_CONFIG, config | {"alora_invocation_tokens": None})

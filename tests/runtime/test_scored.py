@@ -198,9 +198,13 @@ def test_what_does_not_fit_is_refused(tmp_path):
         make_method("locret", 64, scorer=str(folder))
     with refused("needs", "state"):
         method.compress_state(model, prefill(model, ids))
-    for changes in ({"hidden_size": 48}, {"num_key_value_heads": 4}, {"num_hidden_layers": 4}):
+    for other in (
+        tiny_model(hidden_size=48),
+        tiny_model(num_key_value_heads=4),
+        tiny_model(num_hidden_layers=4),
+    ):
         with refused("scorer", "model"):
-            method.start(tiny_model(**changes), ids)
+            method.start(other, ids)
     with refused("artifact", "unknown"):
         KVzap.from_pretrained("nowhere", 64)
     (tmp_path / "empty").mkdir()

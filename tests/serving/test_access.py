@@ -13,7 +13,6 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import StreamingResponse
 
-from keepsight.errors import UserError
 from keepsight.serving.vllm.access import (
     GRACE,
     HOSTS,
@@ -27,6 +26,7 @@ from keepsight.serving.vllm.access import (
     hosts_of,
 )
 from keepsight.serving.vllm.middleware import Prefixes, Rewriter
+from tests.refused import refused
 from tests.tiny import tiny_tokenizer
 
 KEY = "secret"
@@ -262,7 +262,7 @@ def test_names_of_proxies_and_pages_in_variables(unlocked: Engine, monkeypatch: 
     assert {reply.status_code for reply in asked(unlocked, *ALL, **headers)} == {200}
     assert {reply.status_code for reply in asked(unlocked, *ALL, host="ships.example")} == {403}
     monkeypatch.setenv(HOSTS, "api.example")
-    with pytest.raises(UserError, match=HOSTS):
+    with refused(HOSTS, "type"):
         hosts_of({"app": unlocked.app})
 
 

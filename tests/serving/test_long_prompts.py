@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from keepsight import DapQ, SnapKV
-from keepsight.errors import UserError
 from keepsight.models.decoder import decoder_of
 from keepsight.models.targets import Target, load_target
 from keepsight.serving.prefix import PrefixStore, file_of, placeholders
@@ -22,6 +21,7 @@ from keepsight.serving.vllm.access import PATHS
 from keepsight.serving.vllm.middleware import Prefixes, Rewriter
 from keepsight.serving.vllm.reader import Reader
 from keepsight.serving.worker import Worker
+from tests.refused import refused
 from tests.tiny import save_tiny_target, tiny_tokenizer
 
 COMPLETIONS = PATHS[1]
@@ -297,11 +297,11 @@ def test_no_prefix_is_left_with_too_few_entries(target: Target, tmp_path: Path) 
 def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     given = {"KEEPSIGHT_ROOT": str(tmp_path), "KEEPSIGHT_MODEL": str(save_tiny_target(tmp_path / "model"))}
     for name, value in given.items():
-        with pytest.raises(UserError, match=f"^{name} is not set; give {name}="):
+        with refused(name, "missing"):
             Prefixes(None)
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("KEEPSIGHT_WORKER", "socket")
-    with pytest.raises(UserError, match=r"^KEEPSIGHT_LEAST is not set; "):
+    with refused("KEEPSIGHT_LEAST", "missing"):
         Prefixes(None)
 
 

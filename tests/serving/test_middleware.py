@@ -40,20 +40,21 @@ def test_a_document_to_evict_from_is_read_as_keepsight_prefix_reads_it(rewriter:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
-    "changes, why",
+    ("changes", "fields"),
     [
-        ({"kv_transfer_params": {"keepsight_evict": "all"}}, "'all'; give true, or a budget"),
-        ({"kv_transfer_params": {"keepsight_evict": 0}}, "a budget above 0"),
-        ({"n": 2}, "leave n out"),
-        ({"stream": True}, "leave stream out"),
-        ({"messages": [], "prompt": ["one", "two"]}, "the document as the text|give one prompt"),
+        ({"kv_transfer_params": {"keepsight_evict": "all"}}, ("kv_transfer_params",)),
+        ({"kv_transfer_params": {"keepsight_evict": 0}}, ("kv_transfer_params",)),
+        ({"n": 2}, ("n",)),
+        ({"stream": True}, ("stream",)),
+        ({"messages": [], "prompt": ["one", "two"]}, ("messages", "prompt")),
     ],
 )
-def test_what_cannot_be_evicted_from_is_refused(rewriter: Rewriter, path, changes, why):
+def test_what_cannot_be_evicted_from_is_refused(rewriter: Rewriter, path, changes, fields):
     turns = [{"role": "user", "content": TEXT}]
     asked = {"messages": turns, "prompt": TEXT, "kv_transfer_params": {"keepsight_evict": True}}
-    with pytest.raises(UserError, match=why):
+    with pytest.raises(UserError) as error:
         rewriter.rewritten(path, asked | changes)
+    assert error.value.field in fields
 
 
 def sent(rewriter: Rewriter, path: str, body: bytes, **scope: Any) -> tuple[int, bytes]:
@@ -90,24 +91,24 @@ def test_a_prefix_is_found_behind_a_root_path(rewriter: Rewriter, digest):
 
 
 @pytest.mark.parametrize(
-    "changes, why",
+    ("changes", "param"),
     [
-        ({"prompt_logprobs": 0}, "prompt_logprobs needs"),
-        ({"echo": True}, "echo needs"),
-        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens needs"),
-        ({"kv_transfer_params": ["a"]}, "must be an object"),
-        ({"chat_template": "{{ messages }}"}, "chat_template changes"),
-        ({"documents": [{"text": "a"}]}, "documents changes"),
-        ({"chat_template_kwargs": 3}, "cannot be read"),
-        ({"keepsight": {"budget": 64}}, "the field keepsight is for keepsight's own server"),
-        ({"messages": [{"role": "system", "content": "Rhyme."}]}, "made after other text"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"echo": True}, "echo"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"kv_transfer_params": ["a"]}, "kv_transfer_params"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"documents": [{"text": "a"}]}, "documents"),
+        ({"chat_template_kwargs": 3}, None),
+        ({"keepsight": {"budget": 64}}, "keepsight"),
+        ({"messages": [{"role": "system", "content": "Rhyme."}]}, "prefix"),
     ],
 )
-def test_what_a_prefix_cannot_answer_is_refused(rewriter: Rewriter, digest, changes, why):
+def test_what_a_prefix_cannot_answer_is_refused(rewriter: Rewriter, digest, changes, param):
     asked = {"messages": [{"role": "user", "content": f"[[keepsight:{digest}]]Why?"}]}
     turns = [*changes.get("messages", []), *asked["messages"]]
     status, said = sent(rewriter, CHAT, json.dumps(asked | changes | {"messages": turns}).encode())
-    assert status == 400 and why in json.loads(said)["error"]["message"]
+    assert status == 400 and json.loads(said)["error"]["param"] == param
 
 
 NAME = "[[keepsight:ID]]"
