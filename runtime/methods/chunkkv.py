@@ -40,14 +40,20 @@ class EntropyGatedChunkKV(SnapKV):
         super().__post_init__()
         name = type(self).__name__
         if self.cut >= self.chunk:
-            raise UserError(f"{name}: cut {self.cut} must be below chunk {self.chunk}")
+            raise UserError(f"{name}: cut {self.cut} must be below chunk {self.chunk}", field="cut", code="range")
         if self.allocate.reads_scores:
             raise UserError(
                 f"{name}: all heads of a layer keep the same entries, and {type(self.allocate).__name__} gives them "
-                "different numbers; choose uniform or pyramidkv"
+                "different numbers; choose uniform or pyramidkv",
+                field="allocate",
+                code="conflict",
             )
         if self.during_prefill:
-            raise UserError(f"{name}: chunks are compared once the prompt is read: leave out during_prefill")
+            raise UserError(
+                f"{name}: chunks are compared once the prompt is read: leave out during_prefill",
+                field="during_prefill",
+                code="conflict",
+            )
 
     @override
     def select(self, state: State, importance: list[Tensor]) -> list[Tensor]:
@@ -67,7 +73,9 @@ class EntropyGatedChunkKV(SnapKV):
         if bool((importance.isfinite() != is_free).any()):
             raise UserError(
                 f"{type(self).__name__}: the heads of a layer hold different entries, as another method left them; "
-                "apply it to the whole prompt"
+                "apply it to the whole prompt",
+                field="state",
+                code="state",
             )
         scores = importance[:, is_free].sum(dim=0)
         mask[:, is_free] = chunks_kept(scores, count - int(mask[0].sum()), self.chunk, self.cut)
