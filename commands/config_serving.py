@@ -1,7 +1,7 @@
 """The configurations of `keepsight prefix`, `serve` and `bench serve`; see `keepsight.commands.config`."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -20,7 +20,8 @@ class Evicting(Plugins, UsesMethods):
         budget: KV budget: entries per layer and KV head, or a ratio of the prompt such as 0.1.
         options: Options of the method, such as {pool: {kernel: 5}}.
         page: Entries per page, equal to vLLM's --block-size: all heads share the budget in whole pages. Needs vLLM with
-            KEEPSIGHT_RAGGED=1. 0 for the same number of entries in every head, which works with any vLLM.
+            KEEPSIGHT_RAGGED=1. 0 for the same number of entries in every head, which works with any vLLM. With
+            engine=sglang it is SGLang's --page-size, and 0 is 64.
     """
 
     method: str = "lookaheadkv"
@@ -31,7 +32,7 @@ class Evicting(Plugins, UsesMethods):
 
 @dataclass
 class Prefix(Evicting):
-    """keepsight prefix: prefill documents once, and write their evicted caches for vLLM to load.
+    """keepsight prefix: prefill documents once, and write their evicted caches for vLLM or SGLang to load.
 
         keepsight prefix recipe=smollm2-135m prompt=@doc.txt page=32 out=prefixes
         keepsight prefix recipe=smollm2-135m method=snapkv documents=docs.jsonl out=prefixes
@@ -45,14 +46,16 @@ class Prefix(Evicting):
         out: Folder for the prefixes and their index.
         system: System message before the document; questions must send the same.
         skip: Maximum of bad rows to skip; null for no limit, 0 ends the run at the first.
+        engine: vllm, or sglang: then also pages of SGLang's hierarchical cache, for keepsight.serving.sglang.Client.
     """
 
-    COMMON: ClassVar = ("prompt", "documents", "out", *_METHOD, "page", "system", "skip")
+    COMMON: ClassVar = ("prompt", "documents", "out", *_METHOD, "page", "engine", "system", "skip")
     prompt: str | None = None
     documents: str | None = None
     out: str = "???"
     system: str | None = None
     skip: NonNegativeInt | None = None
+    engine: Annotated[str, Literal["vllm", "sglang"]] = "vllm"
 
 
 @dataclass

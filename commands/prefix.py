@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ from keepsight.models.decoder import context_of
 from keepsight.models.identity import identity_of
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
+from keepsight.serving import sglang
 from keepsight.serving.export import export, placeholders_of
 from keepsight.serving.prefix import MARK, PrefixStore, split_at_mark
 
@@ -52,9 +53,13 @@ def run(config: Config) -> None:
         )
     documents = [*_documents(config)]  # bad values are refused before anything loads
     require_writable(Path(config.out))
+    sglang_page = 0
+    if config.engine == "sglang":
+        sglang_page = config.page or sglang.PAGE
+        config = replace(config, page=0)  # heads keep equal numbers
     method = prefix_method(config, resources_of(config, without_weights(config)))
     target = target_of(config)
-    writer = Writer(config, target, method)
+    writer = Writer(config, target, method, sglang_page)
 
     run = _Run(config, writer)
     busy = list[Document]()
@@ -74,7 +79,7 @@ def run(config: Config) -> None:
     if run.skipped:
         summary += f", {run.skipped} rows skipped"
     print(summary)
-    print(f"model for vLLM: {target.source}")
+    print(f"model for {'SGLang' if sglang_page else 'vLLM'}: {target.source}")
 
 
 class _Run:
@@ -110,11 +115,15 @@ class _Run:
 
 
 class Writer:
-    """Writes prefixes to a folder, as other processes may do at the same time; UserError if no id can be encoded."""
+    """Writes prefixes to a folder, as other processes may do at the same time; UserError if no id can be encoded.
 
-    def __init__(self, config: Config, target: Target, method: Evict) -> None:
+    With `sglang_page`, pages of so many entries are written for SGLang as well.
+    """
+
+    def __init__(self, config: Config, target: Target, method: Evict, sglang_page: int = 0) -> None:
         self.out = Path(config.out)
         self.page = config.page
+        self.sglang_page = sglang_page
         self.target = target
         self.method = method
         self.store = PrefixStore(self.out)
@@ -149,6 +158,13 @@ class Writer:
 
         UserError if it does not fit the model's context, or cannot be stored.
         """
+        row = self._row(document, wait)
+        if row is not None and self.sglang_page:
+            sglang.write_pages(self.store, row["id"], self.sglang_page)
+        return row
+
+    def _row(self, document: Document, wait: bool) -> Row | None:
+        """As `write`, without pages for SGLang."""
         key = hex_digest([f"{self.settings} {document.text}".encode()])
         row = self._written_row(key)
         if row is not None:

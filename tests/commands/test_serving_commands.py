@@ -54,6 +54,19 @@ def test_a_prefix_is_read_once_and_found_again(keepsight: CommandLine, monkeypat
     assert ids(keepsight(*given)) == [name]
 
 
+def test_pages_for_sglang_are_those_of_a_prefix(keepsight: CommandLine) -> None:
+    write_text(Path("doc.txt"), LONG)
+    given = ("prefix", *TINY, "method=snapkv", "prompt=@doc.txt", "out=prefixes")
+    (name,) = ids(keepsight(*given))
+    printed = keepsight(*given, "engine=sglang", "page=32")
+    assert ids(printed) == [name] and "model for SGLang: " in printed
+    files = sorted(Path("prefixes", "sglang").iterdir())
+    assert [file.name for file in files] == [f"{name}.32.{index}" for index in range(5)]
+    kept = Path("prefixes", f"{name}.safetensors").stat().st_size
+    assert 0 < kept - sum(file.stat().st_size for file in files) < 2048, "and a header"
+    assert "which pages of 64 do not divide" in keepsight.fails(*given, "engine=sglang")
+
+
 def test_bad_documents_are_skipped_and_counted(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     write_lines(Path("docs.jsonl"), [{"text": f"{number} {LONG}"} for number in range(2)] + [{"no": 1}, {"text": "a"}])
     given = ("prefix", *TINY, "documents=docs.jsonl", "out=prefixes", "page=32")
