@@ -1,10 +1,10 @@
 """Prefixes for SGLang: pages of its hierarchical cache, and a client that checks that they were read.
 
 SGLang (0.5.23) can keep a cache in files, `--hicache-storage-backend file`. A file is a page of consecutive tokens:
-with the layout `layer_first` the keys [L, page, K, d] and then the values. Its name is a SHA-256 of the page's token ids
-and of the name before it, which begins with the request's `cache_salt`. A prompt whose first pages have files is read from
-them; without a word, SGLang computes pages that it does not find from the tokens. Those of a prefix are placeholders,
-from which nothing right can be computed. So `Client` does two things for each request:
+with the layout `layer_first` the keys [L, page, K, d] and then the values. Its name is a SHA-256 of the page's token
+ids and of the name before it, which begins with the request's `cache_salt`. A prompt whose first pages have files is
+read from them; without a word, SGLang computes pages that it does not find from the tokens. Those of a prefix are
+placeholders, from which nothing right can be computed. So `Client` does two things for each request:
 
 - It gives the request a salt of its own and links the prefix's pages under the names that follow from it. What SGLang
   computes for a request can then never be taken for the pages of another one.
