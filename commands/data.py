@@ -19,6 +19,7 @@ from keepsight.commands.config import Data as Config
 from keepsight.commands.config import DataStats
 from keepsight.commands.config_shared import check_sampling
 from keepsight.commands.from_recipe import next_command, outline_of, training_dtype, training_target, without_weights
+from keepsight.commands.saved_config import save_config
 from keepsight.data_gen.backends import Backend, InThisProcess, Server, VllmEngine
 from keepsight.data_gen.generate import check_sizes, generate_data
 from keepsight.data_gen.mixture import Mixture
@@ -41,6 +42,7 @@ def run(config: Config) -> str:
         settings_then = {key: getattr(earlier, key) for key in settings_now}
         advice = "choose another out=, or delete the folder"
         require_same(f"{out}: this data was made", settings_then, settings_now, advice)
+    save_config(config)
     with _answering(config) as (target, backend):
         manifest = generate_data(
             target, mixture, out, limit=config.limit, backend=backend, skip=config.skip, **settings

@@ -21,6 +21,7 @@ from keepsight.commands.config import Eval as Config
 from keepsight.commands.config_shared import ModelConfig, TaskKeys, check_sampling
 from keepsight.commands.from_recipe import resources_of, target_of, without_weights
 from keepsight.commands.recipe import table_of
+from keepsight.commands.saved_config import save_config
 from keepsight.commands.variants import ALL, variants_of
 from keepsight.errors import BadRow, UserError, printable
 from keepsight.eval.answers import Sampling, default_batch_tokens
@@ -80,6 +81,7 @@ def run(config: Config) -> str:
     with one_writer(out) if processes.is_main_process else nullcontext():
         if processes.is_main_process:
             merge(out)
+            save_config(config)
             write_json(out / SETTINGS, settings)
             print_notes(notes)
             _show(samples[0], target)

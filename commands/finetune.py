@@ -13,6 +13,7 @@ from transformers import set_seed
 
 from keepsight.commands.config import Finetune as Config
 from keepsight.commands.from_recipe import next_command, resources_of, without_weights
+from keepsight.commands.saved_config import save_config
 from keepsight.commands.train import placed_target
 from keepsight.commands.training import check_inputs, ending, read_samples, require_finished, run_of
 from keepsight.commands.variants import require_evict
@@ -58,6 +59,7 @@ def run(config: Config, selected: Mapping[str, Any] | None = None) -> str:
 
     target = placed_target(config)
     samples, manifest = read_samples(config, target)
+    save_config(config)
     set_seed(settings.train.seed)
     lookahead = None
     if artifact is None:

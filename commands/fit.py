@@ -1,28 +1,24 @@
 """keepsight fit: a module for a model in one command: answers, training, evaluation and model card."""
 
 import gc
-import os
 import shlex
 import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from operator import attrgetter
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import pandas as pd
-import yaml
-from omegaconf import OmegaConf
 from typing_extensions import TypedDict
 
 from keepsight.commands import config as configs
 from keepsight.commands import data, finetune, train, train_heads
 from keepsight.commands import eval as evaluation
-from keepsight.commands.config_shared import Benchmarks, CardKeys, DataKeys, EvalKeys, Training, UsesMethods
+from keepsight.commands.config_shared import Benchmarks, DataKeys, EvalKeys, Training, UsesMethods
 from keepsight.commands.from_recipe import outline_of, resources_of, without_weights
-from keepsight.commands.parse import compose_config, keys_of
+from keepsight.commands.saved_config import published_config, save_config, yaml_of
 from keepsight.commands.training import origins_of
 from keepsight.commands.variants import variants_of
 from keepsight.commands.verdicts import Verdict, verdict_of
@@ -30,7 +26,6 @@ from keepsight.data_gen.store import finished_manifest
 from keepsight.errors import UserError
 from keepsight.eval.report.summary import BOUNDS, OURS, kind_of
 from keepsight.files import (
-    Row,
     file_digest,
     read_json,
     read_jsonl,
@@ -39,16 +34,16 @@ from keepsight.files import (
     write_json,
     write_text,
 )
-from keepsight.models.artifacts import FIT_RECORD, check_repo_id
+from keepsight.models.artifacts import FIT_RECORD, STAGE_SETTINGS, check_repo_id
 from keepsight.models.card import CARD, CardBasics, excess_rows, with_evaluation, with_section
 from keepsight.models.decoder import has_latents, require_full_attention
 from keepsight.models.distributed import launched, shards_models
 from keepsight.models.lookahead import CONFIG, LookaheadAdapter
-from keepsight.models.lookahead_settings import SELECTION, SELECTIONS, LookaheadSettings
+from keepsight.models.lookahead_settings import SELECTION
 from keepsight.models.retrieval_head import CONFIG as RETRIEVAL_CONFIG
 from keepsight.train.dataset import digests_from_text
 from keepsight.train.distributed import DIVIDED
-from keepsight.train.settings import FreshSettings, TrainSettings
+from keepsight.train.settings import TrainSettings
 from keepsight.train.trainer import MEASUREMENTS
 
 Stage = TypeVar("Stage", bound=Any)
@@ -58,12 +53,10 @@ class _Record(TypedDict, total=False):
     """What the folder of a fit records.
 
     Attributes:
-        keys: The keys of each stage's last run, by stage.
         trained: The training stage that ran last.
         evaluated: Digest of the module that was evaluated.
     """
 
-    keys: dict[str, dict[str, str]]
     trained: str
     evaluated: str
 
@@ -83,30 +76,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 """The title of each kind of module, and the methods that it is compared with."""
 
 
-@dataclass
-class _FreshKeys:
-    """The keys of the stages with new prompts; their other settings are those of the stages before."""
-
-    fresh: FreshSettings
-
-
-_KEY_CLASSES: dict[str, type[Any]] = {
-    "answers": configs.Data,
-    "importance": configs.Train,
-    "eviction": configs.Finetune,
-    "fresh_answers": _FreshKeys,
-    "fresh_eviction": _FreshKeys,
-    "distillation": configs.TrainRetrievalHead,
-    "evaluation": configs.Eval,
-    "card": CardKeys,
-}
-"""The keys of each stage, some of which `fit` takes too."""
 _TRAININGS = "importance", "eviction", "fresh_eviction"
 """Stages of a lookahead module that write one, in the folders of the same names."""
 _EVICTIONS = "eviction", "fresh_eviction"
 _FRESH = "fresh_answers", "fresh_eviction"
 _DATA_FOLDERS = {"answers": "data", "fresh_answers": "fresh_data"}
 """The folders of the answers."""
+_FOLDERS = {**_DATA_FOLDERS, **{name: name for name in _TRAININGS}, "distillation": "head", "evaluation": "eval"}
+"""The folder of each stage that makes something."""
 _DIVISIBLE = *_TRAININGS, "card"
 """Stages for which the model may be sharded over processes."""
 _DECISIVE = 32
@@ -123,6 +100,7 @@ def run(config: configs.Fit) -> str | None:
     require_writable(out)
     stages = _Stages(config)
     stages.check()
+    save_config(config)
 
     is_main = launched().is_main_process
     seconds = dict[str, float]()
@@ -131,8 +109,8 @@ def run(config: configs.Fit) -> str | None:
             print(f"\n=== {name}", flush=True)
         start = time.perf_counter()
         stages.run(name)
-        if is_main:
-            _record_stage(config, name)
+        if is_main and name in _TRAININGS:
+            _record(out, trained=name)
         gc.collect()  # frees a training's model before the next stage loads another
         launched().wait_for_everyone()
         seconds[name] = time.perf_counter() - start
@@ -154,8 +132,7 @@ class _Stages:
     """The stages that a command runs.
 
     Attributes:
-        asked: The command's configuration as it was given.
-        config: The same with what depends on the kind of module and on the data.
+        config: The command's configuration, with what depends on the kind of module and on the data.
         out: The folder of the fit.
         names: The stages to run, in order.
         last_training: The folder in `out` of the module to evaluate and publish.
@@ -164,10 +141,9 @@ class _Stages:
         tests: The configuration of the evaluation, of the module that the last training stage writes.
     """
 
-    def __init__(self, asked: configs.Fit) -> None:
+    def __init__(self, requested: configs.Fit) -> None:
         """UserError for stages that the module does not have, or that a sharded model does not allow."""
-        config = _completed(asked)
-        self.asked = asked
+        config = _completed(requested)
         self.config = config
         self.out = Path(config.out)
         self.names = [name for name in stages_of(config) if not config.stages or name in config.stages]
@@ -229,8 +205,7 @@ class _Stages:
         elif name == "evaluation":
             _evaluate(self.tests, self.out, _better(self.out, self.last_training))
         elif name == "card":
-            source = _better(self.out, self.last_training)
-            _write_card(config, self.out, source, keys_of_stage(self.asked, "card"))
+            _write_card(config, self.out, _better(self.out, self.last_training))
 
     def _eviction(self) -> configs.Finetune:
         config = self.config
@@ -430,17 +405,6 @@ def _record(out: Path, **values: Any) -> None:
     write_json(out / FIT_RECORD, {**_recorded(out), **values})
 
 
-def _record_stage(config: configs.Fit, stage: str) -> None:
-    """Record that a stage has run, with its keys."""
-    out = Path(config.out)
-    keys = _recorded(out).get("keys", {})
-    keys[stage] = keys_of_stage(config, stage)
-    if stage in _TRAININGS:
-        _record(out, keys=keys, trained=stage)
-    else:
-        _record(out, keys=keys)
-
-
 def _better(out: Path, stage: str) -> str:
     """The stage whose module is used after a stage: its own, or the one before where it made the module worse."""
     for verdict in _verdicts(out, stage):
@@ -513,33 +477,35 @@ def _stage(stage: type[Stage], config: configs.Fit, *key_classes: type, **values
     return stage(**values)
 
 
-def _write_card(config: configs.Fit, out: Path, source: str, keys: dict[str, str]) -> None:
+def _write_card(config: configs.Fit, out: Path, source: str) -> None:
     """Write the module that is published: the last stage's, with a card of all stages and the evaluation's picture."""
     if not launched().is_main_process:
         return
     evaluated = out / "eval"
     published = _published(config, out)
     is_evaluated = _recorded(out).get("evaluated") == _module_digest(out, source)
+    settings_of_stages = _settings_of_stages(out, source, is_evaluated)
+    settings_section = (
+        f"## Settings\n\n`{STAGE_SETTINGS}` has every setting of each stage that made this module: "
+        f"{', '.join(settings_of_stages)}.\n"
+    )
 
     if config.module == "lookahead":
         artifact = LookaheadAdapter.load(out / source)
         verdicts = _verdicts(out, _last_training(out, []))
         judged = " ".join(verdict.sentence() for verdict in verdicts)
         card = written_card(artifact, config, out, source, judged)
-        if source != "fresh_eviction":
-            keys = keys | _without_later_stages(config, source)
-        keys = _selection_keys(config, artifact.settings) | keys
-        card = with_section(card, command_section(out, artifact.provenance.base_model, keys, source))
+        card = with_section(card, settings_section)
         if is_evaluated:
             card = with_results(card, evaluated)
         artifact.save(published, artifact.provenance, card)
     else:
         card = (published / CARD).read_text(encoding="utf-8")
-        head = read_json(published / RETRIEVAL_CONFIG, Row)
-        card = with_section(card, command_section(out, head["provenance"]["base_model"], keys, source))
+        card = with_section(card, settings_section)
         if is_evaluated:
             card = with_results(card, evaluated, "specontext")
         write_text(published / CARD, card)
+    write_text(published / STAGE_SETTINGS, yaml_of(settings_of_stages))
 
     (published / "evaluation.png").unlink(missing_ok=True)  # of an earlier module
     picture = evaluated / "plots" / "overview.png"
@@ -548,96 +514,19 @@ def _write_card(config: configs.Fit, out: Path, source: str, keys: dict[str, str
     print(f"{published}: the module, its card and its pictures")
 
 
-def _without_later_stages(config: configs.Fit, source: str) -> dict[str, str]:
-    """`stages=` for a module of the stage `source`, if the command without it would train further."""
-    command_config = _recipe_of(config) if config.fresh.limit == 0 else config
-    all_stages = stages_of(replace(command_config, module="lookahead", stages=[]))
-    later_stages = {*_TRAININGS[_TRAININGS.index(source) + 1 :], *_FRESH}
-    stages = [name for name in all_stages if name not in later_stages]
-    if len(stages) == len(all_stages):
-        return {}
-    return {"stages": f"[{','.join(stages)}]"}
-
-
-def _recipe_of(config: configs.Fit) -> configs.Fit:
-    """The configuration with the model's id alone."""
-    composed, _ = compose_config(configs.Fit, [f"model.id={config.model.id}", "out=DIR"])
-    recipe: Any = OmegaConf.to_object(composed)
-    return cast(configs.Fit, recipe)
-
-
-def keys_of_stage(config: configs.Fit, stage: str) -> dict[str, str]:
-    """The keys of a stage with another value than the recipe for the model has; no folder's path is published."""
-    recipe = _recipe_of(config)
-    changed_keys = dict[str, str]()
-    for key in keys_of(configs.Fit):
-        if key.name in ("out", "model.id", "stages") or not _is_of(key.name, stage):
-            continue
-        key_value = attrgetter(key.name)
-        value = key_value(config)
-        if value != key_value(recipe):
-            text = yaml.safe_dump(_without_paths(value), default_flow_style=True, width=1 << 20)
-            changed_keys[key.name] = text.splitlines()[0]
-    return changed_keys
-
-
-def _is_of(key: str, stage: str) -> bool:
-    """Whether a stage has a key, or none has it, such as `module`."""
-    name = "samples" if key == "tests" else key.partition(".")[0]
-    owners = []
-    for owner, key_class in _KEY_CLASSES.items():
-        if any(field.name == name for field in fields(key_class)):
-            owners.append(owner)
-    return not owners or stage in owners
-
-
-def _selection_keys(config: configs.Fit, settings: LookaheadSettings) -> dict[str, str]:
-    """The keys for a module's selection, where it is not that of the recipe: a preset's name, or single ones."""
-    recipe = _recipe_of(config).lookahead
-    selection = {name: getattr(settings, name) for name in SELECTION}
-    changed = {name: value for name, value in selection.items() if value != getattr(recipe, name)}
-    if not changed:
-        return {}
-    for preset, values in SELECTIONS.items():
-        if values == selection:
-            return {"selection": preset}
-    return {f"lookahead.{name}": yaml.safe_dump(value).split("\n")[0] for name, value in changed.items()}
-
-
-def command_section(out: Path, model: str, card_keys: Mapping[str, str], source: str) -> str:
-    """A card's section with the command for the module of stage `source`.
-
-    It has the model's Hub id, the keys of the stages that ran in `out`, and `card_keys`, which alone have a selection.
-    """
-    unpublished_stages = ["card"]
-    if source != "fresh_eviction":
-        unpublished_stages += _FRESH
-    selection_keys = {"selection", *(f"lookahead.{name}" for name in SELECTION)}
-
-    keys = dict[str, str]()
-    keys_of_stages = _recorded(out).get("keys", {})
-    for stage in _KEY_CLASSES:
-        if stage in unpublished_stages:
-            continue
-        for name, value in keys_of_stages.get(stage, {}).items():
-            if name not in selection_keys:
-                keys[name] = value
-    keys.update(card_keys)
-
-    command = ["keepsight fit", shlex.quote(model)]
-    command += [shlex.quote(f"{name}={value}") for name, value in keys.items()]
-    return "## Command\n\n```\n" + " ".join([*command, "out=DIR"]) + "\n```\n"
-
-
-def _without_paths(value: Any) -> Any:
-    """A value with DIR for folders, and the names of files for their paths."""
-    if isinstance(value, list):
-        return [_without_paths(element) for element in value]
-    if isinstance(value, dict):
-        return {key: _without_paths(element) for key, element in value.items()}
-    if not isinstance(value, str) or not os.path.exists(value):  # also of a text that is too long for a path
-        return value
-    return "DIR" if os.path.isdir(value) else os.path.basename(value)
+def _settings_of_stages(out: Path, source: str, is_evaluated: bool) -> dict[str, Any]:
+    """For each stage behind the module of the stage `source`, the configuration of its last run, without paths."""
+    stages = ["answers", "distillation"]
+    if source in _TRAININGS:
+        stages = list(configs.LOOKAHEAD_STAGES[: configs.LOOKAHEAD_STAGES.index(source) + 1])
+    if is_evaluated:
+        stages.append("evaluation")
+    settings = {}
+    for stage in stages:
+        config = published_config(out / _FOLDERS[stage])
+        if config is not None:
+            settings[stage] = config
+    return settings
 
 
 def written_card(artifact: LookaheadAdapter, config: configs.Fit, out: Path, source: str, judged: str = "") -> str:

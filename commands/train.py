@@ -15,6 +15,7 @@ from keepsight.commands import training
 from keepsight.commands.config import Train as Config
 from keepsight.commands.config_shared import UsesModel
 from keepsight.commands.from_recipe import next_command, outline_of, training_dtype, training_target
+from keepsight.commands.saved_config import save_config
 from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError, require_same
 from keepsight.eval.report.tables import Column, Table
@@ -84,6 +85,7 @@ def _train(config: Config, initial: LookaheadAdapter | None) -> ModuleTrainer[Im
     """Train a module, then write its adapter, card and curves; UserError if the training was interrupted."""
     target = placed_target(config)
     samples, manifest = training.read_samples(config, target)
+    save_config(config)
     objective = new_objective(config, target, initial)
     unseen = UnseenQuestions.for_tokenizer(target.tokenizer, config.train.unseen, config.train.seed)
     run = replace(training.run_of(config, target, samples, "init", CONFIG), unseen=unseen)

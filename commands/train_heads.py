@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, set_seed
 from keepsight.commands import training
 from keepsight.commands.config import TrainDraftHead, TrainRetrievalHead
 from keepsight.commands.from_recipe import next_command, target_of, training_target
+from keepsight.commands.saved_config import save_config
 from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError
 from keepsight.files import require_writable
@@ -47,6 +48,7 @@ def draft(config: TrainDraftHead) -> str:
         _named_draft_head(config.init)
     target = target_of(config)
     samples, manifest = training.read_samples(config, target)
+    save_config(config)
     set_seed(settings.train.seed)
     head = _new_draft_head(config, target, samples)
     teacher = _teacher(config, target, head, samples, manifest["digest"])
@@ -111,6 +113,7 @@ def retrieval(config: TrainRetrievalHead) -> str:
     initial = None if config.head is None else _initial(config.head, config)
     target = training_target(config)
     samples, manifest = training.read_samples(config, target)
+    save_config(config)
     samples = truncated(samples, settings.max_tokens)
     set_seed(settings.train.seed)
     longest = max(len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples)

@@ -34,6 +34,8 @@ SHIPPED = "shipped:"
 """Prefix of the names of artifacts that keepsight ships."""
 FIT_RECORD = "fit.json"
 """Name of the file in which `keepsight fit` records its stages."""
+STAGE_SETTINGS = "stages.yaml"
+"""Name of the file beside a module that `keepsight fit` made: the settings of each of its stages."""
 MODULE_FOLDERS = ("adapter", "head")
 """Folders of the finished module in the `out` of `keepsight fit`."""
 LARGEST_SIZE = 1 << 24

@@ -7,7 +7,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_token
 
 from keepsight.errors import UserError, printable
 from keepsight.files import at_home, bytes_digest, file_digest
-from keepsight.models.artifacts import Artifact, check_repo_id, hub_errors
+from keepsight.models.artifacts import STAGE_SETTINGS, Artifact, check_repo_id, hub_errors
 from keepsight.models.card import CARD, HUB_ID, read_card
 from keepsight.models.draft_head import EagleHead
 from keepsight.models.lookahead import LookaheadAdapter
@@ -103,7 +103,7 @@ def plan_upload(folder: Path, repo_id: str, *, public: bool = False, revision: s
             field=CARD,
             code="missing",
         )
-    optional = [name for name in kind.optional if (folder / name).is_file()]
+    optional = [name for name in (*kind.optional, STAGE_SETTINGS) if (folder / name).is_file()]
     pictures = sorted(path.name for path in folder.glob("[!.]*.png") if _is_picture(path))
     files = (*kind.files, *optional, CARD, *pictures)
     for name in files:

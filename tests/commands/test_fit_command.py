@@ -1,7 +1,6 @@
 """`keepsight fit`: every stage, stopped in each of them and between two, and what the card says in the end."""
 
 import itertools
-import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from keepsight.commands import data, finetune, from_recipe, train
 from keepsight.commands import eval as evaluation
@@ -58,6 +58,11 @@ STAGES: dict[str, tuple[Any, str, int, str]] = {
     "evaluation": (record, "append_lines", 1, "fitted/eval/results.jsonl"),
 }
 """What is interrupted in each: the owner and name of a function, at which call, and what is there by then."""
+
+
+def stage_settings(folder: Path) -> dict[str, Any]:
+    """What a module's folder says of the stages that made it."""
+    return yaml.safe_load((folder / "stages.yaml").read_text())
 
 
 def interrupt(patch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None:
@@ -107,30 +112,37 @@ def test_stopped_in_every_stage_it_ends_as_if_it_had_not_been(
     on = digests_from_text(artifact.provenance.trained_on)
     assert on is not None and len(on) >= 6 and on <= prompt_digests(samples)
     card = (fitted / "README.md").read_text()
-    (command,) = (line for line in card.splitlines() if line.startswith("keepsight fit tiny "))
-    said = {"limit=8", "train.steps=3", "finetune.uniform_share=0.5", "tasks=[niah_single]", "tests=2", "out=DIR"}
-    assert said <= {*shlex.split(command)} and "fitted" not in card
-    assert card.index("## Command") < card.index("## Evaluation") < card.index("## Limitations")
+    settings = stage_settings(fitted)
+    assert [*settings] == ["answers", "importance", "eviction", "evaluation"]
+    assert settings["answers"]["limit"] == 8 and settings["importance"]["train"]["steps"] == 3
+    assert settings["eviction"]["finetune"]["uniform_share"] == 0.5 and settings["eviction"]["out"] == "DIR"
+    assert settings["evaluation"]["tasks"] == ["niah_single"] and settings["evaluation"]["samples"] == 2
+    assert settings["answers"]["mixture"] == "mixture.yaml" and "fitted" not in (fitted / "stages.yaml").read_text()
+    assert yaml.safe_load((here / "fitted/eviction/config.yaml").read_text())["adapter"] == "fitted/importance"
+    assert yaml.safe_load((here / "fitted/config.yaml").read_text())["out"] == "fitted"
+    assert card.index("## Settings") < card.index("## Evaluation") < card.index("## Limitations")
+    assert "fitted" not in card
     assert "importance (what answers attend to): " in card and "| excess NLL (nats), 40 entries in every " in card
     assert card.count("share of samples with the question unseen 0.5; ") == 2
     assert len(card.splitlines()) < 90
     assert card.count("## Evaluation") == 1 and "| LookaheadKV |" in card.replace("lookaheadkv", "LookaheadKV")
     upload = plan_upload(fitted, "ada/tiny")
     pictures = {"evaluation.png", "training.png", "finetuning.png"}
-    assert {*LookaheadAdapter.files, "README.md"} | pictures == {*upload.files}
-    keepsight("fit", *TRAINING[:3], "out=fitted", "stages=[card]")  # its command is still that of all stages
-    assert (fitted / "README.md").read_text() == card
+    assert {*LookaheadAdapter.files, "README.md", "stages.yaml"} | pictures == {*upload.files}
+    keepsight("fit", *TRAINING[:3], "out=fitted", "stages=[card]")
+    assert (fitted / "README.md").read_text() == card and stage_settings(fitted) == settings  # of all stages still
     shutil.rmtree(here / "fitted/eviction")
     keepsight(*FIT, "out=fitted", "selection=uniform", "stages=[eviction,evaluation]", "finetune.uniform_share=0")
     assert (here / "fitted/eval-1/results.jsonl").is_file() and (here / "fitted/eval/results.jsonl").is_file()
     floors = [LookaheadAdapter.load(here / "fitted" / name).settings.floor for name in ("importance", "eviction")]
     assert floors == [0.2, None]
     keepsight(*FIT, "out=fitted", "stages=[card]", "finetune.uniform_share=0")
-    assert "selection=uniform" in (fitted / "README.md").read_text()
+    assert stage_settings(fitted)["eviction"]["finetune"]["uniform_share"] == 0
+    assert LookaheadAdapter.load(fitted).settings.floor is None
     shutil.rmtree(here / "fitted/eviction")
     keepsight(*FIT, "out=fitted", "stages=[eviction,card]", "lookahead.floor=0.5")
-    card = (fitted / "README.md").read_text()
-    assert "lookahead.floor=0.5" in card and "selection=" not in card
+    assert LookaheadAdapter.load(fitted).settings.floor == 0.5
+    assert [*stage_settings(fitted)] == ["answers", "importance", "eviction"]
 
 
 def test_the_eviction_stage_goes_on_with_new_prompts(keepsight: CommandLine, here: Path) -> None:
@@ -157,15 +169,18 @@ def test_the_eviction_stage_goes_on_with_new_prompts(keepsight: CommandLine, her
     assert first and last and first < last
     card = (here / "fitted/adapter/README.md").read_text()
     assert "eviction (the loss that eviction causes): steps 3; " in card and "eviction, part 2: steps 2; " in card
-    assert "documentation/dialogue" in card and "fresh.limit=6" in card and "stages=" not in card
+    assert "documentation/dialogue" in card
+    settings = stage_settings(here / "fitted/adapter")
+    assert [*settings] == ["answers", "importance", "eviction", "fresh_answers", "fresh_eviction", "evaluation"]
+    assert settings["fresh_answers"]["limit"] == 6 and settings["fresh_eviction"]["finetune"]["train"]["steps"] == 2
     keepsight(*FIT, *fresh, "out=fitted", "stages=[eviction,card]")  # its folder has a later one
     card = (here / "fitted/adapter/README.md").read_text()
-    assert "stages=[answers,importance,eviction,evaluation,card]" in card and "fresh.limit" not in card
+    assert [*stage_settings(here / "fitted/adapter")] == ["answers", "importance", "eviction"]
     assert "## Evaluation" not in card  # that of the later one is left out
     assert not (here / "fitted/adapter/evaluation.png").exists()
     keepsight(*FIT, "out=fitted", "stages=[evaluation,card]")
     card = (here / "fitted/adapter/README.md").read_text()
-    assert "stages=" not in card and "fresh." not in card and "part 2" not in card and "## Evaluation" in card
+    assert "part 2" not in card and "## Evaluation" in card
     said = keepsight.fails(*FIT, *last_of_each_key([*fresh, "fresh.limit=2"]), "out=fitted")
     assert said == "fresh.limit=2: finetune.train.held_out=2 of the prompts are held out; raise it"
     said = keepsight.fails(*FIT, "limit=2", "out=none")
@@ -211,7 +226,10 @@ def test_a_retrieval_head_has_its_own_stages_and_other_ones_are_refused(keepsigh
     compared = {row["method"] for row in read_jsonl(here / "fitted/eval/results.jsonl")}
     assert compared == {"full", "exact_topk", "specontext", "quest"}
     card = (here / "fitted/head/README.md").read_text()
-    assert "# keepsight retrieval head" in card and "keepsight fit tiny " in card and "module=retrieval" in card
+    assert "# keepsight retrieval head" in card and "## Settings" in card
+    settings = stage_settings(here / "fitted/head")
+    assert [*settings] == ["answers", "distillation", "evaluation"]
+    assert settings["distillation"]["retrieval_head"]["queries"] == 8
     assert card.index("## Evaluation") < card.index("## Limitations")
     assert plan_upload(here / "fitted/head", "ada/head").files
     for stage in ("eviction", "fresh_eviction"):
