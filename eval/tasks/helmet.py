@@ -14,7 +14,8 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, file_rows, fill_in, text_field
 from keepsight.eval.tasks.metrics import METRICS, metric, normalise
-from keepsight.eval.tasks.samples import HELMET_JUDGED, RenderedSample, Sample, render
+from keepsight.eval.tasks.samples import HELMET_JUDGED, RenderedSample, Sample
+from keepsight.eval.tasks.task_format import TaskEntry, TaskRow, load
 from keepsight.files import Row, hex_digest, own_yaml, read_json
 
 _SHOTS = 2
@@ -102,25 +103,22 @@ class Helmet(Benchmark):
             request.notes[f"helmet {task} {length}"] = "HELMET has no data of this length"
             return []
         fields_of = _fields_of_task(task, folder / entry.examples, size, request.tokenizer)
-        question = entry.prompt.partition("{context}")[2]
 
-        def make(where: str, row: Row, number: int) -> Sample:
+        def convert(where: str, row: Row, number: int) -> TaskRow:
             fields, answers = fields_of(where, row)
-            return Sample(
-                id=str(row.get("index", number)),
-                task=f"helmet_{task}",
-                length=length,
-                prompt=fill_in(entry.prompt, fields),
-                question="" if "{demos}" in question else fill_in(question, fields),
-                references=_texts(answers),
-                metric=entry.metric,
-                max_new_tokens=entry.tokens,
-                chat=entry.chat,
-                judge=request.judge if entry.metric in HELMET_JUDGED else "",
-            )
+            return TaskRow(str(row.get("index", number)), fields, _texts(answers))
 
+        shared = TaskEntry(
+            task=f"helmet_{task}",
+            prompt=entry.prompt,
+            metric=entry.metric,
+            max_new_tokens=entry.tokens,
+            length=length,
+            chat=entry.chat,
+            judge=request.judge if entry.metric in HELMET_JUDGED else "",
+        )
         rows = _rows(folder / entry.file.format(size=size))
-        return request.collect(f"helmet {task} {length}", rows, make, render=render)
+        return load(f"helmet {task} {length}", shared, rows, convert, request)
 
 
 def _fields_of_task(task: str, examples: Path, size: int, tokenizer: Any) -> Fields:

@@ -23,14 +23,14 @@ from keepsight.eval.tasks.benchmark import (
     Benchmark,
     TaskRequest,
     file_rows,
-    fill_in,
     ruler_family,
     text_field,
     texts_field,
 )
 from keepsight.eval.tasks.longbench import longbench_tasks
-from keepsight.eval.tasks.metrics import METRICS, score
-from keepsight.eval.tasks.samples import RenderedSample, Sample, render_in_bucket
+from keepsight.eval.tasks.metrics import METRICS
+from keepsight.eval.tasks.samples import RenderedSample
+from keepsight.eval.tasks.task_format import TaskEntry, TaskRow, load
 from keepsight.files import Row, read_json
 
 _log = logging.getLogger(__name__)
@@ -81,8 +81,8 @@ class Jsonl(Benchmark):
         assert self.dir is not None
         samples: list[RenderedSample] = []
         for file in _choose_files(Path(self.dir), self.files):
-            make = partial(_sample, file)
-            samples += request.collect(file.task, file_rows(file.path), make, request.max_tokens, render_in_bucket)
+            convert = partial(_longbench_row if file.layout == "longbench" else _ruler_row, file)
+            samples += load(file.task, file.entry(), file_rows(file.path), convert, request, request.max_tokens)
         return samples
 
 
@@ -105,6 +105,11 @@ class _File:
     def task(self) -> str:
         """The file's name without its ending."""
         return self.path.name.removesuffix(".jsonl")
+
+    def entry(self) -> TaskEntry:
+        """What the file's samples share; a metric may need references of another form than a row has."""
+        prompt = self.template.removesuffix("{answer_prefix}")
+        return TaskEntry(self.task, prompt, self.metric, 0, chat=self.chat, tries_metric=True)
 
     def limit(self, where: str, task: str) -> int:
         """Length limit of the answers of a task, in tokens."""
@@ -218,40 +223,25 @@ def _check_template(where: str, layout: str, template: Any) -> str:
     return template
 
 
-def _sample(file: _File, where: str, row: Row, _: int) -> Sample:
-    sample = _longbench_sample(file, where, row) if file.layout == "longbench" else _ruler_sample(file, where, row)
-    score(sample, sample.references[0])  # a metric may need references of another form
-    return sample
-
-
-def _longbench_sample(file: _File, where: str, row: Row) -> Sample:
-    texts = {"context": text_field(where, row, "context"), "input": text_field(where, row, "input")}
-    return Sample(
+def _longbench_row(file: _File, where: str, row: Row, _: int) -> TaskRow:
+    return TaskRow(
         id=str(row.get("_id", where.rpartition(":")[2])),
-        task=file.task,
-        length=0,
-        prompt=fill_in(file.template, texts),
-        question=fill_in(file.template.partition("{context}")[2], texts),
+        fields={"context": text_field(where, row, "context"), "input": text_field(where, row, "input")},
         references=texts_field(where, row, "answers"),
-        metric=file.metric,
         max_new_tokens=file.limit(where, file.task),
-        chat=file.chat,
         classes=texts_field(where, row, "all_classes") if file.metric == "classification" else (),
     )
 
 
-def _ruler_sample(file: _File, where: str, row: Row) -> Sample:
+def _ruler_row(file: _File, where: str, row: Row, _: int) -> TaskRow:
     # RULER's own files hold one task each and are named after it; rows of several tasks name theirs.
     task = text_field(where, row, "task") if "task" in row else file.task
     by_task = "string_match_part" if ruler_family(task) == "qa" else "string_match_all"
-    return Sample(
+    return TaskRow(
         id=f"{task}-{row['index']}" if "index" in row else where.rpartition(":")[2],
-        task=file.task,
-        length=0,
-        prompt=fill_in(file.template.removesuffix("{answer_prefix}"), {"input": text_field(where, row, "input")}),
+        fields={"input": text_field(where, row, "input")},
         references=texts_field(where, row, "outputs"),
         metric=by_task if file.metric == RULER_METRIC else file.metric,
         max_new_tokens=file.limit(where, task),
         answer_prefix=text_field(where, row, "answer_prefix"),
-        chat=file.chat,
     )

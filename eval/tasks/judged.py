@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -20,7 +20,8 @@ from keepsight.eval.tasks.benchmark import (
     texts_field,
 )
 from keepsight.eval.tasks.metrics import metric
-from keepsight.eval.tasks.samples import RenderedSample, Sample, render, render_turns
+from keepsight.eval.tasks.samples import RenderedSample
+from keepsight.eval.tasks.task_format import TaskEntry, TaskRow, load
 from keepsight.files import Row
 
 _WITH_REFERENCES = ("math", "reasoning", "coding")
@@ -51,7 +52,8 @@ class MtBench(Benchmark):
         self.require(task, request.judge)
         answers = dict(_reference_answers(Path(self.references))) if self.references else {}
         rows = list(self._rows())
-        samples = request.collect("mt_bench", rows, partial(_turns, answers, request))
+        entry = TaskEntry("mt_bench", "", "mt_bench", _ANSWER_TOKENS, length=request.context, judge=request.judge)
+        samples = load("mt_bench", entry, rows, partial(_conversation, answers), request)
         with_references = {str(row.get("question_id")) for _, row in rows if row.get("category") in _WITH_REFERENCES}
         missing = 0
         for sample in samples:
@@ -85,9 +87,7 @@ def _reference_answers(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
             raise UserError(f"{where}: expected question_id and choices[0].turns, as FastChat writes") from None
 
 
-def _turns(
-    answers: Mapping[str, tuple[str, ...]], request: TaskRequest, where: str, row: Row, _: int
-) -> list[RenderedSample]:
+def _conversation(answers: Mapping[str, tuple[str, ...]], where: str, row: Row, _: int) -> TaskRow:
     name = str(row.get("question_id"))
     turns = texts_field(where, row, "turns")
     references = answers.get(name, ())
@@ -95,22 +95,7 @@ def _turns(
         references = texts_field(where, row, "reference")
     if row.get("category") not in _WITH_REFERENCES or len(references) < len(turns):
         references = ()
-    samples = []
-    for turn, prompt in enumerate(turns[:2]):
-        samples.append(
-            Sample(
-                id=name,
-                task=f"mt_bench_turn_{turn + 1}",
-                length=request.context,
-                prompt=prompt,
-                references=references,
-                metric="mt_bench",
-                max_new_tokens=_ANSWER_TOKENS,
-                earlier=turns[:turn],
-                judge=request.judge,
-            )
-        )
-    return render_turns(samples, request.tokenizer)
+    return TaskRow(name, {}, references, turns=turns[:2])
 
 
 @dataclass
@@ -144,25 +129,22 @@ class LongWriter(Benchmark):
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         self.require(task, request.judge)
         assert self.file is not None
-        return request.collect("longwriter", file_rows(Path(self.file)), partial(self._sample, task, request))
+        entry = TaskEntry(
+            task="longwriter_length" if task else "longwriter",
+            prompt="{input}",
+            metric="wanted_length" if task else "longbench-write",
+            max_new_tokens=self.max_new_tokens or _LONGEST_ANSWER,
+            length=request.context,
+            judge="" if task else request.judge,
+            within_context=True,
+        )
+        return load("longwriter", entry, file_rows(Path(self.file)), partial(self._converted, task), request)
 
-    def _sample(self, task: str, request: TaskRequest, where: str, row: Row, number: int) -> RenderedSample:
+    def _converted(self, task: str, where: str, row: Row, number: int) -> TaskRow:
         if type(row.get("length")) is not int or row["length"] < 1:
             raise UserError(f"{where}: field 'length' must be a whole number of words of at least 1")
-        sample = Sample(
-            id=str(row.get("id", number + 1)),
-            task="longwriter_length" if task else "longwriter",
-            length=request.context,
-            prompt=text_field(where, row, "prompt"),
-            references=(str(row["length"]),) if task else (),
-            metric="wanted_length" if task else "longbench-write",
-            max_new_tokens=1,
-            judge="" if task else request.judge,
-        )
-        rendered = render(sample, request.tokenizer)
-        context_left = request.context - len(rendered.prompt_ids)
-        limit = min(self.max_new_tokens or _LONGEST_ANSWER, context_left)
-        return replace(rendered, max_new_tokens=max(limit, 1))
+        references = (str(row["length"]),) if task else ()
+        return TaskRow(str(row.get("id", number + 1)), {"input": text_field(where, row, "prompt")}, references)
 
 
 @metric("wanted_length")

@@ -22,7 +22,8 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, file_rows, text_field
 from keepsight.eval.tasks.metrics import metric, normalise
-from keepsight.eval.tasks.samples import RenderedSample, Sample, render_in_bucket
+from keepsight.eval.tasks.samples import RenderedSample
+from keepsight.eval.tasks.task_format import TaskEntry, TaskRow, load
 from keepsight.files import Row
 
 _METRICS = {
@@ -90,7 +91,9 @@ class LongProc(Benchmark):
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         self.require(task, request.judge)
         rows = [(where, row) for where, row in self._rows() if row.get("task", task) == task]
-        return request.collect(f"longproc {task}", rows, partial(_sample, task), render=render_in_bucket)
+        family, _, size = task.rpartition("_")
+        entry = TaskEntry(f"longproc_{task}", "{input}", _METRICS[family], _TOKENS[size])
+        return load(f"longproc {task}", entry, rows, partial(_converted, family), request)
 
     def _rows(self) -> Iterator[tuple[str, Row]]:
         if self.dir:
@@ -98,17 +101,9 @@ class LongProc(Benchmark):
                 yield from file_rows(path)
 
 
-def _sample(task: str, where: str, row: Row, number: int) -> Sample:
-    family, _, size = task.rpartition("_")
-    return Sample(
-        id=str(row.get("id", number)),
-        task=f"longproc_{task}",
-        length=0,
-        prompt=text_field(where, row, "input_prompt" if "input_prompt" in row else "prompt"),
-        references=(_reference(family, where, row),),
-        metric=_METRICS[family],
-        max_new_tokens=_TOKENS[size],
-    )
+def _converted(family: str, where: str, row: Row, number: int) -> TaskRow:
+    prompt = text_field(where, row, "input_prompt" if "input_prompt" in row else "prompt")
+    return TaskRow(str(row.get("id", number)), {"input": prompt}, (_reference(family, where, row),))
 
 
 def _reference(family: str, where: str, row: Row) -> str:

@@ -9,21 +9,21 @@ cuts its beginning.
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from keepsight.errors import UserError, one_line
+from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, text_field, texts_field
 from keepsight.eval.tasks.metrics import METRICS, metric, rouge_l
-from keepsight.eval.tasks.samples import RenderedSample, Sample, bucket
-from keepsight.files import Row, file_digest, json_digest, read_json
-from keepsight.models.chat import chat_text
+from keepsight.eval.tasks.samples import RenderedSample, Sample
+from keepsight.eval.tasks.task_format import TaskEntry, TaskRow, load
+from keepsight.files import Row, read_json
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 _TOKENS = 512
 _METRICS = {"multi-choice": "milebench_choice", "open-ended": "milebench_rouge_l"}
@@ -60,7 +60,7 @@ class MileBench(Benchmark):
         processor = request.processor()
         instructions, metric_name, rows = _data_set(path)
 
-        def make(where: str, row: Row, number: int) -> RenderedSample:
+        def convert(where: str, row: Row, number: int) -> TaskRow:
             instance = row.get("task_instance")
             if not isinstance(instance, dict):
                 raise UserError(f"{where}: task_instance must be an object with context and images_path")
@@ -68,19 +68,16 @@ class MileBench(Benchmark):
             text = f"{_instruction(where, instructions, row)}\n{text_field(where, instance, 'context')}"
             text += _choice_list(task, choices)
             images = _image_files(where, path.parent / "images", texts_field(where, instance, "images_path"))
-            sample = Sample(
+            return TaskRow(
                 id=str(row.get("sample_id", number)),
-                task=f"milebench_{task}",
-                length=0,
-                prompt=text,
+                fields={"input": text},
                 references=(_response(where, row, metric_name, choices),),
-                metric=metric_name,
-                max_new_tokens=_TOKENS,
                 classes=choices,
+                parts=tuple(_parts(where, text, images)),
             )
-            return render_pictured(sample, _parts(where, text, images), request.tokenizer, processor)
 
-        return request.collect(f"milebench_{task}", rows, make)
+        entry = TaskEntry(f"milebench_{task}", "{input}", metric_name, _TOKENS)
+        return load(entry.task, entry, rows, convert, request, processor=processor)
 
 
 def _image_files(where: str, folder: Path, names: Sequence[str]) -> list[Path]:
@@ -163,65 +160,6 @@ def _parts(where: str, text: str, images: Sequence[Path]) -> list[str | Path]:
     for image, after in zip(images, texts[1:], strict=True):
         parts += [image, after]
     return list(filter(None, parts))
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """The images of a prompt, read anew each time: the pixels of all samples would not fit into memory.
-
-    `text` is the prompt as the chat template made it, with a place for each of the image files in `paths`.
-    """
-
-    text: str
-    paths: tuple[Path, ...]
-    processor: Any = field(compare=False, repr=False)
-
-    def inputs(self) -> "Mapping[str, Tensor]":
-        """The model's inputs, as its processor names them: `input_ids` [1, N] int64, pixels, token types.
-
-        UserError: a file is no image, or the text has not one place for each image.
-        """
-        from torch import Tensor
-
-        images = list(map(_load_image, self.paths))
-        try:
-            inputs = self.processor(text=[self.text], images=images, add_special_tokens=False, return_tensors="pt")
-        except ValueError as error:
-            raise UserError(f"{self.paths[0]}: the processor refuses the images of this prompt: {error}") from None
-        return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-
-    @property
-    def digest(self) -> str:
-        """Digest of the files' bytes and of the processor's settings; see `keepsight.eval.inputs`."""
-        settings = self.processor.image_processor.to_json_string()
-        return json_digest([self.text, *map(file_digest, self.paths), settings])
-
-
-def render_pictured(sample: Sample, parts: list[str | Path], tokenizer: Any, processor: Any) -> RenderedSample:
-    """A sample whose user's turn has texts and image files, rendered; UserError without chat template or image."""
-    content = []
-    paths = []
-    for part in parts:
-        if isinstance(part, str):
-            content.append({"type": "text", "text": part})
-        else:
-            content.append({"type": "image"})
-            paths.append(part)
-    text = chat_text(tokenizer, [{"role": "user", "content": content}])
-    pictures = Pictures(text, tuple(paths), processor)
-    ids = pictures.inputs()["input_ids"][0]
-    fields: dict[str, Any] = {**vars(sample), "length": bucket(len(ids))}
-    return RenderedSample(**fields, prompt_ids=ids, question_ids=ids[:0], pictures=pictures)
-
-
-def _load_image(path: Path) -> Any:
-    from transformers.image_utils import load_image
-
-    try:
-        return load_image(str(path))
-    except (OSError, ValueError) as error:
-        reason = "no such file" if not path.is_file() else one_line(error, 100)
-        raise UserError(f"{path}: the image cannot be read ({reason}); download the images again") from None
 
 
 # The metrics keep the oddities of the reference, since published tables have them.

@@ -78,7 +78,7 @@ class RenderedSample(Sample):
         prompt_ids: [N] int64, the compressed part of the input: the whole prompt, or the text before the question.
         question_ids: [q] int64, read with the compressed cache; empty when the prompt is whole. A later turn of a
             conversation has the prompt of the first, and here what stands between the answer before and its own.
-        pictures: The images in the prompt, a `keepsight.eval.tasks.milebench.Pictures`; None for none.
+        pictures: The images in the prompt, a `keepsight.eval.tasks.pictures.Pictures`; None for none.
         is_cut: Whether the prompt was too long and lost its middle, as in LongBench.
     """
 
