@@ -252,7 +252,7 @@ def settings_of(config: Config, target: Target, variants: list[Variant]) -> dict
     """The content of settings.json: configuration, base model, trained weights, hardware and library versions."""
     adapter_digests = [variant.method.adapter_digest for variant in variants if variant.method.adapter_digest]
     settings = _keys_of(config)
-    settings["target"] = {
+    of_target: dict[str, Any] = {
         "name": target.name,
         "version": target.version,
         "dtype": str(target.model.dtype).removeprefix("torch."),
@@ -260,7 +260,8 @@ def settings_of(config: Config, target: Target, variants: list[Variant]) -> dict
         "attention": attention_of_config(target.model.config),
     }
     if config.model.chat_template:
-        settings["target"]["template"] = target.identity.template
+        of_target["template"] = target.identity.template
+    settings["target"] = of_target
     settings["adapter"] = config.adapter
     settings["adapter_digest"] = ", ".join(dict.fromkeys(adapter_digests)) or None  # each once
     settings["retrieval"] = config.retrieval

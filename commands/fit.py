@@ -41,6 +41,7 @@ from keepsight.models.distributed import launched, shards_models
 from keepsight.models.lookahead import CONFIG, LookaheadAdapter
 from keepsight.models.lookahead_settings import SELECTION
 from keepsight.models.retrieval_head import CONFIG as RETRIEVAL_CONFIG
+from keepsight.tables import markdown_table
 from keepsight.train.dataset import digests_from_text
 from keepsight.train.distributed import DIVIDED
 from keepsight.train.settings import TrainSettings
@@ -571,15 +572,15 @@ def written_card(artifact: LookaheadAdapter, config: configs.Fit, out: Path, sou
     rows = _measured(out / source)
     if not rows:
         return artifact.card(basics, "")
-    header = "| held-out samples | before the last stage | after it |\n| --- | --- | --- |\n"
-    return artifact.card(basics, header + "\n".join(rows))
+    table = markdown_table(["held-out samples", "before the last stage", "after it"], rows)
+    return artifact.card(basics, table.rstrip())
 
 
 def _listed(values: Mapping[str, Any]) -> str:
     return "; ".join(f"{name} {value}" for name, value in values.items())
 
 
-def _measured(stage: Path) -> list[str]:
+def _measured(stage: Path) -> list[tuple[str, str, str]]:
     """Rows of a table of the first and last measurement of a stage's training."""
     measurements = whole_lines(stage / "training" / MEASUREMENTS)
     if not measurements:
@@ -589,10 +590,12 @@ def _measured(stage: Path) -> list[str]:
     rows = []
     for name in ("kl", "recall", "tau"):
         if f"eval_{name}" in after:
-            rows.append(f"| {name} | {before[f'eval_{name}']:.3f} | {after[f'eval_{name}']:.3f} |")
+            rows.append((name, f"{before[f'eval_{name}']:.3f}", f"{after[f'eval_{name}']:.3f}"))
     if rows:
         return rows
-    return [f"| excess NLL (nats), {row.removeprefix('| ')}" for row in excess_rows(before, after)]
+    for label, value_before, value_after in excess_rows(before, after):
+        rows.append((f"excess NLL (nats), {label}", value_before, value_after))
+    return rows
 
 
 def with_results(card: str, evaluated: Path, method: str = OURS) -> str:

@@ -24,6 +24,7 @@ from keepsight.models.targets import QUANTIZE
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.methods.lookaheadkv import selection_fields
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for
+from keepsight.tables import TerminalColumn, TerminalTable
 from keepsight.train.distributed import DIVIDED
 from keepsight.train.eviction import EvictionObjective, TokensInTraining
 from keepsight.train.importance import ImportanceObjective
@@ -83,11 +84,19 @@ def _table(model: PreTrainedModel, plan: MemoryPlan) -> list[str]:
     """A line for each number of layers on the CPU."""
     config = model.config.get_text_config()
     paper_lengths = plan.paper_thresholds(config.num_attention_heads // plan.kv_heads)
-    lines = ["layers on the CPU  tokens a request  slots (MiB)  published formula"]
+    rows = []
     for layers_on_cpu, (length, paper_length) in enumerate(zip(plan.thresholds, paper_lengths, strict=True)):
-        slots = layers_on_cpu * plan.slots / 2**20
-        lines.append(f"{layers_on_cpu:17}  {length // plan.requests:16}  {slots:10.1f}  {max(paper_length, 0):17}")
-    return lines
+        rows.append(
+            {
+                "layers on the CPU": layers_on_cpu,
+                "tokens a request": length // plan.requests,
+                "slots (MiB)": layers_on_cpu * plan.slots / 2**20,
+                "published formula": max(paper_length, 0),
+            }
+        )
+    forms = {"layers on the CPU": "d", "tokens a request": "d", "slots (MiB)": ".1f", "published formula": "d"}
+    table = TerminalTable([TerminalColumn(name, form) for name, form in forms.items()])
+    return list(table.lines(rows))
 
 
 def _conclusions(model: PreTrainedModel, plan: MemoryPlan) -> list[str]:

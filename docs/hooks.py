@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from keepsight.commands.config import COMMANDS
 from keepsight.commands.parse import keys_of
+from keepsight.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 _WORKER = """if (location.protocol === "file:") {
@@ -27,19 +28,14 @@ def keys_page() -> str:
     for name, (schema, _) in COMMANDS.items():
         about = str(schema.__doc__).partition("\n")[0].partition(": ")[2]
         defaults: Any = OmegaConf.to_container(OmegaConf.structured(schema))
-        lines = [f"## {name}", "", about[:1].upper() + about[1:], ""]
-        lines += ["| key | default | meaning |", "| --- | --- | --- |"]
+        rows = []
         for key in keys_of(schema):
             value = functools.reduce(operator.getitem, key.name.split("."), defaults)
             written = "required" if value == "???" else f"`{json.dumps(value)}`"
-            lines.append(f"| `{key.name}` | {cell(written)} | {cell(key.note)} |")
-        sections.append("\n".join(lines))
-    return "\n\n".join(sections)
-
-
-def cell(text: str) -> str:
-    """A text for a table's cell, with `|` escaped."""
-    return text.replace("|", "\\|")
+            rows.append([f"`{key.name}`", written, key.note])
+        table = markdown_table(["key", "default", "meaning"], rows, escape=True)
+        sections.append(f"## {name}\n\n{about[:1].upper()}{about[1:]}\n\n{table}")
+    return "\n".join(sections)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -23,6 +23,7 @@ from keepsight.files import size_text, write_text
 from keepsight.runtime.catalogue import descriptions
 from keepsight.runtime.generate import SECTIONS
 from keepsight.runtime.registry import METHODS, Style
+from keepsight.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "RESULTS.md"]
@@ -83,8 +84,7 @@ def read(file: str) -> pd.DataFrame:
 
 def markdown(frame: pd.DataFrame) -> str:
     """A frame as a table."""
-    lines = [frame.columns, ["---"] * frame.shape[1], *frame.to_numpy()]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown_table(list(frame.columns), frame.to_numpy().tolist())
 
 
 def marked(name: str, label: str) -> str:

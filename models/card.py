@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
 from keepsight.models.identity import Identity, version_of
+from keepsight.tables import markdown_table
 
 CARD = "README.md"
 HUB_ID = "FOLDER_OR_HUB_ID"
@@ -108,10 +109,7 @@ _EVICTION = """\
 The measurements above are from before this training. Excess NLL counts an answer's tokens after the first, which is
 predicted from the whole prompt; it is 0 where a prompt is within the budget.
 
-| held-out excess NLL (nats) | before | after |
-| --- | --- | --- |
-{rows}
-"""
+{table}"""
 
 
 @dataclass(frozen=True)
@@ -246,10 +244,8 @@ def metrics_table(metrics: Mapping[str, float], heading: str) -> str:
     """Metrics as a Markdown table with `heading` over the values; empty when nothing was measured."""
     if not metrics:
         return ""
-    lines = [f"| measure | {heading} |", "| --- | --- |"]
-    for name, value in metrics.items():
-        lines.append(f"| {name.removeprefix('eval_')} | {value:.4f} |")
-    return "\n".join(lines)
+    rows = [(name.removeprefix("eval_"), f"{value:.4f}") for name, value in metrics.items()]
+    return markdown_table(["measure", heading], rows).rstrip()
 
 
 def with_evaluation(card: str, table: str) -> str:
@@ -266,13 +262,14 @@ def with_eviction(
     and `after` are measurements at the first and the last step, with `eval_excess_nll_at_BUDGET` in nats.
     """
     card = read_card(folder) if (folder / CARD).is_file() else "# keepsight lookahead adapter\n"
-    rows = excess_rows(before, after)
+    rows = excess_rows(before, after) or [("not measured", "", "")]
+    table = markdown_table(["held-out excess NLL (nats)", "before", "after"], rows)
     listed = "\n".join(f"- {plain_text(name)}: {plain_text(value)}" for name, value in training.items())
-    section = _EVICTION.format(about=about, training=listed, rows="\n".join(rows) or "| not measured | | |")
+    section = _EVICTION.format(about=about, training=listed, table=table)
     return with_section(card, section)
 
 
-def excess_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+def excess_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Rows of a Markdown table: held-out excess NLL at each budget, before and after a training."""
     rows = []
     for name, value in after.items():
@@ -283,7 +280,7 @@ def excess_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
             label += " in every head"
         if "_unseen_" in name:
             label += ", question unseen"
-        rows.append(f"| {label} | {before[name]:.3f} | {value:.3f} |")
+        rows.append((label, f"{before[name]:.3f}", f"{value:.3f}"))
     return rows
 
 

@@ -28,6 +28,7 @@ from keepsight.models.artifacts import LARGEST_SIZE, Artifact, check_digest, loa
 from keepsight.models.card import CardBasics, Provenance, example, metrics_table, write_card
 from keepsight.models.decoder import FULL, cached_kv_heads, full_attention_layers, input_shape, norm_epsilon
 from keepsight.models.draft_head import DraftHead, HeadRotaryEmbedding, default_feature_layers, normed_features
+from keepsight.tables import markdown_table
 
 WEIGHTS = "retrieval_head.safetensors"
 CONFIG = "retrieval_config.json"
@@ -523,7 +524,7 @@ def comparison(first: Mapping[str, float], last: Mapping[str, float], before: st
         ("distilled", last, "overlap"),
     ]
     titles = [title for title, _, _ in columns]
-    rows = [["budget", "samples", *titles], ["---"] * (2 + len(columns))]
+    rows = []
     for metric in first:
         if not metric.startswith("eval_hit_"):
             continue
@@ -534,6 +535,6 @@ def comparison(first: Mapping[str, float], last: Mapping[str, float], before: st
             cell = "-" if value is None else f"{value:.3f}"
             row.append(cell)
         rows.append(row)
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    table = markdown_table(["budget", "samples", *titles], rows)
     kl = f"{before} {first['eval_kl']:.3f}, distilled {last['eval_kl']:.3f}"
-    return table + "\n" + _LEGEND.format(kl=kl).rstrip()
+    return table + _LEGEND.format(kl=kl).rstrip()

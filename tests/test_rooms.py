@@ -4,7 +4,8 @@ from graphlib import TopologicalSorter
 
 from tests.package_files import imports, package_modules
 
-GROUND = {f"keepsight.{name}" for name in ("corpus", "endpoint", "errors", "experimental", "files", "progress")}
+GROUND_NAMES = ("corpus", "endpoint", "errors", "experimental", "files", "progress", "tables")
+GROUND = {f"keepsight.{name}" for name in GROUND_NAMES}
 RUNTIME_ROOMS = {"quantized", "sparse_read", "retrieval", "drafting", "prompt_compression"}
 
 # The rooms from the ground up, and those below that each may import from, beside itself and the ground floor.

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from transformers.generation import StoppingCriteriaList
 
 from keepsight.eval.answers import default_batch_tokens, entry_bytes, free_tokens
-from keepsight.eval.bench.measure import name_width, random_ids, read_greedily, require_room, seconds_of
+from keepsight.eval.bench.measure import random_ids, read_greedily, require_room, seconds_of
 from keepsight.eval.bench.offload import random_state
+from keepsight.eval.bench.runner import Row, compare
 from keepsight.eval.record import RowStore
 from keepsight.eval.sweep import Variant, plan, run_samples, sweep
 from keepsight.eval.tasks.niah import make_samples
@@ -34,6 +35,7 @@ from keepsight.runtime.generate import CacheMethod, FullCache, Method, decode, e
 from keepsight.runtime.join import can_join, join
 from keepsight.runtime.layer import GROWTH
 from keepsight.runtime.state import Needs, State, prefill
+from keepsight.tables import TerminalColumn, TerminalTable, name_column
 
 _WARM_UP = 3
 """Steps that are not timed: the first ones make room for more entries and load kernels."""
@@ -56,33 +58,38 @@ def bench_decode(
     for _ in progress_bar(range(steps), name="steps", unit="step"):
         for decoding in decodings.values():
             decoding.step()
-    width = name_width(methods)
+
     yield f"{batch} rows of {tokens} tokens, median of {steps} steps, {torch.get_num_threads()} threads, {model.dtype}"
-    yield f"{'method':<{width}}{'ms a step':>11}{'tokens/s':>10}{'of full':>9}{'of first':>10}{'KV MiB':>9}"
-    full, first_method, *_ = decodings.values()
-    for name, decoding in decodings.items():
-        seconds = decoding.seconds
-        ratios = f"{seconds / full.seconds:>9.2f}{seconds / first_method.seconds:>10.2f}"
-        yield f"{name:<{width}}{seconds * 1000:>11.1f}{batch / seconds:>10.1f}{ratios}{decoding.kv_mib:>9.1f}"
+    _, first_method, *_ = decodings.values()
+
+    def figures(decoding: _Decoding, _: int) -> Row:
+        return {**decoding.figures(batch), "of first": decoding.seconds / first_method.seconds}
+
+    rows = compare(decodings, figures, ratios={"of full": "ms a step"})
+    yield from _table(decodings, "ms a step", "tokens/s", "of full", "of first", "KV MiB").lines(rows)
 
 
 def bench_largest(model: PreTrainedModel, methods: Mapping[str, Method], tokens: int, steps: int) -> Iterator[str]:
     """A line for each method, in the largest batch that fits the free memory with it, and no more than `_MOST_ROWS`."""
     require_room(model, tokens + _WARM_UP + steps)
     ids = random_ids(model, 1, tokens)
-    full_speed = 0.0
-    width = name_width(methods)
-    yield f"rows of {tokens} tokens, median of {steps} steps, {torch.get_num_threads()} threads, {model.dtype}"
-    yield f"{'method':<{width}}{'rows':>6}{'ms a step':>11}{'tokens/s':>10}{'of full':>9}{'KV MiB':>9}"
-    for name, method in {"full cache": FullCache(), **methods}.items():
-        rows, decoding = _in_largest_batch(model, method, ids)
+    compared: dict[str, Method] = {"full cache": FullCache(), **methods}
+
+    def measure(method: Method, _: int) -> Row:
+        count, decoding = _in_largest_batch(model, method, ids)
         for _ in range(steps):
             decoding.step()
-        speed = rows / decoding.seconds
-        full_speed = full_speed or speed
-        timed = f"{decoding.seconds * 1000:>11.1f}{speed:>10.1f}{speed / full_speed:>9.2f}{decoding.kv_mib:>9.1f}"
-        yield f"{name:<{width}}{rows:>6}{timed}"
-        del decoding  # before the next batch is made
+        return {"rows": count, **decoding.figures(count)}
+
+    yield f"rows of {tokens} tokens, median of {steps} steps, {torch.get_num_threads()} threads, {model.dtype}"
+    rows = compare(compared, measure, ratios={"of full": "tokens/s"})
+    yield from _table(compared, "rows", "ms a step", "tokens/s", "of full", "KV MiB").lines(rows)
+
+
+def _table(methods: Iterable[str], *columns: str) -> TerminalTable:
+    """A table of decoding speeds with these of the columns."""
+    forms = {"rows": "d", "ms a step": ".1f", "tokens/s": ".1f", "of full": ".2f", "of first": ".2f", "KV MiB": ".1f"}
+    return TerminalTable([name_column("method", methods), *(TerminalColumn(name, forms[name]) for name in columns)])
 
 
 @torch.no_grad()
@@ -131,9 +138,10 @@ class _Decoding:
     def seconds(self) -> float:
         return statistics.median(self.seconds_of_steps)
 
-    @property
-    def kv_mib(self) -> float:
-        return self.state.kv_bytes / 2**20
+    def figures(self, rows: int) -> Row:
+        """Milliseconds a step, tokens per second of all rows, and MiB of entries."""
+        kv_mib = self.state.kv_bytes / 2**20
+        return {"ms a step": self.seconds * 1000, "tokens/s": rows / self.seconds, "KV MiB": kv_mib}
 
 
 class _Compared(NamedTuple):
@@ -162,7 +170,6 @@ def bench_speculate(
         f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens, answers of at most {answer_tokens}, "
         f"drafts of {draft_tokens}, {target.model.dtype}, {torch.get_num_threads()} threads"
     )
-    yield f"{'decoding':<14}{'tokens':>8}{'seconds':>9}{'tokens/s':>10}"
     tokens = 0
     seconds = 0.0
     speculated_tokens = 0
@@ -176,11 +183,22 @@ def bench_speculate(
         speculating_seconds += result.seconds
         same += torch.equal(result.plain, result.speculated.ids)
         rounds += result.speculated.rounds
-    speed = tokens / seconds
-    speculative_speed = speculated_tokens / speculating_seconds
-    yield f"{'plain':<14}{tokens:>8}{seconds:>9.2f}{speed:>10.1f}"
-    yield f"{'speculative':<14}{speculated_tokens:>8}{speculating_seconds:>9.2f}{speculative_speed:>10.1f}"
-    yield f"{'ratio':<14}{'':>17}{speculative_speed / speed:>10.2f}"
+    counted = {"plain": (tokens, seconds), "speculative": (speculated_tokens, speculating_seconds)}
+
+    def speed(tokens_and_seconds: tuple[int, float], _: int) -> Row:
+        token_count, duration = tokens_and_seconds
+        return {"answer tokens": token_count, "seconds": duration, "tokens/s": token_count / duration}
+
+    table = TerminalTable(
+        [
+            name_column("method", counted),
+            TerminalColumn("answer tokens", "d"),
+            TerminalColumn("seconds", ".2f"),
+            TerminalColumn("tokens/s", ".1f"),
+            TerminalColumn("of plain", ".2f"),
+        ]
+    )
+    yield from table.lines(compare(counted, speed, ratios={"of plain": "tokens/s"}))
     yield f"acceptance length {acceptance_length(rounds):.2f} tokens a pass of the model (1 is plain decoding)"
     shares = " ".join(f"{share:.2f}" for share in acceptance_by_position(rounds))
     yield f"share of drafts accepted up to position 1, 2, ...: {shares or 'nothing was drafted'}"

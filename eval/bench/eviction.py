@@ -16,19 +16,20 @@ from typing_extensions import override
 
 from keepsight.eval.bench.measure import (
     median_seconds,
-    name_width,
     peak_bytes,
     peak_kv_bytes,
     random_ids,
     require_room,
     seconds_of,
 )
+from keepsight.eval.bench.runner import Row, compare
 from keepsight.eval.compress import needs_of_all
 from keepsight.models.targets import Target
 from keepsight.progress import progress_bar
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
 from keepsight.runtime.state import Needs, State, prefill, read
+from keepsight.tables import TerminalColumn, TerminalTable, name_column
 
 _FREE = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach"}
 """Operators that launch no work, besides those whose result is declared to be a view."""
@@ -146,23 +147,24 @@ def bench_operators(model: PreTrainedModel, methods: Mapping[str, Method], token
     require_room(model, tokens)
     ids = random_ids(model, 1, tokens)
     yield f"operators / syncs a layer; {layers} layers, {tokens} prompt tokens; decode: a layer and token"
-    width = name_width(methods)
-    yield f"{'method':<{width}}" + "".join(f"{step:>14}" for step in STEPS)
-    yield _line("plain model".ljust(width), {"decode": operators_of_plain_step(model, ids)}, layers)
-    for name, method in methods.items():
-        yield _line(name.ljust(width), operators_of(model, method, ids), layers)
+
+    def measure(method: Method | None, _: int) -> Row:
+        counts = {} if method is None else operators_of(model, method, ids)
+        if method is None:
+            counts["decode"] = operators_of_plain_step(model, ids)
+        row = {}
+        for step, counted in counts.items():
+            row[step] = f"{counted.operators / layers:.0f} / {counted.syncs / layers:.2g}"
+        return row
+
+    compared: dict[str, Method | None] = {"plain model": None, **methods}
+    table = TerminalTable([name_column("method", compared), *(TerminalColumn(step, width=12) for step in STEPS)])
+    yield from table.lines(compare(compared, measure))
 
 
-def _line(name: str, counts: Mapping[str, Counts], layers: int) -> str:
-    line = name
-    for step in STEPS:
-        cell = ""
-        if step in counts:
-            cell = f"{counts[step].operators / layers:.0f} / {counts[step].syncs / layers:.2g}"
-        line += f"{cell:>14}"
-    return line
-
-
+_PREFILL = "prefill"
+_SUMS = "sums for h2o"
+"""Rows of the table that are no methods."""
 _LEAST_SECONDS = 0.4
 """Minimum seconds of a timed turn of observing or selecting, which are short."""
 
@@ -182,12 +184,20 @@ def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[
         f"{torch.get_num_threads()} threads, median of {repeats} turns; peak: beyond what the prefill holds; "
         "KV: the most bytes of keys and values while the prompt is read and compressed"
     )
-    heads = f"{'observe ms':>11}{'select ms':>11}{'of prefill':>12}{'in all':>9}{'peak MiB':>10}{'KV MiB':>9}"
-    yield f"{'tokens':>7}  {'method':<14}{heads}"
+    table = TerminalTable(
+        [
+            TerminalColumn("tokens", "d"),
+            name_column("method", (_PREFILL, _SUMS, *methods)),
+            TerminalColumn("observe ms", ".1f"),
+            TerminalColumn("select ms", ".1f"),
+            TerminalColumn("of prefill", ".2%"),
+            TerminalColumn("in all", ".2%", width=8),
+            TerminalColumn("peak MiB", ".1f"),
+            TerminalColumn("KV MiB", ".1f"),
+        ]
+    )
     with progress_bar(total=len(lengths) * (repeats + 1), name="turns", unit="turn") as progress:
-        for length in lengths:
-            for line in _lines(target.model, methods, random_ids(target.model, 1, length), repeats, progress):
-                yield f"{length:>7}  {line}"
+        yield from table.lines(_rows(target.model, methods, lengths, repeats, progress))
 
 
 class _Turn(NamedTuple):
@@ -203,10 +213,19 @@ class _Turn(NamedTuple):
     start: dict[str, float]
 
 
-def _lines(
+def _rows(
+    model: PreTrainedModel, methods: Mapping[str, Evict], lengths: Sequence[int], repeats: int, progress: Any
+) -> Iterator[Row]:
+    """The rows of all lengths."""
+    for length in lengths:
+        for row in _rows_of_length(model, methods, random_ids(model, 1, length), repeats, progress):
+            yield {"tokens": length, **row}
+
+
+def _rows_of_length(
     model: PreTrainedModel, methods: Mapping[str, Evict], ids: Tensor, repeats: int, progress: Any
-) -> Iterator[str]:
-    """A line for the prefill, one for H2O's sums where they are needed, and one for each method."""
+) -> Iterator[Row]:
+    """A row for the prefill, one for H2O's sums where they are needed, and one for each method."""
     needs = needs_of_all(methods.values())
     read_prompt = functools.partial(prefill, model, ids, needs=replace(needs, accumulated=False))
     turns = []
@@ -219,7 +238,7 @@ def _lines(
     peak = peak_bytes(read_prompt) / 2**20
     kv_mib = peak_kv_bytes(model, read_prompt) / 2**20
     prefill_seconds = statistics.median([turn.prefill for turn in turns])
-    yield f"{'prefill':<14}{prefill_seconds * 1000:>11.0f}{'':>11}{'':>12}{'':>9}{peak:>10.1f}{kv_mib:>9.1f}"
+    yield {"method": _PREFILL, "observe ms": prefill_seconds * 1000, "peak MiB": peak, "KV MiB": kv_mib}
     if needs.accumulated:  # summed up during the prefill, not after it
         seconds = []
         shares = []
@@ -227,7 +246,7 @@ def _lines(
             seconds.append(turn.summing - turn.prefill)
             shares.append(turn.summing / turn.prefill - 1)
         milliseconds = statistics.median(seconds) * 1000
-        yield f"{'sums for h2o':<14}{milliseconds:>11.0f}{'':>11}{statistics.median(shares):>12.2%}"
+        yield {"method": _SUMS, "observe ms": milliseconds, "of prefill": statistics.median(shares)}
     for name, method in methods.items():
         observing = []
         selecting = []
@@ -238,13 +257,15 @@ def _lines(
             selecting.append(turn.select[name])
             shares.append((turn.observe[name] + turn.select[name]) / turn.prefill)
             shares_of_start.append(turn.start[name] / turn.prefill - 1)
-        observe_ms = statistics.median(observing) * 1000
-        select_ms = statistics.median(selecting) * 1000
-        share = statistics.median(shares)
-        in_all = statistics.median(shares_of_start)
-        peak = max(map(peak_bytes, _steps(model, method, state))) / 2**20
-        kv_mib = peak_kv_bytes(model, functools.partial(method.start, model, ids)) / 2**20
-        yield f"{name:<14}{observe_ms:>11.1f}{select_ms:>11.1f}{share:>12.2%}{in_all:>9.2%}{peak:>10.1f}{kv_mib:>9.1f}"
+        yield {
+            "method": name,
+            "observe ms": statistics.median(observing) * 1000,
+            "select ms": statistics.median(selecting) * 1000,
+            "of prefill": statistics.median(shares),
+            "in all": statistics.median(shares_of_start),
+            "peak MiB": max(map(peak_bytes, _steps(model, method, state))) / 2**20,
+            "KV MiB": peak_kv_bytes(model, functools.partial(method.start, model, ids)) / 2**20,
+        }
 
 
 def _timed_turn(model: PreTrainedModel, methods: Mapping[str, Evict], ids: Tensor, needs: Needs) -> _Turn:

@@ -56,6 +56,7 @@ from keepsight.runtime.join import can_join, join
 from keepsight.runtime.methods import AdaKV, LookaheadKV, Quest, SnapKV, SpeCache, SpeContext
 from keepsight.runtime.methods.lookaheadkv import adapter_fields
 from keepsight.runtime.state import Needs, State, prefill
+from keepsight.tables import TerminalColumn, TerminalTable
 from keepsight.train.dataset import Batch
 from keepsight.train.importance import ImportanceObjective
 from keepsight.train.plan import stored_bytes
@@ -305,65 +306,113 @@ class Results:
         write_csv(self.path, self.columns, self.lines)
 
 
-def run(bench: Bench, results: Results, rows: Sequence[Row], seconds: float) -> int:
-    """Measure the rows that are missing, none begun after `seconds`; returns how many are left."""
-    card = bench.card
+def measure_missing(
+    results: Results,
+    card: Card,
+    rows: Sequence[Kind],
+    seconds: float,
+    *,
+    figures_of: Callable[[Kind], tuple[Any, str | None]],
+    floor_of: Callable[[Kind, int | None], Any],
+    line_of: Callable[[Kind, Any, Any, str | None], str],
+    floors: Sequence[str],
+    **columns: str,
+) -> int:
+    """Measure the rows that are missing, none begun after `seconds`; returns how many are left.
+
+    `figures_of` measures a row and says what went wrong, `floor_of` is its roofline in a batch, `line_of` shows both;
+    `floors` are the figures that have a roofline, and `columns` the values of further columns.
+    """
     start = time.monotonic()
     missing = results.missing(card.name, rows)
     for index, row in enumerate(missing):
         if time.monotonic() - start > seconds:
             return len(missing) - index
         results.write(card.name, row, attempts=int(results.line(card.name, row)["attempts"] or 0) + 1)
-        figures = Figures()
-        note = row.note
-        try:
-            if not note:
-                figures = bench.measure(row)
-        except (UserError, RuntimeError, ImportError) as error:  # memory that runs out is a RuntimeError
-            note = one_line(f"{type(error).__name__}: {error}", 200)
-        least = roofline(row, card, figures.rows)
-        rooflines = {}
-        for name in FLOORS:
-            rooflines[f"{name}_roofline"] = getattr(least, name)
+        figures, note = figures_of(row)
+        least = floor_of(row, figures.rows)
+        rooflines = {f"{name}_roofline": getattr(least, name) for name in floors}
         results.write(
             card.name,
             row,
             **asdict(figures),
             **rooflines,
+            **columns,
             flops=card.flops,
             bandwidth=card.bandwidth,
             torch=torch.__version__,
             date=time.strftime("%Y-%m-%d"),
             note=note,
         )
-        print(text_of(row, figures, least, note), flush=True)
-        if note and bench.device.type == "cuda":
+        print(line_of(row, figures, least, note), flush=True)
+        if note and torch.cuda.is_available():
             torch.cuda.synchronize()  # ends the process where an error has left the device unusable
     return 0
 
 
-WIDTHS = {"first s": 18, "share": 8, "step ms": 18, "rows": 5, "tokens/s": 18, "KV": 12, "peak": 12}
-HEAD = f"{'model':<13}{'tokens':>7}  {'what':<24}" + "".join(map(str.rjust, WIDTHS.keys(), WIDTHS.values()))
+def run(bench: Bench, results: Results, rows: Sequence[Row], seconds: float) -> int:
+    """Measure the rows that are missing, none begun after `seconds`; returns how many are left."""
+
+    def figures_of(row: Row) -> tuple[Figures, str | None]:
+        note = row.note
+        figures = Figures()
+        try:
+            if not note:
+                figures = bench.measure(row)
+        except (UserError, RuntimeError, ImportError) as error:  # memory that runs out is a RuntimeError
+            note = one_line(f"{type(error).__name__}: {error}", 200)
+        return figures, note
+
+    def floor_of(row: Row, count: int | None) -> Figures:
+        return roofline(row, bench.card, count)
+
+    return measure_missing(
+        results,
+        bench.card,
+        rows,
+        seconds,
+        figures_of=figures_of,
+        floor_of=floor_of,
+        line_of=text_of,
+        floors=FLOORS,
+    )
+
+
+TABLE = TerminalTable(
+    [
+        TerminalColumn("model", width=13, is_text=True),
+        TerminalColumn("tokens", "d"),
+        TerminalColumn("what", width=22, is_text=True),
+        TerminalColumn("first s", width=16),
+        TerminalColumn("share", ".3f"),
+        TerminalColumn("step ms", width=16),
+        TerminalColumn("rows", "d", width=5),
+        TerminalColumn("tokens/s", width=16),
+        TerminalColumn("KV", width=10),
+        TerminalColumn("peak", width=10),
+        TerminalColumn("note", is_text=True),
+    ]
+)
 
 
 def text_of(row: Row, figures: Figures, least: Figures, note: str | None = None) -> str:
     """A line: each figure, and its roofline behind it."""
     kv_bytes = figures.kv_bytes or least.kv_bytes
     peak = figures.peak_bytes or least.peak_bytes
-    cells = (
-        with_roofline(figures.first_s, least.first_s),
-        "" if figures.share is None else f"{figures.share:.3f}",
-        with_roofline(_milliseconds(figures.step_s), _milliseconds(least.step_s)),
-        figures.rows or least.rows or "",
-        with_roofline(_tokens_per_second(figures), _tokens_per_second(least)),
-        size_text(kv_bytes) if kv_bytes else "",
-        size_text(peak) if peak else "",
-    )
-    what = row.method if row.kind == "generate" else f"{row.kind}: {row.method}"
-    line = f"{row.model:<13}{row.tokens:>7}  {what:<24}"
-    for cell, width in zip(cells, WIDTHS.values(), strict=True):
-        line += f"{cell:>{width}}"
-    return f"{line}  {note}" if note else line
+    cells = {
+        "model": row.model,
+        "tokens": row.tokens,
+        "what": row.method if row.kind == "generate" else f"{row.kind}: {row.method}",
+        "first s": with_roofline(figures.first_s, least.first_s),
+        "share": figures.share,
+        "step ms": with_roofline(_milliseconds(figures.step_s), _milliseconds(least.step_s)),
+        "rows": figures.rows or least.rows,
+        "tokens/s": with_roofline(_tokens_per_second(figures), _tokens_per_second(least)),
+        "KV": size_text(kv_bytes) if kv_bytes else None,
+        "peak": size_text(peak) if peak else None,
+        "note": note,
+    }
+    return TABLE.line(cells)
 
 
 def with_roofline(value: float | None, floor: float | None) -> str:
@@ -395,7 +444,7 @@ def dry_lines(card: Card, missing: Sequence[Row]) -> Iterator[str]:
         sizes = f"{size_text(stored_bytes(outline(name)))} of weights, {entry} bytes of KV entries a token"
         yield f"{name}: {config.num_hidden_layers} layers of {config.hidden_size}, {heads}, {sizes}"
     yield f"budget {BUDGET}; {len(missing)} rows to measure; figure / roofline; KV and peak: bytes known to be stored"
-    yield HEAD
+    yield TABLE.heading()
     for row in missing:
         yield text_of(row, Figures(), roofline(row, card), row.note)
 
@@ -412,6 +461,28 @@ def new_parser(module: str, docstring: str | None, *, card: str, out: str, secon
     return parser
 
 
+def run_table(
+    options: argparse.Namespace,
+    results: Results,
+    rows: Sequence[Kind],
+    heading: str,
+    dry_lines: Callable[[Card, Sequence[Kind]], Iterator[str]],
+    measure: Callable[[torch.device, Card, Sequence[Kind]], int],
+) -> None:
+    """Measure the rows of a CSV on this machine's GPU, or print what would be measured."""
+    if options.dry or not torch.cuda.is_available():
+        card = known_card(options.card)
+        print("a dry run" if options.dry else "a dry run, as torch finds no GPU here")
+        print(*dry_lines(card, results.missing(card.name, rows)), sep="\n")
+        return
+    device = torch.device("cuda", 0)
+    card = measured_card(device)
+    print(f"{card}\n{heading}", flush=True)
+    missing = measure(device, card, rows)
+    advice = "; call again for them" if missing else ""
+    print(f"{options.out}: {missing} rows are left{advice}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, or print what would be measured; returns 2 where an argument is refused, else 0."""
     parser = new_parser("keepsight.eval.bench.gpu", __doc__, card="H100", out="results/gpu.csv", seconds=420)
@@ -419,20 +490,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         results = Results(Path(at_home(options.out)))
         rows = [row for row in all_rows() if options.only in text_of(row, Figures(), Figures())]
-        if options.dry or not torch.cuda.is_available():
-            card = known_card(options.card)
-            print("a dry run" if options.dry else "a dry run, as torch finds no GPU here")
-            print(*dry_lines(card, results.missing(card.name, rows)), sep="\n")
-            return 0
-        device = torch.device("cuda", 0)
-        bench = Bench(device, measured_card(device))
-        print(f"{bench.card}\n{HEAD}", flush=True)
-        missing = run(bench, results, rows, options.seconds)
+
+        def measure(device: torch.device, card: Card, rows: Sequence[Row]) -> int:
+            return run(Bench(device, card), results, rows, options.seconds)
+
+        run_table(options, results, rows, TABLE.heading(), dry_lines, measure)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    advice = "; call again for them" if missing else ""
-    print(f"{options.out}: {missing} rows are left{advice}")
     return 0
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,13 +29,14 @@ from typing_extensions import override
 from keepsight.errors import UserError, one_line
 from keepsight.eval.bench import gpu
 from keepsight.eval.bench.measure import median_seconds, peak_bytes, random_ids, read_greedily, seconds_of
-from keepsight.eval.bench.roofline import BUDGET, Card, Row, known_card, measured_card, roofline, rows_that_fit
+from keepsight.eval.bench.roofline import BUDGET, Card, Row, roofline, rows_that_fit
 from keepsight.files import at_home, size_text
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.generate import stop_after
 from keepsight.runtime.join import can_join, join
 from keepsight.runtime.state import Needs, State, prefill
 from keepsight.runtime.static_step import static_step
+from keepsight.tables import TerminalColumn, TerminalTable
 
 MODEL = "llama-3.1-8b"
 TURNS = 5
@@ -377,62 +378,69 @@ def run(bench: DayBench, results: gpu.Results, rows: Sequence[DayRow], seconds: 
     """Measure the rows that are missing, none begun after `seconds`; returns how many are left."""
     import transformers
 
-    card = bench.card
-    start = time.monotonic()
-    missing = results.missing(card.name, rows)
-    for index, row in enumerate(missing):
-        if time.monotonic() - start > seconds:
-            return len(missing) - index
-        results.write(card.name, row, attempts=int(results.line(card.name, row)["attempts"] or 0) + 1)
-        figures = DayFigures()
+    def figures_of(row: DayRow) -> tuple[DayFigures, str | None]:
         try:
-            figures, note = bench.figures(row)
+            return bench.figures(row)
         except Exception as error:  # another library's, of any kind: the other rows are measured
-            note = one_line(f"{type(error).__name__}: {error}", 200)
-        least = floor_of(row, card, figures.rows)
-        rooflines = {f"{name}_roofline": getattr(least, name) for name in FLOORS}
-        results.write(
-            card.name,
-            row,
-            **asdict(figures),
-            **rooflines,
-            flops=card.flops,
-            bandwidth=card.bandwidth,
-            torch=torch.__version__,
-            transformers=transformers.__version__,
-            date=time.strftime("%Y-%m-%d"),
-            note=note,
-        )
-        print(text_of(row, figures, least, note), flush=True)
-        if note and bench.device.type == "cuda":
-            torch.cuda.synchronize()  # ends the process where an error has left the device unusable
-    return 0
+            return DayFigures(), one_line(f"{type(error).__name__}: {error}", 200)
+
+    def floor(row: DayRow, count: int | None) -> DayFigures:
+        return floor_of(row, bench.card, count)
+
+    return gpu.measure_missing(
+        results,
+        bench.card,
+        rows,
+        seconds,
+        figures_of=figures_of,
+        floor_of=floor,
+        line_of=text_of,
+        floors=FLOORS,
+        transformers=transformers.__version__,
+    )
 
 
-WIDTHS = {"first s": 18, "share": 8, "step ms": 18, "GPU ms": 9, f"{BATCH} rows ms": 18, "rows": 6, "tokens/s": 16}
-WIDTHS |= {"KV": 13, "peak": 12}
-HEAD = f"{'part':<10}{'tokens':>7}  {'method':<23}{'decoding':<17}" + "".join(map(str.rjust, WIDTHS, WIDTHS.values()))
+TABLE = TerminalTable(
+    [
+        TerminalColumn("part", width=8, is_text=True),
+        TerminalColumn("tokens", "d"),
+        TerminalColumn("method", width=21, is_text=True),
+        TerminalColumn("decoding", width=16, is_text=True),
+        TerminalColumn("first s", width=16),
+        TerminalColumn("share", ".3f"),
+        TerminalColumn("step ms", width=16),
+        TerminalColumn("GPU ms", ".4g"),
+        TerminalColumn(f"{BATCH} rows ms", width=16),
+        TerminalColumn("rows", "d", width=5),
+        TerminalColumn("tokens/s", width=14),
+        TerminalColumn("KV", width=10),
+        TerminalColumn("peak", width=10),
+        TerminalColumn("note", is_text=True),
+    ]
+)
 
 
-def text_of(row: DayRow, figures: DayFigures, least: DayFigures, note: str = "") -> str:
+def text_of(row: DayRow, figures: DayFigures, least: DayFigures, note: str | None = None) -> str:
     """A line: each figure, and its roofline behind it."""
     kv_bytes = figures.kv_bytes or least.kv_bytes
     peak = figures.peak_bytes or least.peak_bytes
-    cells = (
-        gpu.with_roofline(figures.first_s, least.first_s),
-        "" if figures.share is None else f"{figures.share:.3f}",
-        gpu.with_roofline(_milliseconds(figures.step_s), _milliseconds(least.step_s)),
-        "" if figures.busy_s is None else f"{figures.busy_s * 1000:.4g}",
-        gpu.with_roofline(_milliseconds(figures.step8_s), _milliseconds(least.step8_s)),
-        str(figures.rows or least.rows or ""),
-        gpu.with_roofline(_speed(figures), _speed(least)),
-        size_text(kv_bytes) if kv_bytes else "",
-        size_text(peak) if peak else "",
-    )
-    line = f"{row.part:<10}{row.tokens or '':>7}  {row.method:<23}{row.decoding:<17}"
-    for cell, width in zip(cells, WIDTHS.values(), strict=True):
-        line += f"{cell:>{width}}"
-    return f"{line.rstrip()}  {note}" if note else line.rstrip()
+    cells = {
+        "part": row.part,
+        "tokens": row.tokens or None,
+        "method": row.method,
+        "decoding": row.decoding,
+        "first s": gpu.with_roofline(figures.first_s, least.first_s),
+        "share": figures.share,
+        "step ms": gpu.with_roofline(_milliseconds(figures.step_s), _milliseconds(least.step_s)),
+        "GPU ms": _milliseconds(figures.busy_s),
+        f"{BATCH} rows ms": gpu.with_roofline(_milliseconds(figures.step8_s), _milliseconds(least.step8_s)),
+        "rows": figures.rows or least.rows or None,
+        "tokens/s": gpu.with_roofline(_speed(figures), _speed(least)),
+        "KV": size_text(kv_bytes) if kv_bytes else None,
+        "peak": size_text(peak) if peak else None,
+        "note": note,
+    }
+    return TABLE.line(cells)
 
 
 def _milliseconds(seconds: float | None) -> float | None:
@@ -448,7 +456,7 @@ def dry_lines(card: Card, missing: Sequence[DayRow]) -> Iterator[str]:
     rates = f"{card.flops / 1e12:.0f} TFLOP/s in bfloat16, {card.bandwidth / 1e12:.2f} TB/s"
     yield f"{card.name}: {rates}, {size_text(card.memory)}; beside it {size_text(card.host)}"
     yield f"{MODEL}, budget {BUDGET}; {len(missing)} rows to measure; figure / roofline"
-    yield HEAD
+    yield TABLE.heading()
     for row in missing:
         note = ""
         if row.part == "tests":
@@ -467,20 +475,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         results = gpu.Results(Path(at_home(options.out)), COLUMNS, done="date")
         rows = [row for row in all_rows() if options.only in text_of(row, DayFigures(), DayFigures())]
-        if options.dry or not torch.cuda.is_available():
-            card = known_card(options.card)
-            print("a dry run" if options.dry else "a dry run, as torch finds no GPU here")
-            print(*dry_lines(card, results.missing(card.name, rows)), sep="\n")
-            return 0
-        device = torch.device("cuda", 0)
-        bench = DayBench(device, measured_card(device))
-        print(f"{bench.card}\n{HEAD}", flush=True)
-        missing = run(bench, results, rows, options.seconds)
+
+        def measure(device: torch.device, card: Card, rows: Sequence[DayRow]) -> int:
+            return run(DayBench(device, card), results, rows, options.seconds)
+
+        gpu.run_table(options, results, rows, TABLE.heading(), dry_lines, measure)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    advice = "; call again for them" if missing else ""
-    print(f"{options.out}: {missing} rows are left{advice}")
     return 0
 
 

@@ -3,7 +3,7 @@
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,11 +40,6 @@ def random_ids(model: PreTrainedModel, batch: int, length: int) -> Tensor:
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(3, vocabulary - 1, (batch, length), generator=torch.Generator().manual_seed(0))
     return ids.to(model.device)
-
-
-def name_width(names: Iterable[str]) -> int:
-    """Width of a column of methods' names, at least 18 characters."""
-    return max(18, max(map(len, names)) + 2)
 
 
 def read_greedily(reader: Reader, state: State, steps: int) -> State:

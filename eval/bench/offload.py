@@ -1,6 +1,6 @@
 """Methods that offload entries or read a part of them: step times, traffic, and hidden fetch time."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.eval.bench.measure import median_seconds, random_ids, read_greedily, require_room, seconds_of
+from keepsight.eval.bench.runner import Row, compare
 from keepsight.eval.tasks.niah import read_haystack
 from keepsight.eval.tasks.samples import Sample, render
 from keepsight.models.decoder import context_of
@@ -27,6 +28,7 @@ from keepsight.runtime.retrieval.elastic import elastic_layers
 from keepsight.runtime.retrieval.specontext import RetrievalCache, SpeContext
 from keepsight.runtime.sparse_read.selection import Quest
 from keepsight.runtime.state import Needs, State, prefill
+from keepsight.tables import TerminalColumn, TerminalTable, name_column
 
 
 def size_lines(target: Target, head: RetrievalHead, draft: DraftHead | None) -> Iterator[str]:
@@ -63,18 +65,25 @@ def step_lines(
     needs = feature_needs(model, head)
     threads = torch.get_num_threads()
     yield f"{batch} rows of random entries, budget {budget}, {_dtype(model)}, {repeats} steps, {threads} threads"
-    parts = f"{'head':>8}{'gather':>8}{'rest':>8}{'loaded MB':>11}"
-    yield f"{'entries':<9}{'method':<22}{'ms a step':>10}{'tokens/s':>10}{'speed-up':>9}{parts}"
-    for length in lengths:
-        full = None
-        for name, method in methods.items():
-            state = random_state(model, needs, batch, length)
-            seconds, parts = _step(model, method, state, repeats)
-            full = full or seconds
-            speed = f"{seconds * 1000:>10.2f}{batch / seconds:>10.1f}{full / seconds:>9.2f}"
-            yield f"{length:<9}{name:<22}{speed}{parts}"
-        if length > context_of(model):
-            yield f"{'':<9}beyond the model's context of {context_of(model)}; the time is the same as within one"
+
+    def measure(method: CacheMethod, length: int) -> Row:
+        step = _step(model, method, random_state(model, needs, batch, length), repeats)
+        return {**step, "tokens/s": batch * 1000 / step["ms a step"]}
+
+    table = TerminalTable(
+        [
+            TerminalColumn("tokens", "d"),
+            name_column("method", methods),
+            TerminalColumn("ms a step", ".2f"),
+            TerminalColumn("tokens/s", ".1f"),
+            TerminalColumn("speed-up", ".2f"),
+            *(TerminalColumn(part, ".2f") for part in ("head", "gather", "rest")),
+            TerminalColumn("loaded MB", ".3f"),
+        ]
+    )
+    yield from table.lines(compare(methods, measure, lengths=lengths, ratios={"speed-up": "tokens/s"}))
+    if max(lengths) > context_of(model):
+        yield f"beyond the model's context of {context_of(model)} tokens the time is the same as within one"
 
 
 def random_state(model: PreTrainedModel, needs: Needs, rows: int, length: int) -> State:
@@ -96,8 +105,8 @@ def random_state(model: PreTrainedModel, needs: Needs, rows: int, length: int) -
 
 
 @torch.no_grad()
-def _step(model: PreTrainedModel, method: CacheMethod, state: State, repeats: int) -> tuple[float, str]:
-    """Seconds of a step, and the columns with its parts."""
+def _step(model: PreTrainedModel, method: CacheMethod, state: State, repeats: int) -> Row:
+    """Milliseconds of a step and of its parts, and the MB that it loads."""
     state = method.compress_state(model, state).unrecorded()
     reader = method.reader(model)
 
@@ -106,12 +115,13 @@ def _step(model: PreTrainedModel, method: CacheMethod, state: State, repeats: in
         state = read_greedily(reader, state, 1)
 
     seconds = median_seconds(step, repeats)
+    row = {"ms a step": seconds * 1000}
     if not isinstance(state.cache, RetrievalCache):
-        return seconds, ""
+        return row
     layers_on_cpu = elastic_layers(state.cache.layers)
     if layers_on_cpu:
         traffic = layers_on_cpu[0].full.traffic
-        return seconds, f"{'':24}{traffic.fetched * len(layers_on_cpu) / traffic.selections / 1e6:>11.3f}"
+        return {**row, "loaded MB": traffic.fetched * len(layers_on_cpu) / traffic.selections / 1e6}
     embeddings = model.get_input_embeddings()(state.logits.argmax(dim=-1, keepdim=True))
     selector = state.cache.selector.share()
     positions = state.lengths[:, None]
@@ -124,7 +134,7 @@ def _step(model: PreTrainedModel, method: CacheMethod, state: State, repeats: in
     selecting = median_seconds(lambda: selector.select(embeddings, positions), repeats)
     gathering = median_seconds(gather, repeats)
     rest = seconds - selecting - gathering
-    return seconds, f"{selecting * 1000:>8.2f}{gathering * 1000:>8.2f}{rest * 1000:>8.2f}"
+    return {**row, "head": selecting * 1000, "gather": gathering * 1000, "rest": rest * 1000}
 
 
 def feature_needs(model: PreTrainedModel, head: RetrievalHead) -> Needs:
@@ -180,8 +190,20 @@ def traffic_lines(
 
     lengths = list(map(len, prompts))
     yield f"{len(prompts)} texts of {min(lengths)} to {max(lengths)} tokens, {steps} steps each, all layers on the CPU"
-    yield f"{'budget':<9}{'elastic MB a step':>19}{'reloading MB a step':>21}{'saved':>8}{'sent MB a step':>16}"
-    all_steps = steps * len(prompts)
+    table = TerminalTable(
+        [
+            TerminalColumn("budget", "d"),
+            TerminalColumn("elastic MB a step", ".3f"),
+            TerminalColumn("reloading MB a step", ".3f"),
+            TerminalColumn("saved", ".1%"),
+            TerminalColumn("sent MB a step", ".3f"),
+        ]
+    )
+    yield from table.lines(_traffic_rows(traffic_of, steps * len(prompts)))
+
+
+def _traffic_rows(traffic_of: Mapping[int, Sequence[Traffic]], all_steps: int) -> Iterator[Row]:
+    """MB a step by budget, over all texts."""
     for budget, traffic_of_texts in traffic_of.items():
         loaded = 0.0
         asked = 0.0
@@ -190,7 +212,13 @@ def traffic_lines(
             loaded += traffic.fetched / all_steps / 1e6
             asked += traffic.asked / all_steps / 1e6
             sent += traffic.offloaded / all_steps / 1e6
-        yield f"{budget:<9}{loaded:>19.3f}{asked:>21.3f}{1 - loaded / asked:>8.1%}{sent:>16.3f}"
+        yield {
+            "budget": budget,
+            "elastic MB a step": loaded,
+            "reloading MB a step": asked,
+            "saved": 1 - loaded / asked,
+            "sent MB a step": sent,
+        }
 
 
 def _traffic(model: PreTrainedModel, method: SpeContext, state: State, steps: int) -> Traffic:
@@ -213,8 +241,6 @@ def bench_specache(target: Target, method: SpeCache, tokens: int, batch: int, st
     require_room(model, tokens + steps, batch)
     ids = random_ids(model, batch, tokens)
     yield f"{batch} rows of {tokens} tokens, {steps} steps, {torch.get_num_threads()} threads; {method}"
-    moved = f"{'moved MB a step':>17}{'waited ms':>11}{'hidden':>8}"
-    yield f"{'cache':<22}{'ms a step':>11}{'tokens/s':>10}{'KV MB':>9}{moved}"
     speculative = replace(method, speculative=True)
     methods = {
         "full": FullCache(),
@@ -222,12 +248,29 @@ def bench_specache(target: Target, method: SpeCache, tokens: int, batch: int, st
         "SpeCache": speculative,
         "not speculative": replace(method, speculative=False),
     }
-    for name, compared_method in methods.items():
-        yield _cache_line(name, model, compared_method, ids, steps)
-    yield from _part_lines(model, speculative, ids, steps)
+
+    def measure(compared_method: Method, _: int) -> Row:
+        return _step_with_cache(model, compared_method, ids, steps)
+
+    table = TerminalTable(
+        [
+            TerminalColumn("method", width=20, is_text=True),
+            TerminalColumn("ms a step", ".1f"),
+            TerminalColumn("tokens/s", ".1f"),
+            TerminalColumn("KV MB", ".2f"),
+            TerminalColumn("moved MB a step", ".2f"),
+            TerminalColumn("waited ms", ".2f"),
+            TerminalColumn("hidden", ".0%"),
+        ]
+    )
+    yield from table.lines(compare(methods, measure))
+    yield f"its parts, in {model.config.get_text_config().num_hidden_layers} layers"
+    for row in _parts_of_step(model, speculative, ids, steps):
+        yield table.line(row)
 
 
-def _cache_line(name: str, model: PreTrainedModel, method: Method, ids: Tensor, steps: int) -> str:
+def _step_with_cache(model: PreTrainedModel, method: Method, ids: Tensor, steps: int) -> Row:
+    """Milliseconds of a step, the size of the cache, and what it moves."""
     state = method.start(model, ids)
     reader = method.reader(model)
     state = read_greedily(reader, state, 3)
@@ -244,16 +287,17 @@ def _cache_line(name: str, model: PreTrainedModel, method: Method, ids: Tensor, 
         state = read_greedily(reader, state, steps)
 
     seconds = seconds_of(decode) / steps
-    line = f"{name:<22}{seconds * 1000:>11.1f}{len(ids) / seconds:>10.1f}{state.kv_bytes / 1e6:>9.2f}"
-    if traffic is None:
-        return line
-    moved = (traffic.fetched + traffic.offloaded) / steps / 1e6
-    hidden = 1 - traffic.waited / traffic.fetching if traffic.fetching else 1.0
-    return f"{line}{moved:>17.2f}{traffic.waited / steps * 1000:>11.2f}{max(hidden, 0):>8.0%}"
+    row = {"ms a step": seconds * 1000, "tokens/s": len(ids) / seconds, "KV MB": state.kv_bytes / 1e6}
+    if traffic is not None:
+        hidden = 1 - traffic.waited / traffic.fetching if traffic.fetching else 1.0
+        row["moved MB a step"] = (traffic.fetched + traffic.offloaded) / steps / 1e6
+        row["waited ms"] = traffic.waited / steps * 1000
+        row["hidden"] = max(hidden, 0)
+    return row
 
 
 @torch.no_grad()
-def _part_lines(model: PreTrainedModel, method: SpeCache, ids: Tensor, repeats: int) -> Iterator[str]:
+def _parts_of_step(model: PreTrainedModel, method: SpeCache, ids: Tensor, repeats: int) -> Iterator[Row]:
     """Parts measured one by one on the first layer; a real step runs all layers, its fetches in parallel."""
     state = read_greedily(method.reader(model), method.start(model, ids), 1)
     config = model.config.get_text_config()
@@ -275,5 +319,4 @@ def _part_lines(model: PreTrainedModel, method: SpeCache, ids: Tensor, repeats: 
         "select and fetch": fetch,
     }
     for name, part in parts.items():
-        seconds = median_seconds(part, repeats)
-        yield f"{name:<22}{seconds * 1000 * config.num_hidden_layers:>11.1f}  in {config.num_hidden_layers} layers"
+        yield {"method": name, "ms a step": median_seconds(part, repeats) * 1000 * config.num_hidden_layers}

@@ -23,6 +23,7 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.layer import GROWTH
 from keepsight.runtime.methods import Quest, SpeCache
+from keepsight.tables import TerminalColumn, TerminalTable
 from keepsight.train.dataset import Batch
 from keepsight.train.importance import ImportanceObjective
 from keepsight.train.plan import COPIES, stored_bytes
@@ -351,25 +352,36 @@ def table_lines(
 ) -> Iterator[str]:
     """A line for each length and method; `measured` are seconds to the first token by length and method."""
     yield f"{card.name}, one prompt, {FLOPS_REACHED:.0%} of its operations, {BANDWIDTH_REACHED:.0%} of its bandwidth"
-    yield f"{'tokens':>7}  {'method':<18}{'TFLOP':>9}{'GB':>9}{'ms':>10}{'overhead ms':>13}{'%':>8}{'measured ms':>13}"
-    for tokens in lengths:
-        plain = 0.0
-        for name, passes in passes_of(model, draft, tokens, budget).items():
-            seconds = seconds_on(card, passes)
-            plain = plain or seconds
-            teraflops = 0.0
-            gigabytes = 0.0
-            for work in passes:
-                teraflops += work.flops / 1e12
-                gigabytes += work.moved / 1e9
-            overhead = " " * 21
-            if name != PLAIN:
-                overhead = f"{(seconds - plain) * 1e3:>13.2f}{(seconds / plain - 1) * 100:>8.2f}"
-            measured_ms = ""
-            if (tokens, name) in measured:
-                measured_ms = f"{measured[tokens, name] * 1e3:>13.1f}"
-            line = f"{tokens:>7}  {name:<18}{teraflops:>9.2f}{gigabytes:>9.1f}{seconds * 1e3:>10.1f}"
-            yield f"{line}{overhead}{measured_ms}".rstrip()
+
+    def estimated() -> Iterator[dict[str, Any]]:
+        for tokens in lengths:
+            plain = 0.0
+            for name, passes in passes_of(model, draft, tokens, budget).items():
+                seconds = seconds_on(card, passes)
+                plain = plain or seconds
+                row: dict[str, Any] = {"tokens": tokens, "method": name, "ms": seconds * 1e3}
+                row["TFLOP"] = sum(work.flops for work in passes) / 1e12
+                row["GB"] = sum(work.moved for work in passes) / 1e9
+                if name != PLAIN:
+                    row["overhead ms"] = (seconds - plain) * 1e3
+                    row["%"] = (seconds / plain - 1) * 100
+                if (tokens, name) in measured:
+                    row["measured ms"] = measured[tokens, name] * 1e3
+                yield row
+
+    table = TerminalTable(
+        [
+            TerminalColumn("tokens", "d", width=7),
+            TerminalColumn("method", width=16, is_text=True),
+            TerminalColumn("TFLOP", ".2f", width=7),
+            TerminalColumn("GB", ".1f", width=7),
+            TerminalColumn("ms", ".1f", width=8),
+            TerminalColumn("overhead ms", ".2f"),
+            TerminalColumn("%", ".2f"),
+            TerminalColumn("measured ms", ".1f"),
+        ]
+    )
+    yield from table.lines(estimated())
 
 
 def measured_on(path: Path, card: str, model_id: str) -> dict[tuple[int, str], float]:

@@ -5,7 +5,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.eval.answers import entry_bytes
-from keepsight.eval.bench.measure import name_width, random_ids, require_room
+from keepsight.eval.bench.measure import random_ids, require_room
+from keepsight.eval.bench.runner import Row, compare
 from keepsight.models.targets import Target
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.evict import Evict
@@ -24,6 +25,7 @@ from keepsight.runtime.generate import FullCache, Method
 from keepsight.serving.engine import Engine, Job
 from keepsight.serving.export import export
 from keepsight.serving.prefix import alphabet_of, placeholders, transfer_config
+from keepsight.tables import TerminalColumn, TerminalTable, name_column
 
 _BLOCK = 32
 """Tokens of a block of the engine, and entries of a page."""
@@ -42,24 +44,44 @@ def bench_serve(
     require_room(model, tokens + answer_tokens, rows)
     prompts = random_ids(model, requests, tokens).cpu()
     compared = {"full cache": FullCache(), **methods}
-    width = name_width(compared)
     yield (
         f"{requests} requests of {tokens} tokens and {answer_tokens} of the answer, {rows} at once, "
         f"{torch.get_num_threads()} threads, {model.dtype}"
     )
-    columns = f"{'requests/s':>11}{'first s':>9}{'prefill s':>11}{'ms a step':>11}{'tokens/s':>10}{'of full':>9}"
-    yield f"{'method':<{width}}{columns}{'KV MiB':>9}"
-    full_step = 0.0
-    for name, method in compared.items():
+
+    def measure(method: Method, _: int) -> Row:
         served = _serve(model, method, prompts, answer_tokens, rows)
         step = statistics.median(served.steps)
-        full_step = full_step or step
-        first = statistics.median(job.first or 0.0 for job in served.jobs)
-        prefill_seconds = served.engine.totals.prefill_seconds / requests
-        yield (
-            f"{name:<{width}}{requests / served.seconds:>11.3f}{first:>9.2f}{prefill_seconds:>11.2f}"
-            f"{step * 1000:>11.1f}{rows / step:>10.1f}{step / full_step:>9.2f}{served.peak_bytes / 2**20:>9.1f}"
-        )
+        return {
+            "requests/s": requests / served.seconds,
+            "first s": statistics.median(job.first or 0.0 for job in served.jobs),
+            "prefill s": served.engine.totals.prefill_seconds / requests,
+            "ms a step": step * 1000,
+            "tokens/s": rows / step,
+            "KV MiB": served.peak_bytes / 2**20,
+        }
+
+    table = _table(compared, "requests/s", "first s", "prefill s", "ms a step", "tokens/s", "of full", "KV MiB")
+    yield from table.lines(compare(compared, measure, ratios={"of full": "ms a step"}))
+
+
+_FORMS = {
+    "read s": ".2f",
+    "requests/s": ".3f",
+    "first s": ".2f",
+    "prefill s": ".2f",
+    "ms a step": ".1f",
+    "tokens/s": ".1f",
+    "of full": ".2f",
+    "times full": ".2f",
+    "KV MiB": ".1f",
+}
+"""How each figure is written."""
+
+
+def _table(methods: Iterable[str], *columns: str) -> TerminalTable:
+    """A table of served requests with these of the columns."""
+    return TerminalTable([name_column("method", methods), *(TerminalColumn(name, _FORMS[name]) for name in columns)])
 
 
 @dataclass
@@ -164,24 +186,27 @@ def _lines(
     cache_bytes: int,
 ) -> Iterator[str]:
     """A heading, and a line for each method with the prompts that it has."""
-    width = name_width(prompts)
-    columns = f"{'read s':>8}{'requests/s':>12}{'first s':>9}{'ms a step':>11}{'tokens/s':>10}{'times full':>12}"
-    yield f"{'method':<{width}}{columns}{'KV MiB':>9}"
-    full_step = 0.0
-    for name, documents in prompts.items():
+
+    def measure(name: str, _: int) -> Row:
+        documents = prompts[name]
         requests = []
         for index, question in enumerate(questions):
             requests.append(documents[index % len(documents)] + question)
         _answer(engine, requests[:rows], _WARM_UP_TOKENS, rows)
         run = _answer(engine, requests, answer_tokens, rows)
         step = statistics.median(run.steps)
-        full_step = full_step or step
-        first = statistics.median(run.first)
-        yield (
-            f"{name:<{width}}{seconds_to_read[name]:>8.2f}{len(requests) / run.seconds:>12.3f}{first:>9.2f}"
-            f"{step * 1000:>11.1f}{rows / step:>10.1f}{full_step / step:>12.2f}"
-            f"{run.usage * cache_bytes / 2**20:>9.1f}"
-        )
+        return {
+            "read s": seconds_to_read[name],
+            "requests/s": len(requests) / run.seconds,
+            "first s": statistics.median(run.first),
+            "ms a step": step * 1000,
+            "tokens/s": rows / step,
+            "KV MiB": run.usage * cache_bytes / 2**20,
+        }
+
+    measured = compare({name: name for name in prompts}, measure, ratios={"times full": "tokens/s"})
+    table = _table(prompts, "read s", "requests/s", "first s", "ms a step", "tokens/s", "times full", "KV MiB")
+    yield from table.lines(measured)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from keepsight.errors import printable
 from keepsight.eval.record import FULL, Row
 from keepsight.eval.report.figures import label_of
 from keepsight.eval.report.intervals import FEW, Estimate, estimate, weighted
+from keepsight.tables import TerminalColumn, TerminalTable, name_column
 
 MEASURES = ("score", "excess_nll", "agreement")
 """Columns that get an interval."""
@@ -243,13 +244,11 @@ def summary_table(summary: Frame) -> str:
 def _block(title: str, rows: Frame) -> str:
     """A heading, and a line for each method and budget; a budget is shown once."""
     names = rows["method"].map(printable)
-    width = max(len("method"), *map(len, names))
-    columns = f"{'score':>6}  {'95 %':<14}  {'':<12}  {'excess NLL':>10}  {'top-1 agreement':>15}  {'n':>4}"
     heading = printable(title)
     prompt_tokens = rows["prompt_tokens"].iloc[0]
     if not math.isnan(prompt_tokens):
         heading += f" (prompts: {prompt_tokens:.0f} on average)"
-    lines = [heading, f"{'budget':>6}  {'method':<{width}}  {columns}"]
+    cells = []
     for row, name, is_shown in zip(rows.itertuples(), names, rows["budget"].duplicated(), strict=True):
         budget = "all" if row.budget is None else str(row.budget)
         if is_shown:
@@ -260,11 +259,31 @@ def _block(title: str, rows: Frame) -> str:
         interval = ""
         if row.score.interval:
             interval = "[{:.3f}, {:.3f}]".format(*row.score.interval)
-        lines.append(
-            f"{budget:>6}  {name:<{width}}  {row.score.value:6.3f}  {interval:<14}  {of_full:<12}  "
-            f"{number_text(row.excess_nll.value, 3):>10}  {row.agreement.value:15.3f}  {row.n:4d}"
+        cells.append(
+            {
+                "budget": budget,
+                "method": name,
+                "score": row.score.value,
+                "95 %": interval,
+                "": of_full,
+                "excess NLL": number_text(row.excess_nll.value, 3),
+                "top-1 agreement": row.agreement.value,
+                "n": row.n,
+            }
         )
-    return "\n".join(lines)
+    table = TerminalTable(
+        [
+            TerminalColumn("budget"),
+            name_column("method", names),
+            TerminalColumn("score", ".3f"),
+            TerminalColumn("95 %", width=14, is_text=True),
+            TerminalColumn("", width=12, is_text=True),
+            TerminalColumn("excess NLL"),
+            TerminalColumn("top-1 agreement", ".3f"),
+            TerminalColumn("n", "d", width=4),
+        ]
+    )
+    return "\n".join([heading, *table.lines(cells)])
 
 
 def notes_on(rows: Frame) -> str:

@@ -1,6 +1,5 @@
 """The tables of an evaluation, which a page shows sortable, and which are saved as Markdown, LaTeX and CSV."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from keepsight.eval.report.summary import (
     records,
 )
 from keepsight.files import write_csv, write_text
+from keepsight.tables import markdown_table
 
 _LATEX = str.maketrans(
     {
@@ -68,23 +68,16 @@ class Table:
 
     def markdown(self) -> str:
         """Numbers to the right, intervals in brackets."""
-        cells_of_columns = []
+        titles = []
+        numbers = []
         for column in self.columns:
-            texts = [column.title]
-            for row in self.rows:
-                texts.append(text_of(row, column))
-            cells = []
-            for text in texts:
-                cells.append(re.sub(r"(\\*)\|", r"\1\1\|", printable(text)))
-            width = max(3, *map(len, cells))
-            align = str.ljust if column.is_text else str.rjust
-            aligned = [align(cell, width) for cell in cells]
-            rule = "-" * width if column.is_text else "-" * (width - 1) + ":"
-            cells_of_columns.append([aligned[0], rule, *aligned[1:]])
-        lines = [printable(self.caption), ""]
-        for cells_of_line in zip(*cells_of_columns, strict=True):
-            lines.append(f"| {' | '.join(cells_of_line)} |")
-        return "\n".join(lines) + "\n"
+            titles.append(column.title)
+            if not column.is_text:
+                numbers.append(column.title)
+        rows = []
+        for row in self.rows:
+            rows.append([printable(text_of(row, column)) for column in self.columns])
+        return f"{printable(self.caption)}\n\n{markdown_table(titles, rows, numbers, escape=True)}"
 
     def latex(self) -> str:
         """A `table` with intervals in small type."""

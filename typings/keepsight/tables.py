@@ -1,0 +1,1 @@
+../../keepsight/tables.py
