@@ -30,7 +30,15 @@ NEEDLES = ["tasks=[niah_single]", "lengths=[320]", "samples=3", "budgets=[40,0.2
 _PLOTS = ("overview", "tradeoffs", "scores", "excess_nll")
 _TABLES = ("overall", "by_task", "differences", "costs")
 RUN_FILES = {
-    *("report.html", "results.jsonl", "settings.json", "summary.csv", "kept/SAMPLE.json", "samples/SAMPLE.html"),
+    *(
+        "config.yaml",
+        "report.html",
+        "results.jsonl",
+        "settings.json",
+        "summary.csv",
+        "kept/SAMPLE.json",
+        "samples/SAMPLE.html",
+    ),
     *(f"plots/{name}.{kind}" for name in _PLOTS for kind in FORMATS),
     *(f"tables/{name}.{kind}" for name in _TABLES for kind in ("md", "tex", "csv")),
 }

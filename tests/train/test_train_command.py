@@ -56,6 +56,7 @@ def test_the_command_leaves_an_adapter_that_loads(place, trained):
     assert {path.name for path in trained.iterdir()} == {
         *LookaheadAdapter.files,
         "README.md",
+        "config.yaml",
         "training.png",
         "training",
     }

@@ -106,7 +106,7 @@ def trained(place: Path) -> Path:
 
 def test_the_command_leaves_a_head_that_loads(place, trained):
     names = {"config.json", "model.safetensors", "keepsight.json", "README.md", "training.png", "training"}
-    assert {path.name for path in trained.iterdir()} == names
+    assert {path.name for path in trained.iterdir()} == {*names, "config.yaml"}
     target = load_target(str(place / "target"), device="cpu")
     head = EagleHead.load(trained, target.model)
     assert isinstance(head, DraftHead)

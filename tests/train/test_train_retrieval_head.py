@@ -46,7 +46,8 @@ def trained(place: Path) -> Path:
 
 
 def test_the_command_leaves_a_head_that_loads(place, trained):
-    assert {path.name for path in trained.iterdir()} == {*RetrievalHead.files, "README.md", "training.png", "training"}
+    names = {*RetrievalHead.files, "README.md", "config.yaml", "training.png", "training"}
+    assert {path.name for path in trained.iterdir()} == names
     target = load_target(str(place / "target"), device="cpu")
     head = RetrievalHead.load(trained, target.model)
     assert load_file(trained / WEIGHTS)["q_proj.weight"].dtype == torch.bfloat16
