@@ -221,6 +221,7 @@ def test_requests_from_evicted_caches_against_full_ones(keepsight: CommandLine) 
     sizes = ("tokens=90", "answer_tokens=4", "requests=3", "rows=2", "methods=[snapkv]", "budgets=[48]")
     title, names, *lines = keepsight("bench", "serve", *TINY[:4], *sizes).splitlines()
     assert title.startswith("3 requests of 90 tokens and 4 of the answer, 2 at once, ")
-    assert names.endswith("KV MiB") and [line[:20].strip() for line in lines] == ["full cache", "snapkv 48"]
-    full, evicted = ([float(each) for each in line[20:].split()] for line in lines)
+    rows = [re.split(" {2,}", line) for line in lines]
+    assert names.endswith("KV MiB") and [name for name, *_ in rows] == ["full cache", "snapkv 48"]
+    full, evicted = ([float(figure) for figure in figures] for _, *figures in rows)
     assert full[5] == 1 and evicted[6] < full[6]
