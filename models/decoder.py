@@ -24,7 +24,9 @@ from keepsight.models.transformers_internals import replaces_attention
 FULL = "full_attention"
 HYBRID = "hybrid"
 """Full attention beside a recurrent state, in one layer."""
-SCORED = (FULL, HYBRID)
+INDEXED = "indexed_attention"
+"""Full attention that reads the entries which an indexer selects for each token."""
+SCORED = (FULL, HYBRID, INDEXED)
 """Kinds of layers that keep an entry for every token."""
 CHUNKED = "chunked_attention"
 RECURRENT = ("linear_attention", "conv")
@@ -33,6 +35,8 @@ BOUNDED = ("sliding_attention", CHUNKED, *RECURRENT, "hybrid_sliding", *WITHOUT_
 """Kinds of layers whose cache does not grow with the prompt."""
 _OTHER_HEADS = ("diffllama", "jetmoe")
 _OTHER_MASKS = ("doge",)
+_WITH_INDEXER = ("deepseek_v32", "glm_moe_dsa")
+"""Models whose indexers are known: a key of one head beside each latent entry, and the best entries in order."""
 _DIFFUSION = ("diffusion_gemma",)
 _OTHER_POSITIONS = ("kosmos-2.5",)
 _OTHER_CACHES = ("minimax", "recurrent_gemma", "zaya")
@@ -338,7 +342,8 @@ def require_supported(model: PreTrainedModel) -> None:
             field="model",
             code="model",
         )
-    if has_latents(model) and any(hasattr(module, "indexer") for module in decoder.modules()):
+    selects = any(hasattr(module, "indexer") for module in decoder.modules())
+    if has_latents(model) and selects and kind not in _WITH_INDEXER:
         raise UserError(
             f"{kind} selects the entries that its latent attention reads; load a model with full attention, such as "
             "DeepSeek-V3",
@@ -399,11 +404,19 @@ def require_supported_config(config: Any) -> None:
             field="model",
             code="model",
         )
-    unsupported = sorted(set(layer_kinds(config)) - {*SCORED, *BOUNDED})
+    supported_kinds = [each for each in (*SCORED, *BOUNDED) if each != INDEXED or kind in _WITH_INDEXER]
+    unsupported = sorted(set(layer_kinds(config)) - set(supported_kinds))
     if unsupported:
-        supported = ", ".join((*SCORED, *BOUNDED))
+        supported = ", ".join(supported_kinds)
         raise UserError(
             f"{kind} has layers of {', '.join(unsupported)}; supported are {supported}", field="model", code="model"
+        )
+    if "shared" in (getattr(config.get_text_config(decoder=True), "indexer_types", None) or ()):
+        raise UserError(
+            f"{kind}: some layers read what the indexer of an earlier layer selects (indexer_types), and layers keep "
+            "different entries after an eviction; load a model with an indexer in each layer, such as DeepSeek-V3.2",
+            field="model",
+            code="model",
         )
     if not any(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=config).layers):
         raise UserError(

@@ -37,6 +37,7 @@ from keepsight.errors import UserError
 from keepsight.models.decoder import RESTARTS
 from keepsight.models.transformers_internals import attention_of_config, set_attention_of_config
 from keepsight.runtime.decision_channels import decisions_left_out, holds_decisions, without_decisions
+from keepsight.runtime.indexer import masks_of_layers, selected
 from keepsight.runtime.rope_length import counted_lengths
 
 
@@ -138,6 +139,10 @@ class OwnAttention(ABC):
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
         """See transformers' `CacheLayerMixin`; by default nothing is appended before `attend`."""
         return key_states, value_states
+
+    def update_indexer(self, index_keys: Tensor) -> Tensor:
+        """The indexer's keys [B, q, D] of the new tokens as they are: the layer itself reads all entries."""
+        return index_keys
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
@@ -258,6 +263,12 @@ class OpenCache(Cache):
         return self._states.update_recurrent_state(*args, **kwargs)
 
     @override
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        layer: Any = self.layers[layer_idx]
+        index_keys: Tensor = layer.update_indexer(indexer_key_states)
+        return index_keys
+
+    @override
     def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
         return self._states.has_previous_state(*args, **kwargs)
 
@@ -328,6 +339,7 @@ def run(
         _NO_CUDNN.held() if few_tokens else nullcontext(),
         counted_lengths(uncompiled, rope_lengths),
         decisions_left_out(uncompiled) if isinstance(uncompiled, nn.Module) else nullcontext(),
+        masks_of_layers(uncompiled, cache),
         _current(model.config.get_text_config(decoder=True), recorder, cache),
     ):
         return uncompiled(past_key_values=cache, use_cache=True, entries=cache, recorder=recorder, **inputs)
@@ -506,6 +518,9 @@ def _attention(
 
         if isinstance(layer, OwnAttention):
             return layer.attend(query, key, value, softmax), None
+        if options.get("indices") is not None:
+            mask = selected(options["indices"], attention_mask, key.shape[2], getattr(layer, "reads", None))
+            return grouped_attention(query, key, value, mask, softmax), None
         if real is not None:
             return grouped_attention(query, key, value, visible(query.shape[2], real), softmax), None
 
@@ -515,6 +530,8 @@ def _attention(
         if loaded == "sdpa" and attention_mask is not None and has_few_queries and is_plain:
             return grouped_attention(query, key, value, attention_mask, Softmax(scale)), None
 
+    if options.get("indices") is not None:  # models fold them into the mask for the implementations that they know
+        attention_mask = selected(options.pop("indices"), attention_mask, key.shape[2])
     function = ALL_ATTENTION_FUNCTIONS[loaded] if loaded in ALL_ATTENTION_FUNCTIONS else _eager_of(type(module))
     if loaded not in _PLAIN:
         module = _under_loaded_name(module, loaded)

@@ -158,6 +158,9 @@ class KeptLayer(DynamicLayer):
         added: Number of entries after the last eviction that are no tokens, such as learned ones.
         recurrent: The recurrent state that the layer keeps beside its entries; None for none.
         readers: Number of decoder layers that attend to the entries: 1, but for entries that later layers share.
+        indexed: Width of the indexer's key, which is stored after each value (`keepsight.runtime.indexer`), so that it
+            shares the fate of its entry; 0 without an indexer.
+        reads: The most entries that a token reads of those that the indexer selects; None for all that it selects.
     """
 
     keys: Tensor
@@ -170,6 +173,8 @@ class KeptLayer(DynamicLayer):
     added: int = 0
     recurrent: LinearAttentionLayer | None = None
     readers: int = 1
+    indexed: int = 0
+    reads: int | None = None
 
     def __init__(
         self, keys: Tensor | None = None, values: Tensor | None = None, seen: int = 0, real: Tensor | None = None
@@ -193,6 +198,18 @@ class KeptLayer(DynamicLayer):
 
         The room belongs to this layer alone; memory shared with other layers is never written.
         """
+        if self.indexed:
+            self._append(key_states, functional.pad(value_states, (0, self.indexed)))
+            return self.keys, self.values[..., : -self.indexed]
+        return self._append(key_states, value_states)
+
+    def update_indexer(self, index_keys: Tensor) -> Tensor:
+        """The indexer's keys [B, C, D] of all entries; `index_keys` [B, q, D] are those that `update` just appended."""
+        count = index_keys.shape[1]
+        self.values[:, 0, -count:, -self.indexed :] = index_keys
+        return self.values[:, 0, :, -self.indexed :]
+
+    def _append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         self.seen += key_states.shape[-2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -326,7 +343,8 @@ class KeptLayer(DynamicLayer):
         entries = self.entries() if stored is None else stored
         if self.expansion is None:
             return entries
-        keys, values = self.expansion(entries.keys, entries.values)
+        values_alone = entries.values[..., : -self.indexed] if self.indexed else entries.values
+        keys, values = self.expansion(entries.keys, values_alone)
         return LayerEntries(keys, values, entries.real)
 
     @property
@@ -389,6 +407,9 @@ class KeptLayer(DynamicLayer):
         values = values.reshape(-1, values.shape[-1]).index_select(0, rows)
         if count is None:
             kept: KeptLayer = RaggedLayer(keys, values, counts, self.seen)
+            if self.indexed:  # an indexer reads rows of one length
+                padded = kept.entries()
+                kept = KeptLayer(padded.keys, padded.values, self.seen, padded.real)
         else:
             shape = *mask.shape[:2], count
             real = mask.new_ones(shape) if marked else None
@@ -407,6 +428,8 @@ class KeptLayer(DynamicLayer):
         self.origin = layer.origin
         self.recurrent = layer.recurrent
         self.readers = layer.readers
+        self.indexed = layer.indexed
+        self.reads = layer.reads
 
 
 class RaggedLayer(OwnAttention, KeptLayer):

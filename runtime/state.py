@@ -861,8 +861,15 @@ def empty_cache(model: PreTrainedModel, mask: Tensor | None = None) -> Cache:
             recurrent = LinearAttentionLayer(number_of_states=layer.number_of_states)
         if isinstance(layer, LinearAttentionAndSlidingWindowAttentionLayer):
             layer = DynamicSlidingWindowLayer(sliding_window=layer.sliding_window)
-        elif type(layer) is DynamicLayer or isinstance(layer, LinearAttentionAndFullAttentionLayer):
+        elif (
+            type(layer) is DynamicLayer
+            or isinstance(layer, LinearAttentionAndFullAttentionLayer)
+            or hasattr(layer, "update_indexer")
+        ):
+            has_indexer = hasattr(layer, "update_indexer")
             layer = KeptLayer()
+            if has_indexer:
+                layer.indexed = int(model.config.get_text_config(decoder=True).index_head_dim)
             layer.token_mask = mask
             layer.origin = (model, index)
         if recurrent is not None:
@@ -906,6 +913,8 @@ def with_full_layers(cache: Cache, layers: Iterable[Any]) -> Cache:
             if readers > 1:
                 _require_shareable(new_layer, readers)
                 new_layer.readers = readers
+            if isinstance(new_layer, OwnAttention) and not new_layer.can_be_shared:
+                require_no_indexer(layer)
         elif isinstance(layer, DynamicLayer):
             new_layer = copy.copy(layer)  # a window's tensors are replaced when it slides
         else:
@@ -927,6 +936,17 @@ def _require_shareable(layer: Any, readers: int) -> None:
         raise UserError(
             f"{readers} layers of this model read the same entries, which this method stores or reads in its own way; "
             "take one that evicts, such as snapkv",
+            field="model",
+            code="model",
+        )
+
+
+def require_no_indexer(layer: Any) -> None:
+    """Refuse (`UserError`) a layer with an indexer, which a method would read, or store, in its own way."""
+    if getattr(layer, "indexed", 0):
+        raise UserError(
+            "an indexer of this model selects what is read, and this method stores or reads entries in its own way; "
+            "take one that evicts, such as snapkv, or own_indexer",
             field="model",
             code="model",
         )

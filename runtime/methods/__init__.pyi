@@ -21,6 +21,7 @@ from keepsight.runtime.methods.lagkv import LagKV as LagKV
 from keepsight.runtime.methods.laq import LAQ as LAQ
 from keepsight.runtime.methods.laq import LAQPlus as LAQPlus
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV as LookaheadKV
+from keepsight.runtime.methods.own_indexer import OwnIndexer as OwnIndexer
 from keepsight.runtime.methods.positions import KeyNorm as KeyNorm
 from keepsight.runtime.methods.positions import LaCache as LaCache
 from keepsight.runtime.methods.positions import RandomEntries as RandomEntries

@@ -55,9 +55,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "specache": {"bits": 1, "group": 8, "residual": 8, "topk": LENGTH, "speculative": False},
 }
 """What fits the short prompt."""
-OTHERS = {"evict", "fastv", "qfilters", "restorekv", "llmlingua2", "r2c", "sentence_similarity"}
-"""Compositions; what reads nothing but images; what is scored by published directions; what adds entries; what shortens
-a prompt with another package or reader."""
+OTHERS = {"evict", "fastv", "own_indexer", "qfilters", "restorekv", "llmlingua2", "r2c", "sentence_similarity"}
+"""Compositions; what reads nothing but images; what needs an indexer (`test_indexer.py`); what is scored by published
+directions; what adds entries; what shortens a prompt with another package or reader."""
 NAMES = [name for name in METHODS if name not in OTHERS]
 REFUSED = (
     dict.fromkeys(
