@@ -114,6 +114,12 @@ def save_state(
         UserError: `question` is unknown, the state's method stores entries in its own form, or the state is of another
             model.
     """
+    if any(layer.reads is not None for layer in state.layers):
+        raise UserError(
+            "a state of own_indexer is not saved, as its budget is no part of the entries; save one of the full cache",
+            field="state",
+            code="state",
+        )
     if question not in QUESTIONS:
         raise UserError(
             f"question {question!r} is unknown; choose one of {', '.join(QUESTIONS)}", field="question", code="unknown"

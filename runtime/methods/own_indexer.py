@@ -35,8 +35,8 @@ class OwnIndexer(Method):
         config = model.config.get_text_config(decoder=True)
         if INDEXED not in layer_kinds(model.config):
             raise UserError(
-                f"own_indexer: {config.model_type} has no indexer; load a model with DeepSeek Sparse Attention, such "
-                "as DeepSeek-V3.2",
+                f"own_indexer: {config.model_type} has no indexer, which DeepSeek-V3.2 and GLM-MoE-DSA have; load one "
+                "of these",
                 field="model",
                 code="model",
             )

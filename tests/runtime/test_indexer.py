@@ -1,5 +1,6 @@
 """Models whose indexers select what attention reads, against their own eager attention without a cache."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from keepsight.models.decoder import full_attention_layers, require_supported_co
 from keepsight.runtime.join import join
 from keepsight.runtime.methods import LookaheadKV, OwnIndexer, SnapKV, make_method
 from keepsight.runtime.methods.lookaheadkv import adapter_fields
+from keepsight.runtime.saved import load_state, save_state
 from keepsight.runtime.state import prefill, read
 from tests.close import assert_close
 from tests.families import SMALL
@@ -123,6 +125,16 @@ def test_rows_of_a_padded_batch_answer_as_they_do_alone(kind: str) -> None:
     states = [method.start(model, ids[:1]), method.start(model, ids[1:, LENGTH - 29 :])]
     alone = torch.cat([read(model, state.copy(), ANSWER[:, :1])[1] for state in states])
     assert_close(read(model, join(states), ANSWER[:, :1].expand(2, -1))[1], alone)
+
+
+def test_a_saved_state_has_the_indexers_keys(tmp_path: Path) -> None:
+    model = indexed_model("deepseek_v32")
+    state = SnapKV(BUDGET, window=8).start(model, PROMPT)
+    save_state(state, tmp_path, model=model)
+    loaded = load_state(tmp_path, model).state
+    assert torch.equal(read(model, loaded, ANSWER)[1], read(model, state, ANSWER)[1])
+    with pytest.raises(UserError, match="a state of own_indexer is not saved"):
+        save_state(OwnIndexer(4).start(model, PROMPT), tmp_path, model=model)
 
 
 def test_soft_tokens_observe_all_entries() -> None:
