@@ -918,11 +918,28 @@ def with_full_layers(cache: Cache, layers: Iterable[Any]) -> Cache:
         elif isinstance(layer, DynamicLayer):
             new_layer = copy.copy(layer)  # a window's tensors are replaced when it slides
         else:
-            new_layer = copy.deepcopy(layer)  # a recurrent state is written in place
+            new_layer = _with_own_state(layer)  # a recurrent state is written in place
         if recurrent is not None:
-            _keep_beside(new_layer, copy.deepcopy(recurrent))
+            _keep_beside(new_layer, _with_own_state(recurrent))
         new_layers.append(new_layer)
     return StateCache(layers=new_layers)
+
+
+def _with_own_state(layer: Any) -> Any:
+    """A copy of a layer with copies of its tensors, by number or by name.
+
+    `copy.deepcopy` would give tensors without values, of which trainings are planned, another mode than all others.
+    """
+    twin = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, Tensor):
+            setattr(twin, name, value.clone())
+        elif isinstance(value, dict):
+            copies = {key: item.clone() if isinstance(item, Tensor) else item for key, item in value.items()}
+            setattr(twin, name, copies)
+        elif isinstance(value, list):
+            setattr(twin, name, [item.clone() if isinstance(item, Tensor) else item for item in value])
+    return twin
 
 
 def _keep_beside(layer: Any, recurrent: LinearAttentionLayer) -> None:

@@ -93,6 +93,8 @@ def most_bytes(run: Callable[[], object]) -> int:
         ("Gemma 3 (text)", FLOAT, 1500, 100, importance),
         ("GPT-OSS", HALF, 1500, 20, partial(importance, checkpoints=True)),
         ("Qwen3-MoE", HALF, 1500, 100, importance),
+        ("Gemma 4 E2B, E4B", FLOAT, 300, 40, importance),
+        ("Falcon-H1", FLOAT, 300, 40, importance),
         ("Llama 3", FLOAT, 1500, 60, partial(eviction, checkpoints=False, floor=0.2)),
         ("Qwen3", FLOAT, 1500, 60, partial(eviction, checkpoints=True, floor=None)),
     ],
