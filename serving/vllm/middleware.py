@@ -128,7 +128,7 @@ def served_by(scope: Message) -> Served:
     if config is None:
         return Served(loras=loras, template=template)
     page = 0
-    if os.environ.get("KEEPSIGHT_RAGGED", "0") == "1":
+    if os.environ.get("KEEPSIGHT_RAGGED") in ("1", "triton"):
         page = config.cache_config.block_size
     model = config.model_config
     shape = (model.hf_text_config.num_hidden_layers, model.get_total_num_kv_heads(), model.get_head_size())

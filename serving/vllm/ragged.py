@@ -5,14 +5,15 @@ lie in the blocks that vLLM allocated for its placeholder tokens, whatever layer
 own tokens lie where vLLM puts them. Attention is vLLM's kernel with the KV heads folded into the batch: one sequence
 for each request and KV head, with a block table and a length of its own. Requests without a prefix are read so as well.
 
-Experimental: it has run on vLLM's CPU backend alone. It is used where `KEEPSIGHT_RAGGED=1` is in the environment.
+Experimental: it has run on vLLM's CPU backend alone. It is used where `KEEPSIGHT_RAGGED=1` is in the environment. For
+GPUs there is `keepsight.serving.vllm.ragged_triton`.
 """
 
 import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from keepsight.errors import UserError
 from keepsight.serving.prefix import Header
 
 SWITCH = "KEEPSIGHT_RAGGED"
+TRITON = "triton"
+"""The value of the switch that asks for Triton's attention."""
 RECORDS = "KEEPSIGHT_EVICT"
 
 
@@ -79,12 +82,43 @@ class Shared:
 
 def is_asked_for() -> bool:
     """Whether the environment asks for the backend."""
-    return os.environ.get(SWITCH) == "1"
+    return os.environ.get(SWITCH) in ("1", TRITON)
 
 
 def records() -> bool:
     """Whether the environment asks for the backend of `keepsight.serving.vllm.record`."""
     return os.environ.get(RECORDS) == "1"
+
+
+class Ragged:
+    """An attention implementation of vLLM that reads ragged heads.
+
+    Attributes:
+        shared: Shared by the layers of the engine; None before their caches are known.
+    """
+
+    shared: Shared | None = None
+
+    def require_foldable(self) -> None:
+        """Refuse what differs between the query heads of different KV heads, which become one.
+
+        Raises:
+            UserError: the model's attention has sinks or ALiBi, or its cache is quantized.
+        """
+        has_sinks = getattr(self, "sinks", None) is not None
+        if has_sinks or getattr(self, "alibi_slopes", None) is not None:
+            raise UserError(
+                f"keepsight: attention with sinks or ALiBi cannot read ragged heads; start without {SWITCH}",
+                field=SWITCH,
+                code="model",
+            )
+        dtype = getattr(self, "kv_cache_dtype", "auto")
+        if os.environ.get(SWITCH) == TRITON and dtype not in ("auto", "float16", "bfloat16"):
+            raise UserError(
+                f"keepsight: kv_cache_dtype={dtype} is not read by {SWITCH}={TRITON}; start without it",
+                field="kv_cache_dtype",
+                code="conflict",
+            )
 
 
 def shared_by(modules: Mapping[str, Any], kv_caches: dict[str, Tensor]) -> Shared | None:
@@ -95,9 +129,11 @@ def shared_by(modules: Mapping[str, Any], kv_caches: dict[str, Tensor]) -> Share
             entries, 2 x width].
     """
     impls = [modules[name].impl for name in kv_caches]
-    impls = [impl for impl in impls if isinstance(impl, RaggedImpl)]
+    impls = [impl for impl in impls if isinstance(impl, Ragged)]
     if not impls:
         return None
+    for impl in impls:
+        impl.require_foldable()
 
     caches = [*kv_caches.values()]
     first_cache = caches[0]
@@ -165,8 +201,10 @@ def load(
     page_ids = layout.page_ids(numbers, torch.tensor(blocks))
     slots = (page_ids[:, None] * layout.size + torch.arange(layout.size)).flatten()
     start = (total - len(numbers)) * layout.size
-    keys = tensors["keys"][start:, None].to(dtype).contiguous()
-    values = tensors["values"][start:, None].to(dtype).contiguous()
+    device = layout.pages.device
+    slots = slots.to(device)
+    keys = tensors["keys"][start:, None].to(device, dtype).contiguous()
+    values = tensors["values"][start:, None].to(device, dtype).contiguous()
     module.impl.do_kv_cache_update(module, keys, values, layout.pages, slots)
 
 
@@ -186,10 +224,8 @@ class Folded:
     plans: list[Any]
 
 
-class RaggedImpl(CPUAttentionBackendImpl):
+class RaggedImpl(Ragged, CPUAttentionBackendImpl):
     """vLLM's CPU attention; steps in which a request has ragged heads run with the heads folded into the batch."""
-
-    shared: Shared | None = None
 
     def forward(
         self,
@@ -250,19 +286,17 @@ class RaggedImpl(CPUAttentionBackendImpl):
             return folded
 
         layout = shared.layout
-        order, query_counts = _order(metadata.query_start_loc.long(), layout.heads)
-        tables, lengths = _tables(metadata.block_table.long(), metadata.seq_lens.long(), shared)
-        starts = torch.cat([query_counts.new_zeros(1), query_counts.cumsum(0)]).int()
+        step = fold(metadata.query_start_loc.long(), metadata.block_table.long(), metadata.seq_lens.long(), shared)
         plans = []
-        for layer_lengths in lengths:
+        for layer_lengths in step.lengths:
             plan = ops.cpu_attn_get_scheduler_metadata(
-                num_reqs=len(query_counts),
+                num_reqs=len(layer_lengths),
                 num_heads=self.num_queries_per_kv,
                 num_kv_heads=1,
                 head_dim=self.head_size,
                 seq_lens=layer_lengths,
                 dtype=layout.pages.dtype,
-                query_start_loc=starts,
+                query_start_loc=step.starts,
                 causal=metadata.causal,
                 sliding_window_size=-1,
                 isa=layer.isa,
@@ -271,8 +305,25 @@ class RaggedImpl(CPUAttentionBackendImpl):
                 kv_cache_dtype=self.kv_cache_dtype,
             )
             plans.append(plan)
-        metadata.keepsight = Folded(order, starts, lengths, tables, plans)
+        metadata.keepsight = Folded(step.order, step.starts, step.lengths, step.tables, plans)
         return metadata.keepsight
+
+
+class FoldedStep(NamedTuple):
+    """See `Folded`; on the CPU."""
+
+    order: Tensor
+    starts: Tensor
+    lengths: Tensor
+    tables: Tensor
+
+
+def fold(starts: Tensor, table: Tensor, lengths: Tensor, shared: Shared) -> FoldedStep:
+    """The sequences of requests [R] whose queries begin at `starts` [R + 1]; for the others see `_tables`."""
+    order, query_counts = _order(starts, shared.layout.heads)
+    tables, head_lengths = _tables(table, lengths, shared)
+    folded_starts = torch.cat([query_counts.new_zeros(1), query_counts.cumsum(0)]).int()
+    return FoldedStep(order, folded_starts, head_lengths, tables)
 
 
 def _order(starts: Tensor, heads: int) -> tuple[Tensor, Tensor]:
@@ -336,6 +387,15 @@ def register() -> None:
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    if os.environ.get(SWITCH) == TRITON:
+        if records():
+            raise UserError(
+                f"keepsight: {RECORDS}=1 works with vLLM's CPU backend alone; start without {SWITCH}={TRITON}",
+                field=RECORDS,
+                code="conflict",
+            )
+        register_backend(AttentionBackendEnum.TRITON_ATTN, f"{__package__}.ragged_triton.RaggedTritonBackend")
+        return
     if not records():
         backend = f"{__name__}.RaggedBackend"
     elif is_asked_for():

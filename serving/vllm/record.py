@@ -204,6 +204,11 @@ class EvictingConnector(KeepsightConnector):
     cannot be rotated.
     """
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether full CUDA graphs would leave out what runs in each layer: a replay records nothing."""
+        return True
+
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if vllm_config.parallel_config.world_size > 1:
