@@ -10,6 +10,7 @@ import torch
 
 from keepsight.commands import data
 from keepsight.data_gen import backends
+from keepsight.errors import Code
 from keepsight.files import read_json, write_json
 from keepsight.models import model_files
 from keepsight.models.targets import load_target
@@ -135,11 +136,8 @@ def test_the_engine_ends_with_the_data(keepsight: CommandLine, engine: Vllm, fai
 
 def test_an_engine_that_dies_is_one_line_and_is_gone_on_with(keepsight: CommandLine, here: Path, engine: Vllm) -> None:
     engine.fails_at = 2
-    said = keepsight.fails("data", *ASKED)
-    assert said == (
-        "backend=vllm: no answer (EngineCore encountered an issue. See stack trace (above) for the root cause.); "
-        "finished answers are kept: run the same command again to continue"
-    )
+    said = keepsight.refuses("vllm", "service", "data", *ASKED)
+    assert "EngineCore encountered an issue" in said and "run the same command again" in said
     assert len([*(here / "data").glob("*.arrow")]) == 1  # of two samples
     assert keepsight("data", *ASKED).startswith("6 samples in data: ")
     assert len(engine.made) == 2
@@ -150,29 +148,23 @@ def test_an_engine_that_dies_is_one_line_and_is_gone_on_with(keepsight: CommandL
 def test_an_answer_that_was_cut_for_want_of_room_is_refused(keepsight: CommandLine, here: Path, engine: Vllm) -> None:
     keepsight("data", *TINY, *DATA, "out=own")
     longest = max(len(row.prompt_ids) for row in samples_of(here / "own"))
-    for room, message in ((longest + 2, "which leaves no room for 4 more; raise max_model_len in vllm="),
-                          (longest, f"This model's maximum context length is {longest} tokens.")):  # fmt: skip
-        assert message in keepsight.fails("data", *ASKED, f"vllm={{max_model_len:{room}}}", f"out=data-{room}")
+    codes: dict[int, Code] = {longest + 2: "range", longest: "service"}
+    for room, code in codes.items():
+        keepsight.refuses("vllm", code, "data", *ASKED, f"vllm={{max_model_len:{room}}}", f"out=data-{room}")
 
 
 def test_what_keeps_an_engine_from_starting_is_one_line(
     keepsight: CommandLine, here: Path, engine: Vllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for patched, name, value, said in (
-        (sys.modules, "vllm", None, "backend=vllm needs the package vllm (pip install vllm); or "),
-        (
-            backends.__dict__,
-            "launched",
-            lambda: SimpleNamespace(num_processes=2),
-            "backend=vllm uses all GPUs from one",
-        ),
-    ):
+    cases: list[tuple[Any, str, Any, str, Code]] = [
+        (sys.modules, "vllm", None, "vllm", "missing"),
+        (backends.__dict__, "launched", lambda: SimpleNamespace(num_processes=2), "backend", "conflict"),
+    ]
+    for patched, name, value, field, code in cases:
         with monkeypatch.context() as patch:
             patch.setitem(patched, name, value)
-            assert keepsight.fails("data", *ASKED).startswith(said)
+            keepsight.refuses(field, code, "data", *ASKED)
         assert not (here / "data").exists()
     engine.starts = False
-    message = keepsight.fails("data", *ASKED)
-    assert message.startswith("backend=vllm: the engine does not start (Engine core initialization failed. ")
-    assert message.endswith("with 'vllm={gpu_memory_utilization:0.5,max_model_len:4096}' it takes less memory")
+    assert "Engine core initialization failed" in keepsight.refuses("vllm", "service", "data", *ASKED)
     assert not engine.made

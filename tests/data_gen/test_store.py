@@ -20,7 +20,6 @@ from keepsight.data_gen.store import (
     finished_samples,
     read_training_samples,
 )
-from keepsight.errors import UserError
 from keepsight.files import read_json, read_jsonl, write_json, write_lines
 from keepsight.models.identity import Identity
 from keepsight.train.dataset import hold_out, samples_digest, truncated, with_short_prompts
@@ -110,18 +109,17 @@ def test_a_stopped_shard_in_work_goes_on(tmp_path: Path, fault: str, missing: li
     assert read(tmp_path / "data") == expected()
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"), [(b'"index": 6', b'"index" 6', "not valid JSON"), (b'"prompt"', b'"promt"', "prompt")]
-)
-def test_a_damaged_line_of_a_shard_in_work_is_named(tmp_path: Path, old: bytes, new: bytes, message: str) -> None:
+@pytest.mark.parametrize(("old", "new"), [(b'"index": 6', b'"index" 6'), (b'"prompt"', b'"promt"')])
+def test_a_damaged_line_of_a_shard_in_work_is_named(tmp_path: Path, old: bytes, new: bytes) -> None:
     reference = run(tmp_path / "whole")
     stopped(tmp_path / "data", 7)
     partial = tmp_path / "data" / "shard-00001.jsonl.partial"
     lines = partial.read_bytes().splitlines(keepends=True)
     lines[1] = lines[1].replace(old, new)
     partial.write_bytes(b"".join(lines))
-    with pytest.raises(UserError, match=rf"{partial.name}:2: .*{message}.*; delete this file, and {AGAIN}"):
+    with refused(partial.name, "file") as error:
         run(tmp_path / "data")
+    assert f"{partial.name}:2: " in str(error.value)
     partial.unlink()
     assert run(tmp_path / "data") == reference
 
@@ -153,7 +151,7 @@ def test_other_settings_do_not_mix(tmp_path: Path) -> None:
     before = contents(tmp_path)
     changes: dict[str, Any] = {"model": "ada/other", "mixture": {}, "seed": 4, "temperature": 0.7}
     for name, value in changes.items():
-        with pytest.raises(UserError, match=f"made with {name}=.*; choose another out=, or delete the folder"):
+        with refused(name, "conflict"):
             run(tmp_path, replace(SETTINGS, **{name: value}))
     with refused("model", "conflict"):
         run(tmp_path, replace(SETTINGS, identity=replace(IDENTITY, model="decaf")))

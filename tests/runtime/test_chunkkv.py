@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from keepsight.errors import UserError
+from keepsight.errors import Code
 from keepsight.runtime.methods import EntropyGatedChunkKV
 from keepsight.runtime.methods.chunkkv import chunks_kept
 from keepsight.runtime.state import prefill
 from tests.close import assert_close
+from tests.refused import refused
 from tests.tiny import prompt_ids, tiny_model
 
 LENGTH, WINDOW = 61, 8
@@ -79,11 +80,11 @@ def test_all_heads_of_a_layer_keep_the_chunks_of_their_summed_scores() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    changes: list[tuple[dict[str, Any], str]] = [
-        ({"cut": 5}, "cut 5 must be below chunk 5"),
-        ({"allocate": "adakv"}, "all heads of a layer keep the same entries, and Adaptive gives them"),
-        ({"during_prefill": True}, "chunks are compared once the prompt is read"),
+    changes: list[tuple[str, Any, Code]] = [
+        ("cut", 5, "range"),
+        ("allocate", "adakv", "conflict"),
+        ("during_prefill", True, "conflict"),
     ]
-    for options, line in changes:
-        with pytest.raises(UserError, match=line):
-            EntropyGatedChunkKV(24, **OPTIONS | options)
+    for field, value, code in changes:
+        with refused(field, code):
+            EntropyGatedChunkKV(24, **OPTIONS | {field: value})
