@@ -245,13 +245,21 @@ def stages_of(config: configs.Fit) -> tuple[str, ...]:
         stages = configs.RETRIEVAL_STAGES
     unknown = sorted(set(config.stages) - set(stages))
     if unknown:
-        raise UserError(f"stages: module={config.module} has no stage {unknown[0]}; choose from {', '.join(stages)}")
+        raise UserError(
+            f"stages: module={config.module} has no stage {unknown[0]}; choose from {', '.join(stages)}",
+            field="stages",
+            code="unknown",
+        )
     if config.fresh.limit > 0:
         return stages
 
     for name in _FRESH:
         if name in config.stages:
-            raise UserError(f"stages: {name} needs fresh.limit=, the number of new prompts; it is 0")
+            raise UserError(
+                f"stages: {name} needs fresh.limit=, the number of new prompts; it is 0",
+                field="fresh.limit",
+                code="missing",
+            )
     return tuple(name for name in stages if name not in _FRESH)
 
 
@@ -279,7 +287,9 @@ def check(config: configs.Fit, stages: Sequence[str], answers: Mapping[str, conf
             others = ",".join(name for name in stages if name not in (*evictions, "fresh_answers"))
             raise UserError(
                 f"stages: {evictions[0]} needs keys and values, {model.config.model_type} caches latents; leave it "
-                f"out: stages=[{others}]"
+                f"out: stages=[{others}]",
+                field="stages",
+                code="model",
             )
     evaluation.check(tests)
     stand_in = replace(tests, **_STAND_IN[config.module])
@@ -302,7 +312,9 @@ def _check_held_out(config: configs.Fit, stages: Sequence[str]) -> None:
         limit_key, limit, section, settings = trainings[name]
         if limit <= settings.held_out:
             raise UserError(
-                f"{limit_key}={limit}: {section}.held_out={settings.held_out} of the prompts are held out; raise it"
+                f"{limit_key}={limit}: {section}.held_out={settings.held_out} of the prompts are held out; raise it",
+                field=limit_key,
+                code="range",
             )
         settings.accumulation(launched().num_processes, section)
 
@@ -332,13 +344,19 @@ def _check_sharded(config: configs.Fit, stages: Sequence[str]) -> None:
                 raise UserError(
                     f"stages: {name} needs the whole model, not model.device_map={DIVIDED}, which is for "
                     "stages=[importance,eviction] or [fresh_eviction]; run it in one process, with "
-                    "model.device_map=auto if no GPU holds the model"
+                    "model.device_map=auto if no GPU holds the model",
+                    field="model.device_map",
+                    code="conflict",
                 )
     elif not shards_models():
         return
 
     if "distillation" in stages:
-        raise UserError("stages: distillation does not support ZeRO-3; use recipes/accelerate/ddp.yaml or zero2.yaml")
+        raise UserError(
+            "stages: distillation does not support ZeRO-3; use recipes/accelerate/ddp.yaml or zero2.yaml",
+            field="stages",
+            code="conflict",
+        )
     sharding = f"model.device_map={DIVIDED}" if by_fsdp2 else "ZeRO-3"
     trainings: dict[str, tuple[str, TrainSettings]] = {
         "importance": ("train", config.train),
@@ -350,7 +368,11 @@ def _check_sharded(config: configs.Fit, stages: Sequence[str]) -> None:
             continue
         section, settings = trainings[name]
         if settings.replays > 1:
-            raise UserError(f"{section}.replays={settings.replays}: with {sharding} use 1")
+            raise UserError(
+                f"{section}.replays={settings.replays}: with {sharding} use 1",
+                field=f"{section}.replays",
+                code="conflict",
+            )
 
 
 def _check_order(config: configs.Fit, out: Path, stages: Sequence[str]) -> None:
@@ -371,7 +393,11 @@ def _check_order(config: configs.Fit, out: Path, stages: Sequence[str]) -> None:
         trainings = modules_of.get(name, [])
         has_module = any(training in earlier_stages or module_files[training].is_file() for training in trainings)
         if trainings and not has_module:
-            raise UserError(f"stages: {name} needs a trained module, and {out} has none; run {trainings[0]} first")
+            raise UserError(
+                f"stages: {name} needs a trained module, and {out} has none; run {trainings[0]} first",
+                field="stages",
+                code="missing",
+            )
         if name in answers_of and answers_of[name] not in earlier_stages:
             finished_manifest(out / _DATA_FOLDERS[answers_of[name]])
 

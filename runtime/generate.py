@@ -478,7 +478,7 @@ def _require_honoured(
         if asked[name] is not None and asked[name] != {}:
             raise UserError(
                 f"custom_generate: {name} is not supported; leave it out, or generate without a method",
-                field=name,
+                field=name.partition("=")[0],
                 code="conflict",
             )
     past = inputs.get("past_key_values")

@@ -272,7 +272,11 @@ class Results:
             with path.open(newline="", encoding="utf-8") as file:
                 self.lines = list(csv.DictReader(file))
             if any(set(columns) != line.keys() for line in self.lines):
-                raise UserError(f"{path}: its columns are not {', '.join(columns)}; name another file with --out")
+                raise UserError(
+                    f"{path}: its columns are not {', '.join(columns)}; name another file with --out",
+                    field="out",
+                    code="file",
+                )
 
     def line(self, card: str, row: Any) -> dict[str, Any]:
         """A row's line, or an empty one that is not in the table yet."""

@@ -284,7 +284,7 @@ class DayBench(gpu.Bench):
         is_gpu = self.device.type == "cuda"
         with static_step(reader, state, 0, criteria, None, **options, without_graph=not is_gpu) as step:
             if step is None:
-                raise UserError("decoded without a CUDA graph: the log says why")
+                raise UserError("decoded without a CUDA graph: the log says why", field="graph", code="state")
             action(partial(step.advance, reader))
 
     @torch.no_grad()

@@ -32,7 +32,11 @@ def require_room(model: PreTrainedModel, tokens: int, rows: int = 1, beyond_cont
         return
     free = free_tokens(model)
     if tokens * rows > free:
-        raise UserError(f"{rows} x {tokens} tokens: the free memory has room for the KV entries of {free}; lower them")
+        raise UserError(
+            f"{rows} x {tokens} tokens: the free memory has room for the KV entries of {free}; lower them",
+            field="tokens",
+            code="memory",
+        )
 
 
 def random_ids(model: PreTrainedModel, batch: int, length: int) -> Tensor:

@@ -117,7 +117,7 @@ class Card:
 def known_card(name: str) -> Card:
     """A card by its data sheet."""
     if name not in CARDS:
-        raise UserError(f"--card {name!r} is unknown; choose one of {', '.join(CARDS)}")
+        raise UserError(f"--card {name!r} is unknown; choose one of {', '.join(CARDS)}", field="card", code="unknown")
     bandwidth, memory = CARDS[name]
     return Card(name, peak_of(name) * 1e12, bandwidth * 1e12, memory * 10**9)
 
@@ -387,7 +387,9 @@ def table_lines(
 def measured_on(path: Path, card: str, model_id: str) -> dict[tuple[int, str], float]:
     """Seconds to the first token by length and method of a card and model, in the CSV of `make bench-gpu`."""
     if not path.is_file():
-        raise UserError(f"measured={path}: no such file; name the CSV that make bench-gpu writes")
+        raise UserError(
+            f"measured={path}: no such file; name the CSV that make bench-gpu writes", field="measured", code="missing"
+        )
     names = {row_name: name for name, row_name in _MEASURED_AS.items()}
     measured = {}
     with path.open(newline="", encoding="utf-8") as file:
@@ -401,7 +403,9 @@ def measured_on(path: Path, card: str, model_id: str) -> dict[tuple[int, str], f
                 if row["method"] in names:
                     measured[tokens, names[row["method"]]] = seconds
             except (KeyError, TypeError, ValueError):
-                raise UserError(f"measured={path}: expected the columns that make bench-gpu writes") from None
+                raise UserError(
+                    f"measured={path}: expected the columns that make bench-gpu writes", field="measured", code="file"
+                ) from None
     return measured
 
 

@@ -82,13 +82,17 @@ REFERENCE = PROTOCOLS["reference"]
 def protocol_named(name: str) -> Protocol:
     """A protocol by its name; UserError if there is none."""
     if name not in PROTOCOLS:
-        raise UserError(f"protocol={name} is unknown; choose one of {', '.join(PROTOCOLS)}")
+        raise UserError(
+            f"protocol={name} is unknown; choose one of {', '.join(PROTOCOLS)}", field="protocol", code="unknown"
+        )
     return PROTOCOLS[name]
 
 
 def no_images() -> Any:
     """Raises a UserError, in place of the processor in evaluations that read no images."""
-    raise UserError("tasks with images are not possible here; evaluate them with keepsight eval")
+    raise UserError(
+        "tasks with images are not possible here; evaluate them with keepsight eval", field="tasks", code="conflict"
+    )
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,7 @@ class TaskRequest:
                 faults.append(_fault(where, error))
                 self.skipped.append(str(faults[-1]))
                 if self.skip is not None and len(self.skipped) > self.skip:
-                    raise UserError(f"{faults[-1]}; fix the row, or raise skip={self.skip}") from None
+                    raise faults[-1].reworded(f"{faults[-1]}; fix the row, or raise skip={self.skip}") from None
                 continue
             if self._is_too_long(turns, max_tokens):
                 rows_too_long += 1
@@ -203,10 +207,14 @@ class TaskRequest:
 
 def _fault(where: str, error: Exception) -> UserError:
     """Why a row cannot be made into a sample, with its place."""
-    message = str(error) if isinstance(error, UserError) else f"not in the benchmark's own layout ({error!r:.100})"
+    if isinstance(error, UserError):
+        fault = error
+    else:
+        fault = UserError(f"not in the benchmark's own layout ({error!r:.100})", field="row", code="data")
+    message = str(fault)
     if where not in message:
         message = f"{where}: {message}"
-    return UserError(" ".join(message.split()))
+    return UserError(" ".join(message.split()), field=fault.field, code=fault.code)
 
 
 def _numbered(name: str, counts: dict[str, int]) -> str:
@@ -244,7 +252,7 @@ def file_rows(path: Path, missing: str = "name an existing file") -> Iterator[tu
     UserError with the advice `missing` if there is no such file.
     """
     if not path.is_file():
-        raise UserError(f"{path}: no such file; {missing}")
+        raise UserError(f"{path}: no such file; {missing}", field=path.name, code="missing")
     return json_rows(str(path), text_lines(path))
 
 
@@ -263,7 +271,7 @@ def json_rows(source: str, lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple
 def text_field(where: str, row: Mapping[str, Any], name: str) -> str:
     """A field of a row that holds a text, else UserError; `where` names the row."""
     if not isinstance(row.get(name), str):
-        raise UserError(f"{where}: field {name!r} must be a text, {_got(row, name)}")
+        raise UserError(f"{where}: field {name!r} must be a text, {_got(row, name)}", field=name, code="type")
     return row[name]
 
 
@@ -271,7 +279,11 @@ def texts_field(where: str, row: Mapping[str, Any], name: str) -> tuple[str, ...
     """A field of a row that holds a list of at least one text, else UserError; `where` names the row."""
     value = row.get(name)
     if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
-        raise UserError(f"{where}: field {name!r} must be a list of texts that is not empty, {_got(row, name)}")
+        raise UserError(
+            f"{where}: field {name!r} must be a list of texts that is not empty, {_got(row, name)}",
+            field=name,
+            code="type",
+        )
     return tuple(value)
 
 
@@ -294,9 +306,13 @@ def read_text(path: Path) -> str:
     try:
         text = regular(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as UTF-8 text ({error}); name a text file") from None
+        raise UserError(
+            f"{path}: cannot be read as UTF-8 text ({error}); name a text file", field=path.name, code="file"
+        ) from None
     if not text.strip():
-        raise UserError(f"{path}: the file is empty; name a file with at least some sentences")
+        raise UserError(
+            f"{path}: the file is empty; name a file with at least some sentences", field=path.name, code="range"
+        )
     return text
 
 
@@ -334,9 +350,11 @@ def hub_file(name: str, file: str, instead: str) -> Path:
     if isinstance(cached, str):
         return Path(cached)
     if not hub_reachable():
-        raise UserError(f"{name}/{file}: the Hub cannot be reached; {instead}")
+        raise UserError(f"{name}/{file}: the Hub cannot be reached; {instead}", field=file, code="service")
     try:
         return Path(hf_hub_download(name, file, repo_type="dataset"))
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise UserError(f"{name}/{file} cannot be downloaded ({reason}); {instead}") from None
+        raise UserError(
+            f"{name}/{file} cannot be downloaded ({reason}); {instead}", field=file, code="service"
+        ) from None

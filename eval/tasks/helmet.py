@@ -78,9 +78,17 @@ class Helmet(Benchmark):
     @override
     def require(self, task: str, judge: str) -> None:
         if self.dir is None:
-            raise UserError("helmet tasks need helmet.dir=FOLDER, the `data` folder of HELMET's download script")
+            raise UserError(
+                "helmet tasks need helmet.dir=FOLDER, the `data` folder of HELMET's download script",
+                field="helmet.dir",
+                code="missing",
+            )
         if HELMET_TASKS[task].metric in HELMET_JUDGED and not judge:
-            raise UserError(f"task helmet_{task} needs a judge: judge.url=http://HOST:PORT/v1 judge.model=NAME")
+            raise UserError(
+                f"task helmet_{task} needs a judge: judge.url=http://HOST:PORT/v1 judge.model=NAME",
+                field="judge.url",
+                code="missing",
+            )
 
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
@@ -89,7 +97,11 @@ class Helmet(Benchmark):
         for length in request.lengths:
             if length not in _LENGTHS:
                 lengths = ", ".join(map(str, _LENGTHS))
-                raise UserError(f"helmet: lengths={length} is none of {lengths}, its data's lengths")
+                raise UserError(
+                    f"helmet: lengths={length} is none of {lengths}, its data's lengths",
+                    field="lengths",
+                    code="unknown",
+                )
         for length in request.lengths:
             samples += self._samples(task, length, request)
         return samples
@@ -243,7 +255,9 @@ def _icl(examples: Path, shots: int) -> Fields:
         demonstrations = _balanced(train, shots)
         label_count = 1 + max(int(row["label"]) for row in train)
     except (ArithmeticError, KeyError, TypeError, ValueError):
-        raise UserError(f"{examples}: expected rows of text and label, a whole number") from None
+        raise UserError(
+            f"{examples}: expected rows of text and label, a whole number", field=examples.name, code="data"
+        ) from None
 
     def fields(where: str, row: Row) -> tuple[dict[str, str], Any]:
         text = text_field(where, row, "text")
@@ -283,7 +297,11 @@ def _balanced(rows: Iterable[Row], shots: int) -> list[Row]:
 def _cited(examples: Path, size: int) -> Fields:
     """Questions about numbered passages (ALCE, arXiv:2305.14627); an answer of several aliases is one reference."""
     if not examples.is_file():
-        raise UserError(f"{examples}: no such file; HELMET's `prompts` folder must lie beside helmet.dir")
+        raise UserError(
+            f"{examples}: no such file; HELMET's `prompts` folder must lie beside helmet.dir",
+            field=examples.name,
+            code="missing",
+        )
     texts = read_json(examples, dict[str, Any])
     rng = random.Random(_SEED)
 

@@ -67,7 +67,11 @@ class Jsonl(Benchmark):
     @override
     def require(self, task: str, judge: str) -> None:
         if self.dir is None:
-            raise UserError("tasks=[jsonl] needs jsonl.dir=FOLDER with JSONL files and a tasks.json")
+            raise UserError(
+                "tasks=[jsonl] needs jsonl.dir=FOLDER with JSONL files and a tasks.json",
+                field="jsonl.dir",
+                code="missing",
+            )
         if not Path(self.dir).is_dir():
             raise UserError(
                 f"{self.dir}: no such folder; jsonl.dir takes a folder of .jsonl files",
@@ -117,7 +121,9 @@ class _File:
             return self.max_new_tokens
         if ruler_family(task) not in self.max_new_tokens:
             families = f"max_new_tokens ({self.where}): {', '.join(self.max_new_tokens)}"
-            raise UserError(f"{where}: RULER task {task!r} is not of the families in {families}")
+            raise UserError(
+                f"{where}: RULER task {task!r} is not of the families in {families}", field="task", code="unknown"
+            )
         return self.max_new_tokens[ruler_family(task)]
 
 
@@ -125,12 +131,16 @@ def _choose_files(folder: Path, names: Sequence[str] | None) -> list[_File]:
     """The named files in their order, or all that can be scored, sorted by name."""
     present = {path.name.removesuffix(".jsonl"): path for path in sorted(folder.glob("*.jsonl"))}
     if not present:
-        raise UserError(f"{folder}: holds no .jsonl file")
+        raise UserError(f"{folder}: holds no .jsonl file", field="jsonl.dir", code="missing")
     source, tasks = _read_tasks(folder, present)
     files = []
     for name in dict.fromkeys(name.removesuffix(".jsonl") for name in names or present):
         if name not in present:
-            raise UserError(f"jsonl.files: {folder} has no {name}.jsonl; it has {', '.join(present)}")
+            raise UserError(
+                f"jsonl.files: {folder} has no {name}.jsonl; it has {', '.join(present)}",
+                field="jsonl.files",
+                code="unknown",
+            )
         reason = _hindrance(name, tasks)
         if reason is None:
             files.append(_describe(present[name], source, tasks[name]))
@@ -155,7 +165,9 @@ def _read_tasks(folder: Path, present: Mapping[str, Path]) -> tuple[Path, dict[s
         if path.is_file():
             tasks = read_json(path)
             if not isinstance(tasks, dict) or not all(isinstance(entry, dict) for entry in tasks.values()):
-                raise UserError(f"{path}: expected an object that holds an object for each file")
+                raise UserError(
+                    f"{path}: expected an object that holds an object for each file", field=path.name, code="type"
+                )
             return path, tasks
 
     entries = {}
@@ -168,7 +180,7 @@ def _read_tasks(folder: Path, present: Mapping[str, Path]) -> tuple[Path, dict[s
         }
     if not entries.keys() & present.keys():
         use = "it gives each file's template and metric, unless the file is named after a task of LongBench"
-        raise UserError(f"{folder}: no tasks.json in it or beside it; {use}")
+        raise UserError(f"{folder}: no tasks.json in it or beside it; {use}", field="tasks.json", code="missing")
     return folder, entries
 
 
@@ -203,7 +215,11 @@ def _describe(path: Path, source: Path, entry: Mapping[str, Any]) -> _File:
     limits: Any = entry.get("max_new_tokens")
     numbers = list(limits.values()) if layout == "ruler" and isinstance(limits, dict) else [limits]
     if not numbers or any(type(number) is not int or number < 1 for number in numbers):
-        raise UserError(f"{where}: max_new_tokens must be a whole number of at least 1, got {limits!r}")
+        raise UserError(
+            f"{where}: max_new_tokens must be a whole number of at least 1, got {limits!r}",
+            field="max_new_tokens",
+            code="type",
+        )
     return _File(path, where, layout, template, metric, limits, chat=not likeness & NO_TEMPLATE)
 
 
@@ -211,15 +227,25 @@ def _check_template(where: str, layout: str, template: Any) -> str:
     fields = _TEMPLATE_FIELDS[layout]
     listed_fields = " and ".join(f"{{{field}}}" for field in fields)
     if not isinstance(template, str):
-        raise UserError(f"{where}: prompt must be a text with {listed_fields}, got {template!r}")
+        raise UserError(
+            f"{where}: prompt must be a text with {listed_fields}, got {template!r}", field="prompt", code="type"
+        )
     template_fields = re.findall(r"{([A-Za-z_][^{}\s]*)}", template)
     for field_name in template_fields:
         if field_name not in fields:
-            raise UserError(f"{where}: prompt has the unknown field {{{field_name}}}; known: {listed_fields}")
+            raise UserError(
+                f"{where}: prompt has the unknown field {{{field_name}}}; known: {listed_fields}",
+                field=field_name,
+                code="unknown",
+            )
     if not template_fields:
-        raise UserError(f"{where}: prompt must hold {listed_fields}, or one of them")
+        raise UserError(f"{where}: prompt must hold {listed_fields}, or one of them", field="prompt", code="missing")
     if layout == "ruler" and not (template_fields == [*fields] and template.endswith("{answer_prefix}")):
-        raise UserError(f"{where}: RULER's prompt must hold {{input}} and end with {{answer_prefix}}")
+        raise UserError(
+            f"{where}: RULER's prompt must hold {{input}} and end with {{answer_prefix}}",
+            field="prompt",
+            code="missing",
+        )
     return template
 
 

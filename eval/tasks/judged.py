@@ -72,7 +72,11 @@ class MtBench(Benchmark):
         name = "HuggingFaceH4/mt_bench_prompts"
         rows = hub_rows(name, "train")
         if rows is None:
-            raise UserError(f"{name}: the Hub cannot be reached; name FastChat's question.jsonl: mt_bench.file=FILE")
+            raise UserError(
+                f"{name}: the Hub cannot be reached; name FastChat's question.jsonl: mt_bench.file=FILE",
+                field="mt_bench.file",
+                code="service",
+            )
         for row in rows:
             fields = {"question_id": row["prompt_id"], "turns": row["prompt"], "reference": row["reference"]}
             yield f"{name}:{row['prompt_id']}", {**row, **fields}
@@ -84,7 +88,11 @@ def _reference_answers(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
         try:
             yield str(row["question_id"]), texts_field(where, row["choices"][0], "turns")
         except (AttributeError, LookupError, TypeError):
-            raise UserError(f"{where}: expected question_id and choices[0].turns, as FastChat writes") from None
+            raise UserError(
+                f"{where}: expected question_id and choices[0].turns, as FastChat writes",
+                field="question_id",
+                code="missing",
+            ) from None
 
 
 def _conversation(answers: Mapping[str, tuple[str, ...]], where: str, row: Row, _: int) -> TaskRow:
@@ -121,7 +129,11 @@ class LongWriter(Benchmark):
     @override
     def require(self, task: str, judge: str) -> None:
         if self.file is None:
-            raise UserError("longwriter tasks need longwriter.file=FILE, LongWriter's longbench_write.jsonl")
+            raise UserError(
+                "longwriter tasks need longwriter.file=FILE, LongWriter's longbench_write.jsonl",
+                field="longwriter.file",
+                code="missing",
+            )
         if not task:
             _require_judge("longwriter", judge)
 
@@ -142,7 +154,9 @@ class LongWriter(Benchmark):
 
     def _converted(self, task: str, where: str, row: Row, number: int) -> TaskRow:
         if type(row.get("length")) is not int or row["length"] < 1:
-            raise UserError(f"{where}: field 'length' must be a whole number of words of at least 1")
+            raise UserError(
+                f"{where}: field 'length' must be a whole number of words of at least 1", field="length", code="type"
+            )
         references = (str(row["length"]),) if task else ()
         return TaskRow(str(row.get("id", number + 1)), {"input": text_field(where, row, "prompt")}, references)
 
@@ -166,4 +180,8 @@ def _wanted_length(prediction: str, reference: str) -> float:
 
 def _require_judge(task: str, judge: str) -> None:
     if not judge:
-        raise UserError(f"task {task} needs a judge: judge.url=http://HOST:PORT/v1 judge.model=NAME")
+        raise UserError(
+            f"task {task} needs a judge: judge.url=http://HOST:PORT/v1 judge.model=NAME",
+            field="judge.url",
+            code="missing",
+        )

@@ -272,7 +272,11 @@ def _chinese_words(text: str) -> list[str]:
     try:
         import jieba
     except ImportError:
-        raise UserError("LongBench's Chinese tasks need jieba; run `pip install -e '.[zh]'` in the clone") from None
+        raise UserError(
+            "LongBench's Chinese tasks need jieba; run `pip install -e '.[zh]'` in the clone",
+            field="jieba",
+            code="missing",
+        ) from None
     return list(jieba.cut(text))
 
 

@@ -82,10 +82,18 @@ class LongProc(Benchmark):
     @override
     def require(self, task: str, judge: str) -> None:
         if self.dir is None:
-            raise UserError("longproc tasks need longproc.dir=FOLDER with what LongProc's load_longproc_data returns")
+            raise UserError(
+                "longproc tasks need longproc.dir=FOLDER with what LongProc's load_longproc_data returns",
+                field="longproc.dir",
+                code="missing",
+            )
         if task.startswith("pseudo_to_code") and not (self.run_programs and shutil.which("g++")):
             advice = "install g++, and allow it with longproc.run_programs=true"
-            raise UserError(f"longproc_{task} compiles and runs what the model writes: {advice}")
+            raise UserError(
+                f"longproc_{task} compiles and runs what the model writes: {advice}",
+                field="longproc.run_programs",
+                code="conflict",
+            )
 
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
@@ -115,7 +123,7 @@ def _reference(family: str, where: str, row: Row) -> str:
         if family == "travel_planning":
             return _trip_reference(row["item"])
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise UserError(f"{where}: field 'item' must hold {_ITEMS[family]}") from None
+        raise UserError(f"{where}: field 'item' must hold {_ITEMS[family]}", field="item", code="type") from None
     return text_field(where, row, "reference_output")
 
 

@@ -50,15 +50,21 @@ def score(sample: Sample, prediction: str) -> float:
         return math.nan
     if sample.metric not in METRICS:
         names = ", ".join(sorted(METRICS))
-        raise UserError(f"sample {sample.task}/{sample.id}: unknown metric {sample.metric!r}; known: {names}")
+        raise UserError(
+            f"sample {sample.task}/{sample.id}: unknown metric {sample.metric!r}; known: {names}",
+            field="metric",
+            code="unknown",
+        )
     where = f"sample {sample.task}/{sample.id}: metric {sample.metric!r}"
     try:
         value = METRICS[sample.metric](CLEAN[sample.clean](prediction), sample)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         references = str(sample.references)[:60]
-        raise UserError(f"{where} does not fit its references {references} ({one_line(error, 80)})") from None
+        raise UserError(
+            f"{where} does not fit its references {references} ({one_line(error, 80)})", field="metric", code="data"
+        ) from None
     if not isinstance(value, Real) or not math.isfinite(value):
-        raise UserError(f"{where} gives {value!r:.60}; it must give a finite number")
+        raise UserError(f"{where} gives {value!r:.60}; it must give a finite number", field="metric", code="data")
     return float(value)
 
 

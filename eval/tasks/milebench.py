@@ -42,13 +42,21 @@ class MileBench(Benchmark):
     @override
     def groups(self, protocol: Protocol) -> Mapping[str, Sequence[str]]:
         if self.dir is None:
-            raise UserError("milebench tasks need milebench.dir=FOLDER with MileBench's folders, such as SlideVQA")
+            raise UserError(
+                "milebench tasks need milebench.dir=FOLDER with MileBench's folders, such as SlideVQA",
+                field="milebench.dir",
+                code="missing",
+            )
         names = []
         for path in sorted(Path(self.dir).glob("*/*.json")):
             if path.stem == path.parent.name:
                 names.append(path.stem)
         if not names:
-            raise UserError(f"milebench.dir={self.dir}: no NAME/NAME.json there, such as SlideVQA/SlideVQA.json")
+            raise UserError(
+                f"milebench.dir={self.dir}: no NAME/NAME.json there, such as SlideVQA/SlideVQA.json",
+                field="milebench.dir",
+                code="missing",
+            )
         groups = {"": names}
         for name in names:
             groups[name] = [name]
@@ -63,7 +71,11 @@ class MileBench(Benchmark):
         def convert(where: str, row: Row, number: int) -> TaskRow:
             instance = row.get("task_instance")
             if not isinstance(instance, dict):
-                raise UserError(f"{where}: task_instance must be an object with context and images_path")
+                raise UserError(
+                    f"{where}: task_instance must be an object with context and images_path",
+                    field="task_instance",
+                    code="type",
+                )
             choices = texts_field(where, instance, "choice_list") if "choice_list" in instance else ()
             text = f"{_instruction(where, instructions, row)}\n{text_field(where, instance, 'context')}"
             text += _choice_list(task, choices)
@@ -86,10 +98,18 @@ def _image_files(where: str, folder: Path, names: Sequence[str]) -> list[Path]:
     images = [Path(os.path.normpath(root / name)) for name in names]
     for image in images:
         if not image.is_relative_to(root):
-            raise UserError(f"{where}: its image {image} is outside of {root}; unpack MileBench's archives again")
+            raise UserError(
+                f"{where}: its image {image} is outside of {root}; unpack MileBench's archives again",
+                field="image",
+                code="file",
+            )
     for image in images:
         if not image.is_file():
-            raise UserError(f"{where}: its image {image} is missing; unpack all of MileBench's archives")
+            raise UserError(
+                f"{where}: its image {image} is missing; unpack all of MileBench's archives",
+                field="image",
+                code="missing",
+            )
     return images
 
 
@@ -109,9 +129,9 @@ def _data_set(path: Path) -> tuple[Any, str, list[tuple[str, Row]]]:
     except (KeyError, TypeError):
         kinds = " or ".join(_METRICS)
         layout = f"data, and meta_data with task_instruction and a question_type of {kinds}, as MileBench has them"
-        raise UserError(f"{path}: expected {layout}") from None
+        raise UserError(f"{path}: expected {layout}", field=path.name, code="type") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{path}: data must be a list of objects")
+        raise UserError(f"{path}: data must be a list of objects", field="data", code="type")
     return instructions, metric_name, [(f"{path}: data[{index}]", row) for index, row in enumerate(rows)]
 
 
@@ -119,9 +139,11 @@ def _response(where: str, row: Row, metric_name: str, choices: Sequence[str]) ->
     response = row.get("response")
     text = str(response) if isinstance(response, str | int | float) else ""
     if not plain(text):
-        raise UserError(f"{where}: response is empty or missing, so that no answer can be scored")
+        raise UserError(
+            f"{where}: response is empty or missing, so that no answer can be scored", field="response", code="missing"
+        )
     if metric_name == "milebench_choice" and plain(text) not in map(plain, choices):
-        raise UserError(f"{where}: response {text[:60]!r} must be one of choice_list")
+        raise UserError(f"{where}: response {text[:60]!r} must be one of choice_list", field="response", code="unknown")
     return text
 
 
@@ -130,7 +152,9 @@ def _instruction(where: str, instructions: Any, row: Row) -> str:
     try:
         return str(instructions[number])
     except (IndexError, KeyError, TypeError):
-        raise UserError(f"{where}: meta_data has no task_instruction {number!r}") from None
+        raise UserError(
+            f"{where}: meta_data has no task_instruction {number!r}", field="task_instruction", code="missing"
+        ) from None
 
 
 def _choice_list(name: str, choices: Sequence[str]) -> str:
@@ -155,7 +179,11 @@ def _parts(where: str, text: str, images: Sequence[Path]) -> list[str | Path]:
     texts = re.split(r"\{(?:image|table)#\d+\}", text)
     if len(texts) != len(images) + 1:
         positions = len(texts) - 1
-        raise UserError(f"{where}: {len(images)} images have {positions} places such as {{image#1}} in the context")
+        raise UserError(
+            f"{where}: {len(images)} images have {positions} places such as {{image#1}} in the context",
+            field="image",
+            code="data",
+        )
     parts: list[str | Path] = [texts[0]]
     for image, after in zip(images, texts[1:], strict=True):
         parts += [image, after]

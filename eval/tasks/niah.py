@@ -70,7 +70,11 @@ class Niah(Benchmark):
         request.check_lengths()
         for depth in self.depths:
             if not 0 <= depth <= 1:
-                raise UserError(f"niah.depths: {depth} is not a share of the haystack from 0 to 1")
+                raise UserError(
+                    f"niah.depths: {depth} is not a share of the haystack from 0 to 1",
+                    field="niah.depths",
+                    code="range",
+                )
         haystack = Path(self.haystack) if self.haystack else None
         samples: list[RenderedSample] = []
         for length in request.lengths:
@@ -108,7 +112,9 @@ def make_samples(
         UserError: the kind is unknown, the needles alone are longer than `length`, or the file is unusable.
     """
     if kind not in NEEDLE_KINDS:
-        raise UserError(f"niah: unknown kind {kind!r}; choose from {', '.join(NEEDLE_KINDS)}")
+        raise UserError(
+            f"niah: unknown kind {kind!r}; choose from {', '.join(NEEDLE_KINDS)}", field="kind", code="unknown"
+        )
     shape = NEEDLE_KINDS[kind]
     hay = read_haystack(haystack, tokenizer)
     limit = shape.max_new_tokens if max_new_tokens is None else max_new_tokens

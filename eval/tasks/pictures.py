@@ -36,7 +36,11 @@ class Pictures:
         try:
             inputs = self.processor(text=[self.text], images=images, add_special_tokens=False, return_tensors="pt")
         except ValueError as error:
-            raise UserError(f"{self.paths[0]}: the processor refuses the images of this prompt: {error}") from None
+            raise UserError(
+                f"{self.paths[0]}: the processor refuses the images of this prompt: {error}",
+                field="images",
+                code="data",
+            ) from None
         return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
 
     @property
@@ -70,4 +74,6 @@ def _load_image(path: Path) -> Any:
         return load_image(str(path))
     except (OSError, ValueError) as error:
         reason = "no such file" if not path.is_file() else one_line(error, 100)
-        raise UserError(f"{path}: the image cannot be read ({reason}); download the images again") from None
+        raise UserError(
+            f"{path}: the image cannot be read ({reason}); download the images again", field=path.name, code="file"
+        ) from None

@@ -66,7 +66,11 @@ def _samples_of_text(length: int, index: int, sizes: Sequence[int], request: Tas
             longest = max(longest, len(sample.prompt_ids))
         if longest <= limit:
             return samples
-    raise UserError(f"reconstruction: length {length} is too short for {ASKED} paragraphs; raise lengths=")
+    raise UserError(
+        f"reconstruction: length {length} is too short for {ASKED} paragraphs; raise lengths=",
+        field="lengths",
+        code="range",
+    )
 
 
 def _fitting(order: Sequence[int], sizes: Sequence[int], limit: int) -> int:

@@ -64,7 +64,11 @@ def _tasks_of_benchmark(owner: str, benchmark: Benchmark, name: str, protocol: P
     groups = benchmark.groups(protocol)
     if task_name in groups:
         if not groups[task_name]:
-            raise UserError(f"task {name!r}: none of its files is there, or the protocol takes its tasks out")
+            raise UserError(
+                f"task {name!r}: none of its files is there, or the protocol takes its tasks out",
+                field="tasks",
+                code="missing",
+            )
         return [(benchmark, task) for task in groups[task_name]]
     if task_name in benchmark.TASKS:
         return [(benchmark, task_name)]

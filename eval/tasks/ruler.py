@@ -133,7 +133,11 @@ def _ready_made(task: str, folder: Path, request: TaskRequest) -> list[RenderedS
 
         rows = [rows[index] for index in np.random.RandomState(42).permutation(len(rows))]
     if not rows:
-        raise UserError(f"ruler.dir: no row of {task} in the .jsonl files of {folder}; drop ruler.dir to generate it")
+        raise UserError(
+            f"ruler.dir: no row of {task} in the .jsonl files of {folder}; drop ruler.dir to generate it",
+            field="ruler.dir",
+            code="missing",
+        )
     request.notes[f"ruler {task}"] = str(folder)
     by_length: dict[Any, list[tuple[str, Row]]] = {}
     for where, row in rows:
@@ -154,7 +158,11 @@ def _rows(folder: Path) -> list[tuple[str, Row]]:
     Its length is a folder's name such as 4096.
     """
     if not folder.is_dir():
-        raise UserError(f"ruler.dir={folder}: no such folder; it takes a folder of RULER's .jsonl files")
+        raise UserError(
+            f"ruler.dir={folder}: no such folder; it takes a folder of RULER's .jsonl files",
+            field="ruler.dir",
+            code="missing",
+        )
     rows = []
     for path in sorted(folder.rglob("*.jsonl")):
         task = path.parent.name if path.stem in ("validation", "test") else path.stem
@@ -172,7 +180,11 @@ def _read_sample(task: str, protocol: Protocol, where: str, row: Row, _: int) ->
     text = text_field(where, row, "input")
     answers = row.get("outputs")
     if not isinstance(answers, list) or not answers or not all(type(answer) in (str, int) for answer in answers):
-        raise UserError(f"{where}: field 'outputs' must be a list of texts or whole numbers, as RULER writes")
+        raise UserError(
+            f"{where}: field 'outputs' must be a list of texts or whole numbers, as RULER writes",
+            field="outputs",
+            code="type",
+        )
     prefix = row.get("answer_prefix")
     if not isinstance(prefix, str):  # older files hold it in the text, in the model's own template or in none
         text, prefix = _parted(text, _PREFIXES.get(ruler_family(task), _ACCORDING))
@@ -276,7 +288,9 @@ def _search(block: list[_Search], length: int, rate: float, least: int, tokenize
             tokens = len(search.best.prompt_ids) + search.best.max_new_tokens
             if tokens > length:
                 shortest = f"a sample without haystack needs {tokens} tokens"
-                raise UserError(f"{search.best.task}: length {length} is too short; {shortest}")
+                raise UserError(
+                    f"{search.best.task}: length {length} is too short; {shortest}", field="lengths", code="range"
+                )
         samples.append(search.best)
     return samples
 

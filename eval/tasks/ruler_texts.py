@@ -298,7 +298,11 @@ def essay_words(file: str | None) -> tuple[tuple[str, ...], str]:
     if file is not None:
         text = read_json(Path(file), dict[str, Any]).get("text") if file.endswith(".json") else read_text(Path(file))
         if not isinstance(text, str) or not text.strip():
-            raise UserError(f"{file}: expected text, or an object with it as RULER's PaulGrahamEssays.json")
+            raise UserError(
+                f"{file}: expected text, or an object with it as RULER's PaulGrahamEssays.json",
+                field=file,
+                code="file",
+            )
         return tuple(text.split()), file
     name = "alessiodevoto/paul_graham_essays"
     rows = hub_rows(name, "train")
@@ -342,7 +346,9 @@ def _from_file(file: str, read: Callable[[Any, str], QaSource]) -> QaSource:
     try:
         return read(value, file)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise UserError(f"{file}: not in the layout of the data set's own file ({error!r})") from None
+        raise UserError(
+            f"{file}: not in the layout of the data set's own file ({error!r})", field=file, code="file"
+        ) from None
 
 
 Article = list[tuple[str, str, list[str]]]

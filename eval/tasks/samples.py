@@ -123,7 +123,11 @@ def _check_spans(sample: Sample, ids: "Tensor", tokenizer: Any) -> None:
     rendered = tokenizer.decode(ids) if sample.spans else ""
     for span in sample.spans:
         if span not in rendered:
-            raise UserError(f"sample {sample.task}/{sample.id}: the answer span {span!r} was cut from the prompt")
+            raise UserError(
+                f"sample {sample.task}/{sample.id}: the answer span {span!r} was cut from the prompt",
+                field="prompt",
+                code="range",
+            )
 
 
 def render_apart(sample: RenderedSample, tokenizer: Any) -> RenderedSample:
@@ -134,7 +138,7 @@ def render_apart(sample: RenderedSample, tokenizer: Any) -> RenderedSample:
     start = text.rfind(prompt)
     if start < 0 or not question or not sample.context.strip():
         advice = "does not say where its question starts; evaluate it with question=seen"
-        raise UserError(f"sample {sample.task}/{sample.id} {advice}")
+        raise UserError(f"sample {sample.task}/{sample.id} {advice}", field="question", code="missing")
     context = text[: start + len(prompt) - len(question)].rstrip()
     (prompt_ids,) = _encode([context], tokenizer, special=_has_special(sample, tokenizer))
     (question_ids,) = _encode([text[len(context) :]], tokenizer, special=False)
