@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from keepsight.errors import UserError
+from keepsight.errors import Code, UserError
 from keepsight.eval.inputs import sample_digest
 from keepsight.eval.sweep import Variant, check_samples, run_samples
 from keepsight.eval.tasks.benchmark import TaskRequest
@@ -157,10 +157,9 @@ def test_samples_beyond_the_context_are_counted(target: Target, folder: Path) ->
 
 
 def test_faults_of_the_folder_are_one_line(target: Target, folder: Path, tmp_path: Path) -> None:
-    def refused(message: str, *names: str) -> None:
-        with pytest.raises(UserError, match=message) as caught:
+    def cannot_be_read(field: str, code: Code, *names: str) -> None:
+        with refused(field, code):
             made(target, folder, *names)
-        assert "\n" not in str(caught.value)
 
     path = folder / "IEdit" / "IEdit.json"
     whole = json.loads(path.read_text())
@@ -169,26 +168,26 @@ def test_faults_of_the_folder_are_one_line(target: Target, folder: Path, tmp_pat
         data = [{**QUESTIONS[0], **changes}]
         path.write_text(json.dumps({"meta_data": whole["meta_data"], "data": data}))
 
-    refused("task 'milebench_Nothing' is unknown; milebench has .*milebench_IEdit", "milebench_Nothing")
+    cannot_be_read("tasks", "unknown", "milebench_Nothing")
     with_row(task_instruction_id=3)
-    refused(r"IEdit\.json: data\[0\]: meta_data has no task_instruction 3")
+    cannot_be_read("task_instruction", "missing")
     for response in ("", None, {"a": 1}):
         with_row(response=response)
-        refused(r"data\[0\]: response is empty")
+        cannot_be_read("response", "missing")
     with_row(task_instance={"context": "What?", "images_path": ["z.png"]})
-    refused(r"data\[0\]: 1 images have 0 places such as {image#1} in the context")
+    cannot_be_read("image", "data")
     with_row(task_instance={"context": "{image#1}", "images_path": ["gone.png"]})
-    refused(r"data\[0\]: its image .*gone\.png is missing; unpack all of MileBench's archives")
+    cannot_be_read("image", "missing")
     with_row(task_instance={"context": "{image#1}", "images_path": ["../../z.png"]})
-    refused(r"data\[0\]: its image .*z\.png is outside of .*images; unpack MileBench's archives again")
+    cannot_be_read("image", "file")
     (folder / "IEdit" / "images" / "z.png").write_bytes(b"no image")
     with_row()
-    refused(r"z\.png: the image cannot be read \(.*\); download the images again")
+    cannot_be_read("z.png", "file")
     path.write_text(json.dumps({"meta_data": {"question_type": "other", "task_instruction": []}, "data": []}))
-    refused("expected data, and meta_data with task_instruction and a question_type of multi-choice or open-ended")
+    cannot_be_read("IEdit.json", "type")
     write_data_set(folder, "SceneTransition", "multi-choice", [{**SCENES[0], "response": "green"}])
-    refused(r"data\[0\]: response 'green' must be one of choice_list", "milebench_SceneTransition")
-    with pytest.raises(UserError, match=r"no NAME/NAME\.json there, such as SlideVQA/SlideVQA\.json"):
+    cannot_be_read("response", "unknown", "milebench_SceneTransition")
+    with refused("milebench.dir", "missing"):
         made(target, tmp_path / "nothing")
-    with pytest.raises(UserError, match=r"milebench tasks need milebench\.dir=FOLDER"):
+    with refused("milebench.dir", "missing"):
         make_all(Benchmarks(), ["milebench"], TaskRequest(target.tokenizer, context=4096))

@@ -220,7 +220,7 @@ def test_a_method_that_is_refused_leaves_the_rows_of_the_others(target: Target, 
 def test_samples_are_checked_before_the_first_runs(target: Target, variants: list[Variant]) -> None:
     samples = [render(sample, target.tokenizer) for sample in (SAMPLE, OTHER)]
     check_samples(target, samples, variants)
-    with pytest.raises(UserError, match="sample test/one: the answer span 'lazy cat' was cut from the prompt"):
+    with refused("prompt", "range"):
         render(replace(SAMPLE, spans=("lazy dog", "lazy cat")), target.tokenizer)
     with refused("prompt", "range"):
         check_samples(target, samples, [Variant("truncation", Truncation(1000, window=999))])

@@ -4,12 +4,12 @@ from statistics import fmean
 
 import pytest
 
-from keepsight.errors import UserError
 from keepsight.eval.sweep import groups_of
 from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.metrics import score
 from keepsight.eval.tasks.reconstruction import ASKED, MAX_NEW_TOKENS, Reconstruction
 from keepsight.eval.tasks.samples import render_apart
+from tests.refused import refused
 from tests.tiny import tiny_tokenizer
 
 
@@ -40,5 +40,5 @@ def test_several_questions_share_a_text_and_can_be_split_from_it() -> None:
 
 
 def test_too_short_a_text_is_refused() -> None:
-    with pytest.raises(UserError, match="reconstruction: length 120 is too short for 4 paragraphs; raise lengths="):
+    with refused("lengths", "range"):
         Reconstruction().samples("", TaskRequest(tiny_tokenizer(), 8192, lengths=(120,), samples=1))
