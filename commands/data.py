@@ -42,11 +42,11 @@ def run(config: Config) -> str:
         settings_then = {key: getattr(earlier, key) for key in settings_now}
         advice = "choose another out=, or delete the folder"
         require_same(f"{out}: this data was made", settings_then, settings_now, advice)
-    save_config(config)
     with _answering(config) as (target, backend):
         manifest = generate_data(
             target, mixture, out, limit=config.limit, backend=backend, skip=config.skip, **settings
         )
+    save_config(config)
     if launched().is_main_process:
         tokens = f"{manifest['prompt_tokens']} prompt tokens, {manifest['answer_tokens']} answer tokens"
         print(f"{manifest['samples']} samples in {config.out}: {tokens}")

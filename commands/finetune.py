@@ -59,7 +59,6 @@ def run(config: Config, selected: Mapping[str, Any] | None = None) -> str:
 
     target = placed_target(config)
     samples, manifest = read_samples(config, target)
-    save_config(config)
     set_seed(settings.train.seed)
     lookahead = None
     if artifact is None:
@@ -81,6 +80,7 @@ def run(config: Config, selected: Mapping[str, Any] | None = None) -> str:
 
     following = f"eval adapter={quote(config.out)} out=runs/eval"
     if trainer.is_world_process_zero():
+        save_config(config)
         if artifact is None:
             following = _write_weights(config, trainer)
             print(ending(trainer, config, "head weights"))

@@ -101,7 +101,6 @@ def run(config: configs.Fit) -> str | None:
     require_writable(out)
     stages = _Stages(config)
     stages.check()
-    save_config(config)
 
     is_main = launched().is_main_process
     seconds = dict[str, float]()
@@ -110,6 +109,7 @@ def run(config: configs.Fit) -> str | None:
             print(f"\n=== {name}", flush=True)
         start = time.perf_counter()
         stages.run(name)
+        save_config(config)
         if is_main and name in _TRAININGS:
             _record(out, trained=name)
         gc.collect()  # frees a training's model before the next stage loads another

@@ -18,7 +18,8 @@ CONFIG_FILE = "config.yaml"
 def save_config(config: Any) -> None:
     """Write a command's configuration into its `out`; only the main process of a launch does.
 
-    No key holds a secret: keys of APIs are read from environment variables, which the configuration names.
+    It is written beside what the command has made, so that a run that is refused leaves the file as it is. No key holds
+    a secret: keys of APIs are read from environment variables, which the configuration names.
     """
     if launched().is_main_process:
         write_text(Path(config.out) / CONFIG_FILE, yaml_of(asdict(config)))

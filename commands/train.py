@@ -85,7 +85,6 @@ def _train(config: Config, initial: LookaheadAdapter | None) -> ModuleTrainer[Im
     """Train a module, then write its adapter, card and curves; UserError if the training was interrupted."""
     target = placed_target(config)
     samples, manifest = training.read_samples(config, target)
-    save_config(config)
     objective = new_objective(config, target, initial)
     unseen = UnseenQuestions.for_tokenizer(target.tokenizer, config.train.unseen, config.train.seed)
     run = replace(training.run_of(config, target, samples, "init", CONFIG), unseen=unseen)
@@ -93,6 +92,7 @@ def _train(config: Config, initial: LookaheadAdapter | None) -> ModuleTrainer[Im
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         save(config, Path(config.out), target, objective.lookahead, trainer.trained(), samples, manifest)
+        save_config(config)
         print(training.ending(trainer, config, "adapter"))
     training.require_finished(finished, config, trainer)
     return trainer

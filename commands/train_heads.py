@@ -48,7 +48,6 @@ def draft(config: TrainDraftHead) -> str:
         _named_draft_head(config.init)
     target = target_of(config)
     samples, manifest = training.read_samples(config, target)
-    save_config(config)
     set_seed(settings.train.seed)
     head = _new_draft_head(config, target, samples)
     teacher = _teacher(config, target, head, samples, manifest["digest"])
@@ -57,6 +56,7 @@ def draft(config: TrainDraftHead) -> str:
     finished = trainer.fit()
 
     if trainer.is_world_process_zero():
+        save_config(config)
         lengths = [len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples]
         described = training.length_summary("tokens of a sample", lengths)
         basics = training.basics_of(config, target, manifest, trainer.trained(), described)
@@ -113,7 +113,6 @@ def retrieval(config: TrainRetrievalHead) -> str:
     initial = None if config.head is None else _initial(config.head, config)
     target = training_target(config)
     samples, manifest = training.read_samples(config, target)
-    save_config(config)
     samples = truncated(samples, settings.max_tokens)
     set_seed(settings.train.seed)
     longest = max(len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples)
@@ -124,6 +123,7 @@ def retrieval(config: TrainRetrievalHead) -> str:
     finished = trainer.fit()
 
     if trainer.is_world_process_zero():
+        save_config(config)
         described = {
             **origin,
             "groups of layers": head.config.groups,

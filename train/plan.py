@@ -24,6 +24,7 @@ from keepsight.models.decoder import decoder_layers
 from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.attention import later
 from keepsight.runtime.state import prefill
+from keepsight.tables import TerminalColumn, TerminalTable
 from keepsight.train.dataset import Batch
 from keepsight.train.eviction import EvictionObjective
 from keepsight.train.importance import ImportanceObjective
@@ -188,6 +189,18 @@ def _storages(tree: Any) -> list[Any]:
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+_STEP_TABLE = TerminalTable(
+    [
+        TerminalColumn("pass", width=7, is_text=True),
+        TerminalColumn("median s", ".3f"),
+        TerminalColumn("fastest s", ".3f"),
+        TerminalColumn("slowest s", ".3f"),
+        TerminalColumn("in prefills", ".3f"),
+        TerminalColumn("peak MiB", ".0f"),
+    ]
+)
+
+
 def bench_step(
     lookahead: Lookahead, tokens: int, answer_tokens: int, repeats: int, settings: LookaheadTrainSettings
 ) -> Iterator[str]:
@@ -234,16 +247,12 @@ def bench_step(
         f"{settings.batch_size} x {tokens} prompt + {answer_tokens} answer tokens, "
         f"{settings.replays} steps a pass of the model{cuts}, {repeats} repeats"
     )
-    yield _timing("prefill", prefill_seconds, prefill_peak)
-    yield _timing("step", step_seconds, step_peak)
-    ratio = statistics.median(step_seconds) / statistics.median(prefill_seconds)
-    yield f"a step takes {ratio:.3f} prefills"
-
-
-def _timing(name: str, seconds: list[float], peak: float) -> str:
-    """A line with the median, the fastest and the slowest of some repeats, and the peak memory in MiB."""
-    span = f"{statistics.median(seconds):7.3f} s ({min(seconds):.3f} to {max(seconds):.3f})"
-    return f"{name:<8} {span}, peak memory {peak:.0f} MiB"
+    rows = []
+    for name, times, peak in (("prefill", prefill_seconds, prefill_peak), ("step", step_seconds, step_peak)):
+        median = statistics.median(times)
+        row = {"pass": name, "median s": median, "fastest s": min(times), "slowest s": max(times), "peak MiB": peak}
+        rows.append({**row, "in prefills": median / statistics.median(prefill_seconds)})
+    yield from _STEP_TABLE.lines(rows)
 
 
 def _measure(action: Callable[[], object]) -> tuple[float, float]:

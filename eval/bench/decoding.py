@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -248,17 +248,19 @@ def bench_sweep(
             for method in methods.values():
                 generate(target.model, ids, method, max_new_tokens=answer_tokens, do_sample=False)
 
+    def seconds_a_sample(run: Callable[[], None], _: int) -> Row:
+        return {"s a sample": seconds_of(run) / samples}
+
     with _endless(target.model):
         run_samples(target, [warm_up], variants, batch_tokens)
-        shared = seconds_of(swept) / samples
-        separate = seconds_of(one_by_one) / samples
+        runs = {"sweep": swept, "separate runs": one_by_one}
+        rows = list(compare(runs, seconds_a_sample, ratios={"of sweep": "s a sample"}))
     yield (
         f"{len(methods)} variants, {tokens} prompt tokens, {answer_tokens} answer tokens, {samples} samples, "
         f"{torch.get_num_threads()} threads"
     )
-    yield f"sweep     {shared:7.2f} s a sample"
-    yield f"separate  {separate:7.2f} s a sample"
-    yield f"ratio     {separate / shared:7.2f}"
+    columns = [name_column("method", runs), TerminalColumn("s a sample", ".2f"), TerminalColumn("of sweep", ".2f")]
+    yield from TerminalTable(columns).lines(rows)
 
 
 @contextmanager

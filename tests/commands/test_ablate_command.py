@@ -51,8 +51,10 @@ def test_it_leaves_an_adapter_for_each_cell_a_table_and_a_plot(keepsight: Comman
     assert [path.read_bytes() for path in weights] == before
     more = keepsight(*GIVEN, "train.held_out=11", "lookahead.tokens=2,8", "lookahead.rank=0,2")
     assert "tokens8-rank2" in more and [path.read_bytes() for path in weights] == before
+    settings = Path("ablation/cells/tokens2-rank0/config.yaml").read_bytes()
     other = keepsight.refuses("train.seed", "conflict", *given, "train.seed=9")
     assert other.startswith("ablation/cells/tokens2-rank0")
+    assert Path("ablation/cells/tokens2-rank0/config.yaml").read_bytes() == settings
 
 
 def test_a_cell_is_the_module_that_is_trained_alone(keepsight: CommandLine, data: Path) -> None:

@@ -39,7 +39,10 @@ def test_a_training_step_against_a_prefill(keepsight: CommandLine) -> None:
     lines = keepsight("bench", "train", *TINY, *small).splitlines()
     at = "2 steps a pass of the model at 3 cuts"
     assert lines[0] == f"1 x 60 prompt + 5 answer tokens, {at}, 1 repeats"
-    assert [line.split()[0] for line in lines[1:]] == ["prefill", "step", "a"]
+    assert cells(lines[1]) == ["pass", "median s", "fastest s", "slowest s", "in prefills", "peak MiB"]
+    prefill, step = map(cells, lines[2:])
+    assert prefill[0] == "prefill" and prefill[4] == "1.000"
+    assert step[0] == "step" and float(step[4]) > 0 and float(step[2]) <= float(step[1]) <= float(step[3])
 
 
 def test_a_sweep_against_single_runs(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +53,8 @@ def test_a_sweep_against_single_runs(keepsight: CommandLine, monkeypatch: pytest
     lines = keepsight("bench", "eval", *METHODS, *small).splitlines()
     assert [each for each in warned if "eos_token_id" in each] == []
     assert lines[0].startswith("2 variants, 320 prompt tokens, 3 answer tokens, 1 samples, ")
-    assert [line.split()[0] for line in lines[1:]] == ["sweep", "separate", "ratio"]
+    assert [cells(line)[0] for line in lines[1:]] == ["method", "sweep", "separate runs"]
+    assert cells(lines[2])[2] == "1.00"
 
 
 def test_evictions_against_the_prefill(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
