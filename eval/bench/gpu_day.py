@@ -29,6 +29,7 @@ from typing_extensions import override
 from keepsight.errors import UserError, one_line
 from keepsight.eval.bench import gpu
 from keepsight.eval.bench.measure import median_seconds, peak_bytes, random_ids, read_greedily, seconds_of
+from keepsight.eval.bench.offload import random_state
 from keepsight.eval.bench.roofline import BUDGET, Card, Row, roofline, rows_that_fit
 from keepsight.files import at_home, size_text
 from keepsight.runtime.attention import Reader
@@ -146,14 +147,16 @@ def floor_of(row: DayRow, card: Card, rows: int | None = None) -> DayFigures:
     method = "full" if row.method == TRANSFORMERS else row.method
     bench_row = Row("generate", MODEL, row.tokens, method)
     least = roofline(bench_row, card, rows or _largest(row, card))
-    return DayFigures(
+    floor = DayFigures(
         first_s=least.first_s,
         step_s=least.step_s,
         step8_s=roofline(bench_row, card, BATCH).batch_s,
-        rows=least.rows,
-        batch_s=least.batch_s,
         kv_bytes=least.kv_bytes,
     )
+    if row.method != TRANSFORMERS:  # whose largest batch would take a prefill of all rows for each turn
+        floor.rows = least.rows
+        floor.batch_s = least.batch_s
+    return floor
 
 
 def _largest(row: DayRow, card: Card) -> int:
@@ -228,14 +231,22 @@ class DayBench(gpu.Bench):
         figures.kv_bytes = states[0].kv_bytes
         state = states[0].unrecorded()
         self._time_alone(reader, state, row, figures)
-        if not can_join(states[0]):
-            return figures
-        figures.step8_s = self._step_seconds(reader, join([state] * BATCH), row)
+        joins = can_join(state)
+        if not joins:
+            states.clear()
+            del state  # a batch is made of random entries
+
+        def batch_of(rows: int) -> State:
+            if joins:
+                return join([state] * rows)
+            return method.compress_state(model, random_state(model, Needs(), rows, row.tokens)).unrecorded()
+
+        figures.step8_s = self._step_seconds(reader, batch_of(BATCH), row)
         figures.rows = _largest(row, self.card)
         while figures.rows and figures.batch_s is None:
             self.free()
             try:
-                figures.batch_s = self._step_seconds(reader, join([state] * figures.rows), row)
+                figures.batch_s = self._step_seconds(reader, batch_of(figures.rows), row)
             except torch.OutOfMemoryError:
                 figures.rows -= max(1, figures.rows // 8)
         return figures
@@ -371,7 +382,7 @@ def summary(output: str) -> str:
 def _vllm_note() -> str:
     if find_spec("vllm") is None:
         return "vllm is not installed; its CUDA wheels are too large to be carried with the tree"
-    return "vllm has a torch of its own: measure it in its environment, keepsight bench vllm"
+    return "vllm has a torch of its own: measure it in its environment, keepsight bench serve vllm=true"
 
 
 def run(bench: DayBench, results: gpu.Results, rows: Sequence[DayRow], seconds: float) -> int:

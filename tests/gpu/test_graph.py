@@ -14,6 +14,7 @@ from keepsight.runtime import static_step
 from keepsight.runtime.generate import FullCache, decode, generate, stop_after
 from keepsight.runtime.methods import AdaKV, PyramidKV, SnapKV, StreamingLLM
 from keepsight.runtime.state import State
+from keepsight.serving.engine import Engine, Job
 from tests.close import assert_close
 from tests.gpu.device import CUDA_ALONE, FLOATS, GPU, settled, there
 from tests.tiny import prompt_ids, tiny_model
@@ -131,6 +132,23 @@ def test_generate_takes_the_graph(caplog: pytest.LogCaptureFixture) -> None:
             ids = there(prompt_ids(200, seed=seed)[0])
             generate(model, ids, AdaKV(64), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
     assert captured(model) == 1 and "without a CUDA graph" not in caplog.text
+
+
+def test_a_server_whose_batch_changes_gives_the_answers_of_single_launches(monkeypatch: Any) -> None:
+    model = there(tiny_model(head_dim=16))
+    engine = Engine(model, METHODS["adakv"], rows=3)
+    jobs = []
+    for index, length in enumerate((200, 90, 130, 70, 160)):
+        jobs.append(Job(prompt_ids(length, seed=index)[0][0], max_new_tokens=8 + 9 * (index % 3), do_sample=False))
+    for job in jobs:
+        engine.submit(job)
+    while engine.step():
+        pass
+    assert captured(model)
+    monkeypatch.setenv(VARIABLE, "")
+    for job in jobs:
+        alone = generate(model, there(job.ids[None]), METHODS["adakv"], **job.options)
+        assert job.result(0) == alone[0].tolist()
 
 
 def test_memory_is_freed_with_the_model() -> None:

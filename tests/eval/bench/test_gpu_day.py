@@ -54,6 +54,8 @@ def test_a_dry_run_has_a_line_with_bytes_and_rooflines_for_every_row(
         assert line.startswith(row.part)
         if row.part in ("decoding", "training"):
             assert line.count("- / ") >= 2 and "iB" in line
+        if row.part == "decoding":  # first token, step, 8 rows, and tokens per second of the largest batch
+            assert line.count("- / ") == (3 if row.method == "transformers" else 4)
     assert not (tmp_path / "none.csv").exists()
     assert main(["--dry", "--card", "abacus"]) == 2
 
@@ -101,7 +103,7 @@ def test_decoding_is_measured(method: str, decoding: str, tiny: None) -> None:
 
 def test_what_reads_less_and_training_are_measured(tiny: None) -> None:
     figures, _ = DayBench(CPU, CARD).figures(DayRow("decoding", "quest", 100, "eager"))
-    assert figures.step_s and figures.first_s and figures.step8_s is None
+    assert figures.step_s and figures.first_s and figures.step8_s and figures.rows and figures.batch_s
     figures, _ = DayBench(CPU, CARD).figures(DayRow("training", "lookahead module", 64))
     assert figures.step_s and figures.share
 
