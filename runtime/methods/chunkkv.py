@@ -97,7 +97,7 @@ def chunks_kept(scores: Tensor, budget: int, chunk: int, cut: int) -> Tensor:
     positive = (plain - plain.amin(dim=1, keepdim=True).clamp(max=0)) * real
     shares = positive / (positive.sum(dim=1, keepdim=True) + _EPSILON)
     entropies = -(shares * (shares + _EPSILON).log()).sum(dim=1)
-    evenness = torch.where(lengths > 1, entropies / lengths.clamp(min=2).log(), 0.0).clamp(0, 1)
+    evenness = torch.where(lengths > 1, entropies / lengths.clamp(min=2).to(scores.dtype).log(), 0.0).clamp(0, 1)
     is_cut = (means >= means.median()) & (evenness < evenness.median())
     wanted = torch.where(is_cut, lengths.clamp(max=cut), lengths)
 
