@@ -86,7 +86,7 @@ def test_the_reference_names_what_exists_and_every_method() -> None:
 
 
 def test_every_press_has_a_line_and_its_methods_exist() -> None:
-    """The 44 presses of kvpress 0.5.5, wrappers included, and a proposed one, each in a line; what they become is in the registry."""
+    """The 44 presses of kvpress 0.5.5, and a proposed one, each in a line; what they become is in the registry."""
     table = text_of("docs/coming_from_kvpress.md").partition("\n## Every press\n")[2].partition("\n## ")[0]
     lines_of_presses = [line.split("|") for line in table.splitlines() if re.match(r"\| `\w+Press", line)]
     presses = [press for line in lines_of_presses for press in re.findall(r"`(\w+Press)\b", line[1])]

@@ -248,7 +248,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_target(tmp_path_factory.mktemp("base"))
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "own_indexer"])  # which needs another model
+ELSEWHERE = ("own_indexer", "qfilters")
+"""Built in `test_indexer.py`, for another model, and in `test_kvpress_methods.py`, from directions."""
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ELSEWHERE])
 def test_a_method_is_built_once_before_the_base_model_has_weights(name: str, base: Path, tmp_path: Path) -> None:
     """Built with the model on the meta device, it answers with the loaded one."""
     outline = outline_target(str(base), dtype="float32")
