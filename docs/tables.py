@@ -164,6 +164,12 @@ def trial(name: str, measure: str = "excess NLL (nats a token)") -> Table:
     return Table("trials", "entries", "{value}", "variant", head="{} entries", where=where, columns=("run",))
 
 
+def coder(run: str) -> Table:
+    """Score and excess NLL of methods with Qwen2.5-Coder 0.5B in a run."""
+    columns = ("samples", "date", "processor", "run")
+    return Table("coder", "budget", "{score} / {excess_nll}", head="{} entries", where={"run": (run,)}, columns=columns)
+
+
 def on(run: str, *rows: str, columns: tuple[str, ...] = ()) -> Table:
     """Mean excess NLL of methods in a run of `question.csv`."""
     where = {"run": (run,)}
@@ -177,9 +183,8 @@ TABLES = {
         rows=alike(*ORACLE, OURS) | VARIANTS | BASELINES | REST,
         head="{} entries",
     ),
-    "coder": Table(
-        "coder", "budget", "{score} / {excess_nll}", head="{} entries", columns=("samples", "date", "processor", "run")
-    ),
+    "coder": coder("coder_ruler"),
+    "coder-real": coder("coder_real"),
     "card": Table(
         "real_prompts",
         "budget",
