@@ -8,7 +8,7 @@ is captured once for each number of rows, and for each size that entries round u
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -145,6 +145,6 @@ class StaticBatch:
         return True
 
 
-def _rows_of(offset: Tensor | int, index: Tensor) -> Tensor | int:
-    """The offsets [B] of some rows; a number is that of all."""
+def _rows_of(offset: Tensor | Literal[0], index: Tensor) -> Tensor | Literal[0]:
+    """The offsets [B] of some rows; 0 is that of all."""
     return offset[index] if isinstance(offset, Tensor) else offset

@@ -12,7 +12,7 @@ import sys
 import types
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import MagicMock
 
 import torch
@@ -61,7 +61,9 @@ GIVEN: dict[str, dict[str, Any]] = {
 class StandIn(types.ModuleType):
     """A module whose classes are empty, and whose functions do nothing."""
 
-    __path__: ClassVar[list[str]] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
