@@ -79,7 +79,7 @@ def run(config: Config) -> None:
     except ImportError as error:
         raise UserError(
             f"keepsight serve needs {error.name}; run `pip install -e '.[serving]'` in the clone",
-            field=error.name,
+            field=error.name or "serving",
             code="missing",
         ) from None
     method = method_of(config, resources_of(config, without_weights(config)))  # bad values end here

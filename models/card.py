@@ -41,6 +41,7 @@ LICENSES = {
     "microsoft/phi-4": "mit",
     "mistralai/Ministral-3-8B-Instruct-2512-BF16": "apache-2.0",
     "mistralai/Mistral-7B-Instruct-v0.3": "apache-2.0",
+    "nvidia/Nemotron-H-8B-Base-8K": "other",  # a licence of NVIDIA's own, for research
     "openai/gpt-oss-20b": "apache-2.0",
 }
 """Licences of base models, under which artifacts are published: Hub id -> the Hub's identifier of the licence."""
@@ -210,7 +211,7 @@ def write_card(
 def _license(license: str | None, base_model: str) -> dict[str, Any]:
     """Licence fields of the card's metadata: of `license`, else of the base model, else a link to it."""
     identifier = license or LICENSES.get(base_model)
-    if identifier:
+    if identifier and (license or identifier != "other"):
         return {"license": identifier}
     fields = {"license": "other", "license_name": "license-of-the-base-model"}
     if "/" in base_model:

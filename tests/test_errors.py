@@ -73,12 +73,16 @@ def test_the_helpers_name_the_field() -> None:
         from_json(b"{}", Options)
 
 
+POSITIVE: Any = Annotated[float, Gt(0)]
+OPTIONAL = POSITIVE | None
+
+
 @pytest.mark.parametrize(
     ("kind", "value", "code"),
     [
         (int | list[int], "x", "type"),
         (Literal["a", "b"], "c", "unknown"),
-        (Annotated[float, Gt(0)] | None, -1.0, "range"),
+        (OPTIONAL, -1.0, "range"),
     ],
 )
 def test_what_pydantic_finds_has_a_code(kind: Any, value: Any, code: Code) -> None:

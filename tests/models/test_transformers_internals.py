@@ -31,7 +31,7 @@ PUBLIC_METHODS = {name for name in vars(Trainer) if not name.startswith("_")}
 
 def private_names(path: Path) -> set[str]:
     """Private attributes of other objects that a file reads or sets, also by `getattr` and its like."""
-    names = set()
+    names = set[Any]()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Attribute):
             names.add(node.attr)
@@ -58,7 +58,7 @@ def test_a_custom_generate_sees_what_its_caller_asked_for() -> None:
         def answer(self, model: Any, request: Any) -> Any:
             raise NotImplementedError
 
-        def __call__(self, model: Any, input_ids: Any, **options: Any) -> Any:
+        def __call__(self, model: Any, input_ids: Any, **options: Any) -> Any:  # type: ignore[override]
             seen.update(internals.arguments_of_generate())
             seen["past"] = options.get("past_key_values", options.get("cache"))
             return input_ids

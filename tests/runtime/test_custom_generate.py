@@ -82,7 +82,7 @@ def _filled():
     return cache
 
 
-REFUSED = {
+REFUSED: dict[str, Any] = {
     "num_beams": (lambda: {"num_beams": 3}, "num_beams", "conflict"),
     "prompt lookup": (lambda: {"prompt_lookup_num_tokens": 3}, "num_beams", "conflict"),
     "inputs_embeds": (lambda: {"input_ids": None, "inputs_embeds": torch.rand(1, 9, 32)}, "inputs_embeds", "conflict"),

@@ -304,7 +304,7 @@ def test_tool_history_that_would_be_lost_is_refused(template, messages, field):
     tokenizer = with_template(template)
     with pytest.raises((UserError, ValidationError)) as refused:
         prompt_of(ChatRequest(model="tiny", messages=messages).messages, tokenizer)
-    error = refused.value
+    error: Any = refused.value
     if isinstance(error, ValidationError):
         error = first_fault(error)
     assert error.field == field
