@@ -28,6 +28,7 @@ LICENSES = {
     "Qwen/Qwen3-8B": "apache-2.0",
     "Qwen/Qwen3.5-4B": "apache-2.0",
     "Qwen/Qwen3.5-9B": "apache-2.0",
+    "allenai/Olmo-3-7B-Instruct": "apache-2.0",
     "google/gemma-3-270m": "gemma",
     "google/gemma-3-27b-it": "gemma",
     "google/gemma-3-4b-it": "gemma",
