@@ -35,7 +35,7 @@ USE = """
 import contextlib, importlib, importlib.util, io, json, pkgutil, runpy, sys
 import keepsight
 names = [found.name for found in pkgutil.walk_packages(keepsight.__path__, "keepsight.")]
-engine = () if importlib.util.find_spec("vllm") else ("connector", "ragged", "record")
+engine = () if importlib.util.find_spec("vllm") else ("connector", "ragged", "ragged_triton", "record")
 left_out = ("keepsight.__main__", *(f"keepsight.serving.vllm.{name}" for name in engine))
 modules = [importlib.import_module(name) for name in names if name not in left_out]
 from keepsight.models.artifacts import fetch
