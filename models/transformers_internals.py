@@ -5,11 +5,49 @@ names is gone or means something else, and where another file touches a private 
 """
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments, cache_utils
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
+
+if TYPE_CHECKING or hasattr(cache_utils, "DummyLayer"):
+    from transformers.cache_utils import DummyLayer as DummyLayer
+else:  # transformers 5.19 and earlier
+
+    class DummyLayer:
+        """The place in a cache of a decoder layer that keeps nothing, as later versions of transformers have it."""
+
+        supports_early_init = False
+        is_compileable = True
+        is_croppable = True
+
+        def __init__(self, **_: Any) -> None:
+            self.is_initialized = True
+            self.keys = None
+            self.values = None
+
+        def offload(self) -> None:
+            """It holds nothing."""
+
+        def prefetch(self) -> None:
+            """It holds nothing."""
+
+        def reset(self) -> None:
+            """It holds nothing."""
+
+        def crop(self, tokens: int) -> None:
+            """It holds nothing."""
+
+        def reorder_cache(self, beams: Any) -> None:
+            """It holds nothing."""
+
+        def batch_repeat_interleave(self, repeats: int) -> None:
+            """It holds nothing."""
+
+        def batch_select_indices(self, indices: Any) -> None:
+            """It holds nothing."""
+
 
 TRAINER_HOOKS = (
     "_get_train_sampler",

@@ -28,14 +28,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import RESTARTS
-from keepsight.models.transformers_internals import attention_of_config, set_attention_of_config
+from keepsight.models.transformers_internals import DummyLayer, attention_of_config, set_attention_of_config
 from keepsight.runtime.decision_channels import decisions_left_out, holds_decisions, without_decisions
 from keepsight.runtime.indexer import masks_of_layers, selected
 from keepsight.runtime.rope_length import counted_lengths

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.cache_utils import DummyLayer
 
+from keepsight.models.transformers_internals import DummyLayer
 from keepsight.runtime.attention import StateCache, is_bounded
 from keepsight.runtime.images import Images
 from keepsight.runtime.layer import KeptLayer, RaggedLayer

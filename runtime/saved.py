@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DummyLayer, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 from typing_extensions import override
 
 from keepsight.errors import UserError
@@ -32,6 +32,7 @@ from keepsight.models.decoder import (
     running_devices,
 )
 from keepsight.models.identity import Identity, adapters_digest, identity_of, tensors_digest
+from keepsight.models.transformers_internals import DummyLayer
 from keepsight.runtime.attention import Softmax, StateCache, is_bounded, recurrent_of
 from keepsight.runtime.generate import CustomGenerate, Decoded, FullCache, GenerateRequest, decode
 from keepsight.runtime.images import Images

@@ -22,7 +22,6 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
-    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -36,6 +35,7 @@ from keepsight.errors import UserError, require_whole
 from keepsight.files import size_text
 from keepsight.models.decoder import FULL, entry_owners, has_latents, layer_kinds, require_supported
 from keepsight.models.scorers import Scorer
+from keepsight.models.transformers_internals import DummyLayer
 from keepsight.runtime.attention import (
     OwnAttention,
     Reader,

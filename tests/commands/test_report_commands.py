@@ -66,7 +66,12 @@ def test_a_report_again_and_of_two_runs(keepsight: CommandLine, runs: Path, here
     assert "\n\nreport: both/report.html\nnext: " in keepsight("report", "a", "b", "out=both")
     page = (here / "both" / "report.html").read_text("utf-8")
     assert all(name in page for name in ("KV-cache eviction on tiny", "snapkv", "streamingllm", "settings of b"))
-    assert files_of_run(here / "both") == RUN_FILES - {"config.yaml", "results.jsonl", "settings.json", "kept/SAMPLE.json"}
+    assert files_of_run(here / "both") == RUN_FILES - {
+        "config.yaml",
+        "results.jsonl",
+        "settings.json",
+        "kept/SAMPLE.json",
+    }
     summary = (here / "both" / "summary.csv").read_text("utf-8").splitlines()
     assert [line.split(",")[2] for line in summary[1:]] == ["full", "snapkv", "streamingllm"]
 
