@@ -46,7 +46,7 @@ def typed(text: str) -> str:
 
 
 def test_a_document_is_made_a_prefix_and_asked_about(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    printed = typed(block("keepsight prefix"))
+    printed = typed(block("keepsight prefix recipe=smollm2-135m adapter="))
     (name,) = re.findall(r"\[\[keepsight:([0-9a-f]{32})\]\]", printed)
     port, (folder, *_) = free_port(), located(MODEL, packaged=PACKAGED)
     line = block("KEEPSIGHT_ROOT").replace("8001", str(port))
