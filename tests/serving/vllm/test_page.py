@@ -50,7 +50,8 @@ def test_a_document_is_made_a_prefix_and_asked_about(here: Path, capsys: pytest.
     (name,) = re.findall(r"\[\[keepsight:([0-9a-f]{32})\]\]", printed)
     port, (folder, *_) = free_port(), located(MODEL, packaged=PACKAGED)
     line = block("KEEPSIGHT_ROOT").replace("8001", str(port))
-    (python,) = re.findall(r"^```py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    scripts = re.findall(r"^```py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    (python,) = (script for script in scripts if "8001" in script)
     with process(f"http://127.0.0.1:{port}", here / "log", "bash", "-c", line, MODEL=str(folder)):
         exec(python.replace("8001", str(port)), {"ID": name})
     assert "4711" in capsys.readouterr().out
