@@ -147,10 +147,9 @@ def value_of(name: str, kind: Any, text: str) -> Any:
     types = _types(kind)
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise UserError(f"{name}= is not UTF-8 text: {text!r}", field=name, code="type")
+    # OmegaConf would take any number for a boolean.
     if bool in types and text.lower() not in ("true", "false", "null"):
-        raise UserError(
-            f"{name}={text} must be true or false", field=name, code="type"
-        )  # OmegaConf takes any number for one of them
+        raise UserError(f"{name}={text} must be true or false", field=name, code="type")
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
     is_list = list in (*types, *map(get_origin, types))
     if str in types and not is_list and dict not in types and text != "null" and not is_quoted:

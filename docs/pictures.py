@@ -30,9 +30,9 @@ def main(arguments: list[str]) -> None:
         for scheme, name in (("light", "inspect.png"), ("dark", "inspect_dark.png")):
             page.prefer(scheme)
             page.open(path, SIZE[0], ready="document.getElementById('lines').innerText")
-            whole = Path(profile) / name
-            page.screenshot(whole)
-            top = Image.open(whole).convert("RGB").crop((0, 0, *SIZE))
+            screenshot = Path(profile) / name
+            page.screenshot(screenshot)
+            top = Image.open(screenshot).convert("RGB").crop((0, 0, *SIZE))
             top.quantize(256).save(IMAGES / name, optimize=True)
 
 

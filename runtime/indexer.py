@@ -22,7 +22,8 @@ from keepsight.models.decoder import INDEXED, layer_kinds
 def selected(indices: Tensor, mask: Tensor | None, keys: int, most: int | None = None) -> Tensor:
     """The mask [B, 1, q, S] of the entries that are selected, of S `keys`; in the form of `mask`, bool by default.
 
-    `indices` [B, q, k] are those that the indexer selects for each of q queries, the best first; `most` of them count.
+    `indices` [B, q, k]: the entries that the indexer selects for each of q queries, best first. Only the first `most`
+    count.
     """
     is_read = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=indices.device)
     is_read = is_read.scatter(-1, indices[..., :most].long(), True)[:, None]

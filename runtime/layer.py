@@ -160,7 +160,7 @@ class KeptLayer(DynamicLayer):
         readers: Number of decoder layers that attend to the entries: 1, but for entries that later layers share.
         indexed: Width of the indexer's key, which is stored after each value (`keepsight.runtime.indexer`), so that it
             shares the fate of its entry; 0 without an indexer.
-        reads: The most entries that a token reads of those that the indexer selects; None for all that it selects.
+        reads: Upper bound on the number of entries a token reads from the indexer's selection; None for all of it.
     """
 
     keys: Tensor
@@ -204,7 +204,7 @@ class KeptLayer(DynamicLayer):
         return self._append(key_states, value_states)
 
     def update_indexer(self, index_keys: Tensor) -> Tensor:
-        """The indexer's keys [B, C, D] of all entries; `index_keys` [B, q, D] are those that `update` just appended."""
+        """Append `index_keys` [B, q, D], of the tokens that `update` has just stored; returns all, [B, C, D]."""
         count = index_keys.shape[1]
         self.values[:, 0, -count:, -self.indexed :] = index_keys
         return self.values[:, 0, :, -self.indexed :]

@@ -1,9 +1,9 @@
 """Static decoding steps of a batch that rows join and leave, as a server's does.
 
-Between two joins the batch is loaded into the buffers of a `StaticStep`, whose rows are a power of two: those that no
-answer needs have no entries, and what they compute is not looked at. A row that leaves becomes such a row, and nothing
-is copied. After a join, or when the room of a stretch is used up, the entries are packed and loaded again. So a graph
-is captured once for each number of rows, and for each size that entries round up to, not for each batch.
+Between two joins the batch is loaded into the buffers of a `StaticStep`, whose rows are a power of two. Unused rows
+have no entries, and their results are dropped. A row that leaves becomes such a row, and nothing is copied. After a
+join, or when the room of a stretch is used up, the entries are packed and loaded again. So a graph is captured once for
+each number of rows, and for each size that entries round up to, not for each batch.
 """
 
 from collections.abc import Sequence

@@ -325,8 +325,8 @@ class Engine:
         except UserError:
             method.check(length, _UNBOUNDED)  # raises what is not about the context
             raise TooLong(
-                f"this model's maximum context length is {self.context} tokens; a prompt of {length} leaves no room "
-                f"for those that {type(method).__name__} reads after it; shorten the prompt",
+                f"this model's maximum context length is {self.context} tokens; after a prompt of {length} "
+                f"there is no room for the tokens {type(method).__name__} observes with; shorten the prompt",
                 field="prompt",
                 code="range",
             ) from None

@@ -117,7 +117,11 @@ class Page:
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Page]:
-    """A browser with an empty profile; skips the test where no Chromium is installed."""
+    """A browser with an empty profile.
+
+    Skips the test where no Chromium is installed, since Python's package index has none; `.ci/run` installs it, so that
+    no page goes unseen there.
+    """
     if CHROMIUM is None:
         pytest.skip(
             "no Chromium is installed (Debian: apt-get install chromium); pages are not looked at; .ci/run installs it"

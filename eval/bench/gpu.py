@@ -409,9 +409,11 @@ def text_of(row: Row, figures: Figures, least: Figures, note: str | None = None)
         "what": row.method if row.kind == "generate" else f"{row.kind}: {row.method}",
         "first s": with_roofline(figures.first_s, least.first_s),
         "share": figures.share,
-        "step ms": with_roofline(_milliseconds(figures.step_s), _milliseconds(least.step_s)),
+        "step ms": with_roofline(milliseconds(figures.step_s), milliseconds(least.step_s)),
         "rows": figures.rows or least.rows,
-        "tokens/s": with_roofline(_tokens_per_second(figures), _tokens_per_second(least)),
+        "tokens/s": with_roofline(
+            tokens_per_second(figures.rows, figures.batch_s), tokens_per_second(least.rows, least.batch_s)
+        ),
         "KV": size_text(kv_bytes) if kv_bytes else None,
         "peak": size_text(peak) if peak else None,
         "note": note,
@@ -430,12 +432,14 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _milliseconds(seconds: float | None) -> float | None:
+def milliseconds(seconds: float | None) -> float | None:
+    """Seconds as milliseconds; None where nothing was measured."""
     return None if seconds is None else seconds * 1000
 
 
-def _tokens_per_second(figures: Figures) -> float | None:
-    return figures.rows / figures.batch_s if figures.rows and figures.batch_s else None
+def tokens_per_second(rows: int | None, step_seconds: float | None) -> float | None:
+    """What a batch of so many rows decodes in a second; None where it was not measured."""
+    return rows / step_seconds if rows and step_seconds else None
 
 
 def dry_lines(card: Card, missing: Sequence[Row]) -> Iterator[str]:

@@ -442,24 +442,18 @@ def text_of(row: DayRow, figures: DayFigures, least: DayFigures, note: str | Non
         "decoding": row.decoding,
         "first s": gpu.with_roofline(figures.first_s, least.first_s),
         "share": figures.share,
-        "step ms": gpu.with_roofline(_milliseconds(figures.step_s), _milliseconds(least.step_s)),
-        "GPU ms": _milliseconds(figures.busy_s),
-        f"{BATCH} rows ms": gpu.with_roofline(_milliseconds(figures.step8_s), _milliseconds(least.step8_s)),
+        "step ms": gpu.with_roofline(gpu.milliseconds(figures.step_s), gpu.milliseconds(least.step_s)),
+        "GPU ms": gpu.milliseconds(figures.busy_s),
+        f"{BATCH} rows ms": gpu.with_roofline(gpu.milliseconds(figures.step8_s), gpu.milliseconds(least.step8_s)),
         "rows": figures.rows or least.rows or None,
-        "tokens/s": gpu.with_roofline(_speed(figures), _speed(least)),
+        "tokens/s": gpu.with_roofline(
+            gpu.tokens_per_second(figures.rows, figures.batch_s), gpu.tokens_per_second(least.rows, least.batch_s)
+        ),
         "KV": size_text(kv_bytes) if kv_bytes else None,
         "peak": size_text(peak) if peak else None,
         "note": note,
     }
     return TABLE.line(cells)
-
-
-def _milliseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1000
-
-
-def _speed(figures: DayFigures) -> float | None:
-    return figures.rows / figures.batch_s if figures.rows and figures.batch_s else None
 
 
 def dry_lines(card: Card, missing: Sequence[DayRow]) -> Iterator[str]:

@@ -165,9 +165,7 @@ def _read_tasks(folder: Path, present: Mapping[str, Path]) -> tuple[Path, dict[s
         if path.is_file():
             tasks = read_json(path)
             if not isinstance(tasks, dict) or not all(isinstance(entry, dict) for entry in tasks.values()):
-                raise UserError(
-                    f"{path}: expected an object that holds an object for each file", field=path.name, code="type"
-                )
+                raise UserError(f"{path}: expected an object with one object per file", field=path.name, code="type")
             return path, tasks
 
     entries = {}

@@ -48,12 +48,6 @@ class EntropyGatedChunkKV(SnapKV):
                 field="allocate",
                 code="conflict",
             )
-        if self.during_prefill:
-            raise UserError(
-                f"{name}: chunks are compared once the prompt is read: leave out during_prefill",
-                field="during_prefill",
-                code="conflict",
-            )
 
     @override
     def select(self, state: State, importance: list[Tensor]) -> list[Tensor]:

@@ -141,12 +141,6 @@ class CriticalKV(SnapKV):
         super().__post_init__()
         if self.observer.signed:
             raise UserError(f"{type(self).__name__}: needs an observer of attention", field="observer", code="conflict")
-        if self.during_prefill:
-            raise UserError(
-                f"{type(self).__name__}: needs the whole prompt: leave out during_prefill",
-                field="during_prefill",
-                code="conflict",
-            )
 
     @override
     def select(self, state: State, importance: list[Tensor]) -> list[Tensor]:

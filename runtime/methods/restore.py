@@ -196,12 +196,6 @@ class RestoreKV(KVzip):
                 field="weights",
                 code="type",
             )
-        if self.during_prefill:
-            raise UserError(
-                "RestoreKV: learned tokens attend to the whole cache: leave out during_prefill",
-                field="during_prefill",
-                code="conflict",
-            )
         if self.every:
             raise UserError(
                 "RestoreKV: learned entries are added once, after the prompt; leave out every",

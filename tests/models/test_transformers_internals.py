@@ -56,7 +56,7 @@ def test_a_custom_generate_sees_what_its_caller_asked_for() -> None:
 
     class Look(CustomGenerate):
         def answer(self, model: Any, request: Any) -> Any:
-            raise NotImplementedError
+            raise AssertionError("`__call__` answers in its place")
 
         def __call__(self, model: Any, input_ids: Any, **options: Any) -> Any:  # type: ignore[override]
             seen.update(internals.arguments_of_generate())

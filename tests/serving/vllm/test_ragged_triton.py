@@ -14,8 +14,7 @@ from tests.typed import ROOT
 
 def test_a_step_in_the_interpreter_equals_a_slow_loop() -> None:
     """Of two requests with a prefix and an ordinary one; pages and tokens are written by vLLM's kernel too."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("needs the package triton")
+    assert importlib.util.find_spec("triton") is not None, "vLLM's environment brings Triton: run make setup-vllm"
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
     command = [sys.executable, "-m", "tests.serving.vllm.interpreted", str(Path(spec.origin).parent)]
