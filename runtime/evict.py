@@ -73,13 +73,13 @@ class Evict(CacheMethod):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        self.bound_observer.needs()  # binding refuses what the observer cannot take from the method
         if self.during_prefill and self.waits:
             raise UserError(
                 f"{name}: it evicts once the whole prompt is read: leave out during_prefill",
                 field="during_prefill",
                 code="conflict",
             )
+        self.bound_observer.needs()  # binding refuses what the observer cannot take from the method
         if self.during_prefill and not (isinstance(self.observer, LayerObserver) or self.observer.joins_prefill):
             raise UserError(
                 f"{name}: during_prefill needs an observer that scores each layer as it is read; "
