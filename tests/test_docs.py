@@ -161,3 +161,9 @@ def test_links_of_the_page_of_the_package_index_are_absolute() -> None:
     assert len(links) > 20 and all(link.startswith(("https://", "#")) for link in links)
     assert "https://github.com/o/n/raw/main/docs/images/" in text
     assert "https://github.com/o/n/blob/main/docs/quickstart.md" in text
+
+
+def test_readme_counts_the_other_methods() -> None:
+    """All but LookaheadKV, the full cache and the composition of parts."""
+    (number,) = re.findall(r"comparing them with (\d+) other methods", text_of("README.md"))
+    assert int(number) == len(METHODS.keys() - {"lookaheadkv", "full", "evict"})
