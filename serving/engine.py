@@ -252,6 +252,7 @@ class Engine:
         self._queue: deque[Job] = deque()
         self._batch: list[_Row] = []
         self._is_prefilling = False
+        self._is_decoding = False
         self._state: State | None = None
         self._static = StaticBatch(model, without_graph=static)
         self._wake = threading.Condition()
@@ -440,12 +441,15 @@ class Engine:
 
     def _decode_batch(self) -> None:
         """Decode a token of every answer; an error fails all of them."""
+        self._is_decoding = True
         try:
             self._drop_cancelled_rows()
             if self._batch:
                 self._decode()
         except Exception as error:
             self._end_batch("failed", error)
+        finally:
+            self._is_decoding = False
 
     def _end_batch(self, reason: str, error: Exception | None) -> None:
         for row in self._batch:
@@ -488,35 +492,28 @@ class Engine:
     def _prefill(self, job: Job) -> tuple[list[_Row], State]:
         """Read a prompt and evict from it; returns a row of the batch for each answer to it, and its state."""
         start = time.perf_counter()
-        decode_seconds = self.totals.decode_seconds
+        decode_seconds_before = self.totals.decode_seconds
         ids = job.ids[None].to(self.model.device)
         rows = [self._row(member, ids) for member in job.group]
-        is_decoding = False
 
         def stop_if_cancelled(*_: Any) -> None:
-            if not is_decoding and (self._is_closed or all(member.cancelled for member in job.group)):
+            if self._is_decoding:  # a step of the others, which runs through the same layers
+                return
+            if self._is_closed or all(member.cancelled for member in job.group):
                 raise _Cancelled
-
-        def decode_others() -> None:
-            nonlocal is_decoding
-            is_decoding = True
-            try:
-                self._decode_batch()
-            finally:
-                is_decoding = False
 
         method = job.method or self.method
         chunks: dict[str, Any] = {}
         if self._batch and self.prefill_tokens and method.reads_chunks():
-            chunks = {"chunk": self.prefill_tokens, "between": decode_others}
+            chunks = {"chunk": self.prefill_tokens, "between": self._decode_batch}
         with hooked((layer, stop_if_cancelled) for layer in decoder_layers(self.model)):
             state = method.start(self.model, ids, **chunks)
 
         kept = state.mean_entries()
         for member in job.group:
             member.kept = kept
-        decoded_meanwhile = self.totals.decode_seconds - decode_seconds
-        self.totals.prefill_seconds += time.perf_counter() - start - decoded_meanwhile
+        others_seconds = self.totals.decode_seconds - decode_seconds_before
+        self.totals.prefill_seconds += time.perf_counter() - start - others_seconds
         self.totals.prompt_tokens += ids.shape[1]
         self.totals.kept_entries += kept
         return rows, state

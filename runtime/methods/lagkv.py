@@ -44,14 +44,15 @@ class LagRelative(LayerObserver):
             has_length = lengths == length
             keys = entries.keys[has_length][:, width - length :]  # real entries are on the right
             values = entries.values[has_length][:, width - length :]
-            scores[..., width - length :][has_length] = self._ranks(keys.float(), values.float())
+            scores[..., width - length :][has_length] = self._scores_of_heads(keys.float(), values.float())
         return scores
 
-    def _ranks(self, keys: Tensor, values: Tensor) -> Tensor:
+    def _scores_of_heads(self, keys: Tensor, values: Tensor) -> Tensor:
         """Scores [M, n] of M heads with n entries each, from their keys and values [M, n, d]."""
         heads, length, _ = keys.shape
-        scores = 1 + torch.arange(length, device=keys.device, dtype=torch.float32) / max(length, 1)
-        scores = scores.repeat(heads, 1)
+        # Ranks are below 1, so that entries without one come first, the most recent before the others.
+        recency = torch.arange(length, device=keys.device, dtype=torch.float32) / max(length, 1)
+        scores = (1 + recency).repeat(heads, 1)
         sinks = min(self.sinks or 0, length)
         partitions = (length - sinks) // self.lag
         if partitions < 2:
