@@ -48,12 +48,15 @@ class Allocation(ABC):
         reads_scores: Whether it depends on the entries' importance, and not on their number alone.
         across_layers: Whether it compares importance across layers, so that no layer can be evicted from before all are
             read.
-        fills: Whether the budget is met exactly, and a prompt within it is left as it is.
     """
 
     reads_scores = True
     across_layers = False
-    fills = True
+
+    @property
+    def fills(self) -> bool:
+        """Whether the budget is met exactly, and a prompt within it is left as it is."""
+        return True
 
     @abstractmethod
     def __call__(self, sizes: HeadSizes, budgets: list[int], importance: list[Tensor]) -> Counts:
@@ -335,12 +338,16 @@ class Threshold(Allocation):
     """
 
     across_layers = True
-    fills = False
     least: float = 0.0
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.least):
             raise UserError(f"threshold: least {self.least!r} must be a finite number", field="least", code="range")
+
+    @property
+    @override
+    def fills(self) -> bool:
+        return False
 
     @override
     def check(self, budget: int) -> None:
@@ -420,6 +427,40 @@ def _evenly(available: Counts, share: int) -> Counts:
     """`share` entries of each; where some have fewer, others get the difference."""
     total = min(available.size * share, int(available.sum()))
     return adjust_to_sum(available.clip(max=share), np.full(available.shape, share), total, available)
+
+
+def shortened(real: Counts, short: Counts, order: NDArray[Any], budget: int) -> Counts:
+    """Entries of heads that keep all they have, but for the first units of an order, which are short.
+
+    No more units are short than the budget requires, and these share what is left of it. Where even that is too much,
+    all heads keep the same number.
+
+    Args:
+        real: [U, h], entries of the h heads of each of U units, such as the KV heads of a layer.
+        short: [U, h], the least that short ones keep.
+        order: [U] int64, the units, the one to be short first before the others.
+        budget: Entries of a head on average.
+
+    Returns:
+        [U, h]: they sum to U x h x budget, or to all entries if these are fewer.
+    """
+    total = min(real.size * budget, int(real.sum()))
+    counts = real.copy()
+    is_short = np.zeros(len(real), dtype=bool)
+    for unit in order.tolist():
+        if counts.sum() <= total:
+            break
+        counts[unit] = np.minimum(real[unit], short[unit])
+        is_short[unit] = True
+    left = total - int(counts.sum())
+    if left < 0:
+        return _evenly(real, budget)
+    if not left:
+        return counts
+
+    share = left / real[is_short].size
+    ideal = counts + share * is_short[:, None]
+    return adjust_to_sum(ideal.astype(np.int64).clip(max=real), ideal, total, real)
 
 
 def adjust_to_sum(counts: Counts, ideal: NDArray[Any], total: int, limits: Counts) -> Counts:

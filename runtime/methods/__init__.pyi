@@ -4,11 +4,13 @@ from keepsight.runtime.drafting.speckv import SpecKV as SpecKV
 from keepsight.runtime.evict import Evict as Evict
 from keepsight.runtime.generate import FullCache as FullCache
 from keepsight.runtime.generate import make_method as make_method
+from keepsight.runtime.methods.chunkkv import ChunkKV as ChunkKV
 from keepsight.runtime.methods.chunkkv import EntropyGatedChunkKV as EntropyGatedChunkKV
 from keepsight.runtime.methods.dms import DMS as DMS
 from keepsight.runtime.methods.drafts import DapQ as DapQ
 from keepsight.runtime.methods.drafts import Oracle as Oracle
 from keepsight.runtime.methods.dropkv import DropKV as DropKV
+from keepsight.runtime.methods.duoattention import DuoAttention as DuoAttention
 from keepsight.runtime.methods.expected import ExpectedAdaKV as ExpectedAdaKV
 from keepsight.runtime.methods.expected import ExpectedAttention as ExpectedAttention
 from keepsight.runtime.methods.expected import TriAttention as TriAttention
@@ -37,6 +39,7 @@ from keepsight.runtime.methods.scored import FastKVzip as FastKVzip
 from keepsight.runtime.methods.scored import KVzap as KVzap
 from keepsight.runtime.methods.scored import Locret as Locret
 from keepsight.runtime.methods.scored import TrimKV as TrimKV
+from keepsight.runtime.methods.simlayerkv import SimLayerKV as SimLayerKV
 from keepsight.runtime.methods.window import AdaKV as AdaKV
 from keepsight.runtime.methods.window import H2O as H2O
 from keepsight.runtime.methods.window import PyramidKV as PyramidKV

@@ -1,4 +1,4 @@
-"""ChunkKV gated by entropy: whole chunks stay, or their best entries where a few of them hold what counts."""
+"""ChunkKV: whole chunks stay; gated by entropy, their best entries alone where a few of them hold what counts."""
 
 from dataclasses import dataclass
 
@@ -16,35 +16,29 @@ from keepsight.runtime.state import State
 _EPSILON = 1e-8
 
 
-@registry.method("eg_chunkkv", label="EG-ChunkKV")
+@registry.method("chunkkv", label="ChunkKV")
 @dataclass(frozen=True)
-class EntropyGatedChunkKV(SnapKV):
-    """SnapKV that keeps chunks of 10 entries, of those whose scores are uneven the best 4 (ChunkKV, arXiv 2502.00299).
+class ChunkKV(SnapKV):
+    """SnapKV that keeps whole chunks of 10 entries, by their mean score (ChunkKV, arXiv 2502.00299, section 3).
 
-    The gate is kvpress's EntropyGatedChunkKVPress. A chunk is uneven if the entropy of its scores, relative to the
-    largest possible, is below the median, and is cut if its mean score is not below the median too. Chunks are taken by
-    their mean score until the budget is spent; what cutting leaves of it goes to the best entries left. All heads of a
-    layer keep the same entries, by the sum of their scores. Any observer can take the place of SnapKV's. Chunks begin
-    after the sinks and end before the window, which kvpress divides into chunks too.
+    All heads of a layer keep the same entries, by the sum of their scores. Of the last chunk that the budget reaches
+    the best entries stay, so that it is met exactly; kvpress rounds down to whole chunks of 20. Chunks begin after the
+    sinks and end before the window, which kvpress divides into chunks too. Any observer can take the place of SnapKV's.
+    The paper's reuse of one layer's chunks in the next is left out: it saves scoring, not memory.
 
     Attributes:
         chunk: Entries of a chunk; the last one may be shorter.
-        cut: Entries that stay of an uneven chunk, fewer than `chunk`.
     """
 
     chunk: Positive = 10
-    cut: Positive = 4
     waits = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name = type(self).__name__
-        if self.cut >= self.chunk:
-            raise UserError(f"{name}: cut {self.cut} must be below chunk {self.chunk}", field="cut", code="range")
         if self.allocate.reads_scores:
             raise UserError(
-                f"{name}: all heads of a layer keep the same entries, and {type(self.allocate).__name__} gives them "
-                "different numbers; choose uniform or pyramidkv",
+                f"{type(self).__name__}: all heads of a layer keep the same entries, and "
+                f"{type(self.allocate).__name__} gives them different numbers; choose uniform or pyramidkv",
                 field="allocate",
                 code="conflict",
             )
@@ -72,12 +66,46 @@ class EntropyGatedChunkKV(SnapKV):
                 code="state",
             )
         scores = importance[:, is_free].sum(dim=0)
-        mask[:, is_free] = chunks_kept(scores, count - int(mask[0].sum()), self.chunk, self.cut)
+        mask[:, is_free] = self._kept_of(scores, count - int(mask[0].sum()))
         return mask
+
+    def _kept_of(self, scores: Tensor, budget: int) -> Tensor:
+        """[n] bool: the `budget` entries that stay of n with scores [n]."""
+        return chunks_kept(scores, budget, self.chunk, self.chunk)
+
+
+@registry.method("eg_chunkkv", label="EG-ChunkKV")
+@dataclass(frozen=True)
+class EntropyGatedChunkKV(ChunkKV):
+    """ChunkKV that keeps of chunks whose scores are uneven the best 4 entries (ChunkKV, arXiv 2502.00299).
+
+    The gate is kvpress's EntropyGatedChunkKVPress. A chunk is uneven if the entropy of its scores, relative to the
+    largest possible, is below the median, and is cut if its mean score is not below the median too. Chunks are taken by
+    their mean score until the budget is spent; what cutting leaves of it goes to the best entries left.
+
+    Attributes:
+        cut: Entries that stay of an uneven chunk, fewer than `chunk`.
+    """
+
+    cut: Positive = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cut >= self.chunk:
+            raise UserError(
+                f"{type(self).__name__}: cut {self.cut} must be below chunk {self.chunk}", field="cut", code="range"
+            )
+
+    @override
+    def _kept_of(self, scores: Tensor, budget: int) -> Tensor:
+        return chunks_kept(scores, budget, self.chunk, self.cut)
 
 
 def chunks_kept(scores: Tensor, budget: int, chunk: int, cut: int) -> Tensor:
-    """[n] bool: the `budget` entries that stay of n with scores [n], as `EntropyGatedChunkKV` selects them."""
+    """[n] bool: the `budget` entries that stay of n with scores [n], as `EntropyGatedChunkKV` selects them.
+
+    With a `cut` of `chunk` no chunk is cut.
+    """
     entries = len(scores)
     budget = min(budget, entries)
     if budget <= 0:

@@ -46,6 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "locret": {"window": 8},
     "dms": {"window": 8},
     "dropkv": {"window": 8},
+    "chunkkv": {"window": 8, "chunk": 4},
     "eg_chunkkv": {"window": 8, "chunk": 4, "cut": 2},
     "specpc": {"window": 8, "kernel": 4},
     "speckvpc": {"window": 8, "prompt_window": 8, "kernel": 4, "lookahead": 5, "prompt_budget": BUDGET},
@@ -55,9 +56,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "specache": {"bits": 1, "group": 8, "residual": 8, "topk": LENGTH, "speculative": False},
 }
 """What fits the short prompt."""
-OTHERS = {"evict", "fastv", "own_indexer", "qfilters", "restorekv", "llmlingua2", "r2c", "sentence_similarity"}
+OTHERS = {"evict", "fastv", "own_indexer", "qfilters", "duoattention", "restorekv"}
+OTHERS |= {"llmlingua2", "r2c", "sentence_similarity"}
 """Compositions; what reads nothing but images; what needs an indexer (`test_indexer.py`); what is scored by published
-directions; what adds entries; what shortens a prompt with another package or reader."""
+directions or patterns; what adds entries; what shortens a prompt with another package or reader."""
 NAMES = [name for name in METHODS if name not in OTHERS]
 REFUSED = (
     dict.fromkeys(
@@ -119,7 +121,9 @@ KINDS: dict[str, set[str]] = {
     "locret": {"trained scorer", "projections"},
     "dms": {"trained scorer"},
     "dropkv": {"window", "output"},
+    "chunkkv": {"window"},
     "eg_chunkkv": {"window"},
+    "simlayerkv": {"window", "layers differ"},
     "expected_attention": {"rotation"},
     "expected_adakv": {"rotation"},
     "triattention": {"rotation"},

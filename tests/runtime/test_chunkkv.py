@@ -1,4 +1,4 @@
-"""EG-ChunkKV against a slow loop written from its definition."""
+"""ChunkKV and EG-ChunkKV against slow loops written from their definitions."""
 
 import math
 import statistics
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from keepsight.errors import Code
-from keepsight.runtime.methods import EntropyGatedChunkKV
+from keepsight.runtime.methods import ChunkKV, EntropyGatedChunkKV
 from keepsight.runtime.methods.chunkkv import chunks_kept
 from keepsight.runtime.state import prefill
 from tests.close import assert_close
@@ -41,6 +41,39 @@ def slow_kept(scores: list[float], budget: int, length: int, cut: int) -> set[in
         kept |= {*sorted(chunks[number], key=lambda entry: -scores[entry])[:count]}
     others = sorted({*range(len(scores))} - kept, key=lambda entry: -scores[entry])
     return kept | {*others[: budget - len(kept)]}
+
+
+def slow_whole_chunks(scores: list[list[float]], budget: int, length: int) -> set[int]:
+    """Whole chunks by the mean, over their entries, of the heads' summed scores; of the last one its best entries."""
+    summed = [sum(head[entry] for head in scores) for entry in range(len(scores[0]))]
+    left = [[*range(start, min(start + length, len(summed)))] for start in range(0, len(summed), length)]
+    kept: set[int] = set()
+    while left and len(kept) < budget:
+        best = left[0]
+        for chunk in left[1:]:
+            if sum(summed[entry] for entry in chunk) / len(chunk) > sum(summed[entry] for entry in best) / len(best):
+                best = chunk
+        left.remove(best)
+        kept |= {*sorted(best, key=lambda entry: -summed[entry])[: budget - len(kept)]}
+    return kept
+
+
+@pytest.mark.parametrize("budget", [12, 24, 30, 47])
+def test_whole_chunks_stay_alike_in_all_heads_of_a_layer(budget: int) -> None:
+    model = tiny_model()
+    ids, mask = prompt_ids(LENGTH, 50)
+    method = ChunkKV(budget, window=WINDOW, sinks=2, chunk=5)
+    state = prefill(model, ids, mask, needs=method.needs())
+    importance = method.importance(model, state)
+    for layer_importance, selected in zip(importance, method.select(state, importance), strict=True):
+        for row, length in enumerate((LENGTH, 50)):
+            first = LENGTH - length
+            scores = layer_importance[row, :, first + 2 : LENGTH - WINDOW].double().tolist()
+            chunks = slow_whole_chunks(scores, budget - WINDOW - 2, 5)
+            expected = {first, first + 1, *range(LENGTH - WINDOW, LENGTH)} | {first + 2 + entry for entry in chunks}
+            assert len(expected) == budget
+            for head in range(2):
+                assert {*selected[row, head].nonzero()[:, 0].tolist()} == expected
 
 
 @pytest.mark.parametrize("signed", [False, True])

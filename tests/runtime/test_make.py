@@ -248,8 +248,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_target(tmp_path_factory.mktemp("base"))
 
 
-ELSEWHERE = ("own_indexer", "qfilters")
-"""Built in `test_indexer.py`, for another model, and in `test_kvpress_methods.py`, from directions."""
+ELSEWHERE = ("own_indexer", "qfilters", "duoattention")
+"""Built in `test_indexer.py`, for another model, and in `test_kvpress_methods.py` and `test_duoattention.py`, from
+published directions and patterns."""
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in ELSEWHERE])
