@@ -43,7 +43,7 @@ from keepsight.progress import print_above, progress_bar
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
 from keepsight.runtime.methods import SpeCache
-from keepsight.tables import TerminalColumn, TerminalTable
+from keepsight.tables import TerminalColumn, terminal_table
 from keepsight.train.dataset import with_short_prompts
 from keepsight.train.draft_layers import Subset, Text, closeness, draft_figure, read_answer, relative_time, search
 from keepsight.train.plan import bench_step
@@ -308,14 +308,12 @@ def _draft_table(drafts: list[Subset], times: list[float], config: configs.Bench
     for draft, time in zip(drafts, times, strict=True):
         row = {"layers": len(draft.layers), "agreement": draft.agreement, "accepted": draft.accepted}
         rows.append({**row, "KL (nats)": draft.kl, "time a token": f"{time:.2f}x"})
-    table = TerminalTable(
-        [
-            TerminalColumn("layers", "d"),
-            TerminalColumn("agreement", ".3f"),
-            TerminalColumn("accepted", ".1f"),
-            TerminalColumn("KL (nats)", ".3f"),
-            TerminalColumn("time a token"),
-        ]
+    columns = (
+        TerminalColumn("layers", "d"),
+        TerminalColumn("agreement", ".3f"),
+        TerminalColumn("accepted", ".1f"),
+        TerminalColumn("KL (nats)", ".3f"),
+        TerminalColumn("time a token"),
     )
     title = f"{config.held_out} held-out texts, at most {config.answer_tokens} answer tokens of each"
-    return "\n".join([title, *table.lines(rows)])
+    return f"{title}\n{terminal_table(rows, columns)}"

@@ -598,7 +598,7 @@ def written_card(artifact: LookaheadAdapter, config: configs.Fit, out: Path, sou
     rows = _measured(out / source)
     if not rows:
         return artifact.card(basics, "")
-    table = markdown_table(["held-out samples", "before the last stage", "after it"], rows)
+    table = markdown_table(rows, ["held-out samples", "before the last stage", "after it"])
     return artifact.card(basics, table.rstrip())
 
 

@@ -14,7 +14,7 @@ from keepsight.commands.config_bench import PlanTrain, PlanTtft
 from keepsight.commands.config_shared import ModelConfig, UsesModel
 from keepsight.commands.from_recipe import outline_of
 from keepsight.errors import UserError
-from keepsight.eval.bench.roofline import CARDS, known_card, measured_on, table_lines
+from keepsight.eval.bench.roofline import CARDS, first_tokens, known_card, measured_on
 from keepsight.eval.report.figures import GRID, STYLES, look
 from keepsight.files import read_bytes, require_writable, size_text, write_png
 from keepsight.models.decoder import context_of, decoder_layers
@@ -24,7 +24,7 @@ from keepsight.models.targets import QUANTIZE
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.methods.lookaheadkv import selection_fields
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for
-from keepsight.tables import TerminalColumn, TerminalTable
+from keepsight.tables import TerminalColumn, terminal_list, terminal_table
 from keepsight.train.distributed import DIVIDED
 from keepsight.train.eviction import EvictionObjective, TokensInTraining
 from keepsight.train.importance import ImportanceObjective
@@ -49,7 +49,7 @@ def run(config: Config) -> None:
         budget=config.budget,
         groups=settings.groups,
     )
-    print("\n".join([*_assumptions(config, model, plan), "", *_table(model, plan), "", *_conclusions(model, plan)]))
+    print("\n".join([*_assumptions(config, model, plan), "", _table(model, plan), "", *_conclusions(model, plan)]))
     if config.out is not None:
         write_png(Path(config.out), _figure(plan, config.model.id, context_of(model)))
         print(config.out)
@@ -80,7 +80,7 @@ def _assumptions(config: Config, model: PreTrainedModel, plan: MemoryPlan) -> li
     ]
 
 
-def _table(model: PreTrainedModel, plan: MemoryPlan) -> list[str]:
+def _table(model: PreTrainedModel, plan: MemoryPlan) -> str:
     """A line for each number of layers on the CPU."""
     config = model.config.get_text_config()
     paper_lengths = plan.paper_thresholds(config.num_attention_heads // plan.kv_heads)
@@ -95,8 +95,7 @@ def _table(model: PreTrainedModel, plan: MemoryPlan) -> list[str]:
             }
         )
     forms = {"layers on the CPU": "d", "tokens a request": "d", "slots (MiB)": ".1f", "published formula": "d"}
-    table = TerminalTable([TerminalColumn(name, form) for name, form in forms.items()])
-    return list(table.lines(rows))
+    return terminal_table(rows, [TerminalColumn(name, form) for name, form in forms.items()])
 
 
 def _conclusions(model: PreTrainedModel, plan: MemoryPlan) -> list[str]:
@@ -160,8 +159,7 @@ def run_ttft(config: PlanTtft) -> None:
         draft.config.get_text_config(decoder=True).num_hidden_layers = len(config.draft.layers)
         layers = decoder_layers(draft)
         del layers[len(config.draft.layers) :]
-    lines = table_lines(model, draft, known_card(config.card), config.lengths, config.budget, measured)
-    print("\n".join(lines))
+    print(first_tokens(model, draft, known_card(config.card), config.lengths, config.budget, measured))
     if draft is None:
         print("speckv needs a draft: draft.id= or draft.layers=")
 
@@ -192,7 +190,7 @@ def run_training(config: PlanTrain) -> None:
     )
     dtype = config.model.quantize or str(model.dtype).removeprefix("torch.")
     print(f"{config.model.id} in {dtype}, a prompt of {tokens} and an answer of {config.answer} tokens on each GPU")
-    print("\n".join([*_training_memory(plan, memory, config), "", *_time(plan, config)]))
+    print(f"{_training_memory(plan, memory, config)}\n\n{_time(plan, config)}")
 
 
 def _objective(config: PlanTrain, model: PreTrainedModel) -> ImportanceObjective | EvictionObjective:
@@ -273,20 +271,20 @@ def _check(config: PlanTrain) -> None:
         )
 
 
-def _training_memory(plan: StepPlan, memory: int, config: PlanTrain) -> list[str]:
+def _training_memory(plan: StepPlan, memory: int, config: PlanTrain) -> str:
     divided = f", divided over {config.gpus} GPUs" if config.shard or config.model.device_map else ""
     fits = "fits"
     if plan.peak > memory:
         fits = f"does not fit: {' or '.join(['lower tokens=', *_savings(plan, config)])}"
-    rows = {
-        f"model's weights{divided}": plan.weights,
-        "module, its gradients and Adam's moments": plan.module,
-        "first pass": plan.first,
-        "second pass and gradients": plan.second,
+    sizes = {
+        f"model's weights{divided}": size_text(plan.weights),
+        "module, its gradients and Adam's moments": size_text(plan.module),
+        "first pass": size_text(plan.first),
+        "  of which KV entries and importance stay": size_text(plan.outputs),
+        "second pass and gradients": size_text(plan.second),
+        f"at the worst moment, of {size_text(memory)} a GPU": size_text(plan.peak),
     }
-    listed = [f"  {name:<58} {size_text(size):>12}" for name, size in rows.items()]
-    listed.insert(3, f"    of which KV entries and importance stay {size_text(plan.outputs):>31}")
-    return [*listed, f"  at the worst moment, of {size_text(memory)} a GPU {size_text(plan.peak):>31}: {fits}"]
+    return f"{terminal_list(sizes)}: {fits}"
 
 
 def _savings(plan: StepPlan, config: PlanTrain) -> list[str]:
@@ -309,7 +307,7 @@ def _savings(plan: StepPlan, config: PlanTrain) -> list[str]:
     return savings
 
 
-def _time(plan: StepPlan, config: PlanTrain) -> list[str]:
+def _time(plan: StepPlan, config: PlanTrain) -> str:
     _, settings = _training(config)
     flops = config.flops * 1e12 * config.utilisation
     first_pass = plan.first_flops / flops
@@ -319,16 +317,15 @@ def _time(plan: StepPlan, config: PlanTrain) -> list[str]:
     seconds_per_sample = first_pass + settings.replays * second_pass
     gpus = "1 GPU" if config.gpus == 1 else f"{config.gpus} GPUs"
     uses = "once" if settings.replays == 1 else f"{settings.replays} times"
+    step = samples_per_gpu * (first_pass / settings.replays + second_pass)
+    training = seconds_per_sample * config.samples / config.gpus
     times = {
-        f"first pass, {plan.first_flops / 1e12:.1f} TFLOP": first_pass,
-        f"second pass and gradients, {plan.second_flops / 1e12:.1f} TFLOP": second_pass,
-        f"a step of {samples_per_step} samples on {gpus}": samples_per_gpu
-        * (first_pass / settings.replays + second_pass),
-        f"{config.samples} samples, each read once and used {uses}": seconds_per_sample * config.samples / config.gpus,
+        f"first pass, {plan.first_flops / 1e12:.1f} TFLOP": _duration(first_pass),
+        f"second pass and gradients, {plan.second_flops / 1e12:.1f} TFLOP": _duration(second_pass),
+        f"a step of {samples_per_step} samples on {gpus}": _duration(step),
+        f"{config.samples} samples, each read once and used {uses}": _duration(training),
     }
-    lines = [f"at an assumed {config.utilisation:.0%} of {config.flops:g} TFLOP/s:"]
-    lines += [f"  {name:<58} {_duration(seconds):>12}" for name, seconds in times.items()]
-    return lines
+    return f"at an assumed {config.utilisation:.0%} of {config.flops:g} TFLOP/s:\n{terminal_list(times)}"
 
 
 def _duration(seconds: float) -> str:

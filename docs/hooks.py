@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from keepsight.commands.config import COMMANDS
 from keepsight.commands.parse import keys_of
-from keepsight.tables import markdown_table
+from keepsight.tables import escape_pipes, markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 _WORKER = """if (location.protocol === "file:") {
@@ -32,8 +32,8 @@ def keys_page() -> str:
         for key in keys_of(schema):
             value = functools.reduce(operator.getitem, key.name.split("."), defaults)
             written = "required" if value == "???" else f"`{json.dumps(value)}`"
-            rows.append([f"`{key.name}`", written, key.note])
-        table = markdown_table(["key", "default", "meaning"], rows, escape=True)
+            rows.append([f"`{key.name}`", escape_pipes(written), escape_pipes(key.note)])
+        table = markdown_table(rows, ["key", "default", "meaning"])
         sections.append(f"## {name}\n\n{about[:1].upper()}{about[1:]}\n\n{table}")
     return "\n".join(sections)
 

@@ -68,7 +68,7 @@ class Table:
         lines = cells.join(results.groupby(self.by)[[*self.columns]].agg(joined))
         shown = self.rows or alike(*results[self.by].unique())
         lines = lines.loc[[*shown]].rename(lambda name: marked(name, shown[name]))
-        return markdown(lines.rename_axis(self.title or self.by).reset_index())
+        return markdown_table(lines.rename_axis(self.title or self.by).reset_index())
 
     def heading(self, value: str) -> str:
         """The heading of a column; rows without a value of `across` kept everything."""
@@ -80,11 +80,6 @@ class Table:
 def read(file: str) -> pd.DataFrame:
     """The rows of a file of `results/`; all values are texts."""
     return pd.read_csv(ROOT / "results" / f"{file}.csv", dtype=str, keep_default_na=False)
-
-
-def markdown(frame: pd.DataFrame) -> str:
-    """A frame as a table."""
-    return markdown_table(list(frame.columns), frame.to_numpy().tolist())
 
 
 def marked(name: str, label: str) -> str:
@@ -366,7 +361,7 @@ def time_table() -> str:
     ]
     results = results.query("what != 'decoding step' or date > @PADDED")
     results = results[~results["what"].isin(["observing", "selecting", "prefill"]) & (results["method"] != "AdaKV")]
-    return markdown(results[["what", "method", "setting", "values", "unit", "date", "processor", "run"]])
+    return markdown_table(results[["what", "method", "setting", "values", "unit", "date", "processor", "run"]])
 
 
 SEEN, UNSEEN = ("64", "128", "256"), ("0.5", "0.25", "0.1")
@@ -408,7 +403,7 @@ def front_table() -> str:
         cost = 1 + float(seen["cost"][name, SEEN[0]]) / 100
         lines.append((marked(name, label), means(seen, name), means(unseen, label), *scored(name), f"{cost:.2f}"))
     columns = ["method", "question seen", "question unseen", "needles", "RULER", "cost, prefills"]
-    return markdown(pd.DataFrame(lines, columns=columns))
+    return markdown_table(lines, columns)
 
 
 OTHER_TASKS = {
@@ -427,7 +422,7 @@ def other_tasks_table() -> str:
     counts = dict(zip(results["run"], results["samples"], strict=True))
     lines = [(marked(name, name), *means.loc[name, [*OTHER_TASKS]]) for name in means.index]
     titles = [f"{kind} ({counts[run]} prompts)" for run, kind in OTHER_TASKS.items()]
-    return markdown(pd.DataFrame(lines, columns=["method", *titles]))
+    return markdown_table(lines, ["method", *titles])
 
 
 SOURCES_NOT_TRAINED_ON = ("lcc", "multi_news", "trec")
@@ -452,7 +447,7 @@ def sources_table(rivals: tuple[str, ...] = UNSEEN_RIVALS, budgets: tuple[str, .
         for name in (OURS, *rivals):
             cells.append(" / ".join(f"{means[name, budget]:.3f}" for budget in budgets))
         lines.append((label, *cells))
-    return markdown(pd.DataFrame(lines, columns=["data sets", "LookaheadKV", *rivals]))
+    return markdown_table(lines, ["data sets", "LookaheadKV", *rivals])
 
 
 def short_sources_table() -> str:
@@ -478,14 +473,14 @@ def scores_table() -> str:
     """Task scores on the 110 prompts, question seen."""
     names = SCORED_METHODS | {"snapkv": "SnapKV, max over 7"}
     table = of_methods("all110", names, "score", SEEN)
-    return markdown(table.rename(columns=lambda name: f"{name} entries" if name.isdecimal() else name))
+    return markdown_table(table.rename(columns=lambda name: f"{name} entries" if name.isdecimal() else name))
 
 
 def score_tasks_table() -> str:
     """Scores on needles and RULER's tasks."""
     table = of_methods("all_needles", SCORED_METHODS, "score", ("64",)).rename(columns={"64": "needles, 64 entries"})
     table["RULER, 128 entries"] = of_methods("all_ruler", SCORED_METHODS, "score", ("128",))["128"]
-    return markdown(table)
+    return markdown_table(table)
 
 
 def short_scores_table() -> str:
@@ -494,7 +489,7 @@ def short_scores_table() -> str:
     table = real[["method"]].assign(real=real[[*SEEN]].agg(" / ".join, axis=1))
     table["needles"] = of_methods("all_needles", SCORED_METHODS, "score", ("64",))["64"]
     table["RULER"] = of_methods("all_ruler", SCORED_METHODS, "score", ("128",))["128"]
-    return markdown(table.rename(columns={"real": "110 prompts, 64 / 128 / 256"}))
+    return markdown_table(table.rename(columns={"real": "110 prompts, 64 / 128 / 256"}))
 
 
 MEAN_ORACLE, MEAN_SNAPKV, MAX_SNAPKV = "oracle attention (mean over 3)", "SnapKV, mean over 3", "SnapKV, max over 7"
@@ -530,7 +525,7 @@ def gaps_table() -> str:
         shares = 100 * (worst - means[OURS]) / (worst - means[MEAN_ORACLE])
         cells = [f"{shares[budget]:.0f}" if budget in shares else "–" for budget in ("64", "128", "256", "512")]
         lines.append((prompts, question, count, *cells))
-    return markdown(pd.DataFrame(lines, columns=["prompts", "question", "number", "64", "128", "256", "512"]))
+    return markdown_table(lines, ["prompts", "question", "number", "64", "128", "256", "512"])
 
 
 KVPRESS_PAIRS = {
@@ -562,7 +557,7 @@ def kvpress_table(pairs: dict[str, str] = KVPRESS_PAIRS) -> str:
             mean, single = (rows[column].astype(float).abs().max() for column in ("difference", "largest"))
             cells.append(f"{mean:.4f} / {single:.4f}")
         lines.append((label, *cells))
-    return markdown(pd.DataFrame(lines, columns=["method", "question seen", "question unseen"]))
+    return markdown_table(lines, ["method", "question seen", "question unseen"])
 
 
 def short_time_table() -> str:
@@ -575,7 +570,7 @@ def short_time_table() -> str:
     results = results[~results["what"].isin(["observing", "selecting", "prefill"])]
     results = results.query("what != 'decoding step' or date > @PADDED")
     names = {"observing and selecting, share of the prefill": "choosing, % of a prefill", "decoding step": "a step, ms"}
-    return markdown(results.assign(what=results["what"].map(names))[["what", "method", "values"]])
+    return markdown_table(results.assign(what=results["what"].map(names))[["what", "method", "values"]])
 
 
 SHOWN_STATEMENTS = ("with", "raise", "import", "assert")
@@ -592,7 +587,7 @@ def nats_table() -> str:
             if row["budget"]:
                 label = f"{marked(label, label)}, {row['budget']} entries"
             lines.append((row["excess_nll"], label, row["answer"]))
-    return markdown(pd.DataFrame(lines, columns=["excess NLL", "cache", "answer"]))
+    return markdown_table(lines, ["excess NLL", "cache", "answer"])
 
 
 SHORT_METHODS = {
@@ -611,7 +606,7 @@ def short_methods_table() -> str:
     sizes = of_methods("all_seen", SHORT_METHODS, "kv_mib", (SEEN[1],))[SEEN[1]]
     means = of_methods("all110", SHORT_METHODS, "excess_nll", SEEN)
     table = means.rename(columns=lambda name: f"{name} entries" if name.isdecimal() else name)
-    return markdown(table.assign(MiB=sizes))
+    return markdown_table(table.assign(MiB=sizes))
 
 
 def short_gpu_table() -> str:
@@ -621,7 +616,7 @@ def short_gpu_table() -> str:
     for _, row in results[results["method"].isin(["full", "snapkv", "lookaheadkv, shared"])].iterrows():
         speed = f"{int(row['rows']) / float(row['batch_s']):,.0f}"
         lines.append((row["method"], f"{float(row['first_s']):.2f}", speed, size_text(int(row["kv_bytes"]))))
-    return markdown(pd.DataFrame(lines, columns=["method", "first token, s", "tokens/s", "KV of a row"]))
+    return markdown_table(lines, ["method", "first token, s", "tokens/s", "KV of a row"])
 
 
 def methods_table() -> str:
@@ -663,7 +658,7 @@ def methods_table() -> str:
     rest = [f"110 prompts, {means_of[0]}", *SCORED, "cost, %", "MiB"]
     lines = pd.DataFrame(map(line, methods), columns=["method", *means_of, *rest])
     lines["method"] = lines.groupby(means_of)["method"].transform(", ".join)
-    return markdown(lines.drop_duplicates(means_of))
+    return markdown_table(lines.drop_duplicates(means_of))
 
 
 def gpu_table() -> str:
@@ -680,7 +675,7 @@ def gpu_table() -> str:
     names = ["tokens", "method", "first token, s", "beyond a prefill", "step, ms", "tokens/s", "KV", "peak"]
     parts = []
     for (card, model), rows in results.groupby(["card", "model"], sort=False):
-        lines = markdown(pd.DataFrame([line(row) for _, row in rows.iterrows()], columns=names))
+        lines = markdown_table([line(row) for _, row in rows.iterrows()], names)
         parts.append(f"{card}, {model}:\n\n{lines}")
     return "\n".join(parts)
 
@@ -692,7 +687,7 @@ def method_rows(section: str) -> str:
         source = method.paper.rpartition("/")[2] if "arxiv" in method.paper else "OpenReview"
         paper = f"[{source}]({method.paper})" if method.paper else ""
         rows.append((f"`{method.name}`", method.label, paper, method.summary.replace("|", "\\|")))
-    return markdown(pd.DataFrame(rows, columns=["name", "method", "paper", "what it does"]))
+    return markdown_table(rows, ["name", "method", "paper", "what it does"])
 
 
 def method_classes() -> str:
@@ -727,7 +722,7 @@ def families_table() -> str:
         sys.path.append(str(ROOT))
     from tests.runtime.family_methods import table
 
-    return f"{table()}\n"
+    return table()
 
 
 OWN = {

@@ -1,10 +1,14 @@
-"""Tables: as Markdown, and as lines for a terminal that are printed one by one while rows are measured."""
+"""Tables, by pandas: as Markdown and for a terminal; and one that is printed while its rows are measured.
+
+pandas is imported where a table is made, and not above: a GPU's machine of `make bench-gpu` has none.
+"""
 
 import re
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import dedent, indent
 from typing import Any, NamedTuple
 
 _PIPE = re.compile(r"(\\*)\|")
@@ -15,33 +19,34 @@ _NARROWEST = 12
 """Characters that a column of texts keeps where a terminal is narrow."""
 
 
-def markdown_table(
-    titles: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    numbers: Collection[str] | None = None,
-    escape: bool = False,
-) -> str:
-    """A Markdown table, which ends with a line break.
+def markdown_table(rows: Any, columns: list[str] | None = None, *, numbers: Collection[str] | None = None) -> str:
+    """A Markdown table of a frame of texts, which ends with a line break.
 
-    With `numbers`, the titles of columns to align to the right, all cells of a column are as wide as its widest one;
-    without, cells are as wide as their texts. `escape` writes `|` within cells as text.
+    `rows` and `columns` are what `pandas.DataFrame` takes. Without `numbers`, cells are as wide as their texts, and may
+    hold Markdown. With `numbers`, the columns to align to the right, a column is as wide as its widest cell, and `|`
+    within cells stays text.
     """
-    lines = [list(titles), *map(list, rows)]
-    if escape:
-        for line in lines:
-            line[:] = [_PIPE.sub(r"\1\1\|", cell) for cell in line]
-    rule = ["---"] * len(titles)
+    import pandas as pd
+    from tabulate import DataRow, TableFormat
+
+    frame = pd.DataFrame(rows, columns=columns)
     if numbers is not None:
-        is_number = [title in numbers for title in titles]
-        widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
-        for line in lines:
-            for index, width in enumerate(widths):
-                line[index] = line[index].rjust(width) if is_number[index] else line[index].ljust(width)
-        rule = []
-        for width, right in zip(widths, is_number, strict=True):
-            rule.append("-" * (width - 1) + ":" if right else "-" * width)
-    lines.insert(1, rule)
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        alignments = ["right" if title in numbers else "left" for title in frame]
+        escaped = frame.map(escape_pipes).rename(columns=escape_pipes)
+        return f"{escaped.to_markdown(index=False, disable_numparse=True, colalign=alignments)}\n"
+
+    def rule(widths: Sequence[int], _: Any) -> str:
+        return f"| {' | '.join(['---'] * len(widths))} |"
+
+    line = DataRow("| ", " | ", " |")
+    compact = TableFormat(None, rule, None, None, headerrow=line, datarow=line, padding=0, with_header_hide=None)
+    unaligned: dict[str, Any] = {"stralign": None, "numalign": None, "disable_numparse": True}
+    return f"{frame.to_markdown(index=False, tablefmt=compact, **unaligned)}\n"
+
+
+def escape_pipes(text: str) -> str:
+    """A text for a cell of a Markdown table, in which `|` stays text."""
+    return _PIPE.sub(r"\1\1\|", text)
 
 
 class TerminalColumn(NamedTuple):
@@ -50,7 +55,8 @@ class TerminalColumn(NamedTuple):
     Attributes:
         name: Its heading, and the key of its cells.
         form: How its numbers are written, as `format` takes it, such as `.1f`; texts are shown as they are.
-        width: Characters of the widest cell, if it is wider than the heading and numbers of that form.
+        width: Characters of the widest cell, if it is wider than the heading and numbers of that form. Only a table
+            whose rows are still to be measured needs it.
         is_text: Whether it holds texts, which are aligned to the left.
     """
 
@@ -59,18 +65,52 @@ class TerminalColumn(NamedTuple):
     width: int = 6
     is_text: bool = False
 
+    def text_of(self, row: Mapping[str, Any]) -> str:
+        """The row's cell; one that is missing or None is blank."""
+        value = row.get(self.name)
+        if value is None:
+            return ""
+        return value if isinstance(value, str) else format(value, self.form)
+
+
+def terminal_table(rows: Iterable[Mapping[str, Any]], columns: Sequence[TerminalColumn]) -> str:
+    """A table for a terminal, whose rows are all there; texts give way where the terminal is narrow."""
+    import pandas as pd
+
+    cells = [[column.text_of(row) for column in columns] for row in rows]
+    frame = pd.DataFrame(cells, columns=[column.name for column in columns], dtype=object)
+    longest = [max(map(len, [name, *frame[name]])) for name in frame]
+    left_headings = {}
+    for column, width in zip(columns, _widths_in_terminal(columns, longest), strict=True):
+        if column.is_text:
+            frame[column.name] = [shortened(text, width).ljust(width) for text in frame[column.name]]
+            left_headings[column.name] = column.name.ljust(width)
+    with_gaps = (" " + frame).rename(columns=left_headings).add_prefix(" ")  # beside the one that pandas leaves
+    return "\n".join(map(str.rstrip, dedent(with_gaps.to_string(index=False)).splitlines()))
+
+
+def terminal_list(values: Mapping[str, str]) -> str:
+    """Names and what each amounts to, a line each, by two spaces to the right."""
+    import pandas as pd
+
+    return indent(pd.Series(values).to_string(), "  ")
+
 
 @dataclass(frozen=True)
-class TerminalTable:
-    """A table for a terminal, whose columns have the same width from the first row on."""
+class LiveTable:
+    """A table for a terminal that is printed while its rows are measured.
+
+    pandas writes whole tables: it has to know all cells of a column before it writes the first line, and hours may lie
+    between two rows of a benchmark. So widths follow from the columns here, and a line is written for each row.
+    """
 
     columns: Sequence[TerminalColumn]
 
-    def lines(self, rows: Iterable[Mapping[str, Any] | str]) -> Iterator[str]:
-        """The heading, then a line for each row as soon as there is one; a text among the rows is a line by itself."""
+    def lines(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+        """The heading, then a line for each row as soon as there is one."""
         yield self.heading()
         for row in rows:
-            yield row if isinstance(row, str) else self.line(row)
+            yield self.line(row)
 
     def heading(self) -> str:
         """The line with the names of the columns."""
@@ -78,39 +118,31 @@ class TerminalTable:
 
     def line(self, row: Mapping[str, Any]) -> str:
         """The line of a row; a cell that is missing or None is blank."""
-        cells = []
-        for column in self.columns:
-            value = row.get(column.name)
-            if value is None:
-                cells.append("")
-            elif isinstance(value, str):
-                cells.append(value)
-            else:
-                cells.append(format(value, column.form))
-        return self._joined(cells)
+        return self._joined([column.text_of(row) for column in self.columns])
 
     def _joined(self, cells: Sequence[str]) -> str:
+        least = [max(column.width, len(column.name)) for column in self.columns]
         aligned = []
-        for column, cell, width in zip(self.columns, cells, self._widths(), strict=True):
-            if column.is_text:
-                is_narrower = width < max(column.width, len(column.name))
-                aligned.append((shortened(cell, width) if is_narrower else cell).ljust(width))
-            else:
-                aligned.append(cell.rjust(width))
+        for index, width in enumerate(_widths_in_terminal(self.columns, least)):
+            cell = cells[index]
+            if width < least[index]:
+                cell = shortened(cell, width)
+            aligned.append(cell.ljust(width) if self.columns[index].is_text else cell.rjust(width))
         return _GAP.join(aligned).rstrip()
 
-    def _widths(self) -> list[int]:
-        """Width of each column; texts give way where the terminal is too narrow for all."""
-        widths = [max(column.width, len(column.name)) for column in self.columns]
-        if not sys.stdout.isatty():
-            return widths
-        surplus = sum(widths) + len(_GAP) * (len(widths) - 1) - shutil.get_terminal_size().columns
-        for index, column in enumerate(self.columns):
-            if column.is_text and surplus > 0:
-                narrower = min(widths[index], max(_NARROWEST, widths[index] - surplus))
-                surplus -= widths[index] - narrower
-                widths[index] = narrower
-        return widths
+
+def _widths_in_terminal(columns: Sequence[TerminalColumn], widths: Sequence[int]) -> list[int]:
+    """Widths of columns; those of texts are smaller where the terminal is too narrow for all."""
+    fitting = list(widths)
+    if not sys.stdout.isatty():
+        return fitting
+    surplus = sum(widths) + len(_GAP) * (len(widths) - 1) - shutil.get_terminal_size().columns
+    for index, column in enumerate(columns):
+        if column.is_text and surplus > 0:
+            narrower = min(widths[index], max(_NARROWEST, widths[index] - surplus))
+            surplus -= widths[index] - narrower
+            fitting[index] = narrower
+    return fitting
 
 
 def name_column(name: str, names: Iterable[str]) -> TerminalColumn:

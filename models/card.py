@@ -247,7 +247,7 @@ def metrics_table(metrics: Mapping[str, float], heading: str) -> str:
     if not metrics:
         return ""
     rows = [(name.removeprefix("eval_"), f"{value:.4f}") for name, value in metrics.items()]
-    return markdown_table(["measure", heading], rows).rstrip()
+    return markdown_table(rows, ["measure", heading]).rstrip()
 
 
 def with_evaluation(card: str, table: str) -> str:
@@ -265,7 +265,7 @@ def with_eviction(
     """
     card = read_card(folder) if (folder / CARD).is_file() else "# keepsight lookahead adapter\n"
     rows = excess_rows(before, after) or [("not measured", "", "")]
-    table = markdown_table(["held-out excess NLL (nats)", "before", "after"], rows)
+    table = markdown_table(rows, ["held-out excess NLL (nats)", "before", "after"])
     listed = "\n".join(f"- {plain_text(name)}: {plain_text(value)}" for name, value in training.items())
     section = _EVICTION.format(about=about, training=listed, table=table)
     return with_section(card, section)

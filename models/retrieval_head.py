@@ -535,6 +535,6 @@ def comparison(first: Mapping[str, float], last: Mapping[str, float], before: st
             cell = "-" if value is None else f"{value:.3f}"
             row.append(cell)
         rows.append(row)
-    table = markdown_table(["budget", "samples", *titles], rows)
+    table = markdown_table(rows, ["budget", "samples", *titles])
     kl = f"{before} {first['eval_kl']:.3f}, distilled {last['eval_kl']:.3f}"
     return table + _LEGEND.format(kl=kl).rstrip()

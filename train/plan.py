@@ -24,7 +24,7 @@ from keepsight.models.decoder import decoder_layers
 from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.attention import later
 from keepsight.runtime.state import prefill
-from keepsight.tables import TerminalColumn, TerminalTable
+from keepsight.tables import TerminalColumn, terminal_table
 from keepsight.train.dataset import Batch
 from keepsight.train.eviction import EvictionObjective
 from keepsight.train.importance import ImportanceObjective
@@ -189,15 +189,13 @@ def _storages(tree: Any) -> list[Any]:
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-_STEP_TABLE = TerminalTable(
-    [
-        TerminalColumn("pass", width=7, is_text=True),
-        TerminalColumn("median s", ".3f"),
-        TerminalColumn("fastest s", ".3f"),
-        TerminalColumn("slowest s", ".3f"),
-        TerminalColumn("in prefills", ".3f"),
-        TerminalColumn("peak MiB", ".0f"),
-    ]
+_STEP_COLUMNS = (
+    TerminalColumn("pass", is_text=True),
+    TerminalColumn("median s", ".3f"),
+    TerminalColumn("fastest s", ".3f"),
+    TerminalColumn("slowest s", ".3f"),
+    TerminalColumn("in prefills", ".3f"),
+    TerminalColumn("peak MiB", ".0f"),
 )
 
 
@@ -252,7 +250,7 @@ def bench_step(
         median = statistics.median(times)
         row = {"pass": name, "median s": median, "fastest s": min(times), "slowest s": max(times), "peak MiB": peak}
         rows.append({**row, "in prefills": median / statistics.median(prefill_seconds)})
-    yield from _STEP_TABLE.lines(rows)
+    yield terminal_table(rows, _STEP_COLUMNS)
 
 
 def _measure(action: Callable[[], object]) -> tuple[float, float]:

@@ -35,7 +35,7 @@ from keepsight.runtime.generate import CacheMethod, FullCache, Method, decode, e
 from keepsight.runtime.join import can_join, join
 from keepsight.runtime.layer import GROWTH
 from keepsight.runtime.state import Needs, State, prefill
-from keepsight.tables import TerminalColumn, TerminalTable, name_column
+from keepsight.tables import LiveTable, TerminalColumn, name_column
 
 _WARM_UP = 3
 """Steps that are not timed: the first ones make room for more entries and load kernels."""
@@ -86,10 +86,10 @@ def bench_largest(model: PreTrainedModel, methods: Mapping[str, Method], tokens:
     yield from _table(compared, "rows", "ms a step", "tokens/s", "of full", "KV MiB").lines(rows)
 
 
-def _table(methods: Iterable[str], *columns: str) -> TerminalTable:
+def _table(methods: Iterable[str], *columns: str) -> LiveTable:
     """A table of decoding speeds with these of the columns."""
     forms = {"rows": "d", "ms a step": ".1f", "tokens/s": ".1f", "of full": ".2f", "of first": ".2f", "KV MiB": ".1f"}
-    return TerminalTable([name_column("method", methods), *(TerminalColumn(name, forms[name]) for name in columns)])
+    return LiveTable([name_column("method", methods), *(TerminalColumn(name, forms[name]) for name in columns)])
 
 
 @torch.no_grad()
@@ -189,7 +189,7 @@ def bench_speculate(
         token_count, duration = tokens_and_seconds
         return {"answer tokens": token_count, "seconds": duration, "tokens/s": token_count / duration}
 
-    table = TerminalTable(
+    table = LiveTable(
         [
             name_column("method", counted),
             TerminalColumn("answer tokens", "d"),
@@ -260,7 +260,7 @@ def bench_sweep(
         f"{torch.get_num_threads()} threads"
     )
     columns = [name_column("method", runs), TerminalColumn("s a sample", ".2f"), TerminalColumn("of sweep", ".2f")]
-    yield from TerminalTable(columns).lines(rows)
+    yield from LiveTable(columns).lines(rows)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from keepsight.progress import progress_bar
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
 from keepsight.runtime.state import Needs, State, prefill, read
-from keepsight.tables import TerminalColumn, TerminalTable, name_column
+from keepsight.tables import LiveTable, TerminalColumn, name_column
 
 _FREE = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach"}
 """Operators that launch no work, besides those whose result is declared to be a view."""
@@ -158,7 +158,7 @@ def bench_operators(model: PreTrainedModel, methods: Mapping[str, Method], token
         return row
 
     compared: dict[str, Method | None] = {"plain model": None, **methods}
-    table = TerminalTable([name_column("method", compared), *(TerminalColumn(step, width=12) for step in STEPS)])
+    table = LiveTable([name_column("method", compared), *(TerminalColumn(step, width=12) for step in STEPS)])
     yield from table.lines(compare(compared, measure))
 
 
@@ -184,7 +184,7 @@ def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[
         f"{torch.get_num_threads()} threads, median of {repeats} turns; peak: beyond what the prefill holds; "
         "KV: the most bytes of keys and values while the prompt is read and compressed"
     )
-    table = TerminalTable(
+    table = LiveTable(
         [
             TerminalColumn("tokens", "d"),
             name_column("method", (_PREFILL, _SUMS, *methods)),

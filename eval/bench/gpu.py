@@ -56,7 +56,7 @@ from keepsight.runtime.join import can_join, join
 from keepsight.runtime.methods import AdaKV, LookaheadKV, Quest, SnapKV, SpeCache, SpeContext
 from keepsight.runtime.methods.lookaheadkv import adapter_fields
 from keepsight.runtime.state import Needs, State, prefill
-from keepsight.tables import TerminalColumn, TerminalTable
+from keepsight.tables import LiveTable, TerminalColumn
 from keepsight.train.dataset import Batch
 from keepsight.train.importance import ImportanceObjective
 from keepsight.train.plan import stored_bytes
@@ -382,7 +382,7 @@ def run(bench: Bench, results: Results, rows: Sequence[Row], seconds: float) -> 
     )
 
 
-TABLE = TerminalTable(
+TABLE = LiveTable(
     [
         TerminalColumn("model", width=13, is_text=True),
         TerminalColumn("tokens", "d"),

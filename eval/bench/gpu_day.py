@@ -37,7 +37,7 @@ from keepsight.runtime.generate import stop_after
 from keepsight.runtime.join import can_join, join
 from keepsight.runtime.state import Needs, State, prefill
 from keepsight.runtime.static_step import static_step
-from keepsight.tables import TerminalColumn, TerminalTable
+from keepsight.tables import LiveTable, TerminalColumn
 
 MODEL = "llama-3.1-8b"
 TURNS = 5
@@ -411,7 +411,7 @@ def run(bench: DayBench, results: gpu.Results, rows: Sequence[DayRow], seconds: 
     )
 
 
-TABLE = TerminalTable(
+TABLE = LiveTable(
     [
         TerminalColumn("part", width=8, is_text=True),
         TerminalColumn("tokens", "d"),

@@ -28,7 +28,7 @@ from keepsight.runtime.retrieval.elastic import elastic_layers
 from keepsight.runtime.retrieval.specontext import RetrievalCache, SpeContext
 from keepsight.runtime.sparse_read.selection import Quest
 from keepsight.runtime.state import Needs, State, prefill
-from keepsight.tables import TerminalColumn, TerminalTable, name_column
+from keepsight.tables import LiveTable, TerminalColumn, name_column
 
 
 def size_lines(target: Target, head: RetrievalHead, draft: DraftHead | None) -> Iterator[str]:
@@ -70,7 +70,7 @@ def step_lines(
         step = _step(model, method, random_state(model, needs, batch, length), repeats)
         return {**step, "tokens/s": batch * 1000 / step["ms a step"]}
 
-    table = TerminalTable(
+    table = LiveTable(
         [
             TerminalColumn("tokens", "d"),
             name_column("method", methods),
@@ -190,7 +190,7 @@ def traffic_lines(
 
     lengths = list(map(len, prompts))
     yield f"{len(prompts)} texts of {min(lengths)} to {max(lengths)} tokens, {steps} steps each, all layers on the CPU"
-    table = TerminalTable(
+    table = LiveTable(
         [
             TerminalColumn("budget", "d"),
             TerminalColumn("elastic MB a step", ".3f"),
@@ -252,7 +252,7 @@ def bench_specache(target: Target, method: SpeCache, tokens: int, batch: int, st
     def measure(compared_method: Method, _: int) -> Row:
         return _step_with_cache(model, compared_method, ids, steps)
 
-    table = TerminalTable(
+    table = LiveTable(
         [
             TerminalColumn("method", width=20, is_text=True),
             TerminalColumn("ms a step", ".1f"),

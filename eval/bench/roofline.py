@@ -4,7 +4,7 @@ A pass takes as long as its operations at the card's rate, or its bytes at the c
 """
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.layer import GROWTH
 from keepsight.runtime.methods import Quest, SpeCache
-from keepsight.tables import TerminalColumn, TerminalTable
+from keepsight.tables import TerminalColumn, terminal_table
 from keepsight.train.dataset import Batch
 from keepsight.train.importance import ImportanceObjective
 from keepsight.train.plan import COPIES, stored_bytes
@@ -342,46 +342,44 @@ def seconds_on(card: Card, passes: Sequence[Work]) -> float:
     return sum(reached.seconds(work.flops, work.moved) for work in passes)
 
 
-def table_lines(
+_FIRST_TOKENS = (
+    TerminalColumn("tokens", "d"),
+    TerminalColumn("method", is_text=True),
+    TerminalColumn("TFLOP", ".2f"),
+    TerminalColumn("GB", ".1f"),
+    TerminalColumn("ms", ".1f"),
+    TerminalColumn("overhead ms", ".2f"),
+    TerminalColumn("%", ".2f"),
+    TerminalColumn("measured ms", ".1f"),
+)
+
+
+def first_tokens(
     model: PreTrainedModel,
     draft: PreTrainedModel | None,
     card: Card,
     lengths: Sequence[int],
     budget: int,
     measured: Mapping[tuple[int, str], float],
-) -> Iterator[str]:
-    """A line for each length and method; `measured` are seconds to the first token by length and method."""
-    yield f"{card.name}, one prompt, {FLOPS_REACHED:.0%} of its operations, {BANDWIDTH_REACHED:.0%} of its bandwidth"
-
-    def estimated() -> Iterator[dict[str, Any]]:
-        for tokens in lengths:
-            plain = 0.0
-            for name, passes in passes_of(model, draft, tokens, budget).items():
-                seconds = seconds_on(card, passes)
-                plain = plain or seconds
-                row: dict[str, Any] = {"tokens": tokens, "method": name, "ms": seconds * 1e3}
-                row["TFLOP"] = sum(work.flops for work in passes) / 1e12
-                row["GB"] = sum(work.moved for work in passes) / 1e9
-                if name != PLAIN:
-                    row["overhead ms"] = (seconds - plain) * 1e3
-                    row["%"] = (seconds / plain - 1) * 100
-                if (tokens, name) in measured:
-                    row["measured ms"] = measured[tokens, name] * 1e3
-                yield row
-
-    table = TerminalTable(
-        [
-            TerminalColumn("tokens", "d", width=7),
-            TerminalColumn("method", width=16, is_text=True),
-            TerminalColumn("TFLOP", ".2f", width=7),
-            TerminalColumn("GB", ".1f", width=7),
-            TerminalColumn("ms", ".1f", width=8),
-            TerminalColumn("overhead ms", ".2f"),
-            TerminalColumn("%", ".2f"),
-            TerminalColumn("measured ms", ".1f"),
-        ]
-    )
-    yield from table.lines(estimated())
+) -> str:
+    """A table with a line for each length and method; `measured` are seconds to the first token by both."""
+    rows = []
+    for tokens in lengths:
+        plain = 0.0
+        for name, passes in passes_of(model, draft, tokens, budget).items():
+            seconds = seconds_on(card, passes)
+            plain = plain or seconds
+            row: dict[str, Any] = {"tokens": tokens, "method": name, "ms": seconds * 1e3}
+            row["TFLOP"] = sum(work.flops for work in passes) / 1e12
+            row["GB"] = sum(work.moved for work in passes) / 1e9
+            if name != PLAIN:
+                row["overhead ms"] = (seconds - plain) * 1e3
+                row["%"] = (seconds / plain - 1) * 100
+            if (tokens, name) in measured:
+                row["measured ms"] = measured[tokens, name] * 1e3
+            rows.append(row)
+    title = f"{card.name}, one prompt, {FLOPS_REACHED:.0%} of its operations, {BANDWIDTH_REACHED:.0%} of its bandwidth"
+    return f"{title}\n{terminal_table(rows, _FIRST_TOKENS)}"
 
 
 def measured_on(path: Path, card: str, model_id: str) -> dict[tuple[int, str], float]:

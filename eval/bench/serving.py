@@ -25,7 +25,7 @@ from keepsight.runtime.generate import FullCache, Method
 from keepsight.serving.engine import Engine, Job
 from keepsight.serving.export import export
 from keepsight.serving.prefix import alphabet_of, placeholders, transfer_config
-from keepsight.tables import TerminalColumn, TerminalTable, name_column
+from keepsight.tables import LiveTable, TerminalColumn, name_column
 
 _BLOCK = 32
 """Tokens of a block of the engine, and entries of a page."""
@@ -79,9 +79,9 @@ _FORMS = {
 """How each figure is written."""
 
 
-def _table(methods: Iterable[str], *columns: str) -> TerminalTable:
+def _table(methods: Iterable[str], *columns: str) -> LiveTable:
     """A table of served requests with these of the columns."""
-    return TerminalTable([name_column("method", methods), *(TerminalColumn(name, _FORMS[name]) for name in columns)])
+    return LiveTable([name_column("method", methods), *(TerminalColumn(name, _FORMS[name]) for name in columns)])
 
 
 @dataclass

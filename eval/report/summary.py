@@ -10,7 +10,7 @@ from keepsight.errors import printable
 from keepsight.eval.record import FULL, Row
 from keepsight.eval.report.figures import label_of
 from keepsight.eval.report.intervals import FEW, Estimate, estimate, weighted
-from keepsight.tables import TerminalColumn, TerminalTable, name_column
+from keepsight.tables import TerminalColumn, terminal_table
 
 MEASURES = ("score", "excess_nll", "agreement")
 """Columns that get an interval."""
@@ -241,6 +241,18 @@ def summary_table(summary: Frame) -> str:
     return "\n\n".join(blocks)
 
 
+_COLUMNS_SHOWN = (
+    TerminalColumn("budget"),
+    TerminalColumn("method", is_text=True),
+    TerminalColumn("score", ".3f"),
+    TerminalColumn("95 %", is_text=True),
+    TerminalColumn("", is_text=True),
+    TerminalColumn("excess NLL"),
+    TerminalColumn("top-1 agreement", ".3f"),
+    TerminalColumn("n", "d"),
+)
+
+
 def _block(title: str, rows: Frame) -> str:
     """A heading, and a line for each method and budget; a budget is shown once."""
     names = rows["method"].map(printable)
@@ -271,19 +283,7 @@ def _block(title: str, rows: Frame) -> str:
                 "n": row.n,
             }
         )
-    table = TerminalTable(
-        [
-            TerminalColumn("budget"),
-            name_column("method", names),
-            TerminalColumn("score", ".3f"),
-            TerminalColumn("95 %", width=14, is_text=True),
-            TerminalColumn("", width=12, is_text=True),
-            TerminalColumn("excess NLL"),
-            TerminalColumn("top-1 agreement", ".3f"),
-            TerminalColumn("n", "d", width=4),
-        ]
-    )
-    return "\n".join([heading, *table.lines(cells)])
+    return f"{heading}\n{terminal_table(cells, _COLUMNS_SHOWN)}"
 
 
 def notes_on(rows: Frame) -> str:

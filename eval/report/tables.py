@@ -1,6 +1,6 @@
 """The tables of an evaluation, which a page shows sortable, and which are saved as Markdown, LaTeX and CSV."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -68,35 +68,27 @@ class Table:
 
     def markdown(self) -> str:
         """Numbers to the right, intervals in brackets."""
-        titles = []
-        numbers = []
-        for column in self.columns:
-            titles.append(column.title)
-            if not column.is_text:
-                numbers.append(column.title)
-        rows = []
-        for row in self.rows:
-            rows.append([printable(text_of(row, column)) for column in self.columns])
-        return f"{printable(self.caption)}\n\n{markdown_table(titles, rows, numbers, escape=True)}"
+        frame = self._texts(_markdown_cell).rename(columns=lambda index: self.columns[index].title)
+        numbers = [column.title for column in self.columns if not column.is_text]
+        return f"{printable(self.caption)}\n\n{markdown_table(frame, numbers=numbers)}"
 
     def latex(self) -> str:
         """A `table` with intervals in small type."""
-        titles = []
-        alignments = ""
-        for column in self.columns:
-            titles.append(_latex(column.title))
-            alignments += "l" if column.is_text else "r"
-        cells = []
-        for row in self.rows:
-            cells.append([_latex_cell(row, column) for column in self.columns])
-        frame = pd.DataFrame(cells, columns=titles)
+        frame = self._texts(_latex_cell).rename(columns=lambda index: _latex(self.columns[index].title))
         return frame.style.hide(axis="index").to_latex(
             caption=_latex(self.caption),
             label=f"tab:{self.name}",
-            column_format=alignments,
+            column_format="".join("l" if column.is_text else "r" for column in self.columns),
             position_float="centering",
             hrules=True,
         )
+
+    def _texts(self, cell_text: Callable[[Cells, Column], str]) -> Frame:
+        """The cells as texts; columns are numbered, as two may have the same title."""
+        texts = []
+        for row in self.rows:
+            texts.append([cell_text(row, column) for column in self.columns])
+        return pd.DataFrame(texts, columns=range(len(self.columns)))
 
     def csv_rows(self) -> tuple[list[str], list[dict[str, object]]]:
         """Columns and cells of the CSV: whole numbers as they are, others with 6 digits; two columns an interval."""
@@ -173,6 +165,10 @@ def _plain(value: object) -> object:
 
 def _latex(text: str) -> str:
     return printable(text).translate(_LATEX)
+
+
+def _markdown_cell(row: Cells, column: Column) -> str:
+    return printable(text_of(row, column))
 
 
 def _latex_cell(row: Cells, column: Column) -> str:

@@ -17,6 +17,7 @@ from keepsight.runtime.methods import METHODS, Resources, make_method
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, adapter_fields
 from keepsight.runtime.methods.scored import ScoredEvict, TrainedScores
 from keepsight.runtime.retrieval.specontext import SpeContext
+from keepsight.tables import markdown_table
 from tests.families import FAMILIES, MORE, family_model, fresh_model
 from tests.models.modules import SHAPE, random_on, save
 from tests.models.retrieval_heads import tiny_retrieval_head
@@ -220,20 +221,21 @@ def method_of(name: str, family: str, folder: Path) -> Any:
 
 def table() -> str:
     """The table of docs/models.md: what is evicted from and what is refused, for each family."""
-    lines = ["| family | layers | methods |", "| --- | --- | --- |"]
+    rows = []
     for family in [*FAMILIES, *MORE]:
-        lines.append(_row(family, family, [name for name in sorted(NAMES) if (family, name) in REFUSED]))
-    for family, called in WITH_IMAGE.items():
-        lines.append(_row(family, called, [name for name in sorted(NAMES) if not reads_images(family, name)]))
-    return "\n".join(lines)
+        rows.append(_row(family, family, [name for name in sorted(NAMES) if (family, name) in REFUSED]))
+    for family, label in WITH_IMAGE.items():
+        rows.append(_row(family, label, [name for name in sorted(NAMES) if not reads_images(family, name)]))
+    return markdown_table(rows, ["family", "layers", "methods"])
 
 
-def _row(family: str, called: str, refused: list[str]) -> str:
+def _row(family: str, label: str, refused: list[str]) -> tuple[str, str, str]:
     kinds = sorted({_KINDS[kind] for kind in layer_kinds(family_model(family).config)})
     kinds = ["latent" if has_latents(family_model(family)) else kind for kind in kinds]
-    return (
-        f"| {called} | {', '.join(kinds)} | all{' but ' * bool(refused)}{', '.join(f'`{name}`' for name in refused)} |"
-    )
+    methods = "all"
+    if refused:
+        methods += f" but {', '.join(f'`{name}`' for name in refused)}"
+    return label, ", ".join(kinds), methods
 
 
 _KINDS = {

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from keepsight.tables import markdown_table
 from tests.zoo.checks import FAILS, NOT_TRIED, REFUSED, WORKS, Outcome, examined
 from tests.zoo.configs import MODEL_TYPES
 
@@ -124,20 +125,16 @@ def table(rows: dict[str, Row]) -> str:
     for model_type in sorted(rows):
         by_outcome[rows[model_type]["outcome"]].append(rows[model_type])
     counts = ", ".join(f"{len(found)} {outcome}" for outcome, found in by_outcome.items() if found)
-    lines = [
-        f"transformers {', '.join(versions)}: {counts}.",
-        "",
-        "| model type | layers | works |",
-        "| --- | --- | --- |",
-    ]
+    working = []
     for row in by_outcome[WORKS]:
         exception = f" but {row['without']}" if row["without"] else ""
-        lines.append(f"| `{row['model_type']}` | {row['layers']} | all{exception} |")
+        working.append((f"`{row['model_type']}`", row["layers"], f"all{exception}"))
+    tables = [markdown_table(working, ["model type", "layers", "works"])]
     for outcome in (REFUSED, NOT_TRIED, FAILS):
         if by_outcome[outcome]:
-            lines += ["", f"| {outcome} | why |", "| --- | --- |"]
-            lines += [f"| `{row['model_type']}` | {_cell(row['line'])} |" for row in by_outcome[outcome]]
-    return "\n".join(lines) + "\n"
+            reasons = [(f"`{row['model_type']}`", _cell(row["line"])) for row in by_outcome[outcome]]
+            tables.append(markdown_table(reasons, [outcome, "why"]))
+    return f"transformers {', '.join(versions)}: {counts}.\n\n" + "\n".join(tables)
 
 
 def _cell(line: str) -> str:

@@ -273,11 +273,11 @@ def test_markdown_is_aligned_and_escaped() -> None:
     assert TABLE.markdown().splitlines() == [
         "Scores of 100 % & more.",
         "",
-        "| budget | method |               τ gain |",
-        "| -----: | ------ | -------------------: |",
-        "|    all | full   |                    – |",
-        r"|     64 | a\|b_c | +0.50 [+0.15, +0.85] |",
-        "|  0.500 | {x}    |                +0.00 |",
+        "|   budget | method   |               τ gain |",
+        "|---------:|:---------|---------------------:|",
+        "|      all | full     |                    – |",
+        r"|       64 | a\|b_c   | +0.50 [+0.15, +0.85] |",
+        "|    0.500 | {x}      |                +0.00 |",
     ]
 
 
