@@ -30,6 +30,7 @@ from keepsight.runtime.generate import CacheMethod, PeriodicEviction
 from keepsight.runtime.importance import Pool, Reduce, reduce_group, select_top, top_mask, value_norms
 from keepsight.runtime.layer import Counts, KeptLayer
 from keepsight.runtime.observe import LayerObserver, Observer
+from keepsight.runtime.renumber import Renumbering, require_renumberable
 from keepsight.runtime.state import Needs, State, can_read_tail, full_layers, prefill, with_full_layers
 
 
@@ -53,6 +54,8 @@ class Evict(CacheMethod):
             whole prompt before it looks back does not, nor does an allocation that compares layers.
         value_norm: Whether an entry's importance is multiplied by the L2 norm of its value: what it adds to a layer's
             output grows with both (VATP, arXiv 2406.12335, which takes the L1 norm). For scores that are not negative.
+        rerotate: Whether kept keys get consecutive positions, by RoPE, and the text goes on right after them, as if
+            evicted tokens had not been read (kvpress's KeyRerotationPress). By default all stay where they were.
 
     Raises:
         UserError: a value is out of range; one line names it.
@@ -68,6 +71,7 @@ class Evict(CacheMethod):
     every: Whole = 0
     during_prefill: bool | None = None
     value_norm: bool = False
+    rerotate: bool = False
     reads_images = True
     waits = False  # True where a method evicts only once all layers have read the whole prompt
 
@@ -79,7 +83,9 @@ class Evict(CacheMethod):
                 field="during_prefill",
                 code="conflict",
             )
-        self.bound_observer.needs()  # binding refuses what the observer cannot take from the method
+        needs = self.bound_observer.needs()  # binding refuses what the observer cannot take from the method
+        if self.rerotate:
+            self._check_rerotation(needs)
         if self.during_prefill and not (isinstance(self.observer, LayerObserver) or self.observer.joins_prefill):
             raise UserError(
                 f"{name}: during_prefill needs an observer that scores each layer as it is read; "
@@ -117,6 +123,24 @@ class Evict(CacheMethod):
         if not protected:
             self.allocate.check(self.budget - self.every)
 
+    def _check_rerotation(self, needs: Needs) -> None:
+        """Refuse what cannot be had with keys at other positions."""
+        name = type(self).__name__
+        if self.during_prefill:
+            raise UserError(
+                f"{name}: rerotate needs to know how many entries all layers keep, and during_prefill evicts from each "
+                "as it is read: leave one of them out",
+                field="during_prefill",
+                code="conflict",
+            )
+        if needs.statistics:
+            raise UserError(
+                f"{name}: rerotate would change positions that {type(self.observer).__name__} takes statistics of: "
+                "leave it out",
+                field="rerotate",
+                code="conflict",
+            )
+
     def _require_unweighted(self) -> None:
         """Refuse to multiply scores that can be negative: the larger factor would make them the less important."""
         weighted = "value_norm" if self.value_norm else "allocate.weights"
@@ -146,6 +170,8 @@ class Evict(CacheMethod):
     @override
     def check_model(self, model: PreTrainedModel) -> None:
         self.observer.check_model(model)
+        if self.rerotate:
+            require_renumberable(model)
 
     @final
     @override
@@ -209,7 +235,7 @@ class Evict(CacheMethod):
         if evicts and not options.get("images") and can_read_tail(model, observer.needs()):
             tail = observer.tail(model, input_ids, mask, self.reduce)
         after_layer = None
-        waits = self.waits or self.during_prefill is False or self.allocate.across_layers
+        waits = self.waits or self.rerotate or self.during_prefill is False or self.allocate.across_layers
         if evicts and not waits and (tail is not None or isinstance(observer, LayerObserver)):
             after_layer = _LayerEviction(self, observer, lengths, budgets, padded=min(lengths) < width)
 
@@ -357,10 +383,18 @@ class Evict(CacheMethod):
         # Bounded layers still need the model's padding mask, which fits no dense layer after eviction.
         ragged = state.tokens_mask is not None and any(map(is_bounded, state.cache.layers))
         marked = bool(counts.min() != counts.max())
+        renumbering = None
+        if self.rerotate:
+            renumbering = Renumbering.of(model, state, self._sizes(state).real, counts)
         layers = []
-        for layer, mask, head_counts in zip(state.layers, selected, counts, strict=True):
-            layers.append(layer.keep(mask, head_counts, window=self.window, ragged=ragged, marked=marked))
-        return replace(state, cache=with_full_layers(state.cache, layers))
+        for index, (layer, mask) in enumerate(zip(state.layers, selected, strict=True)):
+            renumber = None if renumbering is None else renumbering.of_layer(index, mask)
+            kept = layer.keep(mask, counts[index], window=self.window, ragged=ragged, marked=marked, renumber=renumber)
+            layers.append(kept if renumbering is None else renumbering.with_queries(index, kept))
+        after = replace(state, cache=with_full_layers(state.cache, layers))
+        if renumbering is None:
+            return after
+        return replace(after, rope_offset=renumbering.after - state.lengths)
 
     def _unevicted(self, state: State) -> State:
         """A copy whose recorded queries are cut as eviction cuts them: rows of a batch observe as they do alone."""

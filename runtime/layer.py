@@ -391,13 +391,21 @@ class KeptLayer(DynamicLayer):
         return self.share()
 
     def keep(
-        self, mask: Tensor, counts: Counts, *, window: int = 0, ragged: bool = False, marked: bool = False
+        self,
+        mask: Tensor,
+        counts: Counts,
+        *,
+        window: int = 0,
+        ragged: bool = False,
+        marked: bool = False,
+        renumber: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> "KeptLayer":
         """A layer of the entries that `mask` [B, K, C] bool marks, `counts` [B, K] of each head.
 
         They are copied, so that the memory of the others can be freed. The last `window` tokens' entries all stay; the
         recorded queries of others are dropped. The layer is ragged where heads differ, or if `ragged`; with `marked`, a
-        dense layer marks its entries as real, and attention ignores the model's mask.
+        dense layer marks its entries as real, and attention ignores the model's mask. `renumber` gives the keys other
+        positions (`keepsight.runtime.renumber.Renumber`).
         """
         keys, values, _ = self.entries()
         count = None if ragged or counts.min() != counts.max() else int(counts.min())
@@ -405,6 +413,8 @@ class KeptLayer(DynamicLayer):
         # Whole rows are copied: indexing by the mask itself would copy number by number.
         keys = keys.reshape(-1, keys.shape[-1]).index_select(0, rows)
         values = values.reshape(-1, values.shape[-1]).index_select(0, rows)
+        if renumber is not None:
+            keys = renumber(keys, rows)
         if count is None:
             kept: KeptLayer = RaggedLayer(keys, values, counts, self.seen)
             if self.indexed:  # an indexer reads rows of one length

@@ -69,6 +69,15 @@ class Rotary:
         scale = cos**2 + sin**2  # of YaRN's attention factor
         return self._rotated(heads, cos / scale, -sin / scale)
 
+    @property
+    def rotates(self) -> bool:
+        """Whether the layer has RoPE."""
+        return self._embedding is not None
+
+    def moved(self, heads: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        """Heads [B, h, n, d] float32 at positions `before` [B or 1, n] -> at positions `after`."""
+        return self.turned(self.undone(heads, before), after)
+
     def spread(self, heads: Tensor, positions: Tensor) -> Tensor:
         """Heads [B, h, n, d] float32 without positions -> the mean of each over positions [m]."""
         if self._embedding is None:

@@ -202,6 +202,12 @@ class RestoreKV(KVzip):
                 field="every",
                 code="conflict",
             )
+        if self.rerotate:
+            raise UserError(
+                "RestoreKV: learned entries come right after the prompt, whose keys rerotate moves; leave it out",
+                field="rerotate",
+                code="conflict",
+            )
         if isinstance(self.budget, int):
             fixed_entries = self.added_entries + self.sinks + self.window
             if self.budget <= fixed_entries:
