@@ -46,7 +46,9 @@ def require_renumberable(model: PreTrainedModel) -> list[Rotary]:
 
 
 def _refused(reason: str) -> UserError:
-    return UserError(f"rerotate: keys cannot get other positions: {reason}; leave it out", field="model", code="model")
+    return UserError(
+        f"rerotate: keys cannot get other positions: {reason}; set rerotate to false", field="model", code="model"
+    )
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Renumbering:
         rotaries = require_renumberable(model)
         if state.images:
             raise UserError(
-                "rerotate: entries of images are not numbered one after the other; leave it out",
+                "rerotate: entries of images are not numbered one after the other; set it to false",
                 field="rerotate",
                 code="conflict",
             )

@@ -15,6 +15,7 @@ from keepsight.runtime.methods.expected import ExpectedAdaKV as ExpectedAdaKV
 from keepsight.runtime.methods.expected import ExpectedAttention as ExpectedAttention
 from keepsight.runtime.methods.expected import TriAttention as TriAttention
 from keepsight.runtime.methods.fastv import FastV as FastV
+from keepsight.runtime.methods.finch import Finch as Finch
 from keepsight.runtime.methods.geometry import CriticalAdaKV as CriticalAdaKV
 from keepsight.runtime.methods.geometry import CriticalKV as CriticalKV
 from keepsight.runtime.methods.geometry import CurDKV as CurDKV

@@ -47,6 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "locret": {"window": 8},
     "dms": {"window": 8},
     "dropkv": {"window": 8},
+    "finch": {"window": 8, "chunk": 12, "rerotate": False},
     "chunkkv": {"window": 8, "chunk": 4},
     "eg_chunkkv": {"window": 8, "chunk": 4, "cut": 2},
     "specpc": {"window": 8, "kernel": 4},
@@ -56,7 +57,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kivi": {"bits": 2, "group": 8, "residual": 8},
     "specache": {"bits": 1, "group": 8, "residual": 8, "topk": LENGTH, "speculative": False},
 }
-"""What fits the short prompt."""
+"""What fits the short prompt, and leaves keys at their positions (those that move: `test_rerotate.py`)."""
 OTHERS = {"evict", "fastv", "own_indexer", "qfilters", "duoattention", "restorekv"}
 OTHERS |= {"llmlingua2", "r2c", "sentence_similarity"}
 """Compositions; what reads nothing but images; what needs an indexer (`test_indexer.py`); what is scored by published
@@ -125,6 +126,7 @@ KINDS: dict[str, set[str]] = {
     "chunkkv": {"window"},
     "eg_chunkkv": {"window"},
     "simlayerkv": {"window", "layers differ"},
+    "finch": {"window"},
     "expected_attention": {"rotation"},
     "expected_adakv": {"rotation"},
     "triattention": {"rotation"},

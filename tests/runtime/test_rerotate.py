@@ -45,7 +45,7 @@ def test_keys_of_the_first_layer_are_those_of_the_kept_tokens(family: str) -> No
     try:
         method.check_model(model)
     except UserError as error:
-        assert str(error).startswith("rerotate:") and str(error).endswith("leave it out"), error
+        assert str(error).startswith("rerotate:") and str(error).endswith("set rerotate to false"), error
         with refused("model", "model"):
             method.start(model, ids)
         return
