@@ -534,7 +534,7 @@ SECTIONS = {
     "prompt": "Evict by the prompt alone",
     "weights": "Evict with published weights",
     "shorten": "Shorten the prompt",
-    "quantize": "Quantize the cache",
+    "quantize": "Store entries in fewer bytes",
     "read": "Keep all entries, read a few per token",
 }
 """The tables of docs/methods.md, which `python docs/tables.py` makes of the registry and docstrings."""

@@ -54,6 +54,7 @@ from keepsight.runtime.prompt_compression.text import SentenceSimilarity as Sent
 from keepsight.runtime.prompt_compression.text import Truncation as Truncation
 from keepsight.runtime.quantized.kivi import Kivi as Kivi
 from keepsight.runtime.quantized.specache import SpeCache as SpeCache
+from keepsight.runtime.quantized.think import ThinK as ThinK
 from keepsight.runtime.registry import DRAFTERS as DRAFTERS
 from keepsight.runtime.registry import METHODS as METHODS
 from keepsight.runtime.registry import OBSERVERS as OBSERVERS

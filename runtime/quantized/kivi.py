@@ -108,7 +108,7 @@ class PackedState(State):
     """A state whose cache is packed."""
 
 
-_RAGGED = (
+RAGGED = (
     "KV heads that hold different numbers of entries cannot be packed; use an allocation that keeps the same number in "
     "every KV head of a layer, such as uniform"
 )
@@ -211,7 +211,7 @@ class PackedMethod(CacheMethod):
     def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
         """Read prompts of one length; only one layer at a time is in full precision on the device."""
         self.check_prompts(model, input_ids)
-        _require_unpadded(mask)
+        require_unpadded(mask)
         batch, length = input_ids.shape
         cache = empty_cache(model)
         traffic = Traffic()
@@ -239,18 +239,18 @@ class PackedMethod(CacheMethod):
     def compress_state(self, model: PreTrainedModel, state: State) -> State:
         """A packed copy of a state; nothing is recorded for observers from here on."""
         self.check_prompts(model, state.tokens)
-        _require_unpadded(state.tokens_mask)
+        require_unpadded(state.tokens_mask)
         seen = state.cache.get_seq_length()
         traffic = Traffic()
         layers: list[KeptLayer] = []
         for keys, values, real in state.entries():
             if real is not None and not real.all():
-                raise UserError(_RAGGED, field="allocate", code="conflict")
+                raise UserError(RAGGED, field="allocate", code="conflict")
             layers.append(self.packed_layer(keys, values, seen, traffic))
         return state.as_kind(PackedState, with_full_layers(state.cache, layers))
 
 
-def _require_unpadded(mask: Tensor | None) -> None:
+def require_unpadded(mask: Tensor | None) -> None:
     """Refuse padded rows: groups would mix tokens with padding, and a row would depend on its neighbours."""
     if mask is not None and not bool(mask.bool().all()):
         raise UserError(
@@ -290,7 +290,7 @@ class Kivi(PackedMethod):
                 code="conflict",
             )
         if self.inner.allocate.reads_scores and getattr(self.inner.allocate, "floor", 0) < 1:
-            raise UserError(f"inner: {_RAGGED}", field="inner", code="conflict")
+            raise UserError(f"inner: {RAGGED}", field="inner", code="conflict")
 
     @override
     def check_model(self, model: PreTrainedModel) -> None:
@@ -312,7 +312,7 @@ class Kivi(PackedMethod):
         if self.inner is None:
             return super().start(model, input_ids, mask, **options)
         self.check_prompts(model, input_ids)
-        _require_unpadded(mask)
+        require_unpadded(mask)
         return super().compress_state(model, self.inner.start(model, input_ids, mask, **options))
 
     @override

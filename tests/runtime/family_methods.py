@@ -55,6 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shadowkv": {"chunk": 4, "local": 2},
     "infllm": {"block": 1, "window": LENGTH + 6},
     "kivi": {"bits": 2, "group": 8, "residual": 8},
+    "think": {"window": 8},
     "specache": {"bits": 1, "group": 8, "residual": 8, "topk": LENGTH, "speculative": False},
 }
 """What fits the short prompt, and leaves keys at their positions (those that move: `test_rerotate.py`)."""
@@ -63,14 +64,25 @@ OTHERS |= {"llmlingua2", "r2c", "sentence_similarity"}
 """Compositions; what reads nothing but images; what needs an indexer (`test_indexer.py`); what is scored by published
 directions or patterns; what adds entries; what shortens a prompt with another package or reader."""
 NAMES = [name for name in METHODS if name not in OTHERS]
+_READING = ("exact_topk", "quest", "specontext", "clusterkv", "infllm", "shadowkv")
 REFUSED = (
     dict.fromkeys(
-        [("DeepSeek-V3", "kivi"), ("DeepSeek-V3", "specache")],
-        "has layers of latent attention; the cache can only be packed",
+        [("DeepSeek-V3", "kivi"), ("DeepSeek-V3", "specache"), ("DeepSeek-V3", "think")],
+        "has layers of latent attention; ",
     )
     | {
         ("Gemma 4 E2B, E4B", name): "read the same entries"
-        for name in ("kivi", "specache", "exact_topk", "quest", "specontext", "clusterkv", "infllm", "shadowkv")
+        for name in (
+            "kivi",
+            "specache",
+            "think",
+            "exact_topk",
+            "quest",
+            "specontext",
+            "clusterkv",
+            "infllm",
+            "shadowkv",
+        )
     }
     | {
         ("Jamba", name): "read several tokens at once at the start alone"
@@ -135,6 +147,7 @@ KINDS: dict[str, set[str]] = {
     "speckvpc": _SHORTER,
     "truncation": _SHORTER,
     "kivi": {"packed"},
+    "think": {"packed"},
     "specache": {"packed"},
     "specontext": _SPARSE,
     "quest": _SPARSE,

@@ -63,7 +63,7 @@ def test_a_method_answers_as_masked_eager_attention_does(family, name, folder):
     else:
         state = method.start(model, PROMPT)
         hide = below_top(LENGTH, BUDGET, kv_heads_of(family)) if name == "exact_topk" else None
-    if name == "kivi":
+    if name in ("kivi", "think"):
         _compare_packed(model, state)
         return
     _, expected = slow_pass(model, hide, input_ids=torch.cat([prompt, ANSWER], dim=1))
@@ -81,7 +81,7 @@ def _compare_packed(model: Any, state: State) -> None:
         positions = torch.arange(LENGTH + 1)[None]  # Qwen2.5-VL's own would go on from the prompt that it read last
         model(PROMPT, past_key_values=plain, position_ids=positions[:, :-1])
         for layer, packed in zip(full_layers(plain), full_layers(state.cache), strict=True):
-            layer.keys, layer.values = packed.packed.keys(), packed.packed.values()
+            layer.keys, layer.values, _ = packed.entries()
         expected = model(ANSWER[:, :1], past_key_values=plain, position_ids=positions[:, -1:]).logits[:, 0]
     _, logits = read(model, state, ANSWER[:, :1])
     assert_close(logits[:, 0], expected)

@@ -25,7 +25,7 @@ THINKING = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'].split('</think>')[-1] }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
 )
-OWN_FORM = ("kivi", "specache", "specontext", "quest", "clusterkv", "shadowkv", "infllm", "exact_topk")
+OWN_FORM = ("kivi", "specache", "think", "specontext", "quest", "clusterkv", "shadowkv", "infllm", "exact_topk")
 
 
 def edited(talk: Conversation, kept: int) -> Tensor:

@@ -21,7 +21,7 @@ from tests.tiny import prompt_ids
 
 FAMILY = "Llama 3"
 IDS, MASK = prompt_ids(60, 44)
-UNPADDED = {"infllm", "kivi", "specache"}
+UNPADDED = {"infllm", "kivi", "specache", "think"}
 OTHERS = ["GPT-OSS", "Granite 4 (Mamba-2)"]
 
 
