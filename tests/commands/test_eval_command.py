@@ -110,7 +110,7 @@ def test_all_methods_are_those_that_can_be_made(
     assert main(last_of_each_key(["eval", *given, "methods=[all,{name: kivi, group: 8}]"])) == 0
     printed, said = capsys.readouterr()
     (line,) = [each for each in said.splitlines() if each.startswith("methods=all leaves out ")]
-    scored = "kvzap, fastkvzip, trimkv, dbtrimkv, locret, dms, qfilters, restorekv: needs scorer=FILE_FOLDER_OR_HUB_ID"
+    scored = "trimkv, dbtrimkv, locret, dms, duoattention, qfilters, restorekv: needs scorer=FILE_FOLDER_OR_HUB_ID"
     assert scored in line and "r2c: option 'relevance' is missing" in line
     assert "specontext: needs retrieval=FOLDER_OR_HUB_ID; train one with train_retrieval_head.py" in line
     ran = {row["method"] for row in rows_without_times(here / "out")}
