@@ -1,12 +1,12 @@
 """The configurations of `keepsight prefix`, `serve` and `bench serve`; see `keepsight.commands.config`."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from keepsight.commands.config_bench import Benched
-from keepsight.commands.config_shared import Counts, Plugins, UsesMethods
+from keepsight.commands.config_shared import Counts, Plugins, UsesMethods, one_of
 
 _METHOD = "model.id", "adapter", "method", "budget", "options"
 
@@ -55,7 +55,7 @@ class Prefix(Evicting):
     out: str = "???"
     system: str | None = None
     skip: NonNegativeInt | None = None
-    engine: Annotated[str, Literal["vllm", "sglang"]] = "vllm"
+    engine: Annotated[str, one_of("vllm", "sglang")] = "vllm"
 
 
 @dataclass
@@ -79,6 +79,10 @@ class Serve(Evicting):
         max_prompt_tokens: Longest prompt in tokens; 0 for the model's context.
         prefill_tokens: Tokens of a new prompt that are read between two steps of running answers; fewer make streams
             smoother and first tokens later. 0 reads whole prompts.
+        sessions: Size of the states of answered prompts that are kept for later turns and the same prompts; 0 for none.
+        later_turns: reread: an answer depends on its own request alone, so that later turns go on only from states of
+            which nothing was evicted. continue: they go on from the evicted state, as in a Conversation, and their new
+            tokens alone are read.
         max_new_tokens: Longest answer in tokens.
         max_budget: Largest budget that a request may choose by {"keepsight": {"budget": ...}}; budget by default.
         max_bytes: Largest request body in bytes.
@@ -109,6 +113,8 @@ class Serve(Evicting):
     waiting: PositiveInt = 64
     max_prompt_tokens: NonNegativeInt = 0
     prefill_tokens: NonNegativeInt = 256
+    sessions: str = "1GiB"
+    later_turns: Annotated[str, one_of("reread", "continue")] = "reread"
     max_new_tokens: PositiveInt = 1024
     max_budget: int | float | None = None
     max_bytes: PositiveInt = 1 << 24

@@ -34,7 +34,7 @@ from keepsight.serving.worker import Worker
 
 _VLLM_KEYS = "page", "min_prompt_tokens", "prefixes", "prefix_bytes", "vllm_options"
 """Keys that have no meaning without vLLM."""
-_OUR_KEYS = "max_budget", "grace", "keep_alive", "read_timeout", "connections", "access_log"
+_OUR_KEYS = "sessions", "later_turns", "max_budget", "grace", "keep_alive", "read_timeout", "connections", "access_log"
 """Keys of keepsight's own server."""
 _VLLM_OWN = (
     "model",
@@ -82,6 +82,7 @@ def run(config: Config) -> None:
             field=error.name or "serving",
             code="missing",
         ) from None
+    session_bytes = _session_bytes(config)
     method = method_of(config, resources_of(config, without_weights(config)))  # bad values end here
     key = os.environ.get(config.key) or None
     key_variable = config.key if key else None
@@ -98,6 +99,8 @@ def run(config: Config) -> None:
             waiting=config.waiting,
             max_prompt_tokens=config.max_prompt_tokens,
             prefill_tokens=config.prefill_tokens,
+            session_bytes=session_bytes,
+            continues=config.later_turns == "continue",
         )
         if config.max_budget is not None:
             try:
@@ -133,6 +136,16 @@ def run(config: Config) -> None:
                 server.run(sockets=[listener])
             except KeyboardInterrupt:  # raised by either signal, once everything has ended
                 print("stopped", file=sys.stderr)
+
+
+def _session_bytes(config: Config) -> int:
+    """Bytes of the states that are kept; 0 for none."""
+    if config.sessions.strip() == "0":
+        return 0
+    try:
+        return read_bytes(config.sessions)
+    except UserError as error:
+        raise UserError(f"sessions={error}, or 0 for none", field="sessions", code=error.code) from None
 
 
 def _is_set(config: Config, name: str) -> bool:

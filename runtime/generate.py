@@ -651,11 +651,19 @@ class Method(CustomGenerate):
             images: Images in the prompts; None for none.
         """
 
-    def resume(self, model: PreTrainedModel, state: State, tokens: Tensor, *, chunk: int | None = None) -> State:
+    def resume(
+        self,
+        model: PreTrainedModel,
+        state: State,
+        tokens: Tensor,
+        *,
+        chunk: int | None = None,
+        between: Callable[[], None] | None = None,
+    ) -> State:
         """Read a further turn and return the state to answer from, within the budget again.
 
         The state, of this method or one that `joins`, stays unchanged. `tokens` are [B, n] int64, without padding; with
-        n = 0 the answer follows what has been read. `chunk` is as for `start`.
+        n = 0 the answer follows what has been read. `chunk` and `between` are as for `start`.
         """
         if must_restart(model, state, tokens.shape[1]):
             return self.restart(model, state, tokens)
@@ -664,7 +672,9 @@ class Method(CustomGenerate):
         unread = tokens.shape[1]
         if not unread:
             return state
-        for tokens_of_pass in tokens.split(chunk or unread, dim=1):
+        for number, tokens_of_pass in enumerate(tokens.split(chunk or unread, dim=1)):
+            if number and between is not None:
+                between()
             unread -= tokens_of_pass.shape[1]
             state, _ = read(reader, state, tokens_of_pass, logits_to_keep=1, more=unread)
         return state
@@ -795,8 +805,8 @@ class CacheMethod(Method):
         return self.start(model, torch.cat([state.tokens, tokens], dim=1), mask)
 
     @override
-    def resume(self, model: PreTrainedModel, state: State, tokens: Tensor, *, chunk: int | None = None) -> State:
-        after = super().resume(model, state, tokens, chunk=chunk)
+    def resume(self, model: PreTrainedModel, state: State, tokens: Tensor, **options: Any) -> State:
+        after = super().resume(model, state, tokens, **options)
         return self.compress_state(model, after) if after.joins else after
 
     def shares_prefill(self, length: int) -> bool:

@@ -132,6 +132,21 @@ def take_rows(state: State, rows: Sequence[int]) -> State:
     )
 
 
+def last_entries(state: State, row: int, count: int) -> list[tuple[Tensor, Tensor]]:
+    """For each layer with full attention, copies of a row's keys and values of the last `count` tokens.
+
+    They are [1, K, count, d]; nothing was evicted after these tokens.
+    """
+    entries = []
+    for layer in state.layers:
+        if isinstance(layer, RaggedLayer):
+            entries.append(layer.last_of_row(row, count))
+        else:
+            keys = layer.keys[row : row + 1, :, -count:].clone()
+            entries.append((keys, layer.values[row : row + 1, :, -count:].clone()))
+    return entries
+
+
 def _take_dense(layer: KeptLayer, index: Tensor, seen: int) -> KeptLayer:
     entries = layer.entries()
     index = index.to(entries.keys.device)

@@ -492,6 +492,13 @@ class RaggedLayer(OwnAttention, KeptLayer):
         values = torch.cat([self.values[0, 0].narrow(0, *span) for span in spans])
         return keys, values
 
+    def last_of_row(self, row: int, count: int) -> tuple[Tensor, Tensor]:
+        """Copies of a row's last `count` entries in each head: keys and values [1, K, count, d]."""
+        spans = self._spans()[row * self.kv_heads : (row + 1) * self.kv_heads]
+        keys = [self.keys[0, 0].narrow(0, first + size - count, count) for first, size in spans]
+        values = [self.values[0, 0].narrow(0, first + size - count, count) for first, size in spans]
+        return torch.stack(keys)[None], torch.stack(values)[None]
+
     @property
     @override
     def nbytes(self) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.runtime.attention import StateCache
+from keepsight.runtime.join import last_entries
 from keepsight.runtime.layer import KeptLayer, RaggedLayer
 from keepsight.runtime.state import State
 from keepsight.runtime.static_step import StaticStep, borrowed_step, give_back
@@ -83,6 +84,22 @@ class StaticBatch:
         stretch.tokens.append(step_tokens)
         logits = stretch.step.read(self._model, step_tokens)
         return replace(state, cache=StateCache(layers=[]), logits=logits[stretch.index])
+
+    def last_entries(self, state: State, row: int, count: int) -> list[tuple[Tensor, Tensor]]:
+        """As `keepsight.runtime.join.last_entries`, of a state that `read` returned or of another."""
+        stretch = self._stretch
+        if stretch is None:
+            return last_entries(state, row, count)
+        slots = [stretch.slots[row]]
+        appended = len(stretch.tokens)
+        entries = []
+        for number in range(len(stretch.layers)):
+            keys, values, counts = stretch.step.packed(number, slots, appended)
+            sizes = counts.ravel().tolist()
+            row_keys = torch.stack([head_keys[-count:] for head_keys in keys.split(sizes)])
+            row_values = torch.stack([head_values[-count:] for head_values in values.split(sizes)])
+            entries.append((row_keys[None], row_values[None]))
+        return entries
 
     def keep(self, state: State, rows: Sequence[int]) -> State | None:
         """The rows of a state that `read` returned; None where it did not, and entries have to be copied."""

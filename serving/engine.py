@@ -32,6 +32,7 @@ from keepsight.runtime.join import can_join, join, take_rows
 from keepsight.runtime.state import State, must_restart, read
 from keepsight.runtime.static_batch import StaticBatch
 from keepsight.serving.sampling import TokenLogprob, token_logprob
+from keepsight.serving.sessions import Session, Sessions
 
 _PROBE_TOKENS = 512
 """Tokens read at the start, to see whether states of the method can be joined."""
@@ -68,6 +69,7 @@ class Job:
         seed: Seeds sampling; None for a random one.
         method: Evicts from the prompt; None for the engine's own. See `Engine.with_budget`.
         processors: Logits processors that come before those of the options.
+        tenant: Whose request it is; it goes on from no session of another.
         top_logprobs: Number of most likely tokens to record with each token's log-probability; None to record none.
         ignore_end: Whether end tokens do not end the answer.
         options: Options of `model.generate`, such as `max_new_tokens` and `temperature`.
@@ -78,6 +80,7 @@ class Job:
         logprobs: Log-probabilities of the answer's tokens, if they are recorded.
         tokens: The answer so far, with its end token.
         kept: Entries that each KV head keeps of the prompt, on average.
+        cached: Tokens of the prompt that were not read, as a session had read them.
         reason: `stop` (an end token, or `took` asked for it), `length`, `cancelled` or `failed`; None before the end.
         error: The exception of a failed request.
         first: Seconds from submission to the first token; None before.
@@ -91,6 +94,7 @@ class Job:
         seed: int | None = None,
         method: Method | None = None,
         processors: Sequence[LogitsProcessor] = (),
+        tenant: str = "",
         top_logprobs: int | None = None,
         ignore_end: bool = False,
         **options: Any,
@@ -99,6 +103,7 @@ class Job:
         self.seed = seed
         self.method = method
         self.processors = processors
+        self.tenant = tenant
         self.top_logprobs = top_logprobs
         self.ignore_end = ignore_end
         self.options = options
@@ -106,6 +111,7 @@ class Job:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.kept = 0.0
+        self.cached = 0
         self.reason: str | None = None
         self.error: Exception | None = None
         self.first: float | None = None
@@ -167,6 +173,7 @@ class Totals:
 
     ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("stop", "length", "cancelled", "failed"), 0))
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     kept_entries: float = 0.0
     generated_tokens: int = 0
     decode_steps: int = 0
@@ -190,12 +197,22 @@ class _OptionsReader(CustomGenerate):
 
 @dataclass
 class _Row:
-    """A request in the batch; `ids` [1, N + T] are its prompt and its answer so far, `error` its exception."""
+    """A request in the batch.
+
+    Attributes:
+        job: The request.
+        decoding: Arguments of `decode`.
+        ids: [1, N + T] int64, its prompt and its answer so far.
+        generator: Samples; None for the global one.
+        session: Keeps its prompt's state for later turns; None where none is kept.
+        error: Its exception.
+    """
 
     job: Job
     decoding: dict[str, Any]
     ids: Tensor
     generator: torch.Generator | None
+    session: Session | None = None
     error: Exception | None = None
 
     def next_token(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,10 +239,13 @@ class Engine:
     At most `waiting` requests wait; prompts are no longer than `max_prompt_tokens`, by default the model's context. A
     `UserError` if states of this method cannot be decoded in a batch. Steps are a CUDA graph's where `generate`'s are;
     with `static` they are the same without a graph, on any device, for tests. While answers run, a prompt is read by
-    `prefill_tokens` tokens at a time, with a decoding step after each; 0 reads whole prompts.
+    `prefill_tokens` tokens at a time, with a decoding step after each; 0 reads whole prompts. States of answered
+    prompts are kept in `session_bytes` bytes, for later turns and the same prompts; with `continues` later turns go on
+    from evicted states too (see `keepsight.serving.sessions`).
 
     Attributes:
         context: The model's context in tokens.
+        sessions: The states that are kept.
         end_tokens: Tokens that end an answer.
         totals: Counters of what was done.
     """
@@ -239,6 +259,8 @@ class Engine:
         waiting: int = 64,
         max_prompt_tokens: int = 0,
         prefill_tokens: int = 256,
+        session_bytes: int = 0,
+        continues: bool = False,
         static: bool = False,
     ) -> None:
         self.model = model
@@ -249,6 +271,7 @@ class Engine:
         self.prefill_tokens = prefill_tokens
         self.max_prompt_tokens = min(max_prompt_tokens or self.context, self.context)
         self.totals = Totals()
+        self.sessions = Sessions(model, session_bytes, continues)
         self._queue: deque[Job] = deque()
         self._batch: list[_Row] = []
         self._is_prefilling = False
@@ -416,6 +439,7 @@ class Engine:
         with self._wake:
             self._refuse("the server's engine has ended; restart it", error)
         self._end_batch("failed" if error else "cancelled", error)
+        self.sessions.clear()
 
     def _wait_for_work(self) -> bool:
         """Wait until there is something to do; returns False once the engine is closed."""
@@ -490,7 +514,10 @@ class Engine:
                 self._end_group(job, "cancelled")
 
     def _prefill(self, job: Job) -> tuple[list[_Row], State]:
-        """Read a prompt and evict from it; returns a row of the batch for each answer to it, and its state."""
+        """Read a prompt and evict from it; returns a row of the batch for each answer to it, and its state.
+
+        What a session has read of it is not read again.
+        """
         start = time.perf_counter()
         decode_seconds_before = self.totals.decode_seconds
         ids = job.ids[None].to(self.model.device)
@@ -507,14 +534,26 @@ class Engine:
         if self._batch and self.prefill_tokens and method.reads_chunks():
             chunks = {"chunk": self.prefill_tokens, "between": self._decode_batch}
         with hooked((layer, stop_if_cancelled) for layer in decoder_layers(self.model)):
-            state = method.start(self.model, ids, **chunks)
+            after = self.sessions.find(job.tenant, method, job.ids)
+            if after is None:
+                state = method.start(self.model, ids, **chunks)
+            elif after.count == len(job.ids):
+                state = after.state
+            else:
+                state = method.resume(self.model, after.state, ids[:, after.count :], **chunks)
 
+        session = self.sessions.add(job.tenant, method, state, job.ids, after)
+        for row in rows:
+            row.session = session
         kept = state.mean_entries()
+        cached = 0 if after is None else after.count
         for member in job.group:
             member.kept = kept
+            member.cached = cached
         others_seconds = self.totals.decode_seconds - decode_seconds_before
         self.totals.prefill_seconds += time.perf_counter() - start - others_seconds
-        self.totals.prompt_tokens += ids.shape[1]
+        self.totals.prompt_tokens += ids.shape[1] - cached
+        self.totals.cached_tokens += cached
         self.totals.kept_entries += kept
         return rows, state
 
@@ -556,8 +595,10 @@ class Engine:
             if row.error is not None:
                 self._end(row.job, "failed", row.error)
             elif has_enough or (is_last and token in self.end_tokens and not row.job.ignore_end):
+                self._keep_answer(index)
                 self._end(row.job, "stop")
             elif is_last:
+                self._keep_answer(index)
                 self._end(row.job, "length")
             else:
                 remaining_rows.append(index)
@@ -567,6 +608,16 @@ class Engine:
             self._state = self._read(self._state, next_tokens[remaining_rows][:, None])
             self.totals.decode_steps += 1
             self.totals.decode_seconds += time.perf_counter() - start
+
+    def _keep_answer(self, index: int) -> None:
+        """Let a row's session keep the tokens of its answer that were read: all but the last."""
+        row = self._batch[index]
+        tokens = row.job.tokens[:-1]
+        if row.session is None or not tokens or not self.sessions.wants_answer(row.session):
+            return
+        assert self._state is not None
+        entries = self._static.last_entries(self._state, index, len(tokens))
+        self.sessions.add_answer(row.session, torch.tensor(tokens), entries)
 
     def _read(self, state: State, tokens: Tensor) -> State | None:
         """The batch after one more token [B, 1] of each row; rows whose cache the model drops are read again alone.

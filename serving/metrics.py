@@ -12,6 +12,7 @@ from keepsight.serving.engine import Engine, Histogram
 
 _COUNTERS = {
     "prompt_tokens": "Tokens of prompts that were read.",
+    "cached_tokens": "Tokens of prompts that were not read, as a session had read them.",
     "kept_entries": "Entries that each KV head keeps of the prompts, on average.",
     "generated_tokens": "Tokens of answers.",
     "decode_steps": "Decoding steps, each for a token of every running answer.",
@@ -34,6 +35,9 @@ class EngineMetrics(Collector):
         yield GaugeMetricFamily("keepsight_running", "Answers that are decoded.", running)
         yield GaugeMetricFamily("keepsight_waiting", "Requests that wait for their turn.", waiting)
         yield GaugeMetricFamily("keepsight_kv_bytes", "Bytes of the batch's keys and values.", self.engine.kv_bytes)
+        sessions = self.engine.sessions
+        yield GaugeMetricFamily("keepsight_sessions", "Answered prompts that are kept for later turns.", len(sessions))
+        yield GaugeMetricFamily("keepsight_session_bytes", "Bytes that they take.", sessions.nbytes)
         ended = CounterMetricFamily("keepsight_requests", "Requests that have ended.", labels=["reason"])
         for reason, count in totals.ended.items():
             ended.add_metric([reason], count)

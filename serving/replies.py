@@ -189,16 +189,17 @@ class Reply:
         self._sent_calls = [0] * len(jobs)
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of prompts and answers, and the entries that a KV head keeps of the prompts."""
+        """Tokens of prompts and answers, those that were not read again, and the entries that a KV head keeps."""
         of_each_prompt = self.jobs[:: self.answers_a_prompt]
         prompt_tokens = sum(len(job.ids) for job in of_each_prompt)
+        cached_tokens = sum(job.cached for job in of_each_prompt)
         kept_entries = sum(round(job.kept) for job in of_each_prompt)
         completion_tokens = sum(len(job.tokens) for job in self.jobs)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": 0, "kept_entries": kept_entries},
+            "prompt_tokens_details": {"cached_tokens": cached_tokens, "kept_entries": kept_entries},
         }
 
     def completion(self) -> dict[str, Any]:

@@ -73,7 +73,6 @@ def _biases(logit_bias: dict[str, float]) -> dict[str, float]:
 
 IGNORED = frozenset(
     {
-        "cache_salt",  # no request uses another's cache
         "metadata",
         "parallel_tool_calls",
         "prediction",
@@ -238,6 +237,7 @@ class CommonFields(BaseModel, ABC):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     keepsight: KeepsightFields | None = None
 
     def options(self, answer_tokens: int, model_top_k: int | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ request for which there is no room before that.
 
 import asyncio
 import copy
+import hashlib
 import json
 import logging
 import time
@@ -378,9 +379,10 @@ class Service:
             grammar = await run_sync(self.grammars.grammar, schema, limiter=self._long_texts)
 
         answers = Answers()
+        tenant = _tenant_of(request, asked.fields)
         try:
             for ids in asked.prompts:
-                self.engine.submit(self._job(asked, ids, answers, grammar))
+                self.engine.submit(self._job(asked, ids, answers, grammar, tenant))
         except Exception:
             answers.cancel()
             raise
@@ -429,7 +431,7 @@ class Service:
                     code="range",
                 )
 
-    def _job(self, asked: Asked, ids: list[int], answers: Answers, grammar: Any) -> StreamedJob:
+    def _job(self, asked: Asked, ids: list[int], answers: Answers, grammar: Any, tenant: str) -> StreamedJob:
         """The request to the engine for the `n` answers to a prompt, the first with the others as siblings."""
         fields = asked.fields
         generation_config: Any = self.target.model.generation_config
@@ -452,6 +454,7 @@ class Service:
                 seed=None if fields.seed is None else fields.seed + number,
                 method=method,
                 processors=processors,
+                tenant=tenant,
                 top_logprobs=fields.wanted_logprobs,
                 ignore_end=bool(fields.ignore_eos),
                 **options,
@@ -571,6 +574,12 @@ class Service:
     async def metrics(self) -> PlainTextResponse:
         """`/metrics`, in Prometheus' text format."""
         return PlainTextResponse(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _tenant_of(request: Request, fields: CommonFields) -> str:
+    """Whose request it is: who sends the same key and the same `cache_salt`. The key itself is not in it."""
+    sent = f"{request.headers.get('authorization', '')}\n{fields.cache_salt or ''}"
+    return hashlib.sha256(sent.encode(errors="surrogateescape")).hexdigest()
 
 
 def _status_of(error: Any) -> int:

@@ -155,7 +155,10 @@ def test_values_that_cannot_be_served_end_in_one_line(keepsight: CommandLine) ->
     keepsight.refuses("method", "model", "serve", *TINY, *packed, "port=0")
     keepsight.refuses("port", "service", "serve", *TINY, "host=nowhere.invalid")
     keepsight.refuses("budget", "range", "serve", *TINY, "method=snapkv", "max_budget=4", "port=0")
+    keepsight.refuses("sessions", "type", "serve", *TINY, "method=snapkv", "sessions=much", "port=0")
+    keepsight.refuses("later_turns", "unknown", "serve", *TINY, "method=snapkv", "later_turns=forget", "port=0")
     keepsight.refuses("page", "conflict", "serve", *TINY, "page=32")
+    keepsight.refuses("engine", "unknown", "prefix", *TINY, "prompt=a", "out=prefixes", "engine=tgi")
     keepsight.refuses("grace", "conflict", "serve", *TINY, "vllm=true", "grace=5")
 
 
