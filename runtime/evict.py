@@ -31,7 +31,7 @@ from keepsight.runtime.importance import Pool, Reduce, reduce_group, select_top,
 from keepsight.runtime.layer import Counts, KeptLayer
 from keepsight.runtime.observe import LayerObserver, Observer
 from keepsight.runtime.renumber import Renumbering, require_renumberable
-from keepsight.runtime.state import Needs, State, can_read_tail, full_layers, prefill, with_full_layers
+from keepsight.runtime.state import ALL_QUERIES, Needs, State, can_read_tail, full_layers, prefill, with_full_layers
 
 
 @registry.method("evict")
@@ -194,7 +194,7 @@ class Evict(CacheMethod):
         name = type(self).__name__
         observer = self.bound_observer
         window = observer.needs().window
-        if window > length:
+        if length < window < ALL_QUERIES:
             raise UserError(
                 f"{name}: a prompt of {length} tokens is shorter than the {window} that observe it",
                 field="prompt",

@@ -71,6 +71,8 @@ class Recorded:
         statistics: Statistics of all queries; None where they were not asked for.
         observed: [B, K, C] float32, scores by observers that were read with the prompt (`keepsight.runtime.tail`); None
             where there were none. Eviction drops them.
+        scored: [B, K, c] float32, for methods that score tokens once, the scores of the c entries that the last
+            eviction kept, NaN where another method kept them; None for none.
     """
 
     softmax: Softmax
@@ -81,6 +83,7 @@ class Recorded:
     scores: Mapping[Any, Tensor] = field(default_factory=dict)
     statistics: QueryStatistics | None = None
     observed: Tensor | None = None
+    scored: Tensor | None = None
 
     def last(self, rows: int) -> "Recorded":
         """The same with the queries of the last `rows` tokens alone."""
@@ -115,11 +118,15 @@ class Recorded:
         """The same for the entries alone that `mask` [B, K, C] bool marks, `counts` [B, K] of each head."""
         accumulated = self.accumulated
         if accumulated is not None:
-            accumulated = _kept_columns(accumulated, mask, counts)
+            accumulated = kept_columns(accumulated, mask, counts)
         scores = {}
         for scorer, entry_scores in self.scores.items():
-            scores[scorer] = _kept_columns(entry_scores, mask, counts)
-        return replace(self, accumulated=accumulated, scores=scores, observed=None)
+            scores[scorer] = kept_columns(entry_scores, mask, counts)
+        scored = self.scored
+        if scored is not None:
+            unscored = mask.shape[2] - scored.shape[2]
+            scored = kept_columns(functional.pad(scored, (0, unscored), value=torch.nan), mask, counts)
+        return replace(self, accumulated=accumulated, scores=scores, observed=None, scored=scored)
 
 
 def spare(count: int, least: int = ROOM) -> int:
@@ -299,6 +306,8 @@ class KeptLayer(DynamicLayer):
         if count > self.croppable:
             twin = self._without_recent(count)
             scores = twin.recorded.scores if twin.recorded else {}
+            if recorded is not None and twin.recorded is not None:
+                recorded = replace(recorded, scored=twin.recorded.scored)
         else:
             twin = self.share()
             twin.crop(-count)
@@ -645,7 +654,7 @@ def _unpack(packed: Tensor, rows: Tensor, shape: tuple[int, ...]) -> Tensor:
     return padded.index_copy_(0, rows, packed).view(*shape, packed.shape[1])
 
 
-def _kept_columns(recorded: Tensor, mask: Tensor, counts: Counts) -> Tensor:
+def kept_columns(recorded: Tensor, mask: Tensor, counts: Counts) -> Tensor:
     """The columns of [B, H, C] that each query head's KV head keeps ([B, K, C] bool), left-padded if heads differ."""
     group = recorded.shape[1] // mask.shape[1]
     if counts.min() == counts.max():

@@ -88,6 +88,8 @@ class Needs:
         )
 
 
+ALL_QUERIES = 2**31
+"""A window of `Needs` that no prompt fills: the queries of all tokens, which take about as much memory as a cache."""
 WINDOW = Needs(window=32)
 """The observation window that most methods need."""
 
@@ -412,7 +414,9 @@ class Recorder:
             self.seconds += time.perf_counter() - start
         if self.needs.statistics:
             statistics = self._statistics(layer, before.statistics, query)
-        layer.recorded = Recorded(softmax, queries, query_mask, ahead, accumulated, self._scores, statistics)
+        layer.recorded = Recorded(
+            softmax, queries, query_mask, ahead, accumulated, self._scores, statistics, scored=before.scored
+        )
 
         if self.tail is not None and observer_queries is not None:
             observed = self.tail.score(observer_queries, key, softmax, self.mask, layer.recorded, layer.kv_heads)

@@ -6,6 +6,7 @@ from keepsight.runtime.generate import FullCache as FullCache
 from keepsight.runtime.generate import make_method as make_method
 from keepsight.runtime.methods.chunkkv import ChunkKV as ChunkKV
 from keepsight.runtime.methods.chunkkv import EntropyGatedChunkKV as EntropyGatedChunkKV
+from keepsight.runtime.methods.compactor import Compactor as Compactor
 from keepsight.runtime.methods.dms import DMS as DMS
 from keepsight.runtime.methods.drafts import DapQ as DapQ
 from keepsight.runtime.methods.drafts import Oracle as Oracle
