@@ -103,35 +103,41 @@ def measure(folder: Path, budgets: list[int | float], slow: bool) -> Iterator[di
             module.masked_key_indices = None
             return keys, values
 
-    def replaying(kind: Any, prompt: Tensor, ratios: list[float]) -> tuple[DynamicCache, list[list[Any]]]:
+    def replaying(
+        kind: Any, options: dict[str, Any], prompt: Tensor, ratios: list[float]
+    ) -> tuple[DynamicCache, list[list[Any]]]:
         """The whole cache, and what a press that repeats the prompt masks in it at each ratio."""
         masked, cache = [], DynamicCache()
 
         class AtRatios(kind):  # type: ignore[misc]
             def compress_post(self, model: PreTrainedModel) -> None:
                 for self.compression_ratio in ratios:
+                    mask(model, [None] * len(model.model.layers))  # a ratio of 0 masks nothing
                     super().compress_post(model)
                     masked.append([layer.self_attn.masked_key_indices for layer in model.model.layers])
 
-        with AtRatios(max(ratios))(model):
+        with AtRatios(max(ratios), **options)(model):
             model(prompt, past_key_values=cache, logits_to_keep=1)
         cache.crop(prompt.shape[1])
         return cache, masked
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="auto").eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(folder / "model")
+    heads = model.config.num_hidden_layers * model.config.num_key_value_heads
     for sample in map(json.loads, (folder / "samples.jsonl").read_text("utf-8").splitlines()):
         prompt, asked, answer = (torch.tensor([sample[part]]).long() for part in ("prompt", "question", "answer"))
         length, full = prompt.shape[1], DynamicCache()
-        # Half an entry more, so that rounding down the kept share gives the budget.
         kept = [max(round(each * length), 1) if isinstance(each, float) else each for each in budgets]
-        ratios = [max(1 - (entries + 0.5) / length, 0.0) for entries in kept]
+        ratios = [ratio_of_head(entries, length) for entries in kept]
         presses = Presses(ratios)
         with presses(model):
             first = model(prompt, past_key_values=full, logits_to_keep=1).logits.float()
         found = {key: (presses.caches[key], presses.masked[key]) for key in presses.presses}
-        for kind in (kvpress.KVzipPress, kvpress.KVgradPress) if slow else ():
-            cache, masked = replaying(kind, prompt, ratios)
+        global_ratios = [ratio_of_model(entries, length, heads) for entries in kept]
+        # KVgrad's chunks are keepsight's, as in kvpress since its pull request 286; 0.5.5 has 512.
+        replayed = {kvpress.KVzipPress: {}, kvpress.KVgradPress: {"chunk_size": 256}}
+        for kind, options in replayed.items() if slow else ():
+            cache, masked = replaying(kind, options, prompt, global_ratios)
             found |= {(kind.__name__, place): (copy.deepcopy(cache), each) for place, each in enumerate(masked)}
         mask(model, [None] * len(model.model.layers))
         whole, agreed = likelihood(model, full, first, length, asked, answer)
@@ -144,6 +150,22 @@ def measure(folder: Path, budgets: list[int | float], slow: bool) -> Iterator[di
                 needle = sample["needle"] in tokenizer.batch_decode(greedy(model, cache, first, length, asked))[0]
             row = {"task": sample["task"], "length": sample["length"], "press": name, "budget": budgets[place]}
             yield row | {"excess": excess.mean().item(), "found": needle, "agreement": agreed.mean().item()}
+
+
+def ratio_of_head(entries: int, length: int) -> float:
+    """The compression ratio at which a press keeps so many entries of each head.
+
+    It rounds the kept share of each head down: half an entry more gives the budget.
+    """
+    return max(1 - (entries + 0.5) / length, 0.0)
+
+
+def ratio_of_model(entries: int, length: int, heads: int) -> float:
+    """The compression ratio at which a press that ranks the entries of all `heads` keeps so many a head on average.
+
+    It rounds the number it drops down, once for all heads: half an entry more in all gives the budget.
+    """
+    return max(1 - (entries - 0.5 / heads) / length, 0.0)
 
 
 def mask(model: Any, masked: list[Any]) -> None:

@@ -104,6 +104,19 @@ def test_a_page_holds_the_tables_of_the_files(page: Path) -> None:
     assert TABLES["PLACE"].search(text) and TABLES["with_tables"](text) == text, "python docs/tables.py makes them"
 
 
+def test_presses_of_kvpress_are_asked_for_exactly_the_budget() -> None:
+    """By their own rounding: of the kept share of a head, and of what is dropped from all heads."""
+    script = runpy.run_path(str(ROOT / "docs" / "kvpress_results.py"))
+    heads = 90
+    for length in (65, 513, 1000, 2047, 8191):
+        for entries in (1, 64, 128, 256, 512):
+            ratio = script["ratio_of_head"](entries, length)
+            assert int(length * (1 - ratio)) == min(entries, length)
+            whole_ratio = script["ratio_of_model"](entries, length, heads)
+            dropped = int(heads * length * whole_ratio)
+            assert heads * length - dropped == heads * min(entries, length)
+
+
 def test_the_table_of_all_methods_is_made_of_an_evaluation(tmp_path: Path) -> None:
     """Two samples of one method: means, the cost against the full cache's prefill, kvpress's rows beside them."""
     script = runpy.run_path(str(ROOT / "docs" / "method_results.py"))

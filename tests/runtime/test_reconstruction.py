@@ -145,6 +145,7 @@ def test_an_evicted_cache_can_be_evicted_again(name, tiny):
 
 def test_options_and_limits(tiny):
     given: Any = TOKENIZER
+    assert (Reconstruction(given).chunk, Attribution(given).chunk) == (2048, 256)  # kvpress's
     assert method_of("kvgrad") == KVgrad(BUDGET, Attribution(given, CHUNK))
     assert make_method("kvzip+", 9, Resources(tokenizer=given)) == KVzipPlus(9, Reconstruction(given, normalized=True))
     KVzip(BUDGET, Reconstruction(given)).check(100, 256)
