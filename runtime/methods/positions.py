@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import Positive, UserError, Whole
+from keepsight.errors import Budget, Positive, UserError, Whole
 from keepsight.runtime import registry
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
@@ -48,6 +48,8 @@ class Earliness(LayerObserver):
 class StreamingLLM(Evict):
     """Keeps the first 4 entries (sinks) and the most recent ones (StreamingLLM, arXiv 2309.17453, section 3).
 
+    `rerotate=True` numbers them by their place in the cache, as the paper and its code do.
+
     KVCache-Factory's version has a fixed number of recent entries, and spends the rest of the budget on sinks:
     `StreamingLLM(budget, observer=Earliness(), window=32)`.
     """
@@ -70,9 +72,8 @@ class Ladder(Observer):
     drops what a layer does not keep, oldest first; further passes do the same to the rest, until less than a ladder is
     left. The most recent entries, as many as there are layers, are spared. The budget decides where this stops.
 
-    The published code evicts as tokens come in, a whole ladder at a time, so that it ends up below its budget, and
-    lengthens its ladders after several passes. Here the whole prompt is read with full attention first, and the last
-    ladder is dropped only as far as the budget requires.
+    The last ladder is dropped only as far as the budget requires. The published code drops whole ladders, so that it
+    ends up below its budget, and lengthens them after the first pass: `PublishedLadder`.
 
     A span that covers all layers keeps every entry of a ladder in every layer. Then only age counts: StreamingLLM.
 
@@ -140,10 +141,124 @@ class Ladder(Observer):
         return ranks.scatter_(0, order, torch.arange(length, dtype=torch.float32))
 
 
+@registry.observer("published_ladder")
+@dataclass(frozen=True)
+class PublishedLadder(Observer):
+    """The entries that LaCache's code keeps of a whole prompt count more than all others (GATECH-EIC/LaCache).
+
+    It reads the prompt with full attention, as here, and compacts it at once. One pass drops whole ladders, from the
+    oldest on. Where that is not enough, a second pass begins again after the first entries: its ladders are so long
+    that it is the last, and entries that a layer keeps of one of them are further apart.
+
+    Where the code ends up below its budget, the newest of the entries that it drops fill the rest here; where above,
+    its oldest ones leave first, but for the first entries. An entry that the code takes into two long ladders, as it
+    can where a layer keeps several of each, is kept once. The code evicts again at every token of an answer.
+
+    Attributes:
+        span: Number of layers that keep an entry.
+        overlap: Number of layers that two neighbouring entries of a ladder share.
+        first: Number of first entries outside all ladders. None for those of the code's LongBench: as many as leave
+            room for the recent entries, as many as there are layers, and one more, but at most 128. 64 for its needles,
+            4 for its perplexities.
+        budget: Entries of each head, or a ratio; None for the method's own.
+    """
+
+    span: Positive = 16
+    overlap: Whole = 0
+    first: Whole | None = None
+    budget: Budget | None = None
+    signed = False
+
+    def __post_init__(self) -> None:
+        Ladder(self.span, self.overlap)  # refuses an overlap that is not below the span
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
+        if self.budget is None:
+            raise UserError(
+                "published_ladder: the ladders depend on the budget; give it one, as in PublishedLadder(budget=64), or "
+                "observe with a method, whose budget it takes",
+                field="budget",
+                code="missing",
+            )
+        layers = len(state.layers)
+        scores = []
+        for index, (entries, head_sizes) in enumerate(zip(state.entries(), state.counts(), strict=True)):
+            keys = entries.keys
+            layer_scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
+            width = keys.shape[2]
+            for size in head_sizes.unique().tolist():
+                has_size = (head_sizes == size).to(keys.device)
+                layer_scores[..., width - size :][has_size] = self._scores(size, index, layers).to(layer_scores)
+            scores.append(layer_scores)
+        return scores
+
+    def _scores(self, length: int, layer: int, layers: int) -> Tensor:
+        """[length] float32: later entries count more, kept ones more than dropped ones, and the first ones most."""
+        assert self.budget is not None
+        budget = max(round(self.budget * length), 1) if isinstance(self.budget, float) else self.budget
+        scores = torch.arange(length, dtype=torch.float32)
+        if length <= budget:
+            return scores
+        first = self.first
+        if first is None:
+            first = min(128, max(1, length - layers - 1), budget - layers - 1)
+        scores[self.kept(length, budget, first, layer, layers)] += length
+        scores[:first] += length
+        return scores
+
+    def kept(self, length: int, budget: int, first: int, layer: int, layers: int) -> Tensor:
+        """The indices [n] int64 of what the code keeps in a layer of a prompt of `length` > `budget` entries.
+
+        n is below the budget by less than the entries that one ladder loses, or above it by half of those that a short
+        ladder loses, which is how the code makes up for ladders that are not full yet.
+        """
+        ladder, rungs = Ladder(self.span, self.overlap).shape(layers)
+        entries = torch.arange(length)
+        lost = ladder - rungs
+        if not lost:  # every layer keeps its ladders whole: only the most recent entries are left
+            return torch.cat([entries[:first], entries[length - budget + first :]])
+        capacity = budget + lost // 2
+        excess = length - capacity
+        if excess <= 0:
+            return entries
+
+        compactable = (capacity - first - layers) // rungs  # ladders that a pass may make of the entries
+        if first < 0 or compactable < 1:
+            raise UserError(
+                f"published_ladder: a budget of {budget} has no room for {max(first, 0)} first entries, the {layers} "
+                f"recent ones, one for each layer, and {rungs} of a ladder; raise it, or lower first",
+                field="budget",
+                code="range",
+            )
+        if excess <= compactable * lost:
+            return _compacted(entries, first, -(-excess // lost), ladder, rungs, layer)
+        entries = _compacted(entries, first, compactable, ladder, rungs, layer)
+        excess -= compactable * lost
+        stretch = -(-excess // (compactable * lost))
+        longer = ladder + (stretch - 1) * (ladder - 1)
+        number = -(-excess // (longer - rungs))
+        return _compacted(entries, first, number, longer, rungs, layer, stretch)
+
+
+def _compacted(entries: Tensor, first: int, number: int, ladder: int, rungs: int, layer: int, apart: int = 1) -> Tensor:
+    """What is left of entries [n] when `number` ladders after the `first` lose all but a layer's own.
+
+    A layer's own are `rungs` of a ladder's entries, `apart` from each other, from a place on that shifts by layer.
+    """
+    own = layer % (ladder - rungs + 1) + apart * torch.arange(rungs)
+    ladders = torch.arange(number)[:, None] * ladder
+    kept = (first + ladders + own).flatten()
+    return torch.cat([entries[:first], entries[kept], entries[first + number * ladder :]])
+
+
 @registry.method("lacache")
 @dataclass(frozen=True)
 class LaCache(Evict):
-    """4 sinks, and a ladder of positions that shifts from layer to layer (LaCache, arXiv 2507.14204, section 3)."""
+    """4 sinks, and a ladder of positions that shifts from layer to layer (LaCache, arXiv 2507.14204, section 3).
+
+    As in the authors' code: `LaCache(budget, observer=PublishedLadder(), rerotate=True)`.
+    """
 
     observer: Observer = Ladder()
     pool: Pool = NO_POOL
