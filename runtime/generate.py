@@ -647,7 +647,7 @@ class Method(CustomGenerate):
             input_ids: [B, N] int64, padded on the left.
             mask: [B, N], 0 for padding; None when no row is padded.
             chunk: Tokens per forward pass of the prefill; None for the whole prompt in one.
-            between: Called between two of these passes.
+            between: Called between two of these passes; see `prefill`.
             images: Images in the prompts; None for none.
         """
 

@@ -47,6 +47,7 @@ from keepsight.runtime.attention import (
     recurrent_of,
     run,
 )
+from keepsight.runtime.beside import Beside, can_read_beside, run_beside
 from keepsight.runtime.features import RecordFeatures, WatchInputs
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import observed_attention, seen_ahead
@@ -507,7 +508,8 @@ def prefill(
         attention_mask: [B, N], 0 for padding; None when no row is padded.
         chunk: Tokens per forward pass; None for the whole prompt in one. The result is the same: eviction waits for
             the whole prompt, so that every token attends to all before it.
-        between: Called between two passes, such as to decode other answers meanwhile.
+        between: Called between two passes, such as to decode other answers meanwhile. The tokens of a `Beside` are read
+            in the passes themselves, but for the last, where model and `needs` allow it.
         needs: What to record of the prompt for observers.
         after_layer: Returns the layer to keep for each that the last pass has read, such as an evicted one.
         images: Images in the prompts, which are then read in one pass.
@@ -576,13 +578,27 @@ def _prefill(
     seconds = 0.0
     features: tuple[Tensor, ...] = ()
     step = chunk or length
+    beside = None
+    if isinstance(between, Beside) and mask is None and not (needs.features or needs.scorers):
+        beside = between if can_read_beside(model, cache) else None
+    were_beside = False  # whether the others' tokens were read in the pass before
     for start in range(0, length, step):
-        if start and between is not None:
-            between()
         end = min(start + step, length)
         is_last = end == length
         chunk_mask = None if mask is None else mask[:, :end]
         recorder = Recorder(cache, needs, chunk_mask)
+        others = None
+        if beside is not None and not is_last:
+            others = beside.next_tokens(model)
+        if beside is not None and others is not None:
+            prompt = (cache, input_ids[:, start:end], positions[:, start:end])
+            beside.give(run_beside(model, prompt, others, None if needs == Needs() else recorder))
+            seconds += recorder.seconds
+            were_beside = True
+            continue
+        if start and between is not None and not were_beside:
+            between()
+        were_beside = False
         if is_last:
             recorder.after_layer = after_layer
 

@@ -18,7 +18,7 @@ from keepsight.runtime.attention import StateCache
 from keepsight.runtime.join import last_entries
 from keepsight.runtime.layer import KeptLayer, RaggedLayer
 from keepsight.runtime.state import State
-from keepsight.runtime.static_step import StaticStep, borrowed_step, give_back
+from keepsight.runtime.static_step import StaticStep, borrowed_step, give_back, may_be_static
 
 STRETCH = 64
 """Tokens of each row that are read before the entries are packed and loaded again; room for them is reserved."""
@@ -68,6 +68,10 @@ class StaticBatch:
     def is_full(self) -> bool:
         """Whether the room of the stretch is used up."""
         return self._stretch is not None and len(self._stretch.tokens) == STRETCH
+
+    def takes(self, state: State) -> bool:
+        """Whether steps after a state may be static, so that its entries may lie in the buffers of a step."""
+        return self._stretch is not None or may_be_static(state, self._without_graph)
 
     def read(self, state: State, tokens: Tensor) -> State | None:
         """Read a token [B, 1] of each row of a state; None where steps of it cannot be static.

@@ -512,7 +512,7 @@ def static_step(
     `decode`, after `prompt_length` tokens.
     """
     tokens = most_tokens(criteria, prompt_length)
-    if tokens is None or not (without_graph or _graphs_are_on(state)):
+    if tokens is None or not may_be_static(state, without_graph):
         yield None
         return
     base: Any = model
@@ -544,7 +544,7 @@ def borrowed_step(
 
     It has room for `tokens` tokens of each row, and buffers of `rows` rows. See `static_step`.
     """
-    if not (without_graph or _graphs_are_on(state)) or not _is_possible(model, state, without_graph):
+    if not may_be_static(state, without_graph) or not _is_possible(model, state, without_graph):
         return None
     capacity = capacity_of(state, tokens, rows)
     if not without_graph:
@@ -562,6 +562,11 @@ def _is_possible(model: Any, state: State, without_graph: bool) -> bool:
     if reason is not None:
         _log_once(reason)
     return reason is None
+
+
+def may_be_static(state: State, without_graph: bool = False) -> bool:
+    """Whether static steps are asked for where a state is: by a test, or on a GPU by the user."""
+    return without_graph or _graphs_are_on(state)
 
 
 def _graphs_are_on(state: State) -> bool:

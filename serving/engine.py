@@ -20,12 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.generation import EosTokenCriteria, StoppingCriteriaList
 from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import context_of, decoder_layers
 from keepsight.models.lora import hooked
+from keepsight.runtime.beside import Beside, can_read_beside
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, end_ids, generate
 from keepsight.runtime.join import can_join, join, take_rows
@@ -233,6 +235,34 @@ class _Row:
             return token, torch.ones_like(token, dtype=torch.bool)
 
 
+class _Others(Beside):
+    """The running answers of an engine, and short prompts that wait, while the prompt of a job is read in chunks."""
+
+    def __init__(self, engine: "Engine", job: Job) -> None:
+        self._engine = engine
+        self._job = job
+        self._tokens = torch.empty(0)
+
+    @override
+    def __call__(self) -> None:
+        self._engine.admit_short(self._job)
+        self._engine.decode_batch()
+
+    @override
+    def next_tokens(self, model: PreTrainedModel) -> tuple[Cache, Tensor, Tensor] | None:
+        self._engine.admit_short(self._job)
+        tokens = self._engine.begin_pass(self._job)
+        state = self._engine.state
+        if tokens is None or state is None:
+            return None
+        self._tokens = tokens
+        return state.cache, tokens[:, 0], state.lengths + state.rope_offset
+
+    @override
+    def give(self, logits: Tensor) -> None:
+        self._engine.end_pass(self._job, self._tokens, logits)
+
+
 class Engine:
     """Answers requests in one batch of at most `rows` answers, each evicted from by the method.
 
@@ -246,6 +276,7 @@ class Engine:
     Attributes:
         context: The model's context in tokens.
         sessions: The states that are kept.
+        state: The states of the running answers; None for none.
         end_tokens: Tokens that end an answer.
         totals: Counters of what was done.
     """
@@ -274,9 +305,10 @@ class Engine:
         self.sessions = Sessions(model, session_bytes, continues)
         self._queue: deque[Job] = deque()
         self._batch: list[_Row] = []
-        self._is_prefilling = False
-        self._is_decoding = False
-        self._state: State | None = None
+        self._prefilling = 0
+        self._reading: Job | None = None  # whose prompt's pass is under way
+        self._is_pass_of_both = False
+        self.state: State | None = None
         self._static = StaticBatch(model, without_graph=static)
         self._wake = threading.Condition()
         self._is_closed = False
@@ -406,12 +438,12 @@ class Engine:
     def load(self) -> tuple[int, int]:
         """Numbers of running requests, with the one whose prompt is being read, and of waiting ones."""
         with self._wake:
-            return len(self._batch) + self._is_prefilling, len(self._queue)
+            return len(self._batch) + self._prefilling, len(self._queue)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the batch's keys and values, with their padding if there is any."""
-        state = self._state  # the engine's thread may set it to None meanwhile
+        state = self.state  # the engine's thread may set it to None meanwhile
         return 0 if state is None else state.kv_bytes + self._static.nbytes
 
     def __enter__(self) -> "Engine":
@@ -460,12 +492,13 @@ class Engine:
         except Exception as error:
             self._end_batch("failed", error)
         self._admit()
-        self._decode_batch()
+        self.decode_batch()
         return bool(self._batch or self._queue)
 
-    def _decode_batch(self) -> None:
+    def decode_batch(self) -> None:
         """Decode a token of every answer; an error fails all of them."""
-        self._is_decoding = True
+        reading = self._reading
+        self._reading = None
         try:
             self._drop_cancelled_rows()
             if self._batch:
@@ -473,13 +506,13 @@ class Engine:
         except Exception as error:
             self._end_batch("failed", error)
         finally:
-            self._is_decoding = False
+            self._reading = reading
 
     def _end_batch(self, reason: str, error: Exception | None) -> None:
         for row in self._batch:
             self._end(row.job, reason, error)
         self._batch = []
-        self._state = None
+        self.state = None
         self._static.drop()
 
     def _admit(self) -> None:
@@ -489,22 +522,76 @@ class Engine:
             if not self._queue or len(self._batch) + len(self._queue[0].group) > self.rows:
                 return
             job = self._queue.popleft()
-            self._is_prefilling = True
+            self._prefilling += 1
+        self._let_join(job)
+
+    def admit_short(self, reading: Job) -> None:
+        """Let the first short prompt that waits join, while a long one is being read: a prompt of a single chunk."""
+        with self._wake:
+            self._drop_cancelled()
+            room = self.rows - len(self._batch) - len(reading.group)
+            short_jobs = [job for job in self._queue if len(job.ids) <= self.prefill_tokens and len(job.group) <= room]
+            if not short_jobs:
+                return
+            self._queue.remove(short_jobs[0])
+            self._prefilling += 1
+        self._let_join(short_jobs[0])
+        self._reading = reading
+
+    def _let_join(self, job: Job) -> None:
+        """Read the prompt of a request, and let it join the batch."""
         self.totals.queue.observe(time.perf_counter() - job.submitted)
         try:
             rows, state = self._prefill(job)
             states = [state] * len(rows)
-            if self._state is not None:
-                self._state = self._static.settled(self._state)
-                states.insert(0, self._state)
-            self._state = join(states)
+            if self.state is not None:
+                self.state = self._static.settled(self.state)
+                states.insert(0, self.state)
+            self.state = join(states)
             self._batch += rows
         except _Cancelled:
             self._end_group(job, "cancelled")
         except Exception as error:  # such as a lack of memory: the others go on
             self._end_group(job, "failed", error)
+            if self._is_pass_of_both:  # whose caches may have grown in some of their layers
+                self._end_batch("failed", error)
         finally:
-            self._is_prefilling = False
+            self._is_pass_of_both = False
+            self._prefilling -= 1
+
+    def begin_pass(self, job: Job) -> Tensor | None:
+        """The next tokens of the running answers, [B, 1], to be read in a pass over a job's prompt; None for none.
+
+        Such a pass is not broken off where the job is cancelled, but before it.
+        """
+        self._stop_if_cancelled(job)
+        tokens = None
+        try:
+            self._drop_cancelled_rows()
+            state = self.state
+            if state is None or self._static.takes(state) or not can_read_beside(self.model, state.cache):
+                return None
+            tokens = self._choose()
+        except Exception as error:
+            self._end_batch("failed", error)
+        if tokens is not None:
+            self._reading = None
+            self._is_pass_of_both = True
+        return tokens
+
+    def end_pass(self, job: Job, tokens: Tensor, logits: Tensor) -> None:
+        """Take the logits [B, V] after the tokens of `begin_pass`."""
+        assert self.state is not None
+        read_tokens = torch.cat([self.state.tokens, tokens], dim=1)
+        self.state = replace(self.state, logits=logits, tokens=read_tokens, lengths=self.state.lengths + 1)
+        self.totals.decode_steps += 1
+        self._reading = job
+        self._is_pass_of_both = False
+
+    def _stop_if_cancelled(self, job: Job) -> None:
+        """Raise `_Cancelled` where nobody waits for a job."""
+        if self._is_closed or all(member.cancelled for member in job.group):
+            raise _Cancelled
 
     def _drop_cancelled(self) -> None:
         """End the requests that were cancelled while they waited; the caller holds the lock."""
@@ -524,15 +611,14 @@ class Engine:
         rows = [self._row(member, ids) for member in job.group]
 
         def stop_if_cancelled(*_: Any) -> None:
-            if self._is_decoding:  # a step of the others, which runs through the same layers
-                return
-            if self._is_closed or all(member.cancelled for member in job.group):
-                raise _Cancelled
+            if self._reading is job:  # else it is a pass of others, through the same layers
+                self._stop_if_cancelled(job)
 
         method = job.method or self.method
         chunks: dict[str, Any] = {}
         if self._batch and self.prefill_tokens and method.reads_chunks():
-            chunks = {"chunk": self.prefill_tokens, "between": self._decode_batch}
+            chunks = {"chunk": self.prefill_tokens, "between": _Others(self, job)}
+        self._reading = job
         with hooked((layer, stop_if_cancelled) for layer in decoder_layers(self.model)):
             after = self.sessions.find(job.tenant, method, job.ids)
             if after is None:
@@ -576,12 +662,20 @@ class Engine:
 
     def _decode(self) -> None:
         """Choose the next token of every answer, and read the tokens of those that go on."""
-        assert self._state is not None
         start = time.perf_counter()
+        tokens = self._choose()
+        if tokens is not None and self.state is not None:
+            self.state = self._read(self.state, tokens)
+            self.totals.decode_steps += 1
+            self.totals.decode_seconds += time.perf_counter() - start
+
+    def _choose(self) -> Tensor | None:
+        """Choose the next token of every answer; returns those of the answers that go on, [B, 1], or None for none."""
+        assert self.state is not None
         row_tokens = []
         row_ends = []
         for index, row in enumerate(self._batch):
-            token, is_last = row.next_token(self._state.logits[index : index + 1])
+            token, is_last = row.next_token(self.state.logits[index : index + 1])
             row_tokens.append(token)
             row_ends.append(is_last)
         next_tokens = torch.cat(row_tokens)
@@ -604,10 +698,7 @@ class Engine:
                 remaining_rows.append(index)
 
         self._keep(remaining_rows)
-        if self._state is not None:
-            self._state = self._read(self._state, next_tokens[remaining_rows][:, None])
-            self.totals.decode_steps += 1
-            self.totals.decode_seconds += time.perf_counter() - start
+        return next_tokens[remaining_rows][:, None] if remaining_rows else None
 
     def _keep_answer(self, index: int) -> None:
         """Let a row's session keep the tokens of its answer that were read: all but the last."""
@@ -615,8 +706,8 @@ class Engine:
         tokens = row.job.tokens[:-1]
         if row.session is None or not tokens or not self.sessions.wants_answer(row.session):
             return
-        assert self._state is not None
-        entries = self._static.last_entries(self._state, index, len(tokens))
+        assert self.state is not None
+        entries = self._static.last_entries(self.state, index, len(tokens))
         self.sessions.add_answer(row.session, torch.tensor(tokens), entries)
 
     def _read(self, state: State, tokens: Tensor) -> State | None:
@@ -683,10 +774,10 @@ class Engine:
         if len(rows) == len(self._batch):
             return
         self._batch = [self._batch[index] for index in rows]
-        if rows and self._state is not None:
-            self._state = self._static.keep(self._state, rows) or take_rows(self._state, rows)
+        if rows and self.state is not None:
+            self.state = self._static.keep(self.state, rows) or take_rows(self.state, rows)
         else:
-            self._state = None
+            self.state = None
             self._static.drop()
 
     def _end_group(self, job: Job, reason: str, error: Exception | None = None) -> None:

@@ -11,7 +11,7 @@ from keepsight.errors import UserError
 from keepsight.runtime import join, static_batch, static_step
 from keepsight.runtime.allocate import Global, Pyramid
 from keepsight.runtime.generate import FullCache, generate
-from keepsight.runtime.methods import SpeCache
+from keepsight.runtime.methods import H2O, ExpectedAttention, SpeCache
 from keepsight.runtime.methods.reconstruction import Reconstruction
 from keepsight.runtime.static_step import StaticStep
 from keepsight.serving import engine as engines
@@ -407,3 +407,106 @@ def test_who_leaves_while_a_prompt_is_read_in_chunks_ends_alone():
         run(engine)
         reasons = {"running": running.reason, "arriving": arriving.reason, "other": other.reason}
         assert reasons.pop(leaver) == "cancelled" and set(reasons.values()) == {"length"}
+
+
+def passes_of(model) -> list[int]:
+    """The tokens of each forward pass from here on."""
+    seen = list[int]()
+
+    def note(module, arguments, options):
+        seen.append(options["input_ids"].shape[1] if "input_ids" in options else options["inputs_embeds"].shape[1])
+
+    model.base_model.register_forward_pre_hook(note, with_kwargs=True)
+    return seen
+
+
+BESIDE = METHODS | {"summed attention": H2O(40), "statistics": ExpectedAttention(40)}
+
+
+@pytest.mark.parametrize(
+    ("method", "family"),
+    [
+        *((method, "Llama 3") for method in BESIDE.values()),
+        (METHODS["ragged"], "Qwen3"),
+        (METHODS["uniform"], "Qwen3-MoE"),
+        (METHODS["uniform"], "GLM-4"),
+        (METHODS["ragged"], "SmolLM3"),
+    ],
+)
+def test_a_chunk_and_the_tokens_of_all_answers_are_one_pass(method, family):
+    """But for the last chunk, whose observers are read with it: one decoding step follows it."""
+    model = family_model(family)
+    engine = Engine(model, method, rows=4, prefill_tokens=20)
+    running = [Job(ids, max_new_tokens=20, ignore_end=True) for ids in prompts(33, 61, 47)]
+    for job in running:
+        engine.submit(job)
+        engine.step()
+    arriving = Job(prompts(118)[0], max_new_tokens=20, ignore_end=True)
+    engine.submit(arriving)
+    lengths = [len(job.tokens) for job in running]
+    steps_before = engine.totals.decode_steps
+    passes = passes_of(model)
+    engine.step()
+    assert passes[:5] == [23] * 5, "20 tokens of the prompt and one of each answer"
+    assert [len(job.tokens) for job in running] == [length + 6 for length in lengths]
+    assert engine.totals.decode_steps == steps_before + 6
+    run(engine)
+    for job in (*running, arriving):
+        assert job.result(0) == alone(model, method, job.ids, max_new_tokens=20, eos_token_id=None)
+
+
+def test_answers_that_end_leave_while_a_prompt_is_read():
+    model, method = tiny_model(), METHODS["ragged"]
+    engine = Engine(model, method, rows=4, prefill_tokens=20)
+    first, second, arriving = prompts(33, 61, 160)
+    jobs = [Job(first, max_new_tokens=8, ignore_end=True), Job(second, max_new_tokens=5, ignore_end=True)]
+    for job in jobs:
+        engine.submit(job)
+        engine.step()
+    assert [len(job.tokens) for job in jobs] == [5, 1]
+    jobs.append(Job(arriving, max_new_tokens=6, ignore_end=True))
+    engine.submit(jobs[-1])
+    passes = passes_of(model)
+    engine.step()
+    assert passes[:8] == [22, 22, 21, 20, 20, 20, 20, 20]
+    run(engine)
+    for job in jobs:
+        answer = alone(model, method, job.ids, max_new_tokens=job.options["max_new_tokens"], eos_token_id=None)
+        assert job.result(0) == answer
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one():
+    model, method = tiny_model(), METHODS["uniform"]
+    engine = Engine(model, method, rows=3, prefill_tokens=20)
+    running, long, short = (Job(ids, max_new_tokens=12, ignore_end=True) for ids in prompts(33, 200, 18))
+    engine.submit(running)
+    engine.step()
+    engine.submit(long)
+    engine.submit(short)
+    engine.step()
+    assert len(long.tokens) == 1 and len(short.tokens) > 6
+    run(engine)
+    for job in (running, long, short):
+        assert job.result(0) == alone(model, method, job.ids, max_new_tokens=12, eos_token_id=None)
+    assert engine.load == (0, 0)
+
+
+def test_what_fails_in_a_pass_of_both_fails_both():
+    """Some layers' caches have grown, others have not."""
+    model, method = tiny_model(), METHODS["uniform"]
+    engine = Engine(model, method, rows=3, prefill_tokens=20)
+    running, arriving, later = (Job(ids, max_new_tokens=12, ignore_end=True) for ids in prompts(33, 120, 47))
+    engine.submit(running)
+    engine.step()
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    hook = model.model.layers[-1].register_forward_hook(fail)
+    engine.submit(arriving)
+    engine.step()
+    hook.remove()
+    assert (running.reason, arriving.reason) == ("failed", "failed")
+    engine.submit(later)
+    run(engine)
+    assert later.result(0) == alone(model, method, later.ids, max_new_tokens=12, eos_token_id=None)
