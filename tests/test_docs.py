@@ -1,6 +1,7 @@
 """What README and the documentation tell a reader to type is understood, what they name is there, tables agree."""
 
 import importlib
+import io
 import re
 import runpy
 from importlib.util import find_spec
@@ -9,11 +10,13 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 
 from keepsight.commands import cli, parse
 from keepsight.eval.record import Phases
 from keepsight.files import write_json, write_lines
 from keepsight.runtime.methods import METHODS
+from keepsight.runtime.state import prefill
 from tests.eval.report.results import row
 from tests.test_readme import names as names
 from tests.test_readme import run
@@ -115,6 +118,32 @@ def test_presses_of_kvpress_are_asked_for_exactly_the_budget() -> None:
             whole_ratio = script["ratio_of_model"](entries, length, heads)
             dropped = int(heads * length * whole_ratio)
             assert heads * length - dropped == heads * min(entries, length)
+
+
+def test_rules_for_layers_that_share_entries_are_compared() -> None:
+    """The script's own rule, in loops, and rows of the file of trials."""
+    script = runpy.run_path(str(ROOT / "docs" / "shared_entries.py"))
+    model = script["untrained_model"](0).eval()
+    methods = script["methods"](13)
+    method = methods["question observes, largest layer of means over heads"]
+    prompt, _ = script["samples"](script["Stage"](40, 4, 4, 0.0, 2), True, torch.Generator().manual_seed(1))
+    state = prefill(model, prompt, needs=method.needs())
+    for layer, importance in zip(state.layers, method.importance(model, state), strict=True):
+        readers = {1: 1, 4: 4}[layer.readers]
+        paid = method.bound_observer.score(layer, "mean")  # two KV heads with two query heads a layer
+        for head in range(2):
+            for entry in range(1, prompt.shape[1] - script["QUESTION"]):
+                by_layer = []
+                for reader in range(readers):
+                    first = 2 * (head * readers + reader)
+                    by_layer.append(float(paid[1, first, entry] + paid[1, first + 1, entry]) / 2)
+                assert abs(float(importance[1, head, entry]) - max(by_layer)) < 1e-6
+
+    rows = script["rows"]([script["measure"](model, 3, 1, (13,))] * 2)
+    columns = (ROOT / "results" / "trials.csv").read_text("utf-8").splitlines()[0]
+    table = pd.read_csv(io.StringIO("\n".join([columns, *rows])))
+    assert len(table) == 2 * 2 * (1 + len(methods)) and (table["samples"] == 6).all()
+    assert table["difference"].notna().sum() == 2 * 2 * 3  # beside the full cache and two chosen rules
 
 
 def test_the_table_of_all_methods_is_made_of_an_evaluation(tmp_path: Path) -> None:
