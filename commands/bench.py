@@ -1,12 +1,15 @@
-"""keepsight bench: speed and memory on this machine, which are only printed, and the search for a draft's layers."""
+"""keepsight bench: speed and memory on this machine, by one runner, and the search for a draft's layers."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+import pandas as pd
+import torch
 
 from keepsight.commands import config_bench as configs
 from keepsight.commands.config_serving import BenchServe
@@ -27,47 +30,56 @@ from keepsight.eval.bench.decoding import bench_decode, bench_largest, bench_spe
 from keepsight.eval.bench.eviction import bench_evict, bench_operators
 from keepsight.eval.bench.measure import require_room
 from keepsight.eval.bench.offload import bench_specache, size_lines, step_lines, text_prompts, traffic_lines
+from keepsight.eval.bench.runner import Row, Runner, runner_in
 from keepsight.eval.bench.serving import bench_serve, bench_vllm
+from keepsight.eval.bench.training import bench_step
 from keepsight.eval.query_similarity import query_similarity
+from keepsight.eval.report.summary import Frame
 from keepsight.eval.report.tables import Column, Table
+from keepsight.eval.results import flatten
 from keepsight.eval.tasks.niah import make_samples
 from keepsight.files import require_writable, write_json, write_png
 from keepsight.models.decoder import context_of
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_sources import DraftHeadSource, keep_layers
+from keepsight.models.identity import MadeWith
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.model_files import located
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import Target
-from keepsight.progress import print_above, progress_bar
+from keepsight.progress import print_above
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
 from keepsight.runtime.methods import SpeCache
 from keepsight.tables import TerminalColumn, terminal_table
 from keepsight.train.dataset import with_short_prompts
 from keepsight.train.draft_layers import Subset, Text, closeness, draft_figure, read_answer, relative_time, search
-from keepsight.train.plan import bench_step
 
 
 def train(config: configs.BenchTrain) -> None:
     """Measure a training step."""
+    _require_out(config)
     require_room(outline_of(config), config.tokens + config.answer_tokens)
-    model = target_of(config).model
+    target = target_of(config)
+    model = target.model
     require_room(model, config.tokens + config.answer_tokens, config.train.batch_size)
     lookahead = Lookahead(model, config.lookahead)
-    _print(bench_step(lookahead, config.tokens, config.answer_tokens, config.repeats, config.train))
+    with _runner(config, target) as runner:
+        _print(bench_step(runner, lookahead, config.tokens, config.answer_tokens, config.repeats, config.train))
 
 
 def sweep(config: configs.BenchEval) -> None:
     """Measure the sweep of an evaluation."""
     target, methods = _methods(config, config.tokens)
-    _print(bench_sweep(target, methods, config.tokens, config.answer_tokens, config.samples))
+    with _runner(config, target) as runner:
+        _print(bench_sweep(runner, target, methods, config.tokens, config.answer_tokens, config.samples))
 
 
 def evict(config: configs.BenchEvict) -> None:
     """Measure scoring and selecting."""
     target, methods = _methods(config, *config.lengths)
-    _print(bench_evict(target, _evicting(methods), config.lengths, config.repeats))
+    with _runner(config, target, "lengths") as runner:
+        _print(bench_evict(runner, target, _evicting(methods), config.lengths, config.repeats))
 
 
 def _evicting(methods: Mapping[str, Method]) -> dict[str, Evict]:
@@ -81,39 +93,46 @@ def _evicting(methods: Mapping[str, Method]) -> dict[str, Evict]:
 def decode(config: configs.BenchDecode) -> None:
     """Measure decoding steps."""
     target, methods = _methods(config, config.tokens)
-    if config.batch:
-        _print(bench_decode(target.model, methods, config.tokens, config.batch, config.answer_tokens))
-    else:
-        _print(bench_largest(target.model, methods, config.tokens, config.answer_tokens))
+    model = target.model
+    with _runner(config, target) as runner:
+        if config.batch:
+            _print(bench_decode(runner, model, methods, config.tokens, config.batch, config.answer_tokens))
+        else:
+            _print(bench_largest(runner, model, methods, config.tokens, config.answer_tokens))
 
 
 def serve(config: BenchServe) -> None:
     """Measure batched serving."""
     target, methods = _methods(config, config.tokens)
     load = config.tokens, config.answer_tokens, config.requests, config.rows
-    if config.vllm:
-        source, _, _ = located(config.model.id, config.model.revision, config.model.own_file)
-        _print(bench_vllm(target, source, _evicting(methods), *load))
-    else:
-        _print(bench_serve(target.model, methods, *load))
+    with _runner(config, target) as runner:
+        if config.vllm:
+            source, _, _ = located(config.model.id, config.model.revision, config.model.own_file)
+            _print(bench_vllm(runner, target, source, _evicting(methods), *load))
+        else:
+            _print(bench_serve(runner, target.model, methods, *load))
 
 
 def ops(config: configs.BenchOps) -> None:
     """Count operators and syncs."""
     target, methods = _methods(config, config.tokens)
-    _print(bench_operators(target.model, methods, config.tokens))
+    with _runner(config, target) as runner:
+        _print(bench_operators(runner, target.model, methods, config.tokens))
 
 
 def specache(config: configs.BenchSpeCache) -> None:
     """Measure decoding steps of SpeCache."""
+    _require_out(config)
     require_room(outline_of(config), config.tokens)
     target = target_of(config)
-    for bits in config.bits:
-        _print(bench_specache(target, SpeCache(bits), config.tokens, config.batch, config.answer_tokens))
+    with _runner(config, target, "bits") as runner:
+        for bits in config.bits:
+            _print(bench_specache(runner, target, SpeCache(bits), config.tokens, config.batch, config.answer_tokens))
 
 
 def speculate(config: configs.BenchSpeculate) -> None:
     """Measure speculative decoding."""
+    _require_out(config)
     if config.draft.head is None:
         raise UserError(
             "bench speculate measures a draft head; name it: draft.head=FOLDER_OR_HUB_ID draft.layers=null",
@@ -125,7 +144,9 @@ def speculate(config: configs.BenchSpeculate) -> None:
     assert isinstance(draft, DraftHeadSource)
     prompts = _prompts(config, outline)
     target = target_of(config)
-    _print(bench_speculate(target, draft.of(target.model), prompts, config.answer_tokens, config.draft_tokens))
+    head = draft.of(target.model)
+    with _runner(config, target) as runner:
+        _print(bench_speculate(runner, target, head, prompts, config.answer_tokens, config.draft_tokens))
 
 
 def _prompts(config: configs.BenchSpeculate | configs.BenchQueries, target: Target) -> list[list[int]]:
@@ -146,34 +167,44 @@ def _prompts(config: configs.BenchSpeculate | configs.BenchQueries, target: Targ
     return prompts[-config.samples :]
 
 
+_QUERY_CAPTION = "Cosine similarity with the answer's queries; position is a share of the prompt, 1 the answer's place."
+_QUERY_COLUMNS = (
+    Column("content", "content", is_text=True),
+    Column("position", "position", digits=2),
+    Column("after RoPE", "after RoPE", digits=4),
+    Column("before RoPE", "before RoPE", digits=4),
+)
+
+
 def queries(config: configs.BenchQueries) -> None:
     """Compare queries by content and position."""
+    _require_out(config)
     prompts = _prompts(config, without_weights(config))
     target = target_of(config)
-    measuring = query_similarity(target.model, prompts, config.answer_tokens, config.seed)
-    by_prompt = list(progress_bar(measuring, total=config.samples, name="prompts", unit="prompt"))
 
-    columns = (
-        Column("content", "content", is_text=True),
-        Column("position", "position", digits=2),
-        Column("after RoPE", "after RoPE", digits=4),
-        Column("before RoPE", "before RoPE", digits=4),
-    )
-    rows = []
-    for content, position in by_prompt[0]:
-        similarities = [of_prompt[content, position] for of_prompt in by_prompt]
-        after_rope, before_rope = np.mean(similarities, axis=0)
-        rows.append({"content": content, "position": position, "after RoPE": after_rope, "before RoPE": before_rope})
-    caption = "Cosine similarity with the answer's queries; position is a share of the prompt, 1 the answer's place."
-    _print(Table("queries", caption, columns, rows).markdown().splitlines())
+    def measure(index: int) -> Iterator[Row]:
+        similarities = query_similarity(target.model, prompts[index], config.answer_tokens, config.seed + index)
+        for (content, position), (after, before) in similarities.items():
+            yield {"content": content, "position": position, "after RoPE": after, "before RoPE": before}
+
+    with _runner(config, target) as runner:
+        cases: list[tuple[Row, int]] = [({"prompt": index}, index) for index in range(len(prompts))]
+        rows: Frame = pd.DataFrame(runner.rows("prompts", cases, measure, unit="prompt"))
+        means = rows.groupby(["content", "position"], sort=False)[["after RoPE", "before RoPE"]].mean()
+        table = Table.of("queries", _QUERY_CAPTION, _QUERY_COLUMNS, means.reset_index())
+        runner.save_csv("queries", *table.csv_rows())
+    _print(table.markdown().splitlines())
 
 
 def retrieve(config: configs.BenchRetrieve) -> None:
     """Measure a retrieval head."""
-    _print(_retrieval_lines(config, target_of(config)))
+    _require_out(config)
+    target = target_of(config)
+    with _runner(config, target, "lengths") as runner:
+        _print(_retrieval_lines(runner, config, target))
 
 
-def _retrieval_lines(config: configs.BenchRetrieve, target: Target) -> Iterator[str]:
+def _retrieval_lines(runner: Runner, config: configs.BenchRetrieve, target: Target) -> Iterator[str]:
     if config.retrieval is None:
         yield "retrieval= is not set: this head has random weights, which take as long as trained ones"
         settings = config.retrieval_head
@@ -184,9 +215,9 @@ def _retrieval_lines(config: configs.BenchRetrieve, target: Target) -> Iterator[
         head = resources_of(config, target).head
         prompts = text_prompts(target, config.tokens, config.samples)
     yield from size_lines(target, head, _pruned_draft(config, target))
-    yield from step_lines(target, head, max(config.budgets), config.lengths, config.batch, config.repeats)
+    yield from step_lines(runner, target, head, max(config.budgets), config.lengths, config.batch, config.repeats)
     if prompts:
-        yield from traffic_lines(target, head, config.budgets, prompts, config.answer_tokens)
+        yield from traffic_lines(runner, target, head, config.budgets, prompts, config.answer_tokens)
     else:
         yield "bytes moved are not measured: the choices of a random head mean nothing; set retrieval=FOLDER_OR_HUB_ID"
 
@@ -204,6 +235,7 @@ def _pruned_draft(config: configs.BenchRetrieve, target: Target) -> DraftHead | 
 def _methods(config: configs.Benched, *tokens: int) -> tuple[Target, dict[str, Method]]:
     """The base model, and every method at every budget by `LABEL BUDGET`, all for prompts of so many tokens."""
     # bad values are refused before anything loads
+    _require_out(config)
     outline = without_weights(config)
     variants = variants_of(config.methods, config.budgets, [], resources_of(config, outline))
     require_room(outline.model, max(tokens))
@@ -214,6 +246,29 @@ def _methods(config: configs.Benched, *tokens: int) -> tuple[Target, dict[str, M
         label = variant.name if variant.budget is None else f"{variant.name} {variant.budget}"
         methods[label] = variant.method
     return target_of(config), methods
+
+
+def _require_out(config: configs.KeepsRows) -> None:
+    """UserError for a folder that cannot be written to, before a model is loaded."""
+    if config.out is not None:
+        require_writable(Path(config.out))
+
+
+@contextmanager
+def _runner(config: Any, target: Target, *row_keys: str) -> Iterator[Runner]:
+    """The runner of a command, whose figures depend on this machine and all keys but `row_keys`, which each row has."""
+    if config.out is None:
+        yield Runner()
+        return
+    settings: dict[str, Any] = {**flatten(asdict(config))}
+    for name in ("out", *row_keys):
+        del settings[name]
+    settings["command"] = str(config.__doc__).partition(":")[0]
+    settings["dtype"] = str(target.model.dtype)
+    settings["threads"] = torch.get_num_threads()
+    settings["GPU"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    with runner_in(Path(config.out), MadeWith(target.identity, settings)) as runner:
+        yield runner
 
 
 def _print(lines: Iterable[str]) -> None:
@@ -245,12 +300,12 @@ def draft(config: configs.BenchDraft) -> None:
 
     held_out = samples[config.samples :]
     held_out_texts = _texts(target, held_out, config.answer_tokens)
-    drafts = []
-    for subset in searched:
-        if len(subset.layers) in config.keep:
-            measured = closeness(keep_layers(model, subset.layers), held_out_texts)
-            drafts.append(Subset(**asdict(measured), layers=subset.layers))
-    times = [relative_time(keep_layers(model, draft.layers), model, held_out[0].prompt_ids) for draft in drafts]
+
+    def measure(subset: Subset) -> list[Row]:
+        draft = keep_layers(model, subset.layers)
+        measured = asdict(closeness(draft, held_out_texts))
+        time = relative_time(draft, model, held_out[0].prompt_ids)
+        return [{**measured, "layers": subset.layers, "time": time}]
 
     settings = {
         "model": target.name,
@@ -260,12 +315,19 @@ def draft(config: configs.BenchDraft) -> None:
         "held_out": config.held_out,
         "answer_tokens": config.answer_tokens,
     }
-    rows = [{**asdict(draft), "time": time} for draft, time in zip(drafts, times, strict=True)]
-    write_json(out / "draft.json", {"settings": settings, "drafts": rows})
-    write_png(out / "draft.png", draft_figure(searched, drafts))
-    print(f"{_draft_table(drafts, times, config)}\n\nfor the recipe:")
-    for draft in drafts:
-        print(f"draft: {{layers: {draft.layers}}}")
+    cases: list[tuple[Row, Subset]] = []
+    for subset in searched:
+        if len(subset.layers) in config.keep:
+            cases.append(({"size": len(subset.layers)}, subset))
+    with runner_in(out, MadeWith(target.identity, settings)) as runner:
+        rows = list(runner.rows("drafts", cases, measure))
+        write_json(out / "draft.json", {"settings": settings, "drafts": rows})
+        runner.save_csv("draft", ["size", "agreement", "accepted", "kl", "time"], rows)
+        drafts = [Subset(row["kl"], row["agreement"], row["accepted"], row["layers"]) for row in rows]
+        write_png(out / "draft.png", draft_figure(searched, drafts))
+    print(f"{_draft_table(rows, config)}\n\nfor the recipe:")
+    for row in rows:
+        print(f"draft: {{layers: {row['layers']}}}")
 
 
 def _samples(config: configs.BenchDraft, target: Target) -> tuple[Sequence[TrainingSample], str]:
@@ -303,17 +365,19 @@ def _texts(target: Target, samples: Sequence[TrainingSample], answer_tokens: int
     return [read_answer(target.model, sample.prompt_ids, sample.answer_ids[:answer_tokens]) for sample in samples]
 
 
-def _draft_table(drafts: list[Subset], times: list[float], config: configs.BenchDraft) -> str:
-    rows = []
-    for draft, time in zip(drafts, times, strict=True):
-        row = {"layers": len(draft.layers), "agreement": draft.agreement, "accepted": draft.accepted}
-        rows.append({**row, "KL (nats)": draft.kl, "time a token": f"{time:.2f}x"})
-    columns = (
-        TerminalColumn("layers", "d"),
-        TerminalColumn("agreement", ".3f"),
-        TerminalColumn("accepted", ".1f"),
-        TerminalColumn("KL (nats)", ".3f"),
-        TerminalColumn("time a token"),
-    )
+_DRAFT_COLUMNS = (
+    TerminalColumn("layers", "d"),
+    TerminalColumn("agreement", ".3f"),
+    TerminalColumn("accepted", ".1f"),
+    TerminalColumn("KL (nats)", ".3f"),
+    TerminalColumn("time a token"),
+)
+
+
+def _draft_table(rows: Sequence[Row], config: configs.BenchDraft) -> str:
+    shown = []
+    for row in rows:
+        time = f"{row['time']:.2f}x"
+        shown.append({**row, "layers": row["size"], "KL (nats)": row["kl"], "time a token": time})
     title = f"{config.held_out} held-out texts, at most {config.answer_tokens} answer tokens of each"
-    return f"{title}\n{terminal_table(rows, columns)}"
+    return f"{title}\n{terminal_table(shown, _DRAFT_COLUMNS)}"

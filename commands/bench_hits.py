@@ -1,5 +1,6 @@
 """keepsight bench hits: top-k hit rate of the methods that read a part of the cache, step by step."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from keepsight.commands.eval import check, print_notes, samples_of
 from keepsight.commands.from_recipe import resources_of, target_of, without_weights
 from keepsight.commands.variants import variants_of
 from keepsight.errors import UserError
+from keepsight.eval.bench.runner import runner_in
 from keepsight.eval.hits import SHARED, Hits, answering, best_shared, choices, compare
 from keepsight.eval.report.plots import hits_plot
 from keepsight.eval.report.summary import Frame
@@ -18,13 +20,12 @@ from keepsight.eval.report.tables import Column, Table
 from keepsight.eval.sweep import Variant, check_samples
 from keepsight.eval.tasks.registry import Benchmarks
 from keepsight.eval.tasks.samples import RenderedSample
-from keepsight.files import append_lines, one_writer, read_json, whole_lines, write_csv, write_json, write_png
+from keepsight.files import write_png
 from keepsight.models.artifacts import fetch
 from keepsight.models.draft_head import EagleHead
 from keepsight.models.identity import MadeWith
 from keepsight.models.retrieval_head import PREVIOUS_STEP, WEIGHTS, RetrievalHead
 from keepsight.models.targets import Target
-from keepsight.progress import progress_bar
 from keepsight.runtime.methods import SpeContext
 
 _MEANS = ["hit", "mass", "overlap", "read"]
@@ -50,6 +51,7 @@ class _Row(Hits):
     task: str
     length: int
     sample: str
+    rows_in_case: int
 
 
 def run(config: Config) -> None:
@@ -76,16 +78,18 @@ def run(config: Config) -> None:
     check_samples(target, samples, variants)
 
     out = Path(config.out)
-    with one_writer(out):
-        _check_same(out, config, target)
-        print_notes(notes)
-        path = out / "hits.jsonl"
-        measured = {(row.task, row.length, row.sample) for row in whole_lines(path, _Row)}
-        samples = [sample for sample in samples if sample.key not in measured]
-        for sample in progress_bar(samples, name="samples", unit="sample"):
-            append_lines(path, map(asdict, _rows(target, sample, variants, config.budgets)))
+    cases = []
+    for sample in samples:
+        columns = {"task": sample.task, "length": sample.length, "sample": sample.id}
+        cases.append((columns, sample))
 
-        rows = whole_lines(path, _Row)
+    def measure(sample: RenderedSample) -> Iterator[dict[str, Any]]:
+        return map(asdict, _hits_of_sample(target, sample, variants, config.budgets))
+
+    with runner_in(out, _made_with(config, target)) as runner:
+        print_notes(notes)
+        list(runner.rows("hits", cases, measure, unit="sample", kind=_Row))  # measures what is missing
+        rows = list(runner.rows_so_far("hits", _Row))  # of earlier tasks and lengths too
         if not rows:
             raise UserError(
                 f"budgets={config.budgets}: no step has more entries than the smallest; lower it",
@@ -94,7 +98,7 @@ def run(config: Config) -> None:
             )
         summary = _summary(rows)
         table = Table.of("hits", "Top-k hit rates: means over steps, layers and KV heads.", _COLUMNS, summary)
-        write_csv(out / "hits.csv", *table.csv_rows())
+        runner.save_csv("hits", *table.csv_rows())
         write_png(out / "hits.png", hits_plot(summary).figure())
     print(table.markdown())
 
@@ -114,18 +118,13 @@ def _further_heads(config: Config, target: Target, variants: list[Variant]) -> l
     return head_variants
 
 
-def _check_same(out: Path, config: Config, target: Target) -> None:
-    """Write the settings that all rows depend on; UserError if earlier rows were measured with others."""
+def _made_with(config: Config, target: Target) -> MadeWith:
+    """The settings that all rows depend on."""
     values = asdict(config)
     names = ("methods", "budgets", "heads", "retrieval", "bits", "max_new_tokens", "seed", "protocol", *_BENCHMARKS)
     settings = {name: values[name] for name in names}
     settings["model.id"] = target.name
-    made_with = MadeWith(target.identity, settings)
-    path = out / "settings.json"
-    if (out / "hits.jsonl").exists():
-        before: MadeWith = read_json(path, MadeWith)
-        before.require(made_with, f"{path}: this was measured", "choose another out=, or delete the folder")
-    write_json(path, asdict(made_with))
+    return MadeWith(target.identity, settings)
 
 
 def _head(reference: str, target: Target) -> RetrievalHead:
@@ -139,7 +138,9 @@ def _head(reference: str, target: Target) -> RetrievalHead:
     return head.to(target.model.device)
 
 
-def _rows(target: Target, sample: RenderedSample, variants: list[Variant], budgets: list[int]) -> list[_Row]:
+def _hits_of_sample(
+    target: Target, sample: RenderedSample, variants: list[Variant], budgets: list[int]
+) -> Iterator[Hits]:
     """The hit rates of a sample: of the best shared entries at each budget, and of every variant."""
     feature_layers = set[int]()
     group_counts = {1}
@@ -159,15 +160,10 @@ def _rows(target: Target, sample: RenderedSample, variants: list[Variant], budge
     for variant in variants:
         method: Any = variant.method
         hits.append(compare(variant.name, method.budget, answered, choices(target.model, method, answered)))
-
-    rows = []
-    for variant_hits in hits:
-        if variant_hits is not None:
-            rows.append(_Row(**asdict(variant_hits), task=sample.task, length=sample.length, sample=sample.id))
-    return rows
+    return filter(None, hits)  # without those of answers that are as short as the budget
 
 
-def _summary(rows: list[_Row]) -> Frame:
+def _summary(rows: list[dict[str, Any]]) -> Frame:
     """Means over the steps of each task, length, method and budget; of equal budgets the best hit rate first."""
     frame = pd.DataFrame(rows).rename(columns={"name": "method"})
     frame[_MEANS] = frame[_MEANS].mul(frame["steps"], axis=0)

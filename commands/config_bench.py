@@ -122,7 +122,19 @@ class Lengths:
 
 
 @dataclass
-class Benched(shared.OfTable, shared.Plugins, shared.UsesMethods):
+class KeepsRows:
+    """Key of every benchmark that measures rows of a table.
+
+    Attributes:
+        out: Folder for the table as CSV and its rows as JSON Lines; none by default. A stopped run resumes there when
+            the same command is run again.
+    """
+
+    out: str | None = None
+
+
+@dataclass
+class Benched(KeepsRows, shared.OfTable, shared.Plugins, shared.UsesMethods):
     """Keys of benchmarks of methods.
 
     Attributes:
@@ -135,7 +147,7 @@ class Benched(shared.OfTable, shared.Plugins, shared.UsesMethods):
 
 
 @dataclass
-class BenchTrain(Lengths, shared.UsesModel):
+class BenchTrain(KeepsRows, Lengths, shared.UsesModel):
     """keepsight bench train: time a training step of a lookahead module against a prefill of the same batch.
 
         keepsight bench train train.replays=8 train.batch_size=4
@@ -224,7 +236,7 @@ class BenchOps(Benched):
 
 
 @dataclass
-class BenchSpeCache(Lengths, shared.UsesModel):
+class BenchSpeCache(KeepsRows, Lengths, shared.UsesModel):
     """keepsight bench specache: time a decoding step with quantized KV entries, in total and by part.
 
         keepsight bench specache tokens=2048 bits=1
@@ -240,7 +252,7 @@ class BenchSpeCache(Lengths, shared.UsesModel):
 
 
 @dataclass
-class BenchSpeculate(Lengths, shared.UsesMethods):
+class BenchSpeculate(KeepsRows, Lengths, shared.UsesMethods):
     """keepsight bench speculate: time speculative decoding with a draft head against plain decoding.
 
         keepsight bench speculate draft.head=HEAD draft.layers=null
@@ -261,7 +273,7 @@ class BenchSpeculate(Lengths, shared.UsesMethods):
 
 
 @dataclass
-class BenchQueries(shared.UsesModel):
+class BenchQueries(KeepsRows, shared.UsesModel):
     """keepsight bench queries: measure how similar the queries of pseudo tokens are to the answer's.
 
         keepsight bench queries tokens=2048 samples=10
@@ -287,7 +299,7 @@ class BenchQueries(shared.UsesModel):
 
 
 @dataclass
-class BenchRetrieve(shared.UsesMethods):
+class BenchRetrieve(KeepsRows, shared.UsesMethods):
     """keepsight bench retrieve: measure a retrieval head's size, decoding steps by part, and loaded bytes.
 
         keepsight bench retrieve retrieval=HEAD
@@ -323,8 +335,8 @@ class BenchDraft(shared.UsesModel):
         keepsight bench draft recipe=qwen3-8b data=runs/data keep=24,18 out=runs/draft
 
     Removes layers one by one, each time the layer that changes the model's answers least. Drafts of the sizes in `keep`
-    are compared with the model on held-out texts. Prints a table and the line for the recipe; writes draft.json and
-    draft.png to `out`. A search that was stopped resumes when the same command is run again.
+    are compared with the model on held-out texts. Prints a table and the line for the recipe; writes draft.json,
+    draft.csv and draft.png to `out`. A search that was stopped resumes when the same command is run again.
 
     Attributes:
         out: Folder for the results.

@@ -4,7 +4,7 @@ DapQ (arXiv 2603.11564, section 3, tables 1, 5 and 6, figure 2b): tokens are rea
 positions or earlier ones, and their queries in each layer and head are compared with those of the answer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,35 +38,34 @@ class _QueriedLayer(ObservedLayer):
 
 @torch.no_grad()
 def query_similarity(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], answer_tokens: int, seed: int = 0
-) -> Iterator[dict[tuple[str, float], tuple[float, float]]]:
+    model: PreTrainedModel, prompt: Sequence[int], answer_tokens: int, seed: int = 0
+) -> dict[tuple[str, float], tuple[float, float]]:
     """Compare the queries of tokens after a prompt with those of the model's own greedy answer.
 
-    Yields for each prompt, by content (`same`, or `other`, drawn uniformly from the vocabulary as in appendix A.1.2)
-    and position (one of `POSITIONS`): the cosine similarity after and before RoPE, mean over layers, heads and tokens.
+    The result has by content (`same`, or `other`, drawn uniformly from the vocabulary as in appendix A.1.2) and
+    position (one of `POSITIONS`) the cosine similarity after and before RoPE, mean over layers, heads and tokens.
     UserError: some layer has no full attention, or its RoPE cannot be undone.
     """
     generator = torch.Generator().manual_seed(seed)
     vocabulary, _ = input_shape(model)
-    for prompt in prompts:
-        state = prefill(model, torch.tensor([list(prompt)], device=model.device))
-        if has_bounded(state.cache):
-            raise UserError(
-                "bench queries compares layers with full attention, and this model has others too",
-                field="model",
-                code="model",
-            )
-        draft = greedy_draft(model, state.copy(), answer_tokens)
-        ids = draft.ids if draft.mask is None else draft.ids[:, draft.mask[0]]
-        random_ids = torch.randint(vocabulary, ids.shape, generator=generator).to(ids.device)
-        length = int(state.lengths[0])
-        queries_of_answer = _queries(model, state.cache, ids, length)
-        similarities = {}
-        for content, tokens in (("same", ids), ("other", random_ids)):
-            for share in POSITIONS:
-                queries = _queries(model, state.cache, tokens, round(share * length))
-                similarities[content, share] = _similarity(queries_of_answer, queries)
-        yield similarities
+    state = prefill(model, torch.tensor([list(prompt)], device=model.device))
+    if has_bounded(state.cache):
+        raise UserError(
+            "bench queries compares layers with full attention, and this model has others too",
+            field="model",
+            code="model",
+        )
+    draft = greedy_draft(model, state.copy(), answer_tokens)
+    ids = draft.ids if draft.mask is None else draft.ids[:, draft.mask[0]]
+    random_ids = torch.randint(vocabulary, ids.shape, generator=generator).to(ids.device)
+    length = int(state.lengths[0])
+    queries_of_answer = _queries(model, state.cache, ids, length)
+    similarities = {}
+    for content, tokens in (("same", ids), ("other", random_ids)):
+        for share in POSITIONS:
+            queries = _queries(model, state.cache, tokens, round(share * length))
+            similarities[content, share] = _similarity(queries_of_answer, queries)
+    return similarities
 
 
 def _queries(model: PreTrainedModel, cache: Any, ids: Tensor, first: int) -> list[tuple[Tensor, Tensor]]:

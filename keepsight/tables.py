@@ -80,13 +80,15 @@ def terminal_table(rows: Iterable[Mapping[str, Any]], columns: Sequence[Terminal
     cells = [[column.text_of(row) for column in columns] for row in rows]
     frame = pd.DataFrame(cells, columns=[column.name for column in columns], dtype=object)
     longest = [max(map(len, [name, *frame[name]])) for name in frame]
+    widths = _widths_in_terminal(columns, longest)
     left_headings = {}
-    for column, width in zip(columns, _widths_in_terminal(columns, longest), strict=True):
+    for column, width in zip(columns, widths, strict=True):
         if column.is_text:
             frame[column.name] = [shortened(text, width).ljust(width) for text in frame[column.name]]
             left_headings[column.name] = column.name.ljust(width)
-    with_gaps = (" " + frame).rename(columns=left_headings).add_prefix(" ")  # beside the one that pandas leaves
-    return "\n".join(map(str.rstrip, dedent(with_gaps.to_string(index=False)).splitlines()))
+    gap = len(_GAP) - 1  # beside the one that pandas leaves
+    text = frame.rename(columns=left_headings).to_string(index=False, col_space=[gap + width for width in widths])
+    return "\n".join(map(str.rstrip, dedent(text).splitlines()))
 
 
 def terminal_list(values: Mapping[str, str]) -> str:

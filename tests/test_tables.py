@@ -34,9 +34,10 @@ def test_cells_stay_as_they_are_and_a_table_may_be_empty(numbers: list[str] | No
 
 
 def test_a_whole_table_is_as_wide_as_its_cells() -> None:
-    assert terminal_table(ROWS, COLUMNS).splitlines() == [
-        "method       ms   n",
-        "full cache  1.3   3",
+    columns = [*COLUMNS, TerminalColumn("", is_text=True), TerminalColumn("tokens/s", ".1f")]
+    assert terminal_table([{**ROWS[0], "": "of full"}, ROWS[1]], columns).splitlines() == [
+        "method       ms   n           tokens/s",
+        "full cache  1.3   3  of full",
         "snapkv 48        12",
     ]
 

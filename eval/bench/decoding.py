@@ -2,10 +2,9 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 import psutil
 import torch
@@ -16,7 +15,7 @@ from transformers.generation import StoppingCriteriaList
 from keepsight.eval.answers import default_batch_tokens, entry_bytes, free_tokens
 from keepsight.eval.bench.measure import random_ids, read_greedily, require_room, seconds_of
 from keepsight.eval.bench.offload import random_state
-from keepsight.eval.bench.runner import Row, compare
+from keepsight.eval.bench.runner import Row, Runner, with_ratios
 from keepsight.eval.record import RowStore
 from keepsight.eval.sweep import Variant, plan, run_samples, sweep
 from keepsight.eval.tasks.niah import make_samples
@@ -26,7 +25,6 @@ from keepsight.progress import progress_bar
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.drafting.speculative import (
     Round,
-    Speculated,
     acceptance_by_position,
     acceptance_length,
     decode_speculatively,
@@ -35,7 +33,7 @@ from keepsight.runtime.generate import CacheMethod, FullCache, Method, decode, e
 from keepsight.runtime.join import can_join, join
 from keepsight.runtime.layer import GROWTH
 from keepsight.runtime.state import Needs, State, prefill
-from keepsight.tables import LiveTable, TerminalColumn, name_column
+from keepsight.tables import TerminalColumn, name_column
 
 _WARM_UP = 3
 """Steps that are not timed: the first ones make room for more entries and load kernels."""
@@ -43,7 +41,7 @@ _MOST_ROWS = 1024
 
 
 def bench_decode(
-    model: PreTrainedModel, methods: Mapping[str, Method], tokens: int, batch: int, steps: int
+    runner: Runner, model: PreTrainedModel, methods: Mapping[str, Method], tokens: int, batch: int, steps: int
 ) -> Iterator[str]:
     """A line for each method: milliseconds a decoding step, over those of the full cache and of the first method.
 
@@ -51,25 +49,32 @@ def bench_decode(
     ratios hold where times do not. For this the caches of all methods are in memory at once.
     """
     require_room(model, tokens + _WARM_UP + steps, batch)
-    ids = random_ids(model, batch, tokens)
+    yield f"{batch} rows of {tokens} tokens, median of {steps} steps, {torch.get_num_threads()} threads, {model.dtype}"
+
+    def measure(_: None) -> Iterator[Row]:
+        return _in_turns(model, {"full cache": FullCache(), **methods}, random_ids(model, batch, tokens), steps)
+
+    rows = with_ratios(runner.rows("decode", [({"tokens": tokens}, None)], measure), {"of full": "ms a step"})
+    columns = _columns(["full cache", *methods], "ms a step", "tokens/s", "of full", "of first", "KV MiB")
+    yield from runner.table("decode", columns, rows)
+
+
+def _in_turns(model: PreTrainedModel, methods: Mapping[str, Method], ids: Tensor, steps: int) -> Iterator[Row]:
+    """A row for each method; the second is the first that is compared with the others."""
     decodings: dict[str, _Decoding] = {}
-    for name, method in progress_bar({"full cache": FullCache(), **methods}.items(), name="prompts", unit="method"):
+    for name, method in progress_bar(methods.items(), name="prompts", unit="method"):
         decodings[name] = _Decoding(method.reader(model), method.start(model, ids))
     for _ in progress_bar(range(steps), name="steps", unit="step"):
         for decoding in decodings.values():
             decoding.step()
-
-    yield f"{batch} rows of {tokens} tokens, median of {steps} steps, {torch.get_num_threads()} threads, {model.dtype}"
     _, first_method, *_ = decodings.values()
-
-    def figures(decoding: _Decoding, _: int) -> Row:
-        return {**decoding.figures(batch), "of first": decoding.seconds / first_method.seconds}
-
-    rows = compare(decodings, figures, ratios={"of full": "ms a step"})
-    yield from _table(decodings, "ms a step", "tokens/s", "of full", "of first", "KV MiB").lines(rows)
+    for name, decoding in decodings.items():
+        yield {"method": name, **decoding.figures(len(ids)), "of first": decoding.seconds / first_method.seconds}
 
 
-def bench_largest(model: PreTrainedModel, methods: Mapping[str, Method], tokens: int, steps: int) -> Iterator[str]:
+def bench_largest(
+    runner: Runner, model: PreTrainedModel, methods: Mapping[str, Method], tokens: int, steps: int
+) -> Iterator[str]:
     """A line for each method, in the largest batch that fits the free memory with it, and no more than `_MOST_ROWS`."""
     require_room(model, tokens + _WARM_UP + steps)
     ids = random_ids(model, 1, tokens)
@@ -82,14 +87,18 @@ def bench_largest(model: PreTrainedModel, methods: Mapping[str, Method], tokens:
         return {"rows": count, **decoding.figures(count)}
 
     yield f"rows of {tokens} tokens, median of {steps} steps, {torch.get_num_threads()} threads, {model.dtype}"
-    rows = compare(compared, measure, ratios={"of full": "tokens/s"})
-    yield from _table(compared, "rows", "ms a step", "tokens/s", "of full", "KV MiB").lines(rows)
+    rows = runner.compare("decode", compared, measure, lengths=[tokens], ratios={"of full": "tokens/s"})
+    columns = _columns(compared, "rows", "ms a step", "tokens/s", "of full", "KV MiB")
+    yield from runner.table("decode", columns, rows)
 
 
-def _table(methods: Iterable[str], *columns: str) -> LiveTable:
-    """A table of decoding speeds with these of the columns."""
-    forms = {"rows": "d", "ms a step": ".1f", "tokens/s": ".1f", "of full": ".2f", "of first": ".2f", "KV MiB": ".1f"}
-    return LiveTable([name_column("method", methods), *(TerminalColumn(name, forms[name]) for name in columns)])
+_FORMS = {"rows": "d", "ms a step": ".1f", "tokens/s": ".1f", "of full": ".2f", "of first": ".2f", "KV MiB": ".1f"}
+"""How each figure is written."""
+
+
+def _columns(methods: Iterable[str], *names: str) -> list[TerminalColumn]:
+    """The columns of a table of decoding speeds: the method, and these figures."""
+    return [name_column("method", methods), *(TerminalColumn(name, _FORMS[name]) for name in names)]
 
 
 @torch.no_grad()
@@ -144,71 +153,68 @@ class _Decoding:
         return {"ms a step": self.seconds * 1000, "tokens/s": rows / self.seconds, "KV MiB": kv_mib}
 
 
-class _Compared(NamedTuple):
-    """One prompt's answers by both kinds of decoding, and their seconds without the prefill."""
-
-    plain: Tensor
-    plain_seconds: float
-    speculated: Speculated
-    seconds: float
-
-
 def bench_speculate(
-    target: Target, head: EagleHead, prompts: Sequence[Sequence[int]], answer_tokens: int, draft_tokens: int
+    runner: Runner,
+    target: Target,
+    head: EagleHead,
+    prompts: Sequence[Sequence[int]],
+    answer_tokens: int,
+    draft_tokens: int,
 ) -> Iterator[str]:
     """Speculative decoding against plain decoding, both from the full cache; the first prompt also warms up.
 
     The head's pass over the prompt counts as decoding, the model's does not.
     """
     criteria = stop_after(answer_tokens, end_ids(target.model))
-    _compare(target, head, prompts[0], criteria, draft_tokens)
-    results = []
-    for prompt in progress_bar(prompts, name="prompts", unit="prompt"):
-        results.append(_compare(target, head, prompt, criteria, draft_tokens))
+    is_warm = False
+
+    def measure(prompt: Sequence[int]) -> list[Row]:
+        nonlocal is_warm
+        if not is_warm:
+            _compare(target, head, prompts[0], criteria, draft_tokens)
+            is_warm = True
+        return [_compare(target, head, prompt, criteria, draft_tokens)]
+
+    cases = []
+    for index, prompt in enumerate(prompts):
+        cases.append(({"prompt": index}, prompt))
+    results = list(runner.rows("prompts", cases, measure, unit="prompt"))
     lengths = list(map(len, prompts))
     yield (
         f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens, answers of at most {answer_tokens}, "
         f"drafts of {draft_tokens}, {target.model.dtype}, {torch.get_num_threads()} threads"
     )
-    tokens = 0
-    seconds = 0.0
-    speculated_tokens = 0
-    speculating_seconds = 0.0
-    same = 0
     rounds: list[Round] = []
     for result in results:
-        tokens += result.plain.shape[1]
-        seconds += result.plain_seconds
-        speculated_tokens += result.speculated.ids.shape[1]
-        speculating_seconds += result.seconds
-        same += torch.equal(result.plain, result.speculated.ids)
-        rounds += result.speculated.rounds
-    counted = {"plain": (tokens, seconds), "speculative": (speculated_tokens, speculating_seconds)}
-
-    def speed(tokens_and_seconds: tuple[int, float], _: int) -> Row:
-        token_count, duration = tokens_and_seconds
-        return {"answer tokens": token_count, "seconds": duration, "tokens/s": token_count / duration}
-
-    table = LiveTable(
-        [
-            name_column("method", counted),
-            TerminalColumn("answer tokens", "d"),
-            TerminalColumn("seconds", ".2f"),
-            TerminalColumn("tokens/s", ".1f"),
-            TerminalColumn("of plain", ".2f"),
-        ]
+        rounds += [Round(*counts) for counts in result["rounds"]]
+    speeds = [_speed("plain", results), _speed("speculative", results)]
+    columns = (
+        name_column("method", ["plain", "speculative"]),
+        TerminalColumn("answer tokens", "d"),
+        TerminalColumn("seconds", ".2f"),
+        TerminalColumn("tokens/s", ".1f"),
+        TerminalColumn("of plain", ".2f"),
     )
-    yield from table.lines(compare(counted, speed, ratios={"of plain": "tokens/s"}))
+    yield from runner.table("speculate", columns, with_ratios(speeds, {"of plain": "tokens/s"}))
     yield f"acceptance length {acceptance_length(rounds):.2f} tokens a pass of the model (1 is plain decoding)"
     shares = " ".join(f"{share:.2f}" for share in acceptance_by_position(rounds))
     yield f"share of drafts accepted up to position 1, 2, ...: {shares or 'nothing was drafted'}"
-    yield f"{same} of {len(results)} answers are the same, token for token"
+    same_answers = sum(result["is_same"] for result in results)
+    yield f"{same_answers} of {len(results)} answers are the same, token for token"
+
+
+def _speed(decoding: str, results: Sequence[Row]) -> Row:
+    """The sums over all prompts of one of the two kinds of decoding."""
+    tokens = sum(result[f"{decoding} tokens"] for result in results)
+    seconds = sum(result[f"{decoding} seconds"] for result in results)
+    return {"method": decoding, "answer tokens": tokens, "seconds": seconds, "tokens/s": tokens / seconds}
 
 
 @torch.no_grad()
 def _compare(
     target: Target, head: EagleHead, prompt: Sequence[int], criteria: StoppingCriteriaList, draft_tokens: int
-) -> _Compared:
+) -> Row:
+    """Tokens of a prompt's answer by both kinds of decoding, their seconds without the prefill, and the rounds."""
     model = target.model
     ids = torch.tensor([prompt], device=model.device)
     state = prefill(model, ids, needs=Needs(features=head.layers_of(model)))
@@ -219,11 +225,18 @@ def _compare(
     plain_seconds = time.perf_counter() - start
     start = time.perf_counter()
     speculated = decode_speculatively(model, state.copy(), head, criteria, tokens=draft_tokens)
-    return _Compared(plain, plain_seconds, speculated, time.perf_counter() - start)
+    return {
+        "plain tokens": plain.shape[1],
+        "plain seconds": plain_seconds,
+        "speculative tokens": speculated.ids.shape[1],
+        "speculative seconds": time.perf_counter() - start,
+        "is_same": torch.equal(plain, speculated.ids),
+        "rounds": [(result.judged, result.accepted, result.emitted) for result in speculated.rounds],
+    }
 
 
 def bench_sweep(
-    target: Target, methods: Mapping[str, Method], tokens: int, answer_tokens: int, samples: int
+    runner: Runner, target: Target, methods: Mapping[str, Method], tokens: int, answer_tokens: int, samples: int
 ) -> Iterator[str]:
     """Seconds per sample of the sweep, and of a separate prefill and decode per variant, as a few lines of text.
 
@@ -231,6 +244,27 @@ def bench_sweep(
     runs lack. Every answer has exactly `answer_tokens` tokens in both: end tokens are ignored.
     """
     require_room(target.model, tokens)
+    yield (
+        f"{len(methods)} variants, {tokens} prompt tokens, {answer_tokens} answer tokens, {samples} samples, "
+        f"{torch.get_num_threads()} threads"
+    )
+
+    def measure(_: None) -> list[Row]:
+        return _sweep_and_separate_runs(target, methods, tokens, answer_tokens, samples)
+
+    rows = with_ratios(runner.rows("eval", [({"tokens": tokens}, None)], measure), {"of sweep": "s a sample"})
+    columns = (
+        name_column("method", ["sweep", "separate runs"]),
+        TerminalColumn("s a sample", ".2f"),
+        TerminalColumn("of sweep", ".2f"),
+    )
+    yield from runner.table("eval", columns, rows)
+
+
+def _sweep_and_separate_runs(
+    target: Target, methods: Mapping[str, Method], tokens: int, answer_tokens: int, samples: int
+) -> list[Row]:
+    """A row for the sweep, and one for a separate run of each variant; a sample before them warms up."""
     variants = list(map(Variant, methods.keys(), methods.values()))
     batch_tokens = default_batch_tokens(target.model)
     warm_up, *timed = (
@@ -238,29 +272,22 @@ def bench_sweep(
         for sample in make_samples("single", tokens, samples + 1, 0, target.tokenizer)
     )
 
-    def swept() -> None:
+    def run_sweep() -> None:
         for _ in sweep(target, plan(target, timed, variants), variants, batch_tokens, RowStore()):
             pass
 
-    def one_by_one() -> None:
+    def run_one_by_one() -> None:
         for sample in timed:
             ids = sample.prompt_ids[None].to(target.model.device)
             for method in methods.values():
                 generate(target.model, ids, method, max_new_tokens=answer_tokens, do_sample=False)
 
-    def seconds_a_sample(run: Callable[[], None], _: int) -> Row:
-        return {"s a sample": seconds_of(run) / samples}
-
     with _endless(target.model):
         run_samples(target, [warm_up], variants, batch_tokens)
-        runs = {"sweep": swept, "separate runs": one_by_one}
-        rows = list(compare(runs, seconds_a_sample, ratios={"of sweep": "s a sample"}))
-    yield (
-        f"{len(methods)} variants, {tokens} prompt tokens, {answer_tokens} answer tokens, {samples} samples, "
-        f"{torch.get_num_threads()} threads"
-    )
-    columns = [name_column("method", runs), TerminalColumn("s a sample", ".2f"), TerminalColumn("of sweep", ".2f")]
-    yield from LiveTable(columns).lines(rows)
+        return [
+            {"method": "sweep", "s a sample": seconds_of(run_sweep) / samples},
+            {"method": "separate runs", "s a sample": seconds_of(run_one_by_one) / samples},
+        ]
 
 
 @contextmanager

@@ -22,14 +22,14 @@ from keepsight.eval.bench.measure import (
     require_room,
     seconds_of,
 )
-from keepsight.eval.bench.runner import Row, compare
+from keepsight.eval.bench.runner import Row, Runner
 from keepsight.eval.compress import needs_of_all
 from keepsight.models.targets import Target
 from keepsight.progress import progress_bar
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
 from keepsight.runtime.state import Needs, State, prefill, read
-from keepsight.tables import LiveTable, TerminalColumn, name_column
+from keepsight.tables import TerminalColumn, name_column
 
 _FREE = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach"}
 """Operators that launch no work, besides those whose result is declared to be a view."""
@@ -141,7 +141,9 @@ def operators_of_plain_step(model: PreTrainedModel, ids: Tensor) -> Counts:
     return count(lambda: model(ids[:, -1:], past_key_values=cache))
 
 
-def bench_operators(model: PreTrainedModel, methods: Mapping[str, Method], tokens: int) -> Iterator[str]:
+def bench_operators(
+    runner: Runner, model: PreTrainedModel, methods: Mapping[str, Method], tokens: int
+) -> Iterator[str]:
     """A line for each method: operators and syncs a layer in each step, for a prompt of random tokens."""
     layers = model.config.get_text_config().num_hidden_layers
     require_room(model, tokens)
@@ -158,8 +160,8 @@ def bench_operators(model: PreTrainedModel, methods: Mapping[str, Method], token
         return row
 
     compared: dict[str, Method | None] = {"plain model": None, **methods}
-    table = LiveTable([name_column("method", compared), *(TerminalColumn(step, width=12) for step in STEPS)])
-    yield from table.lines(compare(compared, measure))
+    columns = [name_column("method", compared), *(TerminalColumn(step, width=12) for step in STEPS)]
+    yield from runner.table("ops", columns, runner.compare("ops", compared, measure, lengths=[tokens]))
 
 
 _PREFILL = "prefill"
@@ -169,7 +171,9 @@ _LEAST_SECONDS = 0.4
 """Minimum seconds of a timed turn of observing or selecting, which are short."""
 
 
-def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[int], repeats: int) -> Iterator[str]:
+def bench_evict(
+    runner: Runner, target: Target, methods: Mapping[str, Evict], lengths: Sequence[int], repeats: int
+) -> Iterator[str]:
     """A line for each length and method: time and memory of observe and of select, against the prefill.
 
     Both are measured after a prefill, as an evaluation runs them for many methods. `in all` is what a method adds to a
@@ -184,20 +188,22 @@ def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[
         f"{torch.get_num_threads()} threads, median of {repeats} turns; peak: beyond what the prefill holds; "
         "KV: the most bytes of keys and values while the prompt is read and compressed"
     )
-    table = LiveTable(
-        [
-            TerminalColumn("tokens", "d"),
-            name_column("method", (_PREFILL, _SUMS, *methods)),
-            TerminalColumn("observe ms", ".1f"),
-            TerminalColumn("select ms", ".1f"),
-            TerminalColumn("of prefill", ".2%"),
-            TerminalColumn("in all", ".2%", width=8),
-            TerminalColumn("peak MiB", ".1f"),
-            TerminalColumn("KV MiB", ".1f"),
-        ]
+
+    def measure(length: int) -> Iterator[Row]:
+        return _rows_of_length(target.model, methods, random_ids(target.model, 1, length), repeats)
+
+    columns = (
+        TerminalColumn("tokens", "d"),
+        name_column("method", (_PREFILL, _SUMS, *methods)),
+        TerminalColumn("observe ms", ".1f"),
+        TerminalColumn("select ms", ".1f"),
+        TerminalColumn("of prefill", ".2%"),
+        TerminalColumn("in all", ".2%", width=8),
+        TerminalColumn("peak MiB", ".1f"),
+        TerminalColumn("KV MiB", ".1f"),
     )
-    with progress_bar(total=len(lengths) * (repeats + 1), name="turns", unit="turn") as progress:
-        yield from table.lines(_rows(target.model, methods, lengths, repeats, progress))
+    cases: list[tuple[Row, int]] = [({"tokens": length}, length) for length in lengths]
+    yield from runner.table("evict", columns, runner.rows("evict", cases, measure))
 
 
 class _Turn(NamedTuple):
@@ -213,25 +219,13 @@ class _Turn(NamedTuple):
     start: dict[str, float]
 
 
-def _rows(
-    model: PreTrainedModel, methods: Mapping[str, Evict], lengths: Sequence[int], repeats: int, progress: Any
-) -> Iterator[Row]:
-    """The rows of all lengths."""
-    for length in lengths:
-        for row in _rows_of_length(model, methods, random_ids(model, 1, length), repeats, progress):
-            yield {"tokens": length, **row}
-
-
-def _rows_of_length(
-    model: PreTrainedModel, methods: Mapping[str, Evict], ids: Tensor, repeats: int, progress: Any
-) -> Iterator[Row]:
+def _rows_of_length(model: PreTrainedModel, methods: Mapping[str, Evict], ids: Tensor, repeats: int) -> Iterator[Row]:
     """A row for the prefill, one for H2O's sums where they are needed, and one for each method."""
     needs = needs_of_all(methods.values())
     read_prompt = functools.partial(prefill, model, ids, needs=replace(needs, accumulated=False))
     turns = []
-    for _ in range(repeats + 1):
+    for _ in progress_bar(range(repeats + 1), name=f"turns at {ids.shape[1]} tokens", unit="turn"):
         turns.append(_timed_turn(model, methods, ids, needs))
-        progress.update()
     turns = turns[1:]  # the first one warms up
 
     state = prefill(model, ids, needs=needs)

@@ -1,6 +1,6 @@
 """Methods that offload entries or read a part of them: step times, traffic, and hidden fetch time."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,14 +9,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.eval.bench.measure import median_seconds, random_ids, read_greedily, require_room, seconds_of
-from keepsight.eval.bench.runner import Row, compare
+from keepsight.eval.bench.runner import Row, Runner
 from keepsight.eval.tasks.niah import read_haystack
 from keepsight.eval.tasks.samples import Sample, render
 from keepsight.models.decoder import context_of
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.retrieval_head import RetrievalHead, parameters, pruning
 from keepsight.models.targets import Target
-from keepsight.progress import progress_bar
 from keepsight.runtime.attention import Softmax, StateCache
 from keepsight.runtime.generate import CacheMethod, FullCache, Method
 from keepsight.runtime.layer import KeptLayer
@@ -28,7 +27,7 @@ from keepsight.runtime.retrieval.elastic import elastic_layers
 from keepsight.runtime.retrieval.specontext import RetrievalCache, SpeContext
 from keepsight.runtime.sparse_read.selection import Quest
 from keepsight.runtime.state import Needs, State, prefill
-from keepsight.tables import LiveTable, TerminalColumn, name_column
+from keepsight.tables import TerminalColumn, name_column
 
 
 def size_lines(target: Target, head: RetrievalHead, draft: DraftHead | None) -> Iterator[str]:
@@ -46,7 +45,7 @@ def size_lines(target: Target, head: RetrievalHead, draft: DraftHead | None) -> 
 
 
 def step_lines(
-    target: Target, head: RetrievalHead, budget: int, lengths: Sequence[int], batch: int, repeats: int
+    runner: Runner, target: Target, head: RetrievalHead, budget: int, lengths: Sequence[int], batch: int, repeats: int
 ) -> Iterator[str]:
     """A line for each length and method, with the parts of a step that reads with the head.
 
@@ -70,18 +69,17 @@ def step_lines(
         step = _step(model, method, random_state(model, needs, batch, length), repeats)
         return {**step, "tokens/s": batch * 1000 / step["ms a step"]}
 
-    table = LiveTable(
-        [
-            TerminalColumn("tokens", "d"),
-            name_column("method", methods),
-            TerminalColumn("ms a step", ".2f"),
-            TerminalColumn("tokens/s", ".1f"),
-            TerminalColumn("speed-up", ".2f"),
-            *(TerminalColumn(part, ".2f") for part in ("head", "gather", "rest")),
-            TerminalColumn("loaded MB", ".3f"),
-        ]
+    columns = (
+        TerminalColumn("tokens", "d"),
+        name_column("method", methods),
+        TerminalColumn("ms a step", ".2f"),
+        TerminalColumn("tokens/s", ".1f"),
+        TerminalColumn("speed-up", ".2f"),
+        *(TerminalColumn(part, ".2f") for part in ("head", "gather", "rest")),
+        TerminalColumn("loaded MB", ".3f"),
     )
-    yield from table.lines(compare(methods, measure, lengths=lengths, ratios={"speed-up": "tokens/s"}))
+    rows = runner.compare("steps", methods, measure, lengths=lengths, ratios={"speed-up": "tokens/s"})
+    yield from runner.table("steps", columns, rows)
     if max(lengths) > context_of(model):
         yield f"beyond the model's context of {context_of(model)} tokens the time is the same as within one"
 
@@ -168,7 +166,12 @@ def text_prompts(target: Target, tokens: int, count: int) -> list[list[int]]:
 
 
 def traffic_lines(
-    target: Target, head: RetrievalHead, budgets: Sequence[int], prompts: Sequence[Sequence[int]], steps: int
+    runner: Runner,
+    target: Target,
+    head: RetrievalHead,
+    budgets: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    steps: int,
 ) -> Iterator[str]:
     """The bytes a step loads when all layers' KV entries lie in CPU memory, a line for each budget.
 
@@ -180,45 +183,48 @@ def traffic_lines(
     needs = feature_needs(model, head)
     layers = model.config.get_text_config().num_hidden_layers
     methods = {budget: SpeContext(budget, head, offload=layers) for budget in budgets}
-    traffic_of: dict[int, list[Traffic]] = {budget: [] for budget in budgets}
-    for prompt in progress_bar(prompts, name="texts", unit="text"):
+
+    def measure(prompt: Sequence[int]) -> Iterator[Row]:
         for method in methods.values():
             method.check(len(prompt), context_of(model))
         state = prefill(model, torch.tensor([prompt], device=model.device), needs=needs)
         for budget, method in methods.items():
-            traffic_of[budget].append(_traffic(model, method, state, steps))
+            traffic = _traffic(model, method, state, steps)
+            sizes = {"loaded": traffic.fetched, "asked": traffic.asked, "sent": traffic.offloaded}
+            yield {"budget": budget, **sizes}
 
+    cases: list[tuple[Row, Sequence[int]]] = [({"text": index}, prompt) for index, prompt in enumerate(prompts)]
+    rows = list(runner.rows("texts", cases, measure, unit="text"))
     lengths = list(map(len, prompts))
     yield f"{len(prompts)} texts of {min(lengths)} to {max(lengths)} tokens, {steps} steps each, all layers on the CPU"
-    table = LiveTable(
-        [
-            TerminalColumn("budget", "d"),
-            TerminalColumn("elastic MB a step", ".3f"),
-            TerminalColumn("reloading MB a step", ".3f"),
-            TerminalColumn("saved", ".1%"),
-            TerminalColumn("sent MB a step", ".3f"),
-        ]
+    columns = (
+        TerminalColumn("budget", "d"),
+        TerminalColumn("elastic MB a step", ".3f"),
+        TerminalColumn("reloading MB a step", ".3f"),
+        TerminalColumn("saved", ".1%"),
+        TerminalColumn("sent MB a step", ".3f"),
     )
-    yield from table.lines(_traffic_rows(traffic_of, steps * len(prompts)))
+    of_budgets = [_mean_traffic(rows, budget, steps * len(prompts)) for budget in budgets]
+    yield from runner.table("traffic", columns, of_budgets)
 
 
-def _traffic_rows(traffic_of: Mapping[int, Sequence[Traffic]], all_steps: int) -> Iterator[Row]:
-    """MB a step by budget, over all texts."""
-    for budget, traffic_of_texts in traffic_of.items():
-        loaded = 0.0
-        asked = 0.0
-        sent = 0.0
-        for traffic in traffic_of_texts:
-            loaded += traffic.fetched / all_steps / 1e6
-            asked += traffic.asked / all_steps / 1e6
-            sent += traffic.offloaded / all_steps / 1e6
-        yield {
-            "budget": budget,
-            "elastic MB a step": loaded,
-            "reloading MB a step": asked,
-            "saved": 1 - loaded / asked,
-            "sent MB a step": sent,
-        }
+def _mean_traffic(rows: Sequence[Row], budget: int, all_steps: int) -> Row:
+    """MB a step with a budget, over all texts."""
+    loaded = 0.0
+    asked = 0.0
+    sent = 0.0
+    for row in rows:
+        if row["budget"] == budget:
+            loaded += row["loaded"] / all_steps / 1e6
+            asked += row["asked"] / all_steps / 1e6
+            sent += row["sent"] / all_steps / 1e6
+    return {
+        "budget": budget,
+        "elastic MB a step": loaded,
+        "reloading MB a step": asked,
+        "saved": 1 - loaded / asked,
+        "sent MB a step": sent,
+    }
 
 
 def _traffic(model: PreTrainedModel, method: SpeContext, state: State, steps: int) -> Traffic:
@@ -231,7 +237,9 @@ def _traffic(model: PreTrainedModel, method: SpeContext, state: State, steps: in
     return Traffic(*(getattr(traffic, name) - value for name, value in vars(before).items()))
 
 
-def bench_specache(target: Target, method: SpeCache, tokens: int, batch: int, steps: int) -> Iterator[str]:
+def bench_specache(
+    runner: Runner, target: Target, method: SpeCache, tokens: int, batch: int, steps: int
+) -> Iterator[str]:
     """A line for each cache and for each part of a step, in milliseconds; prompts are random tokens.
 
     SpeCache, with its speculative token and without, is compared with the full cache and KIVI. `waited` is the time for
@@ -252,21 +260,27 @@ def bench_specache(target: Target, method: SpeCache, tokens: int, batch: int, st
     def measure(compared_method: Method, _: int) -> Row:
         return _step_with_cache(model, compared_method, ids, steps)
 
-    table = LiveTable(
-        [
-            TerminalColumn("method", width=20, is_text=True),
-            TerminalColumn("ms a step", ".1f"),
-            TerminalColumn("tokens/s", ".1f"),
-            TerminalColumn("KV MB", ".2f"),
-            TerminalColumn("moved MB a step", ".2f"),
-            TerminalColumn("waited ms", ".2f"),
-            TerminalColumn("hidden", ".0%"),
-        ]
+    columns = (
+        TerminalColumn("method", width=20, is_text=True),
+        TerminalColumn("ms a step", ".1f"),
+        TerminalColumn("tokens/s", ".1f"),
+        TerminalColumn("KV MB", ".2f"),
+        TerminalColumn("moved MB a step", ".2f"),
+        TerminalColumn("waited ms", ".2f"),
+        TerminalColumn("hidden", ".0%"),
     )
-    yield from table.lines(compare(methods, measure))
+    steps_name = f"steps_{method.bits}_bits"
+    rows = runner.compare(steps_name, methods, measure, lengths=[tokens])
+    yield from runner.table(steps_name, columns, rows)
+
+    def measure_parts(_: None) -> Iterator[Row]:
+        return _parts_of_step(model, speculative, ids, steps)
+
+    parts_name = f"parts_{method.bits}_bits"
+    parts_columns = (TerminalColumn("part", width=20, is_text=True), TerminalColumn("ms a step", ".1f"))
+    parts = runner.rows(parts_name, [({"tokens": tokens}, None)], measure_parts)
     yield f"its parts, in {model.config.get_text_config().num_hidden_layers} layers"
-    for row in _parts_of_step(model, speculative, ids, steps):
-        yield table.line(row)
+    yield from runner.table(parts_name, parts_columns, parts)
 
 
 def _step_with_cache(model: PreTrainedModel, method: Method, ids: Tensor, steps: int) -> Row:
@@ -319,4 +333,4 @@ def _parts_of_step(model: PreTrainedModel, method: SpeCache, ids: Tensor, repeat
         "select and fetch": fetch,
     }
     for name, part in parts.items():
-        yield {"method": name, "ms a step": median_seconds(part, repeats) * 1000 * config.num_hidden_layers}
+        yield {"part": name, "ms a step": median_seconds(part, repeats) * 1000 * config.num_hidden_layers}

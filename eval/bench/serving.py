@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from keepsight.errors import UserError
 from keepsight.eval.answers import entry_bytes
 from keepsight.eval.bench.measure import random_ids, require_room
-from keepsight.eval.bench.runner import Row, compare
+from keepsight.eval.bench.runner import Row, Runner
 from keepsight.models.targets import Target
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.evict import Evict
@@ -25,7 +25,7 @@ from keepsight.runtime.generate import FullCache, Method
 from keepsight.serving.engine import Engine, Job
 from keepsight.serving.export import export
 from keepsight.serving.prefix import alphabet_of, placeholders, transfer_config
-from keepsight.tables import LiveTable, TerminalColumn, name_column
+from keepsight.tables import TerminalColumn, name_column
 
 _BLOCK = 32
 """Tokens of a block of the engine, and entries of a page."""
@@ -37,7 +37,13 @@ _WARM_UP_TOKENS = 2
 
 
 def bench_serve(
-    model: PreTrainedModel, methods: Mapping[str, Method], tokens: int, answer_tokens: int, requests: int, rows: int
+    runner: Runner,
+    model: PreTrainedModel,
+    methods: Mapping[str, Method],
+    tokens: int,
+    answer_tokens: int,
+    requests: int,
+    rows: int,
 ) -> Iterator[str]:
     """A line for each method, the full cache first; prompts are random tokens, and answers all have one length."""
     rows = min(rows, requests)
@@ -51,7 +57,7 @@ def bench_serve(
 
     def measure(method: Method, _: int) -> Row:
         served = _serve(model, method, prompts, answer_tokens, rows)
-        step = statistics.median(served.steps)
+        step = _median_step(served.steps, rows)
         return {
             "requests/s": requests / served.seconds,
             "first s": statistics.median(job.first or 0.0 for job in served.jobs),
@@ -61,8 +67,9 @@ def bench_serve(
             "KV MiB": served.peak_bytes / 2**20,
         }
 
-    table = _table(compared, "requests/s", "first s", "prefill s", "ms a step", "tokens/s", "of full", "KV MiB")
-    yield from table.lines(compare(compared, measure, ratios={"of full": "ms a step"}))
+    columns = _columns(compared, "requests/s", "first s", "prefill s", "ms a step", "tokens/s", "of full", "KV MiB")
+    served_rows = runner.compare("serve", compared, measure, lengths=[tokens], ratios={"of full": "ms a step"})
+    yield from runner.table("serve", columns, served_rows)
 
 
 _FORMS = {
@@ -79,9 +86,21 @@ _FORMS = {
 """How each figure is written."""
 
 
-def _table(methods: Iterable[str], *columns: str) -> LiveTable:
-    """A table of served requests with these of the columns."""
-    return LiveTable([name_column("method", methods), *(TerminalColumn(name, _FORMS[name]) for name in columns)])
+def _columns(methods: Iterable[str], *names: str) -> list[TerminalColumn]:
+    """The columns of a table of served requests: the method, and these figures."""
+    return [name_column("method", methods), *(TerminalColumn(name, _FORMS[name]) for name in names)]
+
+
+def _median_step(seconds_of_steps: list[float], rows: int) -> float:
+    """Seconds of a step with all rows; UserError if the first answers ended before the last row was filled."""
+    if not seconds_of_steps:
+        raise UserError(
+            f"answer_tokens= is too small: no step had all {rows} rows, as answers end before the last prompt is read; "
+            "raise it",
+            field="answer_tokens",
+            code="range",
+        )
+    return statistics.median(seconds_of_steps)
 
 
 @dataclass
@@ -136,6 +155,7 @@ class Run:
 
 
 def bench_vllm(
+    runner: Runner,
     target: Target,
     source: str | Path,
     methods: Mapping[str, Evict],
@@ -173,10 +193,11 @@ def bench_vllm(
             f"{requests} requests of {tokens} tokens and {answer_tokens} of the answer, {rows} at once, "
             f"{torch.get_num_threads()} threads, {model.dtype}, vLLM's cache of {cache_bytes / 2**20:.0f} MiB"
         )
-        yield from _lines(engine, prompts, seconds_to_read, questions, answer_tokens, rows, cache_bytes)
+        yield from _lines(runner, engine, prompts, seconds_to_read, questions, answer_tokens, rows, cache_bytes)
 
 
 def _lines(
+    runner: Runner,
     engine: Any,
     prompts: Mapping[str, list[list[int]]],
     seconds_to_read: Mapping[str, float],
@@ -194,7 +215,7 @@ def _lines(
             requests.append(documents[index % len(documents)] + question)
         _answer(engine, requests[:rows], _WARM_UP_TOKENS, rows)
         run = _answer(engine, requests, answer_tokens, rows)
-        step = statistics.median(run.steps)
+        step = _median_step(run.steps, rows)
         return {
             "read s": seconds_to_read[name],
             "requests/s": len(requests) / run.seconds,
@@ -204,9 +225,9 @@ def _lines(
             "KV MiB": run.usage * cache_bytes / 2**20,
         }
 
-    measured = compare({name: name for name in prompts}, measure, ratios={"times full": "tokens/s"})
-    table = _table(prompts, "read s", "requests/s", "first s", "ms a step", "tokens/s", "times full", "KV MiB")
-    yield from table.lines(measured)
+    measured = runner.compare("serve", {name: name for name in prompts}, measure, ratios={"times full": "tokens/s"})
+    columns = _columns(prompts, "read s", "requests/s", "first s", "ms a step", "tokens/s", "times full", "KV MiB")
+    yield from runner.table("serve", columns, measured)
 
 
 @torch.no_grad()

@@ -164,8 +164,9 @@ def test_what_has_no_room_is_refused_before_it_is_allocated(keepsight: CommandLi
 WRONG: dict[str, tuple[str, Code]] = {
     "evict methods=[snapkv] lengths=[64,0]": ("lengths", "range"),
     "evict methods=[full]": ("methods", "range"),
-    "specache tokens=60 bits=[1]": ("group", "range"),
     "train lengths=[64]": ("lengths", "unknown"),
+    "serve methods=[snapkv] tokens=90 answer_tokens=1 requests=2 rows=2": ("answer_tokens", "range"),
+    "ops methods=[snapkv] tokens=90 out=/dev/null": ("out", "file"),
     "retrieve lengths=[]": ("lengths", "range"),
     "retrieve retrieval=none/": ("artifact", "unknown"),
     "speculate": ("draft.head", "missing"),
@@ -178,3 +179,46 @@ def test_bad_values(keepsight: CommandLine) -> None:
     for given, refusal in WRONG.items():
         name, *keys = given.split()
         keepsight.refuses(*refusal, "bench", name, *TINY, *keys)
+
+
+IN_FOLDERS = {
+    "train tokens=60 answer_tokens=5 repeats=1": ("train",),
+    "eval adapter=adapter budgets=[48] methods=[snapkv] tokens=320 answer_tokens=3 samples=1": ("eval",),
+    "evict adapter=adapter budgets=[48] methods=[snapkv] lengths=[90,120] repeats=1": ("evict",),
+    "decode adapter=adapter budgets=[48] methods=[snapkv] tokens=90 answer_tokens=2": ("decode",),
+    "decode adapter=adapter budgets=[48] methods=[snapkv] tokens=90 answer_tokens=2 batch=0": ("decode",),
+    "ops adapter=adapter budgets=[48] methods=[snapkv] tokens=90": ("ops",),
+    "serve adapter=adapter budgets=[48] methods=[snapkv] tokens=90 answer_tokens=6 requests=2 rows=2": ("serve",),
+    "queries tokens=320 answer_tokens=3 samples=2": ("queries",),
+    "speculate draft.head=draft tokens=320 answer_tokens=6 samples=2": ("speculate",),
+    "retrieve retrieval=head tokens=300 samples=2 lengths=[200] budgets=[40] repeats=1 answer_tokens=3": (
+        *("steps", "traffic"),
+    ),
+}
+"""Commands, and the tables that they write."""
+
+
+@pytest.mark.usefixtures("heads")
+@pytest.mark.parametrize("given", IN_FOLDERS)
+def test_in_a_folder_nothing_is_measured_twice(
+    given: str, keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times vary from run to run, so what is printed again to the last digit was read."""
+    monkeypatch.setattr(eviction, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(decoding, "_MOST_ROWS", 2)
+    name, *keys = given.split()
+    command = ("bench", name, *TINY, *keys, "out=out")
+    printed = keepsight(*command)
+    tables = {path.stem: path.read_text() for path in (here / "out").glob("*.csv")}
+    assert tuple(sorted(tables)) == IN_FOLDERS[given]
+    rows = {path: path.read_text() for path in (here / "out").glob("*.jsonl")}
+    assert keepsight(*command) == printed
+    for path, text in rows.items():  # as a kill leaves them
+        assert path.read_text() == text
+        path.write_text(text[: len(text) // 2])
+    keepsight(*command)
+    for stem, text in tables.items():
+        again = (here / "out" / f"{stem}.csv").read_text()
+        assert again.partition("\n")[0] == text.partition("\n")[0]
+        assert again.count("\n") == text.count("\n") > 1
+    keepsight.refuses("model.dtype", "conflict", *command, "model.dtype=bfloat16")

@@ -14,7 +14,8 @@ from tests.commands.commands import DATA, CommandLine, tree
 pytestmark = pytest.mark.usefixtures("here")
 TINY = ("model.id=tiny", "model.device=cpu")
 TEXTS = ("mixture=mixture.yaml", "prompt_tokens=[100,300]", "samples=2", "held_out=3", "answer_tokens=4", "out=draft")
-FILES = ["data/manifest.json", "data/shard-00000.arrow", "draft.json", "draft.png", "search.jsonl"]
+FILES = ["data/manifest.json", "data/shard-00000.arrow", "draft.csv", "draft.json", "draft.png", "drafts.jsonl"]
+FILES += ["search.jsonl", "settings.json"]
 
 
 @pytest.mark.usefixtures("drawn")
@@ -29,6 +30,8 @@ def test_a_table_the_recipes_lines_and_the_files(keepsight: CommandLine, here: P
     assert [row.split()[1] for row in rows] == [f"{each['agreement']:.3f}" for each in found["drafts"]]
     lines = [f"draft: {{layers: {each['layers']}}}" for each in found["drafts"]]
     assert printed.splitlines()[-3:] == ["for the recipe:", *lines]
+    table = (here / "draft" / "draft.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in table] == ["size", "2", "1"]
     assert set(found["drafts"][1]["layers"]) < set(found["drafts"][0]["layers"]) < {0, 1, 2}
     assert (
         parse(Eval, ["out=a", f"draft.layers={found['drafts'][0]['layers']}"]).draft.layers

@@ -1,6 +1,7 @@
 """Measurements on tiny models, where what they must say is known: bytes in memory, repeats, steps, draft heads."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from keepsight.eval.bench import measure
 from keepsight.eval.bench.decoding import bench_speculate
 from keepsight.eval.bench.measure import peak_kv_bytes
 from keepsight.eval.bench.offload import bench_specache, size_lines, step_lines, text_prompts, traffic_lines
+from keepsight.eval.bench.runner import Runner
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import Target
 from keepsight.runtime.generate import FullCache, decode, stop_after
@@ -54,9 +56,11 @@ def cells(line: str) -> list[str]:
     return re.split(" {2,}", line.strip())
 
 
-def test_every_cache_and_every_part_of_specache_has_a_line():
+def test_every_cache_and_every_part_of_specache_has_a_line(tmp_path: Path):
     target = Target(tiny_model(), tiny_tokenizer(), "tiny", "0")
-    lines = list(bench_specache(target, SpeCache(2, 8, 8, topk=4), tokens=40, batch=2, steps=5))
+    method = SpeCache(2, 8, 8, topk=4)
+    lines, again = (list(bench_specache(Runner(tmp_path), target, method, 40, batch=2, steps=5)) for _ in range(2))
+    assert again == lines and {path.name for path in tmp_path.glob("*.csv")} == {"steps_2_bits.csv", "parts_2_bits.csv"}
     caches = {name: figures for name, *figures in map(cells, lines[2:6])}
     assert list(caches) == ["full", "KIVI", "SpeCache", "not speculative"]
     megabytes = {name: float(columns[2]) for name, columns in caches.items()}
@@ -68,12 +72,12 @@ def test_every_cache_and_every_part_of_specache_has_a_line():
     assert float(caches["SpeCache"][3]) == float(caches["not speculative"][3]) == moved
     parts = ["dequantise", "attention, with it", "select", "select and fetch"]
     assert lines[6] == "its parts, in 3 layers"
-    assert [cells(line)[0] for line in lines[7:]] == parts
+    assert [cells(line)[0] for line in lines[7:]] == ["part", *parts]
 
 
 def speculated(head, prompts, answer_tokens, draft_tokens):
     target = Target(tiny_model(eos_token_id=None), tiny_tokenizer(), "tiny", "0")
-    return list(bench_speculate(target, head, prompts, answer_tokens, draft_tokens))
+    return list(bench_speculate(Runner(), target, head, prompts, answer_tokens, draft_tokens))
 
 
 def test_a_head_that_knows_half_of_each_draft():
@@ -123,7 +127,7 @@ def test_parameters_and_bytes(target):
 
 
 def test_a_line_for_each_length_and_method(target, head):
-    title, names, *lines = step_lines(target, head, 40, [100, 1500], batch=2, repeats=2)
+    title, names, *lines = step_lines(Runner(), target, head, 40, [100, 1500], batch=2, repeats=2)
     assert title.startswith("2 rows of random entries, budget 40, float32, 2 steps, ")
     assert names.split()[:2] == ["tokens", "method"]
     assert lines.pop().startswith("beyond the model's context of 1024 tokens")
@@ -144,7 +148,7 @@ def test_a_line_for_each_length_and_method(target, head):
 
 def test_elastic_loading_moves_less(target, head):
     prompts = [ids.tolist() for ids in (prompt_ids(150)[0][0], prompt_ids(120, seed=1)[0][0])]
-    title, names, *lines = traffic_lines(target, head, [8, 40], prompts, 5)
+    title, names, *lines = traffic_lines(Runner(), target, head, [8, 40], prompts, 5)
     assert title == "2 texts of 120 to 150 tokens, 5 steps each, all layers on the CPU"
     assert names.split()[0] == "budget"
     for budget, line in zip((8, 40), lines, strict=True):
@@ -157,7 +161,7 @@ def test_elastic_loading_moves_less(target, head):
 
 
 def test_where_all_is_chosen_only_what_is_new_is_loaded(target, head):
-    _, _, line = traffic_lines(target, head, [500], [prompt_ids(300)[0][0].tolist()], 6)
+    _, _, line = traffic_lines(Runner(), target, head, [500], [prompt_ids(300)[0][0].tolist()], 6)
     _, elastic, reloading, _, _ = line.split()
     assert float(elastic) == round(ENTRY / 1e6, 3)  # the token of the step before
     # 301 entries in the first counted step, whose prompt has 300 and a token that filled the slots; then one more each.
