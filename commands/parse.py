@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -187,6 +188,25 @@ def _quoted_at_home(match: re.Match[str]) -> str:
     return separator + QuotedString(at_home(path.rstrip()), Quote.double).with_quotes()
 
 
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+
+
+def _in_words(kind: Any) -> str:
+    """What values a type has, for errors: of `list[int] | None` a list of whole numbers, or null."""
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        choices = [choice for choice in get_args(kind) if choice is not int or float not in get_args(kind)]
+        return ", or ".join(_in_words(choice) for choice in choices)
+    if (origin or kind) is list:
+        elements = {_in_words(element).partition(", or ")[0] for element in get_args(kind)}
+        plural = {"a whole number": "whole numbers", "a number": "numbers", "a text": "texts"}
+        named = [plural[words] for words in sorted(elements) if words in plural]
+        return f"a list of {named[0]}" if named else "a list, as [a,b]"
+    if (origin or kind) is dict:
+        return "a mapping, as {key: value}"
+    return _WORDS.get(kind, "another kind of value")
+
+
 def _types(kind: Any) -> tuple[Any, ...]:
     """A type and its arguments: of `int | None` both, of `list[str]` list and str."""
     return get_origin(kind) or kind, *get_args(kind)
@@ -300,9 +320,8 @@ def compose_config(schema: type, overrides: Sequence[str]) -> tuple[DictConfig, 
     for name, text in {**model_of_texts, **texts}.items():
         try:
             OmegaConf.update(composed, name, value_of(name, kinds[name], text))
-        except OmegaConfBaseException as error:
-            reason = str(error).partition("\n")[0]
-            raise UserError(f"{name}={text}: {reason}", field=name, code="type") from None
+        except OmegaConfBaseException:
+            raise UserError(f"{name}={text} must be {_in_words(kinds[name])}", field=name, code="type") from None
     return composed, choice
 
 

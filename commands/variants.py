@@ -151,6 +151,12 @@ def _read_method(method: Any) -> tuple[str, str, dict[str, Any]]:
             code="type",
         )
     name = str(options.pop("name", ""))
+    if not name:
+        raise UserError(
+            f"methods={method!r}: there is no name; write {{name: NAME, option: value}}",
+            field="methods",
+            code="missing",
+        )
     default_label = " ".join([name, *_option_texts(options)])
     label = str(options.pop("label", default_label))
     if FULL in (name, label):

@@ -54,7 +54,7 @@ class HeadPattern:
         path = Path(at_home(str(reference)))
         file = path / _PATTERN if path.is_dir() else path
         if not file.is_file():
-            raise UserError(f"{reference}: there is no {file.name}; {_EXPECTED}", field="scorer", code="missing")
+            raise UserError(f"{reference}: there is no pattern; {_EXPECTED}", field="scorer", code="missing")
         try:
             lines = regular(file).read_text(encoding="utf-8").splitlines()
             rows = [[float(number) for number in line.split("\t")] for line in lines if line.strip()]

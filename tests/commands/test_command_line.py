@@ -19,7 +19,7 @@ from keepsight.commands.config import COMMANDS, Data, Eval, Fit, Inspect, Push, 
 from keepsight.commands.config_bench import Plan
 from keepsight.commands.parse import compose_config, keys_of, overrides_of, parse, parse_cells
 from keepsight.commands.recipe import say_once
-from keepsight.errors import Code, printable
+from keepsight.errors import Code, UserError, printable
 from keepsight.files import write_json
 from keepsight.models import model_files, targets
 from keepsight.models.card import LICENSES, Provenance
@@ -378,6 +378,41 @@ def test_tasks_and_drafts_are_checked_before_weights_are_read(
     monkeypatch.setattr(model_files, "hub_answers", lambda: False)
     keepsight.refuses(*WITH_CONFIGURATION[line], *shlex.split(line), *TINY)
     assert tree(here) == before
+
+
+VALIDATORS = re.compile(
+    r"could not be converted|not Optional|validation|[Ii]nput should|List should|pydantic|of type '"
+)
+
+
+def test_odd_values_are_refused_in_our_own_words() -> None:
+    """No validator's own words reach a user, whatever is written for a key."""
+    refusals = 0
+    for key in keys_of(Eval):
+        try:
+            compose_config(Eval, [f"{key.name}=maybe"])
+        except UserError as error:
+            assert not VALIDATORS.search(str(error)) and "\n" not in str(error)
+            refusals += 1
+    assert refusals > 10
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("eval samples=x", "a whole number"),
+        ("eval lengths=[x]", "a list of whole numbers"),
+        ("fit train.learning_rate=fast", "a number"),
+        ("serve budget=x", "a number"),
+        ("plan train tokens=1e9", "a whole number, or null"),
+        ("serve options=[1]", "a mapping, as {key: value}"),
+        ("serve vllm=maybe", "true or false"),
+    ],
+)
+def test_what_a_key_takes_is_said(keepsight: CommandLine, line: str, words: str) -> None:
+    *_, value = line.split()
+    key = value.partition("=")[0]
+    assert keepsight.refuses(key, "type", *line.split()).endswith(f"{value} must be {words}")
 
 
 def test_a_key_is_given_once() -> None:
