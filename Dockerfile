@@ -1,8 +1,10 @@
 # An image that serves: docker build -t keepsight . && docker run -p 8000:8000 keepsight recipe=smollm2-135m
 #
 # The default wheel of torch brings CUDA's libraries: run it with --gpus all where the host has NVIDIA's driver. For CPUs
-# alone, --build-arg TORCH_INDEX=URL with the URL of PyTorch's CPU wheels saves gigabytes.
-FROM python:3.12-slim
+# alone, --build-arg TORCH_INDEX=URL with the URL of PyTorch's CPU wheels saves gigabytes. --build-arg BASE=IMAGE takes
+# another base, such as one of NVIDIA's CUDA images with Python 3.10 or later in it.
+ARG BASE=python:3.12-slim
+FROM ${BASE}
 
 ARG TORCH_INDEX=
 WORKDIR /opt/keepsight

@@ -21,7 +21,7 @@ def run_harness() -> int:
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("lm_eval"):
             raise
-        return _fail("lm-evaluation-harness is missing; run `pip install -e '.[lm-eval]'` in the clone")
+        return _fail("lm-evaluation-harness is missing; run `pip install 'keepsight[lm-eval]'`")
     try:
         cli_evaluate()
     except UserError as error:

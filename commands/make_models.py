@@ -70,7 +70,7 @@ def make(name: str, recipe: Any) -> None:
     with one_writer(folder.parent):
         with progress_bar(total=size, name=name, unit="B") as progress:
             file = joined_file([*recipe.model.packaged], digest, folder, progress.update)
-        dequantised(file, digest, torch.bfloat16, "run `make models` again")
+        dequantised(file, digest, torch.bfloat16, "make it again")
         shutil.rmtree(folder)
     print(f"{name}: in {final}", flush=True)
 

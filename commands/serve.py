@@ -78,7 +78,7 @@ def run(config: Config) -> None:
         from keepsight.serving.server import Service
     except ImportError as error:
         raise UserError(
-            f"keepsight serve needs {error.name}; run `pip install -e '.[serving]'` in the clone",
+            f"keepsight serve needs {error.name}; run `pip install 'keepsight[serving]'`",
             field=error.name or "serving",
             code="missing",
         ) from None
@@ -268,7 +268,8 @@ def _check_vllm(config: Config) -> None:
             )
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
-            "vllm=true needs vLLM; run `make setup-vllm`, then `. .venv-vllm/bin/activate`",
+            "vllm=true needs vLLM beside keepsight, in an environment of its own: in a clone, run `make setup-vllm`; "
+            "elsewhere, install 'vllm>=0.32,<0.34' there",
             field="vllm",
             code="missing",
         )

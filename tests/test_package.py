@@ -128,6 +128,13 @@ def test_type_checkers_see_every_module() -> None:
     assert links == {path.name: path for path in top}
 
 
+def test_errors_advise_what_a_wheel_has_too() -> None:
+    """Who installed a wheel has no clone to run `pip install -e .` in."""
+    for name, file in package_files():
+        if name.endswith(".py"):
+            assert "pip install -e" not in Path(file).read_text("utf-8"), name
+
+
 def test_exports_exist() -> None:
     exports: Any = keepsight.__all__
     assert all(callable(getattr(keepsight, name)) and name in dir(keepsight) for name in exports)

@@ -174,7 +174,11 @@ def bench_vllm(
     length = tokens + _QUESTION + answer_tokens
     require_room(model, length)
     if importlib.util.find_spec("vllm") is None:
-        raise UserError("vllm=true needs vLLM; run `make setup-vllm`", field="vllm", code="missing")
+        raise UserError(
+            "vllm=true needs vLLM beside keepsight, in an environment of its own: in a clone, run `make setup-vllm`",
+            field="vllm",
+            code="missing",
+        )
     documents = random_ids(model, _DOCUMENTS, tokens)
     questions = random_ids(model, requests, _QUESTION).tolist()
     with TemporaryDirectory(prefix="keepsight-") as folder:

@@ -273,7 +273,7 @@ def _chinese_words(text: str) -> list[str]:
         import jieba
     except ImportError:
         raise UserError(
-            "LongBench's Chinese tasks need jieba; run `pip install -e '.[zh]'` in the clone",
+            "LongBench's Chinese tasks need jieba; run `pip install 'keepsight[zh]'`",
             field="jieba",
             code="missing",
         ) from None

@@ -76,7 +76,7 @@ def _optional_package(name: str, extra: str) -> ModuleType:
         if error.name != name:
             raise
         raise UserError(
-            f"package {name!r} is not installed; run `pip install -e '.[{extra}]'` in the clone",
+            f"package {name!r} is not installed; run `pip install 'keepsight[{extra}]'`",
             field=name,
             code="missing",
         ) from None
