@@ -77,17 +77,22 @@ def terminal_table(rows: Iterable[Mapping[str, Any]], columns: Sequence[Terminal
     """A table for a terminal, whose rows are all there; texts give way where the terminal is narrow."""
     import pandas as pd
 
-    cells = [[column.text_of(row) for column in columns] for row in rows]
-    frame = pd.DataFrame(cells, columns=[column.name for column in columns], dtype=object)
-    longest = [max(map(len, [name, *frame[name]])) for name in frame]
+    rows = list(rows)
+    texts = {}
+    longest = []
+    for column in columns:
+        texts[column.name] = list(map(column.text_of, rows))
+        longest.append(max(map(len, [column.name, *texts[column.name]])))
+
     widths = _widths_in_terminal(columns, longest)
     left_headings = {}
+    spaces = []
     for column, width in zip(columns, widths, strict=True):
         if column.is_text:
-            frame[column.name] = [shortened(text, width).ljust(width) for text in frame[column.name]]
+            texts[column.name] = [shortened(text, width).ljust(width) for text in texts[column.name]]
             left_headings[column.name] = column.name.ljust(width)
-    gap = len(_GAP) - 1  # beside the one that pandas leaves
-    text = frame.rename(columns=left_headings).to_string(index=False, col_space=[gap + width for width in widths])
+        spaces.append(width + len(_GAP) - 1)  # pandas leaves one between two columns
+    text = pd.DataFrame(texts).rename(columns=left_headings).to_string(index=False, col_space=spaces)
     return "\n".join(map(str.rstrip, dedent(text).splitlines()))
 
 

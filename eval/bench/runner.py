@@ -7,7 +7,7 @@ that the folder lacks, appends their rows to `NAME.jsonl`, prints the table as t
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,13 +73,16 @@ class Runner:
         path = self.folder / f"{name}.jsonl"
         lines_of_case: dict[tuple[Any, ...], list[Row]] = {}
         for line in _lines(path, kind):
-            lines_of_case.setdefault(tuple(line.get(column) for column in columns), []).append(line)
-        cut_off = [case for case, lines in lines_of_case.items() if len(lines) != lines[0].get(_ROWS_IN_CASE)]
-        for case in cut_off:
-            del lines_of_case[case]
-        if cut_off:
-            write_lines(path, chain.from_iterable(lines_of_case.values()))
-        return {case: list(map(_without_count, lines)) for case, lines in lines_of_case.items()}
+            lines_of_case.setdefault(tuple(map(line.get, columns)), []).append(line)
+        whole_cases = {}
+        whole_lines_of_cases = []
+        for case, lines in lines_of_case.items():
+            if len(lines) == lines[0].get(_ROWS_IN_CASE):
+                whole_cases[case] = list(map(_without_count, lines))
+                whole_lines_of_cases += lines
+        if len(whole_cases) < len(lines_of_case):
+            write_lines(path, whole_lines_of_cases)
+        return whole_cases
 
     def rows_so_far(self, name: str, kind: Any = Row) -> Iterator[Row]:
         """All rows of the folder's `NAME.jsonl`, those of other cases too; UserError for a malformed line."""
@@ -131,7 +134,9 @@ def _lines(path: Path, kind: Any) -> Iterator[Row]:
 
 
 def _without_count(line: Row) -> Row:
-    return {column: value for column, value in line.items() if column != _ROWS_IN_CASE}
+    row = dict(line)
+    row.pop(_ROWS_IN_CASE, None)
+    return row
 
 
 def with_ratios(rows: Iterable[Row], ratios: Mapping[str, str]) -> Iterator[Row]:

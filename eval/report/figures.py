@@ -57,7 +57,10 @@ def styles_of(methods: Iterable[str]) -> dict[str, Style]:
     and line tell them apart.
     """
     names = sorted(set(methods))
-    used_colours = {STYLES[name].colour for name in names if name in STYLES}
+    used_colours = set()
+    for name in names:
+        if name in STYLES:
+            used_colours.add(STYLES[name].colour)
     free_colours = []
     for colour in (*_FURTHER, *(style.colour for style in STYLES.values())):
         if colour not in used_colours:

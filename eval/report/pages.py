@@ -91,6 +91,10 @@ def render_results(
         subtitle = f"{title_of_model} · {subtitle}"
     values_of_rows = _ValuesOfRows(rows)
     styles = styles_of(values_of_rows.methods)
+    beside = []
+    for name in ("plots", "tables"):
+        if (folder / name).is_dir():
+            beside.append(name)
     return render_page(
         template,
         title=title or title_of_model,
@@ -105,7 +109,7 @@ def render_results(
         },
         plots={plot.name: plot for plot in plots},
         tables={table.name: table for table in tables},
-        beside=[name for name in ("plots", "tables") if (folder / name).is_dir()],
+        beside=beside,
         settings=settings_by_name,
         **values,
     )
@@ -468,8 +472,10 @@ def choose_examples(rows: Sequence[Row], count: int = EXAMPLES) -> list[Example]
             by_place[task, length].append(example)
     for examples in by_place.values():
         examples.sort(key=lambda example: (-example.difference, example.sample.sample))
-    in_turn = chain.from_iterable(zip_longest(*map(by_place.__getitem__, sorted(by_place))))
-    return [example for example in in_turn if example is not None][:count]
+    examples_in_turn = []
+    for examples_of_turn in zip_longest(*map(by_place.__getitem__, sorted(by_place))):
+        examples_in_turn += filter(None, examples_of_turn)
+    return examples_in_turn[:count]
 
 
 def _example(rows: Sequence[Row]) -> Example | None:

@@ -131,7 +131,11 @@ def depth_plot(rows: Sequence[Row]) -> Plot | None:
     depths are binned into fifths; where that is not enough, or no row has a depth, there is no plot.
     """
     columns = ["method", "budget", "length", "depth", "score"]
-    deep = pd.DataFrame([vars(row) for row in rows if row.depth is not None], columns=columns, dtype=object)
+    rows_with_depth = []
+    for row in rows:
+        if row.depth is not None:
+            rows_with_depth.append(vars(row))
+    deep = pd.DataFrame(rows_with_depth, columns=columns, dtype=object)
     depths = sorted({round(depth, 3) for depth in deep["depth"]})
     lengths = sorted(set(deep["length"]))
     binned = _binned(deep, depths) if len(depths) <= _MAX_DEPTHS else None

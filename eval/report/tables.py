@@ -68,23 +68,31 @@ class Table:
 
     def markdown(self) -> str:
         """Numbers to the right, intervals in brackets."""
-        frame = self._texts(_markdown_cell).rename(columns=lambda index: self.columns[index].title)
-        numbers = [column.title for column in self.columns if not column.is_text]
+        frame = self._texts(_markdown_cell)
+        frame.columns = [column.title for column in self.columns]
+        numbers = []
+        for column in self.columns:
+            if not column.is_text:
+                numbers.append(column.title)
         return f"{printable(self.caption)}\n\n{markdown_table(frame, numbers=numbers)}"
 
     def latex(self) -> str:
         """A `table` with intervals in small type."""
-        frame = self._texts(_latex_cell).rename(columns=lambda index: _latex(self.columns[index].title))
+        frame = self._texts(_latex_cell)
+        frame.columns = [_latex(column.title) for column in self.columns]
+        alignments = ""
+        for column in self.columns:
+            alignments += "l" if column.is_text else "r"
         return frame.style.hide(axis="index").to_latex(
             caption=_latex(self.caption),
             label=f"tab:{self.name}",
-            column_format="".join("l" if column.is_text else "r" for column in self.columns),
+            column_format=alignments,
             position_float="centering",
             hrules=True,
         )
 
     def _texts(self, cell_text: Callable[[Cells, Column], str]) -> Frame:
-        """The cells as texts; columns are numbered, as two may have the same title."""
+        """The cells as texts; the columns are numbered."""
         texts = []
         for row in self.rows:
             texts.append([cell_text(row, column) for column in self.columns])

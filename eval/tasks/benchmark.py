@@ -268,6 +268,15 @@ def json_rows(source: str, lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple
             yield f"{source}:{number}: {error}", {}
 
 
+def rows_of_task(rows: Iterable[tuple[str, Row]], task: str, field: str = "task") -> list[tuple[str, Row]]:
+    """The rows whose `field` names a task; those without it are in every task, where what they lack is said."""
+    rows_here = []
+    for where, row in rows:
+        if row.get(field, task) == task:
+            rows_here.append((where, row))
+    return rows_here
+
+
 def text_field(where: str, row: Mapping[str, Any], name: str) -> str:
     """A field of a row that holds a text, else UserError; `where` names the row."""
     if not isinstance(row.get(name), str):

@@ -382,7 +382,10 @@ def _demonstrations(name: str, key: str, rows: Sequence[Row]) -> list[Row]:
     """The first rows, shuffled with the question as the seed, each question once and never the row's own, `name`."""
     import numpy as np  # not at the top: `--help` imports this module
 
-    others = [row for row in rows if str(row[key]) != name]
+    others = []
+    for row in rows:
+        if str(row[key]) != name:
+            others.append(row)
     demonstrations: dict[str, Row] = {}
     for index in np.random.default_rng(_hash(name) % 2**31).permutation(len(others)):
         demonstrations.setdefault(str(others[index][key]), others[index])

@@ -54,7 +54,10 @@ class MtBench(Benchmark):
         rows = list(self._rows())
         entry = TaskEntry("mt_bench", "", "mt_bench", _ANSWER_TOKENS, length=request.context, judge=request.judge)
         samples = load("mt_bench", entry, rows, partial(_conversation, answers), request)
-        with_references = {str(row.get("question_id")) for _, row in rows if row.get("category") in _WITH_REFERENCES}
+        with_references = set()
+        for _, row in rows:
+            if row.get("category") in _WITH_REFERENCES:
+                with_references.add(str(row.get("question_id")))
         missing = 0
         for sample in samples:
             if sample.id in with_references and not sample.earlier and not sample.references:

@@ -24,6 +24,7 @@ from keepsight.eval.tasks.benchmark import (
     fill_in,
     hub_file,
     json_rows,
+    rows_of_task,
     text_field,
     texts_field,
 )
@@ -89,9 +90,12 @@ class LongBench(Benchmark):
 
     @override
     def groups(self, protocol: Protocol) -> Mapping[str, Sequence[str]]:
-        groups = {}
+        groups: dict[str, list[str]] = {}
         for name, tasks in {"": _ENGLISH, "zh": _CHINESE, "e": _BY_LENGTH}.items():
-            groups[name] = [task for task in tasks if task not in protocol.left_out and self._has_file(task)]
+            groups[name] = []
+            for task in tasks:
+                if task not in protocol.left_out and self._has_file(task):
+                    groups[name].append(task)
         return groups
 
     def _has_file(self, task: str) -> bool:
@@ -337,7 +341,7 @@ class LongBenchV2(Benchmark):
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         path = self._path()
         limit = self.max_tokens or request.context - _V2_TOKENS - _TEMPLATE_TOKENS
-        rows = [(where, row) for where, row in _v2_rows(path) if row.get("length", task) == task]
+        rows = rows_of_task(_v2_rows(path), task, "length")
         make = partial(_v2_sample, task, limit, request.tokenizer)
         return request.collect(f"longbench_v2 {task}", rows, make)
 

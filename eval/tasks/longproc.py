@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, file_rows, text_field
+from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, file_rows, rows_of_task, text_field
 from keepsight.eval.tasks.metrics import metric, normalise
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.eval.tasks.task_format import TaskEntry, TaskRow, load
@@ -98,7 +98,7 @@ class LongProc(Benchmark):
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         self.require(task, request.judge)
-        rows = [(where, row) for where, row in self._rows() if row.get("task", task) == task]
+        rows = rows_of_task(self._rows(), task)
         family, _, size = task.rpartition("_")
         entry = TaskEntry(f"longproc_{task}", "{input}", _METRICS[family], _TOKENS[size])
         return load(f"longproc {task}", entry, rows, partial(_converted, family), request)

@@ -165,7 +165,10 @@ def _quizzes(
     quizzes = []
     keys_of_quizzes = [[key] for key in keys] if every_key else [keys[: shape.asked]]
     for number, asked_keys in enumerate(keys_of_quizzes):
-        references = tuple(value for key, value in facts if key in asked_keys)
+        references = []
+        for key, value in facts:
+            if key in asked_keys:
+                references.append(value)
         wording = _wording(len(references))
         question = wording["prompt"].partition("{text}")[2].replace("{keys}", listed(asked_keys))
         quizzes.append(
@@ -175,7 +178,7 @@ def _quizzes(
                 length=length,
                 prompt=f"{intro}{{text}}{question}",
                 question=question,
-                references=references,
+                references=tuple(references),
                 metric="string_match_all",
                 max_new_tokens=max_new_tokens,
                 answer_prefix=wording["prefix"].format(keys=listed(asked_keys)),
@@ -229,7 +232,10 @@ def read_haystack(path: Path | None, tokenizer: Any) -> Haystack:
 def _pieces(sentence: str) -> list[str]:
     """The sentence, split where it has more words than `_LONGEST_PIECE`, so that text without full stops works too."""
     words = sentence.split()
-    return [" ".join(words[start : start + _LONGEST_PIECE]) for start in range(0, len(words), _LONGEST_PIECE)]
+    pieces = []
+    for start in range(0, len(words), _LONGEST_PIECE):
+        pieces.append(" ".join(words[start : start + _LONGEST_PIECE]))
+    return pieces
 
 
 def needle_depths(index: int, needles: int, rng: random.Random) -> list[float]:

@@ -16,7 +16,15 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.eval.tasks import ruler_texts as texts
-from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, file_rows, ruler_family, text_field
+from keepsight.eval.tasks.benchmark import (
+    Benchmark,
+    Protocol,
+    TaskRequest,
+    file_rows,
+    rows_of_task,
+    ruler_family,
+    text_field,
+)
 from keepsight.eval.tasks.samples import RenderedSample, Sample, bucket, render, render_all
 from keepsight.files import Row
 
@@ -127,7 +135,7 @@ def _sample(task: str, length: int, name: str, text: texts.RulerText, protocol: 
 
 def _ready_made(task: str, folder: Path, request: TaskRequest) -> list[RenderedSample]:
     """The samples of a task in files, in the lengths that they have."""
-    rows = [(where, row) for where, row in _rows(folder) if row["task"] == task]
+    rows = rows_of_task(_rows(folder), task)
     if request.protocol.shuffled:
         import numpy as np  # not at the top: `--help` imports this module
 
@@ -166,11 +174,14 @@ def _rows(folder: Path) -> list[tuple[str, Row]]:
     rows = []
     for path in sorted(folder.rglob("*.jsonl")):
         task = path.parent.name if path.stem in ("validation", "test") else path.stem
-        lengths = [int(part) for part in path.relative_to(folder).parts if part.isdecimal()]
+        length: int | None = None
+        for part in path.relative_to(folder).parts:
+            if part.isdecimal():
+                length = int(part)
         for where, fields in file_rows(path):
             row = {"task": task, **fields}
-            if lengths:
-                row["nominal"] = lengths[-1]
+            if length is not None:
+                row["nominal"] = length
             rows.append((where, row))
     return rows
 

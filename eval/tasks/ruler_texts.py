@@ -241,7 +241,7 @@ def question_over(question: Question, texts: Sequence[str], rng: random.Random, 
     """A question over `size` documents, which include the needed ones; where there are too few, they are repeated."""
     near = rng.sample(question.near, len(question.near))
     of_question = {*question.needed, *near}
-    others = [index for index in range(len(texts)) if index not in of_question]
+    others = sorted(set(range(len(texts))) - of_question)
     order = [*question.needed, *near, *rng.sample(others, len(others))]
     order = (order * (size // len(order) + 1))[: max(size, len(question.needed))]
     rng.shuffle(order)
@@ -382,8 +382,9 @@ def _source_of_articles(articles: Iterable[Article], note: str) -> QaSource:
         for paragraph, question, answers in article:
             if answers:
                 needed = index_of[paragraph]
-                near = tuple(index for index in of_article if index != needed)
-                questions.append(Question(question, tuple(answers), (needed,), near))
+                near = [*of_article]
+                near.remove(needed)
+                questions.append(Question(question, tuple(answers), (needed,), tuple(near)))
     return QaSource(tuple(texts), tuple(questions), note)
 
 
