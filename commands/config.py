@@ -260,7 +260,7 @@ class Compare:
     """keepsight compare: compare evaluations side by side, with paired differences from the first.
 
         keepsight compare runs/adapter-a runs/adapter-b
-        keepsight compare runs/seen runs/unseen 'allow=[samples]' out=runs/seen-unseen
+        keepsight compare runs/seen runs/unseen allow=samples out=runs/seen-unseen
 
     Compares rows of the same task, length, method and budget. If all runs have the same samples, differences are
     paired, and their 95 % intervals come from the differences per sample. Runs of different base models or samples are

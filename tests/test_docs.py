@@ -42,6 +42,13 @@ def test_every_command_has_known_keys_and_values(page: str, monkeypatch: pytest.
         cli.configuration(name, [word for word in arguments if word != "..."])
 
 
+@pytest.mark.parametrize("page", [page for page in TEXTS if commands(page)])
+def test_lists_are_written_without_brackets(page: str) -> None:
+    """`tasks=niah,ruler`; brackets where an element is a mapping."""
+    arguments = " ".join(word for given in commands(page) for word in given)
+    assert not re.findall(r"\b(?:tasks|methods|budgets|lengths)=\[[\w.,]+\]", arguments)
+
+
 def test_every_recipe_is_named() -> None:
     listed = text_of("docs/training.md").partition("\n## Recipes\n")[2].partition("\n## ")[0]
     recipes = {path.stem for path in (ROOT / "recipes" / "recipe").glob("*.yaml")}
