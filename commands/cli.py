@@ -206,11 +206,12 @@ def _list_of_methods() -> str:
             name = f"  {method.name:<20} "
             margin = " " * len(name)
             lines += textwrap.wrap(method.summary, width, initial_indent=name, subsequent_indent=margin)
-            lines.append(f"{margin}cost: {method.cost}")
+            cost = f"{margin}cost: "
+            lines += textwrap.wrap(method.cost, width, initial_indent=cost, subsequent_indent=" " * len(cost))
             if method.paper:
                 lines.append(margin + method.paper)
         lines.append("")
-    lines.append("usage: keepsight eval methods=NAME,NAME; in Python: keepsight.make_method(NAME, budget)")
+    lines.append("usage: keepsight eval methods=NAME,NAME; in Python: make_method(NAME, budget)")
     return "\n".join(lines)
 
 

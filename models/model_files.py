@@ -4,6 +4,7 @@ A model is read from a local folder, the Hugging Face Hub or its cache, or a GGU
 `cache_folder()`: one inside an installed Python package, or one in parts that `make models` downloads.
 """
 
+import functools
 import importlib.util
 import logging
 import os
@@ -47,6 +48,12 @@ Packaged = str | Sequence[str]
 """A GGUF file: `PACKAGE/FILE.gguf` in an installed package, or its parts, `PACKAGE==VERSION/PATH` in wheels."""
 
 
+@functools.cache
+def warn_once(line: str) -> None:
+    """Log a line once in a process: commands find a model before they load it."""
+    logger.warning("%s", line)
+
+
 def located(
     model_id: str,
     revision: str | None = None,
@@ -83,12 +90,12 @@ def located(
         packaged = None
     installed_path = installed_file(packaged) if isinstance(packaged, str) else None
     if installed_path is not None:
-        logger.warning("%s: using the bundled file %s in place of the Hub's weights", model_id, installed_path.name)
+        warn_once(f"{model_id}: using the bundled file {installed_path.name} in place of the Hub's weights")
         return *dequantised(installed_path, packaged_digest), {}
     if packaged is not None and packaged_digest is not None:
         folder = dequantised_folder(packaged_digest)
         if (folder / "config.json").is_file():
-            logger.warning("%s: using the dequantised weights in %s in place of the Hub's", model_id, folder)
+            warn_once(f"{model_id}: using the dequantised weights in {folder} in place of the Hub's")
             return folder, packaged_digest, {}
     is_offline = not hub_answers()
     if not is_offline or isinstance(try_to_load_from_cache(model_id, "config.json", revision=revision), str):

@@ -70,7 +70,12 @@ def test_help_explains_every_key_and_fits_a_screen(
     assert all(name in shown or name.split(".")[0] in behind for name in notes)
 
 
-def test_methods_are_listed_with_their_papers_and_costs(keepsight: CommandLine) -> None:
+def test_methods_are_listed_with_their_papers_and_costs(
+    keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, keepsight("methods").splitlines())) <= 80
+    monkeypatch.setenv("COLUMNS", "110")
     text = keepsight("methods")
     assert sorted(re.findall(r"^  (\S+) ", text, flags=re.MULTILINE)) == sorted(METHODS)
     assert "https://arxiv.org/abs/2404.14469" in text and "cost: soft tokens in the prefill; a trained module" in text
