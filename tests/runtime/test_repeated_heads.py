@@ -35,7 +35,7 @@ def test_the_model_computes_the_same_and_each_query_head_selects(family: str) ->
         paid = METHOD.bound_observer.score(layer, "mean")[0]  # type: ignore[attr-defined]
         assert len(heads) == len(paid) == 4
         for entries, scores in zip(heads, paid.tolist(), strict=True):
-            assert entries == sorted(best_of(scores[:36], 10)) + [36, 37, 38, 39]
+            assert entries == [*sorted(best_of(scores[:36], 10)), 36, 37, 38, 39]
     small = METHOD.compress_state(repeated, prefill(repeated, ids, needs=METHOD.needs()))
     shared = METHOD.compress_state(model, whole)
     if family != "Gemma 2":  # whose windows are not evicted from
