@@ -74,6 +74,7 @@ class Evict(CacheMethod):
     rerotate: bool = False
     reads_images = True
     waits = False  # True where a method evicts only once all layers have read the whole prompt
+    needs_model = False  # True where scores or selection need weights or RoPE of the model
 
     def __post_init__(self) -> None:
         name = type(self).__name__

@@ -14,7 +14,7 @@ from keepsight.runtime import registry
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool, recorded_queries
-from keepsight.runtime.layer import KeptLayer, kept_columns
+from keepsight.runtime.layer import KeptLayer, LayerEntries, kept_columns
 from keepsight.runtime.observe import LayerObserver, Observer
 from keepsight.runtime.rotary import Rotary
 from keepsight.runtime.state import ALL_QUERIES, Needs, State
@@ -61,7 +61,8 @@ class LeverageAndBlocks(LayerObserver):
     @override
     def score(self, layer: KeptLayer, reduction: str) -> Tensor:
         queries: Tensor = recorded_queries(layer, ALL_QUERIES).queries
-        keys, values, real = layer.attended()
+        entries = layer.attended()
+        keys, _, real = entries
         batch, kv_heads, width, _ = keys.shape
         unscored = layer.croppable
         scores = torch.zeros(batch, kv_heads, width, dtype=torch.float32, device=keys.device)
@@ -73,31 +74,35 @@ class LeverageAndBlocks(LayerObserver):
         if queries.shape[2] < unscored:
             raise self._unknown()
 
-        assert layer.origin is not None
-        rotary = Rotary(*layer.origin, latent=True)
         for row, length in enumerate(lengths):
-            new = min(unscored, length)
-            first = width - new
+            first = width - min(unscored, length)
             if unscored == width:
                 first = min(first + (self.sinks or 0), width)
             end = max(width - (self.window or 0), first)
-            if first == end:
-                continue
-            blend = self.blend
-            if blend is None:
-                blend = self._evicted_share(length)
-            columns = torch.arange(first, end, device=keys.device)
-            positions = columns + (layer.get_seq_length() - width - (width - length))
-            row_keys = keys[row, :, first:end].float()
-            unrotated = rotary.undone(row_keys[None], positions[None])[0]
-            before_queries = queries.shape[2] - width
-            row_queries = queries[row, :, first + before_queries : end + before_queries]
-            attention = attention_in_blocks(row_queries, keys[row, :, first:end], layer.softmax, self.block)
-            attention = attention * torch.linalg.vector_norm(values[row, :, first:end].float(), dim=-1)
-            attention = functional.avg_pool1d(attention, kernel_size=3, stride=1, padding=1)
-            leverage = leverage_scores(unrotated, self.sketch, self.seed)
-            scores[row, :, first:end] = blend * _standardised(leverage) + _standardised(attention)
+            if first < end:
+                padding = width - length
+                scores[row, :, first:end] = self._scores_of(layer, entries, row, slice(first, end), padding)
         return scores
+
+    def _scores_of(self, layer: KeptLayer, entries: LayerEntries, row: int, columns: slice, padding: int) -> Tensor:
+        """The scores [K, n] of the n entries in some columns of a row, all of them read since the last eviction."""
+        keys, values, _ = entries
+        width = keys.shape[2]
+        row_keys = keys[row, :, columns]
+        recorded = recorded_queries(layer, ALL_QUERIES).queries
+        unrecorded = width - recorded.shape[2]
+        queries = recorded[row, :, columns.start - unrecorded : columns.stop - unrecorded]
+        attention = attention_in_blocks(queries, row_keys, layer.softmax, self.block)
+        attention = attention * torch.linalg.vector_norm(values[row, :, columns].float(), dim=-1)
+        attention = functional.avg_pool1d(attention, kernel_size=3, stride=1, padding=1)
+
+        assert layer.origin is not None
+        first_position = layer.get_seq_length() - width - padding
+        positions = torch.arange(columns.start, columns.stop, device=keys.device) + first_position
+        unrotated = Rotary(*layer.origin, latent=True).undone(row_keys[None].float(), positions[None])[0]
+        leverage = leverage_scores(unrotated, self.sketch, self.seed)
+        blend = self._evicted_share(width - padding) if self.blend is None else self.blend
+        return blend * _standardised(leverage) + _standardised(attention)
 
     def _scores_before(self, layer: KeptLayer, entries: int) -> Tensor:
         """[B, K, C] float32: what the last eviction scored the C entries by that it kept."""
@@ -176,6 +181,7 @@ class Compactor(Evict):
     sinks: int = 8
     window: int = 4
     waits = True
+    needs_model = True
     reads_images = False
 
     @override

@@ -136,6 +136,7 @@ class CriticalKV(SnapKV):
 
     first: Share = 0.5
     waits = True
+    needs_model = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -520,7 +520,10 @@ def evicting_method(config: Any, block_size: int) -> Evict:
         not isinstance(method, Evict)
         or not isinstance(method.bound_observer, LayerObserver | SoftTokens)
         or method.every
+        or method.rerotate
+        or method.needs_model
         or method.needs().features
+        or method.needs().statistics
     ):
         raise UserError(
             f"keepsight: {name} cannot run in vLLM, where a method evicts once, by scores of the tokens read, as "
