@@ -159,10 +159,10 @@ def trial(name: str, measure: str = "excess NLL (nats a token)") -> Table:
     return Table("trials", "entries", "{value}", "variant", head="{} entries", where=where, columns=("run",))
 
 
-def coder(run: str) -> Table:
-    """Score and excess NLL of methods with Qwen2.5-Coder 0.5B in a run."""
+def coder(*runs: str) -> Table:
+    """Score and excess NLL of methods with Qwen2.5-Coder 0.5B in runs with the same samples."""
     columns = ("samples", "date", "processor", "run")
-    return Table("coder", "budget", "{score} / {excess_nll}", head="{} entries", where={"run": (run,)}, columns=columns)
+    return Table("coder", "budget", "{score} / {excess_nll}", head="{} entries", where={"run": runs}, columns=columns)
 
 
 def on(run: str, *rows: str, columns: tuple[str, ...] = ()) -> Table:
@@ -178,8 +178,8 @@ TABLES = {
         rows=alike(*ORACLE, OURS) | VARIANTS | BASELINES | REST,
         head="{} entries",
     ),
-    "coder": coder("coder_ruler"),
-    "coder-real": coder("coder_real"),
+    "coder": coder("coder_ruler", "coder_ruler_paper"),
+    "coder-real": coder("coder_real", "coder_real_paper"),
     "card": Table(
         "real_prompts",
         "budget",
