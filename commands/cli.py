@@ -211,7 +211,8 @@ def _list_of_methods() -> str:
             if method.paper:
                 lines.append(margin + method.paper)
         lines.append("")
-    lines.append("usage: keepsight eval methods=NAME,NAME; in Python: make_method(NAME, budget)")
+    lines.append("usage: keepsight eval methods=NAME,NAME; in Python:")
+    lines.append("       keepsight.make_method(NAME, budget)")
     return "\n".join(lines)
 
 

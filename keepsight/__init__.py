@@ -1,4 +1,4 @@
-"""KV-cache eviction for transformers models, by trained lookahead modules and by 46 other methods.
+"""KV-cache eviction for transformers models, by trained lookahead modules and by other methods.
 
 ```python
 from keepsight import LookaheadKV, SnapKV, generate
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from keepsight.runtime.conversation import Conversation as Conversation
     from keepsight.runtime.drafting.speculative import Speculative as Speculative
     from keepsight.runtime.generate import generate as generate
+    from keepsight.runtime.generate import make_method as make_method
     from keepsight.runtime.methods import *  # noqa: F403
     from keepsight.runtime.methods.reconstruction import Reconstruction as Reconstruction
     from keepsight.runtime.pipeline import pipeline as pipeline
@@ -38,6 +39,7 @@ _MODULES = {
     "generate": "keepsight.runtime.generate",
     "load_state": "keepsight.runtime.saved",
     "load_target": "keepsight.models.targets",
+    "make_method": "keepsight.runtime.methods",
     "pipeline": "keepsight.runtime.pipeline",
     "save_state": "keepsight.runtime.saved",
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from keepsight import LookaheadKV, __version__, recipes
+from keepsight import LookaheadKV, SnapKV, __version__, make_method, recipes
 from keepsight.commands import from_recipe
 from keepsight.commands.cli import configuration, main
 from keepsight.commands.config import COMMANDS, Data, Eval, Fit, Inspect, Push, Train
@@ -80,6 +80,7 @@ def test_methods_are_listed_with_their_papers_and_costs(
     assert sorted(re.findall(r"^  (\S+) ", text, flags=re.MULTILINE)) == sorted(METHODS)
     assert "https://arxiv.org/abs/2404.14469" in text and "cost: soft tokens in the prefill; a trained module" in text
     assert keepsight("help", "methods") == text
+    assert "keepsight.make_method(NAME, budget)" in text and make_method("snapkv", 64) == SnapKV(64)
     keepsight.refuses("snapkv", "unknown", "methods", "snapkv")
 
 
