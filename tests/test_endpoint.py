@@ -10,7 +10,7 @@ import pytest
 
 from keepsight import endpoint
 from keepsight.endpoint import Endpoint, EndpointError, check_url
-from keepsight.errors import UserError
+from tests.refused import refused
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n"
 REPLY = HEAD + b"Content-Length: 2\r\n\r\n{}"
@@ -63,16 +63,19 @@ def ask(port: int, tries: int = 1, key: str = "NO_KEY", timeout: float = 30.0) -
 def test_a_server_that_takes_long_is_waited_for_until_the_time_limit() -> None:
     with serving(REPLY, pause=0.6) as port:
         assert ask(port) == {}
-    with serving(REPLY, pause=30) as port, pytest.raises(EndpointError, match="Request timed out"):
+    began = time.monotonic()
+    with serving(REPLY, pause=30) as port, pytest.raises(EndpointError) as caught:
         ask(port, timeout=0.3)
+    assert caught.value.status == 0 and 0.3 <= time.monotonic() - began < 20
 
 
 def test_retry_after_is_waited_for() -> None:
     requests: list[bytes] = []
     busy = b"HTTP/1.1 429 Busy\r\nRetry-After: 0.4\r\nContent-Length: 2\r\n\r\n{}"
     began = time.monotonic()
-    with serving(busy, requests=requests) as port, pytest.raises(EndpointError, match="HTTP status 429"):
+    with serving(busy, requests=requests) as port, pytest.raises(EndpointError) as caught:
         ask(port, tries=3)
+    assert caught.value.status == 0 and "429" in caught.value.body
     assert len(requests) == 3 and time.monotonic() - began >= 0.8
 
 
@@ -93,7 +96,7 @@ def test_no_request_is_sent_once_it_is_stopped(reply: bytes) -> None:
 
 def test_a_proxy_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "gopher://127.0.0.1:9")
-    with pytest.raises(EndpointError, match=r"Unknown scheme for proxy URL.*gopher"):
+    with pytest.raises(EndpointError, match="gopher"):
         Endpoint("http://127.0.0.1:9", "NO_KEY").post("x", {}, lambda reply: reply)
 
 
@@ -151,29 +154,29 @@ def test_a_redirect_is_refused(status: int, monkeypatch: pytest.MonkeyPatch) -> 
     requests: list[bytes] = []
     with serving(REPLY, requests=requests) as other:
         moved = f"HTTP/1.1 {status} Moved\r\nLocation: http://localhost:{other}/x\r\nContent-Length: 0\r\n\r\n"
-        with serving(moved.encode()) as port, pytest.raises(EndpointError, match=str(status)):
+        with serving(moved.encode()) as port, pytest.raises(EndpointError) as caught:
             ask(port, key="MY_KEY")
-    assert not requests
+    assert not requests and caught.value.status == status
 
 
 def test_a_key_with_control_characters_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "a\nb")
-    with pytest.raises(EndpointError, match="control characters"):
+    with pytest.raises(EndpointError) as caught:
         ask(9, key="MY_KEY")
+    assert caught.value.status == 400 and "MY_KEY" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "url", ["localhost:8000", "http://a:eight", "http://a:99999", "http://a:0", "http://", "http://[::1", "http://a b"]
 )
 def test_malformed_urls(url: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with refused("server.url", "type"):
         check_url("server.url", url)
-    assert str(caught.value).startswith(f"server.url={url}") and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["http://a/v1?api-key=s3cret", "https://user:s3cret@a", "s3cret@a", "http://a/#s3cret"])
 def test_a_url_holds_no_key(url: str) -> None:
     """It would be stored with an evaluation's settings, and shown in its report."""
-    with pytest.raises(UserError) as caught:
+    with refused("judge.url", "type") as caught:
         check_url("judge.url", url)
-    assert "s3cret" not in str(caught.value) and "judge.url=" in str(caught.value)
+    assert "s3cret" not in str(caught.value)

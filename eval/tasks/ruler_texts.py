@@ -347,7 +347,7 @@ def _from_file(file: str, read: Callable[[Any, str], QaSource]) -> QaSource:
         return read(value, file)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise UserError(
-            f"{file}: not in the layout of the data set's own file ({error!r})", field=file, code="file"
+            f"{file}: not in the layout of the data set's own file ({error!r})", field=Path(file).name, code="file"
         ) from None
 
 

@@ -181,16 +181,14 @@ def test_the_eviction_stage_goes_on_with_new_prompts(keepsight: CommandLine, her
     keepsight(*FIT, "out=fitted", "stages=[evaluation,card]")
     card = (here / "fitted/adapter/README.md").read_text()
     assert "part 2" not in card and "## Evaluation" in card
-    said = keepsight.fails(*FIT, *last_of_each_key([*fresh, "fresh.limit=2"]), "out=fitted")
-    assert said == "fresh.limit=2: finetune.train.held_out=2 of the prompts are held out; raise it"
-    said = keepsight.fails(*FIT, "limit=2", "out=none")
-    assert said == "limit=2: train.held_out=2 of the prompts are held out; raise it"
-    assert "stages=[eviction]" not in (said := keepsight.fails(*FIT, "limit=2", "out=none", "stages=[eviction]"))
-    assert said == "limit=2: finetune.train.held_out=2 of the prompts are held out; raise it"
-    said = keepsight.fails(*FIT, *last_of_each_key([*fresh, "fresh.mixture=absent"]), "out=none")
-    assert said.startswith("fresh.mixture=absent is neither a file nor one of ")
-    said = keepsight.fails(*FIT, "out=none", "stages=[fresh_answers]")
-    assert said == "stages: fresh_answers needs fresh.limit=, the number of new prompts; it is 0"
+    keepsight.refuses("fresh.limit", "range", *FIT, *last_of_each_key([*fresh, "fresh.limit=2"]), "out=fitted")
+    message = keepsight.refuses("limit", "range", *FIT, "limit=2", "out=none")
+    assert message.startswith("limit=2: train.held_out=2 ")
+    message = keepsight.refuses("limit", "range", *FIT, "limit=2", "out=none", "stages=[eviction]")
+    assert message.startswith("limit=2: finetune.train.held_out=2 ")
+    absent = last_of_each_key([*fresh, "fresh.mixture=absent"])
+    keepsight.refuses("fresh.mixture", "unknown", *FIT, *absent, "out=none")
+    keepsight.refuses("fresh.limit", "missing", *FIT, "out=none", "stages=[fresh_answers]")
 
 
 def test_no_stage_holds_the_target_of_the_one_before(
@@ -233,12 +231,9 @@ def test_a_retrieval_head_has_its_own_stages_and_other_ones_are_refused(keepsigh
     assert card.index("## Evaluation") < card.index("## Limitations")
     assert plan_upload(here / "fitted/head", "ada/head").files
     for stage in ("eviction", "fresh_eviction"):
-        said = keepsight.fails(*given, f"stages=[{stage}]")
-        assert said.startswith(f"stages: module=retrieval has no stage {stage}; choose from ")
-    said = keepsight.fails(*given, "stages=[eviction]")
-    assert said == "stages: module=retrieval has no stage eviction; choose from answers, distillation, evaluation, card"
-    said = keepsight.fails(*FIT, "out=divided", "model.device_map=fsdp2")
-    assert said.startswith("stages: answers needs the whole model, not model.device_map=fsdp2")
+        message = keepsight.refuses("stages", "unknown", *given, f"stages=[{stage}]")
+        assert stage in message and message.endswith("answers, distillation, evaluation, card")
+    keepsight.refuses("model.device_map", "conflict", *FIT, "out=divided", "model.device_map=fsdp2")
 
 
 def test_what_a_later_stage_needs_is_said_before_the_first(
@@ -246,21 +241,20 @@ def test_what_a_later_stage_needs_is_said_before_the_first(
 ) -> None:
     needed = {"eviction": "importance", "evaluation": "importance", "card": "importance"}
     for stage, before in needed.items():
-        said = keepsight.fails(*FIT, "out=none", f"stages=[{stage}]")
-        assert said == f"stages: {stage} needs a trained module, and none has none; run {before} first"
-    assert keepsight.fails(*FIT, "out=none", "stages=[importance]").startswith("none/data: ")
-    said = keepsight.fails(*FIT, "out=none", "module=retrieval", "methods=[]", "stages=[evaluation]")
-    assert said == "stages: evaluation needs a trained module, and none has none; run distillation first"
-    said = keepsight.fails(*FIT, "out=none", "selection=uniform")
-    assert said.startswith("finetune.uniform_share: the module's own selection is uniform; use 0")
+        message = keepsight.refuses("stages", "missing", *FIT, "out=none", f"stages=[{stage}]")
+        assert stage in message and message.endswith(f"run {before} first")
+    keepsight.refuses("manifest.json", "missing", *FIT, "out=none", "stages=[importance]")
+    of_head = (*FIT, "out=none", "module=retrieval", "methods=[]", "stages=[evaluation]")
+    assert keepsight.refuses("stages", "missing", *of_head).endswith("run distillation first")
+    keepsight.refuses("finetune.uniform_share", "conflict", *FIT, "out=none", "selection=uniform")
     odd = last_of_each_key([*FIT, "finetune.train.samples_per_step=3", "finetune.train.batch_size=2"])
-    assert keepsight.fails(*odd, "out=none").startswith("finetune.train.samples_per_step=3 does not divide into ")
+    keepsight.refuses("finetune.train.samples_per_step", "range", *odd, "out=none")
     alone = last_of_each_key([*FIT, "finetune.uniform_share=0", "finetune.freeze_module=true", "selection=uniform"])
-    assert "a uniform selection has no head weights to train" in keepsight.fails(*alone, "out=none")
+    keepsight.refuses("finetune.freeze_module", "conflict", *alone, "out=none")
     with monkeypatch.context() as patch:
         patch.setattr("keepsight.commands.fit.has_latents", lambda model: True)
-        said = keepsight.fails(*FIT, "out=none")
-        assert said.endswith("caches latents; leave it out: stages=[answers,importance,evaluation,card]")
+        message = keepsight.refuses("stages", "model", *FIT, "out=none")
+        assert message.endswith("stages=[answers,importance,evaluation,card]")
     with monkeypatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         assert "stages=" not in keepsight.fails(*last_of_each_key([*FIT, "model.id=ada/absent"]), "out=none")
@@ -279,10 +273,9 @@ def test_zero3_is_refused_before_the_answers_where_it_cannot_train(
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", str(stage))
     assert shards_models() == (stage == 3)
     if stage == 3:
-        said = keepsight.fails(*last_of_each_key([*FIT, "finetune.train.replays=2"]), "out=none")
-        assert said == "finetune.train.replays=2: with ZeRO-3 use 1"
-        said = keepsight.fails(*FIT, "out=none", "module=retrieval", "methods=[]")
-        assert said.startswith("stages: distillation does not support ZeRO-3")
+        twice = last_of_each_key([*FIT, "finetune.train.replays=2"])
+        keepsight.refuses("finetune.train.replays", "conflict", *twice, "out=none")
+        keepsight.refuses("stages", "conflict", *FIT, "out=none", "module=retrieval", "methods=[]")
 
 
 def test_a_card_says_where_another_method_loses_less_than_its_own_module() -> None:

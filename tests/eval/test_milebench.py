@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from keepsight.errors import Code, UserError
+from keepsight.errors import Code
 from keepsight.eval.inputs import sample_digest
 from keepsight.eval.sweep import Variant, check_samples, run_samples
 from keepsight.eval.tasks.benchmark import TaskRequest
@@ -139,7 +139,7 @@ def test_what_reads_no_images_is_refused(target: Target, folder: Path, tmp_path:
     samples = made(target, folder)
     with refused("methods", "model"):
         check_samples(target, samples, [Variant("quest", Quest(64))])
-    with pytest.raises(UserError, match="does not say where its question starts; evaluate it with question=seen"):
+    with refused("question", "missing"):
         render_apart(samples[0], target.tokenizer)
     text = load_target(str(save_tiny_target(tmp_path / "text")), device="cpu")
     with refused("model.id", "model"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from keepsight.errors import UserError
+from keepsight.errors import Code
 from keepsight.eval.tasks import benchmark, ruler, ruler_texts
 from keepsight.eval.tasks.benchmark import PROTOCOLS, TaskRequest
 from keepsight.eval.tasks.metrics import score
@@ -225,11 +225,14 @@ def test_without_the_hub_the_documentation_is_used_and_named(words: Any) -> None
         assert method == f"{owner}.{question.answers[0]}"
 
 
-@pytest.mark.parametrize(("name", "text"), [("squad.json", "[]"), ("squad.json", "{"), ("none.json", None)])
-def test_bad_files(tmp_path: Path, name: str, text: str | None) -> None:
+@pytest.mark.parametrize(
+    ("name", "text", "code"),
+    [("squad.json", "[]", "file"), ("squad.json", "{", "file"), ("none.json", None, "missing")],
+)
+def test_bad_files(tmp_path: Path, name: str, text: str | None, code: Code) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=name):
+    with refused(name, code):
         squad(str(tmp_path / name))
 
 
@@ -279,7 +282,7 @@ def test_ready_made_files(tmp_path: Path, words: Any) -> None:
     (sample,) = Ruler(dir=str(tmp_path)).samples("vt", request)
     assert (sample.length, sample.task, sample.references) == (1024, "ruler_vt", ("7",))
     assert len(request.skipped) == len(bad) + 1 and "6 rows were skipped" in request.notes["ruler vt rows"]
-    with pytest.raises(UserError, match="no row of cwe"):
+    with refused("ruler.dir", "missing"):
         made("cwe", words, dir=str(tmp_path))
 
 
