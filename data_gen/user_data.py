@@ -230,7 +230,8 @@ def _fitting_local_rows(source: LocalJsonl, limit: int, count_tokens: CountToken
         if bad_rows:
             first = bad_rows[0]
             raise UserError(str(first), field=first.field, code=first.code)
-        raise _none_fits(source.path, source, 0 if is_empty else limit)
+        most_tokens = 0 if is_empty else limit
+        raise _none_fits(source.path, source, most_tokens)
     return tuple(fitting_rows)
 
 

@@ -97,7 +97,8 @@ class Limits:
             warpers.append(TopPLogitsWarper(self.sampling.top_p))
         device = state.logits.device
         seed = random.Random(f"{self.sampling.seed}:{state.tokens.tolist()}").getrandbits(31)
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        forked_devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(forked_devices):
             torch.manual_seed(seed)
             return self.decode(model, state, logits_processor=warpers, do_sample=True, eviction=eviction)
 

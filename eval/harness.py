@@ -154,15 +154,15 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        found = []
+        scored_requests = []
         total = len(requests)
         with progress_bar(total=total, name="loglikelihood", unit="request", shown=not disable_tqdm) as progress:
             for _, group in groupby(requests, lambda request: request[1]):
                 for request, scored in self._score(list(group)):
                     self.cache_hook.add_partial("loglikelihood", request, scored)
-                    found.append(scored)
+                    scored_requests.append(scored)
                     progress.update()
-        return found
+        return scored_requests
 
     def _score(self, group: Sequence[tuple[Any, list[int], list[int]]]) -> Iterator[tuple[Any, tuple[float, bool]]]:
         """The log-likelihood in nats of each continuation of a context, and whether it is the greedy one."""
@@ -174,7 +174,8 @@ class HarnessModel(TemplateLM):
                 yield request, (0.0, True)
                 continue
             answer = torch.tensor([continuation], device=self.device)
-            reader, eviction = self.method.reader(self.model), self.method.periodic_eviction(self.model)
+            reader = self.method.reader(self.model)
+            eviction = self.method.periodic_eviction(self.model)
             nll, hits = score(reader, state.copy(), answer, eviction)
             yield request, (-nll.sum().item(), bool(hits.all()))
 
@@ -214,7 +215,8 @@ class _Answer(StoppingCriteria):
     """Reads the answer to one prompt of `prompt_tokens` tokens while it grows, and stops it at its first stop."""
 
     def __init__(self, text: AnswerText, prompt_tokens: int) -> None:
-        self.text, self._read = text, prompt_tokens
+        self.text = text
+        self._read = prompt_tokens
 
     @override
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Any:

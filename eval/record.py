@@ -195,18 +195,18 @@ class RowStore:
 
         A variant of which one of the samples has no row is left out for all: it has to be measured on all of them.
         """
-        found: list[dict[Cell, Row]] = []
+        rows_of_samples: list[dict[Cell, Row]] = []
         for inputs in inputs_of_group:
             rows = {}
             for cell, digest in inputs.items():
                 if digest in self._by_inputs:
                     rows[cell] = self._by_inputs[digest]
-            found.append(rows)
-        in_all = set.intersection(*map(set, found))
-        for rows in found:
+            rows_of_samples.append(rows)
+        in_all = set.intersection(*map(set, rows_of_samples))
+        for rows in rows_of_samples:
             for cell in rows.keys() - in_all:
                 del rows[cell]
-        return found
+        return rows_of_samples
 
     def drop_changed(self, planned: Mapping[Key, Digests]) -> list[Row]:
         """Remove from the folder the rows whose inputs are not what is planned now, and return them."""

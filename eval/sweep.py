@@ -611,20 +611,20 @@ def sweep(
         if not incomplete:
             continue
 
-        found = store.find(inputs)
-        missing = [variant for variant in columns if variant.cell not in found[0]]
+        stored = store.find(inputs)
+        missing = [variant for variant in columns if variant.cell not in stored[0]]
         measured: list[list[Row]] = []
         if missing and FULL_CACHE not in missing:
             measured = measure(group.samples, missing)
-        if FULL_CACHE in missing or _full_cache_differs(found, measured):
+        if FULL_CACHE in missing or _full_cache_differs(stored, measured):
             # The other rows compare a method with an answer of the full cache that is not there any more.
-            found = []
+            stored = []
             measured = measure(group.samples, columns)
 
         for position in incomplete:
             by_cell = {row.cell: row for row in measured[position]} if measured else {}
-            if found:
-                by_cell.update(found[position])
+            if stored:
+                by_cell.update(stored[position])
             yield _rows_of_sample(group, position, columns, by_cell, question)
         if refused and len(refused) == evictions:
             (name, budget), error = next(iter(refused.items()))
@@ -632,10 +632,10 @@ def sweep(
             raise UserError(message, field=error.field, code=error.code)
 
 
-def _full_cache_differs(found: Sequence[Mapping[Cell, Row]], measured: Sequence[Sequence[Row]]) -> bool:
-    """Whether the full cache answers otherwise than in rows that were found, which rounding may cause."""
-    for rows_found, rows_measured in zip(found, measured, strict=False):  # nothing may have been measured
-        if rows_measured[0].answer != rows_found[FULL_CACHE.cell].answer:
+def _full_cache_differs(stored: Sequence[Mapping[Cell, Row]], measured: Sequence[Sequence[Row]]) -> bool:
+    """Whether the full cache answers otherwise than in stored rows, which rounding may cause."""
+    for stored_rows, measured_rows in zip(stored, measured, strict=False):  # nothing may have been measured
+        if measured_rows[0].answer != stored_rows[FULL_CACHE.cell].answer:
             return True
     return False
 
@@ -645,6 +645,7 @@ def _rows_of_sample(
 ) -> list[Row]:
     """A sample's rows in the order of the variants, under its names and theirs, and with what they depend on."""
     sample = group.samples[position]
+    context = group.contents[0] if question == "multi" else None
     rows = []
     for variant in columns:
         row = by_cell.get(variant.cell)
@@ -659,7 +660,7 @@ def _rows_of_sample(
                 method=variant.name,
                 budget=variant.budget,
                 sample_digest=group.contents[position],
-                context=group.contents[0] if question == "multi" else None,
+                context=context,
                 inputs_digest=group.inputs[position][variant.cell],
             )
         )

@@ -134,7 +134,10 @@ class LiveTable:
             cell = cells[index]
             if width < least[index]:
                 cell = shortened(cell, width)
-            aligned.append(cell.ljust(width) if self.columns[index].is_text else cell.rjust(width))
+            if self.columns[index].is_text:
+                aligned.append(cell.ljust(width))
+            else:
+                aligned.append(cell.rjust(width))
         return _GAP.join(aligned).rstrip()
 
 

@@ -308,6 +308,10 @@ def output_weight(model: PreTrainedModel, index: int) -> Tensor:
 # What is supported
 
 
+def _attends_to_encoder(layer: nn.Module) -> bool:
+    return any(hasattr(layer, name) for name in _CROSS_ATTENTION)
+
+
 def require_supported(model: PreTrainedModel) -> None:
     """Refuse models for which keepsight would give wrong answers."""
     caller = getattr(getattr(model, "prepare_inputs_for_generation", None), "__self__", None)
@@ -336,7 +340,7 @@ def require_supported(model: PreTrainedModel) -> None:
             field="model",
             code="model",
         )
-    if any(hasattr(layer, name) for layer in stack for name in _CROSS_ATTENTION):
+    if any(_attends_to_encoder(layer) for layer in stack):
         raise UserError(
             f"the layers of {kind} attend to an encoder too, which this model lacks; load a decoder-only model",
             field="model",
@@ -404,7 +408,9 @@ def require_supported_config(config: Any) -> None:
             field="model",
             code="model",
         )
-    supported_kinds = [each for each in (*SCORED, *BOUNDED) if each != INDEXED or kind in _WITH_INDEXER]
+    supported_kinds = [*SCORED, *BOUNDED]
+    if kind not in _WITH_INDEXER:
+        supported_kinds.remove(INDEXED)
     unsupported = sorted(set(layer_kinds(config)) - set(supported_kinds))
     if unsupported:
         supported = ", ".join(supported_kinds)

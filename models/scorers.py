@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -45,12 +46,12 @@ class Scorer(ABC):
     Attributes:
         names: Pattern of a tensor's name; its groups are the layer and the name within it.
         numbers: Number of outputs for each entry and KV head.
-        by_place: Whether layers are counted among those with full attention, and not among all.
+        by_rank: Whether layers are counted among those with full attention, and not among all.
     """
 
     names: ClassVar[str]
     numbers: ClassVar[int] = 1
-    by_place: ClassVar[bool] = False
+    by_rank: ClassVar[bool] = False
 
     def __init__(self, source: Path | str, tensors: Mapping[str, Tensor]) -> None:
         self.source = source
@@ -87,14 +88,14 @@ class Scorer(ABC):
         source, tensors = published_tensors(str(reference), cls.names)
         return cls(source, tensors)
 
-    def __call__(self, index: int, place: int, attention: nn.Module, hidden: Tensor, start: int) -> Tensor:
+    def __call__(self, index: int, rank: int, attention: nn.Module, hidden: Tensor, start: int) -> Tensor:
         """Score the tokens of a pass: [B, K x numbers, q] float32, the numbers of a KV head side by side.
 
-        `index` is the decoder layer, `place` its place among those with full attention, `hidden` [B, q, D] the input of
+        `index` is the decoder layer, `rank` its number among those with full attention, `hidden` [B, q, D] the input of
         its attention module, and `start` the number of tokens that it has seen before. A `UserError` if there are no
         weights for the layer, or they are for another model.
         """
-        layer = place if self.by_place else index
+        layer = rank if self.by_rank else index
         if layer not in self._layers:
             raise UserError(
                 f"{self.source}: holds nothing for layer {layer}; take weights trained for this model",
@@ -156,7 +157,7 @@ class FastKVzipScorer(Scorer):
     """
 
     names = r"module\.(\d+)\.(.+)"
-    by_place = True
+    by_rank = True
 
     @override
     def score(self, weights: Weights, attention: nn.Module, hidden: Tensor, start: int) -> Tensor:
@@ -284,7 +285,8 @@ class DMSScorer(Scorer):
     def __init__(self, source: Path | str, tensors: Mapping[str, Tensor], settings: DMSSettings | None = None) -> None:
         super().__init__(source, tensors)
         self.settings = settings or DMSSettings.beside(Path(source))
-        if not any(name.startswith("self_attn.") for layer in self._layers.values() for name in layer):
+        names = chain.from_iterable(self._layers.values())
+        if not any(name.startswith("self_attn.") for name in names):
             raise UserError(
                 f"{source}: holds no queries or decisions of DMS; name the file that was published",
                 field="scorer",

@@ -490,7 +490,10 @@ def fingerprints(model: str) -> frozenset[str]:
         values = [first[name] for name, _ in outline.named_parameters()]
     except (KeyError, OSError, SafetensorError):
         return frozenset()
-    return frozenset(digest_of_first_values([value.to(dtype) for value in values]) for dtype in DTYPES.values())
+    digests = set()
+    for dtype in DTYPES.values():
+        digests.add(digest_of_first_values([value.to(dtype) for value in values]))
+    return frozenset(digests)
 
 
 def _first_values(folder: Path) -> dict[str, Tensor]:

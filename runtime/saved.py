@@ -186,7 +186,8 @@ def load_state(
         )
     needs = Needs(header.needs.window, header.needs.received, statistics=header.needs.queries)
     state = _state_of_tensors(_beside_layers(tensors, model), model, header.seen, needs, header.softmax)
-    state = replace(state, images=Images({}) if header.pictured else None)
+    images = Images({}) if header.pictured else None
+    state = replace(state, images=images)
     return SavedState(state, header.question, header.target, header.identity)
 
 
@@ -376,14 +377,15 @@ def _state_of_tensors(
     for index, (layer, scaling_and_softcap) in enumerate(zip(state.layers, softmax, strict=False)):
         queries = tensors.get(f"trace.window.{index}")
         window = 0 if queries is None else queries.shape[2]
-        statistics = _named(tensors, f"trace.queries.{index}.")
+        statistics_tensors = _named(tensors, f"trace.queries.{index}.")
+        statistics = QueryStatistics(**statistics_tensors) if statistics_tensors else None
         layer.recorded = Recorded(
             Softmax(*scaling_and_softcap, tensors.get(f"trace.sinks.{index}")),
             queries,
             query_mask=_last_columns(tokens_mask, window, layer.keys.device),
             ahead=_last_columns(tokens_ahead, window, layer.keys.device),
             accumulated=tensors.get(f"trace.received.{index}"),
-            statistics=QueryStatistics(**statistics) if statistics else None,
+            statistics=statistics,
         )
     return state
 

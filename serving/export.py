@@ -178,7 +178,8 @@ def turned_by(rotations: Sequence[Rotation | None], state: State, entries: int) 
         if isinstance(layer, RaggedLayer):
             keys, values = layer.packed()
         else:
-            keys, values = layer.keys, layer.values
+            keys = layer.keys
+            values = layer.values
         if rotation is not None:
             keys = rotation.turn(keys, positions)
         if isinstance(layer, RaggedLayer):

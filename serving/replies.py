@@ -214,7 +214,8 @@ class Reply:
             choice["logprobs"] = self._logprobs(job, job.named_logprobs)
             choice["finish_reason"] = job.finish_reason
             choices.append(choice)
-        body = self._body("chat.completion" if self.chat else "text_completion", choices)
+        kind = "chat.completion" if self.chat else "text_completion"
+        body = self._body(kind, choices)
         body["usage"] = self.usage()
         return body
 
@@ -256,13 +257,17 @@ class Reply:
 
     def usage_chunk(self) -> dict[str, Any]:
         """The last chunk of a stream whose client wants to know its usage."""
-        body = self._body("chat.completion.chunk" if self.chat else "text_completion", [])
+        body = self._body(self._chunk_kind, [])
         body["usage"] = self.usage()
         return body
 
     def _chunk(self, choice: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         choice["finish_reason"] = reason
-        return self._body("chat.completion.chunk" if self.chat else "text_completion", [choice])
+        return self._body(self._chunk_kind, [choice])
+
+    @property
+    def _chunk_kind(self) -> str:
+        return "chat.completion.chunk" if self.chat else "text_completion"
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}

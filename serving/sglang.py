@@ -166,9 +166,10 @@ class Client:
                 many attempts.
         """
         if fields.get("stream") or fields.get("n", 1) != 1:
+            refused_field = "stream" if fields.get("stream") else "n"
             raise UserError(
                 "SGLang says in a reply's usage how much it read from its cache: ask for one answer, without stream",
-                field="stream" if fields.get("stream") else "n",
+                field=refused_field,
                 code="conflict",
             )
         header = self.store.header(digest)

@@ -251,8 +251,10 @@ def _shares(sizes: Sequence[int], count: int) -> list[int]:
     while sum(shares) < count:
         shortfalls = []
         for size, share in zip(sizes, shares, strict=True):
-            is_full = share == size
-            shortfalls.append(-math.inf if is_full else count * size / total - share)
+            shortfall = count * size / total - share
+            if share == size:
+                shortfall = -math.inf
+            shortfalls.append(shortfall)
         shares[shortfalls.index(max(shortfalls))] += 1
     return shares
 

@@ -37,10 +37,10 @@ def check_ranges(settings: object, key: str) -> None:
         raise UserError(message, field=f"{key}.{name}", code=code_of(error)) from None
 
 
-def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    """Raise a UserError unless the value of a key is one of the known ones."""
-    if value not in known:
-        raise UserError(f"{name}={value} is unknown; choose one of {', '.join(known)}", field=name, code="unknown")
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise a UserError unless the value of a key is one of the choices."""
+    if value not in choices:
+        raise UserError(f"{name}={value} is unknown; choose one of {', '.join(choices)}", field=name, code="unknown")
 
 
 @dataclass

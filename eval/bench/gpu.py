@@ -73,7 +73,8 @@ def _lookahead(model: PreTrainedModel, **settings: Any) -> CacheMethod:
 
 def _specontext(model: PreTrainedModel, offload: bool) -> CacheMethod:
     head = RetrievalHead.untrained(model, NONE, trained=CONTEXT).to(model.dtype)
-    return SpeContext(BUDGET, head, offload=model.config.num_hidden_layers if offload else 0)
+    layers_on_cpu = model.config.num_hidden_layers if offload else 0
+    return SpeContext(BUDGET, head, offload=layers_on_cpu)
 
 
 MAKE_METHOD: dict[str, MakeMethod] = {
@@ -148,7 +149,8 @@ class Bench:
             states.clear()
             states.append(method.start(model, ids))
 
-        for _ in range(TURNS if row.tokens < max(TOKENS) else 1):
+        turns = TURNS if row.tokens < max(TOKENS) else 1
+        for _ in range(turns):
             states.clear()
             plain_seconds.append(seconds_of(lambda: prefill(model, ids, needs=Needs())))
             figures.peak_bytes = peak_bytes(lambda: method_seconds.append(seconds_of(start)))
@@ -480,7 +482,8 @@ def run_table(
     """Measure the rows of a CSV on this machine's GPU, or print what would be measured."""
     if options.dry or not torch.cuda.is_available():
         card = known_card(options.card)
-        print("a dry run" if options.dry else "a dry run, as torch finds no GPU here")
+        reason = "" if options.dry else ", as torch finds no GPU here"
+        print(f"a dry run{reason}")
         print(*dry_lines(card, results.missing(card.name, rows)), sep="\n")
         return
     device = torch.device("cuda", 0)

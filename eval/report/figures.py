@@ -206,8 +206,8 @@ def mark_break(axes: Axes, value: float) -> None:
     """Mark a value of the y-axis with two strokes: its scale changes there, or leaves out zero."""
     stroke: dict[str, Any] = {"marker": [(-1, -0.4), (1, 0.4)], "markersize": 8, "linestyle": ""}
     for shift in (-1.5, 1.5):
-        place = axes.get_yaxis_transform() + ScaledTranslation(0, shift / 72, axes.figure.dpi_scale_trans)
-        axes.plot([0], [value], transform=place, zorder=5, color=TEXT, clip_on=False, **stroke)
+        shifted = axes.get_yaxis_transform() + ScaledTranslation(0, shift / 72, axes.figure.dpi_scale_trans)
+        axes.plot([0], [value], transform=shifted, zorder=5, color=TEXT, clip_on=False, **stroke)
 
 
 def _svg(salt: str) -> AbstractContextManager[None]:

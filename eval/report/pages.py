@@ -495,7 +495,8 @@ def _example(rows: Sequence[Row]) -> Example | None:
         for row in at_budget:
             largest = max(largest, abs(score_of_full - row.score))
         if most is None or largest > most.difference:
-            answers = answers_of([full, *at_budget] if full else at_budget)
+            compared = [full, *at_budget] if full else at_budget
+            answers = answers_of(compared)
             most = Example(at_budget[0], answers, budget, largest)
     return most
 

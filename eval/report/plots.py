@@ -170,9 +170,9 @@ def hits_plot(rows: Frame) -> Plot:
     styles = styles_of(rows["method"])
     panels = []
     for (task, length), rows_of_task in rows.groupby(["task", "length"]):
-        place = f"{task}, {length} tokens"
-        panels.append(Panel(f"{place}: top-k hit rate", HitCurves(rows_of_task, "hit", styles), task, length))
-        panels.append(Panel(f"{place}: attention mass read", HitCurves(rows_of_task, "mass", styles), task, length))
+        prompts = f"{task}, {length} tokens"
+        panels.append(Panel(f"{prompts}: top-k hit rate", HitCurves(rows_of_task, "hit", styles), task, length))
+        panels.append(Panel(f"{prompts}: attention mass read", HitCurves(rows_of_task, "mass", styles), task, length))
     return Plot("hits", panels, styles, columns=2)
 
 

@@ -120,6 +120,7 @@ class Helmet(Benchmark):
             fields, answers = fields_of(where, row)
             return TaskRow(str(row.get("index", number)), fields, _texts(answers))
 
+        judge = request.judge if entry.metric in HELMET_JUDGED else ""
         shared = TaskEntry(
             task=f"helmet_{task}",
             prompt=entry.prompt,
@@ -127,7 +128,7 @@ class Helmet(Benchmark):
             max_new_tokens=entry.tokens,
             length=length,
             chat=entry.chat,
-            judge=request.judge if entry.metric in HELMET_JUDGED else "",
+            judge=judge,
         )
         rows = _rows(folder / entry.file.format(size=size))
         return load(f"helmet {task} {length}", shared, rows, convert, request)

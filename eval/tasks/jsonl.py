@@ -85,8 +85,9 @@ class Jsonl(Benchmark):
         assert self.dir is not None
         samples: list[RenderedSample] = []
         for file in _choose_files(Path(self.dir), self.files):
-            convert = partial(_longbench_row if file.layout == "longbench" else _ruler_row, file)
-            samples += load(file.task, file.entry(), file_rows(file.path), convert, request, request.max_tokens)
+            convert = _longbench_row if file.layout == "longbench" else _ruler_row
+            rows = file_rows(file.path)
+            samples += load(file.task, file.entry(), rows, partial(convert, file), request, request.max_tokens)
         return samples
 
 
@@ -248,24 +249,30 @@ def _check_template(where: str, layout: str, template: Any) -> str:
 
 
 def _longbench_row(file: _File, where: str, row: Row, _: int) -> TaskRow:
+    classes: Sequence[str] = ()
+    if file.metric == "classification":
+        classes = texts_field(where, row, "all_classes")
     return TaskRow(
         id=str(row.get("_id", where.rpartition(":")[2])),
         fields={"context": text_field(where, row, "context"), "input": text_field(where, row, "input")},
         references=texts_field(where, row, "answers"),
         max_new_tokens=file.limit(where, file.task),
-        classes=texts_field(where, row, "all_classes") if file.metric == "classification" else (),
+        classes=classes,
     )
 
 
 def _ruler_row(file: _File, where: str, row: Row, _: int) -> TaskRow:
     # RULER's own files hold one task each and are named after it; rows of several tasks name theirs.
     task = text_field(where, row, "task") if "task" in row else file.task
-    by_task = "string_match_part" if ruler_family(task) == "qa" else "string_match_all"
+    name = f"{task}-{row['index']}" if "index" in row else where.rpartition(":")[2]
+    metric = file.metric
+    if metric == RULER_METRIC:
+        metric = "string_match_part" if ruler_family(task) == "qa" else "string_match_all"
     return TaskRow(
-        id=f"{task}-{row['index']}" if "index" in row else where.rpartition(":")[2],
+        id=name,
         fields={"input": text_field(where, row, "input")},
         references=texts_field(where, row, "outputs"),
-        metric=by_task if file.metric == RULER_METRIC else file.metric,
+        metric=metric,
         max_new_tokens=file.limit(where, task),
         answer_prefix=text_field(where, row, "answer_prefix"),
     )

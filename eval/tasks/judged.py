@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -145,14 +145,16 @@ class LongWriter(Benchmark):
         self.require(task, request.judge)
         assert self.file is not None
         entry = TaskEntry(
-            task="longwriter_length" if task else "longwriter",
+            task="longwriter",
             prompt="{input}",
-            metric="wanted_length" if task else "longbench-write",
+            metric="longbench-write",
             max_new_tokens=self.max_new_tokens or _LONGEST_ANSWER,
             length=request.context,
-            judge="" if task else request.judge,
+            judge=request.judge,
             within_context=True,
         )
+        if task:
+            entry = replace(entry, task="longwriter_length", metric="wanted_length", judge="")
         return load("longwriter", entry, file_rows(Path(self.file)), partial(self._converted, task), request)
 
     def _converted(self, task: str, where: str, row: Row, number: int) -> TaskRow:

@@ -158,26 +158,37 @@ class LongBench(Benchmark):
             question += cue
         whole_prompt = fill_in(entry.before, fields) + question
         prompt = whole_prompt
+        length = request.context
         if protocol.truncate:
             prompt = without_middle(whole_prompt, limit, request.tokenizer)
+            length = limit
 
+        # Qwen2.5's template has a system prompt of its own, which the repositories keep.
+        system = "" if "qwen" in model.lower() else protocol.system
+        classes: Sequence[str] = ()
+        if entry.metric == "classification":
+            classes = texts_field(where, row, "all_classes")
         sample = Sample(
             id=str(row.get("_id", number)),
             task=f"longbench_{name}",
-            length=limit if protocol.truncate else request.context,
+            length=length,
             prompt=prompt,
-            question=question if prompt.endswith(question) else "",
+            question=_if_whole(question, prompt),
             references=texts_field(where, row, "answers"),
             metric=entry.metric,
             max_new_tokens=max_new_tokens,
             answer_prefix=answer_prefix,
-            # Qwen2.5's template has a system prompt of its own, which the repositories keep.
-            system="" if "qwen" in model.lower() else protocol.system,
+            system=system,
             chat=protocol.is_chat(name, model),
-            classes=texts_field(where, row, "all_classes") if entry.metric == "classification" else (),
+            classes=classes,
             clean=protocol.clean,
         )
         return replace(render(sample, request.tokenizer), is_cut=prompt != whole_prompt)
+
+
+def _if_whole(question: str, prompt: str) -> str:
+    """The question, or nothing where truncation has cut it off from the prompt's end."""
+    return question if prompt.endswith(question) else ""
 
 
 def _archive() -> Path:
@@ -365,7 +376,7 @@ def _v2_sample(task: str, limit: int, tokenizer: Any, where: str, row: Row, _: i
         task=f"longbench_v2_{task}",
         length=limit,
         prompt=prompt,
-        question=question if prompt.endswith(question) else "",
+        question=_if_whole(question, prompt),
         references=(text_field(where, row, "answer"),),
         metric="chosen_letter",
         max_new_tokens=_V2_TOKENS,

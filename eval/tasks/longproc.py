@@ -110,7 +110,8 @@ class LongProc(Benchmark):
 
 
 def _converted(family: str, where: str, row: Row, number: int) -> TaskRow:
-    prompt = text_field(where, row, "input_prompt" if "input_prompt" in row else "prompt")
+    prompt_field = "input_prompt" if "input_prompt" in row else "prompt"
+    prompt = text_field(where, row, prompt_field)
     return TaskRow(str(row.get("id", number)), {"input": prompt}, (_reference(family, where, row),))
 
 

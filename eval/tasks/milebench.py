@@ -202,12 +202,13 @@ def plain(text: str) -> str:
     bare = text
     for mark in _MARKS:
         is_beside_space = f"{mark} " in text or f" {mark}" in text
-        bare = bare.replace(mark, "" if is_beside_space or has_commas_in_numbers else " ")
+        replacement = "" if is_beside_space or has_commas_in_numbers else " "
+        bare = bare.replace(mark, replacement)
     bare = re.sub(r"\.(?!\d)", "", bare, count=_PERIODS)
     return bare.strip("'").strip('"').strip().lower()
 
 
-def _chosen(answer: str, choices: Sequence[str]) -> str:
+def _named_choice(answer: str, choices: Sequence[str]) -> str:
     """The letter of the choice that an answer names, as A for the first; other text where it names none.
 
     An answer names a choice by letter and text, by its text (which is found only without signs that are special in
@@ -235,7 +236,7 @@ def _chosen(answer: str, choices: Sequence[str]) -> str:
 def _right_choice(answer: str, sample: Sample) -> float:
     """Whether an answer names the reference among the choices."""
     right = list(map(plain, sample.classes)).index(plain(sample.references[0]))
-    return float(_chosen(answer, sample.classes) == _letter(right))
+    return float(_named_choice(answer, sample.classes) == _letter(right))
 
 
 METRICS["milebench_choice"] = _right_choice

@@ -171,9 +171,10 @@ def _quizzes(
                 references.append(value)
         wording = _wording(len(references))
         question = wording["prompt"].partition("{text}")[2].replace("{keys}", listed(asked_keys))
+        sample_id = f"{name}-{number}" if every_key else name
         quizzes.append(
             Sample(
-                id=f"{name}-{number}" if every_key else name,
+                id=sample_id,
                 task=f"niah_{kind}",
                 length=length,
                 prompt=f"{intro}{{text}}{question}",

@@ -117,6 +117,8 @@ def _sample(task: str, length: int, name: str, text: texts.RulerText, protocol: 
     after = text.after
     if protocol.ruler_prefix == "prompt":
         after += text.prefix
+    answer_prefix = text.prefix if protocol.ruler_prefix == "answer" else ""
+    metric = "string_match_part" if ruler_family(task) == "qa" else "string_match_all"
     return Sample(
         id=name,
         task=f"ruler_{task}",
@@ -124,9 +126,9 @@ def _sample(task: str, length: int, name: str, text: texts.RulerText, protocol: 
         prompt=text.before + text.context + after,
         question=after,
         references=text.references,
-        metric="string_match_part" if ruler_family(task) == "qa" else "string_match_all",
+        metric=metric,
         max_new_tokens=protocol.ruler_tokens[ruler_family(task)],
-        answer_prefix=text.prefix if protocol.ruler_prefix == "answer" else "",
+        answer_prefix=answer_prefix,
         chat=protocol.ruler_template,
         clean=protocol.ruler_clean,
         depth=text.depth,
@@ -199,7 +201,8 @@ def _read_sample(task: str, protocol: Protocol, where: str, row: Row, _: int) ->
     prefix = row.get("answer_prefix")
     if not isinstance(prefix, str):  # older files hold it in the text, in the model's own template or in none
         text, prefix = _parted(text, _PREFIXES.get(ruler_family(task), _ACCORDING))
-    before, after = _parted(text, "\nWhat " if ruler_family(task) == "niah" else "\nQuestion:")
+    question_start = "\nWhat " if ruler_family(task) == "niah" else "\nQuestion:"
+    before, after = _parted(text, question_start)
     parts = texts.RulerText("", before, after, prefix, tuple(map(str, answers)))
     length = row.get("nominal") or bucket(int(row.get("length", 0)))  # the row's own, rounded up
     name = str(row.get("index", row.get("id", "")))
@@ -255,10 +258,10 @@ def filled(makes: Sequence[Make], length: int, tokenizer: Any, least: int = 0) -
         for make in makes[start : start + _BATCH]:
             first_size = _by_characters(make, size, characters, characters_per_unit, least)
             block.append(_Search(make, first_size, least - 1))
-        found = _search(block, length, tokens_per_unit, least, tokenizer)
+        samples_of_block = _search(block, length, tokens_per_unit, least, tokenizer)
         size = block[0].low
         characters_of_length = []
-        for sample in found:
+        for sample in samples_of_block:
             answerless = length - sample.max_new_tokens
             characters_of_length.append(len(sample.prompt) * answerless / len(sample.prompt_ids))
             samples.append(replace(sample, length=length))

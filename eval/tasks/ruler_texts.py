@@ -190,9 +190,12 @@ _COMMON = 10
 
 def common_words(short: bool, rng: random.Random, size: int) -> RulerText:
     """A numbered list in which 10 of `size` different words come more often, after an example; shorter if `short`."""
-    rare_count = 1 if short else 3
-    example = _numbered_words(20 if short else 40, 3 if short else 10, rare_count, rng)
-    text = _numbered_words(size, 6 if short else 30, rare_count, rng)
+    if short:
+        example = _numbered_words(20, 3, 1, rng)
+        text = _numbered_words(size, 6, 1, rng)
+    else:
+        example = _numbered_words(40, 10, 3, rng)
+        text = _numbered_words(size, 30, 3, rng)
     answer = _numbered(example.references)
     example_text = f"{example.before}{example.context}{example.after}{example.prefix} {answer}"
     return text._replace(before=f"{example_text}\n{text.before}")

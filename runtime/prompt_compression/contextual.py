@@ -99,7 +99,8 @@ def _loaded(model: str, adapter: str | None) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         with LOADING:
             encoder: Any = AutoModel.from_pretrained(model, trust_remote_code=False, use_safetensors=True, dtype="auto")
-        encoder = encoder.to("cuda" if torch.cuda.is_available() else "cpu")
+        if torch.cuda.is_available():
+            encoder = encoder.to("cuda")
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(
             f"contextual: encoder {model!r} cannot be loaded; give a folder or Hub id: {one_line(error, 200)}",

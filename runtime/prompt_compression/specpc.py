@@ -350,4 +350,6 @@ def _pad_right(drafts: list[Tensor]) -> DraftIds:
     """A batch of drafts [T] int64, padded on the right."""
     ids = pad_sequence(drafts, batch_first=True)
     mask = pad_sequence([torch.ones_like(draft, dtype=torch.bool) for draft in drafts], batch_first=True)
-    return DraftIds(ids, None if bool(mask.all()) else mask)
+    if bool(mask.all()):
+        return DraftIds(ids, None)
+    return DraftIds(ids, mask)
