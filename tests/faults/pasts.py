@@ -26,7 +26,11 @@ from tests.tiny import prompt_ids
 METHODS: dict[str, tuple[dict[str, Any], tuple[int | None, ...]]] = {
     **{name: ({"window": 8}, (20, 40)) for name in ("snapkv", "adakv", "pyramidkv", "h2o", "criticalkv")},
     **{name: ({}, (20, 40)) for name in ("tova", "streamingllm", "lacache", "key_norm", "keydiff", "dapq")},
-    **{name: ({}, (20, 40)) for name in ("expected_attention", "truncation", "random")},
+    **{name: ({}, (20, 40)) for name in ("expected_attention", "truncation", "random", "simlayerkv")},
+    "chunkkv": ({"window": 8, "chunk": 5}, (20, 40)),
+    "compactor": ({"observer": {"block": 9}}, (20, 40)),
+    "finch": ({"window": 8, "chunk": 11, "rerotate": False}, (20, 40)),
+    "think": ({"window": 8}, (None,)),
     "snapkv, again": ({"name": "snapkv", "window": 8, "every": 3}, (20, 40)),
     "laq": ({}, (40,)),
     "kivi": ({"bits": 2, "group": 8, "residual": 8}, (None,)),
