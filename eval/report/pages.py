@@ -472,7 +472,7 @@ def choose_examples(rows: Sequence[Row], count: int = EXAMPLES) -> list[Example]
             by_place[task, length].append(example)
     for examples in by_place.values():
         examples.sort(key=lambda example: (-example.difference, example.sample.sample))
-    examples_in_turn = []
+    examples_in_turn: list[Example] = []
     for examples_of_turn in zip_longest(*map(by_place.__getitem__, sorted(by_place))):
         examples_in_turn += filter(None, examples_of_turn)
     return examples_in_turn[:count]
