@@ -96,6 +96,7 @@ def test_stopped_in_every_stage_it_ends_as_if_it_had_not_been(
     assert [line for line in printed.splitlines() if line.startswith("===")] == [
         *("=== answers", "=== importance", "=== eviction", "=== evaluation", "=== card")
     ]
+    assert printed.count("next: ") == 1 and printed.splitlines()[-1].startswith("next: ")  # no stage says its own
     rows = [*read_jsonl(here / "fitted/eval/results.jsonl")]
     assert len(rows) == 2 * 3 == 2 * len(kept) and all(row in rows for row in kept)
     assert {row["method"] for row in rows} == {"full", "lookaheadkv", "speckv"}
