@@ -105,12 +105,19 @@ def serve(config: BenchServe) -> None:
     """Measure batched serving."""
     target, methods = _methods(config, config.tokens)
     load = config.tokens, config.answer_tokens, config.requests, config.rows
+    if config.vllm and (config.interval or config.prefill_tokens != BenchServe.prefill_tokens):
+        raise UserError(
+            "interval= and prefill_tokens= are for keepsight's own engine; leave them out, or leave out vllm=true",
+            field="interval",
+            code="conflict",
+        )
     with _runner(config, target) as runner:
         if config.vllm:
             source, _, _ = located(config.model.id, config.model.revision, config.model.own_file)
             _print(bench_vllm(runner, target, source, _evicting(methods), *load))
         else:
-            _print(bench_serve(runner, target.model, methods, *load))
+            arrivals = config.interval, config.prefill_tokens
+            _print(bench_serve(runner, target.model, methods, *load, *arrivals))
 
 
 def ops(config: configs.BenchOps) -> None:

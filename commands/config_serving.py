@@ -138,15 +138,18 @@ class BenchServe(Benched):
 
         keepsight bench serve tokens=4096 requests=32 rows=16 methods=snapkv budgets=128
 
-    Uses the engine of `keepsight serve`. All requests arrive at once. Prints requests per second, the median time to
-    first token, milliseconds per decoding step with a full batch, and the memory of the batch's entries. With vllm=true
-    it uses vLLM's engine, and prompts are turned into prefixes beforehand, as by `keepsight prefix`.
+    Uses the engine of `keepsight serve`. Prints seconds in all, requests per second, the median time to first token,
+    milliseconds per decoding step with a full batch, the median and the 99th percentile of the milliseconds between two
+    tokens of an answer, and the memory of the batch's entries. With vllm=true it uses vLLM's engine, and prompts are
+    turned into prefixes beforehand, as by `keepsight prefix`.
 
     Attributes:
         tokens: Prompt length in tokens.
         answer_tokens: Answer length in tokens.
         requests: Number of requests.
         rows: Maximum number of answers decoded at the same time.
+        interval: Seconds between the arrivals of two requests; 0 for all at once.
+        prefill_tokens: Tokens of a new prompt that are read at a time while answers run; 0 for whole prompts.
         vllm: Measure vLLM's engine.
     """
 
@@ -156,4 +159,6 @@ class BenchServe(Benched):
     answer_tokens: PositiveInt = 64
     requests: PositiveInt = 16
     rows: PositiveInt = 8
+    interval: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    prefill_tokens: NonNegativeInt = 256
     vllm: bool = False

@@ -4,6 +4,7 @@ import importlib.util
 import math
 import os
 import statistics
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.eval.answers import entry_bytes
@@ -34,6 +36,8 @@ _DOCUMENTS = 4
 _QUESTION = 16
 """Tokens that each request adds to its prompt."""
 _WARM_UP_TOKENS = 2
+_IDLE = 0.002
+"""Seconds to wait where no request is there."""
 
 
 def bench_serve(
@@ -44,8 +48,13 @@ def bench_serve(
     answer_tokens: int,
     requests: int,
     rows: int,
+    interval: float = 0.0,
+    prefill_tokens: int = 256,
 ) -> Iterator[str]:
-    """A line for each method, the full cache first; prompts are random tokens, and answers all have one length."""
+    """A line for each method, the full cache first; prompts are random tokens, and answers all have one length.
+
+    A request arrives every `interval` seconds; new prompts are read as by an `Engine` of these `prefill_tokens`.
+    """
     rows = min(rows, requests)
     require_room(model, tokens + answer_tokens, rows)
     prompts = random_ids(model, requests, tokens).cpu()
@@ -56,10 +65,14 @@ def bench_serve(
     )
 
     def measure(method: Method, _: int) -> Row:
-        served = _serve(model, method, prompts, answer_tokens, rows)
+        served = _serve(model, method, prompts, answer_tokens, rows, interval, prefill_tokens)
         step = _median_step(served.steps, rows)
+        gaps = [gap for job in served.jobs for gap in job.gaps] or [0.0]
         return {
             "requests/s": requests / served.seconds,
+            "in all s": served.seconds,
+            "gap ms": statistics.median(gaps) * 1000,
+            "p99 gap": _percentile(gaps, 0.99) * 1000,
             "first s": statistics.median(job.first or 0.0 for job in served.jobs),
             "prefill s": served.engine.totals.prefill_seconds / requests,
             "ms a step": step * 1000,
@@ -67,14 +80,23 @@ def bench_serve(
             "KV MiB": served.peak_bytes / 2**20,
         }
 
-    columns = _columns(compared, "requests/s", "first s", "prefill s", "ms a step", "tokens/s", "of full", "KV MiB")
+    figures = ("requests/s", "first s", "prefill s", "ms a step", "tokens/s", "of full", "gap ms", "p99 gap", "KV MiB")
+    columns = _columns(compared, "in all s", *figures)
     served_rows = runner.compare("serve", compared, measure, lengths=[tokens], ratios={"of full": "ms a step"})
     yield from runner.table("serve", columns, served_rows)
+
+
+def _percentile(values: list[float], share: float) -> float:
+    """The least of the values that so large a share of them does not exceed."""
+    return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)]
 
 
 _FORMS = {
     "read s": ".2f",
     "requests/s": ".3f",
+    "in all s": ".1f",
+    "gap ms": ".0f",
+    "p99 gap": ".0f",
     "first s": ".2f",
     "prefill s": ".2f",
     "ms a step": ".1f",
@@ -103,20 +125,48 @@ def _median_step(seconds_of_steps: list[float], rows: int) -> float:
     return statistics.median(seconds_of_steps)
 
 
+class _TimedJob(Job):
+    """A request that notes the seconds between the tokens of its answer."""
+
+    def __init__(self, ids: torch.Tensor, **options: Any) -> None:
+        super().__init__(ids, **options)
+        self.gaps: list[float] = []
+        self._before: float | None = None
+
+    @override
+    def took(self, token: int) -> bool:
+        now = time.perf_counter()
+        if self._before is not None:
+            self.gaps.append(now - self._before)
+        self._before = now
+        return False
+
+
 @dataclass
 class _Served:
-    """Seconds in all, seconds of each step with all rows filled, and the most bytes of entries."""
+    """Seconds in all, and of steps, and the most bytes of entries.
+
+    Steps are those with all rows filled, or, where requests arrive one after another, all that read no prompt.
+    """
 
     engine: Engine
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[_TimedJob] = field(default_factory=list)
     seconds: float = 0.0
     steps: list[float] = field(default_factory=list)
     peak_bytes: int = 0
 
 
-def _serve(model: PreTrainedModel, method: Method, prompts: torch.Tensor, answer_tokens: int, rows: int) -> _Served:
-    """Serve all prompts, which arrive at once."""
-    engine = Engine(model, method, rows=rows, waiting=len(prompts))
+def _serve(
+    model: PreTrainedModel,
+    method: Method,
+    prompts: torch.Tensor,
+    answer_tokens: int,
+    rows: int,
+    interval: float,
+    prefill_tokens: int,
+) -> _Served:
+    """Serve all prompts, of which one arrives every `interval` seconds."""
+    engine = Engine(model, method, rows=rows, waiting=len(prompts), prefill_tokens=prefill_tokens)
     options: dict[str, Any] = {
         "max_new_tokens": answer_tokens,
         "min_new_tokens": answer_tokens,
@@ -124,17 +174,25 @@ def _serve(model: PreTrainedModel, method: Method, prompts: torch.Tensor, answer
     }
     served = _Served(engine)
     for ids in prompts:
-        served.jobs.append(Job(ids, **options))
+        served.jobs.append(_TimedJob(ids, **options))
+
+    def submit_all() -> None:
+        for number, job in enumerate(served.jobs):
+            time.sleep(max(start + number * interval - time.perf_counter(), 0))
+            engine.submit(job)
+
     start = time.perf_counter()
-    for job in served.jobs:
-        engine.submit(job)
-    is_busy = True
-    while is_busy:
+    arrivals = threading.Thread(target=submit_all, name="arrivals", daemon=True)
+    arrivals.start()
+    if not interval:
+        arrivals.join()
+    while not all(job.done.is_set() for job in served.jobs):
         steps_before = engine.totals.decode_steps
         seconds_before = engine.totals.decode_seconds
-        is_busy = engine.step()
+        if not engine.step():
+            time.sleep(_IDLE)
         rows_filled = engine.load[0]
-        if rows_filled == rows and engine.totals.decode_steps > steps_before:
+        if (rows_filled == rows or interval) and engine.totals.decode_steps == steps_before + 1:
             served.steps.append(engine.totals.decode_seconds - seconds_before)
         served.peak_bytes = max(served.peak_bytes, engine.kv_bytes)
     served.seconds = time.perf_counter() - start

@@ -228,3 +228,14 @@ def test_requests_from_evicted_caches_against_full_ones(keepsight: CommandLine) 
     assert names.endswith("KV MiB") and [name for name, *_ in rows] == ["full cache", "snapkv 48"]
     full, evicted = ([float(figure) for figure in figures] for _, *figures in rows)
     assert full[5] == 1 and evicted[6] < full[6]
+
+
+def test_the_bench_of_arrivals_times_gaps(keepsight: CommandLine) -> None:
+    load = ("tokens=120", "answer_tokens=6", "requests=4", "rows=3", "interval=0.01", "prefill_tokens=40")
+    printed = keepsight("bench", "serve", *TINY[:-1], "methods=[snapkv]", "budgets=[48]", *load)
+    columns = re.split(r"  +", printed.splitlines()[1].strip())
+    assert {"gap ms", "p99 gap", "in all s"} <= {*columns}
+    for line in printed.splitlines()[2:4]:
+        row = dict(zip(columns, re.split(r"  +", line.strip()), strict=True))
+        assert 0 < float(row["gap ms"]) <= float(row["p99 gap"]) < 1000 * float(row["in all s"])
+    keepsight.refuses("interval", "conflict", "bench", "serve", *TINY[:-1], "vllm=true", "interval=1")
