@@ -39,7 +39,6 @@ def join(states: Sequence[State]) -> State:
     Entries are copied. States of similar lengths join best, unless one `joins_unpadded`. The states, of any number of
     rows each, stay unchanged.
     """
-    width = max(state.tokens.shape[1] for state in states)
     tokens_seen = max(state.cache.get_seq_length() for state in states)
     unpadded = any(map(joins_unpadded, states))
     layers: list[Any] = []
@@ -47,12 +46,18 @@ def join(states: Sequence[State]) -> State:
         if isinstance(state_layers[0], DummyLayer):  # it holds nothing
             layers.append(state_layers[0])
         elif is_bounded(state_layers[0]):
-            layers.append(_join_bounded(state_layers, tokens_seen))
+            layers.append(join_bounded(state_layers, tokens_seen))
         elif unpadded:
             layers.append(_join_ragged(state_layers, tokens_seen))
         else:
             layers.append(_join_dense(state_layers, tokens_seen))
 
+    return joined_fields(states, StateCache(layers=layers))
+
+
+def joined_fields(states: Sequence[State], cache: StateCache) -> State:
+    """One batch of states with this cache, which holds the entries of all of them."""
+    width = max(state.tokens.shape[1] for state in states)
     images = Images({}) if any(state.images for state in states) else None
     logits = []
     tokens = []
@@ -70,7 +75,7 @@ def join(states: Sequence[State]) -> State:
         rope_offsets.append(torch.zeros_like(state.lengths) + state.rope_offset)
         batch_offsets.append(torch.zeros_like(state.lengths) + state.batch_offset)
     return State(
-        StateCache(layers=layers),
+        cache,
         torch.cat(logits),
         torch.cat(tokens),
         torch.cat(lengths),
@@ -106,12 +111,19 @@ def take_rows(state: State, rows: Sequence[int]) -> State:
         if isinstance(layer, DummyLayer):
             layers.append(layer)
         elif is_bounded(layer):
-            layers.append(_take_bounded(layer, index, tokens_seen))
+            layers.append(bounded_rows(layer, index, tokens_seen))
         elif isinstance(layer, RaggedLayer):
             layers.append(_take_ragged(layer, rows, tokens_seen))
         else:
             layers.append(_take_dense(layer, index, tokens_seen))
 
+    return rows_of(state, index, width, StateCache(layers=layers))
+
+
+def rows_of(state: State, index: Tensor, width: int, cache: StateCache) -> State:
+    """The rows `index` [B] of a batch, whose longest has `width` tokens, with this cache of their entries."""
+    first_column = state.tokens.shape[1] - width
+    lengths = state.lengths[index]
     rope_offset = state.rope_offset
     if isinstance(rope_offset, Tensor):
         rope_offset = rope_offset[index]
@@ -121,7 +133,7 @@ def take_rows(state: State, rows: Sequence[int]) -> State:
     images = Images({}) if state.images else None
     padded = state.padded is not False and bool((lengths < width).any())
     return State(
-        StateCache(layers=layers),
+        cache,
         state.logits[index],
         state.tokens[index, first_column:],
         lengths,
@@ -176,7 +188,7 @@ def _take_ragged(layer: RaggedLayer, rows: Sequence[int], seen: int) -> RaggedLa
     return _of_same_model(layer, RaggedLayer(keys, values, sizes[[*rows]], seen))
 
 
-def _take_bounded(layer: Any, index: Tensor, seen: int) -> Any:
+def bounded_rows(layer: Any, index: Tensor, seen: int) -> Any:
     """A layer with a sliding window or chunks, which holds no more than the tokens seen."""
     taken_layer = copy.copy(layer)
     padding = max(layer.keys.shape[2] - seen, 0)
@@ -232,7 +244,7 @@ def _of_same_model(layer: KeptLayer, new_layer: Layer) -> Layer:
     return new_layer
 
 
-def _join_bounded(layers: Sequence[Any], seen: int) -> Any:
+def join_bounded(layers: Sequence[Any], seen: int) -> Any:
     """A layer with a sliding window or chunks, whose padding is that of the tokens."""
     joined = copy.copy(layers[0])
     joined.keys = _joined([layer.keys for layer in layers])

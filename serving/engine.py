@@ -31,6 +31,7 @@ from keepsight.runtime.beside import Beside, can_read_beside
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, end_ids, generate
 from keepsight.runtime.join import can_join, join, take_rows
+from keepsight.runtime.places import Places
 from keepsight.runtime.state import State, must_restart, read
 from keepsight.runtime.static_batch import StaticBatch
 from keepsight.serving.sampling import TokenLogprob, token_logprob
@@ -309,6 +310,7 @@ class Engine:
         self._reading: Job | None = None  # whose prompt's pass is under way
         self._is_pass_of_both = False
         self.state: State | None = None
+        self._places = Places(rows)
         self._static = StaticBatch(model, without_graph=static)
         self._wake = threading.Condition()
         self._is_closed = False
@@ -543,11 +545,13 @@ class Engine:
         self.totals.queue.observe(time.perf_counter() - job.submitted)
         try:
             rows, state = self._prefill(job)
-            states = [state] * len(rows)
-            if self.state is not None:
-                self.state = self._static.settled(self.state)
-                states.insert(0, self.state)
-            self.state = join(states)
+            if self._static.takes(state):
+                states = [state] * len(rows)
+                if self.state is not None:
+                    states.insert(0, self._static.settled(self.state))
+                self.state = join(states)
+            else:
+                self.state = self._places.join(self.state, state, len(rows))
             self._batch += rows
         except _Cancelled:
             self._end_group(job, "cancelled")
@@ -697,8 +701,8 @@ class Engine:
             else:
                 remaining_rows.append(index)
 
-        self._keep(remaining_rows)
-        return next_tokens[remaining_rows][:, None] if remaining_rows else None
+        order = self._keep(remaining_rows)
+        return next_tokens[order][:, None] if order else None
 
     def _keep_answer(self, index: int) -> None:
         """Let a row's session keep the tokens of its answer that were read: all but the last."""
@@ -769,16 +773,23 @@ class Engine:
                 remaining_rows.append(index)
         self._keep(remaining_rows)
 
-    def _keep(self, rows: list[int]) -> None:
-        """Keep the rows of these indices, and remove the others, whose requests have ended."""
+    def _keep(self, rows: list[int]) -> list[int]:
+        """Keep the rows of these indices, and remove the others, whose requests have ended; returns their new order."""
         if len(rows) == len(self._batch):
-            return
-        self._batch = [self._batch[index] for index in rows]
-        if rows and self.state is not None:
-            self.state = self._static.keep(self.state, rows) or take_rows(self.state, rows)
-        else:
+            return rows
+        state = self.state
+        order = rows
+        if not rows or state is None:
             self.state = None
             self._static.drop()
+        elif self._static.takes(state):
+            self.state = self._static.keep(state, rows) or take_rows(state, rows)
+        elif self._places.has(state):
+            self.state, order = self._places.keep(state, rows)
+        else:
+            self.state = take_rows(state, rows)
+        self._batch = [self._batch[index] for index in order]
+        return order
 
     def _end_group(self, job: Job, reason: str, error: Exception | None = None) -> None:
         for member in job.group:

@@ -8,13 +8,12 @@ import torch
 
 from keepsight import LAQ, AdaKV, KeyNorm, KVzip, SnapKV
 from keepsight.errors import UserError
-from keepsight.runtime import join, static_batch, static_step
+from keepsight.runtime import join, places, static_batch, static_step
 from keepsight.runtime.allocate import Global, Pyramid
 from keepsight.runtime.generate import FullCache, generate
 from keepsight.runtime.methods import H2O, ExpectedAttention, SpeCache
 from keepsight.runtime.methods.reconstruction import Reconstruction
 from keepsight.runtime.static_step import StaticStep
-from keepsight.serving import engine as engines
 from keepsight.serving.engine import Busy, Closed, Engine, Job, TooLong
 from tests.families import family_model
 from tests.refused import refused
@@ -264,17 +263,21 @@ def test_requests_that_were_cancelled_while_waiting_make_room_for_others():
     assert {first.reason, comes.reason} <= {"stop", "length"}
 
 
-def test_a_request_that_cannot_join_the_batch_fails_alone(monkeypatch):
+@pytest.mark.parametrize("where", ["join", "joined_fields"])
+def test_a_request_that_cannot_join_the_batch_fails_alone(where, monkeypatch):
+    """Where the batch is copied, and where the layers have a place for it already."""
     model, method = tiny_model(), METHODS["uniform"]
     engine = Engine(model, method, rows=2)
     good, bad = (Job(ids, max_new_tokens=6) for ids in prompts(60, 70))
     engine.submit(good)
     engine.step()
 
-    def fail(states):
+    def fail(*_):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(engines, "join", fail)
+    if where == "join":
+        monkeypatch.setattr(places, "_all_admit", lambda *_: False)
+    monkeypatch.setattr(places, where, fail)
     engine.submit(bad)
     run(engine)
     assert good.result(0) == alone(model, method, good.ids, max_new_tokens=6) and bad.reason == "failed"
@@ -510,3 +513,47 @@ def test_what_fails_in_a_pass_of_both_fails_both():
     engine.submit(later)
     run(engine)
     assert later.result(0) == alone(model, method, later.ids, max_new_tokens=12, eos_token_id=None)
+
+
+@pytest.mark.parametrize(
+    "method", [SnapKV(40, window=8), AdaKV(40, window=8), FullCache()], ids=["dense", "ragged", "full"]
+)
+def test_rows_take_the_places_of_those_that_left(method, monkeypatch):
+    """A batch is copied when its room is used up, not when a row joins or leaves."""
+    monkeypatch.setattr(join, "CALL", 0)  # ragged ones stay so
+    model = tiny_model()
+    engine = Engine(model, method, rows=4, prefill_tokens=0)
+    jobs = [
+        Job(ids, max_new_tokens=3 + 4 * (place % 3), ignore_end=True) for place, ids in enumerate(prompts(*[60] * 24))
+    ]
+    for job in jobs:
+        engine.submit(job)
+    run(engine)
+    for job in jobs:
+        options: dict[str, Any] = {"max_new_tokens": job.options["max_new_tokens"], "eos_token_id": None}
+        assert job.result(0) == alone(model, method, job.ids, **options)
+    copied = engine._places.copied
+    assert copied.joined == 24
+    assert copied.regrown <= 1 + 2 + 4, "the room doubles up to four rows, and was grown once more for tokens"
+    assert copied.moved <= 24
+
+
+@pytest.mark.parametrize("name", ["uniform", "ragged"])
+def test_memory_of_a_batch_stays_where_it_is(name, monkeypatch):
+    monkeypatch.setattr(join, "CALL", 0)
+    engine = Engine(tiny_model(), METHODS[name], rows=4, prefill_tokens=0)
+    jobs = [
+        Job(ids, max_new_tokens=tokens, ignore_end=True)
+        for ids, tokens in zip(prompts(*[60] * 5), (40, 30, 4, 30, 30), strict=True)
+    ]
+    for job in jobs[:3]:
+        engine.submit(job)
+        engine.step()
+    assert engine.state is not None
+    addresses = [layer.keys.untyped_storage().data_ptr() for layer in engine.state.layers]
+    for job in jobs[3:]:
+        engine.submit(job)
+        for _ in range(4):
+            engine.step()
+    assert jobs[2].reason == "length" and all(job.tokens for job in jobs)
+    assert [layer.keys.untyped_storage().data_ptr() for layer in engine.state.layers] == addresses
