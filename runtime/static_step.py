@@ -148,7 +148,8 @@ def reason_against(model: Reader, state: State) -> str | None:
         return "entries are read in a form of their own"
     if state.needs != Needs():
         return "what the answer reads is recorded"
-    if not state.layers or len(state.layers) < len(state.cache.layers):
+    is_hybrid = any(layer.recurrent is not None for layer in state.layers)
+    if not state.layers or len(state.layers) < len(state.cache.layers) or is_hybrid:
         return "layers have a window or a recurrent state"
     if length_limit(model.config) is not None:
         return "RoPE depends on the length of the text"

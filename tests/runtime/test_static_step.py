@@ -24,6 +24,7 @@ from transformers.generation import MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from keepsight.eval.bench.eviction import count
+from keepsight.models.decoder import FULL, has_latents, layer_kinds
 from keepsight.runtime import generate as generating
 from keepsight.runtime import ragged_kernel, static_step
 from keepsight.runtime.allocate import Adaptive
@@ -45,7 +46,7 @@ from keepsight.runtime.static_step import (
     rounded,
 )
 from tests.close import assert_close
-from tests.families import family_model
+from tests.families import FAMILIES, MORE, family_model
 from tests.runtime.family_methods import NAMES, PROMPT, method_of
 from tests.tiny import base_tokenizer, prompt_ids, tiny_model
 
@@ -118,6 +119,19 @@ def test_every_method_answers_alike_or_says_why_not(name: str, folder: Path) -> 
         return
     answer = decode(model, state.copy(), stop_after(TOKENS, None), pad_token=0).ids
     assert_same(*both(model, state, ends_of(answer, 18)))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE])
+def test_every_family_answers_alike_or_says_why_not(family: str) -> None:
+    """Windows, latents and recurrent states, in layers of their own or beside full attention, have none."""
+    model = family_model(family)
+    method = SnapKV(16, window=8)
+    state = method.start(model, PROMPT).unrecorded()
+    reason = reason_against(method.reader(model), state)
+    has_plain_layers = set(layer_kinds(model.config)) == {FULL} and not has_latents(model)
+    assert (reason is None) == has_plain_layers
+    if reason is None:
+        assert_same(*both(model, state, None, 4))
 
 
 def test_methods_of_all_kinds_of_layers_are_among_them() -> None:

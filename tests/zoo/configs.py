@@ -60,8 +60,12 @@ _NAMES_BY_SIZE = (
 )
 SMALL: dict[str, Any] = {name: value for value, names in _NAMES_BY_SIZE for name in names.split()}
 """What a configuration gets, and each one within it, for the names that it has."""
+_WINDOW_SIZES = ("sliding_window", "attention_chunk_size", "local_attention", "sliding_window_size")
+"""Values that stay None where that is the default: in layers that all have a window nothing is evicted."""
 _LATENT = {"num_key_value_heads": HEADS, "head_dim": SMALL["qk_rope_head_dim"]}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
+_CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
+_NO_WINDOW = {"sliding_window": None}
 _RECURRENT = ["linear_attention", "full_attention"] * 2
 _WINDOWS = ["sliding_attention", "full_attention"] * 2
 _SHARED = {"layer_types": _WINDOWS, "num_kv_shared_layers": 2}
@@ -121,8 +125,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "inkling_mm_model": {"vision_config": {"patch_size": 8, "temporal_patch_size": 1}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
     "janus": {"vq_config": {"base_channels": 32, "channel_multiplier": [1, 1], "latent_channels": 8}},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2": _CONVOLUTIONS,
+    "lfm2_moe": _CONVOLUTIONS,
+    "lfm2_vl": {"text_config": _CONVOLUTIONS},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8},
+    "mistral": _NO_WINDOW,  # as the models have it since Mistral 7B v0.2
+    "mistral3": {"text_config": _NO_WINDOW},
     "molmo2": {"vision_config": {"image_size": [16, 16]}, "adapter_config": {"vision_feature_layer": [2, 1]}},
     "moshi": {"sliding_window": 256},  # without a cache its attention has no window
     "nemotron_h": {
@@ -140,10 +148,14 @@ CHANGES: dict[str, dict[str, Any]] = {
             "n_groups": 2,
         },
     },
+    "paddleocr_vl": {"text_config": _MROPE},
+    "qwen2_5_vl": {"text_config": _MROPE},
+    "qwen2_vl": {"text_config": _MROPE},
     "qwen4_exp": {"text_config": _QSA},
     "qwen4_exp_text": _QSA,
     "reformer": {"is_decoder": True},
     "roc_bert": {"pronunciation_vocab_size": 16, "shape_vocab_size": 16},
+    "step3p7": {"text_config": {"sliding_window": WINDOW}},
     "zamba": {
         "layers_block_type": ["linear_attention", "hybrid"] * 2,
         "attention_head_dim": 16,
@@ -164,9 +176,11 @@ def small_config(kind: str) -> Any:
 def _small_values(config_class: Any) -> dict[str, Any]:
     names = {field.name for field in fields(config_class)}
     values = {}
+    optional = {field.name for field in fields(config_class) if field.default is None}
+    unset = optional.intersection(_WINDOW_SIZES)
     for name, value in SMALL.items():
         native_name = config_class.attribute_map.get(name, name)
-        if native_name in names:
+        if native_name in names - unset:
             values[native_name] = value
     if "kv_lora_rank" in names:
         values |= {name: value for name, value in _LATENT.items() if name in names}

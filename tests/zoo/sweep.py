@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "model_types.csv"
 PAGE = ROOT / "docs" / "model_types.md"
 PLACE = re.compile(r"(?<=<!-- model types -->\n).*?(?=<!-- end -->)", re.DOTALL)
+EVICTED = {"full", "hybrid", "indexed", "latent"}
+"""Kinds of layers from which entries are evicted, as `Outcome.layers` names them."""
 LIMIT = 90
 """Seconds of processor time that a type may take."""
 COLUMNS = ["transformers", *(field.name for field in fields(Outcome))]
@@ -127,8 +129,10 @@ def table(rows: dict[str, Row]) -> str:
     counts = ", ".join(f"{len(found)} {outcome}" for outcome, found in by_outcome.items() if found)
     working = []
     for row in by_outcome[WORKS]:
-        exception = f" but {row['without']}" if row["without"] else ""
-        working.append((f"`{row['model_type']}`", row["layers"], f"all{exception}"))
+        works = f"all but {row['without']}" if row["without"] else "all"
+        if EVICTED.isdisjoint(row["layers"].split(", ")):
+            works = "all, with nothing to evict"
+        working.append((f"`{row['model_type']}`", row["layers"], works))
     tables = [markdown_table(working, ["model type", "layers", "works"])]
     for outcome in (REFUSED, NOT_TRIED, FAILS):
         if by_outcome[outcome]:
