@@ -13,7 +13,7 @@ from keepsight.commands.from_recipe import resources_of, target_of, without_weig
 from keepsight.commands.variants import variants_of
 from keepsight.errors import UserError
 from keepsight.eval.bench.runner import runner_in
-from keepsight.eval.hits import SHARED, Hits, answering, best_shared, choices, compare
+from keepsight.eval.hits import SHARED, Hits, answering, best_shared, compare, entries_read
 from keepsight.eval.report.plots import hits_plot
 from keepsight.eval.report.summary import Frame
 from keepsight.eval.report.tables import Column, Table
@@ -159,7 +159,7 @@ def _hits_of_sample(
             hits.append(compare(name, budget, answered, best_shared(answered, budget, groups)))
     for variant in variants:
         method: Any = variant.method
-        hits.append(compare(variant.name, method.budget, answered, choices(target.model, method, answered)))
+        hits.append(compare(variant.name, method.budget, answered, entries_read(target.model, method, answered)))
     return filter(None, hits)  # without those of answers that are as short as the budget
 
 

@@ -24,7 +24,7 @@ SOURCES: dict[str, type[Any]] = {
     "documentation": package_text.Documentation,
     "passages": package_text.Passages,
     "described_passages": package_text.DescribedPassages,
-    "reconstruction": package_text.Reconstruction,
+    "reconstruction": package_text.ReconstructionSource,
     "dialogue": package_text.Dialogue,
     "tables": tables.Tables,
     "everyday": synthetic.Everyday,

@@ -181,7 +181,7 @@ class DescribedPassages:
 
 
 @dataclass(frozen=True)
-class Reconstruction:
+class ReconstructionSource:
     """Paragraphs of the language reference, one of which is to be repeated word for word. It is the response."""
 
     def sample(self, request: Request) -> Prompt:

@@ -87,7 +87,7 @@ def answering(
     return Answering(before, after, answer, torch.stack(weights))
 
 
-def choices(model: PreTrainedModel, method: CacheMethod, answered: Answering) -> Iterator[list[Tensor]]:
+def entries_read(model: PreTrainedModel, method: CacheMethod, answered: Answering) -> Iterator[list[Tensor]]:
     """For each step, the entries before the token that each layer reads, [K, C] bool."""
     state = method.compress_state(model, answered.before)
     cache: Any = state.cache
@@ -135,7 +135,7 @@ def _mask(selection: Selection | None, kv_heads: int, length: int) -> Tensor:
 
 
 def best_shared(answered: Answering, budget: int, groups: int = 1) -> Iterator[list[Tensor]]:
-    """As `choices`, for the set of entries that has the largest mean weight over the layers of a group."""
+    """As `entries_read`, for the set of entries that has the largest mean weight over the layers of a group."""
     layers = len(answered.weights)
     group_of_layer = torch.tensor([layer * groups // layers for layer in range(layers)])
     for step in range(answered.answer.shape[1]):

@@ -17,7 +17,7 @@ from keepsight.errors import UserError
 from keepsight.models.decoder import input_shape
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.drafting.observer import greedy_draft
-from keepsight.runtime.observe import ObservedLayer, read_with
+from keepsight.runtime.observe import ObservedLayer, read_embeddings
 from keepsight.runtime.rotary import Rotary
 from keepsight.runtime.state import full_layers, has_bounded, prefill
 
@@ -72,7 +72,7 @@ def _queries(model: PreTrainedModel, cache: Any, ids: Tensor, first: int) -> lis
     """Queries [1, H, T, d] float32 of tokens at positions from `first` on, by layer: after RoPE, and before."""
     layers = [_QueriedLayer(layer, None, None, "mean") for layer in full_layers(cache)]
     embeddings = model.get_input_embeddings()(ids)
-    read_with(model, cache, layers, None, embeddings, torch.tensor([first], device=ids.device))
+    read_embeddings(model, cache, layers, None, embeddings, torch.tensor([first], device=ids.device))
     positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
     queries = []
     for index, layer in enumerate(layers):

@@ -134,7 +134,7 @@ def spare(count: int, least: int = ROOM) -> int:
     return max(least, int(count * GROWTH))
 
 
-def room_after(count: int, room: int, appended: Iterable[int]) -> int:
+def room_after_appending(count: int, room: int, appended: Iterable[int]) -> int:
     """Capacity in entries after `appended` entries, one number after another, were added to `count` of `room`."""
     for more in appended:
         count += more
@@ -377,7 +377,7 @@ class KeptLayer(DynamicLayer):
         return self.keys.nbytes + self.values.nbytes if self.is_initialized else 0
 
     def memory_bytes(self, appended: Iterable[int]) -> int:
-        """Bytes of its tensors, marks and room included, after the tokens `appended`; see `room_after`."""
+        """Bytes of its tensors, marks and room included, after the tokens `appended`; see `room_after_appending`."""
         if not self.is_initialized:
             return 0
         count = self.keys.shape[2]
@@ -385,7 +385,7 @@ class KeptLayer(DynamicLayer):
         entry_bytes = _entry_bytes(self.keys) + _entry_bytes(self.values)
         if self.real is not None:
             entry_bytes += self.real.shape[0] * self.real.shape[1] * self.real.element_size()
-        return room_after(count, room, appended) * entry_bytes
+        return room_after_appending(count, room, appended) * entry_bytes
 
     def share(self) -> Self:
         """An independent layer over the same tensors."""
@@ -522,7 +522,7 @@ class RaggedLayer(OwnAttention, KeptLayer):
         entries = int(self.counts.sum())
         heads = self.counts.size
         mean = entries // heads
-        room = room_after(mean + self.appended, mean + max(self._writable, self.appended), appended) - mean
+        room = room_after_appending(mean + self.appended, mean + max(self._writable, self.appended), appended) - mean
         bytes_of_entries = (entries + heads * room) * self._row_bytes
         if not room:
             return bytes_of_entries

@@ -30,7 +30,7 @@ _QUESTION = '\n\nRepeat, word for word, the paragraph that begins with "{start}"
 
 
 @dataclass
-class Reconstruction(Benchmark):
+class ReconstructionTask(Benchmark):
     """Paragraphs of Python's documentation; the score is ROUGE-L on the first 50 words of the one that is asked for."""
 
     @override

@@ -12,7 +12,7 @@ from keepsight.eval.tasks.longbench import LongBench, LongBenchV2
 from keepsight.eval.tasks.longproc import LongProc
 from keepsight.eval.tasks.milebench import MileBench
 from keepsight.eval.tasks.niah import Niah
-from keepsight.eval.tasks.reconstruction import Reconstruction
+from keepsight.eval.tasks.reconstruction import ReconstructionTask
 from keepsight.eval.tasks.ruler import Ruler
 from keepsight.eval.tasks.samples import RenderedSample
 
@@ -22,7 +22,7 @@ class Benchmarks:
     """Every benchmark under its name, with its keys."""
 
     niah: Niah = field(default_factory=Niah)
-    reconstruction: Reconstruction = field(default_factory=Reconstruction)
+    reconstruction: ReconstructionTask = field(default_factory=ReconstructionTask)
     ruler: Ruler = field(default_factory=Ruler)
     longbench: LongBench = field(default_factory=LongBench)
     longbench_v2: LongBenchV2 = field(default_factory=LongBenchV2)

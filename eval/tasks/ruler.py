@@ -78,7 +78,7 @@ class Ruler(Benchmark):
             return _sample(task, length, f"{request.seed}-{index}", text_of(index, rng, size), request.protocol)
 
         makes = [partial(make, index) for index in range(request.samples)]
-        return filled(makes, length, request.tokenizer, least)
+        return samples_of_length(makes, length, request.tokenizer, least)
 
     def _texts(self, task: str, length: int, request: TaskRequest) -> tuple[TextOf, int]:
         """The generator of the text of sample `index`, and the smallest size that it works for."""
@@ -237,7 +237,7 @@ class _Search:
     best: RenderedSample | None = None
 
 
-def filled(makes: Sequence[Make], length: int, tokenizer: Any, least: int = 0) -> list[RenderedSample]:
+def samples_of_length(makes: Sequence[Make], length: int, tokenizer: Any, least: int = 0) -> list[RenderedSample]:
     """Samples whose prompt and answer fill `length` tokens to within one unit or 2 percent.
 
     The size comes from how tokens grow with units, after the first prompts from the number of characters, and is then

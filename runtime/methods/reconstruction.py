@@ -30,7 +30,7 @@ from keepsight.runtime.features import RecordFeatures, WatchInputs
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce, observed_attention, reduce_group
 from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.methods.geometry import output_norms
-from keepsight.runtime.observe import Observer, ViewedLayer, read_with
+from keepsight.runtime.observe import Observer, ViewedLayer, read_embeddings
 from keepsight.runtime.resources import Resources
 from keepsight.runtime.state import State, full_layers, with_observers
 
@@ -252,7 +252,7 @@ def _read(model: PreTrainedModel, state: State, embeddings: Tensor, rope_lengths
     mask = state.tokens_mask
     layers = [ProbedLayer(_usable(layer), mask) for layer in full_layers(state.cache)]
     first = state.lengths + state.rope_offset
-    read_with(model, state.cache, layers, mask, embeddings, first, rope_lengths)
+    read_embeddings(model, state.cache, layers, mask, embeddings, first, rope_lengths)
     return layers
 
 

@@ -26,7 +26,7 @@ from keepsight.models.lora import FoldedLora, Lora
 from keepsight.models.scorers import published_tensors
 from keepsight.runtime import registry
 from keepsight.runtime.methods.reconstruction import KVzip, KVzipPlus, ProbedLayer
-from keepsight.runtime.observe import read_with
+from keepsight.runtime.observe import read_embeddings
 from keepsight.runtime.resources import Resources
 from keepsight.runtime.state import State, require_same_frequencies
 
@@ -278,5 +278,5 @@ class RestoreKV(KVzip):
         embeddings = tokens.expand(len(state.lengths), -1, -1)
         first = state.lengths + state.rope_offset
         with nullcontext() if lora is None else lora.attached():
-            read_with(model, state.cache, layers, state.tokens_mask, embeddings, first)
+            read_embeddings(model, state.cache, layers, state.tokens_mask, embeddings, first)
         return layers

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
-from keepsight.eval.hits import Answering, answering, best_shared, choices, compare
+from keepsight.eval.hits import Answering, answering, best_shared, compare, entries_read
 from keepsight.eval.query_similarity import POSITIONS, query_similarity
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.runtime.methods import ExactTopK, Quest, SpeContext
@@ -56,7 +56,7 @@ def test_weights_are_those_of_dense_attention(model, seen):
 
 
 def test_compare_counts_what_loops_count(model, seen):
-    chosen = list(choices(model, ExactTopK(BUDGET), seen))
+    chosen = list(entries_read(model, ExactTopK(BUDGET), seen))
     found = compare("exact_topk", BUDGET, seen, iter(chosen))
     hits, masses, overlaps, previous = [], [], [], None
     for step, of_layers in enumerate(chosen):
@@ -83,7 +83,7 @@ def test_compare_counts_what_loops_count(model, seen):
 def test_a_head_chooses_as_it_does_while_it_decodes(model, seen, groups):
     """The choices of the first step depend on the prompt alone, and are those that the method's own reader makes."""
     method = SpeContext(BUDGET, _head(model, groups))
-    first = next(choices(model, method, seen))
+    first = next(entries_read(model, method, seen))
     state = method.compress_state(model, seen.before)
     announced: list[torch.Tensor] = []
     layers: list[Any] = list(state.cache.layers)
@@ -102,8 +102,8 @@ def test_a_head_chooses_as_it_does_while_it_decodes(model, seen, groups):
 
 def test_upper_bounds(model, seen):
     shared = compare("best", BUDGET, seen, best_shared(seen, BUDGET))
-    head = compare("head", BUDGET, seen, choices(model, SpeContext(BUDGET, _head(model)), seen))
-    exact = compare("exact", BUDGET, seen, choices(model, ExactTopK(BUDGET), seen))
+    head = compare("head", BUDGET, seen, entries_read(model, SpeContext(BUDGET, _head(model)), seen))
+    exact = compare("exact", BUDGET, seen, entries_read(model, ExactTopK(BUDGET), seen))
     assert shared is not None and head is not None and exact is not None
     assert head.mass <= shared.mass + 1e-6, "no set for all layers gets more of the mean attention"
     assert 0 < head.hit < 1
@@ -112,7 +112,7 @@ def test_upper_bounds(model, seen):
 @pytest.mark.parametrize("groups", [2, 4])
 def test_what_groups_could_read_at_best(model, seen, groups):
     best = compare("best", BUDGET, seen, best_shared(seen, BUDGET, groups))
-    head = compare("head", BUDGET, seen, choices(model, SpeContext(BUDGET, _head(model, groups)), seen))
+    head = compare("head", BUDGET, seen, entries_read(model, SpeContext(BUDGET, _head(model, groups)), seen))
     whole = compare("best", BUDGET, seen, best_shared(seen, BUDGET))
     assert best is not None and head is not None and whole is not None
     assert head.mass <= best.mass + 1e-6
@@ -126,7 +126,7 @@ def test_what_groups_could_read_at_best(model, seen, groups):
 
 
 def test_quest_reads_its_dense_layers_whole(model, seen):
-    of_layers = next(choices(model, Quest(31, dense_layers=1), seen))
+    of_layers = next(entries_read(model, Quest(31, dense_layers=1), seen))
     assert of_layers[0].all()
     assert not of_layers[1].all()
 
