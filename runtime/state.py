@@ -592,7 +592,8 @@ def _prefill(
             others = beside.next_tokens(model)
         if beside is not None and others is not None:
             prompt = (cache, input_ids[:, start:end], positions[:, start:end])
-            beside.give(run_beside(model, prompt, others, None if needs == Needs() else recorder))
+            recorder_of_prompt = None if needs == Needs() else recorder
+            beside.give(run_beside(model, prompt, others, recorder_of_prompt))
             seconds += recorder.seconds
             were_beside = True
             continue

@@ -57,7 +57,9 @@ class HeadPattern:
             raise UserError(f"{reference}: there is no pattern; {_EXPECTED}", field="scorer", code="missing")
         try:
             lines = regular(file).read_text(encoding="utf-8").splitlines()
-            rows = [[float(number) for number in line.split("\t")] for line in lines if line.strip()]
+            rows = []
+            for line in filter(str.strip, lines):
+                rows.append([float(number) for number in line.split("\t")])
             numbers = np.array(rows, dtype=np.float64)
         except ValueError:  # not UTF-8, no number, or rows of different lengths
             numbers = np.empty(0)

@@ -31,7 +31,7 @@ class CountedWindow(PromptWindow):
         assert self.window is not None
         recorded = recorded_queries(layer, self.window)
         keys, _, real = layer.attended()
-        rows, length = keys.shape[0], keys.shape[2]
+        rows, _, length, _ = keys.shape
         observers = recorded.queries.shape[2]
         is_entry = keys.new_ones(rows, length, dtype=torch.bool) if real is None else real.any(dim=1)
         before = is_entry.long().cumsum(dim=1) - is_entry.long()

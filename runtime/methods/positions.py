@@ -246,9 +246,9 @@ def _compacted(entries: Tensor, first: int, number: int, ladder: int, rungs: int
 
     A layer's own are `rungs` of a ladder's entries, `apart` from each other, from a place on that shifts by layer.
     """
-    own = layer % (ladder - rungs + 1) + apart * torch.arange(rungs)
+    rungs_of_layer = layer % (ladder - rungs + 1) + apart * torch.arange(rungs)
     ladders = torch.arange(number)[:, None] * ladder
-    kept = (first + ladders + own).flatten()
+    kept = (first + ladders + rungs_of_layer).flatten()
     return torch.cat([entries[:first], entries[kept], entries[first + number * ladder :]])
 
 
