@@ -229,14 +229,15 @@ def write_state(
     `state` and `after` are the state before and after the rotation; `fields` are further ones of the header.
     """
     keys, values = _packed(after, ragged=bool(page))
-    counts = state.counts()[:, 0].cpu()  # [L, K]
+    counts = state.counts()[:, 0].cpu()
+    layers, kv_heads = counts.shape
     tensors = {"keys": keys, "values": values}
     if page:
         tensors["pages"] = counts // page
     header = Header(
         entries=int(after.lengths[0]),
         seen=int(state.lengths[0]),
-        shape=(*counts.shape, keys.shape[-1]),
+        shape=(layers, kv_heads, keys.shape[-1]),
         page=page,
         model=str(config.name_or_path or ""),
         rope=_rope_parameters(config),
