@@ -118,7 +118,7 @@ def with_langchain(url, cases, folder):
 
 def with_llm(url, cases, folder):
     os.environ["LLM_USER_PATH"] = folder
-    described = [{"model_id": MODEL, "model_name": MODEL, "api_base": f"{url}/v1"}]
+    described = [{"model_id": MODEL, "model_name": MODEL, "api_base": f"{url}/v1", "api_key_name": "keepsight"}]
     Path(folder, "extra-openai-models.yaml").write_text(json.dumps(described))
     import llm
 

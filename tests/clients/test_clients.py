@@ -29,6 +29,16 @@ from tests.serving.vllm.stock import free_port, process, stock_target
 pytestmark = pytest.mark.clients
 ASK = Path(__file__).with_name("ask.py")
 TOKENS = 12
+REPLACEMENT = "\ufffd"
+BENCH = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+"""`vllm bench serve`: the command itself asks for the version of a package `vllm`, which the CPU build is not."""
 VLLM_BUDGET = 96
 PROMPTS = [f"{number} ships sailed on the sea. " * (2 + number % 9) for number in range(32)]
 SCHEMA = {
@@ -52,7 +62,7 @@ class Served:
     def expected(self, kind: str, prompt: str) -> str:
         """The text of `generate`'s answer, from what the server keeps of a prompt."""
         model = self.target.model
-        tokenizer = self.target.tokenizer
+        tokenizer: Any = self.target.tokenizer
         if kind == "chat":
             messages = [{"role": "user", "content": prompt}]
             prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -66,7 +76,8 @@ class Served:
             with torch.no_grad():
                 state = SnapKV(VLLM_BUDGET, window=8).start(model, ids[:, :-1])
             answer = generate(model, ids[:, -1:], state.unrecorded(), **options)
-        return tokenizer.decode(answer[0], skip_special_tokens=True)
+        text: str = tokenizer.decode(answer[0], skip_special_tokens=True)
+        return text
 
 
 @pytest.fixture(scope="module")
@@ -117,16 +128,6 @@ def python_of(variable: str, default: str, command: str) -> str:
     return str(python)
 
 
-def expected(target: Target, kind: str, prompt: str) -> str:
-    """The text of `generate`'s answer."""
-    if kind == "chat":
-        messages = [{"role": "user", "content": prompt}]
-        prompt = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids = target.tokenizer(prompt, return_tensors="pt")["input_ids"]
-    answer = generate(target.model, ids, METHOD, max_new_tokens=TOKENS)[0]
-    return target.tokenizer.decode(answer, skip_special_tokens=True)
-
-
 CLIENTS = {"openai": 51, "litellm": 44, "langchain-openai": 42, "llm": 8, "inspect-ai": 32, "lm-eval": 32}
 """How many texts each of them asks for."""
 
@@ -154,7 +155,11 @@ def ask_as(client: str, served: Served, folder: Path) -> None:
         elif answer["kind"] == "refused":
             assert answer["prompt"] in answer["text"]
         else:
-            assert answer["text"] == served.expected(answer["kind"], answer["prompt"])
+            expected = served.expected(answer["kind"], answer["prompt"])
+            if served.engine is None:  # vLLM leaves out bytes at an answer's end that are no whole character
+                expected = expected.rstrip(REPLACEMENT)
+                answer["text"] = answer["text"].rstrip(REPLACEMENT)
+            assert answer["text"] == expected
             answers += 1
     assert answers == CLIENTS[client]
 
@@ -189,7 +194,7 @@ def test_vllm_bench_serve(
     served: Served = request.getfixturevalue(server)
     python = python_of("VLLM_VENV", ".venv-vllm", "make setup-vllm")
     endpoint = "/v1/chat/completions" if backend == "openai-chat" else "/v1/completions"
-    command = [python, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", backend]
+    command = [python, "-c", BENCH, "--backend", backend]
     command += ["--base-url", served.url, "--endpoint", endpoint, "--model", "tiny", "--tokenizer", str(folder)]
     command += ["--dataset-name", "random", "--random-input-len", "200", "--random-output-len", "16", "--ignore-eos"]
     command += [
