@@ -96,6 +96,21 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "max_position_embeddings": 65536,
     },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "max_position_embeddings": 131072,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+    },
     "nemotron-h-8b": {
         "model_type": "nemotron_h",
         "vocab_size": 131072,
@@ -120,6 +135,7 @@ ENTRIES = {  # layers with entries of their own, KV heads, dimensions; billions 
     "gemma4-12b": (8, 1, 512, 11, 13),
     "ministral3-8b": (34, 8, 128, 8, 9),
     "olmo3-7b": (8, 32, 128, 7, 8),
+    "gpt-oss-20b": (12, 8, 64, 20, 21),
     "nemotron-h-8b": (4, 8, 128, 8, 9),
 }
 FAST = ("gemma4-e4b", "nemotron-h-8b")

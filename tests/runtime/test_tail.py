@@ -20,8 +20,9 @@ from keepsight.runtime.methods.lookaheadkv import LookaheadKV, SoftTokens
 from keepsight.runtime.rope_length import length_limit
 from keepsight.runtime.state import Recorder, State, prefill
 from tests.close import assert_close
-from tests.families import FAMILIES, family_model
+from tests.families import FAMILIES, MORE, family_model
 from tests.models.modules import SHAPE, random_on, save
+from tests.runtime.family_methods import REFUSED
 from tests.runtime.test_layer_eviction import Layers
 from tests.tiny import prompt_ids, tiny_model
 
@@ -86,7 +87,7 @@ def test_the_entries_that_stay_are_those_of_two_passes(
     assert_kept_alike(one_pass, method.compress_state(model, whole))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in (*FAMILIES, *MORE) if (family, "lookaheadkv") not in REFUSED])
 def test_every_family_keeps_what_two_passes_keep(family: str, tmp_path: Path) -> None:
     """Families with windows or recurrent states, which would take in the observers, read them in a second pass."""
     model = family_model(family)

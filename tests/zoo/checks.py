@@ -108,7 +108,10 @@ def check_snapkv(model: Any) -> None:
 
 
 def check_lookaheadkv(model: Any) -> None:
-    """With random weights: scores are those of one eager pass, and soft tokens leave all other state as it was."""
+    """With random weights: scores are those of one eager pass, and soft tokens leave all other state as it was.
+
+    What stays is the same whether they are read with the prompt, where the model allows it, or after it.
+    """
     module = random_on(model, SOFT_TOKENS)
     method = LookaheadKV(BUDGET, **adapter_fields(module.adapter()))
     state = prefill(model, PROMPT, needs=method.needs())
@@ -118,6 +121,12 @@ def check_lookaheadkv(model: Any) -> None:
     for layer_scores, layer_expected in zip(scores, expected, strict=True):
         assert_near(layer_scores[0], layer_expected)
     check_as_masked(model, method)
+    with_prompt = method.start(model, PROMPT)
+    after_prompt = method.compress_state(model, state)
+    assert_near(with_prompt.logits, after_prompt.logits)
+    for entries, other_entries in zip(with_prompt.entries(), after_prompt.entries(), strict=True):
+        assert_near(entries.keys, other_entries.keys)
+        assert_near(entries.values, other_entries.values)
 
 
 def check_further_turns(model: Any) -> None:
