@@ -61,8 +61,9 @@ STATUS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 COMPLETION_TOKENS = 16
 """Default of `max_tokens` for completions, as in OpenAI's interface."""
 _PING = 15.0
-"""Seconds after which a stream without text gets a comment, since proxies close silent connections after 60."""
-_COMMENT = ": keepsight\n\n"
+"""Seconds after which a stream without text gets a byte, since proxies close silent connections after 60."""
+_EMPTY_LINE = "\n"
+"""It is no event, as a comment is none. vLLM's client (`vllm bench serve`) joins a comment to the event after it."""
 _LONG_TEXT = 1 << 15
 """Characters from which a text is tokenized behind other long ones, in some milliseconds or more."""
 _TOKENIZED_AT_A_TIME = 2
@@ -502,17 +503,20 @@ class Service:
     async def _events(
         self, request: Request, answers: Answers, reply: Reply, options: StreamOptions | None
     ) -> AsyncIterator[str]:
-        """The events of streamed answers; comments keep the connection open while there is no text."""
-        yield _COMMENT
-        if reply.chat:
-            for job in answers.jobs:
-                yield _event(reply.first_chunk(job))
+        """The events of streamed answers; empty lines keep the connection open while there is no text.
 
+        A chat's first chunk, without text, comes with the first piece: clients take its time for the first token's.
+        """
+        yield _EMPTY_LINE
+        begun: set[int] = set()
         error: Exception | None = None
         async for piece in answers.pieces(_PING):
             if piece is None:
-                yield _COMMENT
+                yield _EMPTY_LINE
                 continue
+            if reply.chat and piece.index not in begun:
+                begun.add(piece.index)
+                yield _event(reply.first_chunk(answers.jobs[piece.index]))
             for chunk in reply.chunks(piece):
                 yield _event(chunk)
             if piece.is_last:

@@ -187,9 +187,11 @@ def test_answers_beside_vllm_are_those_of_generate(client: str, beside_vllm: Ser
 
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
-def test_vllm_bench_serve(backend: str, folder: Path, beside_vllm: Served, tmp_path: Path) -> None:
-    """Not our own server's: it sends no chunk for an answer without text, which vLLM's client counts as failed."""
-    served = beside_vllm
+@pytest.mark.parametrize("server", ["own", "beside_vllm"])
+def test_vllm_bench_serve(
+    server: str, backend: str, folder: Path, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    served: Served = request.getfixturevalue(server)
     python = python_of("VLLM_VENV", ".venv-vllm", "make setup-vllm")
     endpoint = "/v1/chat/completions" if backend == "openai-chat" else "/v1/completions"
     command = [python, "-c", BENCH, "--backend", backend]
