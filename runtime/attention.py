@@ -342,7 +342,9 @@ def run(
         masks_of_layers(uncompiled, cache),
         _current(model.config.get_text_config(decoder=True), recorder, cache),
     ):
-        return uncompiled(past_key_values=cache, use_cache=True, entries=cache, recorder=recorder, **inputs)
+        output = uncompiled(past_key_values=cache, use_cache=True, entries=cache, recorder=recorder, **inputs)
+    _drop_logits(output, inputs)
+    return output
 
 
 @contextmanager
@@ -416,6 +418,20 @@ def _ask_for_all_queries(inputs: dict[str, Any], recorded: bool) -> None:
     if isinstance(count, int) and count > 0 and (recorded or count > 1):
         length = _tokens_in(inputs)
         inputs["logits_to_keep"] = slice(max(length - count, 0), length)
+
+
+def _drop_logits(output: Any, inputs: dict[str, Any]) -> None:
+    """Drop the logits that were not asked for, which some models (VideoLLaMA 3) compute and return all the same."""
+    kept: int | slice = inputs.get("logits_to_keep", 0)
+    logits: Tensor | None = getattr(output, "logits", None)
+    length = _tokens_in(inputs)
+    if kept == 0 or logits is None or logits.shape[1] != length:
+        return
+    if isinstance(kept, int):
+        if kept >= length:
+            return
+        kept = slice(length - kept, length)
+    output.logits = logits[:, kept]
 
 
 def _tokens_in(inputs: dict[str, Any]) -> int:

@@ -154,3 +154,18 @@ def test_the_owner_s_hooks_and_answers_stay(adapter: LookaheadAdapter) -> None:
     assert torch.equal(answer, second)
     assert torch.equal(model(ids).logits, plain)
     assert SHAPE.tokens == method.observer.positions()
+
+
+def test_a_model_that_returns_all_logits_goes_on_from_the_prompt_s_last_token(adapter: LookaheadAdapter) -> None:
+    """VideoLLaMA 3 looks at no `logits_to_keep`: the last row would be that of a soft token."""
+    model, ids = tiny_model(), prompt_ids(60)[0]
+    method = LookaheadKV(20, SoftTokens(adapter))
+    expected = method.start(model, ids)
+    answer = generate(model, ids, method, max_new_tokens=4)
+
+    def keep_all(module: Any, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return inputs, {**options, "logits_to_keep": 0}
+
+    with model.register_forward_pre_hook(keep_all, with_kwargs=True):
+        assert_close(method.start(model, ids).logits, expected.logits)
+        assert torch.equal(generate(model, ids, method, max_new_tokens=4), answer)

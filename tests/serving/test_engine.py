@@ -15,7 +15,7 @@ from keepsight.runtime.methods import H2O, ExpectedAttention, SpeCache
 from keepsight.runtime.methods.reconstruction import Reconstruction
 from keepsight.runtime.static_step import StaticStep
 from keepsight.serving.engine import Busy, Closed, Engine, Job, TooLong
-from tests.families import family_model
+from tests.families import family_model, fresh_model
 from tests.refused import refused
 from tests.tiny import SmallVocabulary, prompt_ids, tiny_model
 
@@ -438,7 +438,7 @@ BESIDE = METHODS | {"summed attention": H2O(40), "statistics": ExpectedAttention
 )
 def test_a_chunk_and_the_tokens_of_all_answers_are_one_pass(method, family):
     """But for the last chunk, whose observers are read with it: one decoding step follows it."""
-    model = family_model(family)
+    model = fresh_model(family)
     engine = Engine(model, method, rows=4, prefill_tokens=20)
     running = [Job(ids, max_new_tokens=20, ignore_end=True) for ids in prompts(33, 61, 47)]
     for job in running:
