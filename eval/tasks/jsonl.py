@@ -249,7 +249,7 @@ def _check_template(where: str, layout: str, template: Any) -> str:
 
 
 def _longbench_row(file: _File, where: str, row: Row, _: int) -> TaskRow:
-    classes: Sequence[str] = ()
+    classes: tuple[str, ...] = ()
     if file.metric == "classification":
         classes = texts_field(where, row, "all_classes")
     return TaskRow(

@@ -165,7 +165,7 @@ class LongBench(Benchmark):
 
         # Qwen2.5's template has a system prompt of its own, which the repositories keep.
         system = "" if "qwen" in model.lower() else protocol.system
-        classes: Sequence[str] = ()
+        classes: tuple[str, ...] = ()
         if entry.metric == "classification":
             classes = texts_field(where, row, "all_classes")
         sample = Sample(
