@@ -40,9 +40,8 @@ _WITH_INDEXER = ("deepseek_v32", "glm_moe_dsa")
 _DIFFUSION = ("diffusion_gemma",)
 _OTHER_POSITIONS = ("kosmos-2.5",)
 _OTHER_CACHES = ("minimax", "recurrent_gemma", "zaya")
-RESTARTS = ("jamba",)
+RESTARTS = ("jamba", "zamba")
 """Models whose recurrent layers forget their state where they read several tokens at once."""
-_SHARED_BLOCKS = ("zamba", "zamba2")
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 _STACKS = ("layers", "h")
 """Names of the decoder layers."""
@@ -399,12 +398,6 @@ def require_supported_config(config: Any) -> None:
     if kind in _OTHER_CACHES:
         raise UserError(
             f"{kind} has its own kind of cache; load a model that takes transformers' DynamicCache",
-            field="model",
-            code="model",
-        )
-    if kind in _SHARED_BLOCKS:
-        raise UserError(
-            f"{kind} runs one attention block in several layers; load a model whose layers have their own",
             field="model",
             code="model",
         )

@@ -239,7 +239,18 @@ _NO_CUDNN = _Common(_without_cudnn)
 
 
 class OpenCache(Cache):
-    """Cache layers as a model reads and extends them: what it asks of a recurrent state goes to the layer's own."""
+    """Cache layers as a model reads and extends them: what it asks of a recurrent state goes to the layer's own.
+
+    Attributes:
+        updated: The layer whose entries were read last; None before the first.
+    """
+
+    updated: int | None = None
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.updated = layer_idx
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     def _states(self) -> Cache:
@@ -503,7 +514,7 @@ def _attention(
     if entries is None and recorder is None:
         recorder, entries = _CURRENT.passes.get(id(module.config), (None, None))
     if entries is not None or recorder is not None:
-        index: int = module.layer_idx  # type: ignore[assignment]
+        index = _layer_of(module, entries)
         layer: Any = None if entries is None else entries.layers[index]
         if isinstance(layer, SharedEntries) and entries is not None:
             index = layer.owner
@@ -552,6 +563,18 @@ def _attention(
     if loaded not in _PLAIN:
         module = _under_loaded_name(module, loaded)
     return function(module, query, key, value, attention_mask, scaling=scaling, **options)
+
+
+def _layer_of(module: nn.Module, entries: Cache | None) -> int:
+    """The decoder layer in which a module attends.
+
+    A block that attends in several layers (Zamba) has no index of its own. It has just read that layer's entries.
+    """
+    index: Any = module.layer_idx
+    if (index is None or index < 0) and isinstance(entries, OpenCache):
+        index = entries.updated
+    assert isinstance(index, int), "a block of several layers attends without a cache"
+    return index
 
 
 def _under_loaded_name(module: nn.Module, loaded: str) -> nn.Module:

@@ -121,6 +121,16 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Falcon-H1": ("falcon_h1", _MAMBA | {"mamba_d_ssm": 64}),
     "Bamba": ("bamba", _MAMBA | {"attn_layer_indices": [1, 3]}),
+    "Zamba 2": (
+        "zamba2",
+        _MAMBA
+        | {
+            "initializer_range": 0.1,  # recurrent states add up rounding
+            "layers_block_type": ["linear_attention", "hybrid"] * 2,
+            "n_mamba_heads": 8,
+            "attention_head_dim": 16,
+        },
+    ),
     "Jamba": (
         "jamba",
         {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 4},

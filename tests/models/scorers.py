@@ -63,7 +63,9 @@ def save_restore(folder: Path, model: Any, count: int = 2) -> Path:
 
 def _shapes(kind: type[Scorer], model: Any, index: int, deep: bool) -> dict[str, tuple[int, ...]]:
     config = model.config.get_text_config()
-    width, heads, queries = config.hidden_size, cached_kv_heads(model), config.num_attention_heads
+    width = getattr(config, "attention_hidden_size", config.hidden_size)  # Zamba 2 attends to two states side by side
+    heads = cached_kv_heads(model)
+    queries = config.num_attention_heads
     if kind is KVzapScorer and deep:
         return {"0.weight": (WIDE, width), "0.bias": (WIDE,), "2.weight": (heads, WIDE), "2.bias": (heads,)}
     if kind is KVzapScorer:

@@ -1,5 +1,6 @@
 """A slow reference for any family: transformers' own eager attention over whole sequences; entries can be hidden."""
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -28,9 +29,12 @@ def slow_pass(model: Any, hide: Hide | None = None, **inputs: Any) -> tuple[list
     owners = entry_owners(model.config)
     places = {layer: full_layers.index(owner) for layer, owner in enumerate(owners) if owner in full_layers}
     weights: dict[int, list[Tensor]] = {}
+    in_order = itertools.count()  # of a block that attends in several layers, one after the other
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
-        place, eager = places.get(module.layer_idx), sys.modules[type(module).__module__].eager_attention_forward
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        has_index = module.layer_idx is not None and module.layer_idx >= 0
+        place = places.get(module.layer_idx) if has_index else next(in_order)
         if place is not None and hide is not None:
             hidden = hide(place, eager(module, query, key, value, attention_mask, **options)[1][0])
             attention_mask = attention_mask.expand(-1, query.shape[1], -1, -1).masked_fill(
