@@ -472,7 +472,8 @@ class Engine:
 
         with self._wake:
             self._refuse("the server's engine has ended; restart it", error)
-        self._end_batch("failed" if error else "cancelled", error)
+        reason = "failed" if error else "cancelled"
+        self._end_batch(reason, error)
         self.sessions.clear()
 
     def _wait_for_work(self) -> bool:

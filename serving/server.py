@@ -181,7 +181,8 @@ class Service:
 
     async def health(self) -> Response:
         """`/health`: 200 while the engine's thread runs."""
-        return Response(status_code=200 if self.engine.alive else 503)
+        status = 200 if self.engine.alive else 503
+        return Response(status_code=status)
 
     async def ready(self) -> Response:
         """`/ready`: 200 while a request would be taken; 503 while the queue is full, and once the engine has ended."""
@@ -446,13 +447,14 @@ class Service:
             parser = None
             if asked.tools and asked.chat is not None and self.response_template is not None:
                 parser = AnswerParser(self.response_template, asked.chat, asked.tools, asked.most_calls)
+            seed = None if fields.seed is None else fields.seed + number
             job = StreamedJob(
                 torch.tensor(ids, dtype=torch.long),
                 answers,
                 AnswerText(self.decoder, fields.stops, fields.stop_token_ids or [], fields.min_tokens or 0),
                 partial(token_text, self.decoder),
                 parser=parser,
-                seed=None if fields.seed is None else fields.seed + number,
+                seed=seed,
                 method=method,
                 processors=processors,
                 tenant=tenant,

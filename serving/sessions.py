@@ -10,6 +10,7 @@ read on sees what is left of them (`later_turns=continue`). With `later_turns=re
 prompt alone, and longer ones are read as a whole: each answer then depends on its own request.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
@@ -209,7 +210,7 @@ class Sessions:
         if any(torch.equal(answer.ids, ids) for answer in session.answers):
             return
         session.answers.append(_Answer(ids, entries))
-        added = _storage_bytes([ids, *(tensor for pair in entries for tensor in pair)])
+        added = _storage_bytes([ids, *itertools.chain.from_iterable(entries)])
         session.nbytes += added
         self.nbytes += added
         self._sessions.remove(session)

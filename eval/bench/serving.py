@@ -1,6 +1,7 @@
 """Speed of batched serving, from evicted caches and from full ones, by `keepsight serve`'s engine or vLLM's."""
 
 import importlib.util
+import itertools
 import math
 import os
 import statistics
@@ -67,7 +68,7 @@ def bench_serve(
     def measure(method: Method, _: int) -> Row:
         served = _serve(model, method, prompts, answer_tokens, rows, interval, prefill_tokens)
         step = _median_step(served.steps, rows)
-        gaps = [gap for job in served.jobs for gap in job.gaps] or [0.0]
+        gaps = list(itertools.chain.from_iterable(job.gaps for job in served.jobs)) or [0.0]
         return {
             "requests/s": requests / served.seconds,
             "in all s": served.seconds,
