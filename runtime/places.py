@@ -68,7 +68,7 @@ class Places:
         if batch is not None:
             self.copied.regrown += len(batch.lengths)
         capacity = min(2 * rows, max(self.most_rows, rows))
-        layers = []
+        layers: list[Any] = []
         joined_layers: list[Any] = joined.cache.layers
         for layer in joined_layers:
             if isinstance(layer, RaggedLayer):

@@ -217,7 +217,7 @@ def test_the_page_says_what_the_commands_take() -> None:
     for _, *words in (shlex.split(unit), compose, *typed):
         name, arguments = cli.command_of(words)
         cli.configuration(name, arguments)
-    assert len(typed) == 4
+    assert len(typed) == 5
 
 
 def test_requests_from_evicted_caches_against_full_ones(keepsight: CommandLine) -> None:
@@ -227,7 +227,8 @@ def test_requests_from_evicted_caches_against_full_ones(keepsight: CommandLine) 
     rows = [re.split(" {2,}", line) for line in lines]
     assert names.endswith("KV MiB") and [name for name, *_ in rows] == ["full cache", "snapkv 48"]
     full, evicted = ([float(figure) for figure in figures] for _, *figures in rows)
-    assert full[5] == 1 and evicted[6] < full[6]
+    of_full, kv_mib = 6, 9
+    assert full[of_full] == 1 and evicted[kv_mib] < full[kv_mib]
 
 
 def test_the_bench_of_arrivals_times_gaps(keepsight: CommandLine) -> None:
@@ -237,5 +238,6 @@ def test_the_bench_of_arrivals_times_gaps(keepsight: CommandLine) -> None:
     assert {"gap ms", "p99 gap", "in all s"} <= {*columns}
     for line in printed.splitlines()[2:4]:
         row = dict(zip(columns, re.split(r"  +", line.strip()), strict=True))
-        assert 0 < float(row["gap ms"]) <= float(row["p99 gap"]) < 1000 * float(row["in all s"])
+        in_all_ms = 1000 * (float(row["in all s"]) + 0.05)  # as it was before rounding, at most
+        assert 0 <= float(row["gap ms"]) <= float(row["p99 gap"]) <= in_all_ms
     keepsight.refuses("interval", "conflict", "bench", "serve", *TINY[:-1], "vllm=true", "interval=1")
