@@ -117,6 +117,9 @@ VARIANTS = {
     EARLIER: "before the last stage",
     FIRST: "after the first stage",
     UNPOOLED: "the shipped module with the paper's selection, unpooled",
+    "LookaheadKV by the paper's recipe": "a module trained by the paper's recipe, with its selection",
+    "LookaheadKV by the paper's recipe, uniform selection": "the same module, selection=uniform",
+    "LookaheadKV by the paper's recipe, shared selection": "the same module, selection=shared",
     BEFORE: "shipped before 2026-11-27, trained in eight stages",
 }
 ORACLE = alike("oracle attention (mean over 3)", "oracle attention (unpooled)")
