@@ -71,8 +71,7 @@ def test_one_command_serves_and_ends_when_it_is_told_to(here: Path) -> None:
 
 def test_the_bench_prints_a_line_for_each_method(here: Path) -> None:
     small = "tokens=300 answer_tokens=6 requests=3 rows=2 budgets=[64] model.device=cpu"
-    heads, *rows = typed(
-        shlex.join(last_of_each_key([*shlex.split(block("keepsight bench serve recipe=smollm2-135m vllm=true")), *small.split()]))
-    ).splitlines()[-4:]
+    command = shlex.split(block("keepsight bench serve recipe=smollm2-135m vllm=true"))
+    heads, *rows = typed(shlex.join(last_of_each_key([*command, *small.split()]))).splitlines()[-4:]
     assert heads.split()[:2] == ["method", "read"] and [row.split()[0] for row in rows] == ["full", "snapkv", "ragged"]
     assert all(float(row.split()[-2]) > 0 and float(row.split()[-1]) > 0 for row in rows)
