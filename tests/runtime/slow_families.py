@@ -33,8 +33,11 @@ def slow_pass(model: Any, hide: Hide | None = None, **inputs: Any) -> tuple[list
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
         eager = sys.modules[type(module).__module__].eager_attention_forward
-        has_index = module.layer_idx is not None and module.layer_idx >= 0
-        place = places.get(module.layer_idx) if has_index else next(in_order)
+        index: int | None = module.layer_idx
+        if index is None or index < 0:
+            place: int | None = next(in_order)
+        else:
+            place = places.get(index)
         if place is not None and hide is not None:
             hidden = hide(place, eager(module, query, key, value, attention_mask, **options)[1][0])
             attention_mask = attention_mask.expand(-1, query.shape[1], -1, -1).masked_fill(
