@@ -1,12 +1,11 @@
-"""A base model whose KV heads are repeated, one for each query head: what selecting per query head costs and gains.
+"""Writes a base model with one KV head for each query head, to measure selection per query head.
 
     python docs/repeated_heads.py recipe=smollm2-135m out=runs/repeated
     keepsight eval model.id=runs/repeated 'methods=[snapkv,laq]' ...
 
 The code of SnapKV, PyramidKV, H2O and LAQ repeats keys and values for every query head before it selects entries. Here
-the projections that make them are repeated in the weights instead. The model computes the same, each query head has a
-KV head of its own, and every method selects, counts and stores entries for each of them: as many times the memory as
-query heads shared a KV head.
+the rows of the key and value projections are repeated instead. The model computes the same, and every method selects,
+counts and stores entries for each query head. Memory grows by the number of query heads that shared a KV head.
 """
 
 import copy
@@ -40,11 +39,11 @@ def with_repeated_heads(model: Any) -> Any:
                     code="model",
                 )
             prefix = next(key for key, module in model.named_modules() if module is projection)
-            for part in ("weight", "bias"):
-                rows = weights.get(f"{prefix}.{part}")
+            for parameter in ("weight", "bias"):
+                rows = weights.get(f"{prefix}.{parameter}")
                 if rows is not None:
                     by_head = rows.unflatten(0, (config.num_key_value_heads, -1))
-                    weights[f"{prefix}.{part}"] = by_head.repeat_interleave(group, dim=0).flatten(0, 1)
+                    weights[f"{prefix}.{parameter}"] = by_head.repeat_interleave(group, dim=0).flatten(0, 1)
 
     config.num_key_value_heads = config.num_attention_heads
     repeated = type(model)(config).to(model.dtype)

@@ -32,7 +32,7 @@ from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.methods.laq import QueryCache
 from keepsight.runtime.state import read
 
-LETTERS = 48  # different tokens for each place of a chain
+LETTERS = 48  # tokens that can stand first in a chain, as many that can stand second, and third
 FILLERS = 24
 BEGIN, END, ASK, ONE, TWO = range(5)
 FIRST_LETTER = 5
@@ -106,23 +106,25 @@ def samples(stage: Stage, two_steps: bool, generator: torch.Generator) -> tuple[
     """Prompts [B, length + asked + 2] and answers [B, 2 x asked], key and value in turn."""
     rows = stage.rows
 
-    def chosen(count: int, of: int) -> Tensor:
-        """[B, count]: different numbers below `of`."""
-        return torch.rand(rows, of, generator=generator).argsort(dim=1)[:, :count]
+    def distinct(count: int, limit: int) -> Tensor:
+        """[B, count]: different random numbers below `limit`."""
+        return torch.rand(rows, limit, generator=generator).argsort(dim=1)[:, :count]
 
     context = torch.randint(FIRST_FILLER, VOCABULARY, (rows, stage.length), generator=generator)
     context[:, 0] = BEGIN
-    first, middle, last = (FIRST_LETTER + place * LETTERS + chosen(stage.chains, LETTERS) for place in range(3))
+    first = FIRST_LETTER + distinct(stage.chains, LETTERS)
+    middle = FIRST_LETTER + LETTERS + distinct(stage.chains, LETTERS)
+    last = FIRST_LETTER + 2 * LETTERS + distinct(stage.chains, LETTERS)
     sources = torch.cat([first, middle], dim=1)
     targets = torch.cat([middle, last], dim=1)
-    places = 1 + 2 * chosen(2 * stage.chains, (stage.length - 1) // 2)
-    context.scatter_(1, places, sources)
-    context.scatter_(1, places + 1, targets)
+    positions = 1 + 2 * distinct(2 * stage.chains, (stage.length - 1) // 2)
+    context.scatter_(1, positions, sources)
+    context.scatter_(1, positions + 1, targets)
 
     if two_steps:
         sources = first
         targets = last
-    links = chosen(stage.asked, sources.shape[1])
+    links = distinct(stage.asked, sources.shape[1])
     keys = sources.gather(1, links)
     values = targets.gather(1, links)
     ask = torch.full((rows, 1), ASK)
@@ -209,8 +211,8 @@ def measure(model: Any, prompts: int, seed: int, budgets: tuple[int, ...] = BUDG
             for name, method in rules.items():
                 log_probabilities = _log_probabilities(model, method, prompt, answer)
                 divergence = (full.exp() * (full - log_probabilities)).sum(dim=-1).mean(dim=1)
-                found = log_probabilities.argmax(dim=-1) == answer[:, 1::2]
-                results[steps, budget, name] = Measured(divergence, found.float().mean(dim=1))
+                is_correct = log_probabilities.argmax(dim=-1) == answer[:, 1::2]
+                results[steps, budget, name] = Measured(divergence, is_correct.float().mean(dim=1))
     return results
 
 
@@ -224,13 +226,13 @@ def rows(results: list[dict[Any, Measured]]) -> list[str]:
     """Lines of `results/trials.csv`: means over all models' prompts, and differences from the chosen rule."""
     lines = []
     for steps, budget, name in results[0]:
-        chosen = f"{name.partition(',')[0]}, mean over layers and heads (chosen)"
+        baseline = f"{name.partition(',')[0]}, mean over layers and heads (chosen)"
         for field, measure_name in (("divergence", "KL from the full cache, nats a value"), ("score", "values found")):
             values = torch.cat([getattr(of_model[steps, budget, name], field) for of_model in results])
             difference = ""
             error = ""
-            if budget and name != chosen:
-                base = torch.cat([getattr(of_model[steps, budget, chosen], field) for of_model in results])
+            if budget and name != baseline:
+                base = torch.cat([getattr(of_model[steps, budget, baseline], field) for of_model in results])
                 pairs = (values - base).numpy()
                 difference = f"{pairs.mean():+.4f}"
                 error = f"{pairs.std(ddof=1) / np.sqrt(len(pairs)):.4f}"

@@ -27,11 +27,11 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.models.decoder import context_of, decoder_layers
 from keepsight.models.lora import hooked
+from keepsight.runtime.batch_slots import BatchSlots
 from keepsight.runtime.beside import Beside, can_read_beside
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest, Method, end_ids, generate
 from keepsight.runtime.join import can_join, join, take_rows
-from keepsight.runtime.places import Places
 from keepsight.runtime.state import State, must_restart, read
 from keepsight.runtime.static_batch import StaticBatch
 from keepsight.serving.sampling import TokenLogprob, token_logprob
@@ -310,7 +310,7 @@ class Engine:
         self._reading: Job | None = None  # whose prompt's pass is under way
         self._is_pass_of_both = False
         self.state: State | None = None
-        self._places = Places(rows)
+        self._slots = BatchSlots(rows)
         self._static = StaticBatch(model, without_graph=static)
         self._wake = threading.Condition()
         self._is_closed = False
@@ -552,7 +552,7 @@ class Engine:
                     states.insert(0, self._static.settled(self.state))
                 self.state = join(states)
             else:
-                self.state = self._places.join(self.state, state, len(rows))
+                self.state = self._slots.join(self.state, state, len(rows))
             self._batch += rows
         except _Cancelled:
             self._end_group(job, "cancelled")
@@ -785,8 +785,8 @@ class Engine:
             self._static.drop()
         elif self._static.takes(state):
             self.state = self._static.keep(state, rows) or take_rows(state, rows)
-        elif self._places.has(state):
-            self.state, order = self._places.keep(state, rows)
+        elif self._slots.has(state):
+            self.state, order = self._slots.keep(state, rows)
         else:
             self.state = take_rows(state, rows)
         self._batch = [self._batch[index] for index in order]

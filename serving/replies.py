@@ -189,7 +189,7 @@ class Reply:
         self._sent_calls = [0] * len(jobs)
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of prompts and answers, those that were not read again, and the entries that a KV head keeps."""
+        """Tokens of prompts and answers, cached tokens of the prompt, and the entries that a KV head keeps."""
         of_each_prompt = self.jobs[:: self.answers_a_prompt]
         prompt_tokens = sum(len(job.ids) for job in of_each_prompt)
         cached_tokens = sum(job.cached for job in of_each_prompt)

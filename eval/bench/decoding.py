@@ -60,7 +60,7 @@ def bench_decode(
 
 
 def _in_turns(model: PreTrainedModel, methods: Mapping[str, Method], ids: Tensor, steps: int) -> Iterator[Row]:
-    """A row for each method; the second is the first that is compared with the others."""
+    """A row for each method; `of first` compares it with the first method after the full cache."""
     decodings: dict[str, _Decoding] = {}
     for name, method in progress_bar(methods.items(), name="prompts", unit="method"):
         decodings[name] = _Decoding(method.reader(model), method.start(model, ids))

@@ -37,7 +37,7 @@ class LeverageAndBlocks(LayerObserver):
 
     Attributes:
         block: Entries of a block.
-        sketch: Dimensions that keys are projected to; those that have no more are taken as they are.
+        sketch: Dimensions that keys are projected to; keys of no more dimensions are not projected.
         blend: Weight of the leverage; None for the share of entries that is evicted.
         seed: Seed of the projection.
         budget: Entries that stay, for the share that is evicted; None for the method's own.

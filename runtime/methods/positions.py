@@ -2,6 +2,7 @@
 
 import functools
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -62,9 +63,34 @@ class StreamingLLM(Evict):
 _SINKS = 4
 
 
+class PositionObserver(Observer):
+    """Scorer that looks at an entry's position alone, and at the number of entries of its head and of layers."""
+
+    signed = False
+
+    @abstractmethod
+    def scores_by_position(self, length: int, layer: int, layers: int) -> Tensor:
+        """[length] float32: the scores of a head's entries in one of the layers, the oldest entry first."""
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
+        layers = len(state.layers)
+        scores = []
+        for index, (entries, head_sizes) in enumerate(zip(state.entries(), state.counts(), strict=True)):
+            keys = entries.keys
+            layer_scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
+            width = keys.shape[2]
+            for size in head_sizes.unique().tolist():
+                has_size = (head_sizes == size).to(keys.device)
+                scores_of_size = self.scores_by_position(size, index, layers).to(layer_scores)
+                layer_scores[..., width - size :][has_size] = scores_of_size  # real entries are on the right
+            scores.append(layer_scores)
+        return scores
+
+
 @registry.observer("ladder")
 @dataclass(frozen=True)
-class Ladder(Observer):
+class Ladder(PositionObserver):
     """Entries that a ladder-shaped cache would drop later count more (LaCache, arXiv 2507.14204, section 3).
 
     A ladder is a run of consecutive entries. Each layer keeps a part of it that shifts by one entry from layer to
@@ -86,7 +112,6 @@ class Ladder(Observer):
     span: Positive = 16
     overlap: Whole = 0
     sinks: Whole | None = None
-    signed = False
 
     def __post_init__(self) -> None:
         if self.overlap >= self.span:
@@ -96,21 +121,6 @@ class Ladder(Observer):
                 code="range",
             )
 
-    @override
-    def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
-        layers = len(state.layers)
-        scores = []
-        for index, (entries, head_sizes) in enumerate(zip(state.entries(), state.counts(), strict=True)):
-            keys = entries.keys
-            layer_scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
-            width = keys.shape[2]
-            for size in head_sizes.unique().tolist():
-                has_size = (head_sizes == size).to(keys.device)
-                ranks = self._ranks(size, index, layers).to(layer_scores)
-                layer_scores[..., width - size :][has_size] = ranks  # real entries are on the right
-            scores.append(layer_scores)
-        return scores
-
     def shape(self, layers: int) -> tuple[int, int]:
         """Entries of a ladder, and how many of them each layer keeps (section 3.2)."""
         step = self.span - self.overlap
@@ -118,7 +128,8 @@ class Ladder(Observer):
         rungs = math.ceil(self.span / step)
         return ladder, min(rungs, ladder)
 
-    def _ranks(self, length: int, layer: int, layers: int) -> Tensor:
+    @override
+    def scores_by_position(self, length: int, layer: int, layers: int) -> Tensor:
         """[length]: when each entry is dropped, from 0."""
         ladder, rungs = self.shape(layers)
         first = layer % (ladder - rungs + 1)
@@ -143,7 +154,7 @@ class Ladder(Observer):
 
 @registry.observer("published_ladder")
 @dataclass(frozen=True)
-class PublishedLadder(Observer):
+class PublishedLadder(PositionObserver):
     """The entries that LaCache's code keeps of a whole prompt count more than all others (GATECH-EIC/LaCache).
 
     It reads the prompt with full attention, as here, and compacts it at once. One pass drops whole ladders, from the
@@ -167,7 +178,6 @@ class PublishedLadder(Observer):
     overlap: Whole = 0
     first: Whole | None = None
     budget: Budget | None = None
-    signed = False
 
     def __post_init__(self) -> None:
         Ladder(self.span, self.overlap)  # refuses an overlap that is not below the span
@@ -181,19 +191,10 @@ class PublishedLadder(Observer):
                 field="budget",
                 code="missing",
             )
-        layers = len(state.layers)
-        scores = []
-        for index, (entries, head_sizes) in enumerate(zip(state.entries(), state.counts(), strict=True)):
-            keys = entries.keys
-            layer_scores = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
-            width = keys.shape[2]
-            for size in head_sizes.unique().tolist():
-                has_size = (head_sizes == size).to(keys.device)
-                layer_scores[..., width - size :][has_size] = self._scores(size, index, layers).to(layer_scores)
-            scores.append(layer_scores)
-        return scores
+        return super().__call__(model, state, reduce)
 
-    def _scores(self, length: int, layer: int, layers: int) -> Tensor:
+    @override
+    def scores_by_position(self, length: int, layer: int, layers: int) -> Tensor:
         """[length] float32: later entries count more, kept ones more than dropped ones, and the first ones most."""
         assert self.budget is not None
         budget = max(round(self.budget * length), 1) if isinstance(self.budget, float) else self.budget
@@ -210,8 +211,8 @@ class PublishedLadder(Observer):
     def kept(self, length: int, budget: int, first: int, layer: int, layers: int) -> Tensor:
         """The indices [n] int64 of what the code keeps in a layer of a prompt of `length` > `budget` entries.
 
-        n is below the budget by less than the entries that one ladder loses, or above it by half of those that a short
-        ladder loses, which is how the code makes up for ladders that are not full yet.
+        n differs from the budget: it falls short by less than what one ladder loses, or exceeds it by half of what a
+        short ladder loses, since the code allows for ladders that are not full yet.
         """
         ladder, rungs = Ladder(self.span, self.overlap).shape(layers)
         entries = torch.arange(length)
@@ -242,9 +243,9 @@ class PublishedLadder(Observer):
 
 
 def _compacted(entries: Tensor, first: int, number: int, ladder: int, rungs: int, layer: int, apart: int = 1) -> Tensor:
-    """What is left of entries [n] when `number` ladders after the `first` lose all but a layer's own.
+    """What is left of entries [n] when `number` ladders after the `first` entries lose what a layer does not keep.
 
-    A layer's own are `rungs` of a ladder's entries, `apart` from each other, from a place on that shifts by layer.
+    A layer keeps `rungs` entries of a ladder, `apart` from each other, from an index that shifts with the layer.
     """
     rungs_of_layer = layer % (ladder - rungs + 1) + apart * torch.arange(rungs)
     ladders = torch.arange(number)[:, None] * ladder

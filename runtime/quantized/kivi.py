@@ -244,10 +244,31 @@ class PackedMethod(CacheMethod):
         traffic = Traffic()
         layers: list[KeptLayer] = []
         for keys, values, real in state.entries():
-            if real is not None and not real.all():
-                raise UserError(RAGGED, field="allocate", code="conflict")
+            require_equal_heads(real)
             layers.append(self.packed_layer(keys, values, seen, traffic))
         return state.as_kind(PackedState, with_full_layers(state.cache, layers))
+
+
+def require_evicts_once(inner: Any) -> None:
+    """Refuse (`UserError`) an inner method that does not evict, or that evicts again from entries in another form."""
+    if not isinstance(inner, Evict):
+        raise UserError(
+            f"inner: {inner!r} is not a method that evicts; give {{name: NAME, budget: BUDGET}}",
+            field="inner",
+            code="type",
+        )
+    if inner.every:
+        raise UserError(
+            "inner: a method that evicts while decoding needs entries as the model made them; set its every to 0",
+            field="inner",
+            code="conflict",
+        )
+
+
+def require_equal_heads(real: Tensor | None) -> None:
+    """Refuse (`UserError`) KV heads with different numbers of entries; `real` [B, K, C] is False for padding."""
+    if real is not None and not real.all():
+        raise UserError(RAGGED, field="allocate", code="conflict")
 
 
 def require_unpadded(mask: Tensor | None) -> None:
@@ -277,18 +298,7 @@ class Kivi(PackedMethod):
         super().__post_init__()
         if self.inner is None:
             return
-        if not isinstance(self.inner, Evict):
-            raise UserError(
-                f"inner: {self.inner!r} is not a method that evicts; give {{name: NAME, budget: BUDGET}}",
-                field="inner",
-                code="type",
-            )
-        if self.inner.every:
-            raise UserError(
-                "inner: a method that evicts while decoding cannot be packed; set its every to 0",
-                field="inner",
-                code="conflict",
-            )
+        require_evicts_once(self.inner)
         if self.inner.allocate.reads_scores and getattr(self.inner.allocate, "floor", 0) < 1:
             raise UserError(f"inner: {RAGGED}", field="inner", code="conflict")
 

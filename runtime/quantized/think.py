@@ -17,7 +17,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import CacheMethod
 from keepsight.runtime.importance import ROWS_AT_ONCE, recorded_queries, top_mask
 from keepsight.runtime.layer import Counts, KeptLayer, LayerEntries
-from keepsight.runtime.quantized.kivi import RAGGED, PackedState, require_unpadded
+from keepsight.runtime.quantized.kivi import PackedState, require_equal_heads, require_evicts_once, require_unpadded
 from keepsight.runtime.state import Needs, State, with_full_layers
 
 
@@ -126,18 +126,7 @@ class ThinK(CacheMethod):
     def __post_init__(self) -> None:
         if self.inner is None:
             return
-        if not isinstance(self.inner, Evict):
-            raise UserError(
-                f"inner: {self.inner!r} is not a method that evicts; give {{name: NAME, budget: BUDGET}}",
-                field="inner",
-                code="type",
-            )
-        if self.inner.every:
-            raise UserError(
-                "inner: a method that evicts while decoding needs whole keys; set its every to 0",
-                field="inner",
-                code="conflict",
-            )
+        require_evicts_once(self.inner)
         if self.inner.rerotate:
             raise UserError(
                 "inner: rerotate moves the keys, and not the queries that decide; set it to false",
@@ -185,8 +174,7 @@ class ThinK(CacheMethod):
         for layer, kept_layer in zip(state.layers, kept.layers, strict=True):
             queries = recorded_queries(layer, self.window).queries
             keys, values, real = kept_layer.entries()
-            if real is not None and not real.all():
-                raise UserError(RAGGED, field="allocate", code="conflict")
+            require_equal_heads(real)
             layers.append(self._thin(queries, keys, values, kept_layer.get_seq_length()))
         return kept.as_kind(PackedState, with_full_layers(kept.cache, layers))
 

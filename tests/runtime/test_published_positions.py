@@ -125,14 +125,14 @@ def test_the_ladders_of_lacaches_code(span: int, overlap: int) -> None:
         observer = PublishedLadder(span, overlap, first, 24)
         if first is None and rungs_of(span, overlap) > 1:
             with refused("budget", "range"):
-                observer._scores(40, 0, layers)
+                observer.scores_by_position(40, 0, layers)
             continue
         for length in (25, 40, 61, 200):
             begins = first if first is not None else min(128, length - layers - 1, 24 - layers - 1)
             for layer in range(layers):
                 kept = published(length, 24, begins, layer, layers, span, overlap)
                 expected = _within_budget(kept, length, 24, begins)
-                scores = observer._scores(length, layer, layers).tolist()
+                scores = observer.scores_by_position(length, layer, layers).tolist()
                 assert sorted(best_of(scores, 24)) == expected, (first, length, layer)
 
 

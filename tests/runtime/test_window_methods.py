@@ -252,7 +252,7 @@ def test_ladders_stop_at_any_budget(observer):
     ladder, kept = observer.shape(6)
     for length in (5, 11, 30, 47):
         for layer in range(6):
-            ranks = observer._ranks(length, layer, 6).tolist()
+            ranks = observer.scores_by_position(length, layer, 6).tolist()
             for budget in range(4, length):
                 expected = _compacted(length, budget, layer, 6, ladder, kept)
                 assert sorted(best_of(ranks, budget)) == expected, (length, layer, budget)

@@ -8,7 +8,7 @@ import torch
 
 from keepsight import LAQ, AdaKV, KeyNorm, KVzip, SnapKV
 from keepsight.errors import UserError
-from keepsight.runtime import join, places, static_batch, static_step
+from keepsight.runtime import join, static_batch, static_step
 from keepsight.runtime.allocate import Global, Pyramid
 from keepsight.runtime.generate import FullCache, generate
 from keepsight.runtime.methods import H2O, ExpectedAttention, SpeCache
@@ -276,8 +276,8 @@ def test_a_request_that_cannot_join_the_batch_fails_alone(where, monkeypatch):
         raise MemoryError("no room")
 
     if where == "join":
-        monkeypatch.setattr(places, "_all_admit", lambda *_: False)
-    monkeypatch.setattr(places, where, fail)
+        monkeypatch.setattr(batch_slots, "_all_admit", lambda *_: False)
+    monkeypatch.setattr(batch_slots, where, fail)
     engine.submit(bad)
     run(engine)
     assert good.result(0) == alone(model, method, good.ids, max_new_tokens=6) and bad.reason == "failed"
@@ -518,7 +518,7 @@ def test_what_fails_in_a_pass_of_both_fails_both():
 @pytest.mark.parametrize(
     "method", [SnapKV(40, window=8), AdaKV(40, window=8), FullCache()], ids=["dense", "ragged", "full"]
 )
-def test_rows_take_the_places_of_those_that_left(method, monkeypatch):
+def test_rows_take_the_slots_of_those_that_left(method, monkeypatch):
     """A batch is copied when its room is used up, not when a row joins or leaves."""
     monkeypatch.setattr(join, "CALL", 0)  # ragged ones stay so
     model = tiny_model()
@@ -532,7 +532,7 @@ def test_rows_take_the_places_of_those_that_left(method, monkeypatch):
     for job in jobs:
         options: dict[str, Any] = {"max_new_tokens": job.options["max_new_tokens"], "eos_token_id": None}
         assert job.result(0) == alone(model, method, job.ids, **options)
-    copied = engine._places.copied
+    copied = engine._slots.copied
     assert copied.joined == 24
     assert copied.regrown <= 1 + 2 + 4, "the room doubles up to four rows, and was grown once more for tokens"
     assert copied.moved <= 24

@@ -1,8 +1,8 @@
-"""Places of a running batch: a row that joins is copied to a free one, and of those that leave none is copied.
+"""Slots for the rows of a running batch: a row that joins is copied to a free slot, and no row that stays is copied.
 
 `keepsight.runtime.join` makes a batch of states by copying all of them. Here the layers of a batch have room for more
-rows. A new row is written there; where rows leave, the last ones move into their places, or, in ragged layers, their
-memory becomes free. The batch is copied whole only where its room is used up, and its room then grows by as much, so
+rows, and a new row is written there. When rows leave dense layers, the last rows move into their slots; in ragged
+layers their memory becomes free. The whole batch is copied only when its room is used up. Its room then doubles, so
 that each row is copied a bounded number of times on average.
 
 Layers with a sliding window are joined as before: they hold no more than their window.
@@ -26,15 +26,15 @@ from keepsight.runtime.state import State
 
 @dataclass
 class Copied:
-    """Counts of rows that were copied: to join, to move into a place, and because room was used up."""
+    """Numbers of rows that were copied: to join, to move to another slot, and because the room was used up."""
 
     joined: int = 0
     moved: int = 0
     regrown: int = 0
 
 
-class Places:
-    """A batch whose rows have places.
+class BatchSlots:
+    """A batch whose rows have slots.
 
     Args:
         most_rows: The most rows that the batch can have.
@@ -58,7 +58,7 @@ class Places:
             try:
                 return joined_fields(states, StateCache(layers=_admitted(batch, state, count)))
             except BaseException:
-                for layer in _placed(batch):
+                for layer in _layers_with_slots(batch):
                     layer.keep_rows(range(len(batch.lengths)))
                     layer.seen = batch.tokens.shape[1]
                 raise
@@ -72,23 +72,23 @@ class Places:
         joined_layers: list[Any] = joined.cache.layers
         for layer in joined_layers:
             if isinstance(layer, RaggedLayer):
-                layer = _RaggedPlaces(layer, capacity)
+                layer = _RaggedSlots(layer, capacity)
             elif isinstance(layer, KeptLayer) and layer.is_initialized:
-                layer = _DensePlaces(layer, capacity)
+                layer = _DenseSlots(layer, capacity)
             layers.append(layer)
         return replace(joined, cache=StateCache(layers=layers))
 
     def keep(self, batch: State, rows: Sequence[int]) -> tuple[State, list[int]]:
         """The batch with some of its rows alone, at least one, and which of them they are in their new order."""
         batch_layers: list[Any] = batch.cache.layers
-        order = _filled(len(batch.lengths), rows)
-        if any(isinstance(layer, _DensePlaces) for layer in batch_layers):
-            self.copied.moved += sum(place != row for place, row in enumerate(order))
+        order = _order_in_slots(len(batch.lengths), rows)
+        if any(isinstance(layer, _DenseSlots) for layer in batch_layers):
+            self.copied.moved += sum(slot != row for slot, row in enumerate(order))
         index = torch.tensor(order, device=batch.lengths.device)
         width = int(batch.lengths[index].max())
         layers: list[Any] = []
         for layer in batch_layers:
-            if isinstance(layer, _DensePlaces | _RaggedPlaces):
+            if isinstance(layer, _DenseSlots | _RaggedSlots):
                 layer.keep_rows(order)
                 layer.seen = width
             elif not isinstance(layer, DummyLayer):
@@ -98,14 +98,14 @@ class Places:
 
     @staticmethod
     def has(batch: State) -> bool:
-        """Whether the rows of a batch have places."""
+        """Whether the rows of a batch have slots."""
         layers: list[Any] = batch.cache.layers
-        return all(isinstance(layer, _DensePlaces | _RaggedPlaces) or is_bounded(layer) for layer in layers)
+        return all(isinstance(layer, _DenseSlots | _RaggedSlots) or is_bounded(layer) for layer in layers)
 
 
-def _placed(batch: State) -> list["_DensePlaces | _RaggedPlaces"]:
+def _layers_with_slots(batch: State) -> list["_DenseSlots | _RaggedSlots"]:
     layers: list[Any] = batch.cache.layers
-    return [layer for layer in layers if isinstance(layer, _DensePlaces | _RaggedPlaces)]
+    return [layer for layer in layers if isinstance(layer, _DenseSlots | _RaggedSlots)]
 
 
 def _admitted(batch: State, state: State, count: int) -> list[Any]:
@@ -115,7 +115,7 @@ def _admitted(batch: State, state: State, count: int) -> list[Any]:
     state_layers: list[Any] = state.cache.layers
     layers = []
     for layer, new_layer in zip(batch_layers, state_layers, strict=True):
-        if isinstance(layer, _DensePlaces | _RaggedPlaces):
+        if isinstance(layer, _DenseSlots | _RaggedSlots):
             for _ in range(count):
                 layer.admit(new_layer)
             layer.seen = width
@@ -127,20 +127,20 @@ def _admitted(batch: State, state: State, count: int) -> list[Any]:
 
 def _all_admit(batch: State, state: State, count: int) -> bool:
     """Whether all layers have room for so many rows of a state."""
-    if not Places.has(batch):
+    if not BatchSlots.has(batch):
         return False
     unpadded = joins_unpadded(state)
     for layer, new_layer in zip(batch.layers, state.layers, strict=True):
-        placed: Any = layer
-        if unpadded and isinstance(placed, _DensePlaces):
+        batch_layer: Any = layer
+        if unpadded and isinstance(batch_layer, _DenseSlots):
             return False
-        if not placed.admits(new_layer, count):
+        if not batch_layer.admits(new_layer, count):
             return False
     return True
 
 
-def _filled(count: int, rows: Sequence[int]) -> list[int]:
-    """Of `count` rows those to keep, the last ones in the places of those that leave, the others where they are."""
+def _order_in_slots(count: int, rows: Sequence[int]) -> list[int]:
+    """The rows to keep of `count`, by slot: the last ones fill the slots of rows that leave, the others stay."""
     order = list(range(count))
     kept = {*rows}
     for row in reversed(range(count)):
@@ -151,7 +151,7 @@ def _filled(count: int, rows: Sequence[int]) -> list[int]:
     return order
 
 
-class _DensePlaces(KeptLayer):
+class _DenseSlots(KeptLayer):
     """A dense layer of a batch with room for more rows and entries; entries end at one column."""
 
     def __init__(self, layer: KeptLayer, capacity: int) -> None:
@@ -162,9 +162,9 @@ class _DensePlaces(KeptLayer):
         marks = entries.marks
         self._widths: list[int] = marks.any(dim=1).sum(dim=-1).tolist()
         self._is_even: list[bool] = (marks.all(dim=1) == marks.any(dim=1)).all(dim=-1).tolist()
-        self._place(entries.keys, entries.values, marks)
+        self._allocate(entries.keys, entries.values, marks)
 
-    def _place(self, keys: Tensor, values: Tensor, marks: Tensor) -> None:
+    def _allocate(self, keys: Tensor, values: Tensor, marks: Tensor) -> None:
         """Copy entries [B, K, C, d] and their marks [B, K, C] to new memory."""
         rows, heads, count, _ = keys.shape
         room = count + spare(count)
@@ -176,10 +176,10 @@ class _DensePlaces(KeptLayer):
         self._all_values[:rows, :, :count] = values
         self._marks[:rows, :, :count] = marks
         self._end = count
-        self._look()
+        self._refresh_views()
 
-    def _look(self) -> None:
-        """Let keys, values and marks be those of the rows that are there, without columns of padding alone."""
+    def _refresh_views(self) -> None:
+        """Point keys, values and marks at the current rows, without columns that hold nothing but padding."""
         rows = len(self._widths)
         longest = max(self._widths)
         columns = slice(self._end - longest, self._end)
@@ -194,7 +194,7 @@ class _DensePlaces(KeptLayer):
         count = key_states.shape[2]
         if self._end + count > self._all_keys.shape[2]:
             longest = max(self._widths)
-            self._place(self.keys, self.values, self._marks[:rows, :, self._end - longest : self._end])
+            self._allocate(self.keys, self.values, self._marks[:rows, :, self._end - longest : self._end])
         columns = slice(self._end, self._end + count)
         self._all_keys[:rows, :, columns] = key_states
         self._all_values[:rows, :, columns] = value_states
@@ -202,7 +202,7 @@ class _DensePlaces(KeptLayer):
         self._end += count
         self._widths = [width + count for width in self._widths]
         self.seen += count
-        self._look()
+        self._refresh_views()
         return self.keys, self.values
 
     def admits(self, layer: KeptLayer, count: int) -> bool:
@@ -210,7 +210,7 @@ class _DensePlaces(KeptLayer):
         return len(self._widths) + count <= self._capacity and layer.longest <= self._end
 
     def admit(self, layer: KeptLayer) -> None:
-        """Copy the one row of a layer to a free place."""
+        """Copy the one row of a layer to a free slot."""
         entries = layer.entries()
         marks = entries.marks[0]
         width = int(marks.any(dim=0).sum())
@@ -223,21 +223,21 @@ class _DensePlaces(KeptLayer):
         self._marks[row, :, columns] = marks[:, stored]
         self._widths.append(width)
         self._is_even.append(bool((marks.all(dim=0) == marks.any(dim=0)).all()))
-        self._look()
+        self._refresh_views()
 
     def keep_rows(self, order: Sequence[int]) -> None:
-        """Keep rows in this order, of which those that change their place come from behind all others."""
-        for place, row in enumerate(order):
-            if place != row:
-                self._all_keys[place] = self._all_keys[row]
-                self._all_values[place] = self._all_values[row]
-                self._marks[place] = self._marks[row]
+        """Keep these rows in this order; a row that moves comes from a later slot."""
+        for slot, row in enumerate(order):
+            if slot != row:
+                self._all_keys[slot] = self._all_keys[row]
+                self._all_values[slot] = self._all_values[row]
+                self._marks[slot] = self._marks[row]
         self._widths = [self._widths[row] for row in order]
         self._is_even = [self._is_even[row] for row in order]
-        self._look()
+        self._refresh_views()
 
 
-class _RaggedPlaces(RaggedLayer):
+class _RaggedSlots(RaggedLayer):
     """A ragged layer of a batch with memory for more rows.
 
     `counts` of a row are its entries less `appended`, the tokens that the batch has read since its room was made: they
@@ -296,7 +296,7 @@ class _RaggedPlaces(RaggedLayer):
         self._starts, self._ends = bounds.unbind()
 
     def _needed(self, layer: RaggedLayer) -> int:
-        """Places for the entries of a layer's one row, and the tokens that the batch may still append."""
+        """BatchSlots for the entries of a layer's one row, and the tokens that the batch may still append."""
         return int(layer.head_sizes().sum()) + self.kv_heads * (self._writable - self.appended)
 
     def admits(self, layer: KeptLayer, count: int) -> bool:
@@ -347,7 +347,7 @@ class _RaggedPlaces(RaggedLayer):
 
 
 def _heads_from(start: int, counts: Sequence[int], room: int) -> list[tuple[int, int]]:
-    """Where each head's entries begin, with `room` places after each head's, and how many there are."""
+    """Where each head's entries begin, with `room` free positions after each head's, and how many there are."""
     spans = []
     for count in counts:
         spans.append((start, count))
