@@ -8,7 +8,7 @@ import torch
 
 from keepsight import LAQ, AdaKV, KeyNorm, KVzip, SnapKV
 from keepsight.errors import UserError
-from keepsight.runtime import join, static_batch, static_step
+from keepsight.runtime import batch_slots, join, static_batch, static_step
 from keepsight.runtime.allocate import Global, Pyramid
 from keepsight.runtime.generate import FullCache, generate
 from keepsight.runtime.methods import H2O, ExpectedAttention, SpeCache
