@@ -50,7 +50,7 @@ class BatchSlots:
     def join(self, batch: State | None, state: State, count: int) -> State:
         """The batch with `count` further rows of one state [1, M], which stays unchanged.
 
-        The batch may grow in place. Where it cannot, as memory runs out, it is as before.
+        The batch may grow in place. If memory runs out, it stays as it was.
         """
         self.copied.joined += count
         states = [state] * count if batch is None else [batch, *([state] * count)]

@@ -1,8 +1,8 @@
 """One forward pass that reads a part of a prompt and the next token of every running answer.
 
-All that a decoder does to a token but attention looks at that token alone. So the answers' tokens stand after the
-prompt's in one sequence, at their own positions; only attention takes them apart, and appends each to its own cache.
-The weights are read once for both, and a step of the answers costs little more than the prompt alone.
+Apart from attention, a decoder processes each token by itself. So the answers' tokens follow the prompt's in one
+sequence, at their own positions; only attention separates them, and appends each to its own cache. The weights are
+read once for both, so that a step of the answers adds little to the pass.
 """
 
 from abc import ABC, abstractmethod
@@ -156,8 +156,8 @@ class _LayerOfBoth(OwnAttention, DynamicLayer):
 
     @override
     def get_seq_length(self) -> int:
-        return 0  # positions are given to the model
+        return 0  # position_ids are passed to the model
 
     @override
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0  # so is the mask
+        return query_length, 0  # so is the attention mask

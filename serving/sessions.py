@@ -1,13 +1,13 @@
-"""What is kept of answered prompts, so that the next turn of a chat reads its new tokens alone.
+"""Sessions: the states of answered prompts, so that the next turn of a chat reads only its new tokens.
 
 A session is the state of a prompt as its answers were decoded from, and the entries that these answers have added to
-it. A later prompt that begins with the same tokens continues from it: after the last token in common, or, so that as
-many tokens observe as in the whole text, some tokens earlier. Where tokens are recorded that cannot be taken off again,
-such as attention that was summed over all of them, it continues from the end of the session's prompt.
+it. A later prompt that begins with the same tokens continues after the last common token, or a few tokens earlier, so
+that as many tokens observe as in the whole text. If a recording cannot be rolled back, such as attention summed over
+all tokens, it continues from the end of the session's prompt.
 
-Where entries were evicted, the tokens before the end of the session's prompt cannot be left out again, and what is
-read on sees what is left of them (`later_turns=continue`). With `later_turns=reread` such sessions answer the same
-prompt alone, and longer ones are read as a whole: each answer then depends on its own request.
+After an eviction a state cannot be rolled back before the end of its prompt, and new tokens see only the entries that
+were kept (`later_turns=continue`). With `later_turns=reread` such a session answers only the same prompt again, and
+longer prompts are read as a whole: each answer then depends on its own request alone.
 """
 
 import itertools
@@ -24,9 +24,9 @@ from keepsight.runtime.rope_length import length_limit
 from keepsight.runtime.state import Needs, State, has_bounded
 
 _LEAST = 16
-"""Fewest tokens that a session may save: what it costs to go on from one is small, and not nothing."""
+"""Fewest tokens that are worth a session: continuing from one has a small cost."""
 _MOST = 4096
-"""Most sessions, since each is compared with every prompt."""
+"""Limit of sessions, since every prompt is compared with each of them."""
 _TENSORS = "keys", "values", "real", "_room", "_real_room", "recorded", "recent"
 """Attributes of cache layers that hold tensors."""
 

@@ -1,4 +1,4 @@
-"""The runner of benchmarks: what is measured goes row by row into one table, and into a folder, where a run resumes.
+"""The runner of benchmarks: rows are printed and saved as they are measured, and a stopped run resumes.
 
 A benchmark names its cases, such as a method at a prompt length, and measures one case. The runner asks only for those
 that the folder lacks, appends their rows to `NAME.jsonl`, prints the table as they come, and writes it to `NAME.csv`.
@@ -18,7 +18,7 @@ from keepsight.tables import LiveTable, TerminalColumn
 
 SETTINGS_FILE = "settings.json"
 _ROWS_IN_CASE = "rows_in_case"
-"""A further column of the rows in a file: how many the case has, by which one is known that a kill has cut off."""
+"""A column of the file alone: the number of rows of a case, which tells whether a kill cut the case off."""
 Kind = TypeVar("Kind")
 Row = dict[str, Any]
 """A row of a table by the names of its columns."""
@@ -43,8 +43,8 @@ class Runner:
 
         Args:
             name: Name of the rows' file in the folder.
-            cases: For each case the columns that tell it from the others, which its rows begin with, and what
-                `measure` takes. All have the same columns.
+            cases: For each case, the columns that identify it, with which its rows begin, and the argument of
+                `measure`. All cases have the same columns.
             measure: The rows of a case, without these columns. A case without rows is measured again each time.
             unit: What a case is; a progress bar counts them, if it is given.
             kind: Type of the rows in the file, as for `files.from_json`.
@@ -67,7 +67,7 @@ class Runner:
                 yield from rows
 
     def _whole_cases(self, name: str, columns: Sequence[str], kind: Any) -> dict[tuple[Any, ...], list[Row]]:
-        """The folder's rows by their values of the columns; those of a case that a kill has cut off are removed."""
+        """The folder's rows by the case's values in `columns`; incomplete cases are removed from the file."""
         if self.folder is None:
             return {}
         path = self.folder / f"{name}.jsonl"

@@ -349,7 +349,8 @@ def _finding(rows: Frame, full: Frame) -> str:
         scores.append(f"{label_of(other_row.method)} {number_text(other_row.score.value, 2)}")
     for full_row in full.itertuples():
         scores.append(f"full cache {number_text(full_row.score.value, 2)}")
-    return f"{sentence}. {', '.join(scores)}; {row.n} samples."
+    samples = "1 sample" if row.n == 1 else f"{row.n} samples"
+    return f"{sentence}. {', '.join(scores)}; {samples}."
 
 
 def _compared(excess: Estimate, other: str) -> str:
