@@ -19,7 +19,8 @@ import json
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -41,115 +42,187 @@ def export(keys: list[str]) -> None:
     from keepsight.eval.tasks.samples import render_apart
 
     config = parse(Config, keys)
-    target, out = target_of(config), Path(config.out) / "kvpress"
-    for part in (target.model, target.tokenizer):
-        part.save_pretrained(out / "model")
-    measured = map(json.loads, (out.parent / "results.jsonl").read_text("utf-8").splitlines())
-    full = {(row["task"], row["length"], row["sample"]): row for row in measured if row["method"] == FULL}
-    rows = []
+    target = target_of(config)
+    run = Path(config.out)
+    out = run / "kvpress"
+    target.model.save_pretrained(out / "model")
+    target.tokenizer.save_pretrained(out / "model")
+
+    full_rows = {}
+    for row in read_lines(run / "results.jsonl"):
+        if row["method"] == FULL:
+            full_rows[row["task"], row["length"], row["sample"]] = row
+
+    lines = []
     for sample in samples_of(config, target)[0]:
-        row = full.get(sample.key)
-        if row is None or row["references"] != list(sample.references):
-            sys.exit(
-                f"{out.parent} has not measured sample {sample.key}; give the keys of its evaluation, samples= too"
-            )
-        answer = target.tokenizer(row["answer"], add_special_tokens=False)["input_ids"]
+        full = full_rows.get(sample.key)
+        if full is None or full["references"] != list(sample.references):
+            sys.exit(f"{run} has not measured sample {sample.key}; give the keys of its evaluation, samples= too")
+        answer = target.tokenizer(full["answer"], add_special_tokens=False)["input_ids"]
         if len(answer) < sample.max_new_tokens:
             answer.append(target.end_tokens[0])  # the text does not show it
-        needle = sample.references[0] if sample.task == "niah_single" else None
-        row = {"task": sample.task, "length": sample.length, "answer": answer, "needle": needle}
-        asked = sample if config.question == "seen" else render_apart(sample, target.tokenizer)
-        ids = {"prompt": asked.prompt_ids.tolist(), "question": asked.question_ids.tolist()}
-        rows.append(json.dumps(row | ids) + "\n")
-    (out / "samples.jsonl").write_text("".join(rows), "utf-8")
+        asked = sample
+        if config.question != "seen":
+            asked = render_apart(sample, target.tokenizer)
+        exported = {
+            "task": sample.task,
+            "length": sample.length,
+            "answer": answer,
+            "needle": sample.references[0] if sample.task == "niah_single" else None,
+            "prompt": asked.prompt_ids.tolist(),
+            "question": asked.question_ids.tolist(),
+        }
+        lines.append(json.dumps(exported) + "\n")
+    (out / "samples.jsonl").write_text("".join(lines), "utf-8")
 
 
-def measure(folder: Path, budgets: list[int | float], slow: bool) -> Iterator[dict[str, Any]]:
-    """Yield the row of each press at each budget for each sample; with `slow`, KVzip and KVgrad as well."""
+def press_kinds() -> dict[str, Callable[[float], Any]]:
+    """The presses that rank the entries of each head in one prefill: by name, a maker that takes the ratio."""
     import kvpress
-    from kvpress.presses.base_press import BasePress
 
     def snapkv(ratio: float) -> Any:
         return kvpress.SnapKVPress(ratio, 32, 3)
 
+    def critical(ratio: float) -> Any:  # keepsight's is {name: criticalkv, pool: {kind: avg, kernel: 3}}
+        return kvpress.CriticalKVPress(snapkv(ratio))
+
     def expected(ratio: float) -> Any:
         return kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(ratio, epsilon=1e-2))
 
-    kinds: dict[str, Any] = {
+    return {
         "SnapKVPress": kvpress.SnapKVPress,
         "SnapKVPress(window_size=32, kernel_size=3)": snapkv,
-        # keepsight's is {name: criticalkv, pool: {kind: avg, kernel: 3}}
-        "CriticalKVPress(SnapKVPress(32, 3))": lambda ratio: kvpress.CriticalKVPress(snapkv(ratio)),
+        "CriticalKVPress(SnapKVPress(32, 3))": critical,
         "KeyDiffPress": kvpress.KeyDiffPress,
         "TOVAPress": kvpress.TOVAPress,
         "ExpectedAttentionPress": kvpress.ExpectedAttentionPress,
         "AdaKVPress(ExpectedAttentionPress, epsilon=0.01)": expected,
     }
 
-    class Presses(BasePress):
-        """All presses in one prefill: for each press and budget a cache, and by layer its masked entries."""
 
-        def __init__(self, ratios: list[float]) -> None:
-            self.presses = {(name, place): kind(r) for name, kind in kinds.items() for place, r in enumerate(ratios)}
-            self.caches = {key: DynamicCache() for key in self.presses}
-            self.masked: dict[tuple[str, int], list[Any]] = {key: [] for key in self.presses}
+@dataclass(frozen=True)
+class Compressed:
+    """What a press leaves of a prompt at one budget: a cache, and by layer the entries that are masked in it."""
+
+    press: str
+    budget: int | float
+    cache: DynamicCache
+    masked: list[Any]
+    """By layer: indices of rows, heads and entries, as kvpress's patched attention takes them, or None."""
+
+
+def compressed_in_one_prefill(
+    model: Any, prompt: Tensor, ratios: dict[int | float, float]
+) -> tuple[list[Compressed], DynamicCache, Tensor]:
+    """Read a prompt [1, N] once and compress it by every press of `press_kinds` at the ratio of every budget.
+
+    Returns:
+        The compressed caches, the whole cache, and the logits [1, 1, V] float32 of the last token.
+    """
+    from kvpress.presses.base_press import BasePress
+
+    presses = []
+    for name, kind in press_kinds().items():
+        for budget, ratio in ratios.items():
+            presses.append((kind(ratio), Compressed(name, budget, DynamicCache(), [])))
+
+    class AllPresses(BasePress):
+        """Calls all presses for each layer, and changes nothing in the layer itself."""
 
         def compress(self, module, hidden_states, keys, values, attentions, kwargs):
-            for key, press in self.presses.items():
+            for press, compressed in presses:
                 module.masked_key_indices = None
                 kept = press.compress(module, hidden_states, keys, values, attentions, kwargs)
-                self.caches[key].update(*kept, module.layer_idx)
-                self.masked[key].append(module.masked_key_indices)
+                compressed.cache.update(*kept, module.layer_idx)
+                compressed.masked.append(module.masked_key_indices)
             module.masked_key_indices = None
             return keys, values
 
-    def replaying(
-        kind: Any, options: dict[str, Any], prompt: Tensor, ratios: list[float]
-    ) -> tuple[DynamicCache, list[list[Any]]]:
-        """The whole cache, and what a press that repeats the prompt masks in it at each ratio."""
-        masked, cache = [], DynamicCache()
+    whole = DynamicCache()
+    with AllPresses()(model):
+        logits = model(prompt, past_key_values=whole, logits_to_keep=1).logits.float()
+    return [compressed for _, compressed in presses], whole, logits
 
-        class AtRatios(kind):  # type: ignore[misc]
-            def compress_post(self, model: PreTrainedModel) -> None:
-                for self.compression_ratio in ratios:
-                    mask(model, [None] * len(model.model.layers))  # a ratio of 0 masks nothing
-                    super().compress_post(model)
-                    masked.append([layer.self_attn.masked_key_indices for layer in model.model.layers])
 
-        with AtRatios(max(ratios), **options)(model):
-            model(prompt, past_key_values=cache, logits_to_keep=1)
-        cache.crop(prompt.shape[1])
-        return cache, masked
+def compressed_by_replay(
+    model: Any, kind: Any, options: dict[str, Any], prompt: Tensor, ratios: dict[int | float, float]
+) -> list[Compressed]:
+    """Compress a prompt [1, N] by a press that repeats the text, at the ratio of every budget.
+
+    `kind` is KVzipPress or KVgradPress: the text is repeated once, and its scores serve all ratios.
+    """
+    layers = model.model.layers
+    cache = DynamicCache()
+    results = []
+
+    class AtAllRatios(kind):  # type: ignore[misc]
+        """Masks entries once for each ratio."""
+
+        def compress_post(self, model: PreTrainedModel) -> None:
+            for budget, ratio in ratios.items():
+                self.compression_ratio = ratio
+                mask(model, [None] * len(layers))  # a ratio of 0 masks nothing
+                super().compress_post(model)
+                masked = [layer.self_attn.masked_key_indices for layer in layers]
+                results.append((budget, masked))
+
+    with AtAllRatios(max(ratios.values()), **options)(model):
+        model(prompt, past_key_values=cache, logits_to_keep=1)
+    mask(model, [None] * len(layers))
+    cache.crop(prompt.shape[1])
+    return [Compressed(kind.__name__, budget, copy.deepcopy(cache), masked) for budget, masked in results]
+
+
+def measure(folder: Path, budgets: list[int | float], slow: bool) -> Iterator[dict[str, Any]]:
+    """Yield the row of each press at each budget for each sample; with `slow`, KVzip and KVgrad as well."""
+    import kvpress
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="auto").eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(folder / "model")
     heads = model.config.num_hidden_layers * model.config.num_key_value_heads
-    for sample in map(json.loads, (folder / "samples.jsonl").read_text("utf-8").splitlines()):
-        prompt, asked, answer = (torch.tensor([sample[part]]).long() for part in ("prompt", "question", "answer"))
-        length, full = prompt.shape[1], DynamicCache()
-        kept = [max(round(each * length), 1) if isinstance(each, float) else each for each in budgets]
-        ratios = [ratio_of_head(entries, length) for entries in kept]
-        presses = Presses(ratios)
-        with presses(model):
-            first = model(prompt, past_key_values=full, logits_to_keep=1).logits.float()
-        found = {key: (presses.caches[key], presses.masked[key]) for key in presses.presses}
-        global_ratios = [ratio_of_model(entries, length, heads) for entries in kept]
-        # KVgrad's chunks are keepsight's, as in kvpress since its pull request 286; 0.5.5 has 512.
-        replayed = {kvpress.KVzipPress: {}, kvpress.KVgradPress: {"chunk_size": 256}}
-        for kind, options in replayed.items() if slow else ():
-            cache, masked = replaying(kind, options, prompt, global_ratios)
-            found |= {(kind.__name__, place): (copy.deepcopy(cache), each) for place, each in enumerate(masked)}
-        mask(model, [None] * len(model.model.layers))
-        whole, agreed = likelihood(model, full, first, length, asked, answer)
-        for (name, place), (cache, masked) in found.items():
-            mask(model, masked)
-            excess = likelihood(model, cache, first, length, asked, answer)[0] - whole
-            needle = None
+    unmasked = [None] * len(model.model.layers)
+    # KVgrad's chunks are keepsight's, as in kvpress since its pull request 286; 0.5.5 has 512.
+    replaying = {kvpress.KVzipPress: {}, kvpress.KVgradPress: {"chunk_size": 256}} if slow else {}
+
+    for sample in read_lines(folder / "samples.jsonl"):
+        prompt, question, answer = (torch.tensor([sample[part]]).long() for part in ("prompt", "question", "answer"))
+        length = prompt.shape[1]
+        entries = {budget: entries_of(budget, length) for budget in budgets}
+        ratios_of_heads = {budget: ratio_of_head(count, length) for budget, count in entries.items()}
+        ratios_of_models = {budget: ratio_of_model(count, length, heads) for budget, count in entries.items()}
+
+        caches, whole, first = compressed_in_one_prefill(model, prompt, ratios_of_heads)
+        for kind, options in replaying.items():
+            caches += compressed_by_replay(model, kind, options, prompt, ratios_of_models)
+
+        mask(model, unmasked)
+        whole_loss, agreed = likelihood(model, whole, first, length, question, answer)
+        for compressed in caches:
+            mask(model, compressed.masked)
+            loss, _ = likelihood(model, compressed.cache, first, length, question, answer)
+            found = None
             if sample["needle"]:
-                cache.crop(cache.get_seq_length() - asked.shape[1] - answer.shape[1] + 1)
-                needle = sample["needle"] in tokenizer.batch_decode(greedy(model, cache, first, length, asked))[0]
-            row = {"task": sample["task"], "length": sample["length"], "press": name, "budget": budgets[place]}
-            yield row | {"excess": excess.mean().item(), "found": needle, "agreement": agreed.mean().item()}
+                read_since = question.shape[1] + answer.shape[1] - 1
+                compressed.cache.crop(compressed.cache.get_seq_length() - read_since)
+                ids = greedy(model, compressed.cache, first, length, question)
+                found = sample["needle"] in tokenizer.batch_decode(ids)[0]
+            yield {
+                "task": sample["task"],
+                "length": sample["length"],
+                "press": compressed.press,
+                "budget": compressed.budget,
+                "excess": (loss - whole_loss).mean().item(),
+                "found": found,
+                "agreement": agreed.mean().item(),
+            }
+        mask(model, unmasked)
+
+
+def entries_of(budget: int | float, length: int) -> int:
+    """The entries that a budget leaves of a prompt of `length` tokens: a whole number is itself, a share is rounded."""
+    if isinstance(budget, float):
+        return max(round(budget * length), 1)
+    return budget
 
 
 def ratio_of_head(entries: int, length: int) -> float:
@@ -169,15 +242,16 @@ def ratio_of_model(entries: int, length: int, heads: int) -> float:
 
 
 def mask(model: Any, masked: list[Any]) -> None:
-    """Mask entries in kvpress's patched attention of each layer: indices of rows, heads and entries, or None."""
-    for layer, each in zip(model.model.layers, masked, strict=True):
-        layer.self_attn.masked_key_indices = each
+    """Mask entries in kvpress's patched attention: for each layer indices of rows, heads and entries, or None."""
+    for layer, indices in zip(model.model.layers, masked, strict=True):
+        layer.self_attn.masked_key_indices = indices
 
 
 def read(model: PreTrainedModel, cache: DynamicCache, tokens: Tensor, position: int) -> Tensor:
     """Logits [R, T, V] float32 of tokens [R, T] that stand at `position`, each row after its row of the cache."""
-    places = torch.arange(position, position + tokens.shape[1])[None].expand_as(tokens)
-    return model(tokens, past_key_values=cache, position_ids=places).logits.float()
+    positions = torch.arange(position, position + tokens.shape[1])
+    position_ids = positions[None].expand_as(tokens)
+    return model(tokens, past_key_values=cache, position_ids=position_ids).logits.float()
 
 
 def likelihood(
@@ -187,51 +261,80 @@ def likelihood(
 
     `first` [1, 1, V] are the logits of the prompt's last token, which choose the answer's first where q is 0.
     """
-    logits = torch.cat([first, read(model, cache, torch.cat([question, answer[:, :-1]], dim=1), position)], dim=1)
+    following = torch.cat([question, answer[:, :-1]], dim=1)
+    logits = torch.cat([first, read(model, cache, following, position)], dim=1)
     logits = logits[:, question.shape[1] :]
-    return cross_entropy(logits.mT, answer, reduction="none"), (logits.argmax(dim=-1) == answer).float()
+    loss = cross_entropy(logits.mT, answer, reduction="none")
+    agreed = (logits.argmax(dim=-1) == answer).float()
+    return loss, agreed
 
 
 def greedy(model: PreTrainedModel, cache: DynamicCache, first: Tensor, position: int, question: Tensor) -> Tensor:
     """Greedy answer [1, NEEDLE_TOKENS] to a question, including tokens after its end."""
+    logits = first
     if question.shape[1]:
-        first = read(model, cache, question, position)[:, -1:]
-    ids, position = first.argmax(dim=-1), position + question.shape[1]
-    for place in range(position, position + NEEDLE_TOKENS - 1):
-        ids = torch.cat([ids, read(model, cache, ids[:, -1:], place).argmax(dim=-1)], dim=1)
+        logits = read(model, cache, question, position)[:, -1:]
+    ids = logits.argmax(dim=-1)
+    answer_position = position + question.shape[1]
+    for step in range(NEEDLE_TOKENS - 1):
+        logits = read(model, cache, ids[:, -1:], answer_position + step)
+        ids = torch.cat([ids, logits.argmax(dim=-1)], dim=1)
     return ids
 
 
 def table(rows: list[dict[str, Any]]) -> None:
     """Print, for each press and budget, the mean over tasks with its 95 % bootstrap interval, and the needles found."""
-    print(f"the full cache agrees with keepsight's in {fmean(row['agreement'] for row in rows):.2%} of tokens")
-    for budget, press in sorted({(row["budget"], row["press"]) for row in rows}):
-        tasks, needles = defaultdict[str, list[float]](list), defaultdict[int, list[bool]](list)
-        for row in rows:
-            if (row["budget"], row["press"]) == (budget, press):
-                tasks[row["task"]].append(row["excess"])
-                needles[row["length"]] += [row["found"]] if row["found"] is not None else []
-        low, high = interval([*tasks.values()])
-        found = "".join(f"; {length} tokens: {sum(hits)} of {len(hits)}" for length, hits in needles.items() if hits)
-        mean, count = fmean(map(fmean, tasks.values())), sum(map(len, tasks.values()))
-        print(f"{budget:>4}  {press:<43}{mean:.3f} ({low:.2f} to {high:.2f}), {count} samples{found}")
+    agreement = fmean(row["agreement"] for row in rows)
+    print(f"the full cache agrees with keepsight's in {agreement:.2%} of tokens")
+    groups = defaultdict[tuple[float, str], list[dict[str, Any]]](list)
+    for row in rows:
+        groups[row["budget"], row["press"]].append(row)
+    for (budget, press), group in sorted(groups.items()):
+        excess_by_task = defaultdict[str, list[float]](list)
+        needles_by_length = defaultdict[int, list[bool]](list)
+        for row in group:
+            excess_by_task[row["task"]].append(row["excess"])
+            if row["found"] is not None:
+                needles_by_length[row["length"]].append(row["found"])
+        mean = fmean(fmean(values) for values in excess_by_task.values())
+        low, high = interval([*excess_by_task.values()])
+        needles = ""
+        for length, found in needles_by_length.items():
+            needles += f"; {length} tokens: {sum(found)} of {len(found)}"
+        print(f"{budget:>4}  {press:<43}{mean:.3f} ({low:.2f} to {high:.2f}), {len(group)} samples{needles}")
 
 
 def interval(tasks: list[list[float]]) -> tuple[float, float]:
     """Ends of the 95 % bootstrap interval of the mean over tasks, samples drawn within each."""
     draw = random.Random(95)
-    means = sorted(fmean(fmean(draw.choices(task, k=len(task))) for task in tasks) for _ in range(2000))
+    means = []
+    for _ in range(2000):
+        means.append(fmean(fmean(draw.choices(task, k=len(task))) for task in tasks))
+    means.sort()
     return means[50], means[-50]  # 2.5 % lie beyond each
 
 
-if __name__ == "__main__":
-    half, *arguments = sys.argv[1:]
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def main(arguments: list[str]) -> None:
+    """Run the half that the first argument names, `export` or `measure`, with the others."""
+    half, *rest = arguments
     if half == "export":
-        export(arguments)
-    else:
-        written, slow = Path(arguments[0]) / "measured.jsonl", arguments[-1] == "all"
-        with torch.no_grad(), written.open("w", encoding="utf-8") as stream:
-            budgets = [json.loads(each) for each in arguments[1:] if each != "all"]
-            for measured in measure(Path(arguments[0]), budgets, slow):
-                print(json.dumps(measured), file=stream, flush=True)
-        table([json.loads(line) for line in written.read_text("utf-8").splitlines()])
+        export(rest)
+        return
+    folder, *budgets = rest
+    slow = budgets[-1] == "all"
+    if slow:
+        budgets.pop()
+    measured = Path(folder) / "measured.jsonl"
+    with torch.no_grad(), measured.open("w", encoding="utf-8") as stream:
+        for row in measure(Path(folder), [json.loads(budget) for budget in budgets], slow):
+            print(json.dumps(row), file=stream, flush=True)
+    table(read_lines(measured))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,9 +1,10 @@
-"""Makes `results/methods.csv`, the table of all methods, and paired differences, in `results/methods_differences.csv`.
+"""Adds runs to `results/methods.csv`, the table of all methods, and to `results/methods_differences.csv`.
 
     python docs/method_results.py 'processor=2 cores' runs/all_seen runs/all_unseen
 
-Each folder is the output of `keepsight eval methods=all`, and its name is the run in `results/runs.csv`. If it contains
-`kvpress/measured.jsonl` (docs/kvpress_results.py), the results of kvpress's presses on the same samples are added.
+Each folder is the output of `keepsight eval methods=all`, and its name is the run in `results/runs.csv`. If it has
+`kvpress/measured.jsonl` (docs/kvpress_results.py), the results of kvpress's presses on the same samples are added. A
+row of the same run, method, question and budget is replaced; all others stay.
 """
 
 import functools
@@ -63,23 +64,34 @@ def summarized(folder: Path, processor: str) -> pd.DataFrame:
     """A line per method and budget that has all samples: means, the excess NLL with its bootstrap interval."""
     rows = measured(folder)
     groups = rows.groupby(["method", "question", "budget"], sort=False)
-    lines = groups.agg(
-        excess_nll=("excess_nll", "mean"),
-        score=("score", "mean"),
-        cost=("cost", "median"),
-        kv_mib=("kv_mib", "mean"),
-        samples=("excess_nll", "size"),
+    intervals = [estimate([*values], "all prompts").ends for _, values in groups["excess_nll"]]
+    lines = pd.DataFrame(
+        {
+            "excess_nll": groups["excess_nll"].mean(),
+            "low": [low for low, _ in intervals],
+            "high": [high for _, high in intervals],
+            "score": groups["score"].mean(),
+            "cost": groups["cost"].median(),
+            "kv_mib": groups["kv_mib"].mean(),
+            "samples": groups.size(),
+        }
     )
-    ends = [estimate([*values], "all prompts").ends for _, values in groups["excess_nll"]]
-    for place, (name, column) in enumerate(zip(("low", "high"), zip(*ends, strict=True), strict=True), 1):
-        lines.insert(place, name, column)
     lines = lines[lines["samples"] == lines["samples"].max()]  # not of methods that refused a prompt
-    decimals = {"excess_nll": "{:.3f}", "low": "{:.2f}", "high": "{:.2f}", "score": "{:.3f}"}
-    decimals |= {"cost": "{:.1f}", "kv_mib": "{:.2f}"}
-    for column, form in decimals.items():
-        lines[column] = ["" if np.isnan(value) else form.format(value + 0.0) for value in lines[column]]
-    dtype, date = read_run(folder).target["dtype"], rows["date"].max()
-    return lines.reset_index().assign(dtype=dtype, date=date, processor=processor, run=folder.name)
+    for column, decimals in {"excess_nll": 3, "low": 2, "high": 2, "score": 3, "cost": 1, "kv_mib": 2}.items():
+        lines[column] = [text_of(value, decimals) for value in lines[column]]
+    return lines.reset_index().assign(
+        dtype=read_run(folder).target["dtype"],
+        date=rows["date"].max(),
+        processor=processor,
+        run=folder.name,
+    )
+
+
+def text_of(value: float, decimals: int) -> str:
+    """A number as the file has it: empty where nothing was measured, and no negative zero."""
+    if np.isnan(value):
+        return ""
+    return f"{value + 0.0:.{decimals}f}"
 
 
 def differences(folder: Path, processor: str) -> pd.DataFrame:
@@ -87,22 +99,63 @@ def differences(folder: Path, processor: str) -> pd.DataFrame:
     rows = measured(folder)
     by_prompt = rows.pivot_table("excess_nll", index=["task", "length"], columns=["method", "budget"])
     lines = list[dict[str, str]]()
-    for name, other in COMPARED.items():
-        for budget in by_prompt[name] if other in by_prompt else ():
-            found = by_prompt[name, budget] - by_prompt[other, budget]
-            numbers = (found.mean(), *estimate([*found], "all prompts").ends, found.abs().max())
-            texts = [f"{round(number, 4) + 0.0:+.4f}" for number in numbers]
-            place = {"method": name, "minus": other, "question": rows["question"].iloc[0], "budget": budget}
-            lines.append(place | dict(zip(("difference", "low", "high", "largest"), texts, strict=True)))
-    samples, date = len(by_prompt), rows["date"].dropna().max()
-    return pd.DataFrame(lines).assign(samples=samples, date=date, processor=processor, run=folder.name)
+    for method, baseline in COMPARED.items():
+        if method not in by_prompt or baseline not in by_prompt:
+            continue
+        for budget in by_prompt[method]:
+            difference = by_prompt[method, budget] - by_prompt[baseline, budget]
+            low, high = estimate([*difference], "all prompts").ends
+            lines.append(
+                {
+                    "method": method,
+                    "minus": baseline,
+                    "question": rows["question"].iloc[0],
+                    "budget": budget,
+                    "difference": signed(difference.mean()),
+                    "low": signed(low),
+                    "high": signed(high),
+                    "largest": signed(difference.abs().max()),
+                }
+            )
+    return pd.DataFrame(lines).assign(
+        samples=len(by_prompt),
+        date=rows["date"].dropna().max(),
+        processor=processor,
+        run=folder.name,
+    )
+
+
+def signed(value: float) -> str:
+    """A difference with its sign and four decimals; one that rounds to zero is positive."""
+    return f"{round(value, 4) + 0.0:+.4f}"
+
+
+def merged(rows: pd.DataFrame, lines: pd.DataFrame, names: list[str]) -> pd.DataFrame:
+    """The rows of a file with new lines: a line replaces the row with the same values of `names`, others are added."""
+    keys = pd.MultiIndex.from_frame(lines[names])
+    kept = rows[~pd.MultiIndex.from_frame(rows[names]).isin(keys)]
+    return pd.concat([kept, lines])
+
+
+def main(arguments: list[str]) -> None:
+    """Add the runs in the folders of the arguments, measured on the processor that the first one names."""
+    processor_argument, *folders = arguments
+    if not processor_argument.startswith("processor=") or not folders:
+        sys.exit("expected processor=NAME and folders of evaluations, see the first lines of this file")
+    processor = processor_argument.partition("=")[2]
+    files = {
+        "methods": (summarized, ["method", "question", "budget", "run"]),
+        "methods_differences": (differences, ["method", "minus", "question", "budget", "run"]),
+    }
+    for name, (table_of, key_columns) in files.items():
+        path = ROOT / "results" / f"{name}.csv"
+        rows = pd.read_csv(path, dtype=str, keep_default_na=False)
+        for folder in folders:
+            lines = table_of(Path(folder), processor)
+            if not lines.empty:
+                rows = merged(rows, lines.astype(str), key_columns)
+        write_text(path, rows.to_csv(index=False, lineterminator="\n"))
 
 
 if __name__ == "__main__":
-    named, *folders = sys.argv[1:]
-    if not named.startswith("processor=") or not folders:
-        sys.exit("expected processor=NAME and folders of evaluations, see the first lines of this file")
-    processor, runs = named.partition("=")[2], [Path(folder) for folder in folders]
-    for file, made in (("methods", summarized), ("methods_differences", differences)):
-        lines = pd.concat([made(run, processor) for run in runs])
-        write_text(ROOT / "results" / f"{file}.csv", lines.to_csv(index=False, lineterminator="\n"))
+    main(sys.argv[1:])
