@@ -31,7 +31,7 @@ PAGES += [ROOT / "docs" / name for name in ("excess_nll.md", "performance.md", "
 PAGES += sorted((ROOT / "results").glob("*.md")) + sorted((ROOT / "checkpoints").glob("*/README.md"))
 PAGES += [ROOT / "docs" / "methods.md", ROOT / "docs" / "api" / "methods.md", ROOT / "docs" / "models.md"]
 STUB = ROOT / "runtime" / "methods" / "__init__.pyi"
-PLACE = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
+MARKED_TABLE = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 EXCESS = "{excess_nll} ({low} to {high})"
 OURS = "LookaheadKV (shipped)"
 EARLIER = "LookaheadKV before its last stage"
@@ -89,19 +89,30 @@ def marked(name: str, label: str) -> str:
 
 def joined(values: Iterable[str]) -> str:
     """The different values, without the empty one."""
-    return ", ".join(dict.fromkeys(filter(None, values)))
+    different = dict.fromkeys(values)
+    different.pop("", None)
+    return ", ".join(different)
 
 
 def filled(cell: str, row: pd.Series) -> str:
     """A cell; its part in brackets is left out where a value of it is missing."""
-    if any(not row[key] for key in re.findall(r"{(\w+)}", cell.partition(" (")[2])):
-        cell = cell.partition(" (")[0]
+    before, _, in_brackets = cell.partition(" (")
+    columns = re.findall(r"{(\w+)}", in_brackets)
+    if any(not row[column] for column in columns):
+        cell = before
     return cell.format(**row.replace("", "–"))
 
 
-def thousands(place: str) -> str:
-    """A number of tokens or entries as pages write it."""
-    return f"{int(place):,}" if place.isdecimal() else place
+def thousands(text: str) -> str:
+    """A number of tokens or entries as pages write it; any other text as it is."""
+    if text.isdecimal():
+        return f"{int(text):,}"
+    return text
+
+
+def with_entries(table: pd.DataFrame) -> pd.DataFrame:
+    """A table whose columns of budgets say that they are entries."""
+    return table.rename(columns=lambda name: f"{name} entries" if name.isdecimal() else name)
 
 
 def alike(*names: str) -> dict[str, str]:
@@ -356,19 +367,26 @@ PADDED = "2026-11-24"
 """The last day on which layers were padded to their longest head; decoding steps until then are only in the file."""
 
 
-def time_table() -> str:
-    """The table of times: the rows of the most informative runs, without AdaKV and the parts of a time."""
+def times_of(runs: list[str]) -> pd.DataFrame:
+    """The rows of runs of `time.csv` that pages show: without AdaKV, the parts of a time and what is out of date."""
     results = read("time")
-    results = results[
-        results["run"].isin(["evict", "decode2048", "train8x4", "sweep"]) & (results["processor"] != SLOW)
-    ]
-    results = results.query("what != 'decoding step' or date > @PADDED")
-    results = results[~results["what"].isin(["observing", "selecting", "prefill"]) & (results["method"] != "AdaKV")]
+    results = results[results["run"].isin(runs)]
+    results = results[results["processor"] != SLOW]
+    results = results[results["method"] != "AdaKV"]
+    results = results[~results["what"].isin(["observing", "selecting", "prefill"])]
+    return results.query("what != 'decoding step' or date > @PADDED")
+
+
+def time_table() -> str:
+    """The table of times: the rows of the most informative runs."""
+    results = times_of(["evict", "decode2048", "train8x4", "sweep"])
     return markdown_table(results[["what", "method", "setting", "values", "unit", "date", "processor", "run"]])
 
 
-SEEN, UNSEEN = ("64", "128", "256"), ("0.5", "0.25", "0.1")
-"""Budgets of README's table and of the table of all methods: question seen, question unseen."""
+SEEN = ("64", "128", "256")
+"""Budgets of README's table and of the table of all methods with the question seen."""
+UNSEEN = ("0.5", "0.25", "0.1")
+"""Budgets of the table of all methods with the question unseen."""
 SCORED = {"RULER": ("all_ruler", "128"), "needles": ("all_needles", "64")}
 """The columns of scores in the table of all methods: their runs and budgets."""
 CONTINUED = {
@@ -397,16 +415,24 @@ def front_table() -> str:
     def means(table: pd.DataFrame, name: str) -> str:
         return " / ".join(table["excess_nll"][name, budget] for budget in SEEN)
 
-    def scored(name: str) -> tuple[str, ...]:
-        runs = (SCORED["needles"], SCORED["RULER"])
-        return tuple(of_methods(run, {name: name}, "score", (budget,))[budget][0] for run, budget in runs)
-
-    lines = [("full cache", "0", "0", *scored("full"), "1")]
+    scores = scores_of({"full": "full cache", **FRONT}).set_index("method")
+    lines = [("full cache", "0", "0", *scores.loc["full cache"], "1")]
     for name, label in FRONT.items():
+        row = marked(name, label)
         cost = 1 + float(seen["cost"][name, SEEN[0]]) / 100
-        lines.append((marked(name, label), means(seen, name), means(unseen, label), *scored(name), f"{cost:.2f}"))
+        lines.append((row, means(seen, name), means(unseen, label), *scores.loc[row], f"{cost:.2f}"))
     columns = ["method", "question seen", "question unseen", "needles", "RULER", "cost, prefills"]
     return markdown_table(lines, columns)
+
+
+def scores_of(names: dict[str, str]) -> pd.DataFrame:
+    """Scores of methods on needles and on RULER's tasks, in the columns `needles` and `RULER`."""
+    needles_run, needles_budget = SCORED["needles"]
+    ruler_run, ruler_budget = SCORED["RULER"]
+    table = of_methods(needles_run, names, "score", (needles_budget,))
+    table = table.rename(columns={needles_budget: "needles"})
+    table["RULER"] = of_methods(ruler_run, names, "score", (ruler_budget,))[ruler_budget]
+    return table
 
 
 OTHER_TASKS = {
@@ -421,9 +447,12 @@ OTHER_TASKS = {
 def other_tasks_table() -> str:
     """Tasks of other kinds than the eleven data sets: a line per method, excess NLL at four budgets for each run."""
     results = read("other_tasks")
-    means = results.groupby(["method", "run"], sort=False)["excess_nll"].agg(" / ".join).unstack().fillna("–")
+    groups = results.groupby(["method", "run"], sort=False)
+    means = groups["excess_nll"].agg(" / ".join).unstack().fillna("–")
     counts = dict(zip(results["run"], results["samples"], strict=True))
-    lines = [(marked(name, name), *means.loc[name, [*OTHER_TASKS]]) for name in means.index]
+    lines = []
+    for name in means.index:
+        lines.append((marked(name, name), *means.loc[name, [*OTHER_TASKS]]))
     titles = [f"{kind} ({counts[run]} prompts)" for run, kind in OTHER_TASKS.items()]
     return markdown_table(lines, ["method", *titles])
 
@@ -440,11 +469,12 @@ def sources_table(rivals: tuple[str, ...] = UNSEEN_RIVALS, budgets: tuple[str, .
     results = read("by_file").query("run == 'unseen110'")
     results = results.assign(excess_nll=results["excess_nll"].astype(float))
     others = results["file"].isin(SOURCES_NOT_TRAINED_ON)
+    parts = {
+        "the eight sources of training": results[~others],
+        "lcc, multi_news, trec": results[others],
+    }
     lines = []
-    for label, rows in (
-        ("the eight sources of training", results[~others]),
-        ("lcc, multi_news, trec", results[others]),
-    ):
+    for label, rows in parts.items():
         means = rows.groupby(["method", "budget"])["excess_nll"].mean()
         cells = []
         for name in (OURS, *rivals):
@@ -460,11 +490,15 @@ def short_sources_table() -> str:
 
 def of_methods(run: str, names: dict[str, str], column: str, budgets: tuple[str, ...]) -> pd.DataFrame:
     """Methods of a run of `methods.csv` as rows, budgets as columns; a method without budgets has its value in each."""
-    results = read("methods").replace({"run": CONTINUED}).query("run == @run").set_index(["method", "budget"])[column]
+    results = read("methods").replace({"run": CONTINUED}).query("run == @run")
+    values = results.set_index(["method", "budget"])[column]
     lines = []
     for name, label in names.items():
-        alone = (name, "") in results.index
-        lines.append((marked(name, label), *(results[name, "" if alone else budget] for budget in budgets)))
+        if (name, "") in values.index:
+            cells = [values[name, ""]] * len(budgets)
+        else:
+            cells = [values[name, budget] for budget in budgets]
+        lines.append((marked(name, label), *cells))
     return pd.DataFrame(lines, columns=["method", *budgets])
 
 
@@ -475,27 +509,26 @@ SCORED_METHODS = {"full": "full cache", **FRONT}
 def scores_table() -> str:
     """Task scores on the 110 prompts, question seen."""
     names = SCORED_METHODS | {"snapkv": "SnapKV, max over 7"}
-    table = of_methods("all110", names, "score", SEEN)
-    return markdown_table(table.rename(columns=lambda name: f"{name} entries" if name.isdecimal() else name))
+    return markdown_table(with_entries(of_methods("all110", names, "score", SEEN)))
 
 
 def score_tasks_table() -> str:
     """Scores on needles and RULER's tasks."""
-    table = of_methods("all_needles", SCORED_METHODS, "score", ("64",)).rename(columns={"64": "needles, 64 entries"})
-    table["RULER, 128 entries"] = of_methods("all_ruler", SCORED_METHODS, "score", ("128",))["128"]
-    return markdown_table(table)
+    titles = {name: f"{name}, {budget} entries" for name, (_, budget) in SCORED.items()}
+    return markdown_table(scores_of(SCORED_METHODS).rename(columns=titles))
 
 
 def short_scores_table() -> str:
     """RESULTS.md's scores: the 110 prompts, needles and RULER."""
     real = of_methods("all110", SCORED_METHODS, "score", SEEN)
-    table = real[["method"]].assign(real=real[[*SEEN]].agg(" / ".join, axis=1))
-    table["needles"] = of_methods("all_needles", SCORED_METHODS, "score", ("64",))["64"]
-    table["RULER"] = of_methods("all_ruler", SCORED_METHODS, "score", ("128",))["128"]
-    return markdown_table(table.rename(columns={"real": "110 prompts, 64 / 128 / 256"}))
+    table = scores_of(SCORED_METHODS)
+    table.insert(1, f"110 prompts, {' / '.join(SEEN)}", real[[*SEEN]].agg(" / ".join, axis=1))
+    return markdown_table(table)
 
 
-MEAN_ORACLE, MEAN_SNAPKV, MAX_SNAPKV = "oracle attention (mean over 3)", "SnapKV, mean over 3", "SnapKV, max over 7"
+MEAN_ORACLE = "oracle attention (mean over 3)"
+MEAN_SNAPKV = "SnapKV, mean over 3"
+MAX_SNAPKV = "SnapKV, max over 7"
 GAPS = {
     ("real_prompts", "", "seen"): "the 110 prompts",
     ("question", "110", "unseen"): "the 110 prompts",
@@ -520,13 +553,13 @@ def gaps_table() -> str:
         elif file == "question":
             results = results[(results["question"] == question) & (results["samples"] == selected)]
         count = results["samples"].iloc[0]
-        means = results.drop_duplicates(["method", "budget"]).pivot(
-            index="budget", columns="method", values="excess_nll"
-        )
-        means = means.apply(pd.to_numeric)
-        worst = means[[name for name in (MEAN_SNAPKV, MAX_SNAPKV) if name in means]].min(axis=1)
-        shares = 100 * (worst - means[OURS]) / (worst - means[MEAN_ORACLE])
-        cells = [f"{shares[budget]:.0f}" if budget in shares else "–" for budget in ("64", "128", "256", "512")]
+        rows = results.drop_duplicates(["method", "budget"])
+        means = rows.pivot(index="budget", columns="method", values="excess_nll").apply(pd.to_numeric)
+        snapkv = means.filter(items=[MEAN_SNAPKV, MAX_SNAPKV]).min(axis=1)
+        shares = 100 * (snapkv - means[OURS]) / (snapkv - means[MEAN_ORACLE])
+        cells = []
+        for budget in ("64", "128", "256", "512"):
+            cells.append(f"{shares[budget]:.0f}" if budget in shares else "–")
         lines.append((prompts, question, count, *cells))
     return markdown_table(lines, ["prompts", "question", "number", "64", "128", "256", "512"])
 
@@ -557,7 +590,8 @@ def kvpress_table(pairs: dict[str, str] = KVPRESS_PAIRS) -> str:
         cells = []
         for question in ("seen", "unseen"):
             rows = results[(results["method"] == name) & (results["question"] == question)]
-            mean, single = (rows[column].astype(float).abs().max() for column in ("difference", "largest"))
+            mean = rows["difference"].astype(float).abs().max()
+            single = rows["largest"].astype(float).abs().max()
             cells.append(f"{mean:.4f} / {single:.4f}")
         lines.append((label, *cells))
     return markdown_table(lines, ["method", "question seen", "question unseen"])
@@ -565,13 +599,8 @@ def kvpress_table(pairs: dict[str, str] = KVPRESS_PAIRS) -> str:
 
 def short_time_table() -> str:
     """RESULTS.md's times: observing and selecting, and a decoding step."""
-    results = read("time")
-    results = results[
-        results["run"].isin(["evict", "decode2048"]) & (results["processor"] != SLOW) & (results["method"] != "AdaKV")
-    ]
+    results = times_of(["evict", "decode2048"])
     results = results.query("what != 'decoding step' or method != 'SnapKV'")
-    results = results[~results["what"].isin(["observing", "selecting", "prefill"])]
-    results = results.query("what != 'decoding step' or date > @PADDED")
     names = {"observing and selecting, share of the prefill": "choosing, % of a prefill", "decoding step": "a step, ms"}
     return markdown_table(results.assign(what=results["what"].map(names))[["what", "method", "values"]])
 
@@ -608,8 +637,7 @@ def short_methods_table() -> str:
     """RESULTS.md's lines of the table of all methods: the 110 prompts, and the size of the stored keys and values."""
     sizes = of_methods("all_seen", SHORT_METHODS, "kv_mib", (SEEN[1],))[SEEN[1]]
     means = of_methods("all110", SHORT_METHODS, "excess_nll", SEEN)
-    table = means.rename(columns=lambda name: f"{name} entries" if name.isdecimal() else name)
-    return markdown_table(table.assign(MiB=sizes))
+    return markdown_table(with_entries(means).assign(MiB=sizes))
 
 
 def short_gpu_table() -> str:
@@ -631,55 +659,67 @@ def methods_table() -> str:
     results = read("methods").replace({"run": CONTINUED}).set_index(["method", "run", "budget"])
 
     def cell(method: str, column: str, run: str, *budgets: str) -> str:
-        alone = (method, run, "") in results.index  # a method without budgets
-        values = [results[column].get((method, run, budget), "") or "–" for budget in ("",) * alone or budgets]
-        return " / ".join(values) if {*values} != {"–"} else "–"
+        if (method, run, "") in results.index:  # a method without budgets
+            budgets = ("",)
+        values = [results[column].get((method, run, budget), "") for budget in budgets]
+        if not any(values):
+            return "–"
+        return " / ".join(value or "–" for value in values)
 
-    def line(name: str) -> tuple[str, ...]:
-        scores = ([cell(name, column, *run) for column in ("score", "excess_nll")] for run in SCORED.values())
-        return (
-            marked(name, name),
-            cell(name, "excess_nll", "all_seen", *SEEN),
-            cell(name, "excess_nll", "all_unseen", *UNSEEN),
-            cell(name, "excess_nll", "all110", *SEEN),
-            *(" / ".join(pair) if {*pair} != {"–"} else "–" for pair in scores),
-            cell(name, "cost", "all_seen", SEEN[1]),
-            cell(name, "kv_mib", "all_seen", SEEN[1]),
-        )
+    def score_cell(method: str, run: str, budget: str) -> str:
+        score = cell(method, "score", run, budget)
+        excess = cell(method, "excess_nll", run, budget)
+        if score == excess == "–":
+            return "–"
+        return f"{score} / {excess}"
 
+    middle = SEEN[1]
     means = results.xs("all_seen", level="run")["excess_nll"].astype(float).to_dict()
-    highest = float("inf")
-    methods = sorted(
-        {*results.index.unique("method")},
-        key=lambda name: (
-            means.get((name, SEEN[1]), means.get((name, ""), highest)),
-            name.startswith("kvpress "),
-            name,
-        ),
-    )
-    means_of = [f"seen, {' / '.join(SEEN)}", f"unseen, {' / '.join(UNSEEN)}"]
-    rest = [f"110 prompts, {means_of[0]}", *SCORED, "cost, %", "MiB"]
-    lines = pd.DataFrame(map(line, methods), columns=["method", *means_of, *rest])
-    lines["method"] = lines.groupby(means_of)["method"].transform(", ".join)
-    return markdown_table(lines.drop_duplicates(means_of))
+
+    def order(method: str) -> tuple[float, bool, str]:
+        mean = means.get((method, middle), means.get((method, ""), float("inf")))
+        return mean, method.startswith("kvpress "), method
+
+    seen_title = f"seen, {' / '.join(SEEN)}"
+    unseen_title = f"unseen, {' / '.join(UNSEEN)}"
+    lines = []
+    for method in sorted({*results.index.unique("method")}, key=order):
+        line = {
+            "method": marked(method, method),
+            seen_title: cell(method, "excess_nll", "all_seen", *SEEN),
+            unseen_title: cell(method, "excess_nll", "all_unseen", *UNSEEN),
+            f"110 prompts, {seen_title}": cell(method, "excess_nll", "all110", *SEEN),
+        }
+        for title, (run, budget) in SCORED.items():
+            line[title] = score_cell(method, run, budget)
+        line["cost, %"] = cell(method, "cost", "all_seen", middle)
+        line["MiB"] = cell(method, "kv_mib", "all_seen", middle)
+        lines.append(line)
+    table = pd.DataFrame(lines)
+    table["method"] = table.groupby([seen_title, unseen_title])["method"].transform(", ".join)
+    return markdown_table(table.drop_duplicates([seen_title, unseen_title]))
 
 
 def gpu_table() -> str:
     """What methods cost on GPUs: a table per card and model, a line per generation that was measured to its end."""
     results = read("gpu").query("kind == 'generate' and batch_s != ''")
 
-    def line(row: pd.Series) -> tuple[str, ...]:
-        first, share, step, batch = (float(row[name]) for name in ("first_s", "share", "step_s", "batch_s"))
-        sizes = (size_text(int(row[name])) for name in ("kv_bytes", "peak_bytes"))
-        speed = f"{int(row['rows']) / batch:,.0f} ({row['rows']} rows)"
-        times = (f"{first:.2f}", f"{share:.1%}", f"{step * 1e3:.0f}")
-        return thousands(row["tokens"]), row["method"], *times, speed, *sizes
-
-    names = ["tokens", "method", "first token, s", "beyond a prefill", "step, ms", "tokens/s", "KV", "peak"]
     parts = []
     for (card, model), rows in results.groupby(["card", "model"], sort=False):
-        lines = markdown_table([line(row) for _, row in rows.iterrows()], names)
-        parts.append(f"{card}, {model}:\n\n{lines}")
+        lines = []
+        for _, row in rows.iterrows():
+            line = {
+                "tokens": thousands(row["tokens"]),
+                "method": row["method"],
+                "first token, s": f"{float(row['first_s']):.2f}",
+                "beyond a prefill": f"{float(row['share']):.1%}",
+                "step, ms": f"{1e3 * float(row['step_s']):.0f}",
+                "tokens/s": f"{int(row['rows']) / float(row['batch_s']):,.0f} ({row['rows']} rows)",
+                "KV": size_text(int(row["kv_bytes"])),
+                "peak": size_text(int(row["peak_bytes"])),
+            }
+            lines.append(line)
+        parts.append(f"{card}, {model}:\n\n{markdown_table(pd.DataFrame(lines))}")
     return "\n".join(parts)
 
 
@@ -728,7 +768,7 @@ def families_table() -> str:
     return table()
 
 
-OWN = {
+TABLE_FUNCTIONS = {
     "method-classes": method_classes,
     "families": families_table,
     "time": time_table,
@@ -749,19 +789,26 @@ OWN = {
     "short-gpu": short_gpu_table,
     "nats": nats_table,
 }
-"""Tables with a function of their own."""
+"""Tables that are more than a selection of a file: the function that makes each."""
 
 
-def made(name: str) -> str:
+def table_text(name: str) -> str:
     """A table by its name."""
     if name in SECTIONS:
         return method_rows(name)
-    return OWN[name]() if name in OWN else TABLES[name].text()
+    if name in TABLE_FUNCTIONS:
+        return TABLE_FUNCTIONS[name]()
+    return TABLES[name].text()
 
 
 def with_tables(text: str) -> str:
     """A page with its tables replaced."""
-    return PLACE.sub(lambda place: place[1] + place[2] + made(place[1]), text)
+
+    def replaced(marker: re.Match[str]) -> str:
+        name, end_of_line, _ = marker.groups()
+        return name + end_of_line + table_text(name)
+
+    return MARKED_TABLE.sub(replaced, text)
 
 
 PLOTTED = {
@@ -781,10 +828,12 @@ BUDGETS = [64, 128, 256]
 def draw() -> Figure:
     """Excess NLL against the budget."""
     figure = Figure(figsize=(8, 4), dpi=150, layout="constrained")
-    axes, results = figure.subplots(), read("real_prompts").set_index("method")
-    for place, (name, (label, style)) in enumerate(PLOTTED.items()):
+    axes = figure.subplots()
+    results = read("real_prompts").set_index("method")
+    for index, (name, (label, style)) in enumerate(PLOTTED.items()):
         means, low, high = results.loc[name, ["excess_nll", "low", "high"]].to_numpy(float).T
-        budgets = [budget * 2 ** (0.03 * (place - 4)) for budget in BUDGETS]  # so that intervals stay apart
+        shift = 2 ** (0.03 * (index - 4))  # so that intervals stay apart
+        budgets = [budget * shift for budget in BUDGETS]
         axes.vlines(budgets, low, high, style.colour, linewidth=1, alpha=0.5)
         width = 2.4 if label == "LookaheadKV" else 1.4
         axes.plot(budgets, means, style.line, marker=style.marker, color=style.colour, linewidth=width, label=label)
