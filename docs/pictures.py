@@ -1,7 +1,7 @@
 r"""Draws README's pictures of the inspect page, `docs/images/inspect.png` and `inspect_dark.png`, in Chromium.
 
-    keepsight inspect recipe=smollm2-135m compare=snapkv budget=64 prompt=@docs/images/inspect.txt template=false \
-        max_new_tokens=12 out=runs/inspect.html
+    keepsight inspect recipe=qwen2.5-coder-0.5b compare=snapkv budget=64 prompt=@docs/images/inspect.txt \
+        template=false max_new_tokens=12 out=runs/inspect.html
     python -m docs.pictures runs/inspect.html
 
 Run it in the clone: the browser is that of the tests.

@@ -150,6 +150,8 @@ TUNED = {
 UNTRAINED = "KVgrad", "KVzip", "Expected Attention", "SnapKV, mean over 3"
 READING = alike("exact_topk", "specontext (shipped head)", "quest")
 SCORE = "{score} / {excess_nll}"
+CODER_RULER = ("coder_ruler", "coder_ruler_paper")
+CODER_REAL = ("coder_real", "coder_real_paper")
 DIFFERENCE = "{difference} ({low} to {high})"
 
 
@@ -192,8 +194,8 @@ TABLES = {
         rows=alike(*ORACLE, OURS) | VARIANTS | BASELINES | REST,
         head="{} entries",
     ),
-    "coder": coder("coder_ruler", "coder_ruler_paper"),
-    "coder-real": coder("coder_real", "coder_real_paper"),
+    "coder": coder(*CODER_RULER),
+    "coder-real": coder(*CODER_REAL),
     "card": Table(
         "real_prompts",
         "budget",
@@ -433,6 +435,30 @@ def scores_of(names: dict[str, str]) -> pd.DataFrame:
     table = table.rename(columns={needles_budget: "needles"})
     table["RULER"] = of_methods(ruler_run, names, "score", (ruler_budget,))[ruler_budget]
     return table
+
+
+FRONT_CODER = {
+    "full cache": "full cache",
+    "LookaheadKV (this module)": OURS,
+    "the same module, selection=shared": "trained by the paper's recipe, our selection",
+    "LookaheadKV, a module by the paper's recipe": "trained by the paper's recipe, its selection",
+    "LAQ, 32 draft tokens, unpooled": "LAQ, 32 draft tokens, unpooled",
+    "SnapKV, mean over 3": "SnapKV, mean over 3",
+}
+"""The rows of README's table for Qwen2.5-Coder 0.5B: their names in coder.csv and on the page."""
+
+
+def front_coder_table() -> str:
+    """README's table for Qwen2.5-Coder 0.5B: excess NLL and scores on 33 prompts, scores of RULER's tasks."""
+    results = read("coder")
+    lines = []
+    for name, label in FRONT_CODER.items():
+        rows = results[results["method"] == name]
+        real = rows[rows["run"].isin(CODER_REAL)].set_index("budget").loc[[*SEEN]]
+        ruler = rows[rows["run"].isin(CODER_RULER)].set_index("budget").loc[["64", "128"]]
+        excess, real_scores, ruler_scores = map(" / ".join, (real["excess_nll"], real["score"], ruler["score"]))
+        lines.append((marked(label, label), excess, real_scores, ruler_scores))
+    return markdown_table(lines, ["method", "excess NLL", "score", "RULER's score"])
 
 
 OTHER_TASKS = {
@@ -773,6 +799,7 @@ TABLE_FUNCTIONS = {
     "families": families_table,
     "time": time_table,
     "front": front_table,
+    "front-coder": front_coder_table,
     "methods": methods_table,
     "other-tasks": other_tasks_table,
     "gpu": gpu_table,
