@@ -428,5 +428,6 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "bench retrieve": (benchmarks.BenchRetrieve, "bench:retrieve"),
     "bench draft": (benchmarks.BenchDraft, "bench:draft"),
     "bench hits": (benchmarks.BenchHits, "bench_hits:run"),
+    "bench importance": (benchmarks.BenchImportance, "bench_importance:run"),
 }
 """Each command's configuration, and the function that runs it: MODULE:FUNCTION in this package."""

@@ -392,3 +392,34 @@ class BenchHits(shared.TaskKeys):
     methods: list[Any] = field(default_factory=lambda: ["specontext", "quest", "exact_topk"])
     budgets: shared.Counts = field(default_factory=lambda: [64, 256, 1024])
     heads: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class BenchImportance(shared.OfTable, shared.TaskKeys):
+    """keepsight bench importance: measure how close the importance that methods predict is to that of the answer.
+
+        keepsight bench importance tasks=niah_single lengths=1024 methods=[snapkv,dapq,lookaheadkv] out=runs/importance
+        keepsight bench importance tasks=jsonl jsonl.dir=DIR methods=[snapkv,speckv] by=[layer] out=runs/importance
+        keepsight bench importance preset=specpc-correlation recipe=smollm2-135m out=runs/importance
+
+    The full cache answers. An entry's importance is the attention that it gets from the answer, mean over tokens and
+    over the query heads of a KV head. `recall`: of the `budget` most important entries, the share that is among the
+    `budget` that a method ranks first in the same layer and KV head. `mass`: share of the importance on those entries.
+    `cosine`, `correlation` (Pearson's) and `tau` (Kendall's) compare a method's scores before pooling with the
+    importance, and do not depend on the budget. The draft's scores of specpc are compared with those that the base
+    model gives in the draft's place. Writes importance.jsonl (a row per sample, with every layer and head),
+    importance.csv and importance.png to `out`. A stopped run resumes when the same command is run again.
+
+    Attributes:
+        methods: Methods that evict, or specpc; with options as for keepsight eval.
+        budgets: KV entries per KV head.
+        by: Also writes the means by layer, by head, or by both, as importance_by_*.csv.
+    """
+
+    COMMON: ClassVar = (
+        *("out", "preset", "model.id", "adapter", "tasks", "lengths", "samples", "methods", "budgets", "by"),
+        "jsonl.dir",
+    )
+    methods: list[Any] = field(default_factory=lambda: ["lookaheadkv", "snapkv", "dapq"])
+    budgets: shared.Counts = field(default_factory=lambda: [64, 128, 256])
+    by: list[Annotated[str, shared.one_of("layer", "head")]] = field(default_factory=list)

@@ -3,13 +3,13 @@
 import functools
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from keepsight.commands.config_shared import ModelConfig, Plugins, UsesMethods, UsesModel
+from keepsight.commands.config_shared import DraftConfig, ModelConfig, Plugins, UsesMethods, UsesModel
 from keepsight.commands.variants import import_plugins
 from keepsight.errors import UserError
 from keepsight.models.artifacts import fetch
@@ -129,7 +129,20 @@ def resources_of(config: UsesMethods, target: Target) -> Resources:
     if isinstance(config, Plugins):
         import_plugins(config.plugins)
     draft = functools.cache(lambda: draft_of(config, target))
-    return Resources(config.adapter, draft, target.tokenizer, config.retrieval, target.model)
+
+    def other_draft(description: Mapping[str, Any]) -> DraftSource | DraftHeadSource | None:
+        keys = [key.name for key in fields(DraftConfig)]
+        unknown = [key for key in description if key not in keys]
+        if unknown or not description:
+            raise UserError(
+                f"methods= names a draft by {unknown or 'nothing'}; write {{draft: {{layers: [0, 1]}}}}, with keys of "
+                f"{', '.join(keys)}",
+                field="draft",
+                code="unknown",
+            )
+        return draft_of(replace(config, draft=DraftConfig(**description)), target)
+
+    return Resources(config.adapter, draft, target.tokenizer, config.retrieval, target.model, drafts=other_draft)
 
 
 def next_command(config: UsesModel, following: str) -> str:

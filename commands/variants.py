@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
 from importlib.metadata import entry_points
+from itertools import product
 from typing import Any
 
 from keepsight.commands.config_serving import Evicting
@@ -25,8 +26,9 @@ from keepsight.serving.prefix import alphabet_of, letters_of_id
 def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resources: Resources) -> list[Variant]:
     """Every method at every budget; the arguments are the command's keys of these names.
 
-    `all` stands for every method, at each budget with which it can be made by its defaults; a line names the others.
-    UserError: nothing is named, something twice, or a method cannot be made.
+    `all` stands for every method, at each budget with which it can be made by its defaults; a line names the others. A
+    method with `vary` is made once for each of the values, see `_varied`. UserError: nothing is named, something twice,
+    or a method cannot be made.
     """
     for budget in budgets:
         require_kind(Budget, f"budgets={budgets}: budget", budget)
@@ -35,7 +37,7 @@ def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resourc
     for method, is_named in _with_all(methods):
         if method in (FULL, {"name": FULL}):
             continue  # the sweep always answers from the full cache first
-        for name, label, options in _by_bits(*_read_method(method), bits):
+        for name, label, options in _read_variants(method, bits):
             budgets_of_method = budgets if has_field(name, "budget") else [None]
             for budget in budgets_of_method:
                 if any((variant.name, variant.budget) == (label, budget) for variant in variants):
@@ -127,6 +129,46 @@ def require_evict(method: Method, refusal: str) -> Evict:
     return method
 
 
+def _read_variants(method: Any, bits: list[int]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Name, label and options of one of `methods`, once for each value that it varies, and for each of `bits`."""
+    for name, label, options in _varied(*_read_method(method)):
+        yield from _by_bits(name, label, options, bits)
+
+
+def _varied(name: str, label: str, options: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The method once for each combination of the values in its option `vary`: {OPTION: [VALUE, ...]}.
+
+    An option of a part is named as `observer.window`. The label ends in the option's last name and its value, as
+    `window=8`, by which a report draws scores against the values.
+    """
+    options = dict(options)
+    vary = options.pop("vary", {})
+    if not isinstance(vary, dict) or not all(isinstance(values, list) and values for values in vary.values()):
+        raise UserError(
+            f"methods= names {name!r} with vary: {vary!r}; write {{vary: {{OPTION: [VALUE, VALUE]}}}}",
+            field="methods",
+            code="type",
+        )
+    for values in product(*vary.values()):
+        varied_options = options
+        varied_label = label
+        for key, value in zip(vary, values, strict=True):
+            varied_options = _with_option(varied_options, str(key).split("."), value)
+            varied_label += f" {str(key).rpartition('.')[2]}={value}"
+        yield name, varied_label, varied_options
+
+
+def _with_option(options: dict[str, Any], path: list[str], value: object) -> dict[str, Any]:
+    """The options with one of them, or of a part of them, set; a part that is a name alone gets options."""
+    first, *rest = path
+    if not rest:
+        return {**options, first: value}
+    part = options.get(first, {})
+    if isinstance(part, str):
+        part = {"name": part}
+    return {**options, first: _with_option(dict(part), rest, value)}
+
+
 def _by_bits(
     name: str, label: str, options: dict[str, Any], bits: list[int]
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -157,7 +199,8 @@ def _read_method(method: Any) -> tuple[str, str, dict[str, Any]]:
             field="methods",
             code="missing",
         )
-    default_label = " ".join([name, *_option_texts(options)])
+    fixed_options = {key: value for key, value in options.items() if key != "vary"}
+    default_label = " ".join([name, *_option_texts(fixed_options)])
     label = str(options.pop("label", default_label))
     if FULL in (name, label):
         raise UserError(

@@ -167,6 +167,15 @@ class SharedPrompt:
             self._taus[key] = kendall_tau(self._by_kv_head(*key), self.attention())
         return self._taus[key]
 
+    def scores(self, method: Evict) -> Tensor:
+        """[L, K, N] float32: what a method's observer scores, before pooling and without protected entries."""
+        return self._by_kv_head(method.bound_observer, method.reduce)
+
+    def importance(self, method: Evict) -> Tensor:
+        """[L, K, N] float32: the importance by which a method selects, +inf for protected entries."""
+        scores, _ = self._observe(method.bound_observer, method.reduce)
+        return joined(method.importance(self.model, self.state, scores))
+
     def _by_kv_head(self, observer: Observer, reduce: Reduce) -> Tensor:
         """[L, K, N] float32: an observer's scores, reduced over the query heads of each KV head."""
         scores_of_layers, _ = self._observe(observer, reduce)

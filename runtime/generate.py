@@ -547,6 +547,7 @@ class Method(CustomGenerate):
         is_full_cache: Whether it answers from the full cache.
         selects_each_step: Whether it keeps every entry and selects at each step which of them are read.
         uses_retrieval_head: Whether a retrieval head selects what is read.
+        takes_draft: Whether it reads a draft model or a draft head, which its option `draft` can name.
         every: Eviction interval: number of generated tokens between two evictions while decoding; 0 for none.
         section: Which table of docs/methods.md its row is in, one of `SECTIONS`.
         cost: What it takes beyond a prefill, in a few words.
@@ -557,6 +558,7 @@ class Method(CustomGenerate):
     is_full_cache = False
     selects_each_step = False
     uses_retrieval_head = False
+    takes_draft = False
     every: int = 0
 
     @final
@@ -569,7 +571,8 @@ class Method(CustomGenerate):
                 model, loaded or on the meta device, the method is compared.
             budget: Entries per layer and KV head, or a ratio; unused by methods that keep all entries.
             options: Other fields of the method, as values or as plain text and mappings; `adapter`, `retrieval` or
-                `scorer`, a folder or Hub id, in place of that of the resources.
+                `scorer`, a folder or Hub id, in place of that of the resources; `draft`, a mapping, in place of their
+                draft.
 
         Raises:
             UserError: an unknown option, a value out of range, or a resource that is missing.
@@ -581,6 +584,8 @@ class Method(CustomGenerate):
             if options.get(option) is not None:
                 modules[option] = str(options.pop(option))
         resources = (resources or Resources()).with_modules(**modules)
+        if isinstance(options.get("draft"), dict) and cls.takes_draft:
+            resources = resources.with_draft(options.pop("draft"))
         takes_budget = "budget" in registry.field_names(cls)
         if takes_budget and budget is None:
             raise UserError(

@@ -44,6 +44,7 @@ class Resources:
         target: The base model, or one on the meta device, with which methods and modules are compared; None to compare
             nothing.
         scorer: File, folder or Hub id of the weights of a trained scorer.
+        drafts: Returns the draft that a method's option `draft` describes; None where methods cannot have their own.
     """
 
     adapter: str | Path | None = None
@@ -52,6 +53,7 @@ class Resources:
     retrieval: str | Path | None = None
     target: PreTrainedModel | None = None
     scorer: str | Path | None = None
+    drafts: Callable[[Any], DraftSource | DraftHeadSource | None] | None = None
     _scorers: dict[type, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
     _variants: dict[Any, "Resources"] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -108,6 +110,17 @@ class Resources:
             return self
         key = tuple(sorted(changes.items()))
         return self._variants.setdefault(key, dataclasses.replace(self, **changes))
+
+    def with_draft(self, description: Any) -> "Resources":
+        """These resources with the draft that a method's option describes; found once for equal descriptions."""
+        if self.drafts is None:
+            raise UserError(
+                "there is no option 'draft' here; a draft is given for all methods", field="draft", code="unknown"
+            )
+        key = ("draft", str(description))
+        if key not in self._variants:
+            self._variants[key] = dataclasses.replace(self, draft=self.drafts(description))
+        return self._variants[key]
 
     def find(self, name: str) -> Any:
         """The resource that fills a field called `name`: artifact, head, draft or tokenizer.

@@ -43,6 +43,7 @@ SMALL = {
     "finetune": f"{_MODEL} finetune.budgets=[6] {_short('finetune.train')}",
     "eval": f"{_MODEL} adapter=runs/adapter draft.layers=[0,2] {_SAMPLES} max_new_tokens=4 pages=0",
     "bench hits": f"{_MODEL} {_SAMPLES} max_new_tokens=4",
+    "bench importance": f"{_BENCH} draft.layers=[0,2] {_SAMPLES} max_new_tokens=4",
     "inspect": f"{_MODEL} adapter=runs/adapter max_new_tokens=4",
     "fit": f"{_DATA} lookahead.tokens=4 {_short('train')} {_short('finetune.train')} finetune.budgets=[6]"
     " fresh.limit=6 fresh.max_new_tokens=4 fresh.steps=2 tasks=[niah_single] tests=1 lengths=[500] budgets=[80]",

@@ -289,9 +289,7 @@ def plots_of(rows: Sequence[Row], summary: Frame) -> list[Plot]:
         plots.scores_plot(summary),
         plots.excess_nll_plot(summary),
     ]
-    depth_plot = plots.depth_plot(rows)
-    if depth_plot is not None:
-        plots_of_run.append(depth_plot)
+    plots_of_run += filter(None, [plots.depth_plot(rows), plots.options_plot(summary)])
     return plots_of_run
 
 

@@ -1,6 +1,7 @@
 """The plots of an evaluation: measures against budget, time or memory, scores by needle depth, top-k hit rates."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
 
-from keepsight.eval.record import Row
+from keepsight.eval.record import FULL, Row
 from keepsight.eval.report.figures import (
     MAX_COLUMNS,
     TEXT,
@@ -111,6 +112,41 @@ def _plot_by_task(name: str, summary: Frame, measure: Measure) -> Plot:
     return Plot(name, panels, styles, max(1, min(columns, len(panels))))
 
 
+_VARIED = re.compile(r"(.*\S) ([\w.]+)=(-?\d+(?:\.\d+)?)")
+"""The name of a variant that ends in an option and its number, as `vary` and `bits=` make them."""
+
+
+def options_plot(summary: Frame) -> Plot | None:
+    """Score and excess NLL against an option's value, a line for each method and budget, the mean over tasks.
+
+    Two panels for each option that has two values or more among the methods' names; None where none has.
+    """
+    mean = mean_over_tasks(summary)
+    rows = []
+    for _, row in mean.iterrows():
+        varied = _VARIED.fullmatch(row["method"])
+        if varied is None:
+            continue
+        method, option, value = varied.groups()
+        name = method if pd.isna(row["budget"]) else f"{method}, budget {row['budget']:g}"
+        rows.append({"line": name, "option": option, "value": float(value), "index": row.name})
+    values = pd.DataFrame(rows, columns=["line", "option", "value", "index"])
+    counts: Any = values.groupby(["line", "option"])["value"].transform("nunique")
+    values = values[counts > 1]
+    if values.empty:
+        return None
+    full = mean[mean["method"] == FULL]
+    styles = styles_of([*values["line"], *full["method"]])
+    panels = []
+    for option, of_option in values.groupby("option", sort=False):
+        shown = mean.loc[of_option["index"]].assign(line=[*of_option["line"]], value=[*of_option["value"]])
+        for measure in (SCORE, EXCESS_NLL):
+            panels.append(
+                Panel(f"{measure.label} by {option}", OptionCurves(shown, full, measure, str(option), styles))
+            )
+    return Plot("options", panels, styles, columns=2)
+
+
 def comparison_plot(differences: Mapping[str, Frame]) -> Plot:
     """Paired differences against the budget, a row of panels for each name of a run."""
     styles = styles_of(pd.concat(differences.values())["method"])
@@ -176,6 +212,27 @@ def hits_plot(rows: Frame) -> Plot:
     return Plot("hits", panels, styles, columns=2)
 
 
+def predicted_plot(rows: Frame, by_place: Frame | None, points: Mapping[str, list[list[float]]]) -> Plot:
+    """Recall and mass of predicted entries against the budget; recall by layer; a draft's scores against the model's.
+
+    `rows` are means; `by_place` means by layer, head or both; `points` pairs of numbers by method.
+    """
+    styles = styles_of(rows["method"])
+    panels = []
+    for (task, length), rows_of_task in rows.groupby(["task", "length"]):
+        prompts = f"{task}, {length} tokens"
+        panels.append(Panel(f"{prompts}: recall", HitCurves(rows_of_task, "recall", styles), task, length))
+        panels.append(Panel(f"{prompts}: attention mass", HitCurves(rows_of_task, "mass", styles), task, length))
+    if by_place is not None and "layer" in by_place:
+        largest = by_place[by_place["budget"] == by_place["budget"].max()]
+        means = largest.groupby(["method", "layer"], sort=False)[["recall", "cosine"]].mean().reset_index()
+        for measure in ("recall", "cosine"):
+            panels.append(Panel(f"{measure} by layer", LayerCurves(means, measure, styles)))
+    for name, pairs in points.items():
+        panels.append(Panel(f"{label_of(name)}: a point a token", Scatter(pairs, styles[name])))
+    return Plot("importance", panels, styles, columns=2)
+
+
 # What panels draw
 
 
@@ -235,6 +292,43 @@ class Curves:
 
 
 @dataclass(frozen=True)
+class OptionCurves:
+    """One line a method and budget: a measure against an option's value, and the full cache as a level."""
+
+    rows: Frame
+    full: Frame
+    measure: Measure
+    option: str
+    styles: Styles
+
+    def __call__(self, axes: Axes) -> None:
+        """Draw them."""
+        ends = []
+        for estimate in [*self.rows[self.measure.name], *self.full[self.measure.name]]:
+            ends += [estimate.value, *estimate.ends]
+        self.measure.scale(axes, ends)
+        values = sorted(set(self.rows["value"]))
+        if values[0] > 0 and values[-1] >= 4 * values[0]:
+            axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator(values))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xticklabels([f"{value:g}" for value in values])
+        for _, row in self.full.iterrows():
+            style = self.styles[row["method"]]
+            axes.axhline(row[self.measure.name].value, color=style.colour, linestyle="--", linewidth=1)
+        for line, rows in self.rows.sort_values("value").groupby("line", sort=False):
+            style = self.styles[line]
+            ends_of_points = [estimate.ends for estimate in rows[self.measure.name]]
+            low, high = zip(*ends_of_points, strict=True)
+            axes.vlines(rows["value"], low, high, style.colour, linewidth=1, alpha=0.5)
+            points = rows[self.measure.name].astype(float)
+            (drawn,) = axes.plot(rows["value"], points, style.line, color=style.colour, label=line)
+            drawn.set(marker=style.marker or "o", markersize=4.5, clip_on=False)
+        axes.set(xlabel=self.option, ylabel=self.measure.label)
+        look(axes)
+
+
+@dataclass(frozen=True)
 class HeatMap:
     """Mean scores [depths, lengths], NaN where nothing was measured, as coloured cells with their numbers."""
 
@@ -282,6 +376,41 @@ class HitCurves:
         axes.set_ylim(0, 1.04)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_xlabel("budget (KV entries read per step and head)")
+
+
+@dataclass(frozen=True)
+class LayerCurves:
+    """One line a method: a mean of each layer."""
+
+    rows: Frame
+    measure: str
+    styles: Styles
+
+    def __call__(self, axes: Axes) -> None:
+        """Draw them."""
+        for method, rows_of_method in self.rows.sort_values("layer").groupby("method"):
+            style = self.styles[method]
+            axes.plot(rows_of_method["layer"], rows_of_method[self.measure], style.line, color=style.colour)
+        look(axes)
+        axes.set(xlabel="layer", ylabel=self.measure)
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Pairs of numbers as points, both axes logarithmic: the base model's score and the draft's."""
+
+    pairs: list[list[float]]
+    style: Style
+
+    def __call__(self, axes: Axes) -> None:
+        """Draw them; pairs with a zero have no place."""
+        positive = [pair for pair in self.pairs if min(pair) > 0]
+        for reference, score in positive:
+            axes.plot(reference, score, ".", color=self.style.colour, markersize=3)
+        if positive:
+            axes.set(xscale="log", yscale="log")
+        look(axes)
+        axes.set(xlabel="score by the base model", ylabel="score by the draft")
 
 
 def _entries(rows: Frame) -> Any:

@@ -464,6 +464,7 @@ class SpecKV(Evict):
 
     section = "answer"
     cost = "a draft model that reads the prompt and answers first"
+    takes_draft = True
     reduce: Reduce = Reduce("max", "max")
     pool: Pool = Pool("max", 7)
     window: int = 33

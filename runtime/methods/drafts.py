@@ -1,19 +1,30 @@
 """Methods whose observers are tokens after the prompt: the oracle (the answer itself), DapQ (pseudo tokens)."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Gt
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper
 from typing_extensions import override
 
 from keepsight.errors import Positive, UserError, Whole
 from keepsight.models.decoder import input_shape
 from keepsight.runtime import registry
-from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, PromptDrafter, greedy_draft
+from keepsight.runtime.drafting.observer import (
+    Drafter,
+    DraftIds,
+    DraftObserver,
+    PromptDrafter,
+    greedy_draft,
+    until_end,
+)
 from keepsight.runtime.evict import Evict
+from keepsight.runtime.generate import decode, end_ids, stop_after
 from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.state import State
@@ -37,6 +48,38 @@ class OwnAnswer(Drafter):
     @override
     def longest(self) -> int:
         return 0  # it takes the positions of the answer itself, which has to fit anyway
+
+
+@registry.drafter("sampled_answer")
+@dataclass(frozen=True)
+class SampledAnswer(Drafter):
+    """A sampled answer of the base model from the whole state (LookaheadKV, arXiv 2603.10899, appendix E.3).
+
+    Attributes:
+        temperature: Sampling temperature.
+        max_new_tokens: Maximum length of the answer in tokens.
+        seed: Seed of the draws, which depend on the prompt too.
+    """
+
+    temperature: Annotated[float, Gt(0)] = 0.8
+    max_new_tokens: Positive = 64
+    seed: int = 0
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
+        end = end_ids(model)
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature))])
+        seed = random.Random(f"{self.seed}:{state.tokens.tolist()}").getrandbits(31)
+        device = state.logits.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            stop = stop_after(self.max_new_tokens, end)
+            decoded = decode(model, state.copy(), stop, pad_token=0, logits_processor=warpers, do_sample=True)
+        return DraftIds(decoded.ids, until_end(decoded.ids, end))
+
+    @override
+    def longest(self) -> int:
+        return 0  # as for the answer itself
 
 
 @registry.method("oracle", label="oracle attention", colour="#009E73", marker="D", line=":")

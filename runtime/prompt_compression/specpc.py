@@ -94,6 +94,7 @@ class SpecPC(ShortenPrompt):
     kernel: Positive = 64
     neighbors: Whole | None = None
     reads_images = True
+    takes_draft = True
 
     @override
     def check(self, length: int, context: int) -> None:
@@ -279,6 +280,7 @@ class SpecKVPC(Method):
 
     section = "shorten"
     cost = "a draft model that reads the prompt first; a shorter prefill"
+    takes_draft = True
     budget: Budget
     draft: DraftSource | DraftHeadSource = field(kw_only=True)
     prompt_budget: Positive = 2048

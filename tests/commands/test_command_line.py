@@ -358,6 +358,7 @@ WITH_CONFIGURATION: dict[str, tuple[str, Code]] = {
     "eval out=o methods=speckv draft.layers=[2,1]": ("draft.layers", "conflict"),
     "eval out=o methods=specpc draft.head=none": ("artifact", "unknown"),
     "bench hits out=o methods=quest budgets=64 lengths=5000": ("lengths", "range"),
+    "bench importance out=o methods=[snapkv] lengths=5000": ("lengths", "range"),
     "bench evict methods=snapkw": ("method", "unknown"),
     "bench decode methods=speckv draft.id=none": ("model.id", "missing"),
     "bench speculate draft.head=none draft.layers=null": ("artifact", "unknown"),

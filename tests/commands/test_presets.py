@@ -9,6 +9,7 @@ import yaml
 
 from keepsight import recipes
 from keepsight.commands.config import COMMANDS
+from keepsight.commands.config_shared import TaskKeys
 from keepsight.commands.from_recipe import resources_of, without_weights
 from keepsight.commands.parse import parse
 from keepsight.commands.recipe import Preset, presets, table_of
@@ -29,8 +30,9 @@ pytestmark = pytest.mark.usefixtures("here")
 
 def parsed(name: str, *more: str) -> tuple[Preset, Any]:
     preset = presets()[name]
-    out = ["out=out"] if preset.command == "eval" else []
-    return preset, parse(COMMANDS[preset.command][0], ["recipe=smollm2-135m", f"preset={name}", *out, *more])
+    schema = COMMANDS[preset.command][0]
+    out = ["out=out"] if issubclass(schema, TaskKeys) else []
+    return preset, parse(schema, ["recipe=smollm2-135m", f"preset={name}", *out, *more])
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -45,7 +47,7 @@ def test_every_table_names_what_is_there(name: str) -> None:
     variants = variants_of(config.methods, config.budgets, bits, resources_of(config, without_weights(config)))
     assert len({each.cell for each in variants}) == len(variants) > 0
     assert {each.budget for each in variants} <= {None, *config.budgets}
-    if preset.command == "eval":
+    if isinstance(config, TaskKeys):
         config.milebench.dir = "milebench"
         assert all(tasks_of(config, task, protocol_named(config.protocol)) for task in config.tasks)
 
@@ -61,7 +63,7 @@ def test_help_lists_those_of_a_command(keepsight: CommandLine) -> None:
     listed = keepsight("eval", "--help").partition("presets: ")[2]
     own = [name for name, each in presets().items() if each.command == "eval"]
     assert listed.replace(",", "").split() == own
-    names = "dapq-throughput, specache-throughput, specontext-request, specontext-throughput"
+    names = "dapq-throughput, specache-fetching-time, specache-throughput, specontext-request, specontext-throughput"
     assert f"presets: {names}" in " ".join(keepsight("bench", "decode", "--help").split())
     shown = keepsight("eval", "--help", "preset=dapq-niah")
     assert "\n  tasks=[niah_depth] " in shown and "\n  preset=dapq-niah " in shown

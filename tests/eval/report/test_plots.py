@@ -85,3 +85,17 @@ def test_any_character_may_stand_in_a_title_and_a_label(tmp_path: Path) -> None:
     plot.save(tmp_path)
     drawn = (tmp_path / "odd.svg").read_text("utf-8")
     assert title in drawn and method in drawn
+
+
+def test_scores_against_the_values_of_an_option() -> None:
+    """Two methods with an option in two values or more, at two budgets; a single value makes no line."""
+    rows = [row("full", None, 1.0), row("snapkv window=8", 64, 0.5)]
+    for value, score in ((2, 0.2), (8, 0.4), (32, 0.8)):
+        rows += [row(f"speckv lookahead={value}", budget, score + budget / 1000) for budget in (64, 128)]
+    plot = plots.options_plot(summary.summarize(rows))
+    assert plot is not None and len(plot.panels) == 2
+    panels = panels_by_title(plot.figure())
+    values, scores = line_of(panels["score by lookahead"], "speckv, budget 64")
+    assert values == [2, 8, 32] and scores == pytest.approx([0.264, 0.464, 0.864])
+    assert set(plot.styles) == {"full", "speckv, budget 64", "speckv, budget 128"}
+    assert plots.options_plot(summary.summarize(rows[:3])) is None

@@ -1,0 +1,152 @@
+"""keepsight bench importance: how close the importance that methods predict is to that of the answer."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from keepsight.commands.config_bench import BenchImportance as Config
+from keepsight.commands.eval import check, print_notes, samples_of
+from keepsight.commands.from_recipe import resources_of, target_of, without_weights
+from keepsight.commands.recipe import table_of
+from keepsight.commands.variants import variants_of
+from keepsight.errors import UserError
+from keepsight.eval.bench.runner import runner_in
+from keepsight.eval.predicted import Predicted, predictions
+from keepsight.eval.report.plots import predicted_plot
+from keepsight.eval.report.summary import Frame
+from keepsight.eval.report.tables import Column, Table
+from keepsight.eval.sweep import check_samples
+from keepsight.eval.tasks.registry import Benchmarks
+from keepsight.eval.tasks.samples import RenderedSample
+from keepsight.files import write_png
+from keepsight.models.identity import MadeWith
+from keepsight.models.targets import Target
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.generate import Method
+from keepsight.runtime.prompt_compression.specpc import SpecPC
+
+_MEASURES = ["recall", "mass", "cosine", "correlation", "tau"]
+_PLACE = ["task", "length", "method", "budget"]
+_PLACE_COLUMNS = (
+    Column("task", "task", is_text=True),
+    Column("length", "length"),
+    Column("method", "method", is_text=True),
+    Column("budget", "budget"),
+)
+_MEASURE_COLUMNS = (
+    Column("samples", "samples", digits=4),
+    Column("recall", "recall", digits=4),
+    Column("mass", "mass", digits=4),
+    Column("cosine", "cosine", digits=4),
+    Column("correlation", "correlation", digits=4),
+    Column("tau", "tau", digits=4),
+)
+_BENCHMARKS = tuple(benchmark.name for benchmark in fields(Benchmarks))
+
+
+@dataclass(frozen=True)
+class _Row(Predicted):
+    """A line of importance.jsonl."""
+
+    task: str
+    length: int
+    sample: str
+    rows_in_case: int
+
+
+def run(config: Config) -> None:
+    """Measure, print the table and write it with its plot."""
+    check(config)
+    if config.question != "seen":
+        raise UserError(
+            f"question={config.question}: importance is predicted with the question seen; leave it out",
+            field="question",
+            code="conflict",
+        )
+    outline = without_weights(config)
+    # Budgets are cuts of one ranking, so that each method is made once, at the largest.
+    largest = max(config.budgets)
+    variants = variants_of(config.methods, [largest], [], resources_of(config, outline))
+    methods = list[tuple[str, Method]]()
+    for variant in variants:
+        if not isinstance(variant.method, (Evict, SpecPC)):
+            raise UserError(
+                f"methods= names {variant.name!r}, which predicts no importance; name methods that evict, or specpc",
+                field="methods",
+                code="model",
+            )
+        methods.append((variant.name, variant.method))
+    samples, notes = samples_of(config, outline)
+    target = target_of(config)
+    check_samples(target, samples, variants)
+
+    cases = []
+    for sample in samples:
+        columns = {"task": sample.task, "length": sample.length, "sample": sample.id}
+        cases.append((columns, sample))
+
+    def measure(sample: RenderedSample) -> Iterator[dict[str, Any]]:
+        found = predictions(target, sample.prompt_ids, methods, config.budgets, sample.max_new_tokens)
+        return map(asdict, found)
+
+    out = Path(config.out)
+    with runner_in(out, _made_with(config, target)) as runner:
+        print_notes(notes)
+        list(runner.rows("importance", cases, measure, unit="sample", kind=_Row))  # measures what is missing
+        rows = list(runner.rows_so_far("importance", _Row))
+        if not rows:
+            raise UserError(
+                f"budgets={config.budgets}: no prompt is longer than the smallest; lower it",
+                field="budgets",
+                code="range",
+            )
+        frame = _by_head(rows)
+        summary = _means(frame, _PLACE)
+        columns = (*_PLACE_COLUMNS, *_MEASURE_COLUMNS)
+        caption = "Predicted importance against the answer's: means over samples, layers and KV heads."
+        table = Table.of("importance", caption, columns, summary)
+        runner.save_csv("importance", *table.csv_rows())
+        by_place = _means(frame, [*_PLACE, *config.by]) if config.by else None
+        if by_place is not None:
+            by_columns = (*_PLACE_COLUMNS, *(Column(name, name) for name in config.by), *_MEASURE_COLUMNS)
+            parts = Table.of("importance_by", caption, by_columns, by_place)
+            runner.save_csv("importance_by_" + "_".join(config.by), *parts.csv_rows())
+        points = {row["name"]: row["points"] for row in reversed(rows) if row["points"]}
+        write_png(out / "importance.png", predicted_plot(summary, by_place, points).figure())
+    print(table.markdown())
+    if config.preset:
+        print(f"table: {table_of(config)}")
+
+
+def _made_with(config: Config, target: Target) -> MadeWith:
+    """The settings that all rows depend on."""
+    values = asdict(config)
+    names = ("methods", "budgets", "adapter", "draft", "max_new_tokens", "seed", "protocol", *_BENCHMARKS)
+    settings = {name: values[name] for name in names}
+    settings["model.id"] = target.name
+    return MadeWith(target.identity, settings)
+
+
+def _by_head(rows: list[dict[str, Any]]) -> Frame:
+    """A line for each sample, method, budget, layer and KV head."""
+    lines = []
+    for row in rows:
+        for layer, head in np.ndindex(len(row["recall"]), len(row["recall"][0])):
+            line = {"task": row["task"], "length": row["length"], "sample": row["sample"]}
+            line |= {"method": row["name"], "budget": row["budget"], "layer": layer, "head": head}
+            for measure in _MEASURES:
+                line[measure] = row[measure][layer][head]
+            lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def _means(frame: Frame, place: list[str]) -> Frame:
+    """Means over samples and what `place` does not name, all heads of a sample weighing the same."""
+    groups = frame.groupby(place, sort=False)
+    means = groups[_MEASURES].mean()
+    means.insert(0, "samples", groups["sample"].nunique())
+    return means.reset_index()

@@ -1,0 +1,143 @@
+"""How close the importance that a method predicts is to the importance that an answer gives to the prompt's entries.
+
+The reference is the attention of the full cache's own answer, mean over its tokens and over the query heads of a KV
+head (LookaheadKV, arXiv 2603.10899, section 2). A draft model's scores of tokens (SpecPC, arXiv 2506.08373, section
+5.1) are compared with those that the base model gives as its own draft.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import kendalltau
+from torch import Tensor
+from torch.nn import functional
+
+from keepsight.errors import UserError
+from keepsight.eval.compress import SharedPrompt, needs_of_all
+from keepsight.models.draft_sources import LayerSubset
+from keepsight.models.targets import Target
+from keepsight.runtime.drafting.observer import DraftIds
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.generate import Method, decode, stop_after
+from keepsight.runtime.importance import top_mask
+from keepsight.runtime.prompt_compression.specpc import SpecPC
+from keepsight.runtime.state import prefill
+
+_RANKED = 512
+"""Kendall's tau is computed over at most so many entries, evenly spaced over a longer prompt."""
+_POINTS = 200
+ByHead = list[list[float]]
+"""A number for each layer and KV head; one for the whole model where tokens are scored for all of it."""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A method's prediction at a budget against the reference, for each layer and KV head.
+
+    Attributes:
+        recall: Share of the `budget` most important entries that are among the predicted ones.
+        mass: Share of the reference's attention that falls on the `budget` predicted entries.
+        cosine: Cosine similarity of scores and reference, before pooling.
+        correlation: Pearson's correlation of them.
+        tau: Kendall's tau-b of them; 0 where one of them is constant.
+        points: Reference and score of some evenly spaced tokens, where tokens are scored for the whole model.
+    """
+
+    name: str
+    budget: int
+    recall: ByHead
+    mass: ByHead
+    cosine: ByHead
+    correlation: ByHead
+    tau: ByHead
+    points: list[list[float]]
+
+
+@torch.no_grad()
+def predictions(
+    target: Target, prompt: Tensor, methods: list[tuple[str, Method]], budgets: list[int], max_new_tokens: int
+) -> list[Predicted]:
+    """What the methods predict of a prompt [N] int64, at each budget below its length.
+
+    UserError: a method neither evicts nor has a draft model score tokens.
+    """
+    model = target.model
+    ids = prompt[None].to(model.device)
+    observing = [method for _, method in methods if isinstance(method, Evict)]
+    state = prefill(model, ids, needs=needs_of_all(observing))
+    stop = stop_after(max_new_tokens, target.end_tokens)
+    answer = decode(model, state.copy(), stop, pad_token=target.end_tokens[0]).ids
+    shared = SharedPrompt(model, state, DraftIds(answer), seconds=0.0)
+    attention = shared.attention()
+
+    found = []
+    shorter_budgets = [budget for budget in budgets if budget < len(prompt)]
+    for name, method in methods:
+        points = list[list[float]]()
+        if isinstance(method, Evict):
+            reference = attention
+            scores = shared.scores(method)
+            importance = shared.importance(method)
+        elif isinstance(method, SpecPC):
+            layers = model.config.get_text_config().num_hidden_layers
+            by_base_model = replace(method, draft=LayerSubset(tuple(range(layers))))
+            scores = method.draft_scores(model, ids[0])[0][None, None]
+            reference = by_base_model.draft_scores(model, ids[0])[0][None, None]
+            importance = scores
+            points = _points(reference[0, 0], scores[0, 0])
+        else:
+            raise UserError(
+                f"methods= names {name!r}, which predicts no importance; name methods that evict, or specpc",
+                field="methods",
+                code="model",
+            )
+        likeness = _likeness(scores, reference)
+        for budget in shorter_budgets:
+            best = top_mask(importance, budget)
+            recall = (best & top_mask(reference, budget)).sum(-1) / budget
+            mass = (reference * best).sum(-1) / reference.sum(-1)
+            found.append(
+                Predicted(name, budget, recall=_rounded(recall), mass=_rounded(mass), points=points, **likeness)
+            )
+    return found
+
+
+def _likeness(scores: Tensor, reference: Tensor) -> dict[str, ByHead]:
+    """Cosine, Pearson's correlation and Kendall's tau of [L, K, N] float32 each, along the entries."""
+    scores_about_mean = scores - scores.mean(dim=-1, keepdim=True)
+    reference_about_mean = reference - reference.mean(dim=-1, keepdim=True)
+    return {
+        "cosine": _rounded(functional.cosine_similarity(scores, reference, dim=-1)),
+        "correlation": _rounded(functional.cosine_similarity(scores_about_mean, reference_about_mean, dim=-1)),
+        "tau": _taus(scores, reference),
+    }
+
+
+def _taus(scores: Tensor, reference: Tensor) -> ByHead:
+    length = scores.shape[-1]
+    positions = torch.linspace(0, length - 1, min(length, _RANKED)).round().long()
+    scores_of_heads = scores[..., positions.to(scores.device)].cpu().numpy()
+    reference_of_heads = reference[..., positions.to(reference.device)].cpu().numpy()
+    taus = np.zeros(scores.shape[:2])
+    for layer, head in np.ndindex(*taus.shape):
+        result: Any = kendalltau(scores_of_heads[layer, head], reference_of_heads[layer, head])
+        taus[layer, head] = np.nan_to_num(result.statistic)
+    return _rounded(torch.from_numpy(taus))
+
+
+def _points(reference: Tensor, scores: Tensor) -> list[list[float]]:
+    """Pairs of numbers of at most `_POINTS` tokens."""
+    length = len(scores)
+    positions = torch.linspace(0, length - 1, min(length, _POINTS)).round().long().to(scores.device)
+    pairs = torch.stack([reference[positions], scores[positions]], dim=1)
+    return [[float(f"{value:.4g}") for value in pair] for pair in pairs.tolist()]
+
+
+def _rounded(values: Tensor) -> ByHead:
+    """[L, K] as lists, with the digits that a row needs."""
+    rows = []
+    for numbers in values.double().tolist():
+        rows.append([round(number, 5) for number in numbers])
+    return rows
