@@ -77,8 +77,9 @@ class Serve(Evicting):
         rows: Maximum number of answers decoded at the same time.
         waiting: Maximum number of waiting requests; further ones get HTTP 429.
         max_prompt_tokens: Longest prompt in tokens; 0 for the model's context.
-        prefill_tokens: Tokens of a new prompt that are read between two steps of running answers; fewer make streams
-            smoother and first tokens later. 0 reads whole prompts.
+        prefill_tokens: Tokens of a new prompt that are read at a time while answers run; fewer make streams smoother
+            and first tokens later. 0 reads whole prompts; null reads as many as take three times as long as a
+            decoding step, and at least 256 while further prompts wait.
         sessions: Size of the states of answered prompts that are kept for later turns and the same prompts; 0 for none.
         later_turns: reread: an answer depends on its own request alone, so that later turns go on only from states of
             which nothing was evicted. continue: they go on from the evicted state, as in a Conversation, and their new
@@ -112,7 +113,7 @@ class Serve(Evicting):
     rows: PositiveInt = 16
     waiting: PositiveInt = 64
     max_prompt_tokens: NonNegativeInt = 0
-    prefill_tokens: NonNegativeInt = 256
+    prefill_tokens: NonNegativeInt | None = None
     sessions: str = "1GiB"
     later_turns: Annotated[str, one_of("reread", "continue")] = "reread"
     max_new_tokens: PositiveInt = 1024
@@ -149,7 +150,8 @@ class BenchServe(Benched):
         requests: Number of requests.
         rows: Maximum number of answers decoded at the same time.
         interval: Seconds between the arrivals of two requests; 0 for all at once.
-        prefill_tokens: Tokens of a new prompt that are read at a time while answers run; 0 for whole prompts.
+        prefill_tokens: Tokens of a new prompt that are read at a time while answers run, as for `keepsight serve`; 0
+            for whole prompts.
         vllm: Measure vLLM's engine.
     """
 
@@ -160,5 +162,5 @@ class BenchServe(Benched):
     requests: PositiveInt = 16
     rows: PositiveInt = 8
     interval: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    prefill_tokens: NonNegativeInt = 256
+    prefill_tokens: NonNegativeInt | None = None
     vllm: bool = False

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 from typing_extensions import override
@@ -23,6 +22,10 @@ from keepsight.runtime.rope_length import length_limit
 
 class Beside(ABC):
     """Answers that go on while a prompt is read: between its passes, or in them."""
+
+    @abstractmethod
+    def pass_tokens(self) -> int:
+        """How many tokens of the prompt the next pass reads."""
 
     @abstractmethod
     def __call__(self) -> None:
@@ -78,8 +81,10 @@ def run_beside(
     layers: list[Any] = []
     answers_layers: list[Any] = answers_cache.layers
     prompt_layers: list[Any] = prompt_cache.layers
+    entries = prompt_layers[0].seen + count
+    mask = visible(count, ids.new_ones(1, 1, entries, dtype=torch.bool))
     for prompt_layer, answers_layer in zip(prompt_layers, answers_layers, strict=True):
-        layers.append(_LayerOfBoth(prompt_layer, answers_layer, count))
+        layers.append(_LayerOfBoth(prompt_layer, answers_layer, count, mask))
 
     def record(index: int, query: Tensor, key: Tensor, softmax: Softmax, *_: object) -> None:
         assert recorder is not None
@@ -99,18 +104,22 @@ def run_beside(
 
 
 class _LayerOfBoth(OwnAttention, DynamicLayer):
-    """A prompt's layer and that of running answers, for a pass over `count` tokens of the one and then one of each."""
+    """A prompt's layer and that of running answers, for a pass over `count` tokens of the one and then one of each.
+
+    `mask` [1, 1, count, C] bool says what the prompt's tokens see of its C entries, these tokens among them.
+    """
 
     prompt_keys: Tensor
     _prompt_values: Tensor
     _answers_keys: Tensor
     _answers_values: Tensor
 
-    def __init__(self, prompt: KeptLayer, answers: KeptLayer, count: int) -> None:
+    def __init__(self, prompt: KeptLayer, answers: KeptLayer, count: int, mask: Tensor) -> None:
         super().__init__()
         self.prompt = prompt
         self.answers = answers
         self.count = count
+        self.mask = mask
         self.is_initialized = True
 
     @override
@@ -128,7 +137,7 @@ class _LayerOfBoth(OwnAttention, DynamicLayer):
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         prompt_query, answers_query = self._parts(query)
-        prompt_output = self._of_prompt(prompt_query, softmax)
+        prompt_output = grouped_attention(prompt_query, self.prompt_keys, self._prompt_values, self.mask, softmax)
         if isinstance(self.answers, OwnAttention):
             answers_output = self.answers.attend(answers_query, self._answers_keys, self._answers_values, softmax)
         else:
@@ -136,23 +145,6 @@ class _LayerOfBoth(OwnAttention, DynamicLayer):
             mask = None if real is None else visible(1, real)
             answers_output = grouped_attention(answers_query, self._answers_keys, self._answers_values, mask, softmax)
         return torch.cat([prompt_output, answers_output.transpose(0, 1)], dim=1)
-
-    def _of_prompt(self, query: Tensor, softmax: Softmax) -> Tensor:
-        """Attention [1, q, H, d] of the prompt's queries [1, H, q, d]."""
-        keys = self.prompt_keys
-        values = self._prompt_values
-        mask = visible(self.count, keys.new_ones(1, 1, keys.shape[2], dtype=torch.bool))
-        if softmax.softcap is not None or softmax.sinks is not None:
-            return grouped_attention(query, keys, values, mask, softmax)
-        groups = query.shape[1] // keys.shape[1]
-        output = functional.scaled_dot_product_attention(
-            query,
-            keys.repeat_interleave(groups, dim=1),
-            values.repeat_interleave(groups, dim=1),
-            attn_mask=mask,
-            scale=softmax.scaling,
-        )
-        return output.transpose(1, 2)
 
     @override
     def get_seq_length(self) -> int:

@@ -38,7 +38,7 @@ from keepsight.runtime.attention import Reader, StateCache
 from keepsight.runtime.images import IMAGE_INPUTS, Images
 from keepsight.runtime.resources import MODULES, Resources
 from keepsight.runtime.rope_length import length_limit
-from keepsight.runtime.state import Needs, State, must_restart, positions_of, prefill, read
+from keepsight.runtime.state import Needs, State, must_restart, pass_tokens, positions_of, prefill, read
 from keepsight.runtime.static_step import static_step
 
 logger = logging.getLogger("keepsight")
@@ -674,14 +674,14 @@ class Method(CustomGenerate):
             return self.restart(model, state, tokens)
         reader = model if state.joins else self.turn_reader(model)
         state = state.copy()
-        unread = tokens.shape[1]
-        if not unread:
-            return state
-        for number, tokens_of_pass in enumerate(tokens.split(chunk or unread, dim=1)):
-            if number and between is not None:
+        count = tokens.shape[1]
+        end = 0
+        while end < count:
+            start = end
+            end = min(start + pass_tokens(chunk, between, count), count)
+            if start and between is not None:
                 between()
-            unread -= tokens_of_pass.shape[1]
-            state, _ = read(reader, state, tokens_of_pass, logits_to_keep=1, more=unread)
+            state, _ = read(reader, state, tokens[:, start:end], logits_to_keep=1, more=count - end)
         return state
 
     def restart(self, model: PreTrainedModel, state: State, tokens: Tensor) -> State:

@@ -508,8 +508,9 @@ def prefill(
         attention_mask: [B, N], 0 for padding; None when no row is padded.
         chunk: Tokens per forward pass; None for the whole prompt in one. The result is the same: eviction waits for
             the whole prompt, so that every token attends to all before it.
-        between: Called between two passes, such as to decode other answers meanwhile. The tokens of a `Beside` are read
-            in the passes themselves, but for the last, where model and `needs` allow it.
+        between: Called between two passes, such as to decode other answers meanwhile. A `Beside` says how many tokens
+            each pass reads, in place of `chunk`; its own tokens are read in the passes themselves, but for the last,
+            where model and `needs` allow it.
         needs: What to record of the prompt for observers.
         after_layer: Returns the layer to keep for each that the last pass has read, such as an evicted one.
         images: Images in the prompts, which are then read in one pass.
@@ -533,6 +534,13 @@ def prefill(
         rope_lengths=rope_lengths,
         tail=tail,
     )[0]
+
+
+def pass_tokens(chunk: int | None, between: Callable[[], None] | None, most: int) -> int:
+    """How many tokens the next pass of a prefill reads; `most` in one pass. See `prefill`."""
+    if isinstance(between, Beside):
+        return between.pass_tokens()
+    return chunk or most
 
 
 @torch.no_grad()
@@ -577,13 +585,15 @@ def _prefill(
     cache = empty_cache(model, mask)
     seconds = 0.0
     features: tuple[Tensor, ...] = ()
-    step = chunk or length
     beside = None
     if isinstance(between, Beside) and mask is None and not (needs.features or needs.scorers):
         beside = between if can_read_beside(model, cache) else None
     were_beside = False  # whether the others' tokens were read in the pass before
-    for start in range(0, length, step):
-        end = min(start + step, length)
+    start = 0
+    end = 0
+    while end < length:
+        start = end
+        end = min(start + pass_tokens(chunk, between, length), length)
         is_last = end == length
         chunk_mask = None if mask is None else mask[:, :end]
         recorder = Recorder(cache, needs, chunk_mask)
@@ -597,7 +607,8 @@ def _prefill(
             seconds += recorder.seconds
             were_beside = True
             continue
-        if start and between is not None and not were_beside:
+        # Before the last pass too, in which answers do not go on: else they would wait for two.
+        if start and between is not None and (is_last or not were_beside):
             between()
         were_beside = False
         if is_last:

@@ -34,6 +34,7 @@ from keepsight.runtime.generate import CustomGenerate, Decoded, GenerateRequest,
 from keepsight.runtime.join import can_join, join, take_rows
 from keepsight.runtime.state import State, must_restart, read
 from keepsight.runtime.static_batch import StaticBatch
+from keepsight.serving.pace import CHUNK, Pace
 from keepsight.serving.sampling import TokenLogprob, token_logprob
 from keepsight.serving.sessions import Session, Sessions
 
@@ -237,31 +238,57 @@ class _Row:
 
 
 class _Others(Beside):
-    """The running answers of an engine, and short prompts that wait, while the prompt of a job is read in chunks."""
+    """The running answers of an engine, and short prompts that wait, while the prompt of a job is read in chunks.
 
-    def __init__(self, engine: "Engine", job: Job) -> None:
+    `unread` tokens of the prompt are to be read; `admits` says whether short prompts are read meanwhile.
+    """
+
+    def __init__(self, engine: "Engine", job: Job, unread: int, admits: bool) -> None:
         self._engine = engine
         self._job = job
+        self._unread = unread
+        self._admits = admits
         self._tokens = torch.empty(0)
+        self._size = 0
+        self._begun: float | None = None  # when the pass under way began
+
+    @override
+    def pass_tokens(self) -> int:
+        self.end_pass()
+        self._size = min(self._engine.chunk_tokens(), self._unread)
+        self._unread -= self._size
+        self._begun = time.perf_counter()
+        return self._size
 
     @override
     def __call__(self) -> None:
-        self._engine.admit_short(self._job)
+        if self._admits:
+            self._engine.admit_short(self._job)
         self._engine.decode_batch()
+        self._begun = time.perf_counter()
 
     @override
     def next_tokens(self, model: PreTrainedModel) -> tuple[Cache, Tensor, Tensor] | None:
-        self._engine.admit_short(self._job)
+        if self._admits:
+            self._engine.admit_short(self._job)
         tokens = self._engine.begin_pass(self._job)
         state = self._engine.state
         if tokens is None or state is None:
             return None
         self._tokens = tokens
+        self._begun = time.perf_counter()
         return state.cache, tokens[:, 0], state.lengths + state.rope_offset
 
     @override
     def give(self, logits: Tensor) -> None:
+        self.end_pass()
         self._engine.end_pass(self._job, self._tokens, logits)
+
+    def end_pass(self) -> None:
+        """Note the time of the pass under way, if there is one."""
+        if self._begun is not None:
+            self._engine.pace.passed(self._size, time.perf_counter() - self._begun)
+            self._begun = None
 
 
 class Engine:
@@ -270,12 +297,14 @@ class Engine:
     At most `waiting` requests wait; prompts are no longer than `max_prompt_tokens`, by default the model's context. A
     `UserError` if states of this method cannot be decoded in a batch. Steps are a CUDA graph's where `generate`'s are;
     with `static` they are the same without a graph, on any device, for tests. While answers run, a prompt is read by
-    `prefill_tokens` tokens at a time, with a decoding step after each; 0 reads whole prompts. States of answered
-    prompts are kept in `session_bytes` bytes, for later turns and the same prompts; with `continues` later turns go on
-    from evicted states too (see `keepsight.serving.sessions`).
+    `prefill_tokens` tokens at a time, with the next token of each answer; None chooses how many (see
+    `keepsight.serving.pace`), and 0 reads whole prompts. States of answered prompts are kept in `session_bytes` bytes,
+    for later turns and the same prompts; with `continues` later turns go on from evicted states too (see
+    `keepsight.serving.sessions`).
 
     Attributes:
         context: The model's context in tokens.
+        pace: Says how many tokens of a prompt are read at a time.
         sessions: The states that are kept.
         state: The states of the running answers; None for none.
         end_tokens: Tokens that end an answer.
@@ -290,7 +319,7 @@ class Engine:
         rows: int = 16,
         waiting: int = 64,
         max_prompt_tokens: int = 0,
-        prefill_tokens: int = 256,
+        prefill_tokens: int | None = None,
         session_bytes: int = 0,
         continues: bool = False,
         static: bool = False,
@@ -300,7 +329,9 @@ class Engine:
         self.rows = rows
         self.waiting = waiting
         self.context = context_of(model)
-        self.prefill_tokens = prefill_tokens
+        self.pace = Pace(prefill_tokens)
+        self._reads_whole = prefill_tokens == 0
+        self._short_tokens = prefill_tokens or CHUNK
         self.max_prompt_tokens = min(max_prompt_tokens or self.context, self.context)
         self.totals = Totals()
         self.sessions = Sessions(model, session_bytes, continues)
@@ -529,23 +560,29 @@ class Engine:
         self._let_join(job)
 
     def admit_short(self, reading: Job) -> None:
-        """Let the first short prompt that waits join, while a long one is being read: a prompt of a single chunk."""
+        """Let the first short prompt that waits join, while a long one is being read."""
         with self._wake:
             self._drop_cancelled()
             room = self.rows - len(self._batch) - len(reading.group)
-            short_jobs = [job for job in self._queue if len(job.ids) <= self.prefill_tokens and len(job.group) <= room]
+            short_jobs = [job for job in self._queue if len(job.ids) <= self._short_tokens and len(job.group) <= room]
             if not short_jobs:
                 return
             self._queue.remove(short_jobs[0])
             self._prefilling += 1
-        self._let_join(short_jobs[0])
+        self._let_join(short_jobs[0], admits=False)
         self._reading = reading
 
-    def _let_join(self, job: Job) -> None:
-        """Read the prompt of a request, and let it join the batch."""
+    def chunk_tokens(self) -> int:
+        """How many tokens of a prompt the next pass reads."""
+        with self._wake:
+            others_wait = bool(self._queue)
+        return self.pace.tokens(others_wait=others_wait)
+
+    def _let_join(self, job: Job, *, admits: bool = True) -> None:
+        """Read the prompt of a request, and let it join the batch; `admits` says whether short ones may join before."""
         self.totals.queue.observe(time.perf_counter() - job.submitted)
         try:
-            rows, state = self._prefill(job)
+            rows, state = self._prefill(job, admits)
             if self._static.takes(state):
                 states = [state] * len(rows)
                 if self.state is not None:
@@ -605,13 +642,13 @@ class Engine:
                 self._queue.remove(job)
                 self._end_group(job, "cancelled")
 
-    def _prefill(self, job: Job) -> tuple[list[_Row], State]:
+    def _prefill(self, job: Job, admits: bool) -> tuple[list[_Row], State]:
         """Read a prompt and evict from it; returns a row of the batch for each answer to it, and its state.
 
         What a session has read of it is not read again.
         """
         start = time.perf_counter()
-        decode_seconds_before = self.totals.decode_seconds
+        others_seconds_before = self.totals.decode_seconds + self.totals.prefill_seconds
         ids = job.ids[None].to(self.model.device)
         rows = [self._row(member, ids) for member in job.group]
 
@@ -620,28 +657,30 @@ class Engine:
                 self._stop_if_cancelled(job)
 
         method = job.method or self.method
-        chunks: dict[str, Any] = {}
-        if self._batch and self.prefill_tokens and method.reads_chunks():
-            chunks = {"chunk": self.prefill_tokens, "between": _Others(self, job)}
+        after = self.sessions.find(job.tenant, method, job.ids)
+        cached = 0 if after is None else after.count
+        between = None
+        if self._batch and not self._reads_whole and method.reads_chunks():
+            between = _Others(self, job, len(job.ids) - cached, admits)
         self._reading = job
         with hooked((layer, stop_if_cancelled) for layer in decoder_layers(self.model)):
-            after = self.sessions.find(job.tenant, method, job.ids)
             if after is None:
-                state = method.start(self.model, ids, **chunks)
+                state = method.start(self.model, ids, between=between)
             elif after.count == len(job.ids):
                 state = after.state
             else:
-                state = method.resume(self.model, after.state, ids[:, after.count :], **chunks)
+                state = method.resume(self.model, after.state, ids[:, after.count :], between=between)
+        if between is not None:
+            between.end_pass()
 
         session = self.sessions.add(job.tenant, method, state, job.ids, after)
         for row in rows:
             row.session = session
         kept = state.mean_entries()
-        cached = 0 if after is None else after.count
         for member in job.group:
             member.kept = kept
             member.cached = cached
-        others_seconds = self.totals.decode_seconds - decode_seconds_before
+        others_seconds = self.totals.decode_seconds + self.totals.prefill_seconds - others_seconds_before
         self.totals.prefill_seconds += time.perf_counter() - start - others_seconds
         self.totals.prompt_tokens += ids.shape[1] - cached
         self.totals.cached_tokens += cached
@@ -671,8 +710,10 @@ class Engine:
         tokens = self._choose()
         if tokens is not None and self.state is not None:
             self.state = self._read(self.state, tokens)
+            seconds = time.perf_counter() - start
             self.totals.decode_steps += 1
-            self.totals.decode_seconds += time.perf_counter() - start
+            self.totals.decode_seconds += seconds
+            self.pace.stepped(seconds)
 
     def _choose(self) -> Tensor | None:
         """Choose the next token of every answer; returns those of the answers that go on, [B, 1], or None for none."""

@@ -50,7 +50,7 @@ def bench_serve(
     requests: int,
     rows: int,
     interval: float = 0.0,
-    prefill_tokens: int = 256,
+    prefill_tokens: int | None = None,
 ) -> Iterator[str]:
     """A line for each method, the full cache first; prompts are random tokens, and answers all have one length.
 
@@ -164,7 +164,7 @@ def _serve(
     answer_tokens: int,
     rows: int,
     interval: float,
-    prefill_tokens: int,
+    prefill_tokens: int | None,
 ) -> _Served:
     """Serve all prompts, of which one arrives every `interval` seconds."""
     engine = Engine(model, method, rows=rows, waiting=len(prompts), prefill_tokens=prefill_tokens)

@@ -377,7 +377,8 @@ def test_running_answers_go_on_while_a_prompt_is_read_in_chunks(method, static):
     engine.submit(arriving)
     tokens_before = len(running.tokens)
     engine.step()
-    assert len(running.tokens) == tokens_before + 6  # between six chunks, and after them
+    # Static steps lie between six chunks and after them; others are in five, before the last and after it.
+    assert len(running.tokens) == tokens_before + (6 if static else 7)
     assert len(arriving.tokens) == 1
     run(engine)
     for job in (running, arriving):
@@ -437,7 +438,7 @@ BESIDE = METHODS | {"summed attention": H2O(40), "statistics": ExpectedAttention
     ],
 )
 def test_a_chunk_and_the_tokens_of_all_answers_are_one_pass(method, family):
-    """But for the last chunk, whose observers are read with it: one decoding step follows it."""
+    """But for the last chunk, whose observers are read with it: one decoding step comes before it, and one after."""
     model = fresh_model(family)
     engine = Engine(model, method, rows=4, prefill_tokens=20)
     running = [Job(ids, max_new_tokens=20, ignore_end=True) for ids in prompts(33, 61, 47)]
@@ -451,8 +452,8 @@ def test_a_chunk_and_the_tokens_of_all_answers_are_one_pass(method, family):
     passes = passes_of(model)
     engine.step()
     assert passes[:5] == [23] * 5, "20 tokens of the prompt and one of each answer"
-    assert [len(job.tokens) for job in running] == [length + 6 for length in lengths]
-    assert engine.totals.decode_steps == steps_before + 6
+    assert [len(job.tokens) for job in running] == [length + 7 for length in lengths]
+    assert engine.totals.decode_steps == steps_before + 7
     run(engine)
     for job in (*running, arriving):
         assert job.result(0) == alone(model, method, job.ids, max_new_tokens=20, eos_token_id=None)
@@ -462,11 +463,11 @@ def test_answers_that_end_leave_while_a_prompt_is_read():
     model, method = tiny_model(), METHODS["ragged"]
     engine = Engine(model, method, rows=4, prefill_tokens=20)
     first, second, arriving = prompts(33, 61, 160)
-    jobs = [Job(first, max_new_tokens=8, ignore_end=True), Job(second, max_new_tokens=5, ignore_end=True)]
+    jobs = [Job(first, max_new_tokens=9, ignore_end=True), Job(second, max_new_tokens=5, ignore_end=True)]
     for job in jobs:
         engine.submit(job)
         engine.step()
-    assert [len(job.tokens) for job in jobs] == [5, 1]
+    assert [len(job.tokens) for job in jobs] == [6, 1]
     jobs.append(Job(arriving, max_new_tokens=6, ignore_end=True))
     engine.submit(jobs[-1])
     passes = passes_of(model)
@@ -492,6 +493,29 @@ def test_a_short_prompt_does_not_wait_for_a_long_one():
     for job in (running, long, short):
         assert job.result(0) == alone(model, method, job.ids, max_new_tokens=12, eos_token_id=None)
     assert engine.load == (0, 0)
+
+
+def test_a_short_prompt_is_read_in_chunks_too(monkeypatch):
+    """So that it makes no answer wait longer than a long one does."""
+    model, method = tiny_model(), METHODS["ragged"]
+    monkeypatch.setattr("keepsight.serving.pace.CHUNK", 16)
+    engine = Engine(model, method, rows=4)
+    engine.pace.stepped(1.0)
+    engine.pace.passed(1, 3 / 16)
+    monkeypatch.setattr(engine.pace, "passed", lambda *_: None)
+    monkeypatch.setattr(engine.pace, "stepped", lambda *_: None)
+    jobs = [Job(ids, max_new_tokens=30, ignore_end=True) for ids in prompts(33, 200, 61)]
+    engine.submit(jobs[0])
+    engine.step()
+    engine.submit(jobs[1])
+    engine.submit(jobs[2])
+    passes = passes_of(model)
+    engine.step()
+    tokens = 64 + 1  # the fewest of a chunk, with that of the running answer
+    assert max(passes) <= tokens + 1 and len(jobs[2].tokens) > 1
+    run(engine)
+    for job in jobs:
+        assert job.result(0) == alone(model, method, job.ids, max_new_tokens=30, eos_token_id=None)
 
 
 def test_what_fails_in_a_pass_of_both_fails_both():
